@@ -1,0 +1,1 @@
+"""Plans: everything ranks must agree on, as pure functions of (seed, counter). No torch, no messages."""

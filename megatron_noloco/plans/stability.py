@@ -1,0 +1,36 @@
+"""When replicas stay together: the exact factor by which gossip shrinks their spread."""
+
+import math
+
+import numpy as np
+
+
+def spread_factor(outer_momentum: float, consensus_weight: float, group_size: int) -> float:
+    """rho: the factor of the spread SQUARED per round, for many randomly grouped replicas.
+
+    With zero gradients and x_i = phi_i - mean(phi), the second moments (V, C, D) = E[x^2, x*delta, delta^2]
+    follow one linear map per round, with a = (n-1)/n the share of a group's variance that its mean removes:
+
+        D' = gamma^2 a V - 2 alpha gamma a C + alpha^2 D
+        C' = alpha C - gamma a V + D'
+        V' = V + 2 (alpha C - gamma a V) + D'
+
+    rho is the spectral radius of that map. rho >= 1 means the replicas drift apart.
+
+    Args:
+        outer_momentum: alpha.
+        consensus_weight: gamma.
+        group_size: n, at least 2 (a group of one never pulls replicas together: rho is then >= 1).
+    """
+    alpha, gamma, a = outer_momentum, consensus_weight, (group_size - 1) / group_size
+    momentum = np.array([gamma**2 * a, -2 * alpha * gamma * a, alpha**2])
+    pull = np.array([-gamma * a, alpha, 0.0])
+    step = np.array([pull + np.array([1.0, 0.0, 0.0]) + pull + momentum, pull + momentum, momentum])
+    return float(max(abs(np.linalg.eigvals(step))))
+
+
+def rounds_to_halve(rho: float) -> float:
+    """Rounds until gossip alone has halved the spread (not its square); infinite when rho >= 1."""
+    if rho >= 1:
+        return math.inf
+    return math.log(0.25) / math.log(rho) if rho > 0 else 0.0

@@ -1,0 +1,79 @@
+"""What a transport is: point-to-point messages of flat host buffers, with a deadline. Never a collective.
+
+    flight = transport.post(sends, receives, tag)      # every chunk of every message is under way at once
+    for arrival in flight.arrivals(deadline_seconds):  # act on each chunk as it lands
+        ...
+    flight.finish(deadline_seconds)                    # from here on the send buffers may be reused
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Message:
+    """One buffer to or from one rank: flat (one dimension), contiguous, in host memory, without gradient."""
+
+    rank: int
+    buffer: Tensor
+
+
+class Arrival(NamedTuple):
+    """A chunk that has landed: elements start..stop of the buffer of receive number `message`."""
+
+    message: int
+    start: int
+    stop: int
+
+
+class ExchangeTimeoutError(TimeoutError):
+    """A message did not arrive, or could not be delivered, in time."""
+
+    def __init__(self, rank: int, tag: int, waited_seconds: float) -> None:
+        super().__init__(f"no answer from rank {rank} (tag {tag}) after {waited_seconds:.1f} s")
+        self.rank = rank
+        self.tag = tag
+        self.waited_seconds = waited_seconds
+
+
+class Flight(Protocol):
+    """Messages under way."""
+
+    def arrivals(self, deadline_seconds: float) -> Iterator[Arrival]:
+        """Yield every chunk of every receive, once each, in the order they land.
+
+        Raises ExchangeTimeoutError naming a rank still owed when `deadline_seconds` have passed since `post`.
+        The time the caller spends between chunks counts towards the deadline as well.
+        """
+        ...
+
+    def finish(self, deadline_seconds: float) -> None:
+        """Return once the send buffers may be reused; same deadline, same error."""
+        ...
+
+    @property
+    def wait_seconds(self) -> float:
+        """Time spent idle inside `arrivals` and `finish` so far."""
+        ...
+
+
+class Transport(Protocol):
+    """A rank's door to other ranks. Two ranks that post matching messages under one tag exchange them.
+
+    Messages between two ranks under one tag match in the order in which they were posted; both sides must give
+    them equal length and dtype. `tag` is any non-negative integer; only its value modulo a
+    transport's own range must be distinct among flights that are in the air together.
+    """
+
+    name: str
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Flight: ...
