@@ -1,0 +1,1 @@
+"""Data: text to tokens to microbatches, each addressed by (step, replica, lane, microbatch)."""

@@ -1,0 +1,191 @@
+"""Corpora: where text comes from, and which part of it is for training, validation and test."""
+
+import hashlib
+import math
+import os
+import platform
+import sysconfig
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from megatron_noloco.data.tokenizer import ByteTokenizer
+
+STANDARD_LIBRARY = "python-stdlib"
+SPLITS = ("train", "validation", "test")
+
+_SPLIT_BY_FILE_FROM = 20  # files; with fewer, whole files make too coarse a split
+_NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_COUNT_AT_ONCE = 1 << 20  # tokens; bincount widens its input to 8 bytes each
+
+Weights = tuple[float, float, float]
+
+
+@dataclass(frozen=True)
+class Document:
+    """One text file."""
+
+    name: str  # POSIX path relative to the folder of the corpus: the same on every machine
+    text: bytes  # UTF-8
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokens of three splits, uint16; an end-of-document token follows each document."""
+
+    name: str
+    files: int
+    megabytes: float  # of text, 10^6 bytes, all splits together
+    train: np.ndarray
+    validation: np.ndarray
+    test: np.ndarray
+
+    @cached_property
+    def unigram_entropy(self) -> float:
+        """Nats per token of the best model that sees no context: the loss a language model has to beat.
+
+        It is the cross entropy, measured on the validation split, of the training split's token
+        frequencies, each count raised by one so that a token unseen in training is not impossible.
+        NaN without a validation split.
+        """
+        if not len(self.validation):
+            return math.nan
+        seen = _count_tokens(self.train) + 1
+        measured = _count_tokens(self.validation)
+        return float(-(measured @ np.log(seen / seen.sum())) / measured.sum())
+
+
+def load_corpus(text: str, split: str) -> Corpus:
+    """Reads and tokenizes a whole corpus; every rank that sees the same files gets the same arrays.
+
+    Args:
+        text: a text file, a folder of text files, or "python-stdlib": the sources of Python's standard
+            library on this machine. Those differ between Python versions, so ranks on machines with
+            different Pythons would disagree about the data: `Corpus.name` carries the version.
+        split: weights of training, validation and test, "949,50,1"; left-out weights are zero.
+    """
+    weights = _parse_split(split)
+    if text == STANDARD_LIBRARY:
+        name = f"{text} {platform.python_version()}"
+        folder, paths = _library_folder(), standard_library_files()
+    else:
+        path = Path(text).expanduser()
+        name = text
+        folder, paths = path if path.is_dir() else path.parent, text_files(path)
+    documents = [Document(path.relative_to(folder).as_posix(), path.read_bytes()) for path in paths]
+    by_file = len(documents) >= _SPLIT_BY_FILE_FROM
+    parts = _split_by_file(documents, weights) if by_file else _split_by_position(documents, weights)
+    for split_name, weight, part in zip(SPLITS[:2], weights, parts, strict=False):
+        if weight > 0 and not part:
+            raise ValueError(
+                f'data.split: "{split}" leaves the {split_name} split of {name} empty '
+                f"({len(documents)} files, {_megabytes(documents):.3g} MB); raise its weight or add text"
+            )
+    train, validation, test = (_join(part) for part in parts)
+    return Corpus(name, len(documents), _megabytes(documents), train, validation, test)
+
+
+def standard_library_files() -> list[Path]:
+    """The sources of Python's own standard library, without its tests: text that every machine has."""
+    folder = _library_folder()
+    return _readable(path for path in _walk(folder, _NOT_SOURCES) if path.suffix == ".py")
+
+
+def text_files(path: Path) -> list[Path]:
+    """`path` itself, or every file in that folder, however deep, that holds UTF-8 text.
+
+    Hidden files and folders (.git, editors' backups) and empty files are left out.
+    """
+    choices = f'give a text file, a folder of text files, or "{STANDARD_LIBRARY}"'
+    if not path.exists():
+        raise ValueError(f"data.text: no file or folder at {path} (looked from cwd {Path.cwd()}); {choices}")
+    files = _readable(_walk(path, set()) if path.is_dir() else [path])
+    if not files:
+        raise ValueError(f"data.text: no UTF-8 text in {path}; {choices}")
+    return files
+
+
+def _library_folder() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def _walk(folder: Path, skipped: set[str]) -> list[Path]:
+    """Regular files below `folder`, outside hidden and `skipped` folders, in order of relative POSIX path."""
+    found: list[Path] = []
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
+        paths = [Path(parent, name) for name in files if not name.startswith(".")]
+        found += [path for path in paths if path.is_file()]
+    return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+
+
+def _readable(paths: Iterable[Path]) -> list[Path]:
+    """Those of `paths` that hold text: at least one byte, and all of it UTF-8."""
+    return [path for path in paths if _is_text(path.read_bytes())]
+
+
+def _is_text(content: bytes) -> bool:
+    try:
+        content.decode("utf-8")
+    except UnicodeDecodeError:
+        return False
+    return len(content) > 0
+
+
+def _parse_split(split: str) -> Weights:
+    try:
+        weights = [float(weight) for weight in split.split(",")]
+    except ValueError:
+        weights = []
+    if not 1 <= len(weights) <= 3 or not all(0 <= w < math.inf for w in weights) or sum(weights) == 0:
+        raise ValueError(f'data.split: "{split}" is not up to three weights >= 0, like "949,50,1"')
+    train, validation, test = weights + [0.0] * (3 - len(weights))
+    return train, validation, test
+
+
+def _split_by_file(documents: list[Document], weights: Weights) -> list[list[bytes]]:
+    """Whole files to splits, each by a hash of its name: adding a file moves no other file."""
+    parts: list[list[bytes]] = [[], [], []]
+    total = sum(weights)
+    for document in documents:
+        digest = hashlib.sha256(os.fsencode(document.name)).digest()
+        point = int.from_bytes(digest[:6], "big") / 2**48 * total  # 48 bits: exact, and below total
+        parts[(point >= weights[0]) + (point >= weights[0] + weights[1])].append(document.text)
+    return parts
+
+
+def _split_by_position(documents: list[Document], weights: Weights) -> list[list[bytes]]:
+    """The beginning of each file to training, what follows to validation, its end to test."""
+    parts: list[list[bytes]] = [[], [], []]
+    total = sum(weights)
+    for document in documents:
+        size = len(document.text)
+        cuts = [0, round(size * weights[0] / total), round(size * (weights[0] + weights[1]) / total), size]
+        for part, start, stop in zip(parts, cuts, cuts[1:], strict=False):
+            if start < stop:
+                part.append(document.text[start:stop])
+    return parts
+
+
+def _join(texts: list[bytes]) -> np.ndarray:
+    tokens = np.full(sum(map(len, texts)) + len(texts), ByteTokenizer.end_of_document, dtype=np.uint16)
+    place = 0
+    for text in texts:
+        tokens[place : place + len(text)] = np.frombuffer(text, dtype=np.uint8)
+        place += len(text) + 1
+    return tokens
+
+
+def _megabytes(documents: list[Document]) -> float:
+    return sum(len(document.text) for document in documents) / 1e6
+
+
+def _count_tokens(tokens: np.ndarray) -> np.ndarray:
+    """How often each token occurs, shape [vocab_size]."""
+    counts = np.zeros(ByteTokenizer.vocab_size, dtype=np.int64)
+    for start in range(0, len(tokens), _COUNT_AT_ONCE):
+        counts += np.bincount(tokens[start : start + _COUNT_AT_ONCE], minlength=len(counts))
+    return counts

@@ -1,0 +1,62 @@
+"""Microbatches as pure functions of their address: whoever knows the address can read the microbatch."""
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_noloco.data.dataset import TokenDataset
+from megatron_noloco.plans.samples import BatchPlan, SampleOrder
+
+_VALIDATION_SEED = 0  # not the run's seed: runs with different seeds measure on the same samples
+
+
+class MicrobatchSource:
+    """Training microbatches, of every replica, on every rank.
+
+    No state moves, so a resume needs only the step, and the last stage can read the labels of a
+    microbatch that was routed to it from another replica.
+    """
+
+    def __init__(self, dataset: TokenDataset, order: SampleOrder, plan: BatchPlan) -> None:
+        assert order.samples == len(dataset), f"an order of {order.samples} for {len(dataset)} samples"
+        self.dataset = dataset
+        self.order = order
+        self.plan = plan
+
+    def microbatch(self, step: int, replica: int, lane: int, microbatch: int) -> tuple[Tensor, Tensor]:
+        """Tokens and labels, int64, each of shape [micro_batch_size, seq_length]."""
+        first = self.plan.first(step, replica, lane, microbatch)
+        return _gather(self.dataset, self.order.ids(first, self.plan.micro_batch_size))
+
+
+class ValidationSource:
+    """The same `count` validation microbatches for every replica, every evaluation and every run.
+
+    They are the first of one fixed shuffle of the split: its beginning alone would be a few long files.
+    """
+
+    def __init__(self, dataset: TokenDataset, micro_batch_size: int, count: int) -> None:
+        needed = count * micro_batch_size
+        if needed > len(dataset):
+            raise ValueError(
+                f"corpus too small: {dataset.name} has {len(dataset)} samples of {dataset.seq_length}, "
+                f"{count} microbatches of {micro_batch_size} need {needed}"
+            )
+        self.dataset = dataset
+        self.micro_batch_size = micro_batch_size
+        self.count = count
+        self.order = SampleOrder(len(dataset), _VALIDATION_SEED)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def microbatch(self, index: int) -> tuple[Tensor, Tensor]:
+        """Tokens and labels, int64, each of shape [micro_batch_size, seq_length]."""
+        if not 0 <= index < self.count:
+            raise IndexError(f"validation microbatch {index} is outside 0..{self.count - 1}")
+        return _gather(self.dataset, self.order.ids(index * self.micro_batch_size, self.micro_batch_size))
+
+
+def _gather(dataset: TokenDataset, ids: np.ndarray) -> tuple[Tensor, Tensor]:
+    samples = torch.from_numpy(np.stack([dataset[index] for index in ids.tolist()]))
+    return samples[:, :-1].contiguous(), samples[:, 1:].contiguous()

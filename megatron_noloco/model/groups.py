@@ -1,0 +1,101 @@
+"""The process groups of one rank, built by their members only.
+
+`use_local_synchronization` lets the members of a group make it among themselves, so that start-up does not
+grow with the number of replicas: no rank takes part in the making of another replica's groups.
+"""
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import GlobalMemoryBuffer
+
+from megatron_noloco.plans.topology import Position, Topology
+
+ProcessGroup = dist.ProcessGroup
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups this rank belongs to. All but the two hop groups lie inside its replica."""
+
+    topology: Topology
+    position: Position
+    shards: ProcessGroup  # tensor parallelism: same replica, stage and lane
+    stages: ProcessGroup  # pipeline parallelism: same replica, lane and shard
+    lanes: ProcessGroup  # synchronous data parallelism: same replica, stage and shard
+    replica_lane: ProcessGroup  # all stages and shards of one lane: gradient norm and clipping
+    replica: ProcessGroup  # every rank of the replica: statistics
+    tied_embedding: ProcessGroup | None  # first and last stage, when they share one embedding
+    forward_hops: ProcessGroup  # activations: all stages of all replicas that routes can reach
+    backward_hops: ProcessGroup  # their gradients, on connections of their own
+    collection: ProcessGroupCollection  # the same groups under Megatron-core's names
+
+    @property
+    def first_stage(self) -> bool:
+        return self.position.stage == 0
+
+    @property
+    def last_stage(self) -> bool:
+        return self.position.stage == self.topology.stages - 1
+
+
+def _group(ranks: list[int]) -> ProcessGroup:
+    return dist.new_group(sorted(ranks), use_local_synchronization=True)
+
+
+def build_groups(topology: Topology, routed: bool, tied: bool = False) -> Groups:
+    """Make this rank's groups; every rank of the world must call it with the same arguments.
+
+    Groups are made kind by kind in one fixed order, so that ranks waiting for each other cannot form a cycle.
+
+    Args:
+        routed: whether microbatches may leave their replica; if not, the hop groups stay inside it.
+        tied: whether the first and the last stage share the embedding weights.
+    """
+    at = topology.position(dist.get_rank())
+    grid = topology.grid
+    shards = _group(grid[at.replica, at.stage, at.lane, :].tolist())
+    stages = _group(grid[at.replica, :, at.lane, at.shard].tolist())
+    lanes = _group(grid[at.replica, at.stage, :, at.shard].tolist())
+    replica_lane = _group(grid[at.replica, :, at.lane, :].ravel().tolist())
+    replica = _group(grid[at.replica].ravel().tolist())
+    alone = _group([dist.get_rank()])
+    tied_embedding = None
+    if tied and topology.stages > 1 and at.stage in (0, topology.stages - 1):
+        tied_embedding = _group(grid[at.replica, [0, -1], at.lane, at.shard].tolist())
+    reachable = grid[:, :, at.lane, at.shard] if routed else grid[at.replica, :, at.lane, at.shard]
+    forward_hops, backward_hops = _group(reachable.ravel().tolist()), _group(reachable.ravel().tolist())
+
+    collection = ProcessGroupCollection()
+    collection.tp, collection.pp, collection.mp = shards, stages, replica_lane
+    collection.dp = collection.dp_cp = lanes
+    collection.cp = alone
+    # Core would all-reduce tied weights on CUDA inside the constructor; model.weights and engine do it instead.
+    collection.embd = collection.pos_embd = None
+    groups = Groups(
+        topology, at, shards, stages, lanes, replica_lane, replica, tied_embedding, forward_hops, backward_hops,
+        collection,
+    )  # fmt: skip
+    _tell_parallel_state(groups, alone)
+    return groups
+
+
+def _tell_parallel_state(groups: Groups, alone: ProcessGroup) -> None:
+    """Set core's global groups, which a few of its modules read although they are given explicit ones.
+
+    `initialize_model_parallel` cannot be used: it knows one data-parallel dimension, so it cannot place the
+    pipeline between replicas and lanes, and every rank would build every other rank's groups.
+    """
+    state = parallel_state
+    state._TENSOR_MODEL_PARALLEL_GROUP = groups.shards
+    state._TENSOR_MODEL_PARALLEL_GLOBAL_RANKS = dist.get_process_group_ranks(groups.shards)
+    state._PIPELINE_MODEL_PARALLEL_GROUP = groups.stages
+    state._PIPELINE_GLOBAL_RANKS = dist.get_process_group_ranks(groups.stages)
+    state._MODEL_PARALLEL_GROUP = groups.replica_lane
+    state._DATA_PARALLEL_GROUP = state._DATA_PARALLEL_GROUP_WITH_CP = groups.lanes
+    state._CONTEXT_PARALLEL_GROUP = alone
+    state._TENSOR_AND_CONTEXT_PARALLEL_GROUP = groups.shards
+    if state._GLOBAL_MEMORY_BUFFER is None:
+        state._GLOBAL_MEMORY_BUFFER = GlobalMemoryBuffer()

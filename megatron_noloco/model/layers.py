@@ -1,0 +1,79 @@
+"""The two layers our local spec brings itself: attention and RMSNorm, on whatever device the tensors are."""
+
+import torch
+import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+try:  # NVIDIA's apex (GPU only), not the package of that name on PyPI
+    from apex.normalization.fused_layer_norm import fused_rms_norm_affine
+except ImportError:
+    fused_rms_norm_affine = None
+
+
+class CausalAttention(nn.Module):
+    """Causal core attention on torch's fused scaled-dot-product kernels, with grouped key/value heads.
+
+    Takes the place of core's `DotProductAttention`, which materialises the scores and needs CUDA buffers.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
+    ) -> None:
+        super().__init__()
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: object | None = None,
+    ) -> Tensor:
+        """query [tokens, batch, heads, channels]; key and value with the query groups of this shard as heads.
+
+        Returns [tokens, batch, heads * channels].
+        """
+        context = F.scaled_dot_product_attention(
+            query.permute(1, 2, 0, 3),
+            key.permute(1, 2, 0, 3),
+            value.permute(1, 2, 0, 3),
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=True,
+            scale=self.softmax_scale,
+            enable_gqa=key.size(2) != query.size(2),
+        )
+        return context.permute(2, 0, 1, 3).flatten(2)
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm in the model's precision, statistics in fp32.
+
+    Core's fallback keeps fp32 weights in a bf16 model and refuses sequence parallelism.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Each shard sees other tokens: engine sums the gradient of such weights over the shards.
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if fused_rms_norm_affine is not None and hidden.is_cuda:
+            return fused_rms_norm_affine(hidden, self.weight, self.weight.shape, self.eps)
+        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)

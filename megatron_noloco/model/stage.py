@@ -1,0 +1,166 @@
+"""One stage of a Llama, from Megatron-core's layer specs."""
+
+import importlib.util
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import nn
+
+from megatron_noloco.config import RunConfig
+from megatron_noloco.model import weights
+from megatron_noloco.model.groups import Groups
+from megatron_noloco.model.layers import CausalAttention, RMSNorm
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Stage(nn.Module):
+    """A pipeline stage: one model chunk, or several when the schedule is interleaved (virtual stages)."""
+
+    def __init__(self, chunks: list[GPTModel], config: TransformerConfig) -> None:
+        super().__init__()
+        self.chunks = nn.ModuleList(chunks)
+        self.config = config
+
+
+def transformer_config(config: RunConfig, groups: Groups) -> TransformerConfig:
+    """The run's model in Megatron-core's terms."""
+    model, parallel = config.model, config.parallel
+    cuda = torch.cuda.is_available()
+    dtype = DTYPES[config.precision]
+    virtual: dict[str, Any] = {}
+    if parallel.virtual_stages > 1:
+        virtual = {
+            "virtual_pipeline_model_parallel_size": parallel.virtual_stages,
+            "microbatch_group_size_per_vp_stage": parallel.stages,
+        }
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups or model.num_attention_heads,
+        kv_channels=model.kv_channels,
+        normalization="RMSNorm",
+        layernorm_epsilon=model.norm_epsilon,
+        gated_linear_unit=True,
+        activation_func=F.silu,
+        add_bias_linear=False,
+        hidden_dropout=model.hidden_dropout,
+        attention_dropout=model.attention_dropout,
+        init_method_std=model.init_method_std,
+        perform_initialization=False,  # model.weights fills them
+        use_cpu_initialization=True,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=config.precision == "bf16",
+        fp16=config.precision == "fp16",
+        tensor_model_parallel_size=groups.topology.shards,
+        pipeline_model_parallel_size=groups.topology.stages,
+        sequence_parallel=parallel.sequence_parallel,
+        recompute_granularity=model.recompute_granularity,
+        recompute_method=model.recompute_method,
+        recompute_num_layers=model.recompute_num_layers,
+        batch_p2p_comm=True,
+        batch_p2p_sync=False,
+        deallocate_pipeline_outputs=True,
+        # These two fusions compile with torch.compile: worth it on a GPU, half a minute of start-up on a CPU.
+        bias_activation_fusion=cuda,
+        bias_dropout_fusion=cuda,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,  # needs Megatron's own gradient buffers
+        cuda_graph_scope=[],
+        **virtual,
+    )
+
+
+def uses_transformer_engine(transformer_impl: str) -> bool:
+    """Whether layers come from Transformer Engine: installed, on a GPU, and not declined.
+
+    Raises ValueError when it is demanded and cannot be had.
+    """
+    available = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+    if transformer_impl == "transformer_engine" and not available:
+        raise ValueError(
+            'model.transformer_impl is "transformer_engine", which needs a GPU and the transformer_engine '
+            'package; use "auto" or "local"'
+        )
+    return available and transformer_impl != "local"
+
+
+def layer_spec(transformer_engine: bool) -> ModuleSpec:
+    """Core's layer, with Transformer Engine's modules, or core's own around our attention and norm."""
+    if transformer_engine:
+        return get_gpt_layer_with_transformer_engine_spec()
+    spec = get_gpt_layer_local_spec(normalization="RMSNorm")
+    spec.submodules.input_layernorm = RMSNorm
+    spec.submodules.pre_mlp_layernorm = RMSNorm
+    spec.submodules.self_attention.submodules.core_attention = CausalAttention
+    return spec
+
+
+def build_stage(config: RunConfig, groups: Groups, vocab_size: int) -> Stage:
+    """This rank's part of the model, with its initial weights, on the host.
+
+    Args:
+        vocab_size: entries of the tokenizer; the embedding holds `config.padded_vocab_size(vocab_size)` rows.
+    """
+    core_config = transformer_config(config, groups)
+    transformer_engine = uses_transformer_engine(config.model.transformer_impl)
+    virtual_stages = config.parallel.virtual_stages
+    chunks = [
+        _build_chunk(config, core_config, groups, transformer_engine, vocab_size, index)
+        for index in range(virtual_stages)
+    ]
+    return Stage(chunks, core_config)
+
+
+def _build_chunk(
+    config: RunConfig,
+    core_config: TransformerConfig,
+    groups: Groups,
+    transformer_engine: bool,
+    vocab_size: int,
+    index: int,
+) -> GPTModel:
+    virtual_stages = config.parallel.virtual_stages
+    vp_stage = index if virtual_stages > 1 else None
+    layer = layer_spec(transformer_engine)
+    block: ModuleSpec | TransformerBlockSubmodules = layer
+    if not transformer_engine:
+        count = get_num_layers_to_build(core_config, vp_stage, groups.position.stage)
+        block = TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
+    tied = not config.model.untie_embeddings_and_output_weights
+    chunk = GPTModel(
+        config=core_config,
+        transformer_layer_spec=block,
+        vocab_size=config.padded_vocab_size(vocab_size),
+        max_sequence_length=config.model.seq_length,
+        pre_process=groups.first_stage and index == 0,
+        post_process=groups.last_stage and index == virtual_stages - 1,
+        share_embeddings_and_output_weights=tied,
+        position_embedding_type="rope",
+        rotary_base=config.model.rotary_base,
+        pg_collection=groups.collection,
+        vp_stage=vp_stage,
+    )
+    weights.initialise(
+        chunk,
+        groups,
+        seed=config.training.seed,
+        std=config.model.init_method_std,
+        num_layers=config.model.num_layers,
+        layer_offset=get_transformer_layer_offset(core_config, vp_stage, groups.position.stage),
+        tied=tied,
+    )
+    return chunk

@@ -1,0 +1,84 @@
+"""Random routing: which replica's next stage a microbatch visits, computed by every rank alone.
+
+At the boundary between stages s and s+1 a permutation of the replicas sends the activations of replica i's
+microbatch to replica pi(i); the gradient comes back over the same hop. Permutations, not independent choices,
+so that every replica's stage receives exactly one microbatch and the load stays balanced.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from megatron_noloco.plans.draws import Stream, draw_permutation
+
+RoutingInterval = Literal["round", "step", "microbatch", "off"]
+
+
+@dataclass(frozen=True)
+class Routes:
+    """The routes of one step.
+
+    Boundary b lies between stages b and b+1 (with virtual stages: between model chunks b and b+1 of the model,
+    the wrap from the last stage back to the first included). Every rank that hands over at a boundary uses the
+    boundary's one permutation, so a send and its receive name each other.
+    """
+
+    replicas: int
+    seed: int
+    counters: tuple[int, ...] | None  # by microbatch; None is the straight route
+
+    def next_replica(self, boundary: int, replica: int, microbatch: int) -> int:
+        """The replica whose stage after `boundary` receives what `replica` computed before it."""
+        return self._permutation(boundary, microbatch)[0][replica]
+
+    def previous_replica(self, boundary: int, replica: int, microbatch: int) -> int:
+        """The replica whose stage before `boundary` computed what `replica` receives after it."""
+        return self._permutation(boundary, microbatch)[1][replica]
+
+    def origin(self, stage: int, replica: int, microbatch: int) -> int:
+        """The replica whose data is in this microbatch when it is at `stage` of `replica`."""
+        for boundary in reversed(range(stage)):
+            replica = self.previous_replica(boundary, replica, microbatch)
+        return replica
+
+    def _permutation(self, boundary: int, microbatch: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        if self.counters is None:
+            straight = tuple(range(self.replicas))
+            return straight, straight
+        return _permutation(self.replicas, self.seed, self.counters[microbatch], boundary)
+
+
+@lru_cache(maxsize=1024)
+def _permutation(
+    replicas: int, seed: int, counter: int, boundary: int
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """A uniform permutation of the replicas and its inverse."""
+    forward = draw_permutation(replicas, seed, Stream.ROUTING, counter, boundary)
+    return tuple(forward.tolist()), tuple(forward.argsort().tolist())
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How often routes are drawn anew: per round (the default), step or microbatch, or never ("off")."""
+
+    replicas: int
+    microbatches: int
+    seed: int
+    interval: RoutingInterval
+
+    def routes(self, step: int, round_index: int) -> Routes:
+        """The routes of the microbatches of one step, which belongs to the local phase of `round_index`."""
+        if self.interval == "off" or self.replicas == 1:
+            return self.straight()
+        match self.interval:
+            case "round":
+                counters = (round_index,) * self.microbatches
+            case "step":
+                counters = (step,) * self.microbatches
+            case "microbatch":
+                counters = tuple(step * self.microbatches + m for m in range(self.microbatches))
+        return Routes(self.replicas, self.seed, counters)
+
+    def straight(self) -> Routes:
+        """Routes that never leave their replica: evaluation, and routing "off"."""
+        return Routes(self.replicas, self.seed, None)

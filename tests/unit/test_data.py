@@ -1,0 +1,256 @@
+"""Data: the same text gives the same microbatches to whoever asks."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_noloco.data.corpus import (
+    STANDARD_LIBRARY,
+    Corpus,
+    load_corpus,
+    standard_library_files,
+    text_files,
+)
+from megatron_noloco.data.dataset import TokenDataset, build_datasets
+from megatron_noloco.data.microbatches import MicrobatchSource, ValidationSource
+from megatron_noloco.data.tokenizer import ByteTokenizer
+from megatron_noloco.plans.samples import BatchPlan, SampleOrder
+
+SPLIT = "949,50,1"
+END = ByteTokenizer.end_of_document
+
+
+@pytest.fixture(scope="module")
+def stdlib() -> Corpus:
+    return load_corpus(STANDARD_LIBRARY, SPLIT)
+
+
+def write_files(folder: Path, count: int) -> None:
+    """Files whose every line names the file, half of them in a folder below."""
+    for index in range(count):
+        path = folder / ("below" if index % 2 else ".") / f"{index:03}.txt"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(f"file {index:03}\n" * 50)
+
+
+def make_corpus(train: np.ndarray, validation: np.ndarray) -> Corpus:
+    nothing = np.empty(0, dtype=np.uint16)
+    return Corpus("made up", 1, 0.0, train.astype(np.uint16), validation.astype(np.uint16), nothing)
+
+
+class TestTokenizer:
+    @settings(max_examples=60, deadline=None)
+    @given(text=st.text())
+    def test_round_trip(self, text: str) -> None:
+        tokenizer = ByteTokenizer()
+        tokens = tokenizer.encode(text)
+        assert tokens.dtype == np.uint16
+        assert tokens.tolist() == list(text.encode())
+        assert tokenizer.decode(tokens) == tokenizer.decode([*tokens.tolist(), END]) == text
+
+    def test_what_is_no_text_is_shown_as_such(self) -> None:
+        assert ByteTokenizer().decode([ord("a"), 0xC3, ord("b"), 300]) == "a\ufffdb\ufffd"
+
+
+class TestCorpus:
+    def test_standard_library(self, stdlib: Corpus) -> None:
+        assert stdlib.megabytes > 5
+        assert stdlib.files == len(standard_library_files())
+        tokens = sum(map(len, (stdlib.train, stdlib.validation, stdlib.test)))
+        assert tokens == round(stdlib.megabytes * 1e6) + stdlib.files
+        assert stdlib.train.dtype == np.uint16
+        assert stdlib.train[-1] == stdlib.validation[-1] == END
+        assert 0.02 < len(stdlib.validation) / tokens < 0.1
+        assert math.log(10) < stdlib.unigram_entropy < math.log(64)
+
+    def test_standard_library_files_are_sources_only(self) -> None:
+        files = standard_library_files()
+        assert any(path.name == "argparse.py" for path in files)
+        assert all(path.suffix == ".py" for path in files)
+        forbidden = {"site-packages", "test", "tests", "__pycache__"}
+        library = next(path.parent for path in files if path.name == "argparse.py")
+        assert not any(forbidden & set(path.relative_to(library).parts) for path in files)
+
+    def test_is_deterministic(self, stdlib: Corpus) -> None:
+        again = load_corpus(STANDARD_LIBRARY, SPLIT)
+        assert again.name == stdlib.name
+        for mine, other in zip(
+            (stdlib.train, stdlib.validation, stdlib.test),
+            (again.train, again.validation, again.test),
+            strict=True,
+        ):
+            assert np.array_equal(mine, other)
+
+    def test_many_files_are_split_by_file(self, tmp_path: Path) -> None:
+        write_files(tmp_path, 60)
+        corpus = load_corpus(str(tmp_path), "2,1,1")
+        decode = ByteTokenizer().decode
+        found = [
+            set(decode(part).split("\n")) - {""} for part in (corpus.train, corpus.validation, corpus.test)
+        ]
+        assert all(found)
+        assert sum(map(len, found)) == len(set.union(*found)) == corpus.files == 60
+
+    def test_a_file_keeps_its_split_when_others_come(self, tmp_path: Path) -> None:
+        write_files(tmp_path, 30)
+        before = set(ByteTokenizer().decode(load_corpus(str(tmp_path), "1,1").train).split("\n"))
+        write_files(tmp_path, 60)
+        after = set(ByteTokenizer().decode(load_corpus(str(tmp_path), "1,1").train).split("\n"))
+        assert before < after
+
+    def test_a_copy_elsewhere_is_split_alike(self, tmp_path: Path) -> None:
+        for folder in (tmp_path / "here", tmp_path / "there"):
+            folder.mkdir()
+            write_files(folder, 25)
+        here, there = (load_corpus(str(tmp_path / name), "1,1") for name in ("here", "there"))
+        assert np.array_equal(here.train, there.train)
+
+    def test_few_files_are_split_by_position(self, tmp_path: Path) -> None:
+        (tmp_path / "b.txt").write_text("0123456789")
+        (tmp_path / "a.md").write_text("abcdefghij")
+        corpus = load_corpus(str(tmp_path), "8,1,1")
+        assert corpus.train.tolist() == [*b"abcdefgh", END, *b"01234567", END]
+        assert corpus.validation.tolist() == [*b"i", END, *b"8", END]
+        assert corpus.test.tolist() == [*b"j", END, *b"9", END]
+        assert (corpus.files, corpus.megabytes) == (2, 20e-6)
+        alone = load_corpus(str(tmp_path / "a.md"), "1,1")
+        assert alone.train.tolist() == [*b"abcde", END]
+
+    def test_only_text_is_read(self, tmp_path: Path) -> None:
+        (tmp_path / ".git").mkdir()
+        (tmp_path / ".git" / "config").write_text("hidden")
+        (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff\xfe")
+        (tmp_path / "empty.txt").write_text("")
+        (tmp_path / "notes.jsonl").write_text("{}")
+        assert text_files(tmp_path) == [tmp_path / "notes.jsonl"]
+
+    def test_missing_text_says_where_it_looked(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        with pytest.raises(ValueError) as caught:
+            load_corpus("no/such", SPLIT)
+        assert str(caught.value) == (
+            f"data.text: no file or folder at no/such (looked from cwd {tmp_path}); "
+            'give a text file, a folder of text files, or "python-stdlib"'
+        )
+
+    def test_folder_without_text(self, tmp_path: Path) -> None:
+        (tmp_path / "noise.bin").write_bytes(b"\xff\xfe")
+        for path in (tmp_path, tmp_path / "noise.bin"):
+            with pytest.raises(ValueError, match=r"data\.text: no UTF-8 text in .*python-stdlib"):
+                load_corpus(str(path), SPLIT)
+
+    @pytest.mark.parametrize("files", [1, 30])
+    @pytest.mark.parametrize(("split", "empty"), [("1,1000000", "train"), ("1000000,1", "validation")])
+    def test_an_empty_split_is_refused(self, tmp_path: Path, files: int, split: str, empty: str) -> None:
+        write_files(tmp_path, files)
+        with pytest.raises(ValueError, match=f'data.split: "{split}" leaves the {empty} split of .* empty'):
+            load_corpus(str(tmp_path), split)
+
+    @pytest.mark.parametrize("split", ["", "a,b", "1,-1", "0,0,0", "1,1,1,1", "inf,1", "nan"])
+    def test_a_split_is_weights(self, split: str) -> None:
+        with pytest.raises(ValueError, match=r"data\.split: .*949,50,1"):
+            load_corpus(STANDARD_LIBRARY, split)
+
+
+class TestUnigramEntropy:
+    def test_uniform_tokens(self) -> None:
+        every = np.tile(np.arange(257), 100)
+        assert make_corpus(every, every).unigram_entropy == pytest.approx(math.log(257))
+
+    def test_known_cross_entropy(self) -> None:
+        train = np.array([65] * 3 + [66])
+        validation = np.array([65, 66, 67, 67])  # 67 never occurs in training
+        expected = -(math.log(4 / 261) + math.log(2 / 261) + 2 * math.log(1 / 261)) / 4
+        assert make_corpus(train, validation).unigram_entropy == pytest.approx(expected)
+
+    def test_nothing_to_measure_on(self) -> None:
+        assert math.isnan(make_corpus(np.arange(9), np.empty(0)).unigram_entropy)
+
+
+class TestDatasets:
+    @pytest.mark.parametrize(("tokens", "samples"), [(9, 1), (16, 1), (17, 2), (100, 12)])
+    def test_samples_share_one_token(self, tokens: int, samples: int) -> None:
+        dataset = TokenDataset(np.arange(tokens, dtype=np.uint16), seq_length=8)
+        assert len(dataset) == samples
+        for index in range(samples):
+            assert dataset[index].dtype == np.int64
+            assert dataset[index].tolist() == list(range(index * 8, index * 8 + 9))
+
+    def test_outside(self) -> None:
+        dataset = TokenDataset(np.arange(9, dtype=np.uint16), seq_length=8)
+        for index in (-1, 1):
+            with pytest.raises(IndexError):
+                dataset[index]
+
+    def test_less_than_a_sample(self) -> None:
+        with pytest.raises(ValueError, match=r"corpus too small: .* 8 tokens, one sample needs .* 9"):
+            TokenDataset(np.arange(8, dtype=np.uint16), seq_length=8)
+
+    def test_less_than_a_global_batch(self) -> None:
+        corpus = make_corpus(np.arange(81), np.arange(9))
+        assert len(build_datasets(corpus, seq_length=8, global_batch=10).train) == 10
+        with pytest.raises(ValueError, match=r"corpus too small: .* 81 tokens = 10 samples .* needs 11"):
+            build_datasets(corpus, seq_length=8, global_batch=11)
+
+    def test_no_validation(self) -> None:
+        with pytest.raises(ValueError, match=r"corpus too small: the validation split .* 0 tokens"):
+            build_datasets(make_corpus(np.arange(81), np.empty(0)), seq_length=8, global_batch=1)
+
+
+class TestMicrobatches:
+    plan = BatchPlan(replicas=3, lanes=2, microbatches=2, micro_batch_size=2)
+
+    def source(self) -> MicrobatchSource:
+        dataset = TokenDataset(np.arange(30 * 4 + 1, dtype=np.uint16), seq_length=4)
+        return MicrobatchSource(dataset, SampleOrder(len(dataset), seed=1), self.plan)
+
+    def test_labels_are_the_next_tokens(self) -> None:
+        tokens, labels = self.source().microbatch(step=2, replica=1, lane=1, microbatch=0)
+        assert tokens.shape == labels.shape == (2, 4)
+        assert tokens.dtype == labels.dtype == torch.int64
+        assert tokens.is_contiguous()
+        assert labels.is_contiguous()
+        assert torch.equal(labels, tokens + 1)  # the corpus counts
+
+    def test_purity(self) -> None:
+        """A rank that joins late reads what a rank that was always there reads."""
+        old, new = self.source(), self.source()
+        for step in range(5):
+            old.microbatch(step, 0, 0, 0)
+        for mine, other in zip(old.microbatch(3, 2, 1, 1), new.microbatch(3, 2, 1, 1), strict=True):
+            assert torch.equal(mine, other)
+
+    def test_an_epoch_reads_every_sample_once(self) -> None:
+        """30 samples, 24 a step: 5 steps are 4 epochs."""
+        source = self.source()
+        first_tokens = [
+            token
+            for step in range(5)
+            for replica in range(3)
+            for lane in range(2)
+            for microbatch in range(2)
+            for token in source.microbatch(step, replica, lane, microbatch)[0][:, 0].tolist()
+        ]
+        for epoch in range(4):
+            assert sorted(first_tokens[epoch * 30 : (epoch + 1) * 30]) == list(range(0, 120, 4))
+
+    def test_validation_is_fixed_and_without_repetition(self) -> None:
+        dataset = TokenDataset(np.arange(30 * 4 + 1, dtype=np.uint16), seq_length=4)
+        source, other = ValidationSource(dataset, 3, count=10), ValidationSource(dataset, 1, count=12)
+        seen = torch.cat([source.microbatch(index)[0] for index in range(len(source))])
+        assert sorted(seen[:, 0].tolist()) == list(range(0, 120, 4))
+        assert torch.equal(torch.cat([other.microbatch(index)[0] for index in range(12)]), seen[:12])
+        with pytest.raises(IndexError):
+            source.microbatch(10)
+
+    def test_validation_split_too_small(self) -> None:
+        dataset = TokenDataset(np.arange(30 * 4 + 1, dtype=np.uint16), seq_length=4)
+        with pytest.raises(
+            ValueError, match=r"corpus too small: .* 30 samples .* 11 microbatches of 3 need 33"
+        ):
+            ValidationSource(dataset, 3, count=11)

@@ -1,0 +1,265 @@
+"""The plans as theorems: what every rank computes alone, all compute alike."""
+
+import json
+import math
+import os
+from collections import Counter
+from itertools import combinations
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_noloco.plans.draws import Stream, draw_permutation, draw_words
+from megatron_noloco.plans.grouping import Grouping
+from megatron_noloco.plans.samples import BatchPlan, SampleOrder
+from megatron_noloco.plans.stability import rounds_to_halve, spread_factor
+from megatron_noloco.plans.topology import Position, Topology
+
+GOLDEN_DRAWS = Path(__file__).parents[1] / "golden" / "draws.json"
+UPDATE_GOLDEN = "NOLOCO_UPDATE_GOLDEN"
+
+few = settings(max_examples=60, deadline=None)
+small = st.integers(1, 4)
+
+
+class TestDraws:
+    def test_golden(self) -> None:
+        """A change of these numbers splits a run whose replicas were installed on different days."""
+        counters = [(), (0,), (1,), (7, 3)]
+        now = {
+            f"seed {seed} {stream.name} {counter}": {
+                "words": " ".join(f"{word:016x}" for word in draw_words(3, seed, stream, *counter).tolist()),
+                "permutation": " ".join(map(str, draw_permutation(8, seed, stream, *counter).tolist())),
+            }
+            for seed in (0, 1234)
+            for stream in Stream
+            for counter in counters
+        }
+        now["samples"] = {
+            f"{samples} samples, seed {seed}": " ".join(
+                map(str, SampleOrder(samples, seed).ids(samples - 4, 8).tolist())
+            )
+            for samples in (10, 1000, 10**12)
+            for seed in (0, 1234)
+        }
+        if os.environ.get(UPDATE_GOLDEN) == "1":
+            GOLDEN_DRAWS.write_text(json.dumps(now, indent=1) + "\n")
+        assert now == json.loads(GOLDEN_DRAWS.read_text()), f"{UPDATE_GOLDEN}=1 accepts the new draws"
+
+    def test_streams_and_counters_are_independent(self) -> None:
+        """For equally many counters: numpy's seeds take (1,) and (1, 0) for the same."""
+        words = {
+            draw_words(1, seed, stream, *counters)[0]
+            for seed in (0, 1)
+            for stream in Stream
+            for counters in [(0, 0), (0, 1), (1, 0), (1, 1)]
+        }
+        assert len(words) == 2 * len(Stream) * 4
+
+
+class TestGrouping:
+    @few
+    @given(replicas=st.integers(1, 17), size=st.integers(1, 17), round_index=st.integers(0, 10**6))
+    def test_every_replica_is_in_exactly_one_group(self, replicas: int, size: int, round_index: int) -> None:
+        size = min(size, replicas)
+        grouping = Grouping(replicas, size, seed=5)
+        groups = grouping.groups(round_index)
+        assert sorted(replica for group in groups for replica in group) == list(range(replicas))
+        assert all(list(group) == sorted(group) for group in groups)
+        rest = [replicas % size] if replicas % size else []
+        assert [len(group) for group in groups] == [size] * (replicas // size) + rest
+        for replica in range(replicas):
+            assert grouping.group(replica, round_index) == next(g for g in groups if replica in g)
+
+    def test_a_bye_goes_to_everybody_in_turn(self) -> None:
+        grouping = Grouping(replicas=5, group_size=2, seed=0)
+        byes = Counter(grouping.groups(round_index)[-1] for round_index in range(500))
+        assert set(byes) == {(replica,) for replica in range(5)}
+        assert max(byes.values()) < 2 * min(byes.values())
+
+    def test_one_group_of_all_is_diloco(self) -> None:
+        assert Grouping(6, 6, seed=9).groups(3) == [(0, 1, 2, 3, 4, 5)]
+
+    def test_is_pure(self) -> None:
+        """Two ranks that ask different questions before still agree."""
+        asked_much, fresh = Grouping(16, 2, seed=1), Grouping(16, 2, seed=1)
+        for round_index in range(50):
+            asked_much.groups(round_index)
+        assert asked_much.groups(17) == fresh.groups(17)
+        assert fresh.groups(17) != fresh.groups(18)
+        assert fresh.groups(17) != Grouping(16, 2, seed=2).groups(17)
+
+    def test_stages_draw_together_unless_told_otherwise(self) -> None:
+        together, apart = Grouping(16, 2, seed=1), Grouping(16, 2, seed=1, per_stage=True)
+        assert together.groups(4, stage=0) == together.groups(4, stage=3)
+        assert apart.groups(4, stage=0) != apart.groups(4, stage=3)
+        assert apart.groups(4, stage=3) == Grouping(16, 2, seed=1, per_stage=True).groups(4, stage=3)
+
+    @pytest.mark.parametrize("replicas", [4, 8])
+    def test_partners_are_uniform(self, replicas: int) -> None:
+        rounds = 2_000
+        grouping = Grouping(replicas, 2, seed=3)
+        met = Counter(pair for round_index in range(rounds) for pair in grouping.groups(round_index))
+        share = 1 / (replicas - 1)
+        tolerance = 5 * math.sqrt(rounds * share * (1 - share))  # five standard deviations
+        for pair in combinations(range(replicas), 2):
+            assert met[pair] == pytest.approx(rounds * share, abs=tolerance)
+
+    @pytest.mark.parametrize("group_size", [0, 5])
+    def test_impossible_sizes_are_refused(self, group_size: int) -> None:
+        with pytest.raises(ValueError, match=f"group_size {group_size} .* replicas 4"):
+            Grouping(4, group_size, seed=0)
+
+
+class TestTopology:
+    @few
+    @given(shape=st.tuples(small, small, small, small))
+    def test_ranks_and_positions_are_a_bijection(self, shape: tuple[int, int, int, int]) -> None:
+        topology = Topology(*shape)
+        positions = [topology.position(rank) for rank in range(topology.world_size)]
+        assert len(set(positions)) == topology.world_size == math.prod(shape)
+        for rank, position in enumerate(positions):
+            assert topology.rank(position) == rank
+            assert topology.grid[position.replica, position.stage, position.lane, position.shard] == rank
+
+    def test_shards_are_neighbours_and_a_replica_is_contiguous(self) -> None:
+        topology = Topology(replicas=3, stages=2, lanes=2, shards=4)
+        assert [topology.position(rank).shard for rank in range(4)] == [0, 1, 2, 3]
+        assert {topology.position(rank).stage for rank in range(4)} == {0}
+        assert [topology.position(rank).replica for rank in range(48)] == [0] * 16 + [1] * 16 + [2] * 16
+
+    def test_counterpart_differs_in_its_replica_only(self) -> None:
+        topology = Topology(replicas=3, stages=2, lanes=2, shards=2)
+        for rank in range(topology.world_size):
+            here = topology.position(rank)
+            assert topology.counterpart(rank, here.replica) == rank
+            for replica in range(3):
+                there = topology.position(topology.counterpart(rank, replica))
+                assert there == Position(replica, here.stage, here.lane, here.shard)
+
+    def test_nonsense_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="lanes must be at least 1, not 0"):
+            Topology(lanes=0)
+        with pytest.raises(ValueError, match="rank 4 is outside a world of 4"):
+            Topology(replicas=4).position(4)
+
+
+RHO = [  # the table of method.md: alpha, gamma, n, rho
+    (0.5, 0.7, 2, 0.700),
+    (0.5, 0.3, 2, 0.625),
+    (0.3, 0.7, 2, 0.553),
+    (0.0, 1.0, 2, 0.500),
+    (0.9, 0.7, 2, 1.098),
+    (0.9, 0.35, 2, 0.992),
+    (0.5, 1.4, 2, 0.952),
+    (0.5, 0.7, 4, 0.594),
+]
+
+
+def measured_spread_factor(alpha: float, gamma: float, group_size: int) -> float:
+    """Gossip itself: 256 replicas of 256 weights, zero outer gradients, groups from Grouping."""
+    replicas, settle, rounds = 256, 20, 120
+    grouping = Grouping(replicas, group_size, seed=11)
+    phi = np.random.default_rng(0).standard_normal((replicas, 256))
+    phi -= phi.mean(axis=0)  # stays zero: a mean beside a vanishing spread would cost its digits
+    momentum = np.zeros_like(phi)
+    spread_squared = []
+    for round_index in range(rounds):
+        groups = np.array(grouping.groups(round_index))
+        mean = np.empty_like(phi)
+        mean[groups] = phi[groups].mean(axis=1, keepdims=True)
+        momentum = alpha * momentum - gamma * (phi - mean)
+        phi = phi + momentum
+        spread_squared.append(phi.var(axis=0).mean())
+    return (spread_squared[-1] / spread_squared[settle]) ** (1 / (rounds - 1 - settle))
+
+
+class TestStability:
+    @pytest.mark.parametrize(("alpha", "gamma", "n", "rho"), RHO)
+    def test_table_of_the_method(self, alpha: float, gamma: float, n: int, rho: float) -> None:
+        assert spread_factor(alpha, gamma, n) == pytest.approx(rho, abs=5.01e-4)
+
+    @pytest.mark.parametrize(("alpha", "gamma", "n", "rho"), RHO)
+    def test_simulated_replicas_obey_it(self, alpha: float, gamma: float, n: int, rho: float) -> None:
+        assert measured_spread_factor(alpha, gamma, n) == pytest.approx(rho, abs=0.005)
+
+    def test_without_a_group_nothing_pulls_together(self) -> None:
+        assert spread_factor(0.5, 0.7, 1) == pytest.approx(1.0)
+
+    def test_rounds_to_halve(self) -> None:
+        assert rounds_to_halve(0.25) == pytest.approx(1)  # the spread squared quarters as the spread halves
+        assert rounds_to_halve(0.5) == pytest.approx(2)
+        assert rounds_to_halve(0.0) == 0
+        assert rounds_to_halve(1.0) == rounds_to_halve(1.1) == math.inf
+
+
+class TestSampleOrder:
+    @few
+    @given(samples=st.integers(1, 300), seed=st.integers(0, 2**32), epoch=st.integers(0, 1000))
+    def test_an_epoch_visits_every_sample_once(self, samples: int, seed: int, epoch: int) -> None:
+        ids = SampleOrder(samples, seed).ids(epoch * samples, samples)
+        assert sorted(ids.tolist()) == list(range(samples))
+
+    @few
+    @given(
+        samples=st.integers(1, 50),
+        first=st.integers(0, 500),
+        skip=st.integers(0, 60),
+        count=st.integers(0, 60),
+    )
+    def test_a_piece_is_a_slice_of_the_whole(self, samples: int, first: int, skip: int, count: int) -> None:
+        order = SampleOrder(samples, seed=3)
+        whole = order.ids(first, skip + count)
+        assert order.ids(first + skip, count).tolist() == whole[skip:].tolist()
+
+    @few
+    @given(samples=st.integers(50, 300), seed=st.integers(0, 2**31), epoch=st.integers(0, 100))
+    def test_epochs_and_seeds_differ(self, samples: int, seed: int, epoch: int) -> None:
+        first = epoch * samples
+        ids = SampleOrder(samples, seed).ids(first, samples).tolist()
+        assert ids != SampleOrder(samples, seed).ids(first + samples, samples).tolist()
+        assert ids != SampleOrder(samples, seed + 1).ids(first, samples).tolist()
+        assert ids != sorted(ids)
+
+    def test_a_trillion_samples_cost_nothing(self) -> None:
+        ids = SampleOrder(10**12, seed=0).ids(5 * 10**11, 1000)
+        assert len(set(ids.tolist())) == 1000
+        assert ids.mean() == pytest.approx(5e11, rel=0.1)
+
+    def test_no_samples_no_order(self) -> None:
+        with pytest.raises(ValueError, match="at least one sample"):
+            SampleOrder(0, seed=0)
+
+
+def places_of_step(plan: BatchPlan, step: int) -> list[int]:
+    return [
+        plan.first(step, replica, lane, microbatch) + sample
+        for replica in range(plan.replicas)
+        for lane in range(plan.lanes)
+        for microbatch in range(plan.microbatches)
+        for sample in range(plan.micro_batch_size)
+    ]
+
+
+class TestBatchPlan:
+    @few
+    @given(shape=st.tuples(small, small, small, small), step=st.integers(0, 10**6))
+    def test_a_step_tiles_consecutive_places(self, shape: tuple[int, int, int, int], step: int) -> None:
+        plan = BatchPlan(*shape)
+        start = step * math.prod(shape)
+        assert plan.global_batch == plan.replicas * plan.replica_batch == math.prod(shape)
+        assert places_of_step(plan, step) == list(range(start, start + plan.global_batch))
+
+    @few
+    @given(shape=st.tuples(small, small, small, small), step=st.integers(0, 1000))
+    def test_lanes_read_what_one_lane_would(self, shape: tuple[int, int, int, int], step: int) -> None:
+        replicas, lanes, microbatches, size = shape
+        several, one = BatchPlan(*shape), BatchPlan(replicas, 1, lanes * microbatches, size)
+        for replica in range(replicas):
+            for lane in range(lanes):
+                for microbatch in range(microbatches):
+                    place = several.first(step, replica, lane, microbatch)
+                    assert place == one.first(step, replica, 0, lane * microbatches + microbatch)
