@@ -17,6 +17,7 @@ class Stream(IntEnum):
     ROUTING = 2
     SAMPLES = 3
     WEIGHTS = 4
+    DROPOUT = 5
 
 
 def draw_words(count: int, seed: int, stream: Stream, *counters: int) -> np.ndarray:

@@ -1,0 +1,59 @@
+"""The command line: `python -m megatron_noloco train|config`."""
+
+import argparse
+import os
+import sys
+from typing import TYPE_CHECKING
+
+from megatron_noloco import __version__
+from megatron_noloco.config import load_config
+from megatron_noloco.config import cli as config_cli
+
+if TYPE_CHECKING:
+    from megatron_noloco.transport.world import World
+
+USAGE_ERROR = 2
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="megatron_noloco", description="Train Llamas with NoLoCo.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    train = commands.add_parser("train", help="train from one JSON file")
+    train.add_argument("--config", required=True, help="the run's JSON")
+    train.add_argument(
+        "--progress", choices=("auto", "bar", "lines"), default="auto", help="auto: a bar on a terminal"
+    )
+    # `deepspeed` passes it to every process; the environment says the same.
+    train.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
+    config_cli.add_arguments(commands.add_parser("config", help="explain or check a config file"))
+    parsed = parser.parse_args(arguments)
+    return config_cli.run(parsed) if parsed.command == "config" else _train(parsed)
+
+
+def _train(parsed: argparse.Namespace) -> int:
+    world = None
+    try:
+        config = load_config(parsed.config)
+        from megatron_noloco.training import run  # imports torch: only for a sound config
+        from megatron_noloco.transport.world import read_world
+
+        world = read_world(os.environ)
+
+        prepared = run.prepare(config, world)
+        transport = run.join_job(prepared)
+    except ValueError as error:  # a ConfigError is one
+        return _usage_error(error, world)
+    run.train(prepared, transport, parsed.progress)
+    return 0
+
+
+def _usage_error(error: ValueError, world: "World | None") -> int:
+    """One clear line per problem, once per host, and exit code 2."""
+    if world is None or world.local_rank == 0:
+        sys.stderr.write(f"{error}\n")
+    return USAGE_ERROR
+
+
+if __name__ == "__main__":
+    sys.exit(main())

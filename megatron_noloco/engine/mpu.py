@@ -1,0 +1,54 @@
+"""What DeepSpeed asks of a "model parallel unit", answered for one replica."""
+
+import torch.distributed as dist
+
+from megatron_noloco.model.groups import Groups, ProcessGroup
+
+
+class ReplicaMpu:
+    """Tells DeepSpeed that the lanes of this replica are all the data parallelism there is.
+
+    Thereby no gradient all-reduce, broadcast, overflow check or ZeRO partition reaches another replica. The
+    model-parallel group holds the stages and shards of one lane, over which DeepSpeed adds up the squared
+    gradient norm; a parameter that all shards hold whole (a norm) counts on shard 0 of its stage only.
+    It must not offer `get_sequence_*` or `initialize_sequence_parallel`: DeepSpeed would switch to Ulysses.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+
+    def get_data_parallel_group(self) -> ProcessGroup:
+        return self._groups.lanes
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._groups.topology.lanes
+
+    def get_data_parallel_rank(self) -> int:
+        return self._groups.position.lane
+
+    def get_model_parallel_group(self) -> ProcessGroup:
+        return self._groups.replica_lane
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._groups.topology.stages * self._groups.topology.shards
+
+    def get_model_parallel_rank(self) -> int:
+        return dist.get_rank(self._groups.replica_lane)
+
+    def get_tensor_model_parallel_group(self) -> ProcessGroup:
+        return self._groups.shards
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        return self._groups.topology.shards
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        return self._groups.position.shard
+
+    def get_pipeline_model_parallel_group(self) -> ProcessGroup:
+        return self._groups.stages
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        return self._groups.topology.stages
+
+    def get_pipeline_model_parallel_rank(self) -> int:
+        return self._groups.position.stage

@@ -1,0 +1,178 @@
+"""One replica: Megatron-core's pipeline drives forward and backward, DeepSpeed everything after."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch import Tensor
+
+from megatron_noloco.config import RunConfig
+from megatron_noloco.engine.mpu import ReplicaMpu
+from megatron_noloco.model.groups import Groups, ProcessGroup
+from megatron_noloco.model.pipeline import MicrobatchLoss, Pipeline, ReadMicrobatch
+from megatron_noloco.model.stage import Stage
+from megatron_noloco.plans.routing import Routes
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one local step did on this rank."""
+
+    losses: list[MicrobatchLoss]  # empty but on the last stage
+    learning_rate: float
+    grad_norm: float  # of the replica (all stages and shards), before clipping
+    loss_scale: float
+    skipped: bool  # fp16 overflow: the weights did not move
+    hop_wait_seconds: float  # spent waiting for activations and their gradients
+
+
+class ReplicaEngine:
+    """Trains this rank's stage of one replica, one local step at a time."""
+
+    def __init__(self, config: RunConfig, groups: Groups, stage: Stage) -> None:
+        self.groups = groups
+        self.microbatches = config.microbatches
+        tied = getattr(stage.chunks[-1], "share_embeddings_and_output_weights", False)
+        self._tied = _tied_weight(stage, groups) if tied else None
+        self._deepspeed = _build_deepspeed(config, groups, stage)
+        self.pipeline = Pipeline(stage, groups, config.micro_batch_size, config.model.seq_length)
+        if config.precision == "fp16":
+            stage.config.grad_scale_func = lambda loss: loss * self._optimizer.loss_scale
+
+    @property
+    def _optimizer(self) -> Any:
+        return self._deepspeed.optimizer
+
+    @property
+    def master_weights(self) -> list[Tensor]:
+        """The fp32 weights this rank owns (1/lanes of its stage and shard), as flat tensors. Live, not copies."""
+        optimizer = self._optimizer
+        if isinstance(optimizer, BF16_Optimizer):
+            return [part.detach() for part in optimizer.fp32_groups_flat_partition]
+        return [part.detach() for part in optimizer.single_partition_of_fp32_groups]
+
+    def refresh_working_weights(self) -> None:
+        """Round the master weights to the working precision and gather them over the lanes of the replica."""
+        self._optimizer.update_lp_params()
+
+    def train_batch(self, read: ReadMicrobatch, routes: Routes) -> StepResult:
+        """One local step: forward and backward over all microbatches, then the inner optimizer."""
+        self._deepspeed.module.train()
+        waited = self.pipeline.communicator.wait_seconds
+        losses = self.pipeline.run(read, routes, self.microbatches)
+        self._complete_gradients()
+        learning_rate = float(self._deepspeed.get_lr()[0])
+        self._deepspeed.allreduce_gradients()
+        self._deepspeed.step()
+        return StepResult(
+            losses=losses,
+            learning_rate=learning_rate,
+            grad_norm=float(self._deepspeed.get_global_grad_norm()),
+            loss_scale=float(getattr(self._optimizer, "loss_scale", 1.0)),
+            skipped=bool(getattr(self._optimizer, "overflow", False)),
+            hop_wait_seconds=self.pipeline.communicator.wait_seconds - waited,
+        )
+
+    @torch.no_grad()
+    def evaluate(self, read: ReadMicrobatch, routes: Routes, microbatches: int) -> list[MicrobatchLoss]:
+        """Forward passes only; losses on the last stage, an empty list elsewhere."""
+        self._deepspeed.module.eval()
+        return self.pipeline.run(read, routes, microbatches, forward_only=True)
+
+    def _complete_gradients(self) -> None:
+        """Sum what the schedule leaves partial inside a stage's shards and between tied embeddings.
+
+        Core does this in `finalize_model_grads`, which wants its own data-parallel wrapper.
+        """
+        if self.pipeline.stage.config.sequence_parallel:
+            partial = [p for p in self._deepspeed.module.parameters() if getattr(p, "sequence_parallel", False)]
+            _sum_gradients([self._gradient(p) for p in partial], self.groups.shards)
+        if self._tied is not None and self.groups.tied_embedding is not None:
+            _sum_gradients([self._gradient(self._tied)], self.groups.tied_embedding)
+
+    def _gradient(self, parameter: torch.nn.Parameter) -> Tensor:
+        if isinstance(self._optimizer, BF16_Optimizer):
+            return self._fp32_gradients[parameter]
+        return self._optimizer.get_gradient_for_reduction(parameter)
+
+    @cached_property
+    def _fp32_gradients(self) -> dict[torch.nn.Parameter, Tensor]:
+        """Where DeepSpeed's bf16 optimizer accumulates each parameter's gradient, flat."""
+        optimizer = self._optimizer
+        groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True)
+        return {
+            parameter: gradient
+            for parameters, gradients in groups
+            for parameter, gradient in zip(parameters, gradients, strict=True)
+        }
+
+
+def _sum_gradients(gradients: list[Tensor], group: ProcessGroup) -> None:
+    flat = torch.cat([gradient.view(-1) for gradient in gradients])
+    dist.all_reduce(flat, group=group)
+    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+        gradient.copy_(part.view_as(gradient))
+
+
+def _tied_weight(stage: Stage, groups: Groups) -> torch.nn.Parameter | None:
+    """This rank's copy of the tied embedding; the last stage's copy must not count twice in the norm."""
+    if groups.first_stage:
+        return stage.chunks[0].shared_embedding_or_output_weight()
+    if groups.last_stage:
+        weight = stage.chunks[-1].shared_embedding_or_output_weight()
+        weight.ds_pipe_replicated = True
+        return weight
+    return None
+
+
+def _build_deepspeed(config: RunConfig, groups: Groups, stage: Stage) -> DeepSpeedEngine:
+    """A DeepSpeed engine whose world is this replica.
+
+    `deepspeed.initialize` hard-codes which engine it builds and how; the constructor takes what we need.
+    """
+    if not torch.cuda.is_available():
+        # DeepSpeed would compile a shared-memory all-reduce (a minute, and a C++ compiler) before it talks.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if deepspeed.comm.comm.cdb is None:
+        deepspeed.comm.init_distributed(dist_init_required=False, verbose=False)
+    mpu = ReplicaMpu(groups)
+    settings = deepspeed_settings(config)
+    engine = DeepSpeedEngine(
+        args=None,
+        model=stage,
+        mpu=mpu,
+        config=settings,
+        config_class=DeepSpeedConfig(settings, mpu),
+        dist_init_required=False,
+    )
+    # One call of step() per batch: the schedule has already gone through every microbatch.
+    engine.set_gradient_accumulation_boundary(True)
+    return engine
+
+
+def deepspeed_settings(config: RunConfig) -> dict[str, Any]:
+    """The user's ds_config, completed.
+
+    ZeRO stage 0 is run as stage 1: with outside backward passes DeepSpeed's stage-0 optimizers clip by a wrong
+    norm (fp32) or take a step in their constructor (bf16, fp16), stage 1 gives the exact numbers with less memory.
+    In bf16, gradients accumulate in fp32 over the microbatches as they do in Megatron, unless the file asks for
+    another `data_types.grad_accum_dtype`; DeepSpeed then needs two more settings to be right.
+    On a CPU, torch's own Adam: compiling DeepSpeed's takes minutes and a compiler.
+    """
+    settings = dict(config.deepspeed)
+    if config.precision == "bf16":
+        settings["data_types"] = {"grad_accum_dtype": "fp32", **settings.get("data_types", {})}
+        if settings["data_types"]["grad_accum_dtype"] == "fp32":
+            settings["bf16"] = {"immediate_grad_update": True, **settings["bf16"]}
+            settings.setdefault("communication_data_type", "fp32")
+    settings["zero_optimization"] = {**settings.get("zero_optimization", {}), "stage": 1}
+    optimizer = settings["optimizer"]
+    if not torch.cuda.is_available() and optimizer["type"].lower() in ("adam", "adamw"):
+        settings["optimizer"] = {**optimizer, "params": {**optimizer.get("params", {}), "torch_adam": True}}
+    return settings

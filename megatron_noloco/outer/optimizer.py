@@ -1,0 +1,138 @@
+"""The round: a modified Nesterov step with momentum that also pulls a random group of replicas together.
+
+For replica i of a group G of n replicas (NoLoCo, arXiv 2506.10911, Eq. 1-3; the sign of beta as in its code):
+
+    Delta_i = theta_i - phi_i
+    delta_i <- alpha * delta_i + beta * mean_G(Delta) - gamma * (phi_i - mean_G(phi))
+    phi_i   <- phi_i + delta_i
+    theta_i <- phi_i
+
+| symbol | here                   | meaning                                              |
+|--------|------------------------|------------------------------------------------------|
+| theta  | master_weights         | fast weights: what the inner optimizer moved         |
+| phi    | slow_weights           | the replica's weights after its last round           |
+| delta  | momentum               | velocity of the outer optimizer                      |
+| alpha  | outer_momentum         |                                                      |
+| beta   | outer_lr               |                                                      |
+| gamma  | consensus_weight       |                                                      |
+| c      | combined               | beta * Delta + gamma * phi, all that has to travel   |
+
+Both means enter only as beta * mean(Delta) + gamma * mean(phi) = mean(c), so one vector travels instead of two:
+
+    c_i     = beta * theta_i + (gamma - beta) * phi_i
+    delta_i <- alpha * delta_i + mean_G(c) - gamma * phi_i
+
+Written like this, replicas with equal phi and delta take bitwise equal steps. With everybody in one group and
+equal phi the gamma terms cancel and the rule is DiLoCo's; alone (a bye) it is delta <- alpha*delta + beta*Delta.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron_noloco.config import NolocoConfig
+from megatron_noloco.outer.averaging import ExchangeReport, GroupAveraging
+from megatron_noloco.plans.grouping import Grouping
+from megatron_noloco.plans.topology import Position
+from megatron_noloco.transport.protocol import ExchangeTimeoutError
+
+
+class PartnerTimeoutError(RuntimeError):
+    """A partner did not answer within the deadline; says who, in which round, after how many seconds."""
+
+
+@dataclass(frozen=True)
+class RoundReport:
+    """One round as this rank saw it."""
+
+    round_index: int
+    exchange: ExchangeReport
+    spread: float  # standard deviation over the group of the fast weights before the round; nan for a bye
+
+
+class OuterOptimizer:
+    """Holds one rank's slow weights and outer momentum, as flat fp32 vectors, and runs rounds.
+
+    Args:
+        master_weights: flat fp32 tensors on any device; read and overwritten in each round.
+        slow_weights: "host" keeps phi and delta in (pinned) host memory, "device" beside the master weights.
+    """
+
+    def __init__(
+        self,
+        master_weights: list[Tensor],
+        averaging: GroupAveraging,
+        grouping: Grouping,
+        settings: NolocoConfig,
+    ) -> None:
+        self.master_weights = master_weights
+        self.averaging = averaging
+        self.grouping = grouping
+        self.outer_momentum = settings.outer_momentum
+        self.outer_lr = settings.outer_lr
+        self.consensus_weight = settings.gamma
+        device = master_weights[0].device if settings.slow_weights == "device" else torch.device("cpu")
+        self.slow_weights = self._host_or(device)
+        for part, master in self._parts(self.slow_weights):
+            part.copy_(master)
+        self.momentum = self._host_or(device).zero_()
+        self._combined = self._host_or(torch.device("cpu"))
+
+    @torch.no_grad()
+    def run_round(self, round_index: int) -> RoundReport:
+        """Exchange with this round's group and move the slow and the master weights.
+
+        The caller refreshes the working weights. Raises PartnerTimeoutError: the group's round is then
+        incomplete, and the run has to go back to its last checkpoint.
+        """
+        self._combine()
+        try:
+            self._step(round_index)
+        except ExchangeTimeoutError as error:
+            at, partner = self._position(self.averaging.transport.rank), self._position(error.rank)
+            raise PartnerTimeoutError(
+                f"replica {at.replica}: no answer from partner {partner.replica} (rank {error.rank}) in round "
+                f"{round_index} after {error.waited_seconds:.1f} s (noloco.deadline_seconds)"
+            ) from error
+        for part, master in self._parts(self.slow_weights):
+            master.copy_(part)
+        report = self.averaging.report
+        # For gamma = beta, c / gamma is theta itself; otherwise the point phi + (beta / gamma) * Delta near it.
+        scale = self.consensus_weight or self.outer_lr
+        return RoundReport(round_index, report, report.standard_deviation / scale)
+
+    def _step(self, round_index: int) -> None:
+        at = self._position(self.averaging.transport.rank)
+        group = self.grouping.group(at.replica, round_index, at.stage)
+        for start, stop, mean in self.averaging.mean(self._combined, group, round_index):
+            phi, delta = self.slow_weights[start:stop], self.momentum[start:stop]
+            # Chunk by chunk while it is in cache: three passes over memory become one.
+            delta.mul_(self.outer_momentum).add_(mean.to(delta.device, non_blocking=True))
+            delta.sub_(phi, alpha=self.consensus_weight)
+            phi.add_(delta)
+
+    def _position(self, rank: int) -> Position:
+        return self.averaging.topology.position(rank)
+
+    def _combine(self) -> None:
+        beta, pull = self.outer_lr, self.consensus_weight - self.outer_lr
+        for (combined, master), (phi, _) in zip(
+            self._parts(self._combined), self._parts(self.slow_weights), strict=True
+        ):
+            if phi.device == master.device:
+                combined.copy_(master * beta if pull == 0 else torch.add(master * beta, phi, alpha=pull))
+            else:
+                combined.copy_(master)
+                combined.mul_(beta).add_(phi, alpha=pull)
+
+    def _parts(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Views of a flat vector, each beside the master weights it stands for."""
+        sizes = [master.numel() for master in self.master_weights]
+        return zip(flat.split(sizes), self.master_weights, strict=True)
+
+    def _host_or(self, device: torch.device) -> Tensor:
+        length = sum(master.numel() for master in self.master_weights)
+        pinned = device.type == "cpu" and torch.cuda.is_available()
+        return torch.empty(length, dtype=torch.float32, device=device, pin_memory=pinned)

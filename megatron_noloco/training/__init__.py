@@ -1,0 +1,1 @@
+"""The run: the loop, evaluation, and what is written down about it."""

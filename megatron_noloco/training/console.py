@@ -1,0 +1,111 @@
+"""What rank 0 shows a person: a banner, progress, and a closing table."""
+
+import math
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+from rich.console import Console as Terminal
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from megatron_noloco.training.evaluate import Evaluation
+from megatron_noloco.training.record import StepRecord, partner_text
+
+Mode = Literal["auto", "bar", "lines"]
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What the closing table compares the run's figures with."""
+
+    unigram_entropy: float  # nats per token
+    synchronous_bytes: int  # a replica would have sent in a ring all-reduce of every step's gradients
+    output_dir: str
+    next_command: str
+
+
+class Console:
+    """A live progress bar on a terminal, Megatron's log lines anywhere else."""
+
+    def __init__(self, mode: Mode, total_steps: int, facts: RunFacts) -> None:
+        bar = mode == "bar" or (mode == "auto" and sys.stdout.isatty())
+        self.terminal = Terminal(force_terminal=True if bar else None, highlight=False, soft_wrap=not bar)
+        self.facts = facts
+        self.evaluation_result: Evaluation | None = None
+        self.last_record: StepRecord | None = None
+        self.steps_seconds = 0.0
+        self._progress: Progress | None = None
+        if bar:
+            self._progress = Progress(
+                TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+                BarColumn(bar_width=16),
+                TextColumn("{task.fields[figures]}"),
+                TimeRemainingColumn(compact=True),
+                console=self.terminal,
+            )
+            self._task = self._progress.add_task("train", total=total_steps, figures="")
+            self._figures = ["", ""]
+
+    def say(self, *lines: str) -> None:
+        for line in lines:
+            self.terminal.print(line, markup=False)
+
+    def step(self, record: StepRecord) -> None:
+        previous = self.last_record.step if self.last_record else 0
+        self.steps_seconds += record.seconds_per_step * (record.step - previous)
+        self.last_record = record
+        if self._progress is None:
+            self.say(record.line())
+            return
+        self._progress.start()
+        self._figures[0] = (
+            f"loss {record.loss:.3f} lr {record.learning_rate:.2e} {record.tokens_per_second:.0f} tok/s"
+        )
+        if record.round is not None:
+            exchange = record.round
+            self._figures[1] = (
+                f"round {exchange.index} {partner_text(exchange.partners)} "
+                f"exchange {1000 * exchange.exchange_seconds:.0f} ms wait {1000 * exchange.wait_seconds:.0f} ms "
+                f"sent {exchange.sent_bytes / 1e6:.1f} MB spread {exchange.spread:.1e}"
+            )
+        self._progress.update(self._task, completed=record.step, figures="\n".join(self._figures))
+
+    def evaluation(self, step: int, evaluation: Evaluation) -> None:
+        self.evaluation_result = evaluation
+        losses = " ".join(f"{loss:.4f}" for loss in evaluation.replica_losses)
+        spread = "" if math.isnan(evaluation.spread) else f" | spread: {evaluation.spread:.3E}"
+        self.say(
+            f" validation at iteration {step} | replicas: {losses} | "
+            f"mean model: {evaluation.mean_model_loss:.4f}{spread} | unigram: {self.facts.unigram_entropy:.4f} |"
+        )
+
+    def close(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def summary(self) -> None:
+        """The closing table; nothing when no step was logged."""
+        record, evaluation, facts = self.last_record, self.evaluation_result, self.facts
+        if record is None:
+            return
+        table = Table(title="What this run did", title_justify="left", show_header=False)
+        if evaluation is not None:
+            for replica, loss in enumerate(evaluation.replica_losses):
+                table.add_row(f"validation loss, replica {replica}", f"{loss:.4f} nats per token")
+            if len(evaluation.replica_losses) > 1:
+                table.add_row("validation loss, mean model", f"{evaluation.mean_model_loss:.4f} nats per token")
+        table.add_row("unigram entropy of the corpus", f"{facts.unigram_entropy:.4f} nats per token")
+        table.add_row("sent per replica, in exchanges", f"{record.sent_bytes / 1e6:.1f} MB")
+        if facts.synchronous_bytes:
+            ratio = facts.synchronous_bytes / record.sent_bytes if record.sent_bytes else math.inf
+            table.add_row(
+                "sent per replica, had every step been all-reduced",
+                f"{facts.synchronous_bytes / 1e6:.1f} MB ({ratio:.0f} times as much)",
+            )
+        share = record.exchange_seconds / self.steps_seconds if self.steps_seconds else 0.0
+        table.add_row("share of training time in exchanges", f"{100 * share:.1f} %")
+        self.terminal.print(table)
+        self.say(f"Files: {facts.output_dir} (one folder per replica)", f"Next:  {facts.next_command}")
+
+

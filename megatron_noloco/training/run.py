@@ -1,0 +1,148 @@
+"""From a config file to a finished run: puts the rooms together."""
+
+import logging
+import os
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_noloco.config import RunConfig, describe, parameter_count
+from megatron_noloco.data.corpus import Corpus, load_corpus
+from megatron_noloco.data.dataset import Datasets, build_datasets
+from megatron_noloco.data.microbatches import MicrobatchSource, ValidationSource
+from megatron_noloco.data.tokenizer import ByteTokenizer
+from megatron_noloco.plans.grouping import Grouping
+from megatron_noloco.plans.routing import Routing
+from megatron_noloco.plans.samples import BatchPlan, SampleOrder
+from megatron_noloco.plans.topology import Topology
+from megatron_noloco.transport.protocol import Transport
+from megatron_noloco.transport.world import World, choose_transport, join
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything about a run that can be checked before any process talks to another."""
+
+    config: RunConfig
+    world: World
+    topology: Topology
+    corpus: Corpus
+    datasets: Datasets
+    plan: BatchPlan
+    validation: ValidationSource
+
+
+def prepare(config: RunConfig, world: World) -> Prepared:
+    """Check the config against the world and the data; raises ValueError with one clear line."""
+    topology = config.topology(world.world_size)
+    if config.precision == "fp16" and not torch.cuda.is_available() and not _cpu_has_fp16():
+        raise ValueError("fp16.enabled: this machine has no GPU, and its CPU no fp16 arithmetic; use bf16 or fp32")
+    corpus = load_corpus(config.data.text, config.data.split)
+    plan = BatchPlan(topology.replicas, topology.lanes, config.microbatches, config.micro_batch_size)
+    datasets = build_datasets(corpus, config.model.seq_length, plan.global_batch)
+    validation = ValidationSource(datasets.validation, config.micro_batch_size, config.training.eval_iters)
+    vocab_size = ByteTokenizer().vocab_size
+    if config.model.vocab_size is not None and config.model.vocab_size < vocab_size:
+        raise ValueError(
+            f"model.vocab_size {config.model.vocab_size} is smaller than the tokenizer's {vocab_size}; "
+            f"set it to {vocab_size} or leave it out"
+        )
+    return Prepared(config, world, topology, corpus, datasets, plan, validation)
+
+
+def join_job(prepared: Prepared) -> Transport:
+    """Join the job and open the transport; raises ValueError when the transport cannot be had."""
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(prepared.world.local_rank)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // prepared.world.world_size))
+    join(prepared.world, "cpu:gloo,cuda:nccl" if cuda else "gloo")
+    return choose_transport(prepared.config.noloco.transport, prepared.world)
+
+
+def train(prepared: Prepared, transport: Transport, progress: str = "auto") -> None:
+    """Build this rank's part of the run and train to the end."""
+    _quieten()
+    # These rooms import Megatron-core and DeepSpeed, which takes seconds: only once the run is known to be sound.
+    from megatron_noloco.engine.replica import ReplicaEngine
+    from megatron_noloco.model import cpu
+    from megatron_noloco.model.groups import build_groups
+    from megatron_noloco.model.stage import build_stage
+    from megatron_noloco.outer.averaging import GroupAveraging
+    from megatron_noloco.outer.optimizer import OuterOptimizer
+    from megatron_noloco.training.console import Console, RunFacts
+    from megatron_noloco.training.evaluate import Evaluator
+    from megatron_noloco.training.monitor import Monitor
+    from megatron_noloco.training.trainer import Trainer
+
+    config, topology = prepared.config, prepared.topology
+    settings, seed = config.noloco, config.training.seed
+    cpu.prepare()
+    routed = settings.routing.interval != "off" and topology.replicas > 1 and topology.stages > 1
+    groups = build_groups(topology, routed, tied=not config.model.untie_embeddings_and_output_weights)
+    stage = build_stage(config, groups, ByteTokenizer().vocab_size)
+    engine = ReplicaEngine(config, groups, stage)
+    averaging = GroupAveraging(transport, topology, settings.deadline_seconds)
+    outer = None
+    if settings.active_method != "none":
+        group_size = settings.group_size_among(topology.replicas)
+        grouping = Grouping(topology.replicas, group_size, seed, per_stage=settings.grouping == "stage")
+        outer = OuterOptimizer(engine.master_weights, averaging, grouping, settings)
+    routing = Routing(
+        topology.replicas, config.microbatches, seed, settings.routing.interval if routed else "off"
+    )
+    console = None
+    if dist.get_rank() == 0:
+        facts = RunFacts(
+            unigram_entropy=prepared.corpus.unigram_entropy,
+            synchronous_bytes=_synchronous_bytes(prepared),
+            output_dir=str(Path(config.training.output_dir).resolve()),
+            next_command=f"tensorboard --logdir {config.training.output_dir}",
+        )
+        console = Console(progress, config.training.train_iters, facts)  # type: ignore[arg-type]
+        console.say(*_banner(prepared, transport))
+    monitor = Monitor(config, groups, prepared.plan, console)
+    evaluator = Evaluator(engine, outer, averaging, routing, prepared.validation)
+    order = SampleOrder(len(prepared.datasets.train), seed)
+    source = MicrobatchSource(prepared.datasets.train, order, prepared.plan)
+    try:
+        Trainer(config, engine, outer, routing, source, evaluator, monitor).train()
+    finally:
+        monitor.close()
+    if console is not None:
+        console.summary()
+
+
+def _banner(prepared: Prepared, transport: Transport) -> list[str]:
+    corpus = prepared.corpus
+    return [
+        *describe(prepared.config, prepared.topology),
+        f"data: {corpus.name}, {corpus.files} files, {corpus.megabytes:.1f} MB, "
+        f"{len(corpus.train)} training and {len(corpus.validation)} validation tokens",
+        f"started by {prepared.world.launcher}; exchanges over {transport.name}",
+    ]
+
+
+def _cpu_has_fp16() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+
+
+def _synchronous_bytes(prepared: Prepared) -> int:
+    """What one replica sends when every step's gradients go through a ring all-reduce over the replicas."""
+    config, replicas = prepared.config, prepared.topology.replicas
+    gradient_bytes = parameter_count(config.model, ByteTokenizer().vocab_size) * (4 if config.precision == "fp32" else 2)
+    return int(2 * (replicas - 1) / replicas * gradient_bytes * config.training.train_iters)
+
+
+def _quieten() -> None:
+    """Keep the engines' start-up chatter off the console; errors and our own lines remain."""
+    warnings.filterwarnings("ignore", module=r"(megatron|deepspeed|apex)\b")
+    logging.getLogger("megatron").setLevel(logging.ERROR)
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    os.environ.setdefault("DS_LOG_LEVEL", "error")
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it had to guess
