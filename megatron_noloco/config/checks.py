@@ -1,0 +1,157 @@
+"""Rules between fields: what cannot work, with the equation and its numbers."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_noloco.config.blocks import (
+    DataConfig,
+    ModelConfig,
+    NolocoConfig,
+    ParallelConfig,
+    TrainingConfig,
+)
+from megatron_noloco.config.wording import count
+from megatron_noloco.plans.stability import spread_factor
+from megatron_noloco.plans.topology import Topology
+
+# rho of a configuration on the brink is computed as 1 minus a rounding error.
+_STABLE_BELOW = 1 - 1e-9
+
+
+def check_model(model: ModelConfig) -> Iterator[str]:
+    hidden, heads, groups = model.hidden_size, model.num_attention_heads, model.query_groups
+    if model.kv_channels is None and hidden % heads:
+        yield (
+            f"model.hidden_size {hidden} does not divide into {count(heads, 'attention head')} "
+            f"({hidden} / {heads} = {hidden / heads:.2f}); set model.kv_channels or change one of them"
+        )
+    elif model.head_size % 2:
+        yield f"a head of {count(model.head_size, 'channel')} has no rotary embedding: it must be even"
+    if heads % groups:
+        yield f"model.num_attention_heads {heads} does not divide into model.num_query_groups {groups}"
+    if model.recompute_granularity == "full":
+        for name in ("recompute_method", "recompute_num_layers"):
+            if getattr(model, name) is None:
+                yield f'model.recompute_granularity "full" needs model.{name}'
+    else:
+        for name in ("recompute_method", "recompute_num_layers"):
+            if getattr(model, name) is not None:
+                yield f'model.{name} has a meaning only with model.recompute_granularity "full"'
+
+
+def check_parallel(model: ModelConfig, parallel: ParallelConfig, microbatches: int) -> Iterator[str]:
+    yield from _check_stages(model, parallel, microbatches)
+    yield from _check_shards(model, parallel)
+
+
+def _check_stages(model: ModelConfig, parallel: ParallelConfig, microbatches: int) -> Iterator[str]:
+    layers, stages, chunks = model.num_layers, parallel.stages, parallel.virtual_stages
+    if layers % (stages * chunks):
+        virtual = f" x {count(chunks, 'virtual stage')} = {stages * chunks}" if chunks > 1 else ""
+        number = f"{count(layers, 'layer')} (model.num_layers)"
+        yield f"{number} do not divide into {count(stages, 'stage')}{virtual}"
+    elif (model.recompute_num_layers or 1) > layers // (stages * chunks):
+        yield (
+            f"model.recompute_num_layers {model.recompute_num_layers} is more than the "
+            f"{count(layers // (stages * chunks), 'layer')} of a model chunk"
+        )
+    if chunks > 1 and stages == 1:
+        yield f"parallel.virtual_stages {chunks} needs more than 1 stage (parallel.stages)"
+    elif chunks > 1 and microbatches % stages:
+        yield (
+            f"with virtual stages the microbatches must divide into the stages: "
+            f"gradient_accumulation_steps {microbatches} / {stages} stages = {microbatches / stages:.2f}"
+        )
+
+
+def _check_shards(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+    shards = parallel.shards
+    sizes = {
+        "model.num_attention_heads": model.num_attention_heads,
+        "model.num_query_groups": model.query_groups,
+        "model.ffn_hidden_size": model.ffn_hidden_size,
+    }
+    if model.vocab_size is not None:
+        sizes["the padded vocabulary"] = model.padded_vocab_size()
+    if parallel.sequence_parallel:
+        sizes["model.seq_length"] = model.seq_length
+    for name, size in sizes.items():
+        if size % shards:
+            quotient = f"{size} / {shards} = {size / shards:.2f}"
+            yield f"{name} {size} does not divide into {shards} shards ({quotient})"
+    if parallel.sequence_parallel and shards == 1:
+        yield "parallel.sequence_parallel needs parallel.shards > 1: with 1 shard there is nothing to split"
+
+
+def check_data(data: DataConfig, training: TrainingConfig) -> Iterator[str]:
+    if training.eval_iters and data.split_weights[1] == 0:
+        yield (
+            f'data.split "{data.split}" leaves no text for validation, and training.eval_iters is '
+            f"{training.eval_iters}; set it to 0 or give validation a weight"
+        )
+
+
+def check_method(noloco: NolocoConfig, replicas: int | None) -> Iterator[str]:
+    """Whether gossip keeps the replicas together; one replica alone has nobody to drift from."""
+    if noloco.active_method != "noloco" or replicas == 1:
+        return
+    alpha, gamma, n = noloco.outer_momentum, noloco.gamma, noloco.group_size
+    rho = spread_factor(alpha, gamma, n)
+    if rho >= _STABLE_BELOW:
+        yield (
+            f"noloco: replicas would drift apart: rho = {rho:.3f} >= 1 for outer_momentum (alpha) {alpha}, "
+            f"consensus_weight (gamma) {gamma}, group_size (n) {n}; "
+            f"{_stable_suggestion(alpha, gamma, n)}"
+        )
+    if replicas is not None and n > replicas:
+        yield f"noloco.group_size {n} is more than the {count(replicas, 'replica')} there are"
+
+
+def _stable_suggestion(alpha: float, gamma: float, n: int) -> str:
+    """The nearest stable setting to two digits: less momentum if that suffices, else another gamma."""
+    for hundredths in range(min(99, int(alpha * 100)), -1, -1):
+        if spread_factor(hundredths / 100, gamma, n) < _STABLE_BELOW:
+            return f"outer_momentum {hundredths / 100:.2f} is the largest (to 2 digits) that is stable"
+    stable = [g / 100 for g in range(1, 400) if spread_factor(alpha, g / 100, n) < _STABLE_BELOW]
+    nearest = min(stable, key=lambda candidate: abs(candidate - gamma), default=0.01)
+    return f"no outer_momentum is stable with this gamma; consensus_weight {nearest:.2f} is with this alpha"
+
+
+def check_loss_scale(
+    noloco: NolocoConfig, parallel: ParallelConfig, deepspeed: dict[str, Any]
+) -> Iterator[str]:
+    fp16 = deepspeed.get("fp16", {})
+    dynamic = fp16.get("enabled", False) and not fp16.get("loss_scale", 0)
+    if dynamic and noloco.routing.interval != "off" and parallel.stages > 1 and parallel.replicas != 1:
+        yield (
+            "fp16 with a dynamic loss scale does not go together with routing: replicas with different "
+            "loss scales would exchange gradients; set a static fp16.loss_scale, or use bf16, or set "
+            'noloco.routing.interval to "off" (or parallel.replicas to 1)'
+        )
+
+
+def lay_out(parallel: ParallelConfig, world_size: int) -> Topology:
+    """The topology of `world_size` ranks; raises ValueError with the equation when they do not fit."""
+    if world_size < 1:
+        raise ValueError(f"a run needs at least 1 rank, not {world_size}")
+    stages, lanes, shards = parallel.stages, parallel.lanes, parallel.shards
+    replica_size = stages * lanes * shards
+    inside = f"{count(stages, 'stage')} x {count(lanes, 'lane')} x {count(shards, 'shard')}"
+    fitting, rest = divmod(world_size, replica_size)
+    ranks = count(world_size, "rank")
+    if parallel.replicas == "auto":
+        if rest:
+            nearest = [size for size in (world_size - rest, world_size - rest + replica_size) if size]
+            raise ValueError(
+                f"{ranks} do not divide into replicas of {inside} = {count(replica_size, 'rank')}; "
+                f"start {' or '.join(map(str, nearest))} ranks"
+            )
+        return Topology(fitting, stages, lanes, shards)
+    needed = parallel.replicas * replica_size
+    if needed != world_size:
+        other = "" if rest else f", or set parallel.replicas to {fitting}"
+        raise ValueError(
+            f"{ranks} {'is' if world_size == 1 else 'are'} not {count(parallel.replicas, 'replica')} x "
+            f"{inside} = {needed}; start {count(needed, 'rank')}{other}"
+        )
+    return Topology(parallel.replicas, stages, lanes, shards)

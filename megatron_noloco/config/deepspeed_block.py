@@ -1,0 +1,231 @@
+"""DeepSpeed's part of the file: checked, with every "auto" and every missing batch number worked out."""
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron_noloco.config import deepspeed_keys as keys
+from megatron_noloco.config.wording import Problem, shown, unknown_key, wrong_value
+
+TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
+AUTO = "auto"
+
+
+@dataclass
+class _Resolver:
+    """Works on a copy of the user's keys, and collects problems instead of stopping at the first."""
+
+    values: dict[str, Any]
+    lanes: int | None  # None: the parallel block is itself in error
+    train_iters: int | None
+    problems: list[Problem] = field(default_factory=list)
+
+    def complain(self, key: str, text: str) -> None:
+        self.problems.append(Problem((key,), text))
+
+    def shapes(self) -> None:
+        """Blocks that are not objects would make every later question fail: they are reported and dropped."""
+        zero = self.values.get("zero_optimization")
+        if isinstance(zero, bool):  # DeepSpeed's old spelling
+            self.values["zero_optimization"] = {"stage": int(zero)}
+        if "bfloat16" in self.values:  # DeepSpeed's old name
+            if "bf16" in self.values:
+                self.complain("bfloat16", "bf16 and bfloat16 are two names for one setting; give one of them")
+            self.values.setdefault("bf16", self.values.pop("bfloat16"))
+        for block, known in keys.SUB_BLOCKS.items():
+            value = self.values.get(block, {})
+            if isinstance(value, dict):
+                self.problems += [unknown_key((block, name), known) for name in value if name not in known]
+            elif value != AUTO:
+                self.problems.append(wrong_value((block,), "an object", value))
+                del self.values[block]
+            else:
+                del self.values[block]
+
+    def autos(self) -> None:
+        """ "auto" means DeepSpeed's default, except where DeepSpeed has none that suits."""
+        if self.values.get("gradient_clipping") == AUTO:
+            self.values["gradient_clipping"] = 1.0
+        scheduler = self.values.get("scheduler", {}).get("params")
+        if isinstance(scheduler, dict) and scheduler.get("total_num_steps") == AUTO and self.train_iters:
+            scheduler["total_num_steps"] = self.train_iters
+        for block in ("optimizer", "scheduler"):
+            params = self.values.get(block, {}).get("params")
+            for name, value in params.items() if isinstance(params, dict) else ():
+                if value == AUTO:
+                    self.complain(block, f'{block}.params.{name}: "auto" has no meaning here; give a number')
+        for block in ("bf16", "fp16", "zero_optimization"):
+            if block in self.values:
+                self.values[block] = {k: v for k, v in self.values[block].items() if v != AUTO}
+        for key in [key for key, value in self.values.items() if value == AUTO]:
+            del self.values[key]
+
+    def batch(self) -> None:
+        """DeepSpeed's rule, per replica: train_batch_size = micro batch x accumulation steps x lanes."""
+        given: dict[str, int] = {}
+        for key in (TRAIN, MICRO, STEPS):
+            if key not in self.values:
+                continue
+            if type(self.values[key]) is not int or self.values[key] < 1:
+                self.problems.append(wrong_value((key,), 'an integer >= 1 or "auto"', self.values[key]))
+                return
+            given[key] = self.values[key]
+        if TRAIN not in given and MICRO not in given:
+            self.complain(
+                MICRO, f"{MICRO} or {TRAIN} is missing (samples per replica; one of them is needed)"
+            )
+        elif self.lanes is not None:
+            self._derive_batch(given, self.lanes)
+
+    def _derive_batch(self, given: dict[str, int], lanes: int) -> None:
+        if len(given) == 1:  # as DeepSpeed does
+            given[STEPS] = 1
+        if TRAIN not in given:
+            given[TRAIN] = given[MICRO] * given[STEPS] * lanes
+        for missing, other in ((MICRO, STEPS), (STEPS, MICRO)):
+            if missing not in given:
+                parts = given[other] * lanes
+                if given[TRAIN] % parts:
+                    self.complain(
+                        TRAIN,
+                        f"{TRAIN} {given[TRAIN]} does not divide by {other} {given[other]} x "
+                        f"parallel.lanes {lanes} = {parts} (per replica), so there is no {missing}",
+                    )
+                    return
+                given[missing] = given[TRAIN] // parts
+        product = given[MICRO] * given[STEPS] * lanes
+        if product != given[TRAIN]:
+            self.complain(
+                TRAIN,
+                f"{TRAIN} {given[TRAIN]} is not {MICRO} {given[MICRO]} x {STEPS} {given[STEPS]} x "
+                f"parallel.lanes {lanes} = {product} (per replica)",
+            )
+        self.values.update(given)
+
+    def precision(self) -> None:
+        for block in ("bf16", "fp16"):
+            enabled = self.values.get(block, {}).get("enabled", False)
+            if type(enabled) is not bool:
+                self.problems.append(wrong_value((block, "enabled"), 'true, false or "auto"', enabled))
+        bf16, fp16 = self.values.get("bf16", {}), self.values.get("fp16", {})
+        if bf16.get("enabled") is True and fp16.get("enabled") is True:
+            self.complain("fp16", "bf16 and fp16 are both enabled; choose one of them")
+        scale = fp16.get("loss_scale", 0)
+        if type(scale) not in (int, float) or not 0 <= scale < float("inf"):
+            self.problems.append(wrong_value(("fp16", "loss_scale"), "a number >= 0 (0 is dynamic)", scale))
+        accumulate = self.values.get("data_types", {}).get("grad_accum_dtype")
+        if bf16.get("enabled") is True and accumulate == "fp32" and not bf16.get("immediate_grad_update"):
+            self.complain(
+                "data_types",
+                'data_types.grad_accum_dtype "fp32" with bf16 needs bf16.immediate_grad_update: true',
+            )
+
+    def zero(self) -> None:
+        """Stage 0 is run as 1: the same numbers, and DeepSpeed's own stage 0 clips wrongly with stages."""
+        zero = self.values.setdefault("zero_optimization", {})
+        stage = zero.get("stage", 1)
+        if type(stage) is not int or not 0 <= stage <= 3:
+            self.problems.append(wrong_value(("zero_optimization", "stage"), "0 or 1", stage))
+        elif stage >= 2:
+            self.complain(
+                "zero_optimization",
+                f"zero_optimization.stage {stage} is not supported, use 0 or 1: 2 and 3 need DeepSpeed's own "
+                "backward, and Megatron-core's schedule runs the backward outside of DeepSpeed",
+            )
+        zero["stage"] = 1
+
+    def optimizer(self) -> None:
+        if "optimizer" not in self.values:
+            if not any(problem.path == ("optimizer",) for problem in self.problems):
+                self.complain(
+                    "optimizer", 'optimizer is missing (such as {"type": "AdamW", "params": {"lr": 3e-4}})'
+                )
+            return
+        params = self._typed("optimizer")
+        name = self.values["optimizer"].get("type")
+        known = keys.DEEPSPEED_OPTIMIZERS | keys.TORCH_OPTIMIZERS
+        if isinstance(name, str) and not {name, name.lower()} & known:
+            self._unknown_type(
+                "optimizer", name, ["AdamW", "Adam", "Lamb", "Lion", *sorted(keys.TORCH_OPTIMIZERS)]
+            )
+        rate = params.get("lr", 1e-3)
+        if rate != AUTO and (type(rate) not in (int, float) or not 0 <= rate < float("inf")):
+            self.problems.append(wrong_value(("optimizer", "params", "lr"), "a number >= 0", rate))
+        if "max_grad_norm" in params:
+            self.complain("optimizer", "optimizer.params.max_grad_norm: use the top-level gradient_clipping")
+
+    def scheduler(self) -> None:
+        if "scheduler" not in self.values:
+            return
+        params = self._typed("scheduler")
+        self.values["scheduler"].setdefault("params", {})  # DeepSpeed unpacks it, also when it is missing
+        name = self.values["scheduler"].get("type")
+        if not isinstance(name, str):
+            return
+        if name in keys.SCHEDULES:
+            known = keys.SCHEDULES[name]
+            self.problems += [
+                unknown_key(("scheduler", "params", key), known) for key in params if key not in known
+            ]
+            if "total_num_steps" in known and "total_num_steps" not in params:
+                self.complain("scheduler", 'scheduler.params.total_num_steps is missing (a number or "auto")')
+        elif name not in keys.TORCH_SCHEDULES:
+            self._unknown_type("scheduler", name, [*keys.SCHEDULES, *sorted(keys.TORCH_SCHEDULES)])
+
+    def _typed(self, block: str) -> dict[str, Any]:
+        """Checks the form {type, params} and returns params."""
+        value = self.values[block]
+        if "type" not in value:
+            self.complain(block, f"{block}.type is missing (text)")
+        elif not isinstance(value["type"], str):
+            self.problems.append(wrong_value((block, "type"), "text", value["type"]))
+        params = value.get("params", {})
+        if not isinstance(params, dict):
+            self.problems.append(wrong_value((block, "params"), "an object", params))
+            return {}
+        return params
+
+    def _unknown_type(self, block: str, name: str, known: list[str]) -> None:
+        near = unknown_key((name,), known).text.partition("; ")[2]
+        hint = near or "known are " + ", ".join(known)
+        self.complain(block, f"{block}.type: {shown(name)} is not a known {block}; {hint}")
+
+    def clipping(self) -> None:
+        clipping = self.values.get("gradient_clipping", 0.0)
+        if type(clipping) not in (int, float) or not 0 <= clipping < float("inf"):
+            self.problems.append(wrong_value(("gradient_clipping",), 'a number >= 0 or "auto"', clipping))
+
+
+def resolve(
+    raw: dict[str, Any], lanes: int | None, train_iters: int | None
+) -> tuple[dict[str, Any], list[Problem]]:
+    """What DeepSpeed is given for the user's top-level keys, and what is wrong with them.
+
+    Args:
+        raw: the top-level keys that are not one of our blocks and are known to DeepSpeed.
+        lanes: DeepSpeed's world size, since a replica is a whole DeepSpeed world; None when it is not known.
+        train_iters: the meaning of scheduler.params.total_num_steps "auto".
+    """
+    resolver = _Resolver(copy.deepcopy(raw), lanes, train_iters)
+    resolver.shapes()
+    resolver.autos()
+    resolver.batch()
+    resolver.clipping()
+    resolver.optimizer()
+    resolver.scheduler()
+    resolver.precision()
+    resolver.zero()
+    return resolver.values, resolver.problems
+
+
+def check_top_level(raw: dict[str, Any], blocks: tuple[str, ...]) -> list[Problem]:
+    """Keys that nobody would read, or that nothing here would obey."""
+    problems = []
+    for key in raw:
+        if key in keys.REMOVED:
+            problems.append(Problem((key,), f"{key} was removed from DeepSpeed 0.19; delete it"))
+        elif key in keys.NOT_HERE:
+            problems.append(Problem((key,), f"{key} has no effect here: {keys.NOT_HERE[key]}"))
+        elif key not in keys.TOP_LEVEL and key not in blocks:
+            problems.append(unknown_key((key,), [*blocks, *(keys.TOP_LEVEL - keys.NOT_HERE.keys())]))
+    return problems

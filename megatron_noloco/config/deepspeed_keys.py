@@ -1,0 +1,105 @@
+"""The keys DeepSpeed 0.19 reads, so that a misspelt one is an error: DeepSpeed ignores what it does not know.
+
+Gathered from deepspeed/runtime/config.py and the config modules it calls; a contract test reads the installed
+sources again and fails when a DeepSpeed upgrade brings a key that is missing here.
+"""
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+TOP_LEVEL = _words("""
+    train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps managed_gradient_accumulation
+    optimizer scheduler gradient_clipping
+    bf16 bfloat16 fp16 torch_autocast data_types
+    communication_data_type seq_parallel_communication_data_type
+    prescale_gradients gradient_predivide_factor gradient_allreduce_op disable_allgather
+    zero_optimization zero_allow_untested_optimizer zero_force_ds_cpu_optimizer allgather_size
+    steps_per_print wall_clock_breakdown memory_breakdown dump_state log_level timers
+    tensorboard wandb csv_monitor comet
+    flops_profiler comms_logger autotuning
+    activation_checkpointing checkpoint datastates_ckpt aio
+    data_efficiency dataloader_drop_last vocabulary_size
+    pipeline tensor_parallel expert_parallel sequence_parallel_size use_data_before_expert_parallelism
+    hybrid_engine compile weight_quantization disable_python_gc
+    """)
+
+# Keys DeepSpeed would accept and that could not do here what they promise, with what does.
+NOT_HERE = {
+    "pipeline": "the pipeline is Megatron-core's; use parallel.stages",
+    "tensor_parallel": "a stage is split by Megatron-core; use parallel.shards",
+    "sequence_parallel_size": "the sequence is split by Megatron-core; use parallel.sequence_parallel",
+    "expert_parallel": "there are no experts in this model",
+    "activation_checkpointing": "recomputation is Megatron-core's; use model.recompute_granularity",
+    "data_efficiency": "samples are drawn by megatron_noloco, not by DeepSpeed's loader",
+    "torch_autocast": 'the forward pass runs outside of DeepSpeed; use "bf16": {"enabled": true}',
+    "hybrid_engine": "there is no generation during training",
+    "autotuning": "DeepSpeed's tuner cannot start this program",
+}
+
+# Refused by DeepSpeed 0.19 itself, but only after minutes of start-up.
+REMOVED = _words("""
+    amp compression_training curriculum_learning eigenvalue elasticity graph_harvesting nebula
+    progressive_layer_drop quantize_training sparse_attention sparse_gradients
+    """)
+
+SUB_BLOCKS = {
+    "optimizer": frozenset({"type", "params", "legacy_fusion"}),
+    "scheduler": frozenset({"type", "params"}),
+    "bf16": _words("""
+        enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states
+        """),
+    "fp16": _words("""
+        enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis
+        min_loss_scale fp16_master_weights_and_grads
+        """),
+    "data_types": frozenset({"grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules"}),
+    "zero_optimization": _words("""
+        stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce
+        allgather_partitions allgather_bucket_size overlap_comm compute_grad_norm load_from_fp32_weights
+        elastic_checkpoint offload_param offload_optimizer zenflow sub_group_size cpu_offload_param
+        cpu_offload_use_pin_memory cpu_offload stage3_prefetch_bucket_size prefetch_bucket_size
+        stage3_param_persistence_threshold param_persistence_threshold
+        stage3_model_persistence_threshold model_persistence_threshold
+        stage3_max_live_parameters max_live_parameters stage3_max_reuse_distance max_reuse_distance
+        stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save
+        stage3_module_granularity_threshold module_granularity_threshold
+        stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params
+        stage3_allgather_sequential allgather_sequential stage3_gather_fp16_weights_on_model_save
+        ignore_unused_parameters legacy_stage1 round_robin_gradients parameter_alignment
+        zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights
+        zero_quantized_gradients memory_efficient_linear pipeline_loading_checkpoint override_module_apply
+        log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module
+        """),
+}
+
+# DeepSpeed's own optimizers ignore case; other names are looked up, as written, in torch.optim.
+DEEPSPEED_OPTIMIZERS = _words("adagrad adam adamw lamb lion muadam muadamw musgd muon")
+TORCH_OPTIMIZERS = _words("ASGD Adadelta Adafactor Adamax LBFGS NAdam RAdam RMSprop Rprop SGD SparseAdam")
+
+# Looked up by DeepSpeed in torch.optim.lr_scheduler: those that JSON can describe.
+TORCH_SCHEDULES = _words("""
+    StepLR MultiStepLR ConstantLR LinearLR ExponentialLR PolynomialLR CosineAnnealingLR
+    CosineAnnealingWarmRestarts CyclicLR OneCycleLR
+    """)
+
+# DeepSpeed's own schedules and their parameters.
+SCHEDULES = {
+    "WarmupLR": _words("warmup_min_lr warmup_max_lr warmup_num_steps warmup_type last_batch_iteration"),
+    "WarmupDecayLR": _words("""
+        total_num_steps warmup_min_lr warmup_max_lr warmup_num_steps warmup_type last_batch_iteration
+        """),
+    "WarmupCosineLR": _words("""
+        total_num_steps warmup_min_ratio warmup_num_steps cos_min_ratio warmup_type last_batch_iteration
+        """),
+    "LRRangeTest": _words("""
+        lr_range_test_min_lr lr_range_test_step_size lr_range_test_step_rate lr_range_test_staircase
+        last_batch_iteration
+        """),
+    "OneCycle": _words("""
+        cycle_min_lr cycle_max_lr decay_lr_rate cycle_first_step_size cycle_second_step_size
+        cycle_first_stair_count cycle_second_stair_count decay_step_size cycle_momentum cycle_min_mom
+        cycle_max_mom decay_mom_rate last_batch_iteration
+        """),
+}

@@ -1,0 +1,62 @@
+"""Every field in words, from the models themselves: what `config --explain` shows cannot grow stale."""
+
+import textwrap
+from collections.abc import Iterator
+
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+
+from megatron_noloco.config.deepspeed_keys import NOT_HERE, TOP_LEVEL
+from megatron_noloco.config.run_config import BLOCKS
+from megatron_noloco.config.wording import expected_value, shown
+
+WIDTH = 100
+
+_BLOCK_SENTENCES = {
+    "noloco": "The method: rounds between replicas, and routing.",
+    "model": "The model, in Megatron's words.",
+    "parallel": "The topology: ranks = replicas x stages x lanes x shards.",
+    "data": "What is read.",
+    "training": "The run.",
+}
+
+_DEEPSPEED = """\
+All other top-level keys are DeepSpeed's own, with DeepSpeed's meaning and defaults. A replica is a whole
+DeepSpeed world, so train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x
+parallel.lanes counts the samples of ONE replica; any one of the three may be missing or "auto".
+gradient_clipping "auto" is 1.0, scheduler.params.total_num_steps "auto" is training.train_iters, every other
+"auto" is DeepSpeed's default. optimizer is required. zero_optimization.stage is 0 or 1 (0 is run as 1: the
+same numbers). At most one of bf16 and fp16 may be enabled; with neither the run is fp32."""
+
+
+def explain() -> str:
+    """Every field of every block: dotted name, default, what it accepts, and its sentence."""
+    parts = []
+    for name, model in BLOCKS.items():
+        rows = list(_rows(name, model))
+        column = max(len(dotted) for dotted, _, _ in rows) + 2
+        lines = [f"{name}: {_BLOCK_SENTENCES[name]}"]
+        for dotted, default, sentence in rows:
+            lines.append(f"  {dotted:<{column}}{default}")
+            lines += _wrapped(sentence, " " * (column + 2))
+        parts.append("\n".join(lines))
+    known = "Known keys: " + ", ".join(sorted(TOP_LEVEL - NOT_HERE.keys())) + "."
+    parts.append("\n".join(["DeepSpeed's keys:", *_wrapped(_DEEPSPEED, "  "), *_wrapped(known, "  ")]))
+    return "\n\n".join(parts) + "\n"
+
+
+def _rows(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, str, str]]:
+    aliases = {name: alias for alias, name in getattr(model, "ALIASES", {}).items()}
+    for name, field in model.model_fields.items():
+        dotted = f"{prefix}.{name}"
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from _rows(dotted, field.annotation)
+            continue
+        required = field.default is PydanticUndefined
+        default = "required" if required else f"default {shown(field.default).replace(chr(39), chr(34))}"
+        alias = f" Also accepted as parallel.{aliases[name]}." if name in aliases else ""
+        yield dotted, f"{expected_value(field)}; {default}", f"{field.description}{alias}"
+
+
+def _wrapped(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)

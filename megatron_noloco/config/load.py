@@ -1,0 +1,68 @@
+"""From a file to a RunConfig, or to one line per problem."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from megatron_noloco.config.run_config import RunConfig
+from megatron_noloco.config.wording import ConfigError, shown
+
+
+class _Object(dict[str, Any]):
+    """A JSON object that remembers keys given twice; json itself keeps the last one in silence."""
+
+    def __init__(self, pairs: list[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        names = [name for name, _ in pairs]
+        self.repeated = sorted({name for name in names if names.count(name) > 1}, key=names.index)
+
+
+def load_config(path: str | Path) -> RunConfig:
+    """Reads and checks one JSON file; raises ConfigError, every line of which begins with the file's name."""
+    try:
+        return RunConfig.from_dict(_read(Path(path)))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {problem}" for problem in error.problems) from None
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ConfigError([f"cannot be read: {error.strerror}"]) from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            [f"is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}"]
+        ) from None
+    try:
+        content = json.loads(text, object_pairs_hook=_Object)
+    except json.JSONDecodeError as error:
+        raise ConfigError(
+            [f"is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}"]
+        ) from None
+    if not isinstance(content, _Object):
+        raise ConfigError([f"must hold a JSON object, got {shown(content)}"])
+    repeated = _repeated(content, "")
+    if repeated:
+        raise ConfigError(f"{name} is given more than once" for name in repeated)
+    return _plain(content)
+
+
+def _repeated(value: Any, prefix: str) -> list[str]:
+    """Dotted names of all keys given twice, at any depth."""
+    found: list[str] = []
+    if isinstance(value, _Object):
+        found = [prefix + name for name in value.repeated]
+        for name, inner in value.items():
+            found += _repeated(inner, f"{prefix}{name}.")
+    elif isinstance(value, list):
+        for inner in value:
+            found += _repeated(inner, prefix)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """Plain dicts again: DeepSpeed and pydantic need not know ours."""
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list) else value

@@ -1,0 +1,145 @@
+"""The whole configuration of a run: our five blocks and what DeepSpeed is given."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pydantic import ValidationError
+
+from megatron_noloco.config import checks, deepspeed_block
+from megatron_noloco.config.blocks import (
+    Block,
+    DataConfig,
+    ModelConfig,
+    NolocoConfig,
+    ParallelConfig,
+    TrainingConfig,
+)
+from megatron_noloco.config.wording import ConfigError, Problem, problems_of
+from megatron_noloco.plans.topology import Topology
+
+BLOCKS: dict[str, type[Block]] = {
+    "noloco": NolocoConfig,
+    "model": ModelConfig,
+    "parallel": ParallelConfig,
+    "data": DataConfig,
+    "training": TrainingConfig,
+}
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """A configuration that has passed every check that needs no ranks; `topology` makes the others.
+
+    `deepspeed` holds the file's other top-level keys with every "auto" resolved and all three batch numbers
+    filled in: it can be handed to DeepSpeed (which must see a world of this replica's lanes) as it is.
+    """
+
+    noloco: NolocoConfig
+    model: ModelConfig
+    parallel: ParallelConfig
+    data: DataConfig
+    training: TrainingConfig
+    deepspeed: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        problems = list(self._problems())
+        if problems:
+            raise ConfigError(problems)
+
+    def _problems(self) -> Iterator[str]:
+        replicas = self.parallel.replicas if self.parallel.replicas != "auto" else None
+        yield from checks.check_method(self.noloco, replicas)
+        yield from checks.check_model(self.model)
+        yield from checks.check_parallel(self.model, self.parallel, self.microbatches)
+        yield from checks.check_data(self.data, self.training)
+        yield from checks.check_loss_scale(self.noloco, self.parallel, self.deepspeed)
+
+    @classmethod
+    def from_dict(cls, raw: dict[str, Any]) -> "RunConfig":
+        """The configuration in a parsed JSON object; raises ConfigError with all problems in file order."""
+        problems = deepspeed_block.check_top_level(raw, tuple(BLOCKS))
+        blocks: dict[str, Any] = {}
+        for name, model in BLOCKS.items():
+            try:
+                blocks[name] = _parse(name, model, raw)
+            except ValidationError as error:
+                problems += problems_of(error, model, name, raw.get(name))
+            except KeyError:
+                required = [key for key, field in model.model_fields.items() if field.is_required()]
+                problems.append(Problem((name,), f"{name} is missing (an object with {', '.join(required)})"))
+        parallel, training = blocks.get("parallel"), blocks.get("training")
+        unread = {problem.path[0] for problem in problems} | BLOCKS.keys()
+        deepspeed, wrong = deepspeed_block.resolve(
+            {key: value for key, value in raw.items() if key not in unread},
+            parallel.lanes if parallel else None,
+            training.train_iters if training else None,
+        )
+        problems += wrong
+        if problems:
+            raise ConfigError(problem.text for problem in sorted(problems, key=lambda p: _place(p, raw)))
+        return cls(deepspeed=deepspeed, **blocks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON object of this configuration, with all defaults written out; from_dict reads it back."""
+        return {**self.deepspeed, **{name: getattr(self, name).model_dump() for name in BLOCKS}}
+
+    def topology(self, world_size: int) -> Topology:
+        """Who is where among `world_size` ranks; raises ConfigError when the numbers do not fit."""
+        try:
+            topology = checks.lay_out(self.parallel, world_size)
+        except ValueError as error:
+            raise ConfigError([str(error)]) from None
+        problems = list(checks.check_method(self.noloco, topology.replicas))
+        if problems:
+            raise ConfigError(problems)
+        return topology
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples in a microbatch."""
+        return int(self.deepspeed["train_micro_batch_size_per_gpu"])
+
+    @property
+    def microbatches(self) -> int:
+        """Microbatches per lane and local step (DeepSpeed's accumulation steps)."""
+        return int(self.deepspeed["gradient_accumulation_steps"])
+
+    @property
+    def replica_batch(self) -> int:
+        """Samples one replica consumes per local step, over all its lanes (DeepSpeed's train_batch_size)."""
+        return int(self.deepspeed["train_batch_size"])
+
+    @property
+    def precision(self) -> Literal["fp32", "bf16", "fp16"]:
+        if self.deepspeed.get("bf16", {}).get("enabled", False):
+            return "bf16"
+        return "fp16" if self.deepspeed.get("fp16", {}).get("enabled", False) else "fp32"
+
+    @property
+    def zero_stage(self) -> int:
+        """The ZeRO stage that runs: always 1, since a 0 in the file is run as 1."""
+        return int(self.deepspeed["zero_optimization"]["stage"])
+
+    def padded_vocab_size(self, vocab: int | None = None) -> int:
+        """Rows of the embedding for a tokenizer of `vocab` tokens."""
+        return self.model.padded_vocab_size(vocab)
+
+
+def _parse(name: str, model: type[Block], raw: dict[str, Any]) -> Block:
+    """Raises KeyError for a block that is missing and has required fields."""
+    if name not in raw and not any(field.is_required() for field in model.model_fields.values()):
+        return model()
+    return model.model_validate(raw[name])
+
+
+def _place(problem: Problem, raw: dict[str, Any]) -> tuple[int, int]:
+    """Where in the file a problem's key stands; what is missing comes last."""
+    keys = list(raw)
+    block = raw.get(problem.path[0])
+    inner = list(block) if isinstance(block, dict) else []
+    second = problem.path[1] if len(problem.path) > 1 else ""
+    return (
+        keys.index(problem.path[0]) if problem.path[0] in keys else len(keys),
+        inner.index(second) if second in inner else len(inner),
+    )
