@@ -6,8 +6,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from megatron_noloco import __version__
-from megatron_noloco.config import load_config
 from megatron_noloco.config import cli as config_cli
+from megatron_noloco.config import load_config
 
 if TYPE_CHECKING:
     from megatron_noloco.transport.world import World

@@ -114,10 +114,14 @@ class _Resolver:
         if type(scale) not in (int, float) or not 0 <= scale < float("inf"):
             self.problems.append(wrong_value(("fp16", "loss_scale"), "a number >= 0 (0 is dynamic)", scale))
         accumulate = self.values.get("data_types", {}).get("grad_accum_dtype")
-        if bf16.get("enabled") is True and accumulate == "fp32" and not bf16.get("immediate_grad_update"):
+        if (
+            bf16.get("enabled") is True
+            and accumulate == "fp32"
+            and bf16.get("immediate_grad_update") is False
+        ):
             self.complain(
                 "data_types",
-                'data_types.grad_accum_dtype "fp32" with bf16 needs bf16.immediate_grad_update: true',
+                'data_types.grad_accum_dtype "fp32" with bf16 needs bf16.immediate_grad_update: true (the default here)',
             )
 
     def zero(self) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.ops.op_builder import FusedAdamBuilder
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -91,7 +92,9 @@ class ReplicaEngine:
         Core does this in `finalize_model_grads`, which wants its own data-parallel wrapper.
         """
         if self.pipeline.stage.config.sequence_parallel:
-            partial = [p for p in self._deepspeed.module.parameters() if getattr(p, "sequence_parallel", False)]
+            partial = [
+                p for p in self._deepspeed.module.parameters() if getattr(p, "sequence_parallel", False)
+            ]
             _sum_gradients([self._gradient(p) for p in partial], self.groups.shards)
         if self._tied is not None and self.groups.tied_embedding is not None:
             _sum_gradients([self._gradient(self._tied)], self.groups.tied_embedding)
@@ -163,7 +166,7 @@ def deepspeed_settings(config: RunConfig) -> dict[str, Any]:
     norm (fp32) or take a step in their constructor (bf16, fp16), stage 1 gives the exact numbers with less memory.
     In bf16, gradients accumulate in fp32 over the microbatches as they do in Megatron, unless the file asks for
     another `data_types.grad_accum_dtype`; DeepSpeed then needs two more settings to be right.
-    On a CPU, torch's own Adam: compiling DeepSpeed's takes minutes and a compiler.
+    Adam is DeepSpeed's fused kernel where it can be built, else torch's; `torch_adam` in the file decides itself.
     """
     settings = dict(config.deepspeed)
     if config.precision == "bf16":
@@ -173,6 +176,12 @@ def deepspeed_settings(config: RunConfig) -> dict[str, Any]:
             settings.setdefault("communication_data_type", "fp32")
     settings["zero_optimization"] = {**settings.get("zero_optimization", {}), "stage": 1}
     optimizer = settings["optimizer"]
-    if not torch.cuda.is_available() and optimizer["type"].lower() in ("adam", "adamw"):
-        settings["optimizer"] = {**optimizer, "params": {**optimizer.get("params", {}), "torch_adam": True}}
+    if optimizer["type"].lower() in ("adam", "adamw"):
+        parameters = {"torch_adam": not _fused_adam_can_be_built(), **optimizer.get("params", {})}
+        settings["optimizer"] = {**optimizer, "params": parameters}
     return settings
+
+
+def _fused_adam_can_be_built() -> bool:
+    """On a CPU it could be, too, but takes minutes and a compiler."""
+    return torch.cuda.is_available() and FusedAdamBuilder().is_compatible(verbose=False)

@@ -43,7 +43,9 @@ class RoutedCommunicator(P2PCommunicator):
         super().__init__(groups.stages, stage.config)
         self.groups = groups
         self.virtual_stages = len(stage.chunks)
-        self.device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+        self.device = (
+            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+        )
         self.wait_seconds = 0.0
 
     def begin(self, routes: Routes, microbatches: int) -> None:

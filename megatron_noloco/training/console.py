@@ -94,7 +94,9 @@ class Console:
             for replica, loss in enumerate(evaluation.replica_losses):
                 table.add_row(f"validation loss, replica {replica}", f"{loss:.4f} nats per token")
             if len(evaluation.replica_losses) > 1:
-                table.add_row("validation loss, mean model", f"{evaluation.mean_model_loss:.4f} nats per token")
+                table.add_row(
+                    "validation loss, mean model", f"{evaluation.mean_model_loss:.4f} nats per token"
+                )
         table.add_row("unigram entropy of the corpus", f"{facts.unigram_entropy:.4f} nats per token")
         table.add_row("sent per replica, in exchanges", f"{record.sent_bytes / 1e6:.1f} MB")
         if facts.synchronous_bytes:
@@ -107,5 +109,3 @@ class Console:
         table.add_row("share of training time in exchanges", f"{100 * share:.1f} %")
         self.terminal.print(table)
         self.say(f"Files: {facts.output_dir} (one folder per replica)", f"Next:  {facts.next_command}")
-
-

@@ -86,7 +86,9 @@ class Evaluator:
     def _loss(self) -> float:
         """The mean validation loss of this replica as it stands, known to all its ranks."""
         losses = self.engine.evaluate(
-            lambda _, microbatch: self.source.microbatch(microbatch), self.routing.straight(), len(self.source)
+            lambda _, microbatch: self.source.microbatch(microbatch),
+            self.routing.straight(),
+            len(self.source),
         )
         total = torch.zeros(2, dtype=torch.float64)
         for _, loss in losses:

@@ -181,7 +181,9 @@ class ReplicaFiles:
         self._scalars(scalars, record.step)
 
     def evaluation(self, step: int, replica: int, evaluation: Evaluation) -> None:
-        self._write({"kind": "evaluation", "step": step, "replica": replica, **dataclasses.asdict(evaluation)})
+        self._write(
+            {"kind": "evaluation", "step": step, "replica": replica, **dataclasses.asdict(evaluation)}
+        )
         own = evaluation.replica_losses[replica]
         self._scalars(
             {

@@ -53,7 +53,9 @@ class StepRecord:
         if self.loss_scale != 1.0:
             parts += [f"loss scale: {self.loss_scale:g}", f"skipped iterations: {self.skipped_steps}"]
         if self.routed_share:
-            parts.append(f"routed: {100 * self.routed_share:.0f} % hop wait (ms): {1000 * self.hop_wait_seconds:.1f}")
+            parts.append(
+                f"routed: {100 * self.routed_share:.0f} % hop wait (ms): {1000 * self.hop_wait_seconds:.1f}"
+            )
         if self.round is not None:
             parts += round_parts(self.round)
         return " | ".join(parts) + " |"

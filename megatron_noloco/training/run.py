@@ -39,7 +39,9 @@ def prepare(config: RunConfig, world: World) -> Prepared:
     """Check the config against the world and the data; raises ValueError with one clear line."""
     topology = config.topology(world.world_size)
     if config.precision == "fp16" and not torch.cuda.is_available() and not _cpu_has_fp16():
-        raise ValueError("fp16.enabled: this machine has no GPU, and its CPU no fp16 arithmetic; use bf16 or fp32")
+        raise ValueError(
+            "fp16.enabled: this machine has no GPU, and its CPU no fp16 arithmetic; use bf16 or fp32"
+        )
     corpus = load_corpus(config.data.text, config.data.split)
     plan = BatchPlan(topology.replicas, topology.lanes, config.microbatches, config.micro_batch_size)
     datasets = build_datasets(corpus, config.model.seq_length, plan.global_batch)
@@ -134,7 +136,9 @@ def _cpu_has_fp16() -> bool:
 def _synchronous_bytes(prepared: Prepared) -> int:
     """What one replica sends when every step's gradients go through a ring all-reduce over the replicas."""
     config, replicas = prepared.config, prepared.topology.replicas
-    gradient_bytes = parameter_count(config.model, ByteTokenizer().vocab_size) * (4 if config.precision == "fp32" else 2)
+    gradient_bytes = parameter_count(config.model, ByteTokenizer().vocab_size) * (
+        4 if config.precision == "fp32" else 2
+    )
     return int(2 * (replicas - 1) / replicas * gradient_bytes * config.training.train_iters)
 
 

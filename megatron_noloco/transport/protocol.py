@@ -1,9 +1,9 @@
 """What a transport is: point-to-point messages of flat host buffers, with a deadline. Never a collective.
 
-    flight = transport.post(sends, receives, tag)      # every chunk of every message is under way at once
-    for arrival in flight.arrivals(deadline_seconds):  # act on each chunk as it lands
-        ...
-    flight.finish(deadline_seconds)                    # from here on the send buffers may be reused
+flight = transport.post(sends, receives, tag)      # every chunk of every message is under way at once
+for arrival in flight.arrivals(deadline_seconds):  # act on each chunk as it lands
+    ...
+flight.finish(deadline_seconds)                    # from here on the send buffers may be reused
 """
 
 from collections.abc import Iterator, Sequence

@@ -148,7 +148,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"zero_optimization.stage": "one"}, "zero_optimization.stage: must be 0 or 1, got 'one'"),
     ({"bf16.enabled": True, **FP16}, "bf16 and fp16 are both enabled"),
     ({"bf16.enabled": 1}, "bf16.enabled: must be true, false"),
-    ({"bf16.enabled": True, "data_types.grad_accum_dtype": "fp32"}, "needs bf16.immediate_grad_update"),
+    (
+        {"bf16": {"enabled": True, "immediate_grad_update": False}, "data_types.grad_accum_dtype": "fp32"},
+        "needs bf16.immediate_grad_update",
+    ),
     (FP16, "fp16 with a dynamic loss scale does not go together with routing"),
     ({"fp16": {"enabled": True, "loss_scale": 0}, "parallel.replicas": "auto"}, "dynamic loss scale"),
     # between fields

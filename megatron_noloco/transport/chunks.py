@@ -1,0 +1,90 @@
+"""What the transports share: messages cut into chunks, and a queue on which chunks land."""
+
+import queue
+import time
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_noloco.transport.protocol import Arrival, ExchangeTimeoutError, Message
+
+DEFAULT_CHUNK_BYTES = 4 * 1024 * 1024  # long enough that calls are cheap, short enough to overlap the update
+
+
+class Chunk(NamedTuple):
+    """A piece of a message: what `Arrival` will report, the rank at the other end, and its bytes."""
+
+    arrival: Arrival
+    rank: int
+    data: Tensor  # uint8 view of the message's buffer
+
+
+def cut(messages: Sequence[Message], chunk_bytes: int) -> list[Chunk]:
+    """Every message in pieces of at most `chunk_bytes`, in order. An empty message is one empty piece.
+
+    Both ends must cut alike, so `chunk_bytes` has to agree between ranks.
+    """
+    chunks = []
+    for index, message in enumerate(messages):
+        buffer, count = message.buffer, message.buffer.numel()
+        step = max(1, chunk_bytes // buffer.element_size())
+        for start in range(0, max(1, count), step):
+            stop = min(start + step, count)
+            data = buffer[start:stop].view(torch.uint8)
+            chunks.append(Chunk(Arrival(index, start, stop), message.rank, data))
+    return chunks
+
+
+def check_messages(messages: Sequence[Message], rank: int, world_size: int) -> None:
+    """Raise ValueError for a message that no transport carries."""
+    for message in messages:
+        if message.rank == rank or not 0 <= message.rank < world_size:
+            raise ValueError(f"rank {rank} of {world_size} cannot exchange messages with rank {message.rank}")
+        buffer = message.buffer
+        if (
+            buffer.dim() != 1
+            or not buffer.is_contiguous()
+            or buffer.device.type != "cpu"
+            or buffer.requires_grad
+        ):
+            raise ValueError(
+                f"the buffer to or from rank {message.rank} must be flat, contiguous, on the CPU and without "
+                f"gradient, not shape {tuple(buffer.shape)}, strides {buffer.stride()}, on {buffer.device}, "
+                f"requires_grad={buffer.requires_grad}"
+            )
+
+
+class Landing:
+    """Chunks of one flight that another thread reports and the owner's thread collects until a deadline."""
+
+    def __init__(self, chunks: Sequence[Chunk], tag: int) -> None:
+        self.wait_seconds = 0.0
+        self._tag = tag
+        self._posted = time.monotonic()
+        self._owed = {chunk.arrival: chunk.rank for chunk in chunks}
+        self._reports: queue.SimpleQueue[Arrival | ConnectionError] = queue.SimpleQueue()
+
+    def report(self, outcome: Arrival | ConnectionError) -> None:
+        """Called from any thread: a chunk has landed, or never will."""
+        self._reports.put(outcome)
+
+    def collect(self, deadline_seconds: float) -> Iterator[Arrival]:
+        """Yield what lands until nothing is owed; raise at the deadline, or on the first failure reported."""
+        while self._owed:
+            outcome = self._next(deadline_seconds)
+            if isinstance(outcome, ConnectionError):
+                raise outcome
+            del self._owed[outcome]
+            yield outcome
+
+    def _next(self, deadline_seconds: float) -> Arrival | ConnectionError:
+        started = time.monotonic()
+        try:
+            return self._reports.get(timeout=max(0.0, self._posted + deadline_seconds - started))
+        except queue.Empty:
+            rank = next(iter(self._owed.values()))
+            raise ExchangeTimeoutError(rank, self._tag, time.monotonic() - self._posted) from None
+        finally:
+            self.wait_seconds += time.monotonic() - started

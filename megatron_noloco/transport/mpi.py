@@ -1,0 +1,207 @@
+"""Messages over MPI. The only file that imports mpi4py, and only inside functions: the import starts MPI."""
+
+import atexit
+import ctypes
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES, Chunk, check_messages, cut
+from megatron_noloco.transport.protocol import Arrival, ExchangeTimeoutError, Message
+
+_COUNT_LIMIT = 2**31  # MPI counts are C ints
+_ALERT_SECONDS = 1e-3  # yield instead of napping: a chunk from this very host lands within it
+_SHORTEST_NAP_SECONDS = 50e-6
+_LONGEST_NAP_SECONDS = 1e-3
+
+
+class _Pending:
+    """The requests of one direction of a flight still to complete; their chunks keep the memory alive."""
+
+    def __init__(self, chunks: list[Chunk], requests: list[Any]) -> None:
+        from mpi4py import MPI
+
+        self.chunks = chunks
+        self._requests = requests
+        self._testsome = MPI.Request.Testsome
+
+    def landed(self) -> list[Chunk]:
+        """Those completed since the last call; never blocks."""
+        if not self.chunks:
+            return []
+        done = set(self._testsome(self._requests) or ())
+        if not done:
+            return []
+        landed = [chunk for index, chunk in enumerate(self.chunks) if index in done]
+        self.chunks = [chunk for index, chunk in enumerate(self.chunks) if index not in done]
+        self._requests = [request for index, request in enumerate(self._requests) if index not in done]
+        return landed
+
+
+class MpiFlight:
+    """Requests in the air."""
+
+    def __init__(self, receives: _Pending, sends: _Pending, tag: int) -> None:
+        self.abandoned = False
+        self.wait_seconds = 0.0
+        self._receives = receives
+        self._sends = sends
+        self._tag = tag
+        self._posted = time.monotonic()
+
+    def arrivals(self, deadline_seconds: float) -> Iterator[Arrival]:
+        while self._receives.chunks:
+            for chunk in self._next(self._receives, deadline_seconds):
+                yield chunk.arrival
+
+    def finish(self, deadline_seconds: float) -> None:
+        while self._sends.chunks:
+            self._next(self._sends, deadline_seconds)
+
+    def in_air(self) -> bool:
+        """Whether MPI may still touch our memory. An abandoned flight has no owner left to poll it: we do."""
+        if self.abandoned:
+            self._receives.landed()
+            self._sends.landed()
+        return bool(self._receives.chunks or self._sends.chunks)
+
+    def _next(self, pending: _Pending, deadline_seconds: float) -> list[Chunk]:
+        """Wait for at least one chunk: alert at first, then napping, since ranks may share a core."""
+        started = time.monotonic()
+        nap_seconds = _SHORTEST_NAP_SECONDS
+        try:
+            while not (landed := pending.landed()):
+                now = time.monotonic()
+                waited_seconds = now - self._posted
+                if waited_seconds >= deadline_seconds:
+                    self.abandoned = True
+                    raise ExchangeTimeoutError(pending.chunks[0].rank, self._tag, waited_seconds)
+                if now - started < _ALERT_SECONDS:
+                    os.sched_yield()  # a sleep of any length, even 0, takes 50 us and more
+                    continue
+                time.sleep(min(nap_seconds, deadline_seconds - waited_seconds))
+                nap_seconds = min(2 * nap_seconds, _LONGEST_NAP_SECONDS)
+            return landed
+        finally:
+            self.wait_seconds += time.monotonic() - started
+
+
+class MpiTransport:
+    """Point-to-point messages on a private duplicate of `comm` (COMM_WORLD by default), without copies.
+
+    Every rank of `comm` must construct its transport at the same place of the programme. A request
+    that missed its deadline is never cancelled (MPI promises little about what then arrives): the flight
+    stays on a list, with its buffers, until the partner answers after all. Give every exchange a tag of its
+    own, so that a late message finds the old buffer and not the next one.
+    """
+
+    name = "mpi"
+
+    def __init__(self, comm: Any = None, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> None:
+        if not 1 <= chunk_bytes < _COUNT_LIMIT:
+            raise ValueError(f"chunk_bytes {chunk_bytes} must lie between 1 and {_COUNT_LIMIT - 1}")
+        from mpi4py import MPI
+
+        self._comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
+        self._chunk_bytes = chunk_bytes
+        self._tags = (self._comm.Get_attr(MPI.TAG_UB) or 32767) + 1
+        self._flights: list[MpiFlight] = []
+        atexit.register(_finalize, self._flights)
+        self.rank: int = self._comm.Get_rank()
+        self.world_size: int = self._comm.Get_size()
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> MpiFlight:
+        from mpi4py import MPI
+
+        check_messages([*sends, *receives], self.rank, self.world_size)
+        self._flights[:] = [flight for flight in self._flights if flight.in_air()]
+        tag %= self._tags
+        incoming, outgoing = cut(receives, self._chunk_bytes), cut(sends, self._chunk_bytes)
+        receiving = [self._comm.Irecv([c.data.numpy(), MPI.BYTE], source=c.rank, tag=tag) for c in incoming]
+        sending = [self._comm.Isend([c.data.numpy(), MPI.BYTE], dest=c.rank, tag=tag) for c in outgoing]
+        flight = MpiFlight(_Pending(incoming, receiving), _Pending(outgoing, sending), tag)
+        self._flights.append(flight)
+        return flight
+
+
+def _finalize(flights: list[MpiFlight]) -> None:
+    """End MPI while `flights`, and with them their buffers, still exist.
+
+    mpi4py would do it after the interpreter has freed everything, and a late message for an abandoned
+    buffer then crashed in MPI_Finalize.
+    """
+    from mpi4py import MPI
+
+    if not MPI.Is_finalized():
+        MPI.Finalize()
+    flights.clear()
+
+
+def abort() -> None:
+    """End the whole MPI job: after an exception MPI_Finalize would wait for ranks that wait for us."""
+    from mpi4py import MPI
+
+    MPI.COMM_WORLD.Abort(1)
+
+
+def mpi_available() -> bool:
+    """Whether mpi4py is installed. Does not start MPI, so its library may still turn out to be missing."""
+    return importlib.util.find_spec("mpi4py") is not None
+
+
+def mpi_world_size(environ: Mapping[str, str] = os.environ) -> int:
+    """How many ranks the MPI world of this process has; 1 where no MPI launcher started it.
+
+    Read from the launcher's variables where they tell. MPI is started only under a PMIx launcher that gives
+    no size (`srun --mpi=pmix`).
+    """
+    if "mpi4py.MPI" in sys.modules:
+        return started_world_size()
+    if "TORCHELASTIC_RUN_ID" in environ or "CROSS_RANK" in environ:
+        return 1  # torchrun or deepspeed, perhaps themselves under mpirun: its variables are not about us
+    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if name in environ:
+            return int(environ[name])
+    if "PMIX_RANK" in environ and mpi_available():
+        return started_world_size()
+    return 1
+
+
+def started_world_size() -> int:
+    """The size of COMM_WORLD as MPI itself sees it; starts MPI."""
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.Get_size()
+
+
+def mpi_library() -> str:
+    """The name and version of the MPI library mpi4py runs on; starts MPI."""
+    from mpi4py import MPI
+
+    return MPI.Get_library_version().split(",")[0].strip()
+
+
+def share_with_all(value: str) -> list[str]:
+    """The `value` of every rank of COMM_WORLD, in rank order. A collective: for joining the world only."""
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.allgather(value)
+
+
+def gpu_buffers_supported() -> bool:
+    """Whether the MPI library says that it can send from CUDA memory; starts MPI.
+
+    Asks `MPIX_Query_cuda_support`, an extension that not every MPI has. Not yet tried on a GPU, and no
+    transport uses it so far: buffers are in host memory.
+    """
+    from mpi4py import MPI
+
+    library = ctypes.CDLL(MPI.__file__)  # resolves symbols of the MPI library it is linked to as well
+    try:
+        query = library.MPIX_Query_cuda_support
+    except AttributeError:
+        return False
+    return bool(query())

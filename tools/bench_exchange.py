@@ -1,0 +1,101 @@
+"""How fast a pair swap through MpiTransport is, against raw MPI calls on the same bytes in the same run.
+
+    mpirun --oversubscribe --bind-to none -n 2 python tools/bench_exchange.py --megabytes 64
+
+Ranks 2i and 2i+1 are a pair. Each repeat runs all ways in turn, so that noise of the machine meets them
+alike; a time is that of the slowest rank. Rank 0 prints one JSON object.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from mpi4py import MPI
+
+from megatron_noloco.transport.mpi import MpiTransport, mpi_library
+from megatron_noloco.transport.protocol import Message
+
+DEADLINE_SECONDS = 300.0
+TRANSPORT = "transport"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--megabytes", type=float, default=64.0, help="bytes of the fp32 vector / 1e6")
+    parser.add_argument("--chunk-kib", type=int, default=4096, help="longest chunk of the transport")
+    parser.add_argument("--repeats", type=int, default=15, help="timed repeats, after two to warm up")
+    options = parser.parse_args()
+
+    torch.set_num_threads(1)
+    world = MPI.COMM_WORLD
+    if world.Get_size() % 2:
+        raise SystemExit(f"ranks are paired: start an even number of ranks, not {world.Get_size()}")
+    elements = int(options.megabytes * 1e6) // 4
+    seconds = measure(make_ways(world, elements, options.chunk_kib * 1024), world, options.repeats)
+    if world.Get_rank() == 0:
+        medians = {name: statistics.median(times) for name, times in seconds.items()}
+        report = {
+            "library": mpi_library(),
+            "ranks": world.Get_size(),
+            "bytes": elements * 4,
+            "chunk_bytes": options.chunk_kib * 1024,
+            "repeats": options.repeats,
+            "median_seconds": {name: round(value, 6) for name, value in medians.items()},
+            "gb_per_second": {name: round(elements * 4 / value / 1e9, 3) for name, value in medians.items()},
+            "transport_time_over": {
+                name: round(medians[TRANSPORT] / value, 3)
+                for name, value in medians.items()
+                if name != TRANSPORT
+            },
+        }
+        print(json.dumps(report), flush=True)
+
+
+def make_ways(world: MPI.Comm, elements: int, chunk_bytes: int) -> dict[str, Callable[[], None]]:
+    """The ways to be compared, each of which brings the partner's vector here (Allreduce: the pair's sum)."""
+    transport = MpiTransport(chunk_bytes=chunk_bytes)
+    partner = transport.rank ^ 1
+    pair = world.Split(color=transport.rank // 2)
+    outgoing, incoming = torch.full((elements,), float(transport.rank)), torch.zeros(elements)
+    raw_outgoing, raw_incoming = outgoing.numpy(), incoming.numpy()
+    fits = raw_outgoing.nbytes < 2**31  # one raw call can carry no more
+
+    def swap() -> None:
+        flight = transport.post([Message(partner, outgoing)], [Message(partner, incoming)], tag=1)
+        for _ in flight.arrivals(DEADLINE_SECONDS):
+            pass
+        flight.finish(DEADLINE_SECONDS)
+
+    def sendrecv() -> None:
+        world.Sendrecv(
+            raw_outgoing.view(np.uint8), partner, recvbuf=raw_incoming.view(np.uint8), source=partner
+        )
+
+    def allreduce() -> None:
+        pair.Allreduce(raw_outgoing, raw_incoming)
+
+    return {TRANSPORT: swap, **({"sendrecv": sendrecv} if fits else {}), "allreduce_of_pair": allreduce}
+
+
+def measure(ways: dict[str, Callable[[], None]], world: MPI.Comm, repeats: int) -> dict[str, list[float]]:
+    """Seconds of the slowest rank, per way and repeat."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for repeat in range(-2, repeats):
+        for name, way in ways.items():
+            world.Barrier()
+            started = time.perf_counter()
+            way()
+            slowest = world.allreduce(time.perf_counter() - started, op=MPI.MAX)
+            if repeat >= 0:
+                seconds[name].append(slowest)
+    return seconds
+
+
+if __name__ == "__main__":
+    main()
