@@ -3,16 +3,14 @@
 import argparse
 import os
 import sys
-from typing import TYPE_CHECKING
+import traceback
 
 from megatron_noloco import __version__
 from megatron_noloco.config import cli as config_cli
 from megatron_noloco.config import load_config
 
-if TYPE_CHECKING:
-    from megatron_noloco.transport.world import World
-
 USAGE_ERROR = 2
+FAILURE = 1
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -32,25 +30,30 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _train(parsed: argparse.Namespace) -> int:
-    world = None
     try:
         config = load_config(parsed.config)
         from megatron_noloco.training import run  # imports torch: only for a sound config
-        from megatron_noloco.transport.world import read_world
 
-        world = read_world(os.environ)
-
-        prepared = run.prepare(config, world)
+        prepared = run.prepare(config, os.environ)
         transport = run.join_job(prepared)
     except ValueError as error:  # a ConfigError is one
-        return _usage_error(error, world)
-    run.train(prepared, transport, parsed.progress)
-    return 0
+        return _usage_error(error)
+    try:
+        run.train(prepared, transport, parsed.progress)
+    except run.PartnerTimeoutError as error:
+        sys.stderr.write(f"{error}\n")
+    except Exception:
+        traceback.print_exc()
+    else:
+        return 0
+    run.abandon_job(transport)
+    return FAILURE
 
 
-def _usage_error(error: ValueError, world: "World | None") -> int:
-    """One clear line per problem, once per host, and exit code 2."""
-    if world is None or world.local_rank == 0:
+def _usage_error(error: ValueError) -> int:
+    """One clear line per problem, from one rank of the job."""
+    rank_variables = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
+    if all(os.environ.get(name, "0") == "0" for name in rank_variables):
         sys.stderr.write(f"{error}\n")
     return USAGE_ERROR
 

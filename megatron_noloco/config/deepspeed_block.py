@@ -121,7 +121,7 @@ class _Resolver:
         ):
             self.complain(
                 "data_types",
-                'data_types.grad_accum_dtype "fp32" with bf16 needs bf16.immediate_grad_update: true (the default here)',
+                'data_types.grad_accum_dtype "fp32" needs bf16.immediate_grad_update: true (the default here)',
             )
 
     def zero(self) -> None:

@@ -39,8 +39,9 @@ class ReplicaEngine:
     def __init__(self, config: RunConfig, groups: Groups, stage: Stage) -> None:
         self.groups = groups
         self.microbatches = config.microbatches
-        tied = getattr(stage.chunks[-1], "share_embeddings_and_output_weights", False)
-        self._tied = _tied_weight(stage, groups) if tied else None
+        self._tied = stage.tied_weight if groups.tied_embedding is not None else None
+        if self._tied is not None and not groups.first_stage:
+            self._tied.ds_pipe_replicated = True  # type: ignore[attr-defined]  # counts once in the norm
         self._deepspeed = _build_deepspeed(config, groups, stage)
         self.pipeline = Pipeline(stage, groups, config.micro_batch_size, config.model.seq_length)
         if config.precision == "fp16":
@@ -121,17 +122,6 @@ def _sum_gradients(gradients: list[Tensor], group: ProcessGroup) -> None:
     dist.all_reduce(flat, group=group)
     for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))
-
-
-def _tied_weight(stage: Stage, groups: Groups) -> torch.nn.Parameter | None:
-    """This rank's copy of the tied embedding; the last stage's copy must not count twice in the norm."""
-    if groups.first_stage:
-        return stage.chunks[0].shared_embedding_or_output_weight()
-    if groups.last_stage:
-        weight = stage.chunks[-1].shared_embedding_or_output_weight()
-        weight.ds_pipe_replicated = True
-        return weight
-    return None
 
 
 def _build_deepspeed(config: RunConfig, groups: Groups, stage: Stage) -> DeepSpeedEngine:

@@ -34,6 +34,16 @@ class Stage(nn.Module):
         self.chunks = nn.ModuleList(chunks)
         self.config = config
 
+    @property
+    def tied_weight(self) -> nn.Parameter | None:
+        """This stage's copy of an embedding that the output layer shares; None where there is none."""
+        first, last = self.chunks[0], self.chunks[-1]
+        if not first.share_embeddings_and_output_weights:
+            return None
+        if first.pre_process:
+            return first.embedding.word_embeddings.weight
+        return last.output_layer.weight if last.post_process else None
+
 
 def transformer_config(config: RunConfig, groups: Groups) -> TransformerConfig:
     """The run's model in Megatron-core's terms."""

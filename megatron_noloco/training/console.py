@@ -1,13 +1,17 @@
 """What rank 0 shows a person: a banner, progress, and a closing table."""
 
 import math
+import os
 import sys
 from dataclasses import dataclass
 from typing import Literal
 
 from rich.console import Console as Terminal
+from rich.console import Group
+from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+from rich.text import Text
 
 from megatron_noloco.training.evaluate import Evaluation
 from megatron_noloco.training.record import StepRecord, partner_text
@@ -29,23 +33,26 @@ class Console:
     """A live progress bar on a terminal, Megatron's log lines anywhere else."""
 
     def __init__(self, mode: Mode, total_steps: int, facts: RunFacts) -> None:
-        bar = mode == "bar" or (mode == "auto" and sys.stdout.isatty())
+        # OpenMPI gives every rank a terminal of its own, whatever mpirun's output goes to.
+        seen = sys.stdout.isatty() and "OMPI_COMM_WORLD_RANK" not in os.environ
+        bar = mode == "bar" or (mode == "auto" and seen)
         self.terminal = Terminal(force_terminal=True if bar else None, highlight=False, soft_wrap=not bar)
         self.facts = facts
         self.evaluation_result: Evaluation | None = None
         self.last_record: StepRecord | None = None
         self.steps_seconds = 0.0
-        self._progress: Progress | None = None
+        self._live: Live | None = None
         if bar:
             self._progress = Progress(
                 TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-                BarColumn(bar_width=16),
-                TextColumn("{task.fields[figures]}"),
-                TimeRemainingColumn(compact=True),
-                console=self.terminal,
+                BarColumn(),
+                TextColumn("time left"),
+                TimeRemainingColumn(),
             )
-            self._task = self._progress.add_task("train", total=total_steps, figures="")
-            self._figures = ["", ""]
+            self._task = self._progress.add_task("train", total=total_steps)
+            self._step_figures, self._round_figures = Text(), Text()
+            shown = Group(self._progress, self._step_figures, self._round_figures)
+            self._live = Live(shown, console=self.terminal, refresh_per_second=2)
 
     def say(self, *lines: str) -> None:
         for line in lines:
@@ -55,21 +62,22 @@ class Console:
         previous = self.last_record.step if self.last_record else 0
         self.steps_seconds += record.seconds_per_step * (record.step - previous)
         self.last_record = record
-        if self._progress is None:
+        if self._live is None:
             self.say(record.line())
             return
-        self._progress.start()
-        self._figures[0] = (
-            f"loss {record.loss:.3f} lr {record.learning_rate:.2e} {record.tokens_per_second:.0f} tok/s"
+        self._live.start()
+        self._progress.update(self._task, completed=record.step)
+        self._step_figures.plain = (
+            f"loss {record.loss:.3f}  learning rate {record.learning_rate:.2e}  "
+            f"{record.tokens_per_second:.0f} tokens/s"
         )
         if record.round is not None:
             exchange = record.round
-            self._figures[1] = (
-                f"round {exchange.index} {partner_text(exchange.partners)} "
-                f"exchange {1000 * exchange.exchange_seconds:.0f} ms wait {1000 * exchange.wait_seconds:.0f} ms "
-                f"sent {exchange.sent_bytes / 1e6:.1f} MB spread {exchange.spread:.1e}"
+            self._round_figures.plain = (
+                f"round {exchange.index} {partner_text(exchange.partners)}  "
+                f"exchange {1000 * exchange.exchange_seconds:.0f} ms (wait {1000 * exchange.wait_seconds:.0f})  "
+                f"sent {record.sent_bytes / 1e6:.0f} MB  spread {exchange.spread:.1e}"
             )
-        self._progress.update(self._task, completed=record.step, figures="\n".join(self._figures))
 
     def evaluation(self, step: int, evaluation: Evaluation) -> None:
         self.evaluation_result = evaluation
@@ -81,8 +89,8 @@ class Console:
         )
 
     def close(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        if self._live is not None:
+            self._live.stop()
 
     def summary(self) -> None:
         """The closing table; nothing when no step was logged."""

@@ -3,6 +3,7 @@
 import logging
 import os
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,12 +15,17 @@ from megatron_noloco.data.corpus import Corpus, load_corpus
 from megatron_noloco.data.dataset import Datasets, build_datasets
 from megatron_noloco.data.microbatches import MicrobatchSource, ValidationSource
 from megatron_noloco.data.tokenizer import ByteTokenizer
+from megatron_noloco.outer.optimizer import PartnerTimeoutError
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.samples import BatchPlan, SampleOrder
 from megatron_noloco.plans.topology import Topology
+from megatron_noloco.transport import mpi
+from megatron_noloco.transport.mpi import MpiTransport
 from megatron_noloco.transport.protocol import Transport
-from megatron_noloco.transport.world import World, choose_transport, join
+from megatron_noloco.transport.world import World, choose_transport, join, read_world
+
+__all__ = ["PartnerTimeoutError", "Prepared", "abandon_job", "join_job", "prepare", "train"]
 
 
 @dataclass(frozen=True)
@@ -35,8 +41,9 @@ class Prepared:
     validation: ValidationSource
 
 
-def prepare(config: RunConfig, world: World) -> Prepared:
-    """Check the config against the world and the data; raises ValueError with one clear line."""
+def prepare(config: RunConfig, environ: Mapping[str, str]) -> Prepared:
+    """Check the config against the launch and the data; raises ValueError with one clear line."""
+    world = read_world(environ)
     topology = config.topology(world.world_size)
     if config.precision == "fp16" and not torch.cuda.is_available() and not _cpu_has_fp16():
         raise ValueError(
@@ -66,10 +73,16 @@ def join_job(prepared: Prepared) -> Transport:
     return choose_transport(prepared.config.noloco.transport, prepared.world)
 
 
+def abandon_job(transport: Transport) -> None:
+    """After a failure: end the other ranks too, which would wait for this one for ever."""
+    if isinstance(transport, MpiTransport):
+        mpi.abort()
+
+
 def train(prepared: Prepared, transport: Transport, progress: str = "auto") -> None:
     """Build this rank's part of the run and train to the end."""
     _quieten()
-    # These rooms import Megatron-core and DeepSpeed, which takes seconds: only once the run is known to be sound.
+    # These rooms import Megatron-core and DeepSpeed, which takes seconds: only for a run known to be sound.
     from megatron_noloco.engine.replica import ReplicaEngine
     from megatron_noloco.model import cpu
     from megatron_noloco.model.groups import build_groups
