@@ -1,7 +1,7 @@
 """One stage of a Llama, from Megatron-core's layer specs."""
 
 import importlib.util
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -37,12 +37,11 @@ class Stage(nn.Module):
     @property
     def tied_weight(self) -> nn.Parameter | None:
         """This stage's copy of an embedding that the output layer shares; None where there is none."""
-        first, last = self.chunks[0], self.chunks[-1]
+        first, last = cast(GPTModel, self.chunks[0]), cast(GPTModel, self.chunks[-1])
         if not first.share_embeddings_and_output_weights:
             return None
-        if first.pre_process:
-            return first.embedding.word_embeddings.weight
-        return last.output_layer.weight if last.post_process else None
+        holder = first if first.pre_process else last
+        return cast(nn.Parameter | None, holder.shared_embedding_or_output_weight())
 
 
 def transformer_config(config: RunConfig, groups: Groups) -> TransformerConfig:
