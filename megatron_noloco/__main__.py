@@ -1,4 +1,4 @@
-"""The command line: `python -m megatron_noloco train|config`."""
+"""The command line: `python -m megatron_noloco train|config|inspect`."""
 
 import argparse
 import os
@@ -25,8 +25,17 @@ def main(arguments: list[str] | None = None) -> int:
     # `deepspeed` passes it to every process; the environment says the same.
     train.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     config_cli.add_arguments(commands.add_parser("config", help="explain or check a config file"))
+    inspect = commands.add_parser("inspect", help="what a checkpoint holds, and whether it is whole")
+    inspect.add_argument("checkpoint", help="a step folder, or a run's output_dir (its latest checkpoint)")
     parsed = parser.parse_args(arguments)
-    return config_cli.run(parsed) if parsed.command == "config" else _train(parsed)
+    match parsed.command:
+        case "config":
+            return config_cli.run(parsed)
+        case "inspect":
+            from megatron_noloco.training.checkpoint import inspect as inspection  # imports torch
+
+            return inspection.run(parsed.checkpoint)
+    return _train(parsed)
 
 
 def _train(parsed: argparse.Namespace) -> int:
@@ -35,11 +44,11 @@ def _train(parsed: argparse.Namespace) -> int:
         from megatron_noloco.training import run  # imports torch: only for a sound config
 
         prepared = run.prepare(config, os.environ)
-        transport = run.join_job(prepared)
+        transport, start = run.join_job(prepared)
     except ValueError as error:  # a ConfigError is one
         return _usage_error(error)
     try:
-        run.train(prepared, transport, parsed.progress)
+        run.train(prepared, transport, start, parsed.progress)
     except run.PartnerTimeoutError as error:
         sys.stderr.write(f"{error}\n")
     except Exception:

@@ -231,3 +231,22 @@ class TrainingConfig(Block):
         default="runs/default", min_length=1, description="Folder for logs and checkpoints."
     )
     tensorboard: bool = Field(default=True, description="Whether scalars are also written for TensorBoard.")
+    save_interval: NonNegative = Field(
+        default=0, description="Local steps between two checkpoints; 0: only when the run is asked to stop."
+    )
+    keep_last: Positive = Field(default=2, description="Complete checkpoints kept; older ones are removed.")
+    async_save: bool = Field(
+        default=False, description="Whether training goes on while a copy of the state is being written."
+    )
+    load: str = Field(
+        default="auto",
+        min_length=1,
+        description='"auto": continue from the newest sound checkpoint in output_dir; "none"; or a step folder.',
+    )
+    fewer_replicas: Literal["drop", "fold"] = Field(
+        default="drop",
+        description="Resumed with fewer replicas: forget the others, or fold them into the mean of those kept.",
+    )
+    exit_duration_minutes: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="Save and exit after so many minutes; null: never."
+    )

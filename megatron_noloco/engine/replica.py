@@ -1,7 +1,11 @@
 """One replica: Megatron-core's pipeline drives forward and backward, DeepSpeed everything after."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -10,10 +14,11 @@ import torch.distributed as dist
 from deepspeed.ops.op_builder import FusedAdamBuilder
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import logger as deepspeed_logger
 from torch import Tensor
 
 from megatron_noloco.config import RunConfig
+from megatron_noloco.engine.checkpoint import CheckpointableEngine
 from megatron_noloco.engine.mpu import ReplicaMpu
 from megatron_noloco.model.groups import Groups, ProcessGroup
 from megatron_noloco.model.pipeline import MicrobatchLoss, Pipeline, ReadMicrobatch
@@ -69,7 +74,7 @@ class ReplicaEngine:
         waited = self.pipeline.communicator.wait_seconds
         losses = self.pipeline.run(read, routes, self.microbatches)
         self._complete_gradients()
-        learning_rate = float(self._deepspeed.get_lr()[0])
+        learning_rate = float(self._optimizer.param_groups[0]["lr"])
         self._deepspeed.allreduce_gradients()
         self._deepspeed.step()
         return StepResult(
@@ -86,6 +91,34 @@ class ReplicaEngine:
         """Forward passes only; losses on the last stage, an empty list elsewhere."""
         self._deepspeed.module.eval()
         return self.pipeline.run(read, routes, microbatches, forward_only=True)
+
+    def collect_state(self) -> dict[str, Any]:
+        """File name -> state in DeepSpeed's format, for the files this rank writes; live tensors."""
+        return self._deepspeed.collect_state()
+
+    def restore_state(self, folder: Path) -> None:
+        """Take up the state in `folder`, but the hyperparameters of this run's config.
+
+        DeepSpeed restores those of the checkpoint: a learning rate changed for the resume would be ignored.
+        """
+        optimizer, scheduler = self._optimizer, self._deepspeed.lr_scheduler
+        configured = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+        clip_grad = optimizer.clip_grad
+        self._deepspeed.restore_state(folder)
+        optimizer.clip_grad = clip_grad
+        for group, values in zip(optimizer.param_groups, configured, strict=True):
+            group.update(values)
+        if scheduler is not None:
+            scheduler.step(scheduler.last_batch_iteration)  # the rate of the step reached, by this schedule
+
+    def parameter_layout(self) -> list[tuple[str, list[int]]]:
+        """Name (within this rank's stage) and shape of each parameter, in the order of the flat weights."""
+        names = {parameter: name for name, parameter in self._deepspeed.module.named_parameters()}
+        bit16_groups = getattr(self._optimizer, "bf16_groups", None) or self._optimizer.bit16_groups
+        return [(names[parameter], list(parameter.shape)) for group in bit16_groups for parameter in group]
 
     def _complete_gradients(self) -> None:
         """Sum what the schedule leaves partial inside a stage's shards and between tied embeddings.
@@ -124,7 +157,7 @@ def _sum_gradients(gradients: list[Tensor], group: ProcessGroup) -> None:
         gradient.copy_(part.view_as(gradient))
 
 
-def _build_deepspeed(config: RunConfig, groups: Groups, stage: Stage) -> DeepSpeedEngine:
+def _build_deepspeed(config: RunConfig, groups: Groups, stage: Stage) -> CheckpointableEngine:
     """A DeepSpeed engine whose world is this replica.
 
     `deepspeed.initialize` hard-codes which engine it builds and how; the constructor takes what we need.
@@ -136,17 +169,29 @@ def _build_deepspeed(config: RunConfig, groups: Groups, stage: Stage) -> DeepSpe
         deepspeed.comm.init_distributed(dist_init_required=False, verbose=False)
     mpu = ReplicaMpu(groups)
     settings = deepspeed_settings(config)
-    engine = DeepSpeedEngine(
-        args=None,
-        model=stage,
-        mpu=mpu,
-        config=settings,
-        config_class=DeepSpeedConfig(settings, mpu),
-        dist_init_required=False,
-    )
+    with _errors_only(deepspeed_logger):
+        engine = CheckpointableEngine(
+            args=None,
+            model=stage,
+            mpu=mpu,
+            config=settings,
+            config_class=DeepSpeedConfig(settings, mpu),
+            dist_init_required=False,
+        )
     # One call of step() per batch: the schedule has already gone through every microbatch.
     engine.set_gradient_accumulation_boundary(True)
     return engine
+
+
+@contextmanager
+def _errors_only(logger: logging.Logger) -> Iterator[None]:
+    """DeepSpeed tells about its construction at length, on every rank."""
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def deepspeed_settings(config: RunConfig) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_with_transformer_engine_spec,
 )
 from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -19,9 +18,9 @@ from torch import nn
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.model import weights
+from megatron_noloco.model.dropout import seed_dropout
 from megatron_noloco.model.groups import Groups
 from megatron_noloco.model.layers import CausalAttention, RMSNorm
-from megatron_noloco.plans.draws import Stream, draw_words
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -126,7 +125,7 @@ def build_stage(config: RunConfig, groups: Groups, vocab_size: int) -> Stage:
     Args:
         vocab_size: entries of the tokenizer; the embedding holds `config.padded_vocab_size(vocab_size)` rows.
     """
-    _seed_dropout(config.training.seed, groups)
+    seed_dropout(config.training.seed, groups)
     core_config = transformer_config(config, groups)
     transformer_engine = uses_transformer_engine(config.model.transformer_impl)
     virtual_stages = config.parallel.virtual_stages
@@ -135,25 +134,6 @@ def build_stage(config: RunConfig, groups: Groups, vocab_size: int) -> Stage:
         for index in range(virtual_stages)
     ]
     return Stage(chunks, core_config)
-
-
-def _seed_dropout(seed: int, groups: Groups) -> None:
-    """Dropout draws differently in every replica, stage and lane, alike in the shards of a stage.
-
-    Where shards must differ, core forks to a generator of its own on CUDA; on a CPU that fork is a no-op.
-    """
-    at = groups.position
-    words = draw_words(1, seed, Stream.DROPOUT, at.replica, at.stage, at.lane)
-    own_seed = int(words[0] % 2**31)
-    torch.manual_seed(own_seed)
-    model_parallel_cuda_manual_seed(
-        own_seed,
-        inference_rng_tracker=not torch.cuda.is_available(),
-        tp_rank=at.shard,
-        ep_rank=0,
-        etp_rank=0,
-        force_reset_rng=True,
-    )
 
 
 def _build_chunk(

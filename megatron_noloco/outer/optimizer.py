@@ -116,6 +116,15 @@ class OuterOptimizer:
     def _position(self, rank: int) -> Position:
         return self.averaging.topology.position(rank)
 
+    def state(self) -> dict[str, Tensor]:
+        """What a resume needs of the outer optimizer; live tensors."""
+        return {"slow_weights": self.slow_weights, "outer_momentum": self.momentum}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Take up what `state` returned."""
+        self.slow_weights.copy_(state["slow_weights"])
+        self.momentum.copy_(state["outer_momentum"])
+
     def _combine(self) -> None:
         beta, pull = self.outer_lr, self.consensus_weight - self.outer_lr
         for (combined, master), (phi, _) in zip(

@@ -70,6 +70,8 @@ class BatchPlan:
     lanes: int
     microbatches: int  # per lane and step
     micro_batch_size: int  # samples
+    start_step: int = 0  # steps before it were made with other batches (other replicas, say) ...
+    start_sample: int = 0  # ... and consumed so many samples
 
     @property
     def replica_batch(self) -> int:
@@ -84,4 +86,8 @@ class BatchPlan:
     def first(self, step: int, replica: int, lane: int, microbatch: int) -> int:
         """The place in the sample order of the first sample of a microbatch."""
         within = ((replica * self.lanes + lane) * self.microbatches + microbatch) * self.micro_batch_size
-        return step * self.global_batch + within
+        return self.consumed(step) + within
+
+    def consumed(self, step: int) -> int:
+        """Samples all replicas have consumed before `step`."""
+        return self.start_sample + (step - self.start_step) * self.global_batch

@@ -4,7 +4,6 @@ import math
 import os
 import sys
 from dataclasses import dataclass
-from typing import Literal
 
 from rich.console import Console as Terminal
 from rich.console import Group
@@ -13,10 +12,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from megatron_noloco.training.evaluate import Evaluation
-from megatron_noloco.training.record import StepRecord, partner_text
-
-Mode = Literal["auto", "bar", "lines"]
+from megatron_noloco.training.record import Evaluation, SaveReport, StepRecord, partner_text
 
 
 @dataclass(frozen=True)
@@ -24,7 +20,7 @@ class RunFacts:
     """What the closing table compares the run's figures with."""
 
     unigram_entropy: float  # nats per token
-    synchronous_bytes: int  # a replica would have sent in a ring all-reduce of every step's gradients
+    synchronous_bytes_per_step: float  # a replica would send in a ring all-reduce of the gradients
     output_dir: str
     next_command: str
 
@@ -32,7 +28,7 @@ class RunFacts:
 class Console:
     """A live progress bar on a terminal, Megatron's log lines anywhere else."""
 
-    def __init__(self, mode: Mode, total_steps: int, facts: RunFacts) -> None:
+    def __init__(self, mode: str, total_steps: int, start_step: int, facts: RunFacts) -> None:
         # OpenMPI gives every rank a terminal of its own, whatever mpirun's output goes to.
         seen = sys.stdout.isatty() and "OMPI_COMM_WORLD_RANK" not in os.environ
         bar = mode == "bar" or (mode == "auto" and seen)
@@ -40,6 +36,8 @@ class Console:
         self.facts = facts
         self.evaluation_result: Evaluation | None = None
         self.last_record: StepRecord | None = None
+        self.start_step = start_step
+        self.total_steps = total_steps
         self.steps_seconds = 0.0
         self._live: Live | None = None
         if bar:
@@ -49,7 +47,7 @@ class Console:
                 TextColumn("time left"),
                 TimeRemainingColumn(),
             )
-            self._task = self._progress.add_task("train", total=total_steps)
+            self._task = self._progress.add_task("train", total=total_steps, completed=start_step)
             self._step_figures, self._round_figures = Text(), Text()
             shown = Group(self._progress, self._step_figures, self._round_figures)
             self._live = Live(shown, console=self.terminal, refresh_per_second=2)
@@ -59,7 +57,7 @@ class Console:
             self.terminal.print(line, markup=False)
 
     def step(self, record: StepRecord) -> None:
-        previous = self.last_record.step if self.last_record else 0
+        previous = self.last_record.step if self.last_record else self.start_step
         self.steps_seconds += record.seconds_per_step * (record.step - previous)
         self.last_record = record
         if self._live is None:
@@ -88,14 +86,24 @@ class Console:
             f"mean model: {evaluation.mean_model_loss:.4f}{spread} | unigram: {self.facts.unigram_entropy:.4f} |"
         )
 
+    def saved(self, report: SaveReport) -> None:
+        self.say(f" checkpoint at iteration {report.step} | pause (ms): {1000 * report.pause_seconds:.1f} |")
+
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()
 
-    def summary(self) -> None:
-        """The closing table; nothing when no step was logged."""
+    def summary(self, done: int, stopped_by: str | None) -> None:
+        """The closing table, and what to do next."""
         record, evaluation, facts = self.last_record, self.evaluation_result, self.facts
+        if stopped_by is not None and done < self.total_steps:
+            self.say(f"stopped after iteration {done} ({stopped_by}); the same command continues from there")
+            return
         if record is None:
+            self.say(
+                f"nothing to do: iteration {self.start_step} of {self.total_steps} is already reached; "
+                f"raise training.train_iters to go on, or remove {facts.output_dir} to start over"
+            )
             return
         table = Table(title="What this run did", title_justify="left", show_header=False)
         if evaluation is not None:
@@ -107,11 +115,11 @@ class Console:
                 )
         table.add_row("unigram entropy of the corpus", f"{facts.unigram_entropy:.4f} nats per token")
         table.add_row("sent per replica, in exchanges", f"{record.sent_bytes / 1e6:.1f} MB")
-        if facts.synchronous_bytes:
-            ratio = facts.synchronous_bytes / record.sent_bytes if record.sent_bytes else math.inf
+        synchronous = facts.synchronous_bytes_per_step * record.step
+        if synchronous and record.sent_bytes:
             table.add_row(
                 "sent per replica, had every step been all-reduced",
-                f"{facts.synchronous_bytes / 1e6:.1f} MB ({ratio:.0f} times as much)",
+                f"{synchronous / 1e6:.1f} MB ({synchronous / record.sent_bytes:.0f} times as much)",
             )
         share = record.exchange_seconds / self.steps_seconds if self.steps_seconds else 0.0
         table.add_row("share of training time in exchanges", f"{100 * share:.1f} %")

@@ -5,7 +5,6 @@ The one documented place where all replicas meet. Nothing here happens between e
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -16,17 +15,9 @@ from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.outer.averaging import GroupAveraging
 from megatron_noloco.outer.optimizer import OuterOptimizer
 from megatron_noloco.plans.routing import Routing
+from megatron_noloco.training.record import Evaluation
 
 _LOSS_TAG, _WEIGHTS_TAG = 1, 2  # every rank is at the same step, and messages of one tag keep their order
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Validation losses, nats per token."""
-
-    replica_losses: list[float]
-    mean_model_loss: float
-    spread: float  # standard deviation over all replicas of this rank's slow weights; nan for one replica
 
 
 class Evaluator:

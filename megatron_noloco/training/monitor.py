@@ -6,6 +6,7 @@ No message about statistics ever leaves a replica: TensorBoard overlays the repl
 import dataclasses
 import json
 import math
+import sys
 import time
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,8 +20,7 @@ from megatron_noloco.model.groups import Groups
 from megatron_noloco.outer.optimizer import RoundReport
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.training.console import Console
-from megatron_noloco.training.evaluate import Evaluation
-from megatron_noloco.training.record import RoundRecord, StepRecord
+from megatron_noloco.training.record import Evaluation, RoundRecord, SaveReport, StepRecord
 
 # What ranks of one replica tell each other at a logged step, one float each.
 _FIELDS = (
@@ -32,7 +32,14 @@ _FIELDS = (
 class Monitor:
     """Collects what each step and round report, and every `log_interval` steps makes one record of it."""
 
-    def __init__(self, config: RunConfig, groups: Groups, plan: BatchPlan, console: Console | None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        groups: Groups,
+        plan: BatchPlan,
+        console: Console | None,
+        counters: dict[str, float],
+    ) -> None:
         self.training = config.training
         self.seq_length = config.model.seq_length
         self.groups = groups
@@ -42,8 +49,11 @@ class Monitor:
         self._files: ReplicaFiles | None = None
         if groups.last_stage and at.lane == 0 and at.shard == 0:
             folder = Path(config.training.output_dir) / f"replica_{at.replica:02d}"
-            self._files = ReplicaFiles(folder, config.training.tensorboard)
-        self._exchange_total = self._sent_total = 0.0
+            self._files = ReplicaFiles(folder, config.training.tensorboard, plan.start_step)
+        # Since step 0, over resumes.
+        self._exchange_total = counters.get("exchange_seconds", 0.0)
+        self._sent_total = counters.get("sent_bytes", 0.0)
+        self._validation_loss = counters.get("validation_loss")
         self._round: RoundReport | None = None
         self._begin_interval()
 
@@ -60,9 +70,21 @@ class Monitor:
         self._exchange_total += report.exchange.seconds
         self._sent_total += report.exchange.bytes_sent
 
-    def log_if_due(self, step: int) -> None:
-        done = step + 1
-        if done % self.training.log_interval and done != self.training.train_iters:
+    @property
+    def counters(self) -> dict[str, float]:
+        """What a checkpoint keeps of this rank's statistics."""
+        counters = {"exchange_seconds": self._exchange_total, "sent_bytes": self._sent_total}
+        if self._validation_loss is not None:
+            counters["validation_loss"] = self._validation_loss
+        return counters
+
+    def log_if_due(self, done: int) -> None:
+        if done % self.training.log_interval == 0 or done == self.training.train_iters:
+            self.log_rest(done)
+
+    def log_rest(self, done: int) -> None:
+        """Write a record of what was not logged yet, if anything; on all ranks of the replica alike."""
+        if not self._results:
             return
         record = self._record(done)
         if self._files is not None:
@@ -71,12 +93,25 @@ class Monitor:
             self.console.step(record)
         self._begin_interval()
 
-    def evaluation(self, step: int, evaluation: Evaluation) -> None:
+    def evaluation(self, done: int, evaluation: Evaluation) -> None:
+        replica = self.groups.position.replica
+        self._validation_loss = evaluation.replica_losses[replica]
         if self._files is not None:
-            self._files.evaluation(step + 1, self.groups.position.replica, evaluation)
+            self._files.evaluation(done, replica, evaluation)
         if self.console is not None:
-            self.console.evaluation(step + 1, evaluation)
+            self.console.evaluation(done, evaluation)
         self._interval_started = time.perf_counter()  # not the steps' time
+
+    def saved(self, report: SaveReport) -> None:
+        """A failed save is told by the rank it failed on: whoever reads the log must not miss it."""
+        if report.error is not None:
+            sys.stderr.write(
+                f"rank {dist.get_rank()}: the checkpoint of step {report.step} failed, training goes on: "
+                f"{report.error}\n"
+            )
+        elif self.console is not None:
+            self.console.saved(report)
+        self._interval_started = time.perf_counter()
 
     def close(self) -> None:
         if self._files is not None:
@@ -93,7 +128,7 @@ class Monitor:
             replica=self.groups.position.replica,
             step=done,
             total_steps=self.training.train_iters,
-            consumed_samples=done * self.plan.global_batch,
+            consumed_samples=self.plan.consumed(done),
             seconds_per_step=seconds,
             tokens_per_second=self.plan.replica_batch * self.seq_length / seconds,
             learning_rate=last.learning_rate,
@@ -150,14 +185,18 @@ class Monitor:
 class ReplicaFiles:
     """One replica's metrics: `metrics.jsonl`, and TensorBoard events beside it."""
 
-    def __init__(self, folder: Path, tensorboard: bool) -> None:
+    def __init__(self, folder: Path, tensorboard: bool, start_step: int) -> None:
+        """Rows of steps after `start_step`, left by a run that went further, will be written again: drop them."""
         folder.mkdir(parents=True, exist_ok=True)
-        self._jsonl: TextIO = (folder / "metrics.jsonl").open("a", buffering=1)
+        path = folder / "metrics.jsonl"
+        kept = [row for row in _complete_rows(path) if json.loads(row)["step"] <= start_step]
+        path.write_text("".join(kept))
+        self._jsonl: TextIO = path.open("a", buffering=1)
         self._board: Any = None
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # slow to import: only where it is used
 
-            self._board = SummaryWriter(str(folder))
+            self._board = SummaryWriter(str(folder), purge_step=start_step + 1)
 
     def step(self, record: StepRecord) -> None:
         self._write({"kind": "step", **dataclasses.asdict(record)})
@@ -206,6 +245,12 @@ class ReplicaFiles:
         if self._board is not None:
             for name, value in scalars.items():
                 self._board.add_scalar(name, value, step)
+
+
+def _complete_rows(path: Path) -> list[str]:
+    """The lines of a file that may not exist, and whose last line a crash may have cut."""
+    rows = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [row for row in rows if row.endswith("}\n")]
 
 
 def _without_nan(value: Any) -> Any:

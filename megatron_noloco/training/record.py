@@ -1,4 +1,4 @@
-"""What is written down about a run: one record per logged step, and how it reads as a line."""
+"""What is written down about a run, and how it reads as a line."""
 
 import math
 from dataclasses import dataclass
@@ -78,3 +78,21 @@ def partner_text(partners: list[int]) -> str:
     if not partners:
         return "bye"
     return ("partner " if len(partners) == 1 else "partners ") + ",".join(map(str, partners))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Validation losses, nats per token."""
+
+    replica_losses: list[float]
+    mean_model_loss: float
+    spread: float  # standard deviation over all replicas of this rank's slow weights; nan for one replica
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """How a save went on this rank; `error` is None when the files are safe (or still being written)."""
+
+    step: int
+    pause_seconds: float  # training stood still
+    error: str | None

@@ -2,9 +2,10 @@
 
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,6 +21,8 @@ from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.samples import BatchPlan, SampleOrder
 from megatron_noloco.plans.topology import Topology
+from megatron_noloco.training.console import Console, RunFacts
+from megatron_noloco.training.resume import Start, find_start
 from megatron_noloco.transport import mpi
 from megatron_noloco.transport.mpi import MpiTransport
 from megatron_noloco.transport.protocol import Transport
@@ -62,15 +65,19 @@ def prepare(config: RunConfig, environ: Mapping[str, str]) -> Prepared:
     return Prepared(config, world, topology, corpus, datasets, plan, validation)
 
 
-def join_job(prepared: Prepared) -> Transport:
-    """Join the job and open the transport; raises ValueError when the transport cannot be had."""
+def join_job(prepared: Prepared) -> tuple[Transport, Start]:
+    """Join the job, open the transport, find where to start.
+
+    Raises ValueError when the transport cannot be had, or the checkpoint to continue from does not fit.
+    """
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(prepared.world.local_rank)
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // prepared.world.world_size))
     join(prepared.world, "cpu:gloo,cuda:nccl" if cuda else "gloo")
-    return choose_transport(prepared.config.noloco.transport, prepared.world)
+    transport = choose_transport(prepared.config.noloco.transport, prepared.world)
+    return transport, find_start(prepared.config, prepared.topology)
 
 
 def abandon_job(transport: Transport) -> None:
@@ -79,8 +86,8 @@ def abandon_job(transport: Transport) -> None:
         mpi.abort()
 
 
-def train(prepared: Prepared, transport: Transport, progress: str = "auto") -> None:
-    """Build this rank's part of the run and train to the end."""
+def train(prepared: Prepared, transport: Transport, start: Start, progress: str = "auto") -> None:
+    """Build this rank's part of the run and train to the end, or until asked to stop."""
     _quieten()
     # These rooms import Megatron-core and DeepSpeed, which takes seconds: only for a run known to be sound.
     from megatron_noloco.engine.replica import ReplicaEngine
@@ -89,14 +96,16 @@ def train(prepared: Prepared, transport: Transport, progress: str = "auto") -> N
     from megatron_noloco.model.stage import build_stage
     from megatron_noloco.outer.averaging import GroupAveraging
     from megatron_noloco.outer.optimizer import OuterOptimizer
-    from megatron_noloco.training.console import Console, RunFacts
+    from megatron_noloco.training.checkpoint.checkpointer import Checkpointer
     from megatron_noloco.training.evaluate import Evaluator
     from megatron_noloco.training.monitor import Monitor
+    from megatron_noloco.training.stopping import Stopping
     from megatron_noloco.training.trainer import Trainer
 
     config, topology = prepared.config, prepared.topology
-    settings, seed = config.noloco, config.training.seed
+    settings, training = config.noloco, config.training
     cpu.prepare()
+    stopping = Stopping(training.exit_duration_minutes)
     routed = settings.routing.interval != "off" and topology.replicas > 1 and topology.stages > 1
     groups = build_groups(topology, routed, tied=not config.model.untie_embeddings_and_output_weights)
     stage = build_stage(config, groups, ByteTokenizer().vocab_size)
@@ -105,31 +114,44 @@ def train(prepared: Prepared, transport: Transport, progress: str = "auto") -> N
     outer = None
     if settings.active_method != "none":
         group_size = settings.group_size_among(topology.replicas)
-        grouping = Grouping(topology.replicas, group_size, seed, per_stage=settings.grouping == "stage")
+        per_stage = settings.grouping == "stage"
+        grouping = Grouping(topology.replicas, group_size, training.seed, per_stage)
         outer = OuterOptimizer(engine.master_weights, averaging, grouping, settings)
-    routing = Routing(
-        topology.replicas, config.microbatches, seed, settings.routing.interval if routed else "off"
-    )
-    console = None
-    if dist.get_rank() == 0:
-        facts = RunFacts(
-            unigram_entropy=prepared.corpus.unigram_entropy,
-            synchronous_bytes=_synchronous_bytes(prepared),
-            output_dir=str(Path(config.training.output_dir).resolve()),
-            next_command=f"tensorboard --logdir {config.training.output_dir}",
-        )
-        console = Console(progress, config.training.train_iters, facts)  # type: ignore[arg-type]
-        console.say(*_banner(prepared, transport))
-    monitor = Monitor(config, groups, prepared.plan, console)
+    interval = settings.routing.interval if routed else "off"
+    routing = Routing(topology.replicas, config.microbatches, training.seed, interval)
+    plan = replace(prepared.plan, start_step=start.step, start_sample=start.sample)
+    order = SampleOrder(len(prepared.datasets.train), training.seed)
+    source = MicrobatchSource(prepared.datasets.train, order, plan)
     evaluator = Evaluator(engine, outer, averaging, routing, prepared.validation)
-    order = SampleOrder(len(prepared.datasets.train), seed)
-    source = MicrobatchSource(prepared.datasets.train, order, prepared.plan)
+    checkpointer = Checkpointer(config, engine, outer, plan)
+    if start.folder is not None and start.manifest is not None:
+        checkpointer.restore(start.folder, start.manifest)
+    console = _console(prepared, transport, start, progress) if dist.get_rank() == 0 else None
+    monitor = Monitor(config, groups, plan, console, start.counters)
+    trainer = Trainer(config, engine, outer, routing, source, evaluator, checkpointer, stopping, monitor)
     try:
-        Trainer(config, engine, outer, routing, source, evaluator, monitor).train()
+        done = trainer.train()
     finally:
+        failed_save = checkpointer.close()
         monitor.close()
+    if failed_save is not None:
+        sys.stderr.write(f"rank {dist.get_rank()}: the last checkpoint failed: {failed_save}\n")
     if console is not None:
-        console.summary()
+        console.summary(done, stopping.reason)
+    stopping.close(done)
+
+
+def _console(prepared: Prepared, transport: Transport, start: Start, progress: str) -> Console:
+    training = prepared.config.training
+    facts = RunFacts(
+        unigram_entropy=prepared.corpus.unigram_entropy,
+        synchronous_bytes_per_step=_synchronous_bytes_per_step(prepared),
+        output_dir=str(Path(training.output_dir).resolve()),
+        next_command=f"tensorboard --logdir {training.output_dir}",
+    )
+    console = Console(progress, training.train_iters, start.step, facts)
+    console.say(*_banner(prepared, transport), *start.notes)
+    return console
 
 
 def _banner(prepared: Prepared, transport: Transport) -> list[str]:
@@ -146,13 +168,13 @@ def _cpu_has_fp16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
 
-def _synchronous_bytes(prepared: Prepared) -> int:
-    """What one replica sends when every step's gradients go through a ring all-reduce over the replicas."""
+def _synchronous_bytes_per_step(prepared: Prepared) -> float:
+    """What one replica sends when a step's gradients go through a ring all-reduce over the replicas."""
     config, replicas = prepared.config, prepared.topology.replicas
     gradient_bytes = parameter_count(config.model, ByteTokenizer().vocab_size) * (
         4 if config.precision == "fp32" else 2
     )
-    return int(2 * (replicas - 1) / replicas * gradient_bytes * config.training.train_iters)
+    return 2 * (replicas - 1) / replicas * gradient_bytes
 
 
 def _quieten() -> None:

@@ -8,12 +8,14 @@ from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.model.pipeline import ReadMicrobatch
 from megatron_noloco.outer.optimizer import OuterOptimizer
 from megatron_noloco.plans.routing import Routing
+from megatron_noloco.training.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.training.evaluate import Evaluator
 from megatron_noloco.training.monitor import Monitor
+from megatron_noloco.training.stopping import Stopping
 
 
 class Trainer:
-    """Counts steps, and decides what happens after each: a round, a log line, an evaluation.
+    """Counts steps, and decides what happens after each: a round, a log line, an evaluation, a checkpoint.
 
     Args:
         outer: None when replicas never meet (method "none").
@@ -27,31 +29,45 @@ class Trainer:
         routing: Routing,
         source: MicrobatchSource,
         evaluator: Evaluator,
+        checkpointer: Checkpointer,
+        stopping: Stopping,
         monitor: Monitor,
     ) -> None:
-        self.config = config
+        self.training = config.training
+        self.local_steps = config.noloco.local_steps
         self.engine = engine
         self.outer = outer
         self.routing = routing
         self.source = source
         self.evaluator = evaluator
+        self.checkpointer = checkpointer
+        self.stopping = stopping
         self.monitor = monitor
-        self.start_step = 0
-        self.total_steps = config.training.train_iters
-        self.local_steps = config.noloco.local_steps
+        self.start_step = source.plan.start_step
 
-    def train(self) -> None:
-        for step in range(self.start_step, self.total_steps):
+    def train(self) -> int:
+        """Train to the end, or until asked to stop; returns the steps done."""
+        for step in range(self.start_step, self.training.train_iters):
+            if self.stopping.before_step(step):
+                self._leave(step)
+                return step
             round_index = step // self.local_steps
             routes = self.routing.routes(step, round_index)
-            result = self.engine.train_batch(self._reader(step), routes)
-            self.monitor.local_step(result)
-            if self.outer is not None and (step + 1) % self.local_steps == 0:
+            self.monitor.local_step(self.engine.train_batch(self._reader(step), routes))
+            if self.outer is not None and _due(step + 1, self.local_steps):
                 report = self.outer.run_round(round_index)
                 self.engine.refresh_working_weights()
                 self.monitor.round(report)
-            self.monitor.log_if_due(step)
-            self._evaluate_if_due(step)
+            self.monitor.log_if_due(step + 1)
+            self._evaluate_if_due(step + 1)
+            self._save_if_due(step + 1)
+        return max(self.start_step, self.training.train_iters)
+
+    def _leave(self, done: int) -> None:
+        """Asked to stop: lose nothing."""
+        self.monitor.log_rest(done)
+        if self.checkpointer.saved_step != done:
+            self._save(done)
 
     def _reader(self, step: int) -> ReadMicrobatch:
         """Reads (replica, microbatch) of this step for this rank's lane."""
@@ -62,8 +78,19 @@ class Trainer:
 
         return read
 
-    def _evaluate_if_due(self, step: int) -> None:
-        interval = self.config.training.eval_interval
-        last = step + 1 == self.total_steps
-        if self.config.training.eval_iters and (last or (interval and (step + 1) % interval == 0)):
-            self.monitor.evaluation(step, self.evaluator.evaluate())
+    def _evaluate_if_due(self, done: int) -> None:
+        due = _due(done, self.training.eval_interval) or done == self.training.train_iters
+        if self.training.eval_iters and due:
+            self.monitor.evaluation(done, self.evaluator.evaluate())
+
+    def _save_if_due(self, done: int) -> None:
+        interval = self.training.save_interval
+        if _due(done, interval) or (interval and done == self.training.train_iters):
+            self._save(done)
+
+    def _save(self, done: int) -> None:
+        self.monitor.saved(self.checkpointer.save(done, self.monitor.counters))
+
+
+def _due(done: int, interval: int) -> bool:
+    return interval > 0 and done % interval == 0

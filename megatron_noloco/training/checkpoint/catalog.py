@@ -1,0 +1,145 @@
+"""Which checkpoints a folder holds, and which of them are complete."""
+
+import contextlib
+import json
+import re
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_noloco.plans.topology import Position, Topology
+from megatron_noloco.training.checkpoint.files import (
+    FORMAT,
+    DamagedCheckpointError,
+    FileRecord,
+    write_json,
+    write_whole,
+)
+
+_STEP = re.compile(r"step_(\d{8,})$")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What one rank wrote, and what the run was when it did."""
+
+    step: int  # local steps done
+    consumed_samples: int  # by all replicas
+    topology: Topology
+    position: Position
+    config: dict[str, Any]
+    files: dict[str, FileRecord]
+    layout: list[tuple[str, list[int]]]  # parameters of the stage and shard, in the order of the flat weights
+    counters: dict[str, float] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> None:
+        """The commit: what has no manifest does not exist."""
+        write_json(folder / manifest_name(self.position), {"format": FORMAT, **asdict(self)})
+
+    @classmethod
+    def read(cls, path: Path) -> "Manifest":
+        """Raises DamagedCheckpointError when the file is missing or is no manifest."""
+        try:
+            raw = json.loads(path.read_text())
+            if raw.pop("format") != FORMAT:
+                raise DamagedCheckpointError(f"{path}: written by another version of this program")
+            raw["topology"] = Topology(**raw["topology"])
+            raw["position"] = Position(**raw["position"])
+            raw["files"] = {name: FileRecord(**record) for name, record in raw["files"].items()}
+            return cls(**raw)
+        except OSError as error:
+            raise DamagedCheckpointError(f"{path}: {error.strerror}") from None
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise DamagedCheckpointError(f"{path}: not a manifest") from None
+
+
+def rank_name(position: Position) -> str:
+    return f"stage_{position.stage:02d}_lane_{position.lane:02d}_shard_{position.shard:02d}"
+
+
+def manifest_name(position: Position) -> str:
+    return f"{rank_name(position)}.json"
+
+
+def replica_folder(step_folder: Path, replica: int) -> Path:
+    return step_folder / f"replica_{replica:02d}"
+
+
+def step_folder(checkpoints: Path, step: int) -> Path:
+    return checkpoints / f"step_{step:08d}"
+
+
+def step_of(folder: Path) -> int | None:
+    """The step a folder's name tells; None for anything else."""
+    match = _STEP.match(folder.name)
+    return int(match[1]) if match else None
+
+
+def steps(checkpoints: Path) -> list[Path]:
+    """Step folders, complete or not, newest first."""
+    if not checkpoints.is_dir():
+        return []
+    found = [folder for folder in checkpoints.iterdir() if step_of(folder) is not None]
+    return sorted(found, key=lambda folder: step_of(folder) or 0, reverse=True)
+
+
+def read_manifests(folder: Path) -> list[Manifest]:
+    """The manifests of all ranks of a step, in rank order.
+
+    Raises DamagedCheckpointError, naming the first one missing or unreadable.
+    """
+    if not folder.is_dir():
+        raise DamagedCheckpointError(f"{folder}: no such folder")
+    some = next(iter(sorted(folder.glob("replica_*/stage_*.json"))), None)
+    if some is None:
+        raise DamagedCheckpointError(f"{folder}: no manifest; it was never completed")
+    topology = Manifest.read(some).topology
+    positions = [topology.position(rank) for rank in range(topology.world_size)]
+    manifests = [
+        Manifest.read(replica_folder(folder, position.replica) / manifest_name(position))
+        for position in positions
+    ]
+    for manifest in manifests:
+        if (manifest.topology, manifest.step) != (topology, step_of(folder)):
+            raise DamagedCheckpointError(f"{folder}: its manifests do not belong together")
+    return manifests
+
+
+def is_complete(folder: Path) -> bool:
+    try:
+        read_manifests(folder)
+    except DamagedCheckpointError:
+        return False
+    return True
+
+
+def publish(checkpoints: Path, folder: Path, world_size: int, keep_last: int) -> None:
+    """Called by every rank after its manifest: whoever completes the step names it in `latest` and prunes.
+
+    Two ranks that finish together both do it, with the same effect.
+    """
+    written = sum(1 for _ in folder.glob("replica_*/stage_*.json"))  # cheap: all ranks but the last stop here
+    if written < world_size or not is_complete(folder):
+        return
+    complete = [path for path in steps(checkpoints) if is_complete(path)]
+    if complete[0] == folder:
+        write_whole(checkpoints / "latest", lambda partial: _write_name(partial, folder.name))
+    for old in steps(checkpoints):
+        if len(complete) > keep_last and (step_of(old) or 0) < (step_of(complete[keep_last - 1]) or 0):
+            with contextlib.suppress(OSError):  # the other rank may be removing it, too
+                shutil.rmtree(old)
+
+
+def _write_name(path: Path, name: str) -> None:
+    path.write_text(name + "\n")
+
+
+def set_aside(folder: Path) -> Path:
+    """Rename a step that was not resumed from, so that its files never mix with those of the resumed run."""
+    number = 0
+    while True:
+        aside = folder.with_name(f"{folder.name}.set_aside{f'_{number}' if number else ''}")
+        if not aside.exists():
+            return folder.rename(aside)
+        number += 1

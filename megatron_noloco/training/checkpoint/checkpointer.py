@@ -1,0 +1,146 @@
+"""Saving and resuming one rank's part of a run."""
+
+import copy
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from megatron_noloco.config import RunConfig
+from megatron_noloco.engine.replica import ReplicaEngine
+from megatron_noloco.model.dropout import random_state, set_random_state
+from megatron_noloco.outer.optimizer import OuterOptimizer
+from megatron_noloco.plans.samples import BatchPlan
+from megatron_noloco.training.checkpoint import catalog, elastic
+from megatron_noloco.training.checkpoint.catalog import Manifest
+from megatron_noloco.training.checkpoint.files import FileRecord, write_whole
+from megatron_noloco.training.record import SaveReport
+
+Write = Callable[[Path], None]
+
+
+class Checkpointer:
+    """Writes this rank's files; never waits for another rank.
+
+    A save that fails (disk full, folder gone) is reported and training goes on: the last complete checkpoint
+    is still there.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        engine: ReplicaEngine,
+        outer: OuterOptimizer | None,
+        plan: BatchPlan,
+    ) -> None:
+        self.training = config.training
+        self.config = config
+        self.engine = engine
+        self.outer = outer
+        self.plan = plan
+        self.checkpoints = Path(config.training.output_dir) / "checkpoints"
+        self.position = engine.groups.position
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+        self.saved_step = plan.start_step  # resumed from there, or nothing to save yet
+
+    def save(self, step: int, counters: dict[str, float]) -> SaveReport:
+        """Write the state after `step` local steps; with `async_save`, a copy of it, in the background."""
+        started = time.perf_counter()
+        self.saved_step = step
+        error = self.wait()  # for the one before: at most one copy is in memory
+        states = self.engine.collect_state()
+        tensors = self._tensors()
+        if self.training.async_save:
+            states, tensors = _snapshot(states), _snapshot(tensors)
+        files: dict[str, Write] = {name: partial(torch.save, state) for name, state in states.items()}
+        files[f"{catalog.rank_name(self.position)}.safetensors"] = partial(save_file, tensors)
+        self._writing = self._writer.submit(self._write, step, files, counters)
+        if not self.training.async_save:
+            error = self.wait() or error
+        return SaveReport(step, time.perf_counter() - started, error)
+
+    def wait(self) -> str | None:
+        """Until nothing is being written; returns why the last save failed, if it did."""
+        writing, self._writing = self._writing, None
+        try:
+            if writing is not None:
+                writing.result()
+        except (OSError, RuntimeError, ValueError) as error:  # torch and safetensors wrap system errors
+            return " ".join(str(error).split())
+        return None
+
+    def _write(self, step: int, files: dict[str, Write], counters: dict[str, float]) -> None:
+        step_folder = catalog.step_folder(self.checkpoints, step)
+        folder = catalog.replica_folder(step_folder, self.position.replica)
+        folder.mkdir(parents=True, exist_ok=True)
+        records: dict[str, FileRecord] = {}
+        for name, write in files.items():
+            records[name] = write_whole(folder / name, write)
+        topology = self.engine.groups.topology
+        Manifest(
+            step=step,
+            consumed_samples=self.plan.consumed(step),
+            topology=topology,
+            position=self.position,
+            config=self.config.to_dict(),
+            files=records,
+            layout=self.engine.parameter_layout(),
+            counters=counters,
+        ).write(folder)
+        catalog.publish(self.checkpoints, step_folder, topology.world_size, self.training.keep_last)
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """What DeepSpeed's files do not hold."""
+        if self.outer is not None:
+            state = self.outer.state()
+        else:  # the same name, so that readers of checkpoints need not know the method
+            state = {"slow_weights": torch.cat([master.cpu() for master in self.engine.master_weights])}
+        return {name: tensor.cpu() for name, tensor in (state | random_state()).items()}
+
+    def restore(self, folder: Path, saved: Manifest) -> None:
+        """Take up the state of this rank's source in `folder`, which was verified; see training/resume."""
+        replicas = self.engine.groups.topology.replicas
+        source = elastic.source_replica(self.position.replica, saved.topology.replicas)
+        source_folder = catalog.replica_folder(folder, source)
+        self.engine.restore_state(source_folder)
+        tensors = load_file(source_folder / f"{catalog.rank_name(self.position)}.safetensors")
+        if source == self.position.replica:
+            set_random_state(tensors)  # a clone keeps the dropout of its own place
+        if self.outer is None:
+            return
+        if "outer_momentum" not in tensors:  # written by method "none": the outer optimizer starts here
+            tensors["outer_momentum"] = torch.zeros_like(tensors["slow_weights"])
+        if self.training.fewer_replicas == "fold" and replicas < saved.topology.replicas:
+            shift = elastic.shift_of_mean(folder, self.position, saved.topology.replicas, replicas)
+            for name, value in shift.items():
+                tensors[name] += value
+            self._shift_fast_weights(shift["slow_weights"])
+        self.outer.restore(tensors)
+
+    @torch.no_grad()
+    def _shift_fast_weights(self, shift: Tensor) -> None:
+        masters = self.engine.master_weights
+        for master, part in zip(masters, shift.split([m.numel() for m in masters]), strict=True):
+            master.add_(part.to(master.device))
+        self.engine.refresh_working_weights()
+
+    def close(self) -> str | None:
+        error = self.wait()
+        self._writer.shutdown()
+        return error
+
+
+def _snapshot(state: Any) -> Any:
+    """A copy in host memory that training does not touch."""
+    return tree_map(
+        lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else copy.deepcopy(leaf),
+        state,
+    )

@@ -1,0 +1,54 @@
+"""What may differ between the run that wrote a checkpoint and the run that continues it."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_noloco.config import RunConfig
+
+# Dotted names, or the blocks above them. A change would load other weights, or repeat and skip samples.
+_FIXED = (
+    "model",
+    "data",
+    "parallel.stages",
+    "parallel.lanes",
+    "parallel.shards",
+    "parallel.virtual_stages",
+    "training.seed",
+    "optimizer.type",
+    "bf16.enabled",
+    "fp16.enabled",
+    "data_types",
+)
+_IRRELEVANT = ("training", "parallel.replicas", "noloco.deadline_seconds", "noloco.transport")
+
+
+def changes(saved: dict[str, Any], config: RunConfig) -> list[str]:
+    """Lines telling which settings changed and are taken over; raises ValueError for those that must not."""
+    refused, allowed = [], []
+    for name, before, after in _differences(saved, config.to_dict()):
+        line = f"{name}: {before!r} in the checkpoint, {after!r} now"
+        if _within(name, _FIXED):
+            refused.append(line)
+        elif not _within(name, _IRRELEVANT):
+            allowed.append(line)
+    if refused:
+        raise ValueError(
+            "\n".join(
+                f'{line}; a resume cannot change it: change it back, or set training.load to "none"'
+                for line in refused
+            )
+        )
+    return allowed
+
+
+def _within(name: str, names: tuple[str, ...]) -> bool:
+    return any(name == fixed or name.startswith(fixed + ".") for fixed in names)
+
+
+def _differences(before: Any, after: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(before, dict) and isinstance(after, dict):
+        for key in sorted({*before, *after}):
+            inner = f"{name}.{key}" if name else key
+            yield from _differences(before.get(key), after.get(key), inner)
+    elif before != after:
+        yield name, before, after

@@ -1,0 +1,96 @@
+"""`python -m megatron_noloco inspect CHECKPOINT`: what a checkpoint holds, and whether it is whole.
+
+Reads manifests and safetensors only, one rank's vectors at a time.
+"""
+
+import math
+import sys
+from pathlib import Path
+
+from megatron_noloco.plans.topology import Position
+from megatron_noloco.training.checkpoint import catalog, elastic
+from megatron_noloco.training.checkpoint.catalog import Manifest
+from megatron_noloco.training.checkpoint.files import DamagedCheckpointError, verify
+
+
+def run(path: str) -> int:
+    """The exit code: 0, or 2 when there is no whole checkpoint at that place."""
+    try:
+        folder = find_step_folder(Path(path))
+        manifests = catalog.read_manifests(folder)
+        for manifest in manifests:
+            verify(catalog.replica_folder(folder, manifest.position.replica), manifest.files)
+    except DamagedCheckpointError as error:
+        sys.stderr.write(f"{error}\n")
+        return 2
+    sys.stdout.write("\n".join(report(folder, manifests)) + "\n")
+    return 0
+
+
+def find_step_folder(path: Path) -> Path:
+    """The step folder meant by a path: itself, or the one that `latest` names in it.
+
+    Raises DamagedCheckpointError when there is none.
+    """
+    if catalog.step_of(path) is not None:
+        return path
+    for checkpoints in (path, path / "checkpoints"):
+        latest = checkpoints / "latest"
+        if latest.is_file():
+            return checkpoints / latest.read_text().strip()
+    raise DamagedCheckpointError(f"{path}: no checkpoint here; give a step folder or a run's output_dir")
+
+
+def report(folder: Path, manifests: list[Manifest]) -> list[str]:
+    first = manifests[0]
+    topology = first.topology
+    seq_length = first.config["model"]["seq_length"]
+    size = sum(record.bytes for manifest in manifests for record in manifest.files.values())
+    parameters = sum(
+        math.prod(shape)
+        for manifest in manifests
+        if manifest.position.replica == 0 and manifest.position.lane == 0
+        for _, shape in manifest.layout
+    )
+    lines = [
+        f"checkpoint: {folder}",
+        f"step: {first.step} of {first.config['training']['train_iters']}",
+        f"consumed: {first.consumed_samples} samples, {first.consumed_samples * seq_length} tokens, by all replicas",
+        f"topology: {topology.replicas} replicas x {topology.stages} stages x {topology.lanes} lanes x "
+        f"{topology.shards} shards = {topology.world_size} ranks",
+        f"method: {first.config['noloco']['method']}",
+        f"parameters: {parameters} per replica",
+        f"size: {size / 1e6:.1f} MB, {size / (parameters * topology.replicas):.1f} bytes per parameter",
+        f"integrity: {sum(len(manifest.files) for manifest in manifests)} files whole, checksums match",
+    ]
+    for replica in range(topology.replicas):
+        counters = manifests[topology.rank(Position(replica, topology.stages - 1, 0, 0))].counters
+        if "validation_loss" in counters:
+            lines.append(f"replica {replica}: validation loss {counters['validation_loss']:.4f}")
+    if topology.replicas > 1:
+        for stage in range(topology.stages):
+            lines.append(f"stage {stage}: spread {stage_spread(folder, manifests, stage):.3E}")
+    return lines
+
+
+def stage_spread(folder: Path, manifests: list[Manifest], stage: int) -> float:
+    """Standard deviation of the slow weights over the replicas, root mean square over the stage's weights."""
+    topology = manifests[0].topology
+    squares, count = 0.0, 0
+    for lane in range(topology.lanes):
+        for shard in range(topology.shards):
+            at = Position(0, stage, lane, shard)
+            vectors = (
+                elastic.read_flat(folder, replica, at, "slow_weights").double()
+                for replica in range(topology.replicas)
+            )
+            # Welford's recursion: one replica's vector in memory at a time
+            mean = next(vectors).clone()
+            deviation = mean.new_zeros(())
+            for seen, vector in enumerate(vectors, start=2):
+                difference = vector - mean
+                mean += difference / seen
+                deviation += (difference * (vector - mean)).sum()
+            squares += float(deviation) / (topology.replicas - 1)
+            count += len(mean)
+    return math.sqrt(squares / count)

@@ -1,0 +1,130 @@
+"""Where a run starts: from nothing, or from the newest checkpoint that is whole.
+
+The one moment, before the first step, at which all ranks must agree about files; they do it over
+torch.distributed's default group.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_noloco.config import RunConfig
+from megatron_noloco.plans.topology import Position, Topology
+from megatron_noloco.training.checkpoint import catalog, compare, elastic
+from megatron_noloco.training.checkpoint.catalog import Manifest
+from megatron_noloco.training.checkpoint.files import DamagedCheckpointError, verify
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where this rank starts, and what a person should know about it."""
+
+    folder: Path | None  # the step folder to restore; None: from the beginning
+    manifest: Manifest | None  # of this rank's source
+    notes: list[str]
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step if self.manifest else 0
+
+    @property
+    def sample(self) -> int:
+        """Samples consumed before it, by all replicas."""
+        return self.manifest.consumed_samples if self.manifest else 0
+
+    @property
+    def counters(self) -> dict[str, float]:
+        return self.manifest.counters if self.manifest else {}
+
+
+def find_start(config: RunConfig, topology: Topology) -> Start:
+    """Every rank calls it, before the first step, and gets the same step.
+
+    Raises ValueError when `training.load` names a checkpoint that is not whole, or when the config does not fit
+    the one that would be continued.
+    """
+    at = topology.position(dist.get_rank())
+    load = config.training.load
+    checkpoints = Path(config.training.output_dir) / "checkpoints"
+    if load == "none":
+        return _start_over(checkpoints)
+    explicit = load != "auto"
+    candidates = _agreed(
+        [str(Path(load))] if explicit else [str(path) for path in catalog.steps(checkpoints)]
+    )
+    notes: list[str] = []
+    for folder in map(Path, candidates):
+        manifest, problem = _examine(folder, topology, at)
+        problems = [text for text in _everybodys(problem) if text]
+        if not problems:
+            assert manifest is not None
+            return _continue(config, topology, folder, manifest, notes, explicit)
+        if explicit:
+            raise ValueError(f"training.load: {problems[0]}")
+        notes.append(f"not used: {problems[0]}")
+    start = _start_over(checkpoints)
+    return Start(None, None, notes + start.notes)
+
+
+def _examine(folder: Path, topology: Topology, at: Position) -> tuple[Manifest | None, str]:
+    """The manifest of the rank that this rank continues, or what is wrong with its part of the checkpoint."""
+    try:
+        manifests = catalog.read_manifests(folder)
+        saved = manifests[0].topology
+        if (saved.stages, saved.lanes, saved.shards) != (topology.stages, topology.lanes, topology.shards):
+            # compare.changes tells which; any manifest holds the config it needs
+            return manifests[0], ""
+        source = elastic.source_replica(at.replica, saved.replicas)
+        lanes = [
+            manifests[saved.rank(Position(source, at.stage, lane, at.shard))] for lane in range(saved.lanes)
+        ]
+        for manifest in lanes:  # DeepSpeed reads the optimizer files of all lanes
+            verify(catalog.replica_folder(folder, source), manifest.files)
+        return lanes[at.lane], ""
+    except DamagedCheckpointError as error:
+        return None, str(error)
+
+
+def _continue(
+    config: RunConfig, topology: Topology, folder: Path, saved: Manifest, notes: list[str], explicit: bool
+) -> Start:
+    changed = compare.changes(saved.config, config)
+    lines = [f"continuing from {folder}: step {saved.step}, {saved.consumed_samples} samples consumed"]
+    lines += notes
+    lines += [f"changed: {line}" for line in changed]
+    fold = config.training.fewer_replicas == "fold"
+    lines += elastic.what_happened(saved.topology.replicas, topology.replicas, fold)
+    own_folder = Path(config.training.output_dir) / "checkpoints"
+    newer = [path for path in catalog.steps(own_folder) if (catalog.step_of(path) or 0) > saved.step]
+    if explicit and folder.parent.resolve() != own_folder.resolve():
+        newer = catalog.steps(own_folder)
+    lines += _set_aside(newer)
+    return Start(folder, saved, lines)
+
+
+def _start_over(checkpoints: Path) -> Start:
+    return Start(None, None, _set_aside(catalog.steps(checkpoints)))
+
+
+def _set_aside(folders: list[Path]) -> list[str]:
+    """Rank 0 moves steps out of the way that this run will write again; nobody starts before."""
+    lines = []
+    if dist.get_rank() == 0:
+        lines = [f"set aside: {folder} is now {catalog.set_aside(folder).name}" for folder in folders]
+    dist.barrier()
+    return lines
+
+
+def _agreed(names: list[str]) -> list[str]:
+    """Rank 0's list, on every rank: a file system may show the others an older state."""
+    holder = [names]
+    dist.broadcast_object_list(holder, src=0)
+    return holder[0]
+
+
+def _everybodys(text: str) -> list[str]:
+    texts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    return texts
