@@ -14,7 +14,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from torch import nn
+from torch import Tensor, nn
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.model import weights
@@ -25,10 +25,30 @@ from megatron_noloco.model.layers import CausalAttention, RMSNorm
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+class Llama(GPTModel):
+    """Core's model, whose loss does not see the padding of the vocabulary.
+
+    Padded rows exist for the sake of shapes; left in the softmax they would take probability from real tokens,
+    and the loss would depend on the padding and differ from the exported model's.
+    """
+
+    def __init__(self, *arguments: Any, real_vocab_size: int, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.real_vocab_size = real_vocab_size
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Loss [batch, tokens] of logits [tokens, batch, vocabulary / shards] (overrides core's)."""
+        first = self.pg_collection.tp.rank() * logits.size(-1)
+        padding = max(0, self.real_vocab_size - first)
+        if padding < logits.size(-1):
+            logits[..., padding:] = -torch.inf
+        return super().compute_language_model_loss(labels, logits)
+
+
 class Stage(nn.Module):
     """A pipeline stage: one model chunk, or several when the schedule is interleaved (virtual stages)."""
 
-    def __init__(self, chunks: list[GPTModel], config: TransformerConfig) -> None:
+    def __init__(self, chunks: list[Llama], config: TransformerConfig) -> None:
         super().__init__()
         self.chunks = nn.ModuleList(chunks)
         self.config = config
@@ -36,7 +56,7 @@ class Stage(nn.Module):
     @property
     def tied_weight(self) -> nn.Parameter | None:
         """This stage's copy of an embedding that the output layer shares; None where there is none."""
-        first, last = cast(GPTModel, self.chunks[0]), cast(GPTModel, self.chunks[-1])
+        first, last = cast(Llama, self.chunks[0]), cast(Llama, self.chunks[-1])
         if not first.share_embeddings_and_output_weights:
             return None
         holder = first if first.pre_process else last
@@ -143,7 +163,7 @@ def _build_chunk(
     transformer_engine: bool,
     vocab_size: int,
     index: int,
-) -> GPTModel:
+) -> Llama:
     virtual_stages = config.parallel.virtual_stages
     vp_stage = index if virtual_stages > 1 else None
     layer = layer_spec(transformer_engine)
@@ -152,7 +172,7 @@ def _build_chunk(
         count = get_num_layers_to_build(core_config, vp_stage, groups.position.stage)
         block = TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
     tied = not config.model.untie_embeddings_and_output_weights
-    chunk = GPTModel(
+    chunk = Llama(
         config=core_config,
         transformer_layer_spec=block,
         vocab_size=config.padded_vocab_size(vocab_size),
@@ -164,6 +184,7 @@ def _build_chunk(
         rotary_base=config.model.rotary_base,
         pg_collection=groups.collection,
         vp_stage=vp_stage,
+        real_vocab_size=config.model.vocab_size or vocab_size,
     )
     weights.initialise(
         chunk,
