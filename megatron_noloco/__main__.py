@@ -1,4 +1,4 @@
-"""The command line: `python -m megatron_noloco train|config|inspect`."""
+"""The command line: `python -m megatron_noloco train|config|inspect|export|import|generate`."""
 
 import argparse
 import os
@@ -8,6 +8,7 @@ import traceback
 from megatron_noloco import __version__
 from megatron_noloco.config import cli as config_cli
 from megatron_noloco.config import load_config
+from megatron_noloco.publish import cli as publish_cli
 
 USAGE_ERROR = 2
 FAILURE = 1
@@ -16,26 +17,32 @@ FAILURE = 1
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="megatron_noloco", description="Train Llamas with NoLoCo.")
     parser.add_argument("--version", action="version", version=__version__)
+    # `deepspeed` passes it to every process, before `train`; the environment says the same.
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", required=True)
     train = commands.add_parser("train", help="train from one JSON file")
     train.add_argument("--config", required=True, help="the run's JSON")
     train.add_argument(
         "--progress", choices=("auto", "bar", "lines"), default="auto", help="auto: a bar on a terminal"
     )
-    # `deepspeed` passes it to every process; the environment says the same.
-    train.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     config_cli.add_arguments(commands.add_parser("config", help="explain or check a config file"))
     inspect = commands.add_parser("inspect", help="what a checkpoint holds, and whether it is whole")
     inspect.add_argument("checkpoint", help="a step folder, or a run's output_dir (its latest checkpoint)")
+    publish_cli.add_commands(commands)
     parsed = parser.parse_args(arguments)
     match parsed.command:
+        case "train":
+            return _train(parsed)
         case "config":
             return config_cli.run(parsed)
         case "inspect":
             from megatron_noloco.training.checkpoint import inspect as inspection  # imports torch
 
             return inspection.run(parsed.checkpoint)
-    return _train(parsed)
+    try:
+        return parsed.run(parsed)
+    except ValueError as error:
+        return _usage_error(error)
 
 
 def _train(parsed: argparse.Namespace) -> int:

@@ -243,6 +243,10 @@ class TrainingConfig(Block):
         min_length=1,
         description='"auto": continue from the newest sound checkpoint in output_dir; "none"; or a step folder.',
     )
+    pretrained: str | None = Field(
+        default=None,
+        description="Folder of a Hugging Face Llama whose weights every replica starts from; null: random.",
+    )
     fewer_replicas: Literal["drop", "fold"] = Field(
         default="drop",
         description="Resumed with fewer replicas: forget the others, or fold them into the mean of those kept.",

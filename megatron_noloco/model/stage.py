@@ -1,6 +1,8 @@
 """One stage of a Llama, from Megatron-core's layer specs."""
 
 import importlib.util
+from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -17,7 +19,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.model import weights
+from megatron_noloco.model import huggingface, weights
 from megatron_noloco.model.dropout import seed_dropout
 from megatron_noloco.model.groups import Groups
 from megatron_noloco.model.layers import CausalAttention, RMSNorm
@@ -186,13 +188,20 @@ def _build_chunk(
         vp_stage=vp_stage,
         real_vocab_size=config.model.vocab_size or vocab_size,
     )
-    weights.initialise(
-        chunk,
-        groups,
-        seed=config.training.seed,
-        std=config.model.init_method_std,
-        num_layers=config.model.num_layers,
-        layer_offset=get_transformer_layer_offset(core_config, vp_stage, groups.position.stage),
-        tied=tied,
-    )
+    layer_offset = get_transformer_layer_offset(core_config, vp_stage, groups.position.stage)
+    if config.training.pretrained is None:
+        weights.initialise(
+            chunk,
+            groups,
+            seed=config.training.seed,
+            std=config.model.init_method_std,
+            num_layers=config.model.num_layers,
+            layer_offset=layer_offset,
+            tied=tied,
+        )
+    else:
+        with huggingface.HuggingFaceWeights(Path(config.training.pretrained)) as theirs:
+            padded = config.padded_vocab_size(vocab_size)
+            read = partial(huggingface.from_hf, read=theirs, model=config.model, padded_vocab_size=padded)
+            weights.load(chunk, groups, layer_offset, tied, read)
     return chunk

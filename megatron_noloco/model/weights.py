@@ -5,50 +5,37 @@ them; and a model split into stages and shards starts from exactly the weights o
 """
 
 import hashlib
-import re
+from collections.abc import Callable
 
 import torch
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
 from megatron_noloco.model.groups import Groups
+from megatron_noloco.model.shards import global_name, sharded_dimension, take_shard
 from megatron_noloco.plans.draws import Stream, draw_words
 
 EMBEDDING = "embedding.word_embeddings.weight"
 OUTPUT = "output_layer.weight"
 
-# The dimension along which a matrix is cut into shards, by the last words of its name.
-SHARDED_DIMENSION = {
-    "word_embeddings.weight": 0,
-    "output_layer.weight": 0,
-    "linear_qkv.weight": 0,
-    "linear_fc1.weight": 0,
-    "linear_proj.weight": 1,
-    "linear_fc2.weight": 1,
-}
 
+@torch.no_grad()
+def load(
+    chunk: nn.Module, groups: Groups, layer_offset: int, tied: bool, read: Callable[[str], Tensor]
+) -> None:
+    """Fill a model chunk with its part of a model whose full tensors `read` gives by global name.
 
-def sharded_dimension(name: str) -> int | None:
-    """The dimension cut into shards, or None for a parameter every shard holds whole (norms)."""
-    return next((dim for suffix, dim in SHARDED_DIMENSION.items() if name.endswith(suffix)), None)
-
-
-def global_name(name: str, layer_offset: int) -> str:
-    """The parameter's name in the unsplit model: `layer_offset` layers lie before this model chunk."""
-    return re.sub(
-        r"(decoder\.layers\.)(\d+)", lambda match: f"{match[1]}{int(match[2]) + layer_offset}", name
-    )
-
-
-def take_shard(full: Tensor, name: str, shard: int, shards: int) -> Tensor:
-    """The part of a full matrix that one shard holds. SwiGLU's fc1 is [gate; up], each cut on its own."""
-    dimension = sharded_dimension(name)
-    if dimension is None:
-        return full
-    if name.endswith("linear_fc1.weight"):
-        gate_and_up = full.view(2, -1, full.size(1))
-        return gate_and_up.chunk(shards, dim=1)[shard].reshape(-1, full.size(1))
-    return full.chunk(shards, dim=dimension)[shard]
+    Raises ValueError when a tensor has another shape.
+    """
+    for name, parameter in chunk.named_parameters():
+        full = read(EMBEDDING if tied and name == OUTPUT else global_name(name, layer_offset))
+        part = take_shard(full, name, groups.position.shard, groups.topology.shards)
+        if part.shape != parameter.shape:
+            raise ValueError(
+                f"{name}: {list(part.shape)} does not fit a parameter of {list(parameter.shape)}"
+            )
+        parameter.copy_(part)
+        _mark(parameter, name)
 
 
 @torch.no_grad()
@@ -74,8 +61,14 @@ def initialise(
         full = _draw(full_size, drawn_name, seed)
         full.mul_(std / (2 * num_layers) ** 0.5 if residual else std)
         parameter.copy_(take_shard(full, name, shard, shards))
-        if not hasattr(parameter, "tensor_model_parallel"):
-            set_tensor_model_parallel_attributes(parameter, True, dimension, 1)
+        _mark(parameter, name)
+
+
+def _mark(parameter: nn.Parameter, name: str) -> None:
+    """Tell core and DeepSpeed what is sharded: the gradient norm adds up its parts."""
+    dimension = sharded_dimension(name)
+    if dimension is not None and not hasattr(parameter, "tensor_model_parallel"):
+        set_tensor_model_parallel_attributes(parameter, True, dimension, 1)
 
 
 def _draw(size: list[int], name: str, seed: int) -> Tensor:

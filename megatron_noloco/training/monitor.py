@@ -28,6 +28,9 @@ _FIELDS = (
     "exchange", "wait", "sent", "squared_spread", "compared", "poisoned",
 )  # fmt: skip
 
+# What a checkpoint remembers of the last evaluation.
+_EVALUATED = ("evaluated_step", "validation_loss", "mean_model_loss")
+
 
 class Monitor:
     """Collects what each step and round report, and every `log_interval` steps makes one record of it."""
@@ -53,7 +56,7 @@ class Monitor:
         # Since step 0, over resumes.
         self._exchange_total = counters.get("exchange_seconds", 0.0)
         self._sent_total = counters.get("sent_bytes", 0.0)
-        self._validation_loss = counters.get("validation_loss")
+        self._evaluated = {name: counters[name] for name in _EVALUATED if name in counters}
         self._round: RoundReport | None = None
         self._begin_interval()
 
@@ -73,10 +76,7 @@ class Monitor:
     @property
     def counters(self) -> dict[str, float]:
         """What a checkpoint keeps of this rank's statistics."""
-        counters = {"exchange_seconds": self._exchange_total, "sent_bytes": self._sent_total}
-        if self._validation_loss is not None:
-            counters["validation_loss"] = self._validation_loss
-        return counters
+        return {"exchange_seconds": self._exchange_total, "sent_bytes": self._sent_total, **self._evaluated}
 
     def log_if_due(self, done: int) -> None:
         if done % self.training.log_interval == 0 or done == self.training.train_iters:
@@ -95,7 +95,8 @@ class Monitor:
 
     def evaluation(self, done: int, evaluation: Evaluation) -> None:
         replica = self.groups.position.replica
-        self._validation_loss = evaluation.replica_losses[replica]
+        figures = (float(done), evaluation.replica_losses[replica], evaluation.mean_model_loss)
+        self._evaluated = dict(zip(_EVALUATED, figures, strict=True))
         if self._files is not None:
             self._files.evaluation(done, replica, evaluation)
         if self.console is not None:

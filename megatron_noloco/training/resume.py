@@ -56,7 +56,7 @@ def find_start(config: RunConfig, topology: Topology) -> Start:
     )
     notes: list[str] = []
     for folder in map(Path, candidates):
-        manifest, problem = _examine(folder, topology, at)
+        manifest, problem = _examine(folder, topology, at, config.training.fewer_replicas == "fold")
         problems = [text for text in _everybodys(problem) if text]
         if not problems:
             assert manifest is not None
@@ -68,7 +68,7 @@ def find_start(config: RunConfig, topology: Topology) -> Start:
     return Start(None, None, notes + start.notes)
 
 
-def _examine(folder: Path, topology: Topology, at: Position) -> tuple[Manifest | None, str]:
+def _examine(folder: Path, topology: Topology, at: Position, fold: bool) -> tuple[Manifest | None, str]:
     """The manifest of the rank that this rank continues, or what is wrong with its part of the checkpoint."""
     try:
         manifests = catalog.read_manifests(folder)
@@ -77,12 +77,14 @@ def _examine(folder: Path, topology: Topology, at: Position) -> tuple[Manifest |
             # compare.changes tells which; any manifest holds the config it needs
             return manifests[0], ""
         source = elastic.source_replica(at.replica, saved.replicas)
-        lanes = [
-            manifests[saved.rank(Position(source, at.stage, lane, at.shard))] for lane in range(saved.lanes)
-        ]
-        for manifest in lanes:  # DeepSpeed reads the optimizer files of all lanes
-            verify(catalog.replica_folder(folder, source), manifest.files)
-        return lanes[at.lane], ""
+        needed = [source]
+        if fold and at.replica == 0:  # those that nobody continues enter the mean
+            needed += range(topology.replicas, saved.replicas)
+        for replica in needed:
+            for lane in range(saved.lanes):  # DeepSpeed reads the optimizer files of all lanes
+                manifest = manifests[saved.rank(Position(replica, at.stage, lane, at.shard))]
+                verify(catalog.replica_folder(folder, replica), manifest.files)
+        return manifests[saved.rank(Position(source, at.stage, at.lane, at.shard))], ""
     except DamagedCheckpointError as error:
         return None, str(error)
 
@@ -113,6 +115,8 @@ def _set_aside(folders: list[Path]) -> list[str]:
     lines = []
     if dist.get_rank() == 0:
         lines = [f"set aside: {folder} is now {catalog.set_aside(folder).name}" for folder in folders]
+        if folders:
+            catalog.name_latest(folders[0].parent)
     dist.barrier()
     return lines
 

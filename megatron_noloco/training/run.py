@@ -1,9 +1,7 @@
 """From a config file to a finished run: puts the rooms together."""
 
-import logging
 import os
 import sys
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +14,7 @@ from megatron_noloco.data.corpus import Corpus, load_corpus
 from megatron_noloco.data.dataset import Datasets, build_datasets
 from megatron_noloco.data.microbatches import MicrobatchSource, ValidationSource
 from megatron_noloco.data.tokenizer import ByteTokenizer
+from megatron_noloco.model import huggingface, quieten
 from megatron_noloco.outer.optimizer import PartnerTimeoutError
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.routing import Routing
@@ -52,6 +51,8 @@ def prepare(config: RunConfig, environ: Mapping[str, str]) -> Prepared:
         raise ValueError(
             "fp16.enabled: this machine has no GPU, and its CPU no fp16 arithmetic; use bf16 or fp32"
         )
+    if config.training.pretrained is not None:
+        huggingface.check_fits(Path(config.training.pretrained), config.model)
     corpus = load_corpus(config.data.text, config.data.split)
     plan = BatchPlan(topology.replicas, topology.lanes, config.microbatches, config.micro_batch_size)
     datasets = build_datasets(corpus, config.model.seq_length, plan.global_batch)
@@ -88,7 +89,7 @@ def abandon_job(transport: Transport) -> None:
 
 def train(prepared: Prepared, transport: Transport, start: Start, progress: str = "auto") -> None:
     """Build this rank's part of the run and train to the end, or until asked to stop."""
-    _quieten()
+    quieten()
     # These rooms import Megatron-core and DeepSpeed, which takes seconds: only for a run known to be sound.
     from megatron_noloco.engine.replica import ReplicaEngine
     from megatron_noloco.model import cpu
@@ -175,13 +176,3 @@ def _synchronous_bytes_per_step(prepared: Prepared) -> float:
         4 if config.precision == "fp32" else 2
     )
     return 2 * (replicas - 1) / replicas * gradient_bytes
-
-
-def _quieten() -> None:
-    """Keep the engines' start-up chatter off the console; errors and our own lines remain."""
-    warnings.filterwarnings("ignore", module=r"(megatron|deepspeed|apex)\b")
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    os.environ.setdefault("DS_LOG_LEVEL", "error")
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it had to guess

@@ -3,25 +3,27 @@
 SIGTERM, SIGUSR1 (Slurm's warning), one Ctrl-C or `exit_duration_minutes` ask for it; one rank that is asked is
 enough. The ranks then agree through the job's key-value store:
 
-1. Whoever is asked writes a request; the others look for one once a second, between steps.
-2. A rank that knows of the request writes how many steps it has done, and waits until every rank has.
-3. All stop after the largest of these numbers.
+1. Whoever is asked writes a request; the others look for one once a second.
+2. A rank that knows of the request writes how many steps it has begun, and begins no more ...
+3. ... until every rank has written. All stop after the largest of these numbers.
 
-Nobody waits for ever: a rank that has done s steps (with their rounds, log lines, evaluations and checkpoints)
-has also done its part in everybody else's first s steps, so the ranks that are behind can always reach the
-number they have to write, and then the largest one. A rank that reaches the end writes that.
+A thread of its own does the looking and the writing, because the step in progress may need a rank that already
+stands still: a pipeline stage, or a partner whose round is some steps ahead. So every number is there soon,
+whatever the steps wait for, and then everybody can finish all steps that anybody has begun. A rank that
+reaches the end writes that.
 """
 
 import signal
+import threading
 import time
-from datetime import timedelta
 from types import FrameType
 
 import torch.distributed as dist
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _LOOK_SECONDS = 1.0
-_PATIENCE = timedelta(minutes=10)  # a rank must first finish the step it is in
+_AGREE_SECONDS = 0.1  # between two looks for the others' numbers
+_PATIENCE_SECONDS = 600.0  # for a rank whose process hangs
 _REQUEST = "stop/request"
 
 
@@ -32,10 +34,18 @@ class Stopping:
         self.reason: str | None = None
         self._deadline = time.monotonic() + 60 * exit_duration_minutes if exit_duration_minutes else None
         self._asked: str | None = None
+        self._lock = threading.Lock()  # for the two numbers below
+        self._begun = 0
+        self._told: int | None = None  # the number of steps begun that the others know
         self._last_step: int | None = None
-        self._looked = time.monotonic()
+        self._failure: Exception | None = None
+        self._agreed = threading.Event()  # or failed to
+        self._look_now = threading.Event()
+        self._closing = False
         self._store = dist.distributed_c10d._get_default_store()
         self._previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        self._watcher = threading.Thread(target=self._watch, name="stopping", daemon=True)
+        self._watcher.start()
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._asked is not None and number == signal.SIGINT:
@@ -44,39 +54,65 @@ class Stopping:
 
     def before_step(self, done: int) -> bool:
         """Whether the run stops here; every rank calls it before each step, with the steps done so far."""
+        if self._asked is not None:
+            self._look_now.set()
+        with self._lock:
+            if self._told is None:
+                self._begun = done + 1
+            if done < self._begun:
+                return False
+        self._agreed.wait()
         if self._last_step is None:
-            self._look()
-            if self.reason is not None:
-                self._last_step = self._agree(done)
-        return self._last_step is not None and done >= self._last_step
+            raise RuntimeError("the ranks could not agree where to stop") from self._failure
+        return done >= self._last_step
 
-    def _look(self) -> None:
-        now = time.monotonic()
-        if self._deadline is not None and now >= self._deadline and self._asked is None:
+    def _watch(self) -> None:
+        try:
+            while not self._is_requested():
+                self._look_now.wait(_LOOK_SECONDS)
+                if self._closing:
+                    return
+            with self._lock:
+                self._tell(self._begun)
+            self._last_step = self._largest_told()
+        except RuntimeError as error:  # the store is gone, and rank 0 with it; or somebody did not answer
+            self._failure = error
+        finally:
+            self._agreed.set()
+
+    def _is_requested(self) -> bool:
+        if self._deadline is not None and time.monotonic() >= self._deadline and self._asked is None:
             self._asked = "exit_duration_minutes"
         if self._asked is not None:
             # The first request stands, so that all ranks tell the same reason.
             self.reason = self._store.compare_set(_REQUEST, "", self._asked).decode()
-        elif now - self._looked >= _LOOK_SECONDS:
-            self._looked = now
-            if self._store.check([_REQUEST]):
-                self.reason = self._store.get(_REQUEST).decode()
+        elif self._store.check([_REQUEST]):
+            self.reason = self._store.get(_REQUEST).decode()
+        return self.reason is not None
 
-    def _agree(self, done: int) -> int:
-        self._tell(done)
-        names = [f"stop/done/{rank}" for rank in range(dist.get_world_size())]
-        self._store.wait(names, _PATIENCE)
+    def _largest_told(self) -> int:
+        names = [f"stop/begun/{rank}" for rank in range(dist.get_world_size())]
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while not self._store.check(names):  # waiting in the store would keep this process's others from it
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"a rank has not answered for {_PATIENCE_SECONDS:.0f} s")
+            time.sleep(_AGREE_SECONDS)
         return max(int(self._store.get(name)) for name in names)
 
-    def _tell(self, done: int) -> None:
-        self._store.set(f"stop/done/{dist.get_rank()}", str(done))
+    def _tell(self, begun: int) -> None:
+        self._told = begun
+        self._store.set(f"stop/begun/{dist.get_rank()}", str(begun))
 
     def close(self, done: int) -> None:
         """At the end of the run, early or not; the rank that serves the store leaves last."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        if self._last_step is None:
-            self._tell(done)
+        with self._lock:
+            if self._told is None:
+                self._tell(done)
+        self._closing = True
+        self._look_now.set()
+        self._watcher.join()
         self._store.add("stop/left", 1)
         while dist.get_rank() == 0 and self._store.add("stop/left", 0) < dist.get_world_size():
             time.sleep(0.05)

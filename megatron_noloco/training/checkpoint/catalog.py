@@ -48,6 +48,8 @@ class Manifest:
             raw["position"] = Position(**raw["position"])
             raw["files"] = {name: FileRecord(**record) for name, record in raw["files"].items()}
             return cls(**raw)
+        except DamagedCheckpointError:  # a ValueError, too
+            raise
         except OSError as error:
             raise DamagedCheckpointError(f"{path}: {error.strerror}") from None
         except (ValueError, KeyError, TypeError, AttributeError):
@@ -122,13 +124,21 @@ def publish(checkpoints: Path, folder: Path, world_size: int, keep_last: int) ->
     written = sum(1 for _ in folder.glob("replica_*/stage_*.json"))  # cheap: all ranks but the last stop here
     if written < world_size or not is_complete(folder):
         return
-    complete = [path for path in steps(checkpoints) if is_complete(path)]
-    if complete[0] == folder:
-        write_whole(checkpoints / "latest", lambda partial: _write_name(partial, folder.name))
+    complete = name_latest(checkpoints)
     for old in steps(checkpoints):
         if len(complete) > keep_last and (step_of(old) or 0) < (step_of(complete[keep_last - 1]) or 0):
             with contextlib.suppress(OSError):  # the other rank may be removing it, too
                 shutil.rmtree(old)
+
+
+def name_latest(checkpoints: Path) -> list[Path]:
+    """Let `latest` name the newest complete step, or be absent; returns all complete ones, newest first."""
+    complete = [path for path in steps(checkpoints) if is_complete(path)]
+    if complete:
+        write_whole(checkpoints / "latest", lambda partial: _write_name(partial, complete[0].name))
+    else:
+        (checkpoints / "latest").unlink(missing_ok=True)
+    return complete
 
 
 def _write_name(path: Path, name: str) -> None:

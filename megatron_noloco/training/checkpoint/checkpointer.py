@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -54,8 +55,8 @@ class Checkpointer:
     def save(self, step: int, counters: dict[str, float]) -> SaveReport:
         """Write the state after `step` local steps; with `async_save`, a copy of it, in the background."""
         started = time.perf_counter()
+        step_before, error_before = self.saved_step, self.wait()  # at most one copy is in memory
         self.saved_step = step
-        error = self.wait()  # for the one before: at most one copy is in memory
         states = self.engine.collect_state()
         tensors = self._tensors()
         if self.training.async_save:
@@ -63,9 +64,11 @@ class Checkpointer:
         files: dict[str, Write] = {name: partial(torch.save, state) for name, state in states.items()}
         files[f"{catalog.rank_name(self.position)}.safetensors"] = partial(save_file, tensors)
         self._writing = self._writer.submit(self._write, step, files, counters)
-        if not self.training.async_save:
-            error = self.wait() or error
-        return SaveReport(step, time.perf_counter() - started, error)
+        error = None if self.training.async_save else self.wait()
+        pause_seconds = time.perf_counter() - started
+        if error_before is not None:
+            return SaveReport(step_before, pause_seconds, error_before)
+        return SaveReport(step, pause_seconds, error)
 
     def wait(self) -> str | None:
         """Until nothing is being written; returns why the last save failed, if it did."""
@@ -73,7 +76,7 @@ class Checkpointer:
         try:
             if writing is not None:
                 writing.result()
-        except (OSError, RuntimeError, ValueError) as error:  # torch and safetensors wrap system errors
+        except (OSError, RuntimeError, SafetensorError) as error:  # the latter two wrap system errors
             return " ".join(str(error).split())
         return None
 

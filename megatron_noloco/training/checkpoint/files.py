@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,8 @@ class FileRecord:
 
 def write_whole(path: Path, write: Callable[[Path], None]) -> FileRecord:
     """Let `write` fill a temporary file, then put it in place; a crash leaves the old file or none."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    # Ranks on several hosts may have the same process id, and write `latest` at the same time.
+    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
         write(partial)
         record = FileRecord(partial.stat().st_size, checksum(partial))

@@ -55,7 +55,8 @@ def report(folder: Path, manifests: list[Manifest]) -> list[str]:
     lines = [
         f"checkpoint: {folder}",
         f"step: {first.step} of {first.config['training']['train_iters']}",
-        f"consumed: {first.consumed_samples} samples, {first.consumed_samples * seq_length} tokens, by all replicas",
+        f"consumed by all replicas: {first.consumed_samples} samples, "
+        f"{first.consumed_samples * seq_length} tokens",
         f"topology: {topology.replicas} replicas x {topology.stages} stages x {topology.lanes} lanes x "
         f"{topology.shards} shards = {topology.world_size} ranks",
         f"method: {first.config['noloco']['method']}",
@@ -68,12 +69,17 @@ def report(folder: Path, manifests: list[Manifest]) -> list[str]:
         if "validation_loss" in counters:
             lines.append(f"replica {replica}: validation loss {counters['validation_loss']:.4f}")
     if topology.replicas > 1:
-        for stage in range(topology.stages):
-            lines.append(f"stage {stage}: spread {stage_spread(folder, manifests, stage):.3E}")
+        for stage, spread in enumerate(stage_spreads(folder, manifests)):
+            lines.append(f"stage {stage}: spread {spread:.3E}")
     return lines
 
 
-def stage_spread(folder: Path, manifests: list[Manifest], stage: int) -> float:
+def stage_spreads(folder: Path, manifests: list[Manifest]) -> list[float]:
+    """The spread of each stage."""
+    return [_stage_spread(folder, manifests, stage) for stage in range(manifests[0].topology.stages)]
+
+
+def _stage_spread(folder: Path, manifests: list[Manifest], stage: int) -> float:
     """Standard deviation of the slow weights over the replicas, root mean square over the stage's weights."""
     topology = manifests[0].topology
     squares, count = 0.0, 0

@@ -1,0 +1,50 @@
+"""Names and shards: where a parameter of one rank's stage sits in the unsplit model."""
+
+import re
+
+import torch
+from torch import Tensor
+
+# The dimension along which a matrix is cut into shards, by the last words of its name.
+SHARDED_DIMENSION = {
+    "word_embeddings.weight": 0,
+    "output_layer.weight": 0,
+    "linear_qkv.weight": 0,
+    "linear_fc1.weight": 0,
+    "linear_proj.weight": 1,
+    "linear_fc2.weight": 1,
+}
+
+
+def sharded_dimension(name: str) -> int | None:
+    """The dimension cut into shards, or None for a parameter every shard holds whole (norms)."""
+    return next((dim for suffix, dim in SHARDED_DIMENSION.items() if name.endswith(suffix)), None)
+
+
+def global_name(name: str, layer_offset: int) -> str:
+    """The parameter's name in the unsplit model: `layer_offset` layers lie before this model chunk."""
+    return re.sub(
+        r"(decoder\.layers\.)(\d+)", lambda match: f"{match[1]}{int(match[2]) + layer_offset}", name
+    )
+
+
+def take_shard(full: Tensor, name: str, shard: int, shards: int) -> Tensor:
+    """The part of a full matrix that one shard holds. SwiGLU's fc1 is [gate; up], each cut on its own."""
+    dimension = sharded_dimension(name)
+    if dimension is None:
+        return full
+    if name.endswith("linear_fc1.weight"):
+        gate_and_up = full.view(2, -1, full.size(1))
+        return gate_and_up.chunk(shards, dim=1)[shard].reshape(-1, full.size(1))
+    return full.chunk(shards, dim=dimension)[shard]
+
+
+def merge_shards(parts: list[Tensor], name: str) -> Tensor:
+    """The full matrix from the parts of all shards, in order; the inverse of `take_shard`."""
+    dimension = sharded_dimension(name)
+    if dimension is None or len(parts) == 1:
+        return parts[0]
+    if name.endswith("linear_fc1.weight"):
+        halves = [part.view(2, -1, part.size(1)) for part in parts]
+        return torch.cat(halves, dim=1).reshape(-1, parts[0].size(1))
+    return torch.cat(parts, dim=dimension)

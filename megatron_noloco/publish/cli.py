@@ -1,0 +1,107 @@
+"""The commands `export`, `import` and `generate`."""
+
+import argparse
+import json
+import re
+import sys
+import tempfile
+from pathlib import Path
+
+from megatron_noloco.config import load_config
+
+UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    export = commands.add_parser("export", help="checkpoint -> Hugging Face folder, checked")
+    export.add_argument("checkpoint", help="a step folder, or a run's output_dir (its latest checkpoint)")
+    export.add_argument("--output", required=True, help="the folder to write")
+    export.add_argument(
+        "--combine", default="mean", metavar="mean|best|replica=K", help="which weights (default: mean)"
+    )
+    export.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    export.add_argument("--max-shard-size", default="500MB", help="largest weight file (default: 500MB)")
+    export.set_defaults(run=_export)
+
+    import_ = commands.add_parser("import", help="Hugging Face folder -> a config that trains on from it")
+    import_.add_argument("folder", help="a Hugging Face Llama with safetensors")
+    import_.add_argument("--config", required=True, help="the run's JSON; its model block is replaced")
+    import_.add_argument("--output", required=True, help="the JSON to write")
+    import_.set_defaults(run=_import)
+
+    generate = commands.add_parser("generate", help="text from a checkpoint or a Hugging Face folder")
+    source = generate.add_mutually_exclusive_group(required=True)
+    source.add_argument("--checkpoint", help="a step folder, or a run's output_dir")
+    source.add_argument("--hf", help="a Hugging Face folder")
+    generate.add_argument("--prompt", required=True)
+    generate.add_argument("--tokens", type=int, default=200, help="at most so many new tokens")
+    generate.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
+    generate.add_argument("--seed", type=int, default=0)
+    generate.set_defaults(run=_generate)
+
+
+def _export(args: argparse.Namespace) -> int:
+    from megatron_noloco.publish.check import TOLERANCE, check_export
+    from megatron_noloco.publish.export import export, losses_report, open_source
+
+    source = open_source(Path(args.checkpoint), args.combine)
+    output = Path(args.output)
+    export(source, output, args.dtype, parse_size(args.max_shard_size))
+    _say(*losses_report(source))
+    difference = check_export(source, output)
+    _say(f"logits: largest difference from the trainer's own {difference:.1e} (must be below {TOLERANCE:g})")
+    if difference >= TOLERANCE:
+        sys.stderr.write(f"{output}: the exported model is not the trained one; left marked as unfinished\n")
+        return 1
+    _say(f"exported {source.folder} to {output}")
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    from megatron_noloco.model import huggingface
+
+    folder = Path(args.folder)
+    load_config(args.config)
+    raw = json.loads(Path(args.config).read_text())
+    seq_length = raw["model"]["seq_length"]
+    raw["model"] = {
+        **huggingface.model_block(folder),
+        "seq_length": seq_length,
+        "make_vocab_size_divisible_by": 1,
+    }
+    raw["training"]["pretrained"] = str(folder.resolve())
+    with huggingface.HuggingFaceWeights(folder) as weights:
+        weights("model.embed_tokens.weight")  # the files are there and hold what they must
+    output = Path(args.output)
+    output.write_text(json.dumps(raw, indent=2) + "\n")
+    load_config(str(output))
+    _say(f"{output}: trains on from {folder}")
+    return 0
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from megatron_noloco.publish.export import export, open_source
+    from megatron_noloco.publish.generate import generate
+
+    options = (args.prompt, args.tokens, args.temperature, args.seed)
+    if args.hf:
+        if not (Path(args.hf) / "config.json").exists():
+            raise ValueError(f"--hf {args.hf}: no config.json there; give the folder of a Hugging Face model")
+        generate(Path(args.hf), *options)
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        export(open_source(Path(args.checkpoint), "mean"), Path(folder) / "model", "float32", 500 * 10**6)
+        generate(Path(folder) / "model", *options)
+    return 0
+
+
+def parse_size(text: str) -> int:
+    """Bytes in a size like 500MB; raises ValueError."""
+    match = re.fullmatch(r"(\d+)\s*([KMG]B)?", text.strip(), re.IGNORECASE)
+    if match is None or int(match[1]) == 0:
+        raise ValueError(f'--max-shard-size: {text!r} is not a size; write it like "500MB"')
+    return int(match[1]) * UNITS[(match[2] or "").upper()]
+
+
+def _say(*lines: str) -> None:
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
