@@ -68,7 +68,8 @@ class GroupAveraging:
         """Yield the mean in pieces, each element once, as chunks land; `self.report` is complete at the end.
 
         Args:
-            vector: fp32, flat, in host memory; not to be written until the iterator is exhausted.
+            vector: fp32, flat, where the transport can send from; not to be written until the iterator
+                is exhausted.
             group: the replicas to average over, ascending, this one included.
             tag: the same in the whole group, different from that of other exchanges in the air.
 
@@ -76,8 +77,8 @@ class GroupAveraging:
         """
         replica = self.topology.position(self.transport.rank).replica
         self.report = ExchangeReport(group)
-        if len(self._inbox) != len(vector):
-            self._inbox = _buffer(len(vector))
+        if self._inbox.shape != vector.shape or self._inbox.device != vector.device:
+            self._inbox = buffer_beside(vector, len(vector))
         if len(group) == 1:
             yield MeanPiece(0, len(vector), self._inbox.copy_(vector))
         elif len(group) == 2:
@@ -110,8 +111,8 @@ class GroupAveraging:
         bounds = [len(vector) * member // len(group) for member in range(len(group) + 1)]
         parts = [slice(bounds[member], bounds[member + 1]) for member in range(len(group))]
         width = bounds[me + 1] - bounds[me]
-        if len(self._slices) < len(group) * width:
-            self._slices = _buffer(len(group) * width)
+        if len(self._slices) < len(group) * width or self._slices.device != vector.device:
+            self._slices = buffer_beside(vector, len(group) * width)
         slices = list(self._slices[: len(group) * width].view(len(group), width))
         slices[me] = vector[parts[me]]
 
@@ -159,5 +160,7 @@ class GroupAveraging:
         return out.copy_(torch.stack(finite).mean(dim=0))
 
 
-def _buffer(length: int) -> Tensor:
-    return torch.empty(length, pin_memory=torch.cuda.is_available())
+def buffer_beside(tensor: Tensor, length: int) -> Tensor:
+    """An fp32 buffer on the same device; pinned in host memory where there is an accelerator."""
+    pinned = tensor.device.type == "cpu" and torch.cuda.is_available()
+    return torch.empty(length, dtype=torch.float32, device=tensor.device, pin_memory=pinned)

@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.config import NolocoConfig
-from megatron_noloco.outer.averaging import ExchangeReport, GroupAveraging
+from megatron_noloco.outer.averaging import ExchangeReport, GroupAveraging, buffer_beside
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.topology import Position
 from megatron_noloco.transport.protocol import ExchangeTimeoutError
@@ -73,12 +73,13 @@ class OuterOptimizer:
         self.outer_momentum = settings.outer_momentum
         self.outer_lr = settings.outer_lr
         self.consensus_weight = settings.gamma
-        device = master_weights[0].device if settings.slow_weights == "device" else torch.device("cpu")
-        self.slow_weights = self._host_or(device)
+        length = sum(master.numel() for master in master_weights)
+        home = master_weights[0] if settings.slow_weights == "device" else torch.empty(0)
+        self.slow_weights = buffer_beside(home, length)
         for part, master in self._parts(self.slow_weights):
             part.copy_(master)
-        self.momentum = self._host_or(device).zero_()
-        self._combined = self._host_or(torch.device("cpu"))
+        self.momentum = buffer_beside(home, length).zero_()
+        self._combined = buffer_beside(home if averaging.transport.device_buffers else torch.empty(0), length)
 
     @torch.no_grad()
     def run_round(self, round_index: int) -> RoundReport:
@@ -140,8 +141,3 @@ class OuterOptimizer:
         """Views of a flat vector, each beside the master weights it stands for."""
         sizes = [master.numel() for master in self.master_weights]
         return zip(flat.split(sizes), self.master_weights, strict=True)
-
-    def _host_or(self, device: torch.device) -> Tensor:
-        length = sum(master.numel() for master in self.master_weights)
-        pinned = device.type == "cpu" and torch.cuda.is_available()
-        return torch.empty(length, dtype=torch.float32, device=device, pin_memory=pinned)

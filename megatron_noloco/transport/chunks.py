@@ -37,7 +37,9 @@ def cut(messages: Sequence[Message], chunk_bytes: int) -> list[Chunk]:
     return chunks
 
 
-def check_messages(messages: Sequence[Message], rank: int, world_size: int) -> None:
+def check_messages(
+    messages: Sequence[Message], rank: int, world_size: int, device_buffers: bool = False
+) -> None:
     """Raise ValueError for a message that no transport carries."""
     for message in messages:
         if message.rank == rank or not 0 <= message.rank < world_size:
@@ -46,7 +48,7 @@ def check_messages(messages: Sequence[Message], rank: int, world_size: int) -> N
         if (
             buffer.dim() != 1
             or not buffer.is_contiguous()
-            or buffer.device.type != "cpu"
+            or not (device_buffers or buffer.device.type == "cpu")
             or buffer.requires_grad
         ):
             raise ValueError(

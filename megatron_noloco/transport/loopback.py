@@ -74,6 +74,7 @@ class LoopbackTransport:
     """One rank of `loopback_world`; to be used by one thread."""
 
     name = "loopback"
+    device_buffers = False
 
     def __init__(self, exchange: _Exchange, rank: int, world_size: int, chunk_bytes: int) -> None:
         self.rank = rank

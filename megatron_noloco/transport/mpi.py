@@ -9,6 +9,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES, Chunk, check_messages, cut
 from megatron_noloco.transport.protocol import Arrival, ExchangeTimeoutError, Message
 
@@ -107,6 +109,7 @@ class MpiTransport:
 
         self._comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
         self._chunk_bytes = chunk_bytes
+        self.device_buffers = torch.cuda.is_available() and gpu_buffers_supported()
         self._tags = (self._comm.Get_attr(MPI.TAG_UB) or 32767) + 1
         self._flights: list[MpiFlight] = []
         atexit.register(_finalize, self._flights)
@@ -116,15 +119,22 @@ class MpiTransport:
     def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> MpiFlight:
         from mpi4py import MPI
 
-        check_messages([*sends, *receives], self.rank, self.world_size)
+        check_messages([*sends, *receives], self.rank, self.world_size, self.device_buffers)
+        if any(message.buffer.is_cuda for message in [*sends, *receives]):
+            torch.cuda.current_stream().synchronize()  # MPI knows nothing of streams
         self._flights[:] = [flight for flight in self._flights if flight.in_air()]
         tag %= self._tags
         incoming, outgoing = cut(receives, self._chunk_bytes), cut(sends, self._chunk_bytes)
-        receiving = [self._comm.Irecv([c.data.numpy(), MPI.BYTE], source=c.rank, tag=tag) for c in incoming]
-        sending = [self._comm.Isend([c.data.numpy(), MPI.BYTE], dest=c.rank, tag=tag) for c in outgoing]
+        receiving = [self._comm.Irecv([_memory(c), MPI.BYTE], source=c.rank, tag=tag) for c in incoming]
+        sending = [self._comm.Isend([_memory(c), MPI.BYTE], dest=c.rank, tag=tag) for c in outgoing]
         flight = MpiFlight(_Pending(incoming, receiving), _Pending(outgoing, sending), tag)
         self._flights.append(flight)
         return flight
+
+
+def _memory(chunk: Chunk) -> Any:
+    """The chunk's bytes as mpi4py takes them without a copy: a numpy view, or the CUDA tensor itself."""
+    return chunk.data if chunk.data.is_cuda else chunk.data.numpy()
 
 
 def _finalize(flights: list[MpiFlight]) -> None:

@@ -15,7 +15,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Message:
-    """One buffer to or from one rank: flat (one dimension), contiguous, in host memory, without gradient."""
+    """One buffer to or from one rank: flat (one dimension), contiguous, without gradient.
+
+    In host memory, or on this rank's accelerator where the transport has `device_buffers`.
+    """
 
     rank: int
     buffer: Tensor
@@ -69,6 +72,7 @@ class Transport(Protocol):
     """
 
     name: str
+    device_buffers: bool  # whether messages may lie in accelerator memory
 
     @property
     def rank(self) -> int: ...

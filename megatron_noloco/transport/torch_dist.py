@@ -55,6 +55,7 @@ class TorchTransport:
     """
 
     name = "torch"
+    device_buffers = False
 
     def __init__(
         self, group: dist.ProcessGroup | None = None, chunk_bytes: int = DEFAULT_CHUNK_BYTES

@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "engine": {"plans", "config", "transport", "outer", "model"},
     "data": {"plans", "config"},
     "training": {"plans", "config", "transport", "outer", "model", "engine", "data"},
+    "publish": {"plans", "config", "transport", "outer", "model", "engine", "data", "training"},
 }
 ENTRANCE = f"{PACKAGE}/__main__.py"
 

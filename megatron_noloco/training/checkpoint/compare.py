@@ -46,9 +46,15 @@ def _within(name: str, names: tuple[str, ...]) -> bool:
 
 
 def _differences(before: Any, after: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    before, after = _switched_on(before), _switched_on(after)
     if isinstance(before, dict) and isinstance(after, dict):
         for key in sorted({*before, *after}):
             inner = f"{name}.{key}" if name else key
             yield from _differences(before.get(key), after.get(key), inner)
     elif before != after:
-        yield name, before, after
+        yield name, before or None, after or None
+
+
+def _switched_on(value: Any) -> Any:
+    """DeepSpeed's blocks need not be there: one that is absent or switched off has no settings."""
+    return {} if isinstance(value, dict) and value.get("enabled") is False else value

@@ -1,0 +1,259 @@
+"""What we rely on in Megatron-core and DeepSpeed beyond their documented interfaces; an upgrade may move it.
+
+Each test names the room of ours that has to be looked at.
+"""
+
+import inspect
+import os
+import re
+import tomllib
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported
+
+import deepspeed
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.ops.op_builder import FusedAdamBuilder
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.lr_schedules import WarmupCosineLR
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from megatron.core import parallel_state
+from megatron.core.models.common.embeddings import rotary_pos_embedding
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.pipeline_parallel import schedules
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import layers, mappings, random
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.utils import GlobalMemoryBuffer
+
+from megatron_noloco.model.pipeline import RoutedCommunicator
+
+ROOT = Path(__file__).parents[2]
+PINNED = ("megatron-core", "deepspeed")
+
+
+def parameters(function: Any) -> set[str]:
+    return set(inspect.signature(function).parameters)
+
+
+def pins(lines: list[str]) -> dict[str, str]:
+    return dict(match.groups() for line in lines if (match := re.match(r"([\w-]+)==([\w.]+)", line)))
+
+
+@pytest.mark.parametrize("package", PINNED)
+def test_the_installed_version_is_the_pinned_one(package: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    pinned = pins(project["dependencies"])[package]
+    assert version(package) == pinned, "everything below was read in the pinned version"
+    for name in ("requirements.txt", "requirements-gpu.txt"):
+        if (ROOT / name).exists():
+            assert pins((ROOT / name).read_text().splitlines()).get(package, pinned) == pinned, name
+
+
+class TestCpu:
+    """model/cpu.py rebinds these names."""
+
+    @pytest.mark.parametrize("module", [schedules, mappings, layers, rotary_pos_embedding])
+    def test_the_module_says_torch(self, module: Any) -> None:
+        assert "torch" in vars(module)
+        source = inspect.getsource(module)
+        assert 'device="cuda"' in source or "torch.cuda.current_device()" in source, (
+            "no patch needed any more"
+        )
+
+    @pytest.mark.parametrize("name", ["_get_cuda_rng_state", "_set_cuda_rng_state"])
+    def test_recompute_uses_these_helpers(self, name: str) -> None:
+        assert hasattr(random, name)
+        # Fewer uses than two would mean that recompute no longer goes through the name we replace.
+        assert inspect.getsource(random).count(f"{name}(") >= 2
+
+    def test_scratch_buffers(self) -> None:
+        assert {"tensor_shape", "dtype", "name"} <= parameters(GlobalMemoryBuffer.get_tensor)
+        assert GlobalMemoryBuffer().buffer == {}
+        assert "_GLOBAL_MEMORY_BUFFER" in vars(parallel_state)
+
+    def test_the_random_tracker_runs_on_a_cpu(self) -> None:
+        wanted = {"seed", "inference_rng_tracker", "tp_rank", "ep_rank", "etp_rank", "force_reset_rng"}
+        assert wanted <= parameters(model_parallel_cuda_manual_seed)
+
+
+class TestGroups:
+    """model/groups.py sets these globals, and fills this collection."""
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "_TENSOR_MODEL_PARALLEL_GROUP",
+            "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS",
+            "_PIPELINE_MODEL_PARALLEL_GROUP",
+            "_PIPELINE_GLOBAL_RANKS",
+            "_MODEL_PARALLEL_GROUP",
+            "_DATA_PARALLEL_GROUP",
+            "_DATA_PARALLEL_GROUP_WITH_CP",
+            "_CONTEXT_PARALLEL_GROUP",
+            "_TENSOR_AND_CONTEXT_PARALLEL_GROUP",
+            "_GLOBAL_MEMORY_BUFFER",
+        ],
+    )
+    def test_parallel_state_has(self, name: str) -> None:
+        assert name in vars(parallel_state)
+
+    def test_the_collection_has_these_groups(self) -> None:
+        fields = ProcessGroupCollection.__dataclass_fields__
+        assert {"tp", "pp", "mp", "dp", "dp_cp", "cp", "embd", "pos_embd"} <= set(fields)
+
+    def test_groups_can_be_made_by_their_members_alone(self) -> None:
+        assert "use_local_synchronization" in parameters(dist.new_group)
+
+
+class TestPipeline:
+    """model/pipeline.py passes these arguments, and overrides this method."""
+
+    @pytest.mark.parametrize(
+        "schedule",
+        [
+            schedules.forward_backward_no_pipelining,
+            schedules.forward_backward_pipelining_without_interleaving,
+            schedules.forward_backward_pipelining_with_interleaving,
+        ],
+    )
+    def test_schedules_take_our_communicator(self, schedule: Any) -> None:
+        assert {
+            "forward_step_func", "data_iterator", "model", "num_microbatches", "seq_length",
+            "micro_batch_size", "forward_only", "p2p_communicator", "pg_collection",
+        } <= parameters(schedule)  # fmt: skip
+
+    def test_all_messages_of_a_schedule_pass_through_one_method(self) -> None:
+        wanted = {
+            "self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "tensor_shape",
+            "wait_on_reqs",
+        }  # fmt: skip
+        assert (
+            parameters(P2PCommunicator._communicate) == wanted == parameters(RoutedCommunicator._communicate)
+        )
+        senders = {
+            name
+            for name, method in inspect.getmembers(P2PCommunicator, inspect.isfunction)
+            if name.startswith(("send_", "recv_"))
+        }
+        assert senders >= {
+            "recv_forward", "recv_backward", "send_forward", "send_backward",
+            "send_forward_recv_backward", "send_backward_recv_forward",
+        }  # fmt: skip
+        for name in senders:
+            assert "self._communicate(" in inspect.getsource(getattr(P2PCommunicator, name)), name
+
+    def test_the_order_of_virtual_stages(self) -> None:
+        assert schedules.get_schedule_table(4, 2, 2) == [
+            (0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)
+        ]  # fmt: skip
+        assert list(inspect.signature(schedules.get_forward_backward_func).parameters)[:2] == [
+            "pp_size", "vp_size"
+        ]  # fmt: skip
+
+
+class TestStage:
+    """model/stage.py builds these."""
+
+    def test_the_model_takes_groups(self) -> None:
+        wanted = {
+            "config", "transformer_layer_spec", "vocab_size", "max_sequence_length", "pre_process",
+            "post_process", "share_embeddings_and_output_weights", "position_embedding_type", "rotary_base",
+            "pg_collection", "vp_stage",
+        }  # fmt: skip
+        assert wanted <= parameters(GPTModel.__init__)
+        assert callable(GPTModel.shared_embedding_or_output_weight)
+
+    def test_the_local_spec_has_the_places_that_we_fill(self) -> None:
+        submodules = get_gpt_layer_local_spec(normalization="RMSNorm").submodules
+        assert hasattr(submodules, "input_layernorm")
+        assert hasattr(submodules, "pre_mlp_layernorm")
+        assert hasattr(submodules.self_attention.submodules, "core_attention")
+
+    def test_layer_counts_take_stage_and_chunk(self) -> None:
+        assert list(inspect.signature(get_num_layers_to_build).parameters)[:3] == [
+            "config",
+            "vp_stage",
+            "pp_rank",
+        ]
+        assert list(inspect.signature(get_transformer_layer_offset).parameters)[:3] == [
+            "config", "vp_stage", "pp_rank"
+        ]  # fmt: skip
+
+    def test_config_fields(self) -> None:
+        assert {
+            "batch_p2p_comm", "batch_p2p_sync", "deallocate_pipeline_outputs", "grad_scale_func",
+            "sequence_parallel", "cuda_graph_scope", "perform_initialization", "use_cpu_initialization",
+            "microbatch_group_size_per_vp_stage", "pipeline_dtype",
+        } <= set(TransformerConfig.__dataclass_fields__)  # fmt: skip
+
+
+class TestEngine:
+    """engine/replica.py builds and drives these."""
+
+    def test_the_engine_can_be_constructed_directly(self) -> None:
+        wanted = {"args", "model", "mpu", "config", "config_class", "dist_init_required"}
+        assert wanted <= parameters(DeepSpeedEngine.__init__)
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "set_gradient_accumulation_boundary",
+            "allreduce_gradients",
+            "step",
+            "get_lr",
+            "get_global_grad_norm",
+        ],
+    )
+    def test_the_engine_has(self, name: str) -> None:
+        assert callable(getattr(DeepSpeedEngine, name))
+
+    def test_the_slow_build_can_be_switched_off(self) -> None:
+        assert isinstance(deepspeed.ops.__compatible_ops__, dict)
+        assert hasattr(deepspeed.comm.comm, "cdb")
+        assert {"dist_init_required", "verbose"} <= parameters(deepspeed.comm.init_distributed)
+        assert "verbose" in parameters(FusedAdamBuilder.is_compatible)
+
+    @pytest.mark.parametrize(
+        "name", ["single_partition_of_fp32_groups", "bit16_groups", "overflow", "clip_grad"]
+    )
+    def test_zero_1_keeps(self, name: str) -> None:
+        assert f"self.{name} = " in inspect.getsource(DeepSpeedZeroOptimizer.__init__)
+
+    @pytest.mark.parametrize("name", ["update_lp_params", "get_gradient_for_reduction"])
+    def test_zero_1_can(self, name: str) -> None:
+        assert callable(getattr(DeepSpeedZeroOptimizer, name))
+
+    @pytest.mark.parametrize("name", ["bf16_groups", "fp32_groups_flat_partition", "fp32_groups_gradients"])
+    def test_bf16_optimizer_keeps(self, name: str) -> None:
+        assert f"self.{name} = " in inspect.getsource(BF16_Optimizer.__init__)
+
+    def test_bf16_optimizer_can_refresh(self) -> None:
+        assert callable(BF16_Optimizer.update_lp_params)
+
+    @pytest.mark.parametrize("optimizer", [DeepSpeedZeroOptimizer, BF16_Optimizer])
+    def test_a_tied_weight_counts_once_in_the_norm(self, optimizer: type) -> None:
+        """`ds_pipe_replicated` marks the last stage's copy of the embedding."""
+        from deepspeed.runtime import utils
+
+        sources = inspect.getsource(inspect.getmodule(optimizer)) + inspect.getsource(utils)
+        assert "ds_pipe_replicated" in sources or "PIPE_REPLICATED" in sources
+
+    def test_the_schedule_sets_the_rate_of_the_next_step(self) -> None:
+        weight = torch.nn.Parameter(torch.zeros(1))
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        schedule = WarmupCosineLR(
+            optimizer, 10, warmup_num_steps=2, warmup_min_ratio=0.5, warmup_type="linear"
+        )
+        schedule.step()
+        assert optimizer.param_groups[0]["lr"] == 0.5

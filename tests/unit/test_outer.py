@@ -1,0 +1,439 @@
+"""The round as theorems: what method.md proves about it, checked on threads that talk through a loopback."""
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_noloco.config import NolocoConfig
+from megatron_noloco.outer.averaging import ExchangeReport, GroupAveraging
+from megatron_noloco.outer.optimizer import OuterOptimizer, PartnerTimeoutError, RoundReport
+from megatron_noloco.plans.draws import Stream, draw_words
+from megatron_noloco.plans.grouping import Group, Grouping
+from megatron_noloco.plans.topology import Topology
+from megatron_noloco.transport.loopback import LoopbackTransport, loopback_world
+from megatron_noloco.transport.protocol import Flight, Message
+
+GOLDEN_HISTORY = Path(__file__).parents[1] / "golden" / "outer_history.json"
+UPDATE_GOLDEN = "NOLOCO_UPDATE_GOLDEN"
+CHUNK_BYTES = 64  # 16 elements: every vector below travels in several pieces
+
+
+class Listening:
+    """A loopback transport that remembers what was sent, and to whom."""
+
+    device_buffers = False
+
+    name = "listening"
+
+    def __init__(self, inner: LoopbackTransport) -> None:
+        self.rank, self.world_size, self.inner = inner.rank, inner.world_size, inner
+        self.sent: list[tuple[int, Tensor]] = []
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Flight:
+        self.sent += [(message.rank, message.buffer.clone()) for message in sends]
+        return self.inner.post(sends, receives, tag)
+
+
+class Fleet:
+    """R replicas that hold nothing but weights, each in two pieces, and meet in rounds."""
+
+    def __init__(self, start: Tensor, group_size: int, *, seed: int = 0, **method: Any) -> None:
+        """`start` are the weights of each replica, shape [replicas, elements]."""
+        self.replicas = len(start)
+        self.settings = NolocoConfig(**method)
+        self.grouping = Grouping(self.replicas, group_size, seed)
+        self.transports = [Listening(inner) for inner in loopback_world(self.replicas, CHUNK_BYTES)]
+        self.masters = [[part.clone() for part in row.tensor_split([5])] for row in start]
+        self.outer = [
+            OuterOptimizer(
+                master,
+                GroupAveraging(transport, Topology(self.replicas), deadline_seconds=20),
+                self.grouping,
+                self.settings,
+            )
+            for transport, master in zip(self.transports, self.masters, strict=True)
+        ]
+
+    def train(self, theta: Tensor) -> None:
+        """A local phase that ends at `theta`, shape [replicas, elements]."""
+        for master, row in zip(self.masters, theta, strict=True):
+            for part, value in zip(master, row.tensor_split([5]), strict=True):
+                part.copy_(value)
+
+    def meet(self, round_index: int) -> list[RoundReport]:
+        with ThreadPoolExecutor(self.replicas) as threads:
+            return list(threads.map(lambda outer: outer.run_round(round_index), self.outer))
+
+    @property
+    def theta(self) -> Tensor:
+        return torch.stack([torch.cat(master) for master in self.masters])
+
+    @property
+    def phi(self) -> Tensor:
+        return torch.stack([outer.slow_weights for outer in self.outer])
+
+    @property
+    def delta(self) -> Tensor:
+        return torch.stack([outer.momentum for outer in self.outer])
+
+
+def noise(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_close(found: Tensor, expected: Tensor, tolerance: float = 2e-6) -> None:
+    torch.testing.assert_close(found.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+class Diloco:
+    """The reference: Nesterov-free outer momentum on the mean outer gradient, in double precision."""
+
+    def __init__(self, phi: Tensor, alpha: float, beta: float) -> None:
+        self.phi, self.delta, self.alpha, self.beta = (
+            phi.double(),
+            torch.zeros_like(phi).double(),
+            alpha,
+            beta,
+        )
+
+    def step(self, mean_outer_gradient: Tensor) -> None:
+        self.delta = self.alpha * self.delta + self.beta * mean_outer_gradient
+        self.phi = self.phi + self.delta
+
+
+# Fact 1
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+@pytest.mark.parametrize("consensus_weight", [None, 0.2])
+def test_everyone_in_one_group_is_diloco(replicas: int, consensus_weight: float | None) -> None:
+    start = noise(37, seed=1)
+    fleet = Fleet(start.expand(replicas, -1), replicas, consensus_weight=consensus_weight)
+    reference = Diloco(start, 0.5, 0.7)
+    for round_index in range(4):
+        theta = fleet.phi + 0.1 * noise(replicas, 37, seed=10 + round_index)
+        reference.step((theta.double() - fleet.phi.double()).mean(dim=0))
+        fleet.train(theta)
+        fleet.meet(round_index)
+        assert_close(fleet.phi, reference.phi.expand(replicas, -1))
+        assert_close(fleet.delta, reference.delta.expand(replicas, -1))
+        assert torch.equal(fleet.theta, fleet.phi), "a round ends with the fast weights at the slow ones"
+
+
+# Fact 2
+
+
+def test_a_bye_is_momentum_on_ones_own_outer_gradient() -> None:
+    start = noise(1, 37, seed=2)
+    alone = Fleet(start, 1, consensus_weight=0.3)
+    reference = Diloco(start, 0.5, 0.7)
+    for round_index in range(3):
+        theta = alone.phi + 0.1 * noise(1, 37, seed=round_index)
+        reference.step(theta.double() - alone.phi.double())
+        alone.train(theta)
+        (report,) = alone.meet(round_index)
+        assert_close(alone.phi, reference.phi)
+        assert_close(alone.delta, reference.delta)
+        assert report.exchange.bytes_sent == 0
+        assert report.spread != report.spread, "a bye compares with nobody: nan"
+    assert alone.transports[0].sent == []
+
+
+def test_the_third_of_three_has_a_bye() -> None:
+    fleet = Fleet(noise(3, 20, seed=3), 2)
+    before = fleet.phi.clone()
+    theta = before + noise(3, 20, seed=4)
+    fleet.train(theta)
+    reports = fleet.meet(0)
+    (bye,) = [replica for replica, report in enumerate(reports) if report.exchange.group == (replica,)]
+    assert_close(fleet.delta[bye], 0.7 * (theta[bye] - before[bye]))
+    assert all(report.exchange.bytes_sent for replica, report in enumerate(reports) if replica != bye)
+
+
+# Fact 3
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 10_000), st.sampled_from([0.0, 0.3, 0.7, 1.1]))
+def test_the_mean_follows_diloco_for_any_grouping(
+    replicas: int, group_size: int, seed: int, consensus_weight: float
+) -> None:
+    fleet = Fleet(
+        noise(replicas, 24, seed=seed),
+        min(group_size, replicas),
+        seed=seed,
+        consensus_weight=consensus_weight,
+    )
+    reference = Diloco(fleet.phi.double().mean(dim=0), 0.5, 0.7)
+    for round_index in range(3):
+        theta = fleet.phi + 0.1 * noise(replicas, 24, seed=seed + round_index + 1)
+        reference.step((theta.double() - fleet.phi.double()).mean(dim=0))
+        fleet.train(theta)
+        fleet.meet(round_index)
+    assert_close(fleet.phi.double().mean(dim=0), reference.phi)
+    assert_close(fleet.delta.double().mean(dim=0), reference.delta)
+
+
+# Fact 4
+
+
+@pytest.mark.parametrize("consensus_weight", [None, 0.25])
+@pytest.mark.parametrize("slow_weights", ["host", "device"])
+def test_two_replicas_are_bitwise_the_same_from_round_one(
+    consensus_weight: float | None, slow_weights: str
+) -> None:
+    fleet = Fleet(
+        noise(53, seed=5).expand(2, -1), 2, consensus_weight=consensus_weight, slow_weights=slow_weights
+    )
+    for round_index in range(5):
+        theta = fleet.phi + noise(2, 53, seed=round_index)
+        assert not torch.equal(theta[0], theta[1])
+        fleet.train(theta)
+        fleet.meet(round_index)
+        assert torch.equal(fleet.phi[0], fleet.phi[1])
+        assert torch.equal(fleet.delta[0], fleet.delta[1])
+        assert torch.equal(fleet.theta[0], fleet.theta[1])
+
+
+# Facts 5 and 6: what travels
+
+
+@pytest.mark.parametrize("slow_weights", ["host", "device"])
+def test_with_gamma_equal_beta_only_the_fast_weights_travel(slow_weights: str) -> None:
+    fleet = Fleet(noise(2, 40, seed=6), 2, slow_weights=slow_weights)
+    theta = noise(2, 40, seed=7)
+    fleet.train(theta)
+    fleet.meet(0)
+    for replica, transport in enumerate(fleet.transports):
+        ((partner, combined),) = transport.sent
+        assert partner == 1 - replica
+        assert torch.equal(combined, theta[replica] * 0.7)
+
+
+@pytest.mark.parametrize("slow_weights", ["host", "device"])
+@pytest.mark.parametrize("gamma", [0.0, 0.3, 1.0])
+def test_what_travels_is_a_fast_part_and_a_slow_part_known_before_the_phase(
+    gamma: float, slow_weights: str
+) -> None:
+    fleet = Fleet(noise(2, 40, seed=8), 2, consensus_weight=gamma, slow_weights=slow_weights)
+    known_early = (gamma - 0.7) * fleet.phi.double()
+    theta = noise(2, 40, seed=9)
+    fleet.train(theta)
+    fleet.meet(0)
+    for replica, transport in enumerate(fleet.transports):
+        ((_, combined),) = transport.sent
+        assert_close(combined, known_early[replica] + 0.7 * theta[replica].double(), 3e-7)
+
+
+@pytest.mark.parametrize("gamma", [0.0, 0.3, 0.7, 1.0])
+@pytest.mark.parametrize("group_size", [2, 3])
+def test_one_vector_does_what_two_vectors_do(gamma: float, group_size: int) -> None:
+    fleet = Fleet(noise(6, 40, seed=11), group_size, consensus_weight=gamma)
+    alpha, beta = 0.5, 0.7
+    phi, delta = fleet.phi.double(), fleet.delta.double()
+    for round_index in range(4):
+        theta = fleet.phi + 0.1 * noise(6, 40, seed=round_index)
+        outer_gradient = theta.double() - phi
+        updated = torch.empty_like(delta)
+        for group in fleet.grouping.groups(round_index):
+            members = list(group)
+            mean_gradient, mean_phi = outer_gradient[members].mean(dim=0), phi[members].mean(dim=0)
+            for i in members:
+                updated[i] = alpha * delta[i] + beta * mean_gradient - gamma * (phi[i] - mean_phi)
+        phi, delta = phi + updated, updated
+        fleet.train(theta)
+        fleet.meet(round_index)
+        assert_close(fleet.delta, delta)
+        assert_close(fleet.phi, phi)
+
+
+# Fact 7
+
+
+@pytest.mark.parametrize(("replicas", "group_size"), [(8, 2), (6, 3)])
+def test_the_spread_seen_by_the_groups_is_unbiased(replicas: int, group_size: int) -> None:
+    """Some replicas stray eight times as far as others, so only the mean over groups can be right."""
+    strays = torch.arange(1, replicas + 1).view(-1, 1)
+    theta = 3.0 + 0.01 * strays * noise(replicas, 300, seed=12)
+    true_variance = float(theta.double().var(dim=0).mean())
+    fleet = Fleet(torch.full_like(theta, 3.0), group_size)
+    estimates = []
+    for round_index in range(40):
+        fleet.train(theta)
+        reports = fleet.meet(round_index)
+        compared = sum(report.exchange.compared_elements for report in reports)
+        estimates.append(
+            sum(report.spread**2 * report.exchange.compared_elements for report in reports) / compared
+        )
+    assert sum(estimates) / len(estimates) == pytest.approx(true_variance, rel=0.02)
+
+
+# The exchange
+
+
+def average(
+    vectors: Tensor, group: Group, whom: Callable[[GroupAveraging, Tensor], Any] | None = None
+) -> tuple[list[Any], list[ExchangeReport]]:
+    """What the members of `group` take for the mean of their rows of `vectors`, and their reports."""
+
+    def member(transport: LoopbackTransport) -> tuple[Any, ExchangeReport]:
+        averaging = GroupAveraging(transport, Topology(len(vectors)), deadline_seconds=20)
+        vector = vectors[transport.rank].clone()
+        found = whom(averaging, vector) if whom else averaging.whole_mean(vector, group, 3).clone()
+        return found, averaging.report
+
+    transports = loopback_world(len(vectors), CHUNK_BYTES)
+    with ThreadPoolExecutor(len(group)) as threads:
+        outcomes = list(threads.map(member, [transports[replica] for replica in group]))
+    return [mean for mean, _ in outcomes], [report for _, report in outcomes]
+
+
+@pytest.mark.parametrize("group", [(0, 1), (1, 4), (0, 2, 4), (0, 1, 2, 3), (0, 1, 2, 3, 4)])
+@pytest.mark.parametrize("elements", [3, 101])
+def test_members_use_bitwise_the_same_mean(group: Group, elements: int) -> None:
+    vectors = noise(5, elements, seed=13) * 10 ** noise(5, elements, seed=14)
+    means, _ = average(vectors, group)
+    assert all(torch.equal(mean, means[0]) for mean in means)
+    assert_close(means[0], vectors[list(group)].double().mean(dim=0))
+
+
+@pytest.mark.parametrize("group", [(0,), (0, 1), (0, 1, 2), (0, 1, 2, 3)])
+def test_pieces_cover_every_element_once(group: Group) -> None:
+    vectors = noise(len(group), 101, seed=15)
+
+    def pieces(averaging: GroupAveraging, vector: Tensor) -> tuple[Tensor, Tensor]:
+        times, mean = torch.zeros(101), torch.zeros(101)
+        for start, stop, piece in averaging.mean(vector, group, 3):
+            times[start:stop] += 1
+            mean[start:stop] = piece
+        return times, mean
+
+    found, _ = average(vectors, group, pieces)
+    for times, mean in found:
+        assert torch.equal(times, torch.ones(101))
+        assert_close(mean, vectors.mean(dim=0))
+
+
+@pytest.mark.parametrize(("members", "sent_vectors"), [(1, 0), (2, 1), (3, 4 / 3), (4, 6 / 4), (6, 10 / 6)])
+def test_traffic_is_one_vector_for_a_pair_and_never_two(members: int, sent_vectors: float) -> None:
+    vectors = noise(members, 120, seed=16)  # divides by every group above
+    fleet = Fleet(vectors, members)
+    for report, transport in zip(fleet.meet(0), fleet.transports, strict=True):
+        on_the_wire = sum(buffer.nbytes for _, buffer in transport.sent)
+        assert report.exchange.bytes_sent == on_the_wire == round(sent_vectors * 120 * 4)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_poisoned_replica_does_not_poison_its_partner(poison: float) -> None:
+    fleet = Fleet(noise(40, seed=17).expand(2, -1), 2)
+    before = fleet.phi.double()
+    theta = fleet.phi + 0.1 * noise(2, 40, seed=18)
+    theta[0, 20] = poison  # in the second chunk: elements 16..31
+    fleet.train(theta)
+    reports = fleet.meet(0)
+    expected = 0.7 * (theta.double().mean(dim=0) - before[0])
+    expected[16:32] = 0.7 * (theta[1].double() - before[1])[16:32]
+    assert_close(fleet.delta, expected.expand(2, -1))
+    difference = torch.cat([theta[:, :16], theta[:, 32:]], dim=1).diff(dim=0)
+    for report in reports:
+        assert report.exchange.poisoned_elements == 16
+        assert report.exchange.compared_elements == 24
+        assert report.spread == pytest.approx(float(difference.square().mean() / 2) ** 0.5, rel=1e-5)
+
+
+def test_a_poisoned_replica_does_not_poison_a_larger_group() -> None:
+    vectors = noise(3, 30, seed=19)
+    clean = vectors.clone()
+    vectors[2, 4] = float("nan")  # in the slice of the first member: elements 0..9
+    means, reports = average(vectors, (0, 1, 2))
+    expected = torch.cat([clean[:2, :10].mean(dim=0), clean[:, 10:].mean(dim=0)])
+    for mean in means:
+        assert_close(mean, expected)
+    assert sum(report.poisoned_elements for report in reports) == 10
+    assert sum(report.compared_elements for report in reports) == 20
+
+
+@pytest.mark.parametrize("group_size", [2, 3])
+def test_a_missing_partner_is_named(group_size: int) -> None:
+    topology = Topology(replicas=group_size, stages=2)
+    transport = loopback_world(topology.world_size)[1]  # replica 0, stage 1
+    averaging = GroupAveraging(transport, topology, deadline_seconds=0.05)
+    grouping = Grouping(group_size, group_size, seed=0)
+    outer = OuterOptimizer([torch.ones(4)], averaging, grouping, NolocoConfig())
+    with pytest.raises(PartnerTimeoutError) as caught:
+        outer.run_round(7)
+    message = str(caught.value)
+    assert message.startswith("replica 0: no answer from partner 1 (rank 3) in round 7 after 0.")
+    assert message.endswith(" s (noloco.deadline_seconds)")
+
+
+# Golden history
+
+
+def drawn(count: int, *counters: int) -> Tensor:
+    """Numbers in -0.5..0.5 that no version of torch changes."""
+    words = draw_words(count, 1234, Stream.WEIGHTS, *counters)
+    return torch.tensor([int(word) / 2**64 - 0.5 for word in words], dtype=torch.float32)
+
+
+def history(group_size: int, **method: Any) -> list[dict[str, Any]]:
+    """Six rounds of four replicas of three weights; each local phase goes half way to a target of its own."""
+    fleet = Fleet(drawn(3, 0).expand(4, -1), group_size, seed=1234, **method)
+    rounds = []
+    for round_index in range(6):
+        targets = torch.stack([drawn(3, 1 + replica, round_index) for replica in range(4)])
+        fleet.train(fleet.phi + 0.5 * (targets - fleet.phi))
+        reports = fleet.meet(round_index)
+        rounds.append(
+            {
+                "groups": [list(report.exchange.group) for report in reports],
+                "slow_weights": rounded(fleet.phi),
+                "momentum": rounded(fleet.delta),
+                "spread": [
+                    None if report.spread != report.spread else float(f"{report.spread:.7g}")
+                    for report in reports
+                ],
+            }
+        )
+    return rounds
+
+
+def rounded(rows: Tensor) -> list[list[float]]:
+    return [[float(f"{value:.7g}") for value in row] for row in rows.tolist()]
+
+
+def assert_alike(now: Any, golden: Any) -> None:
+    """Equal but for the last digits, which another CPU may round otherwise."""
+    if isinstance(golden, dict):
+        assert now.keys() == golden.keys()
+        for key in golden:
+            assert_alike(now[key], golden[key])
+    elif isinstance(golden, list):
+        assert len(now) == len(golden)
+        for one, other in zip(now, golden, strict=True):
+            assert_alike(one, other)
+    elif isinstance(golden, float):
+        assert now == pytest.approx(golden, rel=2e-6, abs=1e-7)
+    else:
+        assert now == golden  # None: a bye
+
+
+def test_golden_history() -> None:
+    now = {
+        "pairs": history(2),
+        "pairs, gamma 0.3, alpha 0.9": history(2, consensus_weight=0.3, outer_momentum=0.9),
+        "three and a bye": history(3),
+        "everyone": history(4),
+    }
+    if os.environ.get(UPDATE_GOLDEN) == "1":
+        GOLDEN_HISTORY.write_text(json.dumps(now, indent=1) + "\n")
+    assert_alike(now, json.loads(GOLDEN_HISTORY.read_text()))
