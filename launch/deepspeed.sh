@@ -1,0 +1,20 @@
+#!/bin/sh
+# Train under DeepSpeed's launcher, on one host or on several; exchanges go over torch.distributed.
+#   usage: launch/deepspeed.sh N CONFIG [options of `train`]
+#   N         processes on this host, or on each host of HOSTFILE; one per GPU
+#   HOSTFILE  lines like "node1 slots=8": DeepSpeed reaches the hosts by ssh
+#   HOSTS     how many hosts HOSTFILE names
+#   PORT      for the processes to find each other, default 29500; two jobs on a host need two
+#   NIC       the network interface to use, such as eth0; without it gloo and NCCL each choose
+set -eu
+# shellcheck source=launch/common.sh
+. "$(dirname "$0")/common.sh"
+[ $# -ge 2 ] || usage
+ranks=$1 config=$2
+shift 2
+check_config "$config" $((ranks * ${HOSTS:-1}))
+
+if [ -n "${NIC:-}" ]; then export GLOO_SOCKET_IFNAME="$NIC" NCCL_SOCKET_IFNAME="$NIC"; fi
+# --no_local_rank: else DeepSpeed puts --local_rank=K before `train`; the environment says the same.
+exec "$PYTHON" -m deepspeed.launcher.runner ${HOSTFILE:+--hostfile "$HOSTFILE"} --num_gpus "$ranks" \
+    --master_port "${PORT:-29500}" --log_level warning --no_local_rank --module megatron_noloco train --config "$config" "$@"

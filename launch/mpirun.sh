@@ -1,0 +1,41 @@
+#!/bin/sh
+# Train under mpirun, on one host or on several.
+#   usage: launch/mpirun.sh N CONFIG [options of `train`]
+#   N         processes in all: replicas x stages x lanes x shards, one per GPU
+#   HOSTFILE  lines like "node1 slots=8"; without it everything runs on this host, several processes to a core
+#   NIC       the network interface to use, such as eth0 or ib0; without it MPI, gloo and NCCL each choose
+#   MPI_OPTIONS  more words for mpirun, such as "--mca btl_tcp_progress_thread 1"
+# On several hosts the repository and the Python environment must lie at the same path everywhere.
+set -eu
+# shellcheck source=launch/common.sh
+. "$(dirname "$0")/common.sh"
+[ $# -ge 2 ] || usage
+ranks=$1 config=$2
+shift 2
+check_config "$config" "$ranks"
+find_mpirun
+
+if [ -n "${NIC:-}" ]; then export GLOO_SOCKET_IFNAME="$NIC" NCCL_SOCKET_IFNAME="$NIC"; fi
+if [ "$mpi" = openmpi ]; then
+    mpi_options="$mpi_options${NIC:+ --mca btl_tcp_if_include $NIC}"
+    if [ -n "${HOSTFILE:-}" ]; then # ssh does not carry the environment over: name what must travel
+        mpi_options="$mpi_options --hostfile $HOSTFILE -x PYTHONPATH"
+        mpi_options="$mpi_options${NIC:+ -x GLOO_SOCKET_IFNAME -x NCCL_SOCKET_IFNAME}"
+    else
+        mpi_options="$mpi_options --oversubscribe"
+    fi
+else # MPICH and its kin
+    mpi_options="${NIC:+ -iface $NIC}${HOSTFILE:+ -f $HOSTFILE}"
+fi
+
+# mpirun gives every rank a terminal of its own: only here can it be seen whether a person is watching.
+progress=lines
+if [ -t 1 ]; then
+    progress=bar
+    mpi_options="$mpi_options $mpi_unbuffered"
+    columns=$(stty size 0<&1 2>/dev/null | cut -d ' ' -f 2)
+    if [ "${columns:-0}" -gt 0 ]; then export COLUMNS="$columns"; fi
+fi
+# shellcheck disable=SC2086  # options are words
+exec "$mpirun" $mpi_options ${MPI_OPTIONS:-} -n "$ranks" \
+    "$PYTHON" -m megatron_noloco train --config "$config" --progress "$progress" "$@"

@@ -1,0 +1,107 @@
+"""The launch scripts: sound shell, every file they name is there, and mistakes end in one clear line."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.harness import REPOSITORY
+
+SCRIPTS = sorted(path.name for path in (REPOSITORY / "launch").glob("*.sh"))
+LAUNCHERS = ("mpirun.sh", "torchrun.sh", "deepspeed.sh")
+ROOT_FOLDERS = ("configs", "docs", "launch", "tools")
+_NAMED_FILE = re.compile(rf"\b(?:{'|'.join(ROOT_FOLDERS)})/[\w./-]*\w|\brequirements[\w-]*\.txt")
+
+
+def named_files(text: str) -> set[str]:
+    """Files of the repository that a script or a recipe names."""
+    return set(_NAMED_FILE.findall(text))
+
+
+def launch(script: str, *arguments: str, environ: dict[str, str] | None = None) -> tuple[int, str]:
+    """Exit code and stderr; `PYTHON` is this interpreter unless `environ` says otherwise."""
+    finished = subprocess.run(
+        [str(REPOSITORY / "launch" / script), *arguments],
+        env={**os.environ, "PYTHON": sys.executable, **(environ or {})},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    return finished.returncode, finished.stderr
+
+
+@pytest.mark.parametrize("shell", ["sh", "bash"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_script_is_sound_shell(script: str, shell: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"no {shell} on this machine")
+    finished = subprocess.run([shell, "-n", REPOSITORY / "launch" / script], capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+
+
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "common.sh"])
+def test_script_can_be_executed(script: str) -> None:
+    assert os.access(REPOSITORY / "launch" / script, os.X_OK)
+
+
+@pytest.mark.parametrize("path", [*(f"launch/{script}" for script in SCRIPTS), "Makefile", ".ci/run"])
+def test_named_files_exist(path: str) -> None:
+    missing = {
+        name for name in named_files((REPOSITORY / path).read_text()) if not (REPOSITORY / name).exists()
+    }
+    assert missing == set()
+
+
+def test_quickstart_starts_as_many_ranks_as_its_config_needs() -> None:
+    script = (REPOSITORY / "launch" / "quickstart.sh").read_text()
+    match = re.search(r"mpirun\.sh (\d+) (\S+)", script)
+    assert match is not None
+    check = [sys.executable, "-m", "megatron_noloco", "config", "--check", match[2], "--world-size", match[1]]
+    finished = subprocess.run(check, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert finished.returncode == 0, finished.stderr
+
+
+@pytest.mark.parametrize("script", LAUNCHERS)
+def test_a_launcher_explains_itself(script: str) -> None:
+    code, said = launch(script)
+    assert code == 2
+    assert f"usage: launch/{script} N CONFIG" in said
+
+
+@pytest.mark.parametrize("script", LAUNCHERS)
+def test_a_wrong_number_of_ranks_starts_nothing(script: str) -> None:
+    code, said = launch(script, "6", str(REPOSITORY / "configs" / "quickstart.json"))
+    assert code == 2
+    assert "6 ranks are not 4 replicas x 2 stages" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_setup_refuses_a_python_that_is_not_there() -> None:
+    code, said = launch("setup.sh", environ={"PYTHON": "python-of-nowhere"})
+    assert code == 1
+    assert "there is no python-of-nowhere here" in said
+
+
+def test_setup_refuses_an_old_python(tmp_path: Path) -> None:
+    old = tmp_path / "python3"
+    old.write_text('#!/bin/sh\n[ "$1" != --version ] || echo Python 3.9.2\n[ "$1" != -c ]\n')
+    old.chmod(0o755)
+    code, said = launch("setup.sh", environ={"PYTHON": str(old)})
+    assert code == 1
+    assert said == (
+        "set-up: Python 3.9.2 is too old: Python 3.11 or newer is needed; "
+        "name another one with PYTHON=python3.12\n"
+    )
+
+
+def test_requirements_and_project_metadata_agree() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    declared = set(project["dependencies"]).union(*project["optional-dependencies"].values())
+    lines = (REPOSITORY / "requirements.txt").read_text().splitlines()
+    installed = {line.partition("#")[0].strip() for line in lines} - {""}
+    assert installed == declared
