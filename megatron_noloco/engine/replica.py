@@ -36,6 +36,7 @@ class StepResult:
     loss_scale: float
     skipped: bool  # fp16 overflow: the weights did not move
     hop_wait_seconds: float  # spent waiting for activations and their gradients
+    hop_bytes: int  # of those, what this rank sent to other replicas
 
 
 class ReplicaEngine:
@@ -71,7 +72,8 @@ class ReplicaEngine:
     def train_batch(self, read: ReadMicrobatch, routes: Routes) -> StepResult:
         """One local step: forward and backward over all microbatches, then the inner optimizer."""
         self._deepspeed.module.train()
-        waited = self.pipeline.communicator.wait_seconds
+        hops = self.pipeline.communicator
+        waited, sent = hops.wait_seconds, hops.bytes_to_others
         losses = self.pipeline.run(read, routes, self.microbatches)
         self._complete_gradients()
         learning_rate = float(self._optimizer.param_groups[0]["lr"])
@@ -83,7 +85,8 @@ class ReplicaEngine:
             grad_norm=float(self._deepspeed.get_global_grad_norm()),
             loss_scale=float(getattr(self._optimizer, "loss_scale", 1.0)),
             skipped=bool(getattr(self._optimizer, "overflow", False)),
-            hop_wait_seconds=self.pipeline.communicator.wait_seconds - waited,
+            hop_wait_seconds=hops.wait_seconds - waited,
+            hop_bytes=hops.bytes_to_others - sent,
         )
 
     @torch.no_grad()

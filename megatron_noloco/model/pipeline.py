@@ -47,6 +47,7 @@ class RoutedCommunicator(P2PCommunicator):
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
         )
         self.wait_seconds = 0.0
+        self.bytes_to_others = 0  # activations and gradients sent to other replicas
 
     def begin(self, routes: Routes, microbatches: int) -> None:
         """Lay out whom to talk to, in order, for the next pass of the schedule over `microbatches`."""
@@ -92,8 +93,8 @@ class RoutedCommunicator(P2PCommunicator):
         received_next = self._empty(tensor_shape) if recv_next else None
         forward, backward = self.groups.forward_hops, self.groups.backward_hops
         requests: list[Any] = []
-        requests += _post(tensor_send_next, self._send_next, received_prev, self._recv_prev, forward)
-        requests += _post(tensor_send_prev, self._send_prev, received_next, self._recv_next, backward)
+        requests += self._post(tensor_send_next, self._send_next, received_prev, self._recv_prev, forward)
+        requests += self._post(tensor_send_prev, self._send_prev, received_next, self._recv_next, backward)
         started = time.perf_counter()
         for request in requests:
             request.wait()
@@ -103,24 +104,27 @@ class RoutedCommunicator(P2PCommunicator):
                 received.requires_grad_()
         return received_prev, received_next, None
 
+    def _post(
+        self,
+        outgoing: Tensor | None,
+        receivers: Iterator[int],
+        incoming: Tensor | None,
+        senders: Iterator[int],
+        group: ProcessGroup,
+    ) -> list[Any]:
+        operations = []
+        if outgoing is not None:
+            receiver = next(receivers)
+            if self.groups.topology.position(receiver).replica != self.groups.position.replica:
+                self.bytes_to_others += outgoing.nbytes
+            # detach: gloo must not see a tensor that autograd may free or version-check
+            operations.append(dist.P2POp(dist.isend, outgoing.detach().contiguous(), receiver, group))
+        if incoming is not None:
+            operations.append(dist.P2POp(dist.irecv, incoming, next(senders), group))
+        return dist.batch_isend_irecv(operations) if operations else []
+
     def _empty(self, shape: Any) -> Tensor:
         return torch.empty(tuple(shape), dtype=self.config.pipeline_dtype, device=self.device)
-
-
-def _post(
-    outgoing: Tensor | None,
-    receivers: Iterator[int],
-    incoming: Tensor | None,
-    senders: Iterator[int],
-    group: ProcessGroup,
-) -> list[Any]:
-    operations = []
-    if outgoing is not None:
-        # detach: gloo must not see a tensor that autograd may free or version-check
-        operations.append(dist.P2POp(dist.isend, outgoing.detach().contiguous(), next(receivers), group))
-    if incoming is not None:
-        operations.append(dist.P2POp(dist.irecv, incoming, next(senders), group))
-    return dist.batch_isend_irecv(operations) if operations else []
 
 
 def schedule_order(microbatches: int, virtual_stages: int, stages: int) -> list[tuple[int, int]]:

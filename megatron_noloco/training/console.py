@@ -32,7 +32,7 @@ class Console:
         # OpenMPI gives every rank a terminal of its own, whatever mpirun's output goes to.
         seen = sys.stdout.isatty() and "OMPI_COMM_WORLD_RANK" not in os.environ
         bar = mode == "bar" or (mode == "auto" and seen)
-        self.terminal = Terminal(force_terminal=True if bar else None, highlight=False, soft_wrap=not bar)
+        self.terminal = Terminal(force_terminal=bar, highlight=False, soft_wrap=not bar)
         self.facts = facts
         self.evaluation_result: Evaluation | None = None
         self.last_record: StepRecord | None = None
@@ -49,7 +49,8 @@ class Console:
             )
             self._task = self._progress.add_task("train", total=total_steps, completed=start_step)
             self._step_figures, self._round_figures = Text(), Text()
-            shown = Group(self._progress, self._step_figures, self._round_figures)
+            # mpirun passes on whole lines only: the blank one pushes the last figures out
+            shown = Group(self._progress, self._step_figures, self._round_figures, Text())
             self._live = Live(shown, console=self.terminal, refresh_per_second=2)
 
     def say(self, *lines: str) -> None:
@@ -115,11 +116,14 @@ class Console:
                 )
         table.add_row("unigram entropy of the corpus", f"{facts.unigram_entropy:.4f} nats per token")
         table.add_row("sent per replica, in exchanges", f"{record.sent_bytes / 1e6:.1f} MB")
+        if record.hop_bytes:
+            table.add_row("sent per replica, routed activations", f"{record.hop_bytes / 1e6:.1f} MB")
         synchronous = facts.synchronous_bytes_per_step * record.step
-        if synchronous and record.sent_bytes:
+        sent = record.sent_bytes + record.hop_bytes
+        if synchronous and sent:
             table.add_row(
-                "sent per replica, had every step been all-reduced",
-                f"{synchronous / 1e6:.1f} MB ({synchronous / record.sent_bytes:.0f} times as much)",
+                "an all-reduce of every step would have sent",
+                f"{synchronous / 1e6:.1f} MB ({synchronous / sent:.1f} times as much)",
             )
         share = record.exchange_seconds / self.steps_seconds if self.steps_seconds else 0.0
         table.add_row("share of training time in exchanges", f"{100 * share:.1f} %")

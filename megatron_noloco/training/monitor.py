@@ -24,7 +24,7 @@ from megatron_noloco.training.record import Evaluation, RoundRecord, SaveReport,
 
 # What ranks of one replica tell each other at a logged step, one float each.
 _FIELDS = (
-    "loss_sum", "loss_count", "routed", "hop_wait", "exchange_total", "sent_total",
+    "loss_sum", "loss_count", "routed", "hop_wait", "exchange_total", "sent_total", "hop_total",
     "exchange", "wait", "sent", "squared_spread", "compared", "poisoned",
 )  # fmt: skip
 
@@ -56,6 +56,7 @@ class Monitor:
         # Since step 0, over resumes.
         self._exchange_total = counters.get("exchange_seconds", 0.0)
         self._sent_total = counters.get("sent_bytes", 0.0)
+        self._hop_total = counters.get("hop_bytes", 0.0)
         self._evaluated = {name: counters[name] for name in _EVALUATED if name in counters}
         self._round: RoundReport | None = None
         self._begin_interval()
@@ -67,6 +68,7 @@ class Monitor:
 
     def local_step(self, result: StepResult) -> None:
         self._results.append(result)
+        self._hop_total += result.hop_bytes
 
     def round(self, report: RoundReport) -> None:
         self._round = report
@@ -76,7 +78,12 @@ class Monitor:
     @property
     def counters(self) -> dict[str, float]:
         """What a checkpoint keeps of this rank's statistics."""
-        return {"exchange_seconds": self._exchange_total, "sent_bytes": self._sent_total, **self._evaluated}
+        return {
+            "exchange_seconds": self._exchange_total,
+            "sent_bytes": self._sent_total,
+            "hop_bytes": self._hop_total,
+            **self._evaluated,
+        }
 
     def log_if_due(self, done: int) -> None:
         if done % self.training.log_interval == 0 or done == self.training.train_iters:
@@ -140,6 +147,7 @@ class Monitor:
             hop_wait_seconds=float(ranks["hop_wait"].mean()) / steps,
             routed_share=float(ranks["routed"].sum()) / losses,
             sent_bytes=int(ranks["sent_total"].sum()),
+            hop_bytes=int(ranks["hop_total"].sum()),
             exchange_seconds=float(ranks["exchange_total"].max()),
             round=self._round_record(ranks),
         )
@@ -169,6 +177,7 @@ class Monitor:
         own["routed"] = sum(loss.origin != replica for loss in losses)
         own["hop_wait"] = sum(result.hop_wait_seconds for result in self._results)
         own["exchange_total"], own["sent_total"] = self._exchange_total, self._sent_total
+        own["hop_total"] = self._hop_total
         if self._round is not None:
             exchange = self._round.exchange
             own["exchange"], own["wait"] = exchange.seconds, exchange.wait_seconds
@@ -210,6 +219,7 @@ class ReplicaFiles:
             "speed/seconds_per_step": record.seconds_per_step,
             "routing/hop_wait_seconds": record.hop_wait_seconds,
             "routing/routed_share": record.routed_share,
+            "routing/sent_bytes": record.hop_bytes,
         }
         if record.round is not None:
             scalars |= {

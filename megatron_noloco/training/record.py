@@ -35,6 +35,7 @@ class StepRecord:
     hop_wait_seconds: float  # per step and rank, waiting for activations and gradients
     routed_share: float  # of this replica's microbatches, those that came from another replica
     sent_bytes: int  # in exchanges, by all ranks of the replica, since the start
+    hop_bytes: int  # routed activations and gradients to other replicas, likewise
     exchange_seconds: float  # since the start, slowest rank of each round
     round: RoundRecord | None
 

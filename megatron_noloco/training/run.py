@@ -148,7 +148,7 @@ def _console(prepared: Prepared, transport: Transport, start: Start, progress: s
         unigram_entropy=prepared.corpus.unigram_entropy,
         synchronous_bytes_per_step=_synchronous_bytes_per_step(prepared),
         output_dir=str(Path(training.output_dir).resolve()),
-        next_command=f"tensorboard --logdir {training.output_dir}",
+        next_command=f"{os.path.relpath(sys.executable)} -m tensorboard.main --logdir {training.output_dir}",
     )
     console = Console(progress, training.train_iters, start.step, facts)
     console.say(*_banner(prepared, transport), *start.notes)
@@ -158,7 +158,7 @@ def _console(prepared: Prepared, transport: Transport, start: Start, progress: s
 def _banner(prepared: Prepared, transport: Transport) -> list[str]:
     corpus = prepared.corpus
     return [
-        *describe(prepared.config, prepared.topology),
+        *describe(prepared.config, prepared.topology, ByteTokenizer().vocab_size),
         f"data: {corpus.name}, {corpus.files} files, {corpus.megabytes:.1f} MB, "
         f"{len(corpus.train)} training and {len(corpus.validation)} validation tokens",
         f"started by {prepared.world.launcher}; exchanges over {transport.name}",

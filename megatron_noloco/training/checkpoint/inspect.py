@@ -1,16 +1,23 @@
 """`python -m megatron_noloco inspect CHECKPOINT`: what a checkpoint holds, and whether it is whole.
 
-Reads manifests and safetensors only, one rank's vectors at a time.
+Reads manifests and safetensors only, a piece of the replicas' vectors at a time.
 """
 
 import math
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 
+import torch
+from torch import Tensor
+
 from megatron_noloco.plans.topology import Position
-from megatron_noloco.training.checkpoint import catalog, elastic
+from megatron_noloco.training.checkpoint import catalog
 from megatron_noloco.training.checkpoint.catalog import Manifest
 from megatron_noloco.training.checkpoint.files import DamagedCheckpointError, verify
+from megatron_noloco.training.checkpoint.vector import FlatVector
+
+_BLOCK = 1 << 20  # elements of every replica in memory at a time
 
 
 def run(path: str) -> int:
@@ -85,18 +92,21 @@ def _stage_spread(folder: Path, manifests: list[Manifest], stage: int) -> float:
     squares, count = 0.0, 0
     for lane in range(topology.lanes):
         for shard in range(topology.shards):
-            at = Position(0, stage, lane, shard)
-            vectors = (
-                elastic.read_flat(folder, replica, at, "slow_weights").double()
-                for replica in range(topology.replicas)
-            )
-            # Welford's recursion: one replica's vector in memory at a time
-            mean = next(vectors).clone()
-            deviation = mean.new_zeros(())
-            for seen, vector in enumerate(vectors, start=2):
-                difference = vector - mean
-                mean += difference / seen
-                deviation += (difference * (vector - mean)).sum()
-            squares += float(deviation) / (topology.replicas - 1)
-            count += len(mean)
+            name = f"{catalog.rank_name(Position(0, stage, lane, shard))}.safetensors"
+            with ExitStack() as stack:
+                vectors = [
+                    stack.enter_context(
+                        FlatVector(catalog.replica_folder(folder, replica) / name, "slow_weights")
+                    )
+                    for replica in range(topology.replicas)
+                ]
+                length = vectors[0].length
+                for start in range(0, length, _BLOCK):
+                    squares += _variance([v.read(start, min(start + _BLOCK, length)) for v in vectors])
+                count += length
     return math.sqrt(squares / count)
+
+
+def _variance(replicas: list[Tensor]) -> float:
+    """Summed over the elements, of their values over the replicas."""
+    return float(torch.stack(replicas).double().var(dim=0).sum())

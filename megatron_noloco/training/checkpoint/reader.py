@@ -3,16 +3,15 @@
 import math
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from megatron_noloco.model.shards import global_name, merge_shards
 from megatron_noloco.plans.topology import Position
 from megatron_noloco.training.checkpoint import catalog
 from megatron_noloco.training.checkpoint.catalog import Manifest
+from megatron_noloco.training.checkpoint.vector import FlatVector
 
 
 class CheckpointReader:
@@ -28,7 +27,7 @@ class CheckpointReader:
         self.model = manifests[0].config["model"]
         self.virtual_stages = manifests[0].config["parallel"]["virtual_stages"]
         self._stack = ExitStack()
-        self._slices: dict[Position, Any] = {}
+        self._vectors: dict[Position, FlatVector] = {}
         self._places = self._find_parameters(manifests)
 
     def __enter__(self) -> "CheckpointReader":
@@ -42,12 +41,19 @@ class CheckpointReader:
         """All parameters, in the order of the stages."""
         return list(self._places)
 
+    def shape(self, name: str) -> torch.Size:
+        """The full tensor's shape, without reading it."""
+        parts = [torch.empty(shape, device="meta") for _, shape in self._places[name][1]]
+        return merge_shards(parts, name).shape
+
     def read(self, name: str, replicas: list[int]) -> Tensor:
         """The full tensor, fp32, averaged over `replicas` where there are several."""
-        total = self._read_replica(name, replicas[0])
-        for replica in replicas[1:]:
-            total += self._read_replica(name, replica)
-        return total.div_(len(replicas)) if len(replicas) > 1 else total
+        stage, shards = self._places[name]
+        parts = [
+            self._mean([Position(replica, stage, 0, shard) for replica in replicas], offset, shape)
+            for shard, (offset, shape) in enumerate(shards)
+        ]
+        return merge_shards(parts, name)
 
     def _find_parameters(
         self, manifests: list[Manifest]
@@ -76,27 +82,26 @@ class CheckpointReader:
         layers = self.model["num_layers"] // chunks
         return global_name(name, (int(chunk) * self.topology.stages + stage) * layers)
 
-    def _read_replica(self, name: str, replica: int) -> Tensor:
-        stage, shards = self._places[name]
-        parts = [
-            self._read_flat(Position(replica, stage, 0, shard), offset, math.prod(shape)).view(shape)
-            for shard, (offset, shape) in enumerate(shards)
-        ]
-        return merge_shards(parts, name).clone() if len(parts) == 1 else merge_shards(parts, name)
+    def _mean(self, places: list[Position], offset: int, shape: list[int]) -> Tensor:
+        """One shard's part: the mean over the replicas, which differ in nothing else."""
+        length = math.prod(shape)
+        total = self._read_flat(places[0], offset, length)
+        for at in places[1:]:
+            total += self._read_flat(at, offset, length)
+        return (total.div_(len(places)) if len(places) > 1 else total).view(shape)
 
     def _read_flat(self, at: Position, start: int, length: int) -> Tensor:
         pieces = []
         for lane in range(self.topology.lanes):
-            flat = self._flat(Position(at.replica, at.stage, lane, at.shard))
-            size = flat.get_shape()[0]  # the same in every lane
+            vector = self._vector(Position(at.replica, at.stage, lane, at.shard))
+            size = vector.length  # the same in every lane
             first, last = max(start - lane * size, 0), min(start + length - lane * size, size)
             if first < last:
-                pieces.append(flat[first:last])
+                pieces.append(vector.read(first, last))
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
-    def _flat(self, at: Position) -> Any:
-        if at not in self._slices:
+    def _vector(self, at: Position) -> FlatVector:
+        if at not in self._vectors:
             path = catalog.replica_folder(self.folder, at.replica) / f"{catalog.rank_name(at)}.safetensors"
-            file = self._stack.enter_context(safe_open(path, framework="pt"))
-            self._slices[at] = file.get_slice("slow_weights")
-        return self._slices[at]
+            self._vectors[at] = self._stack.enter_context(FlatVector(path, "slow_weights"))
+        return self._vectors[at]
