@@ -191,7 +191,14 @@ class DataConfig(Block):
         min_length=1,
         description='A file or folder of UTF-8 text, or "python-stdlib": Python\'s own standard library.',
     )
-    tokenizer_type: Literal["byte"] = Field(default="byte", description="How text becomes tokens.")
+    tokenizer_type: Literal["byte", "HuggingFaceTokenizer"] = Field(
+        default="byte", description='How text becomes tokens: "byte" needs no file.'
+    )
+    tokenizer_model: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder of a Hugging Face fast tokenizer (with a tokenizer.json); null for bytes.",
+    )
     split: str = Field(
         default="949,50,1", description="Weights of the train, validation and test parts, Megatron's way."
     )

@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -12,11 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.data.tokenizer import ByteTokenizer
+from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_noloco.model import huggingface
 from megatron_noloco.plans.topology import Position
 from megatron_noloco.publish.card import model_card
-from megatron_noloco.publish.tokenizer import save_tokenizer
 from megatron_noloco.training.checkpoint import catalog
 from megatron_noloco.training.checkpoint.catalog import Manifest
 from megatron_noloco.training.checkpoint.files import verify
@@ -38,7 +38,12 @@ class Source:
 
     @property
     def vocab_size(self) -> int:
-        return self.config.model.vocab_size or ByteTokenizer().vocab_size
+        return self.config.model.vocab_size or self.tokenizer.vocab_size
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Raises ValueError when its files are gone."""
+        return build_tokenizer(self.config.data)
 
     def losses(self) -> dict[int, dict[str, float]]:
         """What the last evaluation before the checkpoint measured, by replica."""
@@ -87,10 +92,10 @@ def export(source: Source, output: Path, dtype: str, max_shard_bytes: int) -> No
     output.mkdir(parents=True)
     (output / UNFINISHED).write_text("the logits of this model have not been compared with the trainer's\n")
     model, vocab_size = source.config.model, source.vocab_size
-    end = ByteTokenizer().end_of_document
+    end = source.tokenizer.end_of_document
     _write_json(output / "config.json", huggingface.hf_config(model, vocab_size, dtype, end))
     _write_json(output / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})
-    save_tokenizer(output, model.seq_length)
+    source.tokenizer.save(output, model.seq_length)
     with CheckpointReader(source.folder, source.manifests) as reader:
         _write_weights(output, _tensors(reader, source, DTYPES[dtype]), max_shard_bytes)
     (output / "README.md").write_text(model_card(source))

@@ -1,0 +1,218 @@
+"""Text to Megatron's indexed datasets: several processes encode, one writes, in the order of the inputs.
+
+The inputs are cut into parts, each written under a name of its own in `PREFIX.partial/` and marked as done by its
+JSON file. A run that was stopped goes on after its last done part. At the end the parts become
+`PREFIX_KEY_document.bin` and, last of all, `.idx`: who finds an index finds a whole dataset.
+"""
+
+import json
+import os
+import shutil
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+from megatron_noloco.data.encode import Encoded, Encoding, encode
+from megatron_noloco.data.indexed import IndexedWriter
+from megatron_noloco.data.inputs import Bite, Input, read_bites
+from megatron_noloco.data.tokenizer import build_tokenizer
+
+_PART_BYTES = 1 << 28  # of inputs on disk: what a restart may have to do again
+_AHEAD = 4  # bites per worker that are read before they are needed
+
+
+@dataclass(frozen=True)
+class Job:
+    inputs: list[Input]
+    prefix: Path
+    encoding: Encoding
+    workers: int
+
+    def output(self, key: str) -> Path:
+        """The prefix that the dataset of `key` can be found under."""
+        return self.prefix.with_name(f"{self.prefix.name}_{key}_document")
+
+    @property
+    def folder(self) -> Path:
+        """Where the parts lie until all are done."""
+        return self.prefix.with_name(f"{self.prefix.name}.partial")
+
+    def parts(self) -> list[list[Input]]:
+        """The inputs, in order, in groups of at least `_PART_BYTES` each (but the last)."""
+        parts: list[list[Input]] = [[]]
+        size = 0
+        for item in self.inputs:
+            if size >= _PART_BYTES:
+                parts.append([])
+                size = 0
+            parts[-1].append(item)
+            size += item.bytes
+        return parts
+
+    def fingerprint(self) -> dict[str, object]:
+        """What must not have changed for parts to be taken over."""
+        files = [[str(i.path.resolve()), i.bytes, i.path.stat().st_mtime_ns] for i in self.inputs]
+        return json.loads(json.dumps({"encoding": asdict(self.encoding), "files": files}))
+
+
+@dataclass
+class Tally:
+    """What came of some inputs, over all keys."""
+
+    documents: int = 0
+    tokens: int = 0
+    empty: int = 0
+    not_text: int = 0  # files in folders that are no UTF-8 text, left out
+
+    def add(self, other: "Tally") -> None:
+        for name, value in asdict(other).items():
+            setattr(self, name, getattr(self, name) + value)
+
+
+def check(job: Job) -> None:
+    """Raises ValueError, before any work, for what cannot work."""
+    if job.workers < 1:
+        raise ValueError(f"--workers must be at least 1, not {job.workers}")
+    kinds = {item.kind for item in job.inputs}
+    if "text" in kinds and len(job.encoding.json_keys) > 1:
+        path = next(item.path for item in job.inputs if item.kind == "text")
+        raise ValueError(f"--json-keys: {path} is plain text, which has no keys; give one key, or JSON lines")
+    for key in job.encoding.json_keys:
+        if Path(f"{job.output(key)}.idx").exists():
+            raise ValueError(
+                f"{job.output(key)}.idx exists already; remove it or give another --output-prefix"
+            )
+    if not job.prefix.parent.is_dir():
+        raise ValueError(f"--output-prefix {job.prefix}: no folder {job.prefix.parent}")
+    build_tokenizer(job.encoding)
+
+
+def preprocess(job: Job, advance: Callable[[int], None]) -> Tally:
+    """Carry out a job that passed `check`; calls `advance` with bytes of the inputs as they are done.
+
+    Raises ValueError for an input that cannot be read; the parts done before it stay.
+    """
+    vocab_size = build_tokenizer(job.encoding).vocab_size
+    _take_up(job)
+    tally, parts = Tally(), job.parts()
+    with _Encoder(job.encoding, job.workers) as encoder:
+        for index, inputs in enumerate(parts):
+            done = job.folder / f"{index:05d}.json"
+            if done.exists():
+                part = Tally(**json.loads(done.read_text()))
+                advance(sum(item.bytes for item in inputs))
+            else:
+                part = _write_part(job, index, encoder.encode(_bites(inputs, job)), vocab_size, advance)
+                _write_json(done, asdict(part))
+            tally.add(part)
+    if not tally.documents:
+        shutil.rmtree(job.folder)
+        raise ValueError(f"all {tally.empty} documents are empty: nothing was written")
+    _publish(job, len(parts), vocab_size)
+    return tally
+
+
+def _take_up(job: Job) -> None:
+    """Keep the parts of a run of the same job, remove those of any other."""
+    notes = job.folder / "job.json"
+    if not notes.exists() or json.loads(notes.read_text()) != job.fingerprint():
+        shutil.rmtree(job.folder, ignore_errors=True)
+        job.folder.mkdir()
+        _write_json(notes, job.fingerprint())
+
+
+def _bites(inputs: Iterable[Input], job: Job) -> Iterator[Bite]:
+    for item in inputs:
+        yield from read_bites(item, list(job.encoding.json_keys))
+
+
+def _write_part(
+    job: Job,
+    index: int,
+    encoded: Iterable[tuple[Bite, dict[str, Encoded]]],
+    vocab_size: int,
+    advance: Callable[[int], None],
+) -> Tally:
+    tally = Tally()
+    writers = {key: IndexedWriter(_part(job, index, key), vocab_size) for key in job.encoding.json_keys}
+    for bite, by_key in encoded:
+        tally.not_text += not bite.records
+        for key, result in by_key.items():
+            tally.empty += result.empty
+            tally.tokens += sum(map(len, result.sequences))
+            for place, sequence in enumerate(result.sequences, 1):
+                ends = result.ends_document or place < len(result.sequences)
+                writers[key].add(sequence, ends)
+                tally.documents += ends
+        advance(bite.read_bytes)
+    for writer in writers.values():
+        writer.finish()
+    return tally
+
+
+def _publish(job: Job, parts: int, vocab_size: int) -> None:
+    """Put the datasets in place; an index only when its tokens are there and safe."""
+    for key in job.encoding.json_keys:
+        whole = _part(job, 0, key)
+        if parts > 1:
+            whole = job.folder / key
+            writer = IndexedWriter(whole, vocab_size)
+            for index in range(parts):
+                writer.add_prefix(_part(job, index, key))
+            writer.finish()
+        for suffix in (".bin", ".idx"):
+            _sync(Path(f"{whole}{suffix}"))
+            Path(f"{whole}{suffix}").replace(f"{job.output(key)}{suffix}")
+            _sync(job.prefix.parent)
+    shutil.rmtree(job.folder)
+
+
+def _part(job: Job, index: int, key: str) -> Path:
+    return job.folder / f"{index:05d}_{key}"
+
+
+def _write_json(path: Path, content: dict[str, object]) -> None:
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(content))
+    partial.replace(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _Encoder:
+    """Encodes bites in order; with several workers, in other processes. Use as a context manager."""
+
+    def __init__(self, encoding: Encoding, workers: int) -> None:
+        self._encoding = encoding
+        self._ahead = _AHEAD * workers
+        # spawn: this process may have threads (a progress bar's), which a fork would copy in mid-air
+        self._pool = ProcessPoolExecutor(workers, get_context("spawn")) if workers > 1 else None
+
+    def __enter__(self) -> "_Encoder":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def encode(self, bites: Iterator[Bite]) -> Iterator[tuple[Bite, dict[str, Encoded]]]:
+        if self._pool is None:
+            yield from ((bite, encode(bite, self._encoding)) for bite in bites)
+            return
+        waiting: deque[tuple[Bite, Future[dict[str, Encoded]]]] = deque()
+        for bite in bites:
+            waiting.append((bite, self._pool.submit(encode, bite, self._encoding)))
+            if len(waiting) >= self._ahead:
+                earliest, future = waiting.popleft()
+                yield earliest, future.result()
+        for earliest, future in waiting:
+            yield earliest, future.result()

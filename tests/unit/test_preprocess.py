@@ -1,0 +1,324 @@
+"""Preprocessing: every kind of input becomes what Megatron-core reads, token for token, whole or not at all."""
+
+import gzip
+import json
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+import zstandard
+from pyarrow import parquet
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from megatron_noloco.data import inputs, preprocess
+from megatron_noloco.data.encode import Encoding
+from megatron_noloco.data.indexed import IndexedTokens, IndexedWriter
+from megatron_noloco.data.inputs import find_inputs
+from megatron_noloco.data.preprocess import Job
+from megatron_noloco.data.tokenizer import build_tokenizer
+
+ROOT = Path(__file__).parents[2]
+TEXTS = ["One.\n", "", "Größe, 大きさ\n\n", "two three " * 40]
+BYTES = Encoding("byte", None, ("text",), append_eod=True)
+
+
+@pytest.fixture(scope="module")
+def fast(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small byte-level BPE."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder)
+    return folder
+
+
+def make_tokenizer(folder: Path, vocab_size: int = 300) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size, special_tokens=["<end>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(["two three four five six seven eight nine ten"] * 9, trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<end>"}}))
+
+
+def write_jsonl(path: Path, texts: list[str]) -> Path:
+    path.write_text("".join(json.dumps({"text": text, "id": 7}) + "\n" for text in texts))
+    return path
+
+
+def run(folder: Path, paths: list[Path], encoding: Encoding = BYTES, workers: int = 1) -> IndexedTokens:
+    job = Job(find_inputs(map(str, paths)), folder / "out", encoding, workers)
+    preprocess.check(job)
+    preprocess.preprocess(job, lambda _: None)
+    return IndexedTokens(str(folder / "out_text_document"))
+
+
+def documents(indexed: IndexedTokens) -> list[list[int]]:
+    bounds = indexed.offsets[indexed.document_bounds]
+    return [indexed.tokens[a:b].tolist() for a, b in pairwise(bounds)]
+
+
+def expected(texts: list[str], encoding: Encoding = BYTES) -> list[list[int]]:
+    tokenizer = build_tokenizer(encoding)
+    end = [tokenizer.end_of_document] if encoding.append_eod else []
+    return [tokenizer.encode(text).tolist() + end for text in texts if text]
+
+
+def test_megatron_core_reads_it_token_for_token(tmp_path: Path, fast: Path) -> None:
+    from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+    encoding = Encoding("HuggingFaceTokenizer", str(fast), ("text",), append_eod=True)
+    run(tmp_path, [write_jsonl(tmp_path / "a.jsonl", TEXTS)], encoding)
+    theirs = IndexedDataset(str(tmp_path / "out_text_document"))
+    assert theirs.index.dtype == np.uint16
+    assert [document.tolist() for document in theirs] == expected(TEXTS, encoding)
+    assert theirs.document_indices.tolist() == [0, 1, 2, 3]
+
+
+def test_what_megatron_core_wrote_is_read(tmp_path: Path) -> None:
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+    builder = IndexedDatasetBuilder(str(tmp_path / "theirs.bin"), dtype=np.int32)
+    builder.add_document(torch.arange(5), [2, 3])
+    builder.add_item(torch.tensor([100_000]))
+    builder.end_document()
+    builder.finalize(str(tmp_path / "theirs.idx"))
+    ours = IndexedTokens(str(tmp_path / "theirs"))
+    assert documents(ours) == [[0, 1, 2, 3, 4], [100_000]]
+    assert ours.lengths.tolist() == [2, 3, 1]
+    assert ours.part(1, 3).tolist() == [2, 3, 4, 100_000]
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "jsonl.zst", "json", "parquet"])
+def test_every_format_gives_the_same(tmp_path: Path, kind: str) -> None:
+    path, lines = tmp_path / f"a.{kind}", write_jsonl(tmp_path / "source", TEXTS).read_bytes()
+    if kind == "parquet":
+        parquet.write_table(pyarrow.table({"id": [7] * len(TEXTS), "text": TEXTS}), path)
+    elif kind.endswith("gz"):
+        path.write_bytes(gzip.compress(lines))
+    elif kind.endswith("zst"):
+        path.write_bytes(b"".join(zstandard.compress(part) for part in (lines[:50], lines[50:])))
+    else:
+        path.write_bytes(lines)
+    assert documents(run(tmp_path, [path])) == expected(TEXTS)
+
+
+def test_a_folder_of_text(tmp_path: Path) -> None:
+    folder = tmp_path / "texts"
+    (folder / "below").mkdir(parents=True)
+    (folder / ".hidden").write_text("hidden")
+    (folder / "b.txt").write_text("second")
+    (folder / "a.txt.gz").write_bytes(gzip.compress(b"first"))
+    (folder / "below" / "c").write_text("third")
+    (folder / "picture.png").write_bytes(b"\x89PNG\xff\xfe")
+    (folder / "empty.txt").write_text("")
+    job = Job(find_inputs([str(folder)]), tmp_path / "out", BYTES, 1)
+    tally = preprocess.preprocess(job, lambda _: None)
+    assert documents(IndexedTokens(str(job.output("text")))) == expected(["first", "second", "third"])
+    assert (tally.documents, tally.not_text) == (3, 1)
+
+
+def test_a_long_text_is_one_document_of_several_sequences(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(inputs, "_BITE_BYTES", 50)
+    text = "".join(f"line {number} of a long text\n" for number in range(30))
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "b.txt").write_text("short")
+    indexed = run(tmp_path, [tmp_path / "a.txt", tmp_path / "b.txt"])
+    assert documents(indexed) == expected([text, "short"])
+    assert len(indexed.lengths) > 5
+
+
+def test_one_dataset_per_key_and_no_ends(tmp_path: Path) -> None:
+    rows = [{"title": "T1", "body": "B1"}, {"title": None, "body": "B2"}]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    encoding = Encoding("byte", None, ("title", "body"), append_eod=False)
+    job = Job(find_inputs([str(tmp_path / "a.jsonl")]), tmp_path / "out", encoding, 1)
+    tally = preprocess.preprocess(job, lambda _: None)
+    assert (tally.documents, tally.tokens, tally.empty) == (3, 6, 1)
+    assert documents(IndexedTokens(str(tmp_path / "out_title_document"))) == [list(b"T1")]
+    assert documents(IndexedTokens(str(tmp_path / "out_body_document"))) == [list(b"B1"), list(b"B2")]
+
+
+class TestStopped:
+    """A job of three parts that dies in the second."""
+
+    @pytest.fixture
+    def job(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Job:
+        monkeypatch.setattr(preprocess, "_PART_BYTES", 1)
+        paths = [write_jsonl(tmp_path / f"{name}.jsonl", [name * 9]) for name in "abc"]
+        job = Job(find_inputs(map(str, paths)), tmp_path / "out", BYTES, 1)
+        read_bites = preprocess.read_bites
+        broken = lambda item, columns: read_bites(item, columns) if item.path.name != "b.jsonl" else 1 / 0  # noqa: E731
+        with monkeypatch.context() as patch:
+            patch.setattr(preprocess, "read_bites", broken)
+            with pytest.raises(ZeroDivisionError):
+                preprocess.preprocess(job, lambda _: None)
+        return job
+
+    def test_there_is_no_index(self, job: Job) -> None:
+        assert not list(job.prefix.parent.glob("out_text_document*"))
+        with pytest.raises(ValueError, match=r"out_text_document\.idx: no such file"):
+            IndexedTokens(str(job.output("text")))
+
+    def test_it_goes_on_where_it_was(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        read: list[str] = []
+        read_bites = preprocess.read_bites
+
+        def noting(item: Any, columns: list[str]) -> Any:
+            read.append(item.path.name)
+            return read_bites(item, columns)
+
+        monkeypatch.setattr(preprocess, "read_bites", noting)
+        done_bytes: list[int] = []
+        tally = preprocess.preprocess(job, done_bytes.append)
+        assert read == ["b.jsonl", "c.jsonl"]
+        assert sum(done_bytes) == sum(item.bytes for item in job.inputs)
+        assert tally.documents == 3
+        assert documents(IndexedTokens(str(job.output("text")))) == expected([name * 9 for name in "abc"])
+        assert not job.folder.exists()
+
+    def test_other_text_starts_over(self, job: Job) -> None:
+        write_jsonl(job.inputs[0].path, ["changed!"])
+        preprocess.preprocess(job, lambda _: None)
+        assert documents(IndexedTokens(str(job.output("text"))))[0] == expected(["changed!"])[0]
+
+
+def test_the_tool_with_two_workers(tmp_path: Path, fast: Path) -> None:
+    texts = [f"two three {number}" for number in range(100)]
+    write_jsonl(tmp_path / "a.jsonl", texts)
+    command = [sys.executable, "tools/preprocess_data.py", "--input", str(tmp_path / "a.jsonl")]
+    command += ["--output-prefix", str(tmp_path / "out"), "--append-eod", "--workers", "2"]
+    command += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(fast)]
+    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (first.returncode, first.stderr) == (0, "")
+    encoding = Encoding("HuggingFaceTokenizer", str(fast), ("text",), append_eod=True)
+    indexed = IndexedTokens(str(tmp_path / "out_text_document"))
+    assert documents(indexed) == expected(texts, encoding)
+    assert first.stdout.startswith(f"100 documents, {len(indexed.tokens)} tokens\n")
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (again.returncode, again.stderr.count("\n")) == (2, 1)
+    assert "out_text_document.idx exists already" in again.stderr
+
+
+BAD_INPUTS: list[tuple[str, bytes, dict[str, Any], str]] = [
+    ("a.jsonl", b'{"text": "x"}\n{"text": \n', {}, r"a\.jsonl, line 2: not JSON"),
+    ("a.jsonl", b"[1]\n", {}, r"line 1: not a JSON object"),
+    ("a.jsonl", b'{"body": "x"}\n', {}, r"line 1: no key 'text'; there are body"),
+    ("a.jsonl", b'{"text": 3}\n', {}, r"'text' holds int, not text"),
+    ("a.jsonl", b'{"text": ""}\n', {}, r"all 1 documents are empty"),
+    ("a.jsonl.gz", gzip.compress(b"x" * 99)[:-9], {}, r"a\.jsonl\.gz: cannot be decompressed"),
+    ("a.jsonl.gz", b"plain", {}, r"cannot be decompressed"),
+    ("a.jsonl.zst", b"plain", {}, r"a\.jsonl\.zst: cannot be decompressed"),
+    ("a.parquet", b"plain", {}, r"a\.parquet: not a sound Parquet file"),
+    ("a.txt", b"\xff\xfe", {}, r"a\.txt: not UTF-8 text"),
+    ("a.txt", b"", {}, r"holds no files with text"),
+    ("a.txt", b"x", {"json_keys": ("a", "b")}, r"a\.txt is plain text, which has no keys"),
+    ("a.txt", b"x", {"tokenizer_type": "HuggingFaceTokenizer"}, r"needs tokenizer_model"),
+    (
+        "a.txt",
+        b"x",
+        {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "/nowhere"},
+        r"tokenizer_model /nowhere: no tokenizer\.json there",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "edits", "line"), BAD_INPUTS, ids=[row[3] for row in BAD_INPUTS])
+def test_bad_input_is_one_line(
+    tmp_path: Path, name: str, content: bytes, edits: dict[str, Any], line: str
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    options = {"tokenizer_type": "byte", "tokenizer_model": None, "json_keys": ("text",)} | edits
+    with pytest.raises(ValueError, match=line) as caught:
+        run(tmp_path, [tmp_path / name], Encoding(append_eod=True, **options))
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.glob("out_*"))
+
+
+class TestDamage:
+    @pytest.fixture
+    def prefix(self, tmp_path: Path) -> Path:
+        writer = IndexedWriter(tmp_path / "p", vocab_size=100_000)
+        for length in (3, 4):
+            writer.add(np.arange(length), ends_document=True)
+        assert not (tmp_path / "p.idx").exists()
+        writer.finish()
+        return tmp_path / "p"
+
+    def test_whole(self, prefix: Path) -> None:
+        indexed = IndexedTokens(str(prefix))
+        assert indexed.dtype == np.int32
+        assert indexed.document_lengths.tolist() == [3, 4]
+
+    @pytest.mark.parametrize(
+        ("suffix", "keep", "line"),
+        [
+            ("bin", 27, r"p\.bin: 27 bytes, its index tells of 7 tokens x 4 = 28; it is cut short"),
+            ("bin", 0, r"p\.bin: 0 bytes"),
+            ("idx", 60, r"p\.idx: 60 bytes, 2 sequences need 82; it is cut short"),
+            ("idx", 20, r"p\.idx: not a Megatron index"),
+            ("idx", 0, r"p\.idx: not a Megatron index"),
+        ],
+    )
+    def test_cut_short(self, prefix: Path, suffix: str, keep: int, line: str) -> None:
+        path = prefix.with_suffix(f".{suffix}")
+        path.write_bytes(path.read_bytes()[:keep])
+        with pytest.raises(ValueError, match=line):
+            IndexedTokens(str(prefix))
+
+    @pytest.mark.parametrize(
+        ("place", "line"),
+        [
+            (0, "not a Megatron index"),
+            (9, "version 0 with token type 4"),
+            (17, "token type 0"),
+            (42, "one after"),
+        ],
+    )
+    def test_altered(self, prefix: Path, place: int, line: str) -> None:
+        content = bytearray(prefix.with_suffix(".idx").read_bytes())
+        content[place] = 0 if place < 42 else 9
+        prefix.with_suffix(".idx").write_bytes(content)
+        with pytest.raises(ValueError, match=line):
+            IndexedTokens(str(prefix))
+
+    def test_one_file_missing(self, prefix: Path) -> None:
+        prefix.with_suffix(".bin").unlink()
+        with pytest.raises(ValueError, match=r"p\.bin: no such file .* without \"\.bin\""):
+            IndexedTokens(str(prefix))
+
+
+class TestFastTokenizer:
+    def test_it_is_the_tokenizer_that_transformers_loads(self, tmp_path: Path, fast: Path) -> None:
+        from transformers import AutoTokenizer
+
+        ours = build_tokenizer(Encoding("HuggingFaceTokenizer", str(fast), ("text",), append_eod=True))
+        ours.save(tmp_path, max_length=64)
+        theirs = AutoTokenizer.from_pretrained(tmp_path)
+        text = "two three <end> Größe\n"
+        assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text).tolist()
+        assert (theirs.eos_token_id, theirs.model_max_length) == (ours.end_of_document, 64)
+        assert ours.vocab_size == len(theirs)
+        assert ours.decode([*ours.encode("two six\n"), ours.end_of_document]) == "two six\n"
+
+    def test_broken_files(self, tmp_path: Path) -> None:
+        def build() -> None:
+            build_tokenizer(Encoding("HuggingFaceTokenizer", str(tmp_path), ("text",), append_eod=True))
+
+        make_tokenizer(tmp_path)
+        (tmp_path / "tokenizer_config.json").unlink()
+        with pytest.raises(ValueError, match="no end-of-document token; name it as eos_token"):
+            build()
+        (tmp_path / "tokenizer.json").write_text("{}")
+        with pytest.raises(ValueError, match=r"tokenizer\.json: not a tokenizer"):
+            build()
