@@ -1,8 +1,8 @@
-"""The five blocks of the user's file that are ours; DeepSpeed's keys stand beside them."""
+"""The blocks of the user's file that are ours, but for `data`; DeepSpeed's keys stand beside them."""
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -186,44 +186,6 @@ class ModelConfig(Block):
         return -(-vocab // self.make_vocab_size_divisible_by) * self.make_vocab_size_divisible_by
 
 
-class DataConfig(Block):
-    text: str = Field(
-        min_length=1,
-        description='A file or folder of UTF-8 text, or "python-stdlib": Python\'s own standard library.',
-    )
-    tokenizer_type: Literal["byte", "HuggingFaceTokenizer"] = Field(
-        default="byte", description='How text becomes tokens: "byte" needs no file.'
-    )
-    tokenizer_model: str | None = Field(
-        default=None,
-        min_length=1,
-        description="Folder of a Hugging Face fast tokenizer (with a tokenizer.json); null for bytes.",
-    )
-    split: str = Field(
-        default="949,50,1", description="Weights of the train, validation and test parts, Megatron's way."
-    )
-
-    @field_validator("split")
-    @classmethod
-    def _three_weights(cls, split: str) -> str:
-        parts = split.split(",")
-        try:
-            weights = [float(part) for part in parts]
-        except ValueError:
-            weights = []
-        if len(weights) != 3 or not all(0 <= weight < float("inf") for weight in weights) or weights[0] == 0:
-            raise ValueError(
-                "must be three weights >= 0 for train, validation and test, the first > 0, "
-                f'such as "949,50,1", got {split!r}'
-            )
-        return split
-
-    @property
-    def split_weights(self) -> tuple[float, float, float]:
-        train, validation, test = (float(part) for part in self.split.split(","))
-        return train, validation, test
-
-
 class TrainingConfig(Block):
     train_iters: Positive = Field(description="Local steps of the whole run.")
     seed: NonNegative = Field(default=1234, description="Seed of weights, sample order, groups and routes.")
@@ -232,7 +194,14 @@ class TrainingConfig(Block):
         default=0, description="Local steps between two evaluations; 0: at the end only."
     )
     eval_iters: NonNegative = Field(
-        default=10, description="Batches per evaluation; 0 switches evaluation off."
+        default=10, description="Microbatches per evaluation and dataset; 0 switches evaluation off."
+    )
+    eval_full: bool = Field(
+        default=False, description="Whether an evaluation takes all of the validation split, not eval_iters."
+    )
+    eval_mean_model: bool = Field(
+        default=True,
+        description="Whether the mean of the replicas is evaluated too; needs their weights exchanged.",
     )
     output_dir: str = Field(
         default="runs/default", min_length=1, description="Folder for logs and checkpoints."

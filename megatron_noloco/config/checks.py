@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_noloco.config.blocks import (
-    DataConfig,
     ModelConfig,
     NolocoConfig,
     ParallelConfig,
     TrainingConfig,
 )
+from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.config.wording import count
 from megatron_noloco.plans.stability import spread_factor
 from megatron_noloco.plans.topology import Topology
@@ -84,7 +84,25 @@ def _check_shards(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]
 
 
 def check_data(data: DataConfig, training: TrainingConfig) -> Iterator[str]:
-    if training.eval_iters and data.split_weights[1] == 0:
+    given = [name for name in ("text", "data_path", "train_data_path") if getattr(data, name) is not None]
+    if not given:
+        yield "data.text is missing (or data.data_path, or data.train_data_path): nothing says what is read"
+    elif len(given) > 1:
+        yield f"data.{given[0]} and data.{given[1]} both say what is read; give one of them"
+    if data.valid_data_path is not None and data.train_data_path is None:
+        yield "data.valid_data_path goes together with data.train_data_path, which is missing"
+    if data.tokenizer_type == "byte" and data.tokenizer_model is not None:
+        yield 'data.tokenizer_model needs data.tokenizer_type "HuggingFaceTokenizer"'
+    elif data.tokenizer_type != "byte" and data.tokenizer_model is None:
+        yield f'data.tokenizer_type "{data.tokenizer_type}" needs data.tokenizer_model, a folder with its files'
+    if not training.eval_iters:
+        return
+    if data.train_data_path is not None and data.valid_data_path is None:
+        yield (
+            f"data.valid_data_path is missing, and training.eval_iters is {training.eval_iters}; set it to 0 "
+            "or give text for validation"
+        )
+    elif data.train_data_path is None and data.split_weights[1] == 0:
         yield (
             f'data.split "{data.split}" leaves no text for validation, and training.eval_iters is '
             f"{training.eval_iters}; set it to 0 or give validation a weight"

@@ -9,12 +9,12 @@ from pydantic import ValidationError
 from megatron_noloco.config import checks, deepspeed_block
 from megatron_noloco.config.blocks import (
     Block,
-    DataConfig,
     ModelConfig,
     NolocoConfig,
     ParallelConfig,
     TrainingConfig,
 )
+from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.config.wording import ConfigError, Problem, problems_of
 from megatron_noloco.plans.topology import Topology
 

@@ -73,6 +73,8 @@ def _expected(annotation: Any, metadata: Iterable[Any]) -> str:
     if origin is Literal:
         choices = [json.dumps(choice) for choice in get_args(annotation)]
         return choices[0] if len(choices) == 1 else "one of " + ", ".join(choices)
+    if origin is list:
+        return f"a list of {' or '.join(_expected(option, ()) for option in get_args(annotation))}"
     if origin in (Union, types.UnionType):
         return " or ".join(_expected(option, metadata) for option in get_args(annotation))
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):

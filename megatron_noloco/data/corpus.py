@@ -7,12 +7,11 @@ import platform
 import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from megatron_noloco.data.tokenizer import ByteTokenizer
+from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
 
 STANDARD_LIBRARY = "python-stdlib"
 SPLITS = ("train", "validation", "test")
@@ -34,7 +33,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens of three splits, uint16; an end-of-document token follows each document."""
+    """Tokens of three splits; an end-of-document token follows each document."""
 
     name: str
     files: int
@@ -43,22 +42,8 @@ class Corpus:
     validation: np.ndarray
     test: np.ndarray
 
-    @cached_property
-    def unigram_entropy(self) -> float:
-        """Nats per token of the best model that sees no context: the loss a language model has to beat.
 
-        It is the cross entropy, measured on the validation split, of the training split's token
-        frequencies, each count raised by one so that a token unseen in training is not impossible.
-        NaN without a validation split.
-        """
-        if not len(self.validation):
-            return math.nan
-        seen = _count_tokens(self.train) + 1
-        measured = _count_tokens(self.validation)
-        return float(-(measured @ np.log(seen / seen.sum())) / measured.sum())
-
-
-def load_corpus(text: str, split: str) -> Corpus:
+def load_corpus(text: str, split: str, tokenizer: Tokenizer) -> Corpus:
     """Reads and tokenizes a whole corpus; every rank that sees the same files gets the same arrays.
 
     Args:
@@ -84,7 +69,7 @@ def load_corpus(text: str, split: str) -> Corpus:
                 f'data.split: "{split}" leaves the {split_name} split of {name} empty '
                 f"({len(documents)} files, {_megabytes(documents):.3g} MB); raise its weight or add text"
             )
-    train, validation, test = (_join(part) for part in parts)
+    train, validation, test = (_join(part, tokenizer) for part in parts)
     return Corpus(name, len(documents), _megabytes(documents), train, validation, test)
 
 
@@ -163,15 +148,31 @@ def _split_by_position(documents: list[Document], weights: Weights) -> list[list
     total = sum(weights)
     for document in documents:
         size = len(document.text)
-        cuts = [0, round(size * weights[0] / total), round(size * (weights[0] + weights[1]) / total), size]
+        ends = (size * weights[0] / total, size * (weights[0] + weights[1]) / total)
+        cuts = [0, *(_character_start(document.text, round(end)) for end in ends), size]
         for part, start, stop in zip(parts, cuts, cuts[1:], strict=False):
             if start < stop:
                 part.append(document.text[start:stop])
     return parts
 
 
-def _join(texts: list[bytes]) -> np.ndarray:
-    tokens = np.full(sum(map(len, texts)) + len(texts), ByteTokenizer.end_of_document, dtype=np.uint16)
+def _character_start(text: bytes, place: int) -> int:
+    """`place`, or a little before it, where a character of UTF-8 would be cut in two."""
+    while place < len(text) and text[place] & 0xC0 == 0x80:
+        place -= 1
+    return place
+
+
+def _join(texts: list[bytes], tokenizer: Tokenizer) -> np.ndarray:
+    if not isinstance(tokenizer, ByteTokenizer):
+        end = [tokenizer.end_of_document]
+        pieces = [
+            piece
+            for tokens in tokenizer.encode_batch([text.decode() for text in texts])
+            for piece in (tokens, end)
+        ]
+        return np.concatenate([np.empty(0, dtype=np.int32), *pieces]).astype(np.int32)
+    tokens = np.full(sum(map(len, texts)) + len(texts), tokenizer.end_of_document, dtype=np.uint16)
     place = 0
     for text in texts:
         tokens[place : place + len(text)] = np.frombuffer(text, dtype=np.uint8)
@@ -183,9 +184,19 @@ def _megabytes(documents: list[Document]) -> float:
     return sum(len(document.text) for document in documents) / 1e6
 
 
-def _count_tokens(tokens: np.ndarray) -> np.ndarray:
+def count_tokens(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
     """How often each token occurs, shape [vocab_size]."""
-    counts = np.zeros(ByteTokenizer.vocab_size, dtype=np.int64)
+    counts = np.zeros(vocab_size, dtype=np.int64)
     for start in range(0, len(tokens), _COUNT_AT_ONCE):
-        counts += np.bincount(tokens[start : start + _COUNT_AT_ONCE], minlength=len(counts))
+        counts += np.bincount(tokens[start : start + _COUNT_AT_ONCE], minlength=vocab_size)
     return counts
+
+
+def unigram_cross_entropy(seen: np.ndarray, measured: np.ndarray) -> float:
+    """Nats per token of the best model that sees no context: the loss a language model has to beat.
+
+    Args:
+        seen: token frequencies of training, none zero (counts raised by one), shape [vocab_size].
+        measured: those of validation.
+    """
+    return float(-(measured @ np.log(seen)))

@@ -1,10 +1,24 @@
-"""Datasets: a split's tokens, cut into samples of equal length."""
+"""Datasets: tokens cut into samples of equal length, and several of them as one."""
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Protocol
 
 import numpy as np
 
-from megatron_noloco.data.corpus import Corpus
+
+class SampleDataset(Protocol):
+    """What microbatches are made of."""
+
+    name: str
+    seq_length: int
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        """Sample `index`, int64, shape [seq_length + 1]: inputs are [:-1], labels are [1:]."""
+        ...
 
 
 class TokenDataset:
@@ -36,24 +50,20 @@ class TokenDataset:
         return self.tokens[start : start + self.seq_length + 1].astype(np.int64)
 
 
-@dataclass(frozen=True)
-class Datasets:
-    """What a run reads: samples to learn from, and samples to measure on."""
+class JoinedDataset:
+    """The samples of several datasets, one dataset after the other."""
 
-    train: TokenDataset
-    validation: TokenDataset
+    def __init__(self, parts: Sequence[SampleDataset]) -> None:
+        self.parts = parts
+        self.seq_length = parts[0].seq_length
+        self.name = f"the blend of {', '.join(part.name for part in parts)}"
+        self._ends = list(accumulate(map(len, parts)))
 
+    def __len__(self) -> int:
+        return self._ends[-1]
 
-def build_datasets(corpus: Corpus, seq_length: int, global_batch: int) -> Datasets:
-    """The datasets of a run whose every step consumes `global_batch` training samples.
-
-    A training split smaller than one global batch is refused: a single step would see a sample twice.
-    """
-    train = TokenDataset(corpus.train, seq_length, f"the training split of {corpus.name}")
-    validation = TokenDataset(corpus.validation, seq_length, f"the validation split of {corpus.name}")
-    if len(train) < global_batch:
-        raise ValueError(
-            f"corpus too small: {train.name} has {len(corpus.train)} tokens = {len(train)} samples of "
-            f"{seq_length}, one global batch needs {global_batch}"
-        )
-    return Datasets(train, validation)
+    def __getitem__(self, index: int) -> np.ndarray:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} is outside {self.name}, which has {len(self)}")
+        number = bisect_right(self._ends, index)
+        return self.parts[number][index - (self._ends[number - 1] if number else 0)]

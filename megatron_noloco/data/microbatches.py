@@ -4,8 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron_noloco.data.dataset import TokenDataset
-from megatron_noloco.plans.samples import BatchPlan, SampleOrder
+from megatron_noloco.data.dataset import SampleDataset
+from megatron_noloco.plans.samples import BatchPlan, BlendedOrder, SampleOrder
 
 _VALIDATION_SEED = 0  # not the run's seed: runs with different seeds measure on the same samples
 
@@ -17,7 +17,7 @@ class MicrobatchSource:
     microbatch that was routed to it from another replica.
     """
 
-    def __init__(self, dataset: TokenDataset, order: SampleOrder, plan: BatchPlan) -> None:
+    def __init__(self, dataset: SampleDataset, order: SampleOrder | BlendedOrder, plan: BatchPlan) -> None:
         assert order.samples == len(dataset), f"an order of {order.samples} for {len(dataset)} samples"
         self.dataset = dataset
         self.order = order
@@ -35,7 +35,11 @@ class ValidationSource:
     They are the first of one fixed shuffle of the split: its beginning alone would be a few long files.
     """
 
-    def __init__(self, dataset: TokenDataset, micro_batch_size: int, count: int) -> None:
+    def __init__(
+        self, dataset: SampleDataset, micro_batch_size: int, count: int | None, weight: float = 1.0
+    ) -> None:
+        """`count` None: all of the split, but for a rest smaller than a microbatch. `weight`: in its blend."""
+        count = max(1, len(dataset) // micro_batch_size) if count is None else count
         needed = count * micro_batch_size
         if needed > len(dataset):
             raise ValueError(
@@ -45,6 +49,7 @@ class ValidationSource:
         self.dataset = dataset
         self.micro_batch_size = micro_batch_size
         self.count = count
+        self.weight = weight
         self.order = SampleOrder(len(dataset), _VALIDATION_SEED)
 
     def __len__(self) -> int:
@@ -57,6 +62,6 @@ class ValidationSource:
         return _gather(self.dataset, self.order.ids(index * self.micro_batch_size, self.micro_batch_size))
 
 
-def _gather(dataset: TokenDataset, ids: np.ndarray) -> tuple[Tensor, Tensor]:
+def _gather(dataset: SampleDataset, ids: np.ndarray) -> tuple[Tensor, Tensor]:
     samples = torch.from_numpy(np.stack([dataset[index] for index in ids.tolist()]))
     return samples[:, :-1].contiguous(), samples[:, 1:].contiguous()

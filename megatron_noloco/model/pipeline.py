@@ -144,7 +144,21 @@ class Pipeline:
         self.micro_batch_size = micro_batch_size
         self.seq_length = seq_length
         virtual = self.communicator.virtual_stages
+        self._last_chunk = groups.topology.stages * virtual - 1
         self._schedule = get_forward_backward_func(groups.topology.stages, virtual if virtual > 1 else None)
+
+    def reads(self, routes: Routes, microbatches: int) -> set[tuple[int, int]]:
+        """(replica, microbatch) of all that `run` will read on this rank."""
+        replica = self.groups.position.replica
+        addresses: set[tuple[int, int]] = set()
+        if any(chunk.pre_process for chunk in self.stage.chunks):
+            addresses |= {(replica, microbatch) for microbatch in range(microbatches)}
+        if any(chunk.post_process for chunk in self.stage.chunks):
+            addresses |= {
+                (routes.origin(self._last_chunk, replica, microbatch), microbatch)
+                for microbatch in range(microbatches)
+            }
+        return addresses
 
     def run(
         self, read: ReadMicrobatch, routes: Routes, microbatches: int, forward_only: bool = False
@@ -157,7 +171,6 @@ class Pipeline:
         """
         groups = self.groups
         replica = groups.position.replica
-        last_chunk = groups.topology.stages * self.communicator.virtual_stages - 1
 
         def forward_step(order: Iterator[int], chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             microbatch = next(order)
@@ -165,7 +178,7 @@ class Pipeline:
             if chunk.pre_process:
                 tokens = read(replica, microbatch)[0].to(self.communicator.device, non_blocking=True)
             if chunk.post_process:
-                origin = routes.origin(last_chunk, replica, microbatch)
+                origin = routes.origin(self._last_chunk, replica, microbatch)
                 labels = read(origin, microbatch)[1].to(self.communicator.device, non_blocking=True)
             output = chunk(tokens, None, None, labels=labels)
 

@@ -1,12 +1,15 @@
 """Sample order: which sample a microbatch holds, as a pure function of how many were consumed before it."""
 
+import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from megatron_noloco.plans.draws import Stream, draw_words
 
 _FEISTEL_ROUNDS = 4
+_BLEND_RESOLUTION = 10_000
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,7 @@ class SampleOrder:
 
     samples: int
     seed: int
+    part: int = 0  # parts of a blend are shuffled independently
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -38,7 +42,8 @@ class SampleOrder:
         half_bits = max(1, ((self.samples - 1).bit_length() + 1) // 2)
         mask = np.uint64((1 << half_bits) - 1)
         shift = np.uint64(half_bits)
-        keys = draw_words(_FEISTEL_ROUNDS, self.seed, Stream.SAMPLES, epoch)
+        counters = (epoch, self.part) if self.part else (epoch,)
+        keys = draw_words(_FEISTEL_ROUNDS, self.seed, Stream.SAMPLES, *counters)
         values = offsets.astype(np.uint64)
         outside = np.ones(len(values), dtype=bool)
         while outside.any():  # cycle walking: the network permutes 4**half_bits >= samples values
@@ -56,6 +61,57 @@ def _mix(words: np.ndarray) -> np.ndarray:
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return words ^ (words >> np.uint64(31))
+
+
+@dataclass(frozen=True)
+class BlendedOrder:
+    """An endless sequence of sample ids drawn from several parts in fixed proportions.
+
+    Whose turn it is repeats in a short cycle, in which each part has slots in proportion to its weight, spread
+    evenly. The samples of one part, taken alone, are in a `SampleOrder` of their own: a part that is small for its
+    weight begins its next epoch while the others are still in an earlier one. Ids count through the parts.
+    """
+
+    sizes: tuple[int, ...]  # samples in each part
+    weights: tuple[float, ...]  # adding up to 1
+    seed: int
+
+    @property
+    def samples(self) -> int:
+        return sum(self.sizes)
+
+    @cached_property
+    def slots(self) -> tuple[int, ...]:
+        """How many places of a cycle each part has: its weight to 1/10000, and at least one."""
+        slots = [max(1, round(weight * _BLEND_RESOLUTION)) for weight in self.weights]
+        return tuple(slot // math.gcd(*slots) for slot in slots)
+
+    @cached_property
+    def _cycle(self) -> tuple[np.ndarray, np.ndarray]:
+        """Whose turn it is at each place of the cycle, and how many turns that part had before in the cycle."""
+        share = np.array(self.slots) / sum(self.slots)
+        taken = np.zeros(len(share), dtype=np.int64)
+        turns, before = (np.empty(sum(self.slots), dtype=np.int64) for _ in range(2))
+        for place in range(len(turns)):
+            turn = int(np.argmax(share * (place + 1) - taken))  # who is furthest behind
+            turns[place], before[place] = turn, taken[turn]
+            taken[turn] += 1
+        return turns, before
+
+    def ids(self, first: int, count: int) -> np.ndarray:
+        """Sample ids at places first .. first+count-1 of the sequence, shape [count]."""
+        turns, before = self._cycle
+        cycles, places = np.divmod(np.arange(first, first + count, dtype=np.int64), len(turns))
+        ids = np.empty(count, dtype=np.int64)
+        base = 0
+        for part, size in enumerate(self.sizes):
+            chosen = turns[places] == part
+            if chosen.any():
+                start = int((cycles * self.slots[part] + before[places])[chosen][0])
+                # consecutive places hold consecutive samples of each part
+                ids[chosen] = base + SampleOrder(size, self.seed, part).ids(start, int(chosen.sum()))
+            base += size
+        return ids
 
 
 @dataclass(frozen=True)

@@ -82,9 +82,15 @@ class Console:
         self.evaluation_result = evaluation
         losses = " ".join(f"{loss:.4f}" for loss in evaluation.replica_losses)
         spread = "" if math.isnan(evaluation.spread) else f" | spread: {evaluation.spread:.3E}"
+        mean = evaluation.mean_model_loss
+        mean_model = "" if math.isnan(mean) else f"mean model: {mean:.4f}{spread} | "
         self.say(
-            f" validation at iteration {step} | replicas: {losses} | "
-            f"mean model: {evaluation.mean_model_loss:.4f}{spread} | unigram: {self.facts.unigram_entropy:.4f} |"
+            f" validation at iteration {step} | replicas: {losses} | {mean_model}"
+            f"unigram: {self.facts.unigram_entropy:.4f} |",
+            *(
+                f"   {dataset.name} | replicas: {' '.join(f'{loss:.4f}' for loss in dataset.replica_losses)} |"
+                for dataset in evaluation.datasets
+            ),
         )
 
     def saved(self, report: SaveReport) -> None:
@@ -110,7 +116,7 @@ class Console:
         if evaluation is not None:
             for replica, loss in enumerate(evaluation.replica_losses):
                 table.add_row(f"validation loss, replica {replica}", f"{loss:.4f} nats per token")
-            if len(evaluation.replica_losses) > 1:
+            if len(evaluation.replica_losses) > 1 and not math.isnan(evaluation.mean_model_loss):
                 table.add_row(
                     "validation loss, mean model", f"{evaluation.mean_model_loss:.4f} nats per token"
                 )

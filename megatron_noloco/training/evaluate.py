@@ -1,7 +1,8 @@
 """Evaluation: the loss of every replica and of their mean model, on the same validation microbatches.
 
-The one documented place where all replicas meet. Nothing here happens between evaluations; without evaluations
-(`training.eval_iters` 0) the replicas never meet.
+The one documented place where all replicas meet. Nothing here happens between evaluations; without the mean model
+(`training.eval_mean_model` false) only losses are told, without evaluations (`training.eval_iters` 0) the replicas
+never meet.
 """
 
 import math
@@ -15,7 +16,7 @@ from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.outer.averaging import GroupAveraging
 from megatron_noloco.outer.optimizer import OuterOptimizer
 from megatron_noloco.plans.routing import Routing
-from megatron_noloco.training.record import Evaluation
+from megatron_noloco.training.record import DatasetLosses, Evaluation
 
 _LOSS_TAG, _WEIGHTS_TAG = 1, 2  # every rank is at the same step, and messages of one tag keep their order
 
@@ -29,13 +30,16 @@ class Evaluator:
         outer: OuterOptimizer | None,
         averaging: GroupAveraging,
         routing: Routing,
-        source: ValidationSource,
+        sources: list[ValidationSource],
+        mean_model: bool,
     ) -> None:
+        """`mean_model` False: the replicas tell each other their losses, but no weights."""
         self.engine = engine
         self.outer = outer
         self.averaging = averaging
         self.routing = routing
-        self.source = source
+        self.sources = sources
+        self.mean_model = mean_model
         self.replicas = engine.groups.topology.replicas
 
     @torch.no_grad()
@@ -43,43 +47,68 @@ class Evaluator:
         """Measure every replica's fast weights, then the mean of all slow weights, and leave no trace.
 
         Every rank of every replica must call it after the same step. Needs one more copy of this rank's fp32
-        weights while it runs.
+        weights while it runs, unless the mean model is left out.
         """
-        own_loss = self._loss()
+        own_losses = self._losses()
         if self.replicas == 1:
-            return Evaluation([own_loss], own_loss, math.nan)
+            return self._evaluation([own_losses], own_losses, math.nan)
         everyone = tuple(range(self.replicas))
-        replica_losses = self._share(own_loss)
+        by_replica = self._share(own_losses)
+        if not self.mean_model:
+            return self._evaluation(by_replica, [math.nan] * len(self.sources), math.nan)
         fast = [master.to("cpu", copy=True) for master in self.engine.master_weights]
         own = torch.cat(fast) if self.outer is None else self.outer.slow_weights.cpu()
         mean = self.averaging.whole_mean(own, everyone, _WEIGHTS_TAG)
         spread = self.averaging.report.standard_deviation
-        mean_loss = self._loss_with(list(mean.split([part.numel() for part in fast])))
+        mean_losses = self._losses_with(list(mean.split([part.numel() for part in fast])))
         self._write(fast)
-        return Evaluation(replica_losses, mean_loss, spread)
+        return self._evaluation(by_replica, mean_losses, spread)
 
-    def _share(self, own_loss: float) -> list[float]:
-        """Everybody's loss: the mean over replicas of one-hot vectors, times their number."""
-        one_hot = torch.zeros(self.replicas)
-        one_hot[self.engine.groups.position.replica] = own_loss * self.replicas
+    def _evaluation(
+        self, by_replica: list[list[float]], mean_losses: list[float], spread: float
+    ) -> Evaluation:
+        """From losses per dataset, which a blend weighs."""
+        weights = [source.weight for source in self.sources]
+
+        def blended(losses: list[float]) -> float:
+            return sum(weight * loss for weight, loss in zip(weights, losses, strict=True))
+
+        datasets = [
+            DatasetLosses(source.dataset.name, [losses[index] for losses in by_replica], mean_losses[index])
+            for index, source in enumerate(self.sources)
+        ]
+        return Evaluation(
+            [blended(losses) for losses in by_replica],
+            blended(mean_losses),
+            spread,
+            datasets if len(datasets) > 1 else [],
+        )
+
+    def _share(self, own_losses: list[float]) -> list[list[float]]:
+        """Everybody's losses: the mean over replicas of tables with one row filled in, times their number."""
+        table = torch.zeros(self.replicas, len(own_losses))
+        table[self.engine.groups.position.replica] = torch.tensor(own_losses) * self.replicas
         everyone = tuple(range(self.replicas))
-        return self.averaging.whole_mean(one_hot, everyone, _LOSS_TAG).tolist()
+        return self.averaging.whole_mean(table.flatten(), everyone, _LOSS_TAG).view_as(table).tolist()
 
-    def _loss_with(self, weights: list[Tensor]) -> float:
+    def _losses_with(self, weights: list[Tensor]) -> list[float]:
         self._write(weights)
-        return self._loss()
+        return self._losses()
 
     def _write(self, weights: list[Tensor]) -> None:
         for master, part in zip(self.engine.master_weights, weights, strict=True):
             master.copy_(part)
         self.engine.refresh_working_weights()
 
-    def _loss(self) -> float:
-        """The mean validation loss of this replica as it stands, known to all its ranks."""
+    def _losses(self) -> list[float]:
+        """The mean loss of this replica as it stands on each dataset, known to all its ranks."""
+        return [self._loss(source) for source in self.sources]
+
+    def _loss(self, source: ValidationSource) -> float:
         losses = self.engine.evaluate(
-            lambda _, microbatch: self.source.microbatch(microbatch),
+            lambda _, microbatch: source.microbatch(microbatch),
             self.routing.straight(),
-            len(self.source),
+            len(source),
         )
         total = torch.zeros(2, dtype=torch.float64)
         for _, loss in losses:

@@ -25,7 +25,7 @@ from megatron_noloco.training.record import Evaluation, RoundRecord, SaveReport,
 # What ranks of one replica tell each other at a logged step, one float each.
 _FIELDS = (
     "loss_sum", "loss_count", "routed", "hop_wait", "exchange_total", "sent_total", "hop_total",
-    "exchange", "wait", "sent", "squared_spread", "compared", "poisoned",
+    "exchange", "wait", "sent", "squared_spread", "compared", "poisoned", "data_wait",
 )  # fmt: skip
 
 # What a checkpoint remembers of the last evaluation.
@@ -64,10 +64,12 @@ class Monitor:
     def _begin_interval(self) -> None:
         self._interval_started = time.perf_counter()
         self._results: list[StepResult] = []
+        self._data_wait = 0.0
         self._round = None
 
-    def local_step(self, result: StepResult) -> None:
+    def local_step(self, result: StepResult, data_wait_seconds: float) -> None:
         self._results.append(result)
+        self._data_wait += data_wait_seconds
         self._hop_total += result.hop_bytes
 
     def round(self, report: RoundReport) -> None:
@@ -103,7 +105,8 @@ class Monitor:
     def evaluation(self, done: int, evaluation: Evaluation) -> None:
         replica = self.groups.position.replica
         figures = (float(done), evaluation.replica_losses[replica], evaluation.mean_model_loss)
-        self._evaluated = dict(zip(_EVALUATED, figures, strict=True))
+        named = zip(_EVALUATED, figures, strict=True)
+        self._evaluated = {name: figure for name, figure in named if not math.isnan(figure)}
         if self._files is not None:
             self._files.evaluation(done, replica, evaluation)
         if self.console is not None:
@@ -145,6 +148,7 @@ class Monitor:
             loss_scale=last.loss_scale,
             skipped_steps=sum(result.skipped for result in self._results),
             hop_wait_seconds=float(ranks["hop_wait"].mean()) / steps,
+            data_wait_seconds=float(ranks["data_wait"].max()) / steps,
             routed_share=float(ranks["routed"].sum()) / losses,
             sent_bytes=int(ranks["sent_total"].sum()),
             hop_bytes=int(ranks["hop_total"].sum()),
@@ -178,6 +182,7 @@ class Monitor:
         own["hop_wait"] = sum(result.hop_wait_seconds for result in self._results)
         own["exchange_total"], own["sent_total"] = self._exchange_total, self._sent_total
         own["hop_total"] = self._hop_total
+        own["data_wait"] = self._data_wait
         if self._round is not None:
             exchange = self._round.exchange
             own["exchange"], own["wait"] = exchange.seconds, exchange.wait_seconds
@@ -218,6 +223,7 @@ class ReplicaFiles:
             "speed/tokens_per_second": record.tokens_per_second,
             "speed/seconds_per_step": record.seconds_per_step,
             "routing/hop_wait_seconds": record.hop_wait_seconds,
+            "train/data_wait_seconds": record.data_wait_seconds,
             "routing/routed_share": record.routed_share,
             "routing/sent_bytes": record.hop_bytes,
         }
@@ -235,14 +241,12 @@ class ReplicaFiles:
             {"kind": "evaluation", "step": step, "replica": replica, **dataclasses.asdict(evaluation)}
         )
         own = evaluation.replica_losses[replica]
-        self._scalars(
-            {
-                "validation/loss": own,
-                "validation/perplexity": math.exp(min(own, 700.0)),
-                "validation/mean_model_loss": evaluation.mean_model_loss,
-            },
-            step,
-        )
+        scalars = {"validation/loss": own, "validation/perplexity": math.exp(min(own, 700.0))}
+        if not math.isnan(evaluation.mean_model_loss):
+            scalars["validation/mean_model_loss"] = evaluation.mean_model_loss
+        for dataset in evaluation.datasets:
+            scalars[f"validation/loss of {dataset.name}"] = dataset.replica_losses[replica]
+        self._scalars(scalars, step)
 
     def close(self) -> None:
         self._jsonl.close()

@@ -1,7 +1,9 @@
 """What is written down about a run, and how it reads as a line."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+_NOTABLE_DATA_WAIT = 0.01  # of the step's time; less is left out of the line
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class StepRecord:
     loss_scale: float
     skipped_steps: int  # fp16 overflows in the interval
     hop_wait_seconds: float  # per step and rank, waiting for activations and gradients
+    data_wait_seconds: float  # per step, waiting for microbatches to be read; the slowest rank's
     routed_share: float  # of this replica's microbatches, those that came from another replica
     sent_bytes: int  # in exchanges, by all ranks of the replica, since the start
     hop_bytes: int  # routed activations and gradients to other replicas, likewise
@@ -57,6 +60,8 @@ class StepRecord:
             parts.append(
                 f"routed: {100 * self.routed_share:.0f} % hop wait (ms): {1000 * self.hop_wait_seconds:.1f}"
             )
+        if self.data_wait_seconds > _NOTABLE_DATA_WAIT * self.seconds_per_step:
+            parts.append(f"data wait (ms): {1000 * self.data_wait_seconds:.1f}")
         if self.round is not None:
             parts += round_parts(self.round)
         return " | ".join(parts) + " |"
@@ -82,12 +87,22 @@ def partner_text(partners: list[int]) -> str:
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """Validation losses, nats per token."""
+class DatasetLosses:
+    """Validation losses on one dataset of a blend, nats per token."""
 
+    name: str
     replica_losses: list[float]
     mean_model_loss: float
-    spread: float  # standard deviation over all replicas of this rank's slow weights; nan for one replica
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Validation losses, nats per token; of a blend, in its proportions."""
+
+    replica_losses: list[float]
+    mean_model_loss: float  # nan where it is not evaluated
+    spread: float  # standard deviation over all replicas of this rank's slow weights; nan where not compared
+    datasets: list[DatasetLosses] = field(default_factory=list)  # of a blend; empty for a single dataset
 
 
 @dataclass(frozen=True)

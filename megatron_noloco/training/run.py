@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 
 from megatron_noloco.config import RunConfig, describe, parameter_count
-from megatron_noloco.data.corpus import Corpus, load_corpus
-from megatron_noloco.data.dataset import Datasets, build_datasets
+from megatron_noloco.data.datasets import Datasets, build_datasets
 from megatron_noloco.data.microbatches import MicrobatchSource, ValidationSource
-from megatron_noloco.data.tokenizer import ByteTokenizer
+from megatron_noloco.data.prefetch import Prefetcher
+from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_noloco.model import huggingface, quieten
 from megatron_noloco.outer.optimizer import PartnerTimeoutError
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.routing import Routing
-from megatron_noloco.plans.samples import BatchPlan, SampleOrder
+from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.training.console import Console, RunFacts
 from megatron_noloco.training.resume import Start, find_start
@@ -37,10 +37,10 @@ class Prepared:
     config: RunConfig
     world: World
     topology: Topology
-    corpus: Corpus
+    tokenizer: Tokenizer
     datasets: Datasets
     plan: BatchPlan
-    validation: ValidationSource
+    validation: list[ValidationSource]  # one per dataset of the blend
 
 
 def prepare(config: RunConfig, environ: Mapping[str, str]) -> Prepared:
@@ -53,17 +53,23 @@ def prepare(config: RunConfig, environ: Mapping[str, str]) -> Prepared:
         )
     if config.training.pretrained is not None:
         huggingface.check_fits(Path(config.training.pretrained), config.model)
-    corpus = load_corpus(config.data.text, config.data.split)
-    plan = BatchPlan(topology.replicas, topology.lanes, config.microbatches, config.micro_batch_size)
-    datasets = build_datasets(corpus, config.model.seq_length, plan.global_batch)
-    validation = ValidationSource(datasets.validation, config.micro_batch_size, config.training.eval_iters)
-    vocab_size = ByteTokenizer().vocab_size
-    if config.model.vocab_size is not None and config.model.vocab_size < vocab_size:
+    tokenizer = build_tokenizer(config.data)
+    vocab_size = config.model.vocab_size or tokenizer.vocab_size
+    if vocab_size < tokenizer.vocab_size:
         raise ValueError(
-            f"model.vocab_size {config.model.vocab_size} is smaller than the tokenizer's {vocab_size}; "
-            f"set it to {vocab_size} or leave it out"
+            f"model.vocab_size {vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}; "
+            f"set it to {tokenizer.vocab_size} or leave it out"
         )
-    return Prepared(config, world, topology, corpus, datasets, plan, validation)
+    plan = BatchPlan(topology.replicas, topology.lanes, config.microbatches, config.micro_batch_size)
+    evaluates = config.training.eval_iters > 0
+    seq_length = config.model.seq_length
+    datasets = build_datasets(config.data, tokenizer, vocab_size, seq_length, plan.global_batch, evaluates)
+    count = None if config.training.eval_full else config.training.eval_iters
+    validation = [
+        ValidationSource(part.dataset, config.micro_batch_size, count, part.weight)
+        for part in datasets.validation
+    ]
+    return Prepared(config, world, topology, tokenizer, datasets, plan, validation)
 
 
 def join_job(prepared: Prepared) -> tuple[Transport, Start]:
@@ -109,7 +115,7 @@ def train(prepared: Prepared, transport: Transport, start: Start, progress: str 
     stopping = Stopping(training.exit_duration_minutes)
     routed = settings.routing.interval != "off" and topology.replicas > 1 and topology.stages > 1
     groups = build_groups(topology, routed, tied=not config.model.untie_embeddings_and_output_weights)
-    stage = build_stage(config, groups, ByteTokenizer().vocab_size)
+    stage = build_stage(config, groups, prepared.tokenizer.vocab_size)
     engine = ReplicaEngine(config, groups, stage)
     averaging = GroupAveraging(transport, topology, settings.deadline_seconds)
     outer = None
@@ -121,9 +127,11 @@ def train(prepared: Prepared, transport: Transport, start: Start, progress: str 
     interval = settings.routing.interval if routed else "off"
     routing = Routing(topology.replicas, config.microbatches, training.seed, interval)
     plan = replace(prepared.plan, start_step=start.step, start_sample=start.sample)
-    order = SampleOrder(len(prepared.datasets.train), training.seed)
-    source = MicrobatchSource(prepared.datasets.train, order, plan)
-    evaluator = Evaluator(engine, outer, averaging, routing, prepared.validation)
+    order = prepared.datasets.order(training.seed)
+    source = Prefetcher(MicrobatchSource(prepared.datasets.train, order, plan), groups.position.lane)
+    evaluator = Evaluator(
+        engine, outer, averaging, routing, prepared.validation, config.training.eval_mean_model
+    )
     checkpointer = Checkpointer(config, engine, outer, plan)
     if start.folder is not None and start.manifest is not None:
         checkpointer.restore(start.folder, start.manifest)
@@ -133,6 +141,7 @@ def train(prepared: Prepared, transport: Transport, start: Start, progress: str 
     try:
         done = trainer.train()
     finally:
+        source.close()
         failed_save = checkpointer.close()
         monitor.close()
     if failed_save is not None:
@@ -145,7 +154,7 @@ def train(prepared: Prepared, transport: Transport, start: Start, progress: str 
 def _console(prepared: Prepared, transport: Transport, start: Start, progress: str) -> Console:
     training = prepared.config.training
     facts = RunFacts(
-        unigram_entropy=prepared.corpus.unigram_entropy,
+        unigram_entropy=prepared.datasets.unigram_entropy,
         synchronous_bytes_per_step=_synchronous_bytes_per_step(prepared),
         output_dir=str(Path(training.output_dir).resolve()),
         next_command=f"{os.path.relpath(sys.executable)} -m tensorboard.main --logdir {training.output_dir}",
@@ -156,11 +165,9 @@ def _console(prepared: Prepared, transport: Transport, start: Start, progress: s
 
 
 def _banner(prepared: Prepared, transport: Transport) -> list[str]:
-    corpus = prepared.corpus
     return [
-        *describe(prepared.config, prepared.topology, ByteTokenizer().vocab_size),
-        f"data: {corpus.name}, {corpus.files} files, {corpus.megabytes:.1f} MB, "
-        f"{len(corpus.train)} training and {len(corpus.validation)} validation tokens",
+        *describe(prepared.config, prepared.topology, prepared.tokenizer.vocab_size),
+        f"data: {prepared.datasets.about}",
         f"started by {prepared.world.launcher}; exchanges over {transport.name}",
     ]
 
@@ -172,7 +179,7 @@ def _cpu_has_fp16() -> bool:
 def _synchronous_bytes_per_step(prepared: Prepared) -> float:
     """What one replica sends when a step's gradients go through a ring all-reduce over the replicas."""
     config, replicas = prepared.config, prepared.topology.replicas
-    gradient_bytes = parameter_count(config.model, ByteTokenizer().vocab_size) * (
+    gradient_bytes = parameter_count(config.model, prepared.tokenizer.vocab_size) * (
         4 if config.precision == "fp32" else 2
     )
     return 2 * (replicas - 1) / replicas * gradient_bytes

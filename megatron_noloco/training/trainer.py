@@ -1,13 +1,13 @@
 """The loop."""
 
-from torch import Tensor
+from functools import partial
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.data.microbatches import MicrobatchSource
+from megatron_noloco.data.prefetch import Prefetcher
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.model.pipeline import ReadMicrobatch
 from megatron_noloco.outer.optimizer import OuterOptimizer
-from megatron_noloco.plans.routing import Routing
+from megatron_noloco.plans.routing import Routes, Routing
 from megatron_noloco.training.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.training.evaluate import Evaluator
 from megatron_noloco.training.monitor import Monitor
@@ -27,7 +27,7 @@ class Trainer:
         engine: ReplicaEngine,
         outer: OuterOptimizer | None,
         routing: Routing,
-        source: MicrobatchSource,
+        source: Prefetcher,
         evaluator: Evaluator,
         checkpointer: Checkpointer,
         stopping: Stopping,
@@ -52,8 +52,11 @@ class Trainer:
                 self._leave(step)
                 return step
             round_index = step // self.local_steps
-            routes = self.routing.routes(step, round_index)
-            self.monitor.local_step(self.engine.train_batch(self._reader(step), routes))
+            if step + 1 < self.training.train_iters:
+                self.source.announce(step + 1, self.engine.reads(self._routes(step + 1)))
+            waited = self.source.wait_seconds
+            result = self.engine.train_batch(self._reader(step), self._routes(step))
+            self.monitor.local_step(result, self.source.wait_seconds - waited)
             if self.outer is not None and _due(step + 1, self.local_steps):
                 report = self.outer.run_round(round_index)
                 self.engine.refresh_working_weights()
@@ -69,14 +72,12 @@ class Trainer:
         if self.checkpointer.saved_step != done:
             self._save(done)
 
+    def _routes(self, step: int) -> Routes:
+        return self.routing.routes(step, step // self.local_steps)
+
     def _reader(self, step: int) -> ReadMicrobatch:
-        """Reads (replica, microbatch) of this step for this rank's lane."""
-        lane = self.engine.groups.position.lane
-
-        def read(replica: int, microbatch: int) -> tuple[Tensor, Tensor]:
-            return self.source.microbatch(step, replica, lane, microbatch)
-
-        return read
+        """Reads (replica, microbatch) of this step."""
+        return partial(self.source.microbatch, step)
 
     def _evaluate_if_due(self, done: int) -> None:
         due = _due(done, self.training.eval_interval) or done == self.training.train_iters

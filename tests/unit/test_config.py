@@ -21,6 +21,7 @@ from megatron_noloco.config import (
     load_config,
     parameter_count,
 )
+from megatron_noloco.config.data_block import blend_of
 from megatron_noloco.config.run_config import BLOCKS
 from megatron_noloco.plans.topology import Topology
 
@@ -122,7 +123,20 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data.split": "0,1,1"}, "data.split: must be three weights"),
     ({"data.split": "9,x,1"}, "data.split: must be three weights"),
     ({"data.split": "10,0,0"}, "leaves no text for validation"),
-    ({"data.text": ""}, "data.text: must be text that is not empty, got ''"),
+    ({"data.text": ""}, "data.text: must be text that is not empty or null, got ''"),
+    ({"data.data_path": "prefix"}, "data.text and data.data_path both say what is read"),
+    ({"data.valid_data_path": "b"}, "data.valid_data_path goes together with data.train_data_path"),
+    ({"data": {"train_data_path": "a"}}, "data.valid_data_path is missing, and training.eval_iters is 10"),
+    ({"data": {"data_path": ["0.5", "a", "b"]}}, "data.data_path: must be one prefix, or weights > 0 and"),
+    ({"data": {"data_path": ["a", "b"]}}, "data.data_path: must be one prefix, or weights > 0 and"),
+    ({"data": {"data_path": [0, "a"]}}, "data.data_path: must be one prefix, or weights > 0 and"),
+    ({"data": {"data_path": []}}, "data.data_path: must be one prefix, or weights > 0 and"),
+    (
+        {"data": {"data_path": 3}},
+        "data.data_path: must be text that is not empty or a list of text or a number",
+    ),
+    ({"data.tokenizer_type": "HuggingFaceTokenizer"}, "needs data.tokenizer_model, a folder with its files"),
+    ({"data.tokenizer_model": "x"}, 'data.tokenizer_model needs data.tokenizer_type "HuggingFaceTokenizer"'),
     # DeepSpeed's part
     ({"train_batch_size": 9}, "gradient_accumulation_steps 2 x parallel.lanes 1 = 8 (per replica)"),
     (
@@ -256,6 +270,12 @@ def test_the_suggested_momentum_is_the_largest_stable_one() -> None:
     config(noloco__outer_momentum=suggested)
     with pytest.raises(ConfigError, match="drift apart"):
         config(noloco__outer_momentum=suggested + 0.01)
+
+
+def test_blends_are_prefixes_and_weights_that_add_up_to_one() -> None:
+    blend = ["0.3", "a", 0.9, "b"]
+    assert blend_of(config(data={"data_path": blend}).data.data_path) == [("a", 0.25), ("b", 0.75)]
+    assert blend_of("a") == blend_of(["a"]) == [("a", 1.0)]
 
 
 def test_the_stability_rule_is_noloco_s_alone() -> None:

@@ -1,6 +1,5 @@
 """Data: the same text gives the same microbatches to whoever asks."""
 
-import math
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +15,7 @@ from megatron_noloco.data.corpus import (
     standard_library_files,
     text_files,
 )
-from megatron_noloco.data.dataset import TokenDataset, build_datasets
+from megatron_noloco.data.dataset import TokenDataset
 from megatron_noloco.data.microbatches import MicrobatchSource, ValidationSource
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.plans.samples import BatchPlan, SampleOrder
@@ -27,7 +26,11 @@ END = ByteTokenizer.end_of_document
 
 @pytest.fixture(scope="module")
 def stdlib() -> Corpus:
-    return load_corpus(STANDARD_LIBRARY, SPLIT)
+    return load(STANDARD_LIBRARY, SPLIT)
+
+
+def load(text: str, split: str) -> Corpus:
+    return load_corpus(text, split, ByteTokenizer())
 
 
 def write_files(folder: Path, count: int) -> None:
@@ -36,11 +39,6 @@ def write_files(folder: Path, count: int) -> None:
         path = folder / ("below" if index % 2 else ".") / f"{index:03}.txt"
         path.parent.mkdir(exist_ok=True)
         path.write_text(f"file {index:03}\n" * 50)
-
-
-def make_corpus(train: np.ndarray, validation: np.ndarray) -> Corpus:
-    nothing = np.empty(0, dtype=np.uint16)
-    return Corpus("made up", 1, 0.0, train.astype(np.uint16), validation.astype(np.uint16), nothing)
 
 
 class TestTokenizer:
@@ -66,7 +64,6 @@ class TestCorpus:
         assert stdlib.train.dtype == np.uint16
         assert stdlib.train[-1] == stdlib.validation[-1] == END
         assert 0.02 < len(stdlib.validation) / tokens < 0.1
-        assert math.log(10) < stdlib.unigram_entropy < math.log(64)
 
     def test_standard_library_files_are_sources_only(self) -> None:
         files = standard_library_files()
@@ -77,7 +74,7 @@ class TestCorpus:
         assert not any(forbidden & set(path.relative_to(library).parts) for path in files)
 
     def test_is_deterministic(self, stdlib: Corpus) -> None:
-        again = load_corpus(STANDARD_LIBRARY, SPLIT)
+        again = load(STANDARD_LIBRARY, SPLIT)
         assert again.name == stdlib.name
         for mine, other in zip(
             (stdlib.train, stdlib.validation, stdlib.test),
@@ -88,7 +85,7 @@ class TestCorpus:
 
     def test_many_files_are_split_by_file(self, tmp_path: Path) -> None:
         write_files(tmp_path, 60)
-        corpus = load_corpus(str(tmp_path), "2,1,1")
+        corpus = load(str(tmp_path), "2,1,1")
         decode = ByteTokenizer().decode
         found = [
             set(decode(part).split("\n")) - {""} for part in (corpus.train, corpus.validation, corpus.test)
@@ -98,28 +95,35 @@ class TestCorpus:
 
     def test_a_file_keeps_its_split_when_others_come(self, tmp_path: Path) -> None:
         write_files(tmp_path, 30)
-        before = set(ByteTokenizer().decode(load_corpus(str(tmp_path), "1,1").train).split("\n"))
+        before = set(ByteTokenizer().decode(load(str(tmp_path), "1,1").train).split("\n"))
         write_files(tmp_path, 60)
-        after = set(ByteTokenizer().decode(load_corpus(str(tmp_path), "1,1").train).split("\n"))
+        after = set(ByteTokenizer().decode(load(str(tmp_path), "1,1").train).split("\n"))
         assert before < after
 
     def test_a_copy_elsewhere_is_split_alike(self, tmp_path: Path) -> None:
         for folder in (tmp_path / "here", tmp_path / "there"):
             folder.mkdir()
             write_files(folder, 25)
-        here, there = (load_corpus(str(tmp_path / name), "1,1") for name in ("here", "there"))
+        here, there = (load(str(tmp_path / name), "1,1") for name in ("here", "there"))
         assert np.array_equal(here.train, there.train)
 
     def test_few_files_are_split_by_position(self, tmp_path: Path) -> None:
         (tmp_path / "b.txt").write_text("0123456789")
         (tmp_path / "a.md").write_text("abcdefghij")
-        corpus = load_corpus(str(tmp_path), "8,1,1")
+        corpus = load(str(tmp_path), "8,1,1")
         assert corpus.train.tolist() == [*b"abcdefgh", END, *b"01234567", END]
         assert corpus.validation.tolist() == [*b"i", END, *b"8", END]
         assert corpus.test.tolist() == [*b"j", END, *b"9", END]
         assert (corpus.files, corpus.megabytes) == (2, 20e-6)
-        alone = load_corpus(str(tmp_path / "a.md"), "1,1")
+        alone = load(str(tmp_path / "a.md"), "1,1")
         assert alone.train.tolist() == [*b"abcde", END]
+
+    def test_no_character_is_cut(self, tmp_path: Path) -> None:
+        (tmp_path / "a.txt").write_text("ÄÖÜ" * 5)
+        corpus = load(str(tmp_path), "5,3,2")
+        decoded = [ByteTokenizer().decode(part) for part in (corpus.train, corpus.validation, corpus.test)]
+        assert "".join(decoded) == "ÄÖÜ" * 5
+        assert list(map(len, decoded)) == [7, 5, 3]
 
     def test_only_text_is_read(self, tmp_path: Path) -> None:
         (tmp_path / ".git").mkdir()
@@ -132,7 +136,7 @@ class TestCorpus:
     def test_missing_text_says_where_it_looked(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
         with pytest.raises(ValueError) as caught:
-            load_corpus("no/such", SPLIT)
+            load("no/such", SPLIT)
         assert str(caught.value) == (
             f"data.text: no file or folder at no/such (looked from cwd {tmp_path}); "
             'give a text file, a folder of text files, or "python-stdlib"'
@@ -142,34 +146,19 @@ class TestCorpus:
         (tmp_path / "noise.bin").write_bytes(b"\xff\xfe")
         for path in (tmp_path, tmp_path / "noise.bin"):
             with pytest.raises(ValueError, match=r"data\.text: no UTF-8 text in .*python-stdlib"):
-                load_corpus(str(path), SPLIT)
+                load(str(path), SPLIT)
 
     @pytest.mark.parametrize("files", [1, 30])
     @pytest.mark.parametrize(("split", "empty"), [("1,1000000", "train"), ("1000000,1", "validation")])
     def test_an_empty_split_is_refused(self, tmp_path: Path, files: int, split: str, empty: str) -> None:
         write_files(tmp_path, files)
         with pytest.raises(ValueError, match=f'data.split: "{split}" leaves the {empty} split of .* empty'):
-            load_corpus(str(tmp_path), split)
+            load(str(tmp_path), split)
 
     @pytest.mark.parametrize("split", ["", "a,b", "1,-1", "0,0,0", "1,1,1,1", "inf,1", "nan"])
     def test_a_split_is_weights(self, split: str) -> None:
         with pytest.raises(ValueError, match=r"data\.split: .*949,50,1"):
-            load_corpus(STANDARD_LIBRARY, split)
-
-
-class TestUnigramEntropy:
-    def test_uniform_tokens(self) -> None:
-        every = np.tile(np.arange(257), 100)
-        assert make_corpus(every, every).unigram_entropy == pytest.approx(math.log(257))
-
-    def test_known_cross_entropy(self) -> None:
-        train = np.array([65] * 3 + [66])
-        validation = np.array([65, 66, 67, 67])  # 67 never occurs in training
-        expected = -(math.log(4 / 261) + math.log(2 / 261) + 2 * math.log(1 / 261)) / 4
-        assert make_corpus(train, validation).unigram_entropy == pytest.approx(expected)
-
-    def test_nothing_to_measure_on(self) -> None:
-        assert math.isnan(make_corpus(np.arange(9), np.empty(0)).unigram_entropy)
+            load(STANDARD_LIBRARY, split)
 
 
 class TestDatasets:
@@ -190,16 +179,6 @@ class TestDatasets:
     def test_less_than_a_sample(self) -> None:
         with pytest.raises(ValueError, match=r"corpus too small: .* 8 tokens, one sample needs .* 9"):
             TokenDataset(np.arange(8, dtype=np.uint16), seq_length=8)
-
-    def test_less_than_a_global_batch(self) -> None:
-        corpus = make_corpus(np.arange(81), np.arange(9))
-        assert len(build_datasets(corpus, seq_length=8, global_batch=10).train) == 10
-        with pytest.raises(ValueError, match=r"corpus too small: .* 81 tokens = 10 samples .* needs 11"):
-            build_datasets(corpus, seq_length=8, global_batch=11)
-
-    def test_no_validation(self) -> None:
-        with pytest.raises(ValueError, match=r"corpus too small: the validation split .* 0 tokens"):
-            build_datasets(make_corpus(np.arange(81), np.empty(0)), seq_length=8, global_batch=1)
 
 
 class TestMicrobatches:

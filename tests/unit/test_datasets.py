@@ -1,0 +1,319 @@
+"""What a run reads: text or indexed datasets, blended; the same for all ranks, and refused in one line."""
+
+import math
+import threading
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_noloco.config.data_block import DataConfig
+from megatron_noloco.data import datasets as datasets_module
+from megatron_noloco.data.dataset import JoinedDataset, TokenDataset
+from megatron_noloco.data.datasets import Datasets, build_datasets, split_bounds
+from megatron_noloco.data.indexed import IndexedWriter
+from megatron_noloco.data.microbatches import MicrobatchSource, ValidationSource
+from megatron_noloco.data.prefetch import Prefetcher
+from megatron_noloco.data.tokenizer import build_tokenizer
+from megatron_noloco.plans.samples import BatchPlan, BlendedOrder, SampleOrder
+from tests.unit.test_preprocess import make_tokenizer
+
+SEQ = 8
+
+
+@pytest.fixture(scope="module", autouse=True)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Datasets `a` (40 documents of 10 tokens, all even) and `b` (20 of 20, all odd)."""
+    folder = tmp_path_factory.mktemp("datasets")
+    for name, count, length in (("a", 40, 10), ("b", 20, 20)):
+        writer = IndexedWriter(folder / name, vocab_size=257)
+        for index in range(count):
+            writer.add(np.full(length, index * 2 + (name == "b")), ends_document=True)
+        writer.finish()
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+
+
+def build(
+    seq_length: int = SEQ, global_batch: int = 1, vocab: int = 257, evaluates: bool = True, **data: Any
+) -> Datasets:
+    config = DataConfig(**data)
+    return build_datasets(config, build_tokenizer(config), vocab, seq_length, global_batch, evaluates)
+
+
+class TestIndexed:
+    def test_splits_are_whole_sequences(self) -> None:
+        built = build(data_path="a", split="8,1,1")
+        train, validation = built.training[0].dataset, built.validation[0].dataset
+        assert train.tokens.tolist() == [token for index in range(32) for token in [2 * index] * 10]
+        assert validation.tokens.tolist() == [token for index in range(32, 36) for token in [2 * index] * 10]
+        assert isinstance(train.tokens.base, np.ndarray), "a view of the file, not a copy"
+        assert "320 tokens of the training split of a (100 %)" in built.about
+
+    def test_paths_per_split(self) -> None:
+        built = build(train_data_path=["a"], valid_data_path="b")
+        assert len(built.training[0].dataset.tokens) == len(built.validation[0].dataset.tokens) == 400
+        assert build(train_data_path="a", evaluates=False).validation == []
+
+    @settings(max_examples=50, deadline=None)
+    @given(
+        weights=st.tuples(st.integers(1, 999), st.integers(0, 999), st.integers(0, 999)),
+        sequences=st.integers(1, 10_000),
+    )
+    def test_splits_are_megatrons(self, weights: tuple[float, float, float], sequences: int) -> None:
+        from megatron.core.datasets.blended_megatron_dataset_config import (
+            convert_split_vector_to_split_matrix,
+        )
+
+        ours = split_bounds(weights, sequences)
+        shares = [weight / sum(weights) for weight in weights]
+        for index, bounds in enumerate(convert_split_vector_to_split_matrix(shares)):
+            if bounds is not None:
+                theirs = [round(bound * sequences) for bound in bounds]
+                assert theirs == ours[index : index + 2]
+
+    def test_a_blend(self) -> None:
+        built = build(data_path=["0.25", "a", "0.75", "b"], split="8,1,1")
+        assert isinstance(built.train, JoinedDataset)
+        sizes = [len(part.dataset) for part in built.training]
+        assert len(built.train) == sum(sizes)
+        order = built.order(seed=5)
+        samples = [built.train[index] for index in order.ids(0, 400)]
+        assert sum(int(sample[0]) % 2 for sample in samples) == 300
+        assert [part.weight for part in built.validation] == [0.25, 0.75]
+        assert all(sample.shape == (SEQ + 1,) for sample in samples)
+        with pytest.raises(IndexError):
+            built.train[sum(sizes)]
+
+    @pytest.mark.parametrize(
+        ("data", "options", "line"),
+        [
+            ({"data_path": "nowhere"}, {}, r"nowhere\.idx: no such file"),
+            (
+                {"data_path": "a"},
+                {"seq_length": 380},
+                "corpus too small: .* 380 tokens, one sample needs .* 381",
+            ),
+            (
+                {"data_path": "a"},
+                {"global_batch": 48},
+                "380 tokens = 47 samples of 8, one global batch needs 48",
+            ),
+            (
+                {"data_path": "a", "split": "999,1,0"},
+                {},
+                "leaves the validation split of a empty .40 sequences",
+            ),
+            ({"data_path": "a"}, {"vocab": 70}, "training split of a holds token 74, the vocabulary has 70"),
+            (
+                {"data_path": ["1", "a", "1", "b"]},
+                {"seq_length": 25},
+                "corpus too small: the validation split",
+            ),
+        ],
+    )
+    def test_what_cannot_be_is_one_line(
+        self, data: dict[str, Any], options: dict[str, Any], line: str
+    ) -> None:
+        with pytest.raises(ValueError, match=line) as caught:
+            build(**options, **data)
+        assert "\n" not in str(caught.value)
+
+    def test_large_datasets_are_looked_at_in_part(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(datasets_module, "_LOOKED_AT", 160)
+        with pytest.raises(ValueError, match="holds token 74"):
+            build(data_path="a", vocab=70)
+
+
+class TestText:
+    def test_text_through_a_fast_tokenizer(self, tmp_path: Path) -> None:
+        make_tokenizer(tmp_path)
+        (tmp_path / "text").mkdir()
+        text = "two three Größe " * 40
+        (tmp_path / "text" / "a.txt").write_text(text)
+        data = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tmp_path)}
+        built = build(text=str(tmp_path / "text"), split="8,1,1", vocab=300, **data)
+        tokenizer = build_tokenizer(DataConfig(text="x", **data))
+        parts = [parts[0].dataset.tokens for parts in (built.training, built.validation)]
+        assert text.startswith("".join(map(tokenizer.decode, parts)))
+        assert parts[0][-1] == parts[1][-1] == tokenizer.end_of_document
+
+    def test_no_validation_where_nothing_is_evaluated(self, tmp_path: Path) -> None:
+        (tmp_path / "a.txt").write_text("0123456789")
+        assert build(text=str(tmp_path / "a.txt"), split="1,0,0", evaluates=False).validation == []
+        with pytest.raises(ValueError, match=r"corpus too small: the validation split .* 0 tokens"):
+            build(text=str(tmp_path / "a.txt"), split="1,0,0")
+
+
+class TestUnigramEntropy:
+    def entropy(self, tmp_path: Path, train: list[int], validation: list[int]) -> float:
+        for name, tokens in (("t", train), ("v", validation)):
+            writer = IndexedWriter(tmp_path / name, vocab_size=257)
+            writer.add(np.array(tokens), ends_document=True)
+            writer.finish()
+        paths = {"train_data_path": str(tmp_path / "t"), "valid_data_path": str(tmp_path / "v")}
+        return build(seq_length=1, **paths).unigram_entropy
+
+    def test_uniform_tokens(self, tmp_path: Path) -> None:
+        every = list(range(257)) * 3
+        assert self.entropy(tmp_path, every, every) == pytest.approx(math.log(257))
+
+    def test_known_cross_entropy(self, tmp_path: Path) -> None:
+        expected = -(math.log(4 / 261) + math.log(2 / 261) + 2 * math.log(1 / 261)) / 4
+        assert self.entropy(tmp_path, [65] * 3 + [66], [65, 66, 67, 67]) == pytest.approx(expected)
+
+    def test_a_blend_is_its_parts_in_proportion(self) -> None:
+        once = build(data_path="a").unigram_entropy
+        assert build(data_path=["0.5", "a", "0.5", "a"]).unigram_entropy == pytest.approx(once)
+
+    def test_nothing_to_measure_on(self) -> None:
+        assert math.isnan(build(data_path="a", evaluates=False).unigram_entropy)
+
+
+blends = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 9)), min_size=1, max_size=4)
+
+
+class TestBlendedOrder:
+    def order(self, blend: list[tuple[int, int]], seed: int = 3) -> BlendedOrder:
+        total = sum(weight for _, weight in blend)
+        return BlendedOrder(
+            tuple(size for size, _ in blend), tuple(weight / total for _, weight in blend), seed
+        )
+
+    @given(size=st.integers(1, 100), first=st.integers(0, 10**9), count=st.integers(1, 50))
+    def test_of_one_part_is_the_plain_order(self, size: int, first: int, count: int) -> None:
+        plain = SampleOrder(size, seed=3).ids(first, count)
+        assert np.array_equal(self.order([(size, 1)]).ids(first, count), plain)
+
+    @settings(max_examples=50, deadline=None)
+    @given(blend=blends, count=st.integers(1, 300))
+    def test_every_part_is_read_epoch_by_epoch(self, blend: list[tuple[int, int]], count: int) -> None:
+        """Of each part: a sample comes again only when all its others have come."""
+        ids = self.order(blend).ids(0, count)
+        base = 0
+        for size, _ in blend:
+            own = ids[(ids >= base) & (ids < base + size)] - base
+            for start in range(0, len(own), size):
+                epoch = own[start : start + size]
+                assert len(set(epoch.tolist())) == len(epoch)
+            base += size
+        assert ids.min() >= 0
+        assert ids.max() < base
+
+    @settings(max_examples=50, deadline=None)
+    @given(blend=blends, count=st.integers(1, 300))
+    def test_proportions_hold_at_any_place(self, blend: list[tuple[int, int]], count: int) -> None:
+        order = self.order(blend)
+        ids = order.ids(0, count)
+        bounds = np.cumsum([0, *(size for size, _ in blend)])
+        taken = np.histogram(ids, bounds)[0] if len(blend) > 1 else np.array([count])
+        shares = np.array([weight for _, weight in blend]) / sum(weight for _, weight in blend)
+        assert np.all(np.abs(taken - shares * count) <= len(blend) + 0.001 * count)
+
+    @settings(max_examples=50, deadline=None)
+    @given(blend=blends, cuts=st.lists(st.integers(0, 10_000), min_size=2, max_size=6, unique=True))
+    def test_pieces_make_up_the_whole(self, blend: list[tuple[int, int]], cuts: list[int]) -> None:
+        """A resume at any place reads what an unbroken run reads."""
+        order, cuts = self.order(blend), sorted(cuts)
+        pieces = [order.ids(a, b - a) for a, b in pairwise(cuts)]
+        assert np.array_equal(np.concatenate(pieces), order.ids(cuts[0], cuts[-1] - cuts[0]))
+
+    def test_small_weights_and_equal_parts(self) -> None:
+        order = BlendedOrder((7, 7), (0.99999, 0.00001), seed=1)
+        assert order.slots == (10_000, 1)
+        halves = BlendedOrder((50, 50), (0.5, 0.5), seed=1).ids(0, 100)
+        assert halves[halves < 50].tolist() != (halves[halves >= 50] - 50).tolist()
+
+
+plans = st.builds(
+    BatchPlan,
+    replicas=st.integers(1, 4),
+    lanes=st.integers(1, 2),
+    microbatches=st.integers(1, 3),
+    micro_batch_size=st.integers(1, 3),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    runs=st.lists(st.tuples(plans, st.integers(1, 4)), min_size=1, max_size=4),
+    samples=st.integers(1, 60),
+    seed=st.integers(0, 99),
+)
+def test_every_sample_once_per_epoch_over_all_replicas_and_resizes(
+    runs: list[tuple[BatchPlan, int]], samples: int, seed: int
+) -> None:
+    """A run that is stopped and goes on with other replicas, lanes and batches, as often as you like."""
+    order = SampleOrder(samples, seed)
+    read: list[int] = []
+    step, consumed = 0, 0
+    for shape, steps in runs:
+        plan = BatchPlan(
+            shape.replicas, shape.lanes, shape.microbatches, shape.micro_batch_size, step, consumed
+        )
+        for at in range(step, step + steps):
+            for replica in range(plan.replicas):
+                for lane in range(plan.lanes):
+                    for microbatch in range(plan.microbatches):
+                        first = plan.first(at, replica, lane, microbatch)
+                        read += order.ids(first, plan.micro_batch_size).tolist()
+        step, consumed = step + steps, plan.consumed(step + steps)
+    assert len(read) == consumed
+    for start in range(0, len(read), samples):
+        epoch = read[start : start + samples]
+        assert len(set(epoch)) == len(epoch)
+
+
+class TestPrefetch:
+    def source(self) -> MicrobatchSource:
+        dataset = TokenDataset(np.arange(30 * 4 + 1), seq_length=4)
+        return MicrobatchSource(dataset, SampleOrder(len(dataset), seed=1), BatchPlan(3, 2, 2, 2))
+
+    def test_it_reads_what_the_source_reads(self) -> None:
+        source = self.source()
+        prefetcher = Prefetcher(source, lane=1)
+        for step in range(3):
+            prefetcher.announce(step + 1, [(0, 0), (2, 1)])
+            for address in ((0, 0), (2, 1), (1, 1)):  # the last one comes unannounced
+                for ours, direct in zip(
+                    prefetcher.microbatch(step, *address),
+                    source.microbatch(step, address[0], 1, address[1]),
+                    strict=True,
+                ):
+                    assert torch.equal(ours, direct)
+        prefetcher.close()
+
+    def test_it_reads_in_another_thread_and_counts_the_wait(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        source, threads, go = self.source(), [], threading.Event()
+        read = source.microbatch
+
+        def slow(*address: int) -> Any:
+            threads.append(threading.current_thread())
+            go.wait(5)
+            return read(*address)
+
+        monkeypatch.setattr(source, "microbatch", slow)
+        prefetcher = Prefetcher(source, lane=0)
+        prefetcher.announce(1, [(0, 0)])  # returns at once
+        assert prefetcher.wait_seconds == 0
+        threading.Timer(0.05, go.set).start()
+        prefetcher.microbatch(1, 0, 0)
+        assert threads == [thread for thread in threads if thread is not threading.main_thread()] != []
+        assert 0.02 < prefetcher.wait_seconds < 5
+        prefetcher.close()
+
+
+def test_validation_takes_all_when_asked() -> None:
+    dataset = TokenDataset(np.arange(31 * 4 + 1), seq_length=4)
+    source = ValidationSource(dataset, 3, count=None)
+    seen = torch.cat([source.microbatch(index)[0] for index in range(len(source))])
+    assert len(set(seen[:, 0].tolist())) == 30
