@@ -1,4 +1,4 @@
-"""The command line: `python -m megatron_noloco train|config|inspect|export|import|generate`."""
+"""The command line: `python -m megatron_noloco train|config|data|inspect|export|import|generate|evaluate`."""
 
 import argparse
 import os
@@ -8,6 +8,7 @@ import traceback
 from megatron_noloco import __version__
 from megatron_noloco.config import cli as config_cli
 from megatron_noloco.config import load_config
+from megatron_noloco.data import cli as data_cli
 from megatron_noloco.publish import cli as publish_cli
 
 USAGE_ERROR = 2
@@ -28,6 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     config_cli.add_arguments(commands.add_parser("config", help="explain or check a config file"))
     inspect = commands.add_parser("inspect", help="what a checkpoint holds, and whether it is whole")
     inspect.add_argument("checkpoint", help="a step folder, or a run's output_dir (its latest checkpoint)")
+    data_cli.add_arguments(commands.add_parser("data", help="what a Megatron dataset holds"))
     publish_cli.add_commands(commands)
     parsed = parser.parse_args(arguments)
     match parsed.command:
@@ -35,6 +37,8 @@ def main(arguments: list[str] | None = None) -> int:
             return _train(parsed)
         case "config":
             return config_cli.run(parsed)
+        case "data":
+            return data_cli.run(parsed)
         case "inspect":
             from megatron_noloco.training.checkpoint import inspect as inspection  # imports torch
 

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
+from pathlib import Path
 
 import numpy as np
 
@@ -99,6 +100,15 @@ def build_datasets(
             f"{seq_length}, one global batch needs {global_batch}"
         )
     return datasets
+
+
+def whole_dataset(data: str, tokenizer: Tokenizer, vocab_size: int, seq_length: int) -> TokenDataset:
+    """All tokens of a text file, a folder of them, or an indexed dataset's prefix; raises ValueError."""
+    indexed = Path(f"{data}.idx").exists()
+    tokens = IndexedTokens(data).tokens if indexed else load_corpus(data, "1", tokenizer).train
+    dataset = TokenDataset(tokens, seq_length, data)
+    _check_ids(dataset, vocab_size)
+    return dataset
 
 
 def _corpus_parts(corpus: Corpus, seq_length: int, evaluates: bool) -> tuple[list[Part], list[Part]]:

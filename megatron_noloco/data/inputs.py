@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
-_BITE_BYTES = 1 << 20  # of text handed to a worker at once
+_BITE_BYTES = 1 << 19  # of text handed to a worker at once
 _COMPRESSED = (".gz", ".zst")
 _JSON_LINES = (".jsonl", ".json", ".ndjson")
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from megatron_noloco.data.dataset import SampleDataset
 from megatron_noloco.plans.samples import BatchPlan, BlendedOrder, SampleOrder
 
-_VALIDATION_SEED = 0  # not the run's seed: runs with different seeds measure on the same samples
+VALIDATION_SEED = 0  # not the run's seed: runs with different seeds measure on the same samples
 
 
 class MicrobatchSource:
@@ -50,7 +50,7 @@ class ValidationSource:
         self.micro_batch_size = micro_batch_size
         self.count = count
         self.weight = weight
-        self.order = SampleOrder(len(dataset), _VALIDATION_SEED)
+        self.order = SampleOrder(len(dataset), VALIDATION_SEED)
 
     def __len__(self) -> int:
         return self.count

@@ -1,4 +1,4 @@
-"""The commands `export`, `import` and `generate`."""
+"""The commands `export`, `import`, `generate` and `evaluate`."""
 
 import argparse
 import json
@@ -38,6 +38,16 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     generate.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
     generate.add_argument("--seed", type=int, default=0)
     generate.set_defaults(run=_generate)
+
+    evaluate = commands.add_parser("evaluate", help="loss and perplexity of each replica and of their mean")
+    evaluate.add_argument("model", help="a step folder, a run's output_dir, or a Hugging Face folder")
+    evaluate.add_argument(
+        "--data",
+        help="text, a folder of text, or a dataset's prefix (default: the run's own validation split)",
+    )
+    evaluate.add_argument("--samples", type=int, help="so many samples of each dataset (default: all)")
+    evaluate.add_argument("--seq-length", type=int, help="tokens in a sample (default: the model's)")
+    evaluate.set_defaults(run=_evaluate)
 
 
 def _export(args: argparse.Namespace) -> int:
@@ -92,6 +102,21 @@ def _generate(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         export(open_source(Path(args.checkpoint), "mean"), Path(folder) / "model", "float32", 500 * 10**6)
         generate(Path(folder) / "model", *options)
+    return 0
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    from megatron_noloco.publish.evaluate import evaluate, open_model
+
+    for name in ("samples", "seq_length"):
+        if getattr(args, name) is not None and getattr(args, name) < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
+    model = open_model(Path(args.model), args.data, args.seq_length)
+    for figures in evaluate(model, args.data, args.samples):
+        _say(
+            f"{figures.model} on {figures.dataset}: loss {figures.loss:.4f} nats per token, "
+            f"perplexity {figures.perplexity:.4f} ({figures.tokens} tokens)"
+        )
     return 0
 
 

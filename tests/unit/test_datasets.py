@@ -1,5 +1,6 @@
 """What a run reads: text or indexed datasets, blended; the same for all ranks, and refused in one line."""
 
+import json
 import math
 import threading
 from itertools import pairwise
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_noloco.__main__ import main
 from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.data import datasets as datasets_module
 from megatron_noloco.data.dataset import JoinedDataset, TokenDataset
@@ -132,6 +134,42 @@ class TestIndexed:
         monkeypatch.setattr(datasets_module, "_LOOKED_AT", 160)
         with pytest.raises(ValueError, match="holds token 74"):
             build(data_path="a", vocab=70)
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        ({"data_path": "cut"}, "cut.bin: 30 bytes, its index tells of 20 tokens x 2 = 40"),
+        ({"data_path": "foreign"}, "foreign.idx: not a Megatron index"),
+        ({"data_path": "a", "split": "1,1,0"}, "one sample needs seq_length + 1 = 301"),
+        (
+            {"data_path": "a", "tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "nowhere"},
+            "tokenizer_model nowhere: no tokenizer.json there",
+        ),
+    ],
+)
+def test_a_run_ends_before_it_starts(
+    data: dict[str, Any], line: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    writer = IndexedWriter(folder / "cut", vocab_size=257)
+    writer.add(np.arange(20), ends_document=True)
+    writer.finish()
+    (folder / "cut.bin").write_bytes((folder / "cut.bin").read_bytes()[:30])
+    (folder / "foreign.idx").write_bytes(b"something else altogether" * 9)
+    (folder / "foreign.bin").write_bytes(b"")
+    sizes = {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 2}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW"},
+        "model": sizes | {"seq_length": 300},
+        "data": data,
+        "training": {"train_iters": 1},
+    }
+    (folder / "run.json").write_text(json.dumps(config))
+    assert main(["train", "--config", "run.json"]) == 2
+    error = capsys.readouterr().err
+    assert line in error
+    assert error.count("\n") == 1
 
 
 class TestText:

@@ -45,7 +45,10 @@ def make_tokenizer(folder: Path, vocab_size: int = 300) -> None:
     )
     tokenizer.train_from_iterator(["two three four five six seven eight nine ten"] * 9, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<end>"}}))
+    end = {"__type": "AddedToken", "content": "<end>", "special": True}
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end})
+    )
 
 
 def write_jsonl(path: Path, texts: list[str]) -> Path:

@@ -1,0 +1,121 @@
+"""A run on a blend: `evaluate` finds in its checkpoint what it logged, transformers the same in its export."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_noloco.__main__ import main
+from megatron_noloco.data.indexed import IndexedWriter
+from tests.harness import run_torchrun
+from tests.unit.test_preprocess import make_tokenizer
+
+STEPS = 4
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two replicas, trained on two datasets of a Hugging Face tokenizer; the last step is a round."""
+    folder = tmp_path_factory.mktemp("blend")
+    make_tokenizer(folder)
+    draw = np.random.default_rng(0)
+    for name in "ab":
+        writer = IndexedWriter(folder / name, vocab_size=300)
+        for _ in range(100):
+            writer.add(draw.integers(0, 270, 40), ends_document=True)
+        writer.finish()
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "noloco": {"local_steps": 2},
+        "parallel": {"replicas": 2},
+        "model": {
+            "num_layers": 2,
+            "hidden_size": 32,
+            "ffn_hidden_size": 48,
+            "num_attention_heads": 4,
+            "num_query_groups": 2,
+            "seq_length": 16,
+        },
+        "data": {
+            "data_path": ["0.25", str(folder / "a"), "0.75", str(folder / "b")],
+            "split": "8,1,1",
+            "tokenizer_type": "HuggingFaceTokenizer",
+            "tokenizer_model": str(folder),
+        },
+        "training": {
+            "train_iters": STEPS,
+            "log_interval": 2,
+            "eval_iters": 4,
+            "save_interval": STEPS,
+            "output_dir": str(folder / "run"),
+        },
+    }
+    (folder / "run.json").write_text(json.dumps(config))
+    finished = run_torchrun(
+        2, "megatron_noloco", ["train", "--config", str(folder / "run.json")], timeout=240
+    )
+    assert finished.returncode == 0, finished.stderr
+    return folder / "run"
+
+
+def rows(run: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (run / "replica_00" / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["kind"] == kind]
+
+
+def test_the_wait_for_data_is_written_down(run: Path) -> None:
+    assert all(0 <= row["data_wait_seconds"] < row["seconds_per_step"] for row in rows(run, "step"))
+
+
+def test_evaluation_is_per_dataset_and_in_the_blends_proportions(run: Path) -> None:
+    (row,) = rows(run, "evaluation")
+    first, second = row["datasets"]
+    assert first["replica_losses"] != second["replica_losses"]
+    for replica in range(2):
+        parts = (dataset["replica_losses"][replica] for dataset in (first, second))
+        expected = sum(weight * loss for weight, loss in zip((0.25, 0.75), parts, strict=True))
+        assert row["replica_losses"][replica] == pytest.approx(expected, rel=1e-6)
+
+
+def test_evaluate_finds_what_the_run_logged(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evaluate", str(run), "--samples", "8"]) == 0
+    found = [float(line.split("loss ")[1].split()[0]) for line in capsys.readouterr().out.splitlines()]
+    (row,) = rows(run, "evaluation")
+    logged = [
+        losses[model]
+        for model in range(3)
+        for losses in (
+            (*dataset["replica_losses"], dataset["mean_model_loss"]) for dataset in row["datasets"]
+        )
+    ]
+    assert found == pytest.approx(logged, abs=2e-4)
+
+
+def test_the_exported_model_has_the_same_perplexity_under_transformers(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    exported = run.parent / "exported"
+    assert main(["export", str(run), "--output", str(exported)]) == 0
+    capsys.readouterr()
+    data = run.parent / "text.txt"
+    text = "two three four five six seven\n" * 20
+    data.write_text(text)
+    perplexities = []
+    for model in (run, exported):
+        assert main(["evaluate", str(model), "--data", str(data)]) == 0
+        line = capsys.readouterr().out.splitlines()[-1]  # of a checkpoint, the mean model's
+        perplexities.append(float(line.split("perplexity ")[1].split()[0]))
+    tokenizer = AutoTokenizer.from_pretrained(exported)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+    samples = torch.tensor([ids[start : start + 17] for start in range(0, len(ids) - 16, 16)])
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(exported)(samples[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.double().flatten(0, 1), samples[:, 1:].flatten())
+    assert perplexities == pytest.approx([math.exp(float(loss))] * 2, rel=1e-4)

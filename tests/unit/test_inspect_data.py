@@ -1,0 +1,130 @@
+"""`data inspect` and `evaluate` on the command line."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_noloco.__main__ import main
+from megatron_noloco.data.indexed import IndexedWriter
+from megatron_noloco.data.tokenizer import ByteTokenizer
+from tests.unit.test_preprocess import make_tokenizer
+
+
+def write(prefix: Path, texts: list[str]) -> None:
+    writer = IndexedWriter(prefix, ByteTokenizer.vocab_size)
+    for text in texts:
+        writer.add(np.append(ByteTokenizer().encode(text), np.uint16(256)), ends_document=True)
+    writer.finish()
+
+
+def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "p", ["one", "two\n", "x" * 99])
+    assert main(["data", "inspect", str(tmp_path / "p"), "--samples", "2"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"dataset: {tmp_path / 'p'} (0.0 MB, uint16 tokens)",
+        "documents: 3, in 3 sequences",
+        "tokens: 109",
+        "document length: shortest 4, median 5, mean 36.3, longest 100",
+        f"     4..7 tokens:        2 {'#' * 40}",
+        "    8..15 tokens:        0",
+        "   16..31 tokens:        0",
+        "   32..63 tokens:        0",
+        f"  64..127 tokens:        1 {'#' * 20}",
+        "document 0: 'one'",
+        "document 1: 'two\\n'",
+    ]
+    make_tokenizer(tmp_path)
+    fast = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path)]
+    assert main(["data", "inspect", str(tmp_path / "p"), *fast]) == 0
+    assert capsys.readouterr().out.count("document") > 3
+
+
+def test_inspect_ids_of_another_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = IndexedWriter(tmp_path / "p", vocab_size=1000)
+    writer.add(np.array([5, 999]), ends_document=True)
+    writer.finish()
+    assert main(["data", "inspect", str(tmp_path / "p")]) == 0
+    assert "document 0: tokens 5 999 ... (not of this tokenizer" in capsys.readouterr().out
+
+
+def test_inspect_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "inspect", str(tmp_path / "p")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama of transformers' own making; its vocabulary is larger than the tokenizer's."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("llama")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=310,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+        initializer_range=0.3,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder)
+    make_tokenizer(folder)
+    return folder
+
+
+class TestEvaluate:
+    def test_perplexity_is_that_of_transformers(
+        self, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        text = "two three four Größe five six\n" * 12
+        (tmp_path / "text.txt").write_text(text)
+        assert main(["evaluate", str(model), "--data", str(tmp_path / "text.txt")]) == 0
+        line = capsys.readouterr().out.splitlines()[-1]
+        perplexity = float(line.split("perplexity ")[1].split()[0])
+
+        theirs = AutoModelForCausalLM.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+        samples = [ids[start : start + 17] for start in range(0, len(ids) - 16, 16)]
+        with torch.no_grad():
+            logits = theirs(torch.tensor(samples)[:, :-1]).logits.double()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor(samples)[:, 1:].flatten())
+        assert perplexity == pytest.approx(math.exp(float(loss)), rel=1e-4)
+        assert f"({16 * len(samples)} tokens)" in line
+
+    @pytest.mark.parametrize(
+        ("arguments", "line"),
+        [
+            ([], "a Hugging Face folder has no validation split; give --data"),
+            (["--data", "nowhere"], "no file or folder at nowhere"),
+            (["--data", "{model}/config.json", "--seq-length", "100000"], "corpus too small"),
+            (["--data", "{model}/config.json", "--samples", "0"], "--samples must be at least 1"),
+        ],
+    )
+    def test_what_cannot_be_is_one_line(
+        self, model: Path, arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        filled = [argument.replace("{model}", str(model)) for argument in arguments]
+        assert main(["evaluate", str(model), *filled]) == 2
+        error = capsys.readouterr().err
+        assert line in error
+        assert error.count("\n") == 1
+
+    def test_no_model(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["evaluate", str(tmp_path)]) == 2
+        assert "no checkpoint here" in capsys.readouterr().err
+
+    def test_a_model_without_a_tokenizer(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        settings = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 8, "intermediate_size": 8}
+        settings |= {"num_attention_heads": 2, "vocab_size": 9}
+        (tmp_path / "config.json").write_text(json.dumps(settings))
+        assert main(["evaluate", str(tmp_path), "--data", "x"]) == 2
+        assert "no tokenizer.json there" in capsys.readouterr().err

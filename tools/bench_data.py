@@ -1,0 +1,157 @@
+"""What the data path costs: preprocessing over its bare tokenizer, and waiting for data in the quickstart.
+
+    python tools/bench_data.py --megabytes 64 --steps 20
+
+The tokenizer is a byte-level BPE of 8192 tokens trained here, unless --tokenizer-model names one; the text is
+Python's standard library, over and over, as JSON lines. "Raw" is the same tokenizer's own batch call in as many
+processes, on texts already in memory. Preprocessing counts everything but the import of Megatron-core, which is
+given apart. Both run --repeats times in turn; medians. Prints one JSON object.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megatron_noloco.data.corpus import standard_library_files
+from megatron_noloco.data.encode import Encoding
+from megatron_noloco.data.inputs import find_inputs
+from megatron_noloco.data.preprocess import Job, preprocess
+from megatron_noloco.data.tokenizer import build_tokenizer
+
+BATCH = 64  # texts per raw call
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--megabytes", type=float, default=64.0, help="of text")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tokenizer-model", help="folder with a tokenizer.json (default: one trained here)")
+    parser.add_argument(
+        "--steps", type=int, default=20, help="of the quickstart, 8 processes; 0: leave it out"
+    )
+    options = parser.parse_args()
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    report: dict[str, Any] = {"workers": options.workers}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        model = options.tokenizer_model or train_tokenizer(folder)
+        encoding = Encoding("HuggingFaceTokenizer", str(model), ("text",), append_eod=True)
+        report["text_megabytes"] = write_text(folder / "text.jsonl", options.megabytes)
+        report |= compare(folder, encoding, options.workers, options.repeats, report["text_megabytes"])
+        if options.steps:
+            report["quickstart"] = data_wait(folder, options.steps)
+    print(json.dumps(report))
+
+
+def train_tokenizer(folder: Path) -> Path:
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(vocab_size=8192, special_tokens=["<|endoftext|>"], show_progress=False)
+    tokenizer.train([str(path) for path in standard_library_files()[:200]], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def write_text(path: Path, megabytes: float) -> float:
+    """Returns the megabytes of text in it."""
+    texts = [source.read_text() for source in standard_library_files()]
+    written = 0
+    with path.open("w") as file:
+        while written < megabytes * 1e6:
+            for text in texts:
+                file.write(json.dumps({"text": text}) + "\n")
+                written += len(text.encode())
+                if written >= megabytes * 1e6:
+                    break
+    return round(written / 1e6, 3)
+
+
+def compare(folder: Path, encoding: Encoding, workers: int, repeats: int, megabytes: float) -> dict[str, Any]:
+    started = time.perf_counter()
+    with warnings.catch_warnings(action="ignore"):
+        import megatron.core.datasets.indexed_dataset  # noqa: F401
+    import_seconds = time.perf_counter() - started
+    raw, ours = [], []
+    for repeat in range(repeats):
+        raw.append(raw_seconds(folder / "text.jsonl", encoding, workers))
+        job = Job(find_inputs([str(folder / "text.jsonl")]), folder / f"out{repeat}", encoding, workers)
+        started = time.perf_counter()
+        preprocess(job, lambda _: None)
+        ours.append(time.perf_counter() - started)
+    raw_median, our_median = statistics.median(raw), statistics.median(ours)
+    return {
+        "raw_mb_per_second": round(megabytes / raw_median, 3),
+        "preprocess_mb_per_second": round(megabytes / our_median, 3),
+        "preprocess_over_raw": round(raw_median / our_median, 3),
+        "raw_seconds": [round(seconds, 3) for seconds in raw],
+        "preprocess_seconds": [round(seconds, 3) for seconds in ours],
+        "megatron_import_seconds": round(import_seconds, 3),
+    }
+
+
+def raw_seconds(path: Path, encoding: Encoding, workers: int) -> float:
+    """From when all processes are ready until the last is done."""
+    context = get_context("spawn")
+    ready, results = context.Barrier(workers), context.SimpleQueue()
+    processes = [
+        context.Process(target=encode_share, args=(path, encoding, index, workers, ready, results))
+        for index in range(workers)
+    ]
+    for process in processes:
+        process.start()
+    times = [results.get() for _ in processes]
+    for process in processes:
+        process.join()
+    return max(stop for _, stop in times) - min(start for start, _ in times)
+
+
+def encode_share(path: Path, encoding: Encoding, index: int, workers: int, ready: Any, results: Any) -> None:
+    texts = [json.loads(line)["text"] for line in path.read_bytes().splitlines()[index::workers]]
+    tokenizer = build_tokenizer(encoding)._tokenizer  # type: ignore[attr-defined]  # without what we add to it
+    ready.wait()
+    started = time.monotonic()  # one clock for all processes
+    for first in range(0, len(texts), BATCH):
+        tokenizer.encode_batch_fast(texts[first : first + BATCH], add_special_tokens=False)
+    results.put((started, time.monotonic()))
+
+
+def data_wait(folder: Path, steps: int) -> dict[str, Any]:
+    """The share of a step that the slowest rank of a replica waits for data, after the first record."""
+    config = json.loads((ROOT / "configs" / "quickstart.json").read_text())
+    config["training"] |= {"train_iters": steps, "log_interval": 5, "eval_iters": 0}
+    config["training"] |= {"output_dir": str(folder / "run"), "tensorboard": False}
+    config["scheduler"]["params"] |= {"total_num_steps": steps, "warmup_num_steps": 2}
+    (folder / "run.json").write_text(json.dumps(config))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8"]
+    command += ["-m", "megatron_noloco", "train", "--config", str(folder / "run.json")]
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    records = []
+    for path in (folder / "run").glob("replica_*/metrics.jsonl"):
+        records += [json.loads(line) for line in path.read_text().splitlines()[1:]]
+    shares = [record["data_wait_seconds"] / record["seconds_per_step"] for record in records]
+    return {
+        "seconds_per_step": round(statistics.median(record["seconds_per_step"] for record in records), 4),
+        "data_wait_share_median": round(statistics.median(shares), 6),
+        "data_wait_share_largest": round(max(shares), 6),
+    }
+
+
+if __name__ == "__main__":
+    main()
