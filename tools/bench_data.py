@@ -5,12 +5,14 @@
 The tokenizer is a byte-level BPE of 8192 tokens trained here, unless --tokenizer-model names one; the text is
 Python's standard library, over and over, as JSON lines. "Raw" is the same tokenizer's own batch call in as many
 processes, on texts already in memory. Preprocessing counts everything but the import of Megatron-core, which is
-given apart. Both run --repeats times in turn; medians. Prints one JSON object.
+given apart. Both run --repeats times in turn; medians. On a busy machine believe the CPU seconds of all processes
+(of raw, without getting ready). Prints one JSON object.
 """
 
 import argparse
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -88,13 +90,16 @@ def compare(folder: Path, encoding: Encoding, workers: int, repeats: int, megaby
     with warnings.catch_warnings(action="ignore"):
         import megatron.core.datasets.indexed_dataset  # noqa: F401
     import_seconds = time.perf_counter() - started
-    raw, ours = [], []
+    raw, ours, raw_cpu, our_cpu = [], [], [], []
     for repeat in range(repeats):
-        raw.append(raw_seconds(folder / "text.jsonl", encoding, workers))
+        wall, cpu = raw_seconds(folder / "text.jsonl", encoding, workers)
+        raw.append(wall)
+        raw_cpu.append(cpu)
         job = Job(find_inputs([str(folder / "text.jsonl")]), folder / f"out{repeat}", encoding, workers)
-        started = time.perf_counter()
+        started, cpu_before = time.perf_counter(), cpu_seconds()
         preprocess(job, lambda _: None)
         ours.append(time.perf_counter() - started)
+        our_cpu.append(cpu_seconds() - cpu_before)
     raw_median, our_median = statistics.median(raw), statistics.median(ours)
     return {
         "raw_mb_per_second": round(megabytes / raw_median, 3),
@@ -102,12 +107,21 @@ def compare(folder: Path, encoding: Encoding, workers: int, repeats: int, megaby
         "preprocess_over_raw": round(raw_median / our_median, 3),
         "raw_seconds": [round(seconds, 3) for seconds in raw],
         "preprocess_seconds": [round(seconds, 3) for seconds in ours],
+        "raw_cpu_seconds": [round(seconds, 3) for seconds in raw_cpu],
+        "preprocess_cpu_seconds": [round(seconds, 3) for seconds in our_cpu],
+        "preprocess_over_raw_by_cpu": round(statistics.median(raw_cpu) / statistics.median(our_cpu), 3),
         "megatron_import_seconds": round(import_seconds, 3),
     }
 
 
-def raw_seconds(path: Path, encoding: Encoding, workers: int) -> float:
-    """From when all processes are ready until the last is done."""
+def cpu_seconds() -> float:
+    """Of this process and of those it has waited for."""
+    both = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in both)
+
+
+def raw_seconds(path: Path, encoding: Encoding, workers: int) -> tuple[float, float]:
+    """From when all processes are ready until the last is done, and the CPU seconds of all."""
     context = get_context("spawn")
     ready, results = context.Barrier(workers), context.SimpleQueue()
     processes = [
@@ -119,17 +133,18 @@ def raw_seconds(path: Path, encoding: Encoding, workers: int) -> float:
     times = [results.get() for _ in processes]
     for process in processes:
         process.join()
-    return max(stop for _, stop in times) - min(start for start, _ in times)
+    starts, stops, cpu = zip(*times, strict=True)
+    return max(stops) - min(starts), sum(cpu)
 
 
 def encode_share(path: Path, encoding: Encoding, index: int, workers: int, ready: Any, results: Any) -> None:
     texts = [json.loads(line)["text"] for line in path.read_bytes().splitlines()[index::workers]]
     tokenizer = build_tokenizer(encoding)._tokenizer  # type: ignore[attr-defined]  # without what we add to it
     ready.wait()
-    started = time.monotonic()  # one clock for all processes
+    started, cpu_before = time.monotonic(), time.process_time()  # one clock for all processes
     for first in range(0, len(texts), BATCH):
         tokenizer.encode_batch_fast(texts[first : first + BATCH], add_special_tokens=False)
-    results.put((started, time.monotonic()))
+    results.put((started, time.monotonic(), time.process_time() - cpu_before))
 
 
 def data_wait(folder: Path, steps: int) -> dict[str, Any]:

@@ -57,6 +57,9 @@ def main() -> int:
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on after the last finished part", file=sys.stderr)
+        return 130
     left_out = [f"{tally.empty} empty documents"] * bool(tally.empty)
     left_out += [f"{tally.not_text} files that are not UTF-8 text"] * bool(tally.not_text)
     notes = f"; left out: {', '.join(left_out)}" if left_out else ""

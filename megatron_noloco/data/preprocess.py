@@ -14,6 +14,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from signal import SIG_IGN, SIGINT, signal
 
 from megatron_noloco.data.encode import Encoded, Encoding, encode
 from megatron_noloco.data.indexed import IndexedWriter
@@ -195,7 +196,12 @@ class _Encoder:
         self._encoding = encoding
         self._ahead = _AHEAD * workers
         # spawn: this process may have threads (a progress bar's), which a fork would copy in mid-air
-        self._pool = ProcessPoolExecutor(workers, get_context("spawn")) if workers > 1 else None
+        # They ignore Ctrl-C, which reaches them too: it is this process that stops.
+        self._pool = (
+            ProcessPoolExecutor(workers, get_context("spawn"), signal, (SIGINT, SIG_IGN))
+            if workers > 1
+            else None
+        )
 
     def __enter__(self) -> "_Encoder":
         return self

@@ -213,6 +213,16 @@ def test_the_tool_with_two_workers(tmp_path: Path, fast: Path) -> None:
     assert "out_text_document.idx exists already" in again.stderr
 
 
+def test_a_bad_line_met_by_a_worker_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text"\n')
+    command = [sys.executable, "tools/preprocess_data.py", "--input", str(tmp_path), "--workers", "2"]
+    command += ["--output-prefix", str(tmp_path / "out")]
+    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert (finished.returncode, finished.stdout) == (2, "")
+    assert finished.stderr.startswith(f"{tmp_path / 'a.jsonl'}, line 2: not JSON")
+    assert finished.stderr.count("\n") == 1
+
+
 BAD_INPUTS: list[tuple[str, bytes, dict[str, Any], str]] = [
     ("a.jsonl", b'{"text": "x"}\n{"text": \n', {}, r"a\.jsonl, line 2: not JSON"),
     ("a.jsonl", b"[1]\n", {}, r"line 1: not a JSON object"),
