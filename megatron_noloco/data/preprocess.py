@@ -21,6 +21,7 @@ from megatron_noloco.data.indexed import IndexedWriter
 from megatron_noloco.data.inputs import Bite, Input, read_bites
 from megatron_noloco.data.tokenizer import build_tokenizer
 
+_NOTES = "job.json"
 _PART_BYTES = 1 << 28  # of inputs on disk: what a restart may have to do again
 _AHEAD = 4  # bites per worker that are read before they are needed
 
@@ -82,7 +83,7 @@ def check(job: Job) -> None:
         path = next(item.path for item in job.inputs if item.kind == "text")
         raise ValueError(f"--json-keys: {path} is plain text, which has no keys; give one key, or JSON lines")
     for key in job.encoding.json_keys:
-        if Path(f"{job.output(key)}.idx").exists():
+        if Path(f"{job.output(key)}.idx").exists() and not _goes_on(job):
             raise ValueError(
                 f"{job.output(key)}.idx exists already; remove it or give another --output-prefix"
             )
@@ -118,11 +119,16 @@ def preprocess(job: Job, advance: Callable[[int], None]) -> Tally:
 
 def _take_up(job: Job) -> None:
     """Keep the parts of a run of the same job, remove those of any other."""
-    notes = job.folder / "job.json"
-    if not notes.exists() or json.loads(notes.read_text()) != job.fingerprint():
+    if not _goes_on(job):
         shutil.rmtree(job.folder, ignore_errors=True)
         job.folder.mkdir()
-        _write_json(notes, job.fingerprint())
+        _write_json(job.folder / _NOTES, job.fingerprint())
+
+
+def _goes_on(job: Job) -> bool:
+    """Whether a run of the same job was stopped here, be it while its datasets were put in place."""
+    notes = job.folder / _NOTES
+    return notes.exists() and json.loads(notes.read_text()) == job.fingerprint()
 
 
 def _bites(inputs: Iterable[Input], job: Job) -> Iterator[Bite]:
@@ -165,9 +171,11 @@ def _publish(job: Job, parts: int, vocab_size: int) -> None:
                 writer.add_prefix(_part(job, index, key))
             writer.finish()
         for suffix in (".bin", ".idx"):
-            _sync(Path(f"{whole}{suffix}"))
-            Path(f"{whole}{suffix}").replace(f"{job.output(key)}{suffix}")
-            _sync(job.prefix.parent)
+            source = Path(f"{whole}{suffix}")
+            if source.exists():  # else a run that was stopped here had moved it already
+                _sync(source)
+                source.replace(f"{job.output(key)}{suffix}")
+                _sync(job.prefix.parent)
     shutil.rmtree(job.folder)
 
 

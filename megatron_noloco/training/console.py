@@ -19,7 +19,7 @@ from megatron_noloco.training.record import Evaluation, SaveReport, StepRecord, 
 class RunFacts:
     """What the closing table compares the run's figures with."""
 
-    unigram_entropy: float  # nats per token
+    unigram_entropy: float  # nats per token; nan where there is no validation
     synchronous_bytes_per_step: float  # a replica would send in a ring all-reduce of the gradients
     output_dir: str
     next_command: str
@@ -120,7 +120,8 @@ class Console:
                 table.add_row(
                     "validation loss, mean model", f"{evaluation.mean_model_loss:.4f} nats per token"
                 )
-        table.add_row("unigram entropy of the corpus", f"{facts.unigram_entropy:.4f} nats per token")
+        if not math.isnan(facts.unigram_entropy):
+            table.add_row("unigram entropy of the corpus", f"{facts.unigram_entropy:.4f} nats per token")
         table.add_row("sent per replica, in exchanges", f"{record.sent_bytes / 1e6:.1f} MB")
         if record.hop_bytes:
             table.add_row("sent per replica, routed activations", f"{record.hop_bytes / 1e6:.1f} MB")

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_noloco.__main__ import main
+from megatron_noloco.config import RunConfig
 from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.data import datasets as datasets_module
 from megatron_noloco.data.dataset import JoinedDataset, TokenDataset
@@ -23,6 +24,7 @@ from megatron_noloco.data.microbatches import MicrobatchSource, ValidationSource
 from megatron_noloco.data.prefetch import Prefetcher
 from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.plans.samples import BatchPlan, BlendedOrder, SampleOrder
+from megatron_noloco.training.run import prepare
 from tests.unit.test_preprocess import make_tokenizer
 
 SEQ = 8
@@ -136,6 +138,28 @@ class TestIndexed:
             build(data_path="a", vocab=70)
 
 
+def run_config(data: dict[str, Any], **training: Any) -> dict[str, Any]:
+    sizes = {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 2}
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW"},
+        "model": {**sizes, "seq_length": SEQ},
+        "data": {"split": "8,1,1", **data},
+        "training": {"train_iters": 1, **training},
+    }
+
+
+@pytest.mark.parametrize(
+    ("training", "microbatches"),
+    [({"eval_iters": 1}, [1, 1]), ({"eval_full": True}, [2, 2]), ({"eval_iters": 0}, [])],
+)
+def test_a_run_measures_on_each_dataset(training: dict[str, Any], microbatches: list[int]) -> None:
+    config = RunConfig.from_dict(run_config({"data_path": [1, "a", 3, "b"]}, **training))
+    validation = prepare(config, {}).validation
+    assert list(map(len, validation)) == microbatches
+    assert [source.weight for source in validation] == [0.25, 0.75][: len(validation)]
+
+
 @pytest.mark.parametrize(
     ("data", "line"),
     [
@@ -157,14 +181,8 @@ def test_a_run_ends_before_it_starts(
     (folder / "cut.bin").write_bytes((folder / "cut.bin").read_bytes()[:30])
     (folder / "foreign.idx").write_bytes(b"something else altogether" * 9)
     (folder / "foreign.bin").write_bytes(b"")
-    sizes = {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 2}
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "optimizer": {"type": "AdamW"},
-        "model": sizes | {"seq_length": 300},
-        "data": data,
-        "training": {"train_iters": 1},
-    }
+    config = run_config(data)
+    config["model"]["seq_length"] = 300
     (folder / "run.json").write_text(json.dumps(config))
     assert main(["train", "--config", "run.json"]) == 2
     error = capsys.readouterr().err

@@ -196,6 +196,52 @@ class TestStopped:
         assert documents(IndexedTokens(str(job.output("text"))))[0] == expected(["changed!"])[0]
 
 
+@pytest.mark.parametrize("part_bytes", [1, 1000])
+def test_wherever_publishing_is_stopped_an_index_means_a_whole_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part_bytes: int
+) -> None:
+    monkeypatch.setattr(preprocess, "_PART_BYTES", part_bytes)
+    keys = ("a", "b")
+    for number in range(2):
+        (tmp_path / f"{number}.jsonl").write_text(json.dumps({"a": f"A{number}", "b": f"B{number}"}))
+    job = Job(
+        find_inputs([str(tmp_path / f"{number}.jsonl") for number in range(2)]),
+        tmp_path / "out",
+        Encoding("byte", None, keys, append_eod=False),
+        1,
+    )
+    stops = 0
+    while True:
+        calls = iter(range(100))
+
+        def sync(path: Path, calls: Any = calls, last: int = stops) -> None:
+            if next(calls) == last:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(preprocess, "_sync", sync)
+        preprocess.check(job)
+        try:
+            preprocess.preprocess(job, lambda _: None)
+        except KeyboardInterrupt:
+            stopped = True
+        else:
+            stopped = False
+        for key in keys:
+            if Path(f"{job.output(key)}.idx").exists():
+                whole = documents(IndexedTokens(str(job.output(key))))
+                assert whole == [list(f"{key.upper()}{number}".encode()) for number in range(2)]
+        if not stopped:
+            break
+        preprocess.check(job)  # the same job may go on
+        monkeypatch.setattr(preprocess, "_sync", lambda path: None)
+        preprocess.preprocess(job, lambda _: None)
+        assert all(len(documents(IndexedTokens(str(job.output(key))))) == 2 for key in keys)
+        for path in tmp_path.glob("out*"):
+            path.unlink()
+        stops += 1
+    assert stops == 8
+
+
 def test_the_tool_with_two_workers(tmp_path: Path, fast: Path) -> None:
     texts = [f"two three {number}" for number in range(100)]
     write_jsonl(tmp_path / "a.jsonl", texts)
