@@ -259,6 +259,15 @@ def test_the_tool_with_two_workers(tmp_path: Path, fast: Path) -> None:
     assert "out_text_document.idx exists already" in again.stderr
 
 
+def test_encoding_and_reading_import_no_engine() -> None:
+    """Importing megatron.core takes seconds, in every worker and on every rank."""
+    code = (
+        "import sys, megatron_noloco.data.preprocess, megatron_noloco.data.datasets;"
+        "sys.exit(bool({'torch', 'megatron', 'transformers'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
+
+
 def test_a_bad_line_met_by_a_worker_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text"\n')
     command = [sys.executable, "tools/preprocess_data.py", "--input", str(tmp_path), "--workers", "2"]
