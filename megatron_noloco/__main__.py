@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import time
 import traceback
 
 from megatron_noloco import __version__
@@ -12,6 +13,7 @@ from megatron_noloco.publish import cli as publish_cli
 
 USAGE_ERROR = 2
 FAILURE = 1
+_LATE_RANK_0_SECONDS = 10.0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -71,6 +73,8 @@ def _usage_error(error: ValueError) -> int:
     rank_variables = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
     if all(os.environ.get(name, "0") == "0" for name in rank_variables):
         sys.stderr.write(f"{error}\n")
+    else:
+        time.sleep(_LATE_RANK_0_SECONDS)  # launchers end the job when a first rank leaves: let rank 0 speak
     return USAGE_ERROR
 
 
