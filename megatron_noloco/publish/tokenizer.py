@@ -5,6 +5,7 @@ from pathlib import Path
 from megatron_noloco.data.tokenizer import ByteTokenizer
 
 END_OF_DOCUMENT = "<|endoftext|>"
+_PROBE = "Byte by byte, \n\té 中"
 
 
 def save_tokenizer(folder: Path, max_length: int) -> None:
@@ -37,3 +38,28 @@ def _printable(byte: int) -> str:
         return chr(byte)
     others = [value for value in range(256) if value not in printing]
     return chr(0x100 + others.index(byte))
+
+
+def check_tokenizer(folder: Path, vocab_size: int) -> None:
+    """Raise ValueError where the ids of a Hugging Face model are not those of `ByteTokenizer`.
+
+    One without a tokenizer may have been trained on bytes; one with another was not, and its
+    embeddings would be read under the wrong ids.
+    """
+    ours = ByteTokenizer()
+    if vocab_size < ours.vocab_size:
+        raise ValueError(
+            f"{folder}: a vocabulary of {vocab_size} is smaller than the byte-level tokenizer's {ours.vocab_size}"
+        )
+    other = f"{folder}: its tokenizer is not the byte-level one, the only one that can be used yet"
+    if (folder / "tokenizer.json").exists():
+        from tokenizers import Tokenizer
+
+        try:
+            theirs = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        except Exception as error:  # the library raises nothing narrower
+            raise ValueError(f"{folder / 'tokenizer.json'}: {error}") from None
+        if theirs.encode(_PROBE, add_special_tokens=False).ids != ours.encode(_PROBE).tolist():
+            raise ValueError(other)
+    elif (folder / "tokenizer.model").exists():
+        raise ValueError(other)

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -57,6 +58,7 @@ def prepare(config: RunConfig, environ: Mapping[str, str]) -> Prepared:
     plan = BatchPlan(topology.replicas, topology.lanes, config.microbatches, config.micro_batch_size)
     datasets = build_datasets(corpus, config.model.seq_length, plan.global_batch)
     validation = ValidationSource(datasets.validation, config.micro_batch_size, config.training.eval_iters)
+    _check_writable(Path(config.training.output_dir))
     vocab_size = ByteTokenizer().vocab_size
     if config.model.vocab_size is not None and config.model.vocab_size < vocab_size:
         raise ValueError(
@@ -64,6 +66,16 @@ def prepare(config: RunConfig, environ: Mapping[str, str]) -> Prepared:
             f"set it to {vocab_size} or leave it out"
         )
     return Prepared(config, world, topology, corpus, datasets, plan, validation)
+
+
+def _check_writable(output_dir: Path) -> None:
+    """Now, not at the first log line or checkpoint."""
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output_dir):
+            pass
+    except OSError as error:
+        raise ValueError(f"training.output_dir: cannot write in {output_dir}: {error.strerror}") from None
 
 
 def join_job(prepared: Prepared) -> tuple[Transport, Start]:
