@@ -99,8 +99,11 @@ def abandon_job(transport: Transport) -> None:
         mpi.abort()
 
 
-def train(prepared: Prepared, transport: Transport, start: Start, progress: str = "auto") -> None:
-    """Build this rank's part of the run and train to the end, or until asked to stop."""
+def train(prepared: Prepared, transport: Transport, start: Start, progress: str = "auto") -> bool:
+    """Build this rank's part of the run and train to the end, or until asked to stop.
+
+    False when the run stopped early and this rank's state could not be saved.
+    """
     quieten()
     # These rooms import Megatron-core and DeepSpeed, which takes seconds: only for a run known to be sound.
     from megatron_noloco.engine.replica import ReplicaEngine
@@ -149,9 +152,11 @@ def train(prepared: Prepared, transport: Transport, start: Start, progress: str 
         monitor.close()
     if failed_save is not None:
         sys.stderr.write(f"rank {dist.get_rank()}: the last checkpoint failed: {failed_save}\n")
-    if console is not None:
-        console.summary(done, stopping.reason)
     stopping.close(done)
+    stopped_early = done < training.train_iters
+    if console is not None:
+        console.summary(done, stopping.reason if stopped_early else None)
+    return not (stopped_early and checkpointer.last_save_failed)
 
 
 def _console(prepared: Prepared, transport: Transport, start: Start, progress: str) -> Console:
@@ -160,6 +165,8 @@ def _console(prepared: Prepared, transport: Transport, start: Start, progress: s
         unigram_entropy=prepared.corpus.unigram_entropy,
         synchronous_bytes_per_step=_synchronous_bytes_per_step(prepared),
         output_dir=str(Path(training.output_dir).resolve()),
+        how_to_continue="the same command"
+        + ("" if training.load == "auto" else ' with training.load "auto"'),
         next_command=f"{os.path.relpath(sys.executable)} -m tensorboard.main --logdir {training.output_dir}",
     )
     console = Console(progress, training.train_iters, start.step, facts)
