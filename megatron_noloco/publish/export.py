@@ -5,7 +5,9 @@ import math
 import re
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -27,6 +29,7 @@ from megatron_noloco.training.checkpoint.reader import CheckpointReader
 
 UNFINISHED = "UNFINISHED"  # a file of this name marks a folder whose check failed or was never made
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_WRITERS = 2  # files written at a time: the memory of a few tensors each
 
 
 @dataclass(frozen=True)
@@ -59,10 +62,15 @@ def open_source(path: Path, combine: str) -> Source:
     everyone = list(range(manifests[0].topology.replicas))
     source = Source(folder, manifests, RunConfig.from_dict(manifests[0].config), everyone)
     source = replace(source, replicas=_choose(source, combine))
-    for manifest in manifests:  # DeepSpeed's files are not read, and may be gone
-        weights = {name: record for name, record in manifest.files.items() if name.endswith(".safetensors")}
-        verify(catalog.replica_folder(folder, manifest.position.replica), weights)
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda manifest: _verify_weights(folder, manifest), manifests))
     return source
+
+
+def _verify_weights(folder: Path, manifest: Manifest) -> None:
+    """DeepSpeed's files are not read, and may be gone."""
+    weights = {name: record for name, record in manifest.files.items() if name.endswith(".safetensors")}
+    verify(catalog.replica_folder(folder, manifest.position.replica), weights)
 
 
 def _choose(source: Source, combine: str) -> list[int]:
@@ -102,42 +110,51 @@ def export(source: Source, output: Path, dtype: str, max_shard_bytes: int) -> No
     _write_json(output / "config.json", huggingface.hf_config(model, vocab_size, dtype, end))
     _write_json(output / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})
     save_tokenizer(output, model.seq_length)
-    with CheckpointReader(source.folder, source.manifests) as reader:
-        _write_weights(output, source, reader, DTYPES[dtype], max_shard_bytes)
+    _write_weights(source, output, DTYPES[dtype], max_shard_bytes)
     (output / "README.md").write_text(model_card(source))
 
 
-def _write_weights(
-    output: Path, source: Source, reader: CheckpointReader, dtype: torch.dtype, max_shard_bytes: int
-) -> None:
+def _write_weights(source: Source, output: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
     """The weight files, and where there are several the index that transformers reads."""
-    model, vocab_size = source.config.model, source.vocab_size
-
-    def tensors() -> Iterator[tuple[str, Tensor]]:
-        for ours in reader.names:
-            full = reader.read(ours, source.replicas)
-            for theirs, tensor in huggingface.to_hf(ours, full, model, vocab_size):
-                yield theirs, tensor.to(dtype)
-
-    slots = [
-        Slot(theirs, list(tensor.shape), dtype)
-        for ours in reader.names
-        for theirs, tensor in huggingface.to_hf(
-            ours, torch.empty(reader.shape(ours), device="meta"), model, vocab_size
-        )
-    ]
-    files = safetensors_file.distribute(slots, max_shard_bytes)
+    origins = _slots(source, dtype)
+    files = safetensors_file.distribute(list(origins), max_shard_bytes)
     names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
     if len(files) == 1:
         names = ["model.safetensors"]
     else:
         weight_map = {slot.name: name for name, held in zip(names, files, strict=True) for slot in held}
-        total = sum(slot.bytes for slot in slots)
+        total = sum(slot.bytes for slot in origins)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(output / "model.safetensors.index.json", index)
-    stream = tensors()
-    for name, held in zip(names, files, strict=True):
-        safetensors_file.write(output / name, held, stream)
+
+    def write(name: str, slots: list[Slot]) -> None:
+        with CheckpointReader(source.folder, source.manifests) as reader:
+            tensors = _tensors(reader, source, slots, origins)
+            safetensors_file.write(output / name, slots, tensors)
+
+    with ThreadPoolExecutor(_WRITERS) as pool:
+        list(pool.map(write, names, files))
+
+
+def _slots(source: Source, dtype: torch.dtype) -> dict[Slot, str]:
+    """Every Hugging Face tensor there will be, and the one of ours that it is made from."""
+    with CheckpointReader(source.folder, source.manifests) as reader:
+        unread = {name: torch.empty(reader.shape(name), device="meta") for name in reader.names}
+    return {
+        Slot(theirs, tuple(tensor.shape), dtype): ours
+        for ours, full in unread.items()
+        for theirs, tensor in huggingface.to_hf(ours, full, source.config.model, source.vocab_size)
+    }
+
+
+def _tensors(
+    reader: CheckpointReader, source: Source, slots: list[Slot], origins: dict[Slot, str]
+) -> Iterator[Tensor]:
+    for ours, wanted in groupby(slots, key=origins.__getitem__):
+        full = reader.read(ours, source.replicas)
+        parts = dict(huggingface.to_hf(ours, full, source.config.model, source.vocab_size))
+        for slot in wanted:
+            yield parts[slot.name].to(slot.dtype)
 
 
 def _write_json(path: Path, content: dict[str, object]) -> None:
