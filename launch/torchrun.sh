@@ -14,6 +14,8 @@ check_config "$config" $((ranks * ${NNODES:-1}))
 
 if [ -n "${NIC:-}" ]; then export GLOO_SOCKET_IFNAME="$NIC" NCCL_SOCKET_IFNAME="$NIC"; fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # what torchrun would set, without its warning
+# Asked to stop, the ranks finish their step and save; torchrun would kill them after 30 s.
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
 if [ "${NNODES:-1}" -gt 1 ]; then
     where="--nnodes $NNODES --rdzv-backend c10d --rdzv-endpoint ${RENDEZVOUS:?set it to HOST:PORT of one host}"
 else

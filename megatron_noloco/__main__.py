@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import time
 import traceback
 
 from megatron_noloco import __version__
@@ -13,6 +14,7 @@ from megatron_noloco.publish import cli as publish_cli
 
 USAGE_ERROR = 2
 FAILURE = 1
+_LATE_RANK_0_SECONDS = 10.0
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -45,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
             return inspection.run(parsed.checkpoint)
     try:
         return parsed.run(parsed)
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # a file that cannot be read or written
         return _usage_error(error)
 
 
@@ -59,22 +61,27 @@ def _train(parsed: argparse.Namespace) -> int:
     except ValueError as error:  # a ConfigError is one
         return _usage_error(error)
     try:
-        run.train(prepared, transport, start, parsed.progress)
+        if run.train(prepared, transport, start, parsed.progress):
+            return 0
+        return FAILURE
     except run.PartnerTimeoutError as error:
         sys.stderr.write(f"{error}\n")
     except Exception:
         traceback.print_exc()
-    else:
-        return 0
     run.abandon_job(transport)
     return FAILURE
 
 
-def _usage_error(error: ValueError) -> int:
-    """One clear line per problem, from one rank of the job."""
+def _usage_error(error: ValueError | OSError) -> int:
+    """One clear line per problem, from one rank of the job.
+
+    Launchers end the job when a first rank leaves. So the others let rank 0 speak, which has seen the same in all
+    likelihood; who is still there afterwards has seen it alone.
+    """
     rank_variables = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-    if all(os.environ.get(name, "0") == "0" for name in rank_variables):
-        sys.stderr.write(f"{error}\n")
+    if any(os.environ.get(name, "0") != "0" for name in rank_variables):
+        time.sleep(_LATE_RANK_0_SECONDS)
+    sys.stderr.write(f"{error}\n")
     return USAGE_ERROR
 
 

@@ -5,8 +5,6 @@ replicas, and reads pickles without restraint. The parts of it that gather and r
 are; who writes, where and when is decided in training/checkpoint.
 """
 
-import contextlib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +14,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils.tensor_fragment import fragment_address
+
+from megatron_noloco.engine.quiet import quiet
 
 # All that DeepSpeed's files hold besides tensors and plain containers. Nothing else is unpickled.
 _TRUSTED = [LossScaler, DynamicLossScaler, ZeroStageEnum, fragment_address]
@@ -53,7 +53,7 @@ class CheckpointableEngine(DeepSpeedEngine):
     def restore_state(self, folder: Path) -> None:
         """Read back what `collect_state` named; every rank of the replica reads its own files in `folder`."""
         self.checkpoint_engine = _Files()
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # DeepSpeed prints here
+        with quiet():
             path, _ = self.load_checkpoint(str(folder.parent), tag=folder.name)
         assert path is not None, f"DeepSpeed found no model states in {folder}"
 

@@ -1,8 +1,5 @@
 """One replica: Megatron-core's pipeline drives forward and backward, DeepSpeed everything after."""
 
-import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,12 +11,12 @@ import torch.distributed as dist
 from deepspeed.ops.op_builder import FusedAdamBuilder
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.utils import logger as deepspeed_logger
 from torch import Tensor
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.engine.checkpoint import CheckpointableEngine
 from megatron_noloco.engine.mpu import ReplicaMpu
+from megatron_noloco.engine.quiet import quiet
 from megatron_noloco.model.groups import Groups, ProcessGroup
 from megatron_noloco.model.pipeline import MicrobatchLoss, Pipeline, ReadMicrobatch
 from megatron_noloco.model.stage import Stage
@@ -176,7 +173,7 @@ def _build_deepspeed(config: RunConfig, groups: Groups, stage: Stage) -> Checkpo
         deepspeed.comm.init_distributed(dist_init_required=False, verbose=False)
     mpu = ReplicaMpu(groups)
     settings = deepspeed_settings(config)
-    with _errors_only(deepspeed_logger):
+    with quiet():
         engine = CheckpointableEngine(
             args=None,
             model=stage,
@@ -188,17 +185,6 @@ def _build_deepspeed(config: RunConfig, groups: Groups, stage: Stage) -> Checkpo
     # One call of step() per batch: the schedule has already gone through every microbatch.
     engine.set_gradient_accumulation_boundary(True)
     return engine
-
-
-@contextmanager
-def _errors_only(logger: logging.Logger) -> Iterator[None]:
-    """DeepSpeed tells about its construction at length, on every rank."""
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def deepspeed_settings(config: RunConfig) -> dict[str, Any]:

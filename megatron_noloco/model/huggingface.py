@@ -123,12 +123,7 @@ def model_block(folder: Path) -> dict[str, Any]:
     Raises ValueError, in one line, for anything our Llama is not.
     """
     path = folder / "config.json"
-    try:
-        theirs = json.loads(path.read_text())
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; give the folder of a Hugging Face Llama") from None
-    except ValueError:
-        raise ValueError(f"{path}: not JSON; give the folder of a Hugging Face Llama") from None
+    theirs = _read_object(path, "give the folder of a Hugging Face Llama")
     if theirs.get("model_type") != "llama":
         raise ValueError(f'{path}: model_type is {theirs.get("model_type")!r}; only "llama" can be imported')
     for key in ("attention_bias", "mlp_bias"):
@@ -137,9 +132,9 @@ def model_block(folder: Path) -> dict[str, Any]:
     if theirs.get("hidden_act", "silu") != "silu":
         raise ValueError(f'{path}: hidden_act is {theirs["hidden_act"]!r}; only "silu" is supported')
     rope = theirs.get("rope_parameters") or {}
-    scaling = theirs.get("rope_scaling") or (rope if rope.get("rope_type", "default") != "default" else None)
-    if scaling:
-        raise ValueError(f"{path}: rope_scaling is {scaling}; scaled rotary embeddings are not supported")
+    for scaling in (rope, theirs.get("rope_scaling") or {}):
+        if scaling.get("rope_type", scaling.get("type", "default")) != "default":
+            raise ValueError(f"{path}: rope_scaling is {scaling}; scaled rotary embeddings are not supported")
     try:
         return {
             "num_layers": theirs["num_hidden_layers"],
@@ -159,7 +154,10 @@ def model_block(folder: Path) -> dict[str, Any]:
 
 
 def check_fits(folder: Path, model: ModelConfig) -> None:
-    """Raise ValueError, one line per setting, unless the folder's weights are of this model."""
+    """Raise ValueError, one line per problem, unless the folder holds the weights of this model, all of them.
+
+    Reads the headers of the files only.
+    """
     ours = model.model_dump() | {"num_query_groups": model.query_groups, "kv_channels": model.head_size}
     lines = [
         f"training.pretrained: model.{name} is {ours[name]!r}, but {value!r} in {folder / 'config.json'}"
@@ -168,6 +166,33 @@ def check_fits(folder: Path, model: ModelConfig) -> None:
     ]
     if lines:
         raise ValueError("\n".join(lines))
+    with HuggingFaceWeights(folder) as weights:
+        for name, shape in _shapes(model):
+            weights.check(name, shape)
+
+
+def _shapes(model: ModelConfig) -> Iterator[tuple[str, list[int]]]:
+    """Name and shape of every Hugging Face tensor of a model whose vocabulary is known."""
+    assert model.vocab_size is not None
+    hidden, ffn = model.hidden_size, model.ffn_hidden_size
+    queries, keys = (count * model.head_size for count in (model.num_attention_heads, model.query_groups))
+    yield "model.embed_tokens.weight", [model.vocab_size, hidden]
+    for layer in range(model.num_layers):
+        for name, shape in {
+            "input_layernorm": [hidden],
+            "self_attn.q_proj": [queries, hidden],
+            "self_attn.k_proj": [keys, hidden],
+            "self_attn.v_proj": [keys, hidden],
+            "self_attn.o_proj": [hidden, queries],
+            "post_attention_layernorm": [hidden],
+            "mlp.gate_proj": [ffn, hidden],
+            "mlp.up_proj": [ffn, hidden],
+            "mlp.down_proj": [hidden, ffn],
+        }.items():
+            yield f"model.layers.{layer}.{name}.weight", shape
+    yield "model.norm.weight", [hidden]
+    if model.untie_embeddings_and_output_weights:
+        yield "lm_head.weight", [model.vocab_size, hidden]
 
 
 class HuggingFaceWeights:
@@ -186,35 +211,71 @@ class HuggingFaceWeights:
         self._stack.close()
 
     def __call__(self, name: str) -> Tensor:
-        """Raises ValueError when the tensor or its file is missing."""
+        """Raises ValueError when the tensor or its file is missing, or cannot be read."""
+        file = self._file(name)
+        try:
+            return file.get_tensor(name)
+        except SafetensorError as error:
+            raise ValueError(f"{self._path(name)}: {error}") from None
+
+    def check(self, name: str, shape: list[int]) -> None:
+        """Raises ValueError unless the tensor is there, of this shape, and holds plain floating-point numbers."""
+        file = self._file(name)
+        try:
+            header = file.get_slice(name)
+        except SafetensorError as error:
+            raise ValueError(f"{self._path(name)}: {error}") from None
+        if header.get_dtype() not in ("F32", "BF16", "F16"):
+            raise ValueError(
+                f"{self._path(name)}: {name} is {header.get_dtype()}; "
+                "weights must be F32, BF16 or F16, not quantized"
+            )
+        if header.get_shape() != shape:
+            raise ValueError(f"{self._path(name)}: {name} is {header.get_shape()}, not {shape}")
+
+    def _path(self, name: str) -> Path:
+        return self.folder / self._where[name]
+
+    def _file(self, name: str) -> Any:
         if name not in self._where:
             raise ValueError(f"{self.folder}: no tensor {name}")
-        path = self.folder / self._where[name]
+        path = self._path(name)
         if path.name not in self._open:
             try:
                 self._open[path.name] = self._stack.enter_context(safe_open(path, framework="pt"))
             except (OSError, SafetensorError) as error:
                 raise ValueError(f"{path}: {error}") from None
-        try:
-            tensor = self._open[path.name].get_tensor(name)
-        except SafetensorError as error:
-            raise ValueError(f"{path}: {error}") from None
-        if not tensor.is_floating_point():
-            raise ValueError(f"{path}: {name} is {tensor.dtype}; weights must be floating-point")
-        return tensor
+        return self._open[path.name]
 
 
 def _find_tensors(folder: Path) -> dict[str, str]:
     """Tensor name -> file name, from the index or the single file."""
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.exists():
+        where = _read_object(index, "weights must be safetensors").get("weight_map")
+        if not isinstance(where, dict):
+            raise ValueError(f"{index}: no weight_map")
+        missing = sorted({file for file in where.values() if not (folder / file).exists()})
+        if missing:
+            raise ValueError(f"{folder / missing[0]}: missing, though {index.name} lists it")
+        return where
+    if not single.exists():
+        raise ValueError(f"{single}: missing; weights must be safetensors")
     try:
-        if index.exists():
-            where = json.loads(index.read_text())["weight_map"]
-            missing = sorted({file for file in where.values() if not (folder / file).exists()})
-            if missing:
-                raise ValueError(f"{folder / missing[0]}: missing, though {index.name} lists it")
-            return where
         with safe_open(single, framework="pt") as file:
             return dict.fromkeys(file.keys(), single.name)
     except (OSError, SafetensorError) as error:
-        raise ValueError(f"{single}: {error}; weights must be safetensors") from None
+        raise ValueError(f"{single}: {error}") from None
+
+
+def _read_object(path: Path, advice: str) -> dict[str, Any]:
+    """The JSON object in a file; raises ValueError."""
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; {advice}") from None
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: not a JSON object; {advice}")
+    return content

@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from megatron_noloco.config import load_config
+from megatron_noloco.config import RunConfig, load_config
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -68,24 +68,24 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
+    from megatron_noloco.data.tokenizer import build_tokenizer
     from megatron_noloco.model import huggingface
+    from megatron_noloco.publish.tokenizer import check_tokenizer
 
     folder = Path(args.folder)
-    load_config(args.config)
+    template = load_config(args.config)
     raw = json.loads(Path(args.config).read_text())
-    seq_length = raw["model"]["seq_length"]
     raw["model"] = {
         **huggingface.model_block(folder),
-        "seq_length": seq_length,
-        "make_vocab_size_divisible_by": 1,
+        "seq_length": template.model.seq_length,
+        "make_vocab_size_divisible_by": template.parallel.shards,
     }
     raw["training"]["pretrained"] = str(folder.resolve())
-    with huggingface.HuggingFaceWeights(folder) as weights:
-        weights("model.embed_tokens.weight")  # the files are there and hold what they must
-    output = Path(args.output)
-    output.write_text(json.dumps(raw, indent=2) + "\n")
-    load_config(str(output))
-    _say(f"{output}: trains on from {folder}")
+    config = RunConfig.from_dict(raw)
+    huggingface.check_fits(folder, config.model)
+    check_tokenizer(folder, build_tokenizer(config.data), config.model.vocab_size or 0)
+    Path(args.output).write_text(json.dumps(raw, indent=2) + "\n")
+    _say(f"{args.output}: trains on from {folder}")
     return 0
 
 

@@ -4,16 +4,24 @@ from pathlib import Path
 
 
 def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: int) -> None:
-    """Print `prompt` and up to `tokens` more tokens to standard output; temperature 0 takes the likeliest."""
+    """Print `prompt` and up to `tokens` more tokens to standard output; temperature 0 takes the likeliest.
+
+    Raises ValueError when the folder cannot be loaded.
+    """
     import torch
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     torch.manual_seed(seed)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{folder}: {' '.join(str(error).split())}") from None
+    # Nothing to go on from: a document begins where another ended.
+    inputs = tokenizer(prompt or tokenizer.eos_token, return_tensors="pt", add_special_tokens=False)
     sampling = (
         {"do_sample": True, "temperature": temperature, "top_k": 50} if temperature else {"do_sample": False}
     )

@@ -22,6 +22,7 @@ class RunFacts:
     unigram_entropy: float  # nats per token; nan where there is no validation
     synchronous_bytes_per_step: float  # a replica would send in a ring all-reduce of the gradients
     output_dir: str
+    how_to_continue: str
     next_command: str
 
 
@@ -103,8 +104,10 @@ class Console:
     def summary(self, done: int, stopped_by: str | None) -> None:
         """The closing table, and what to do next."""
         record, evaluation, facts = self.last_record, self.evaluation_result, self.facts
-        if stopped_by is not None and done < self.total_steps:
-            self.say(f"stopped after iteration {done} ({stopped_by}); the same command continues from there")
+        if stopped_by is not None:
+            self.say(
+                f"stopped after iteration {done} ({stopped_by}); {facts.how_to_continue} continues from there"
+            )
             return
         if record is None:
             self.say(

@@ -8,6 +8,8 @@ import json
 import math
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -202,6 +204,7 @@ class ReplicaFiles:
 
     def __init__(self, folder: Path, tensorboard: bool, start_step: int) -> None:
         """Rows of steps after `start_step`, left by a run that went further, will be written again: drop them."""
+        self._folder, self._told = folder, False
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
         kept = [row for row in _complete_rows(path) if json.loads(row)["step"] <= start_step]
@@ -249,17 +252,32 @@ class ReplicaFiles:
         self._scalars(scalars, step)
 
     def close(self) -> None:
-        self._jsonl.close()
-        if self._board is not None:
-            self._board.close()
+        with self._training_goes_on():
+            self._jsonl.close()
+            if self._board is not None:
+                self._board.close()
 
     def _write(self, row: dict[str, Any]) -> None:
-        self._jsonl.write(json.dumps(_without_nan(row)) + "\n")
+        with self._training_goes_on():
+            self._jsonl.write(json.dumps(_without_nan(row)) + "\n")
 
     def _scalars(self, scalars: dict[str, float], step: int) -> None:
         if self._board is not None:
-            for name, value in scalars.items():
-                self._board.add_scalar(name, value, step)
+            with self._training_goes_on():
+                for name, value in scalars.items():
+                    self._board.add_scalar(name, value, step)
+
+    @contextmanager
+    def _training_goes_on(self) -> Iterator[None]:
+        """A disk without room for a line of the log must not end the run; it is told once."""
+        try:
+            yield
+        except OSError as error:
+            if not self._told:
+                sys.stderr.write(
+                    f"{self._folder}: {error.strerror or error}; training goes on without its log\n"
+                )
+            self._told = True
 
 
 def _complete_rows(path: Path) -> list[str]:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,6 +54,7 @@ def prepare(config: RunConfig, environ: Mapping[str, str]) -> Prepared:
         )
     if config.training.pretrained is not None:
         huggingface.check_fits(Path(config.training.pretrained), config.model)
+    _check_writable(Path(config.training.output_dir))
     tokenizer = build_tokenizer(config.data)
     vocab_size = config.model.vocab_size or tokenizer.vocab_size
     if vocab_size < tokenizer.vocab_size:
@@ -70,6 +72,16 @@ def prepare(config: RunConfig, environ: Mapping[str, str]) -> Prepared:
         for part in datasets.validation
     ]
     return Prepared(config, world, topology, tokenizer, datasets, plan, validation)
+
+
+def _check_writable(output_dir: Path) -> None:
+    """Now, not at the first log line or checkpoint."""
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output_dir):
+            pass
+    except OSError as error:
+        raise ValueError(f"training.output_dir: cannot write in {output_dir}: {error.strerror}") from None
 
 
 def join_job(prepared: Prepared) -> tuple[Transport, Start]:
@@ -93,8 +105,11 @@ def abandon_job(transport: Transport) -> None:
         mpi.abort()
 
 
-def train(prepared: Prepared, transport: Transport, start: Start, progress: str = "auto") -> None:
-    """Build this rank's part of the run and train to the end, or until asked to stop."""
+def train(prepared: Prepared, transport: Transport, start: Start, progress: str = "auto") -> bool:
+    """Build this rank's part of the run and train to the end, or until asked to stop.
+
+    False when the run stopped early and this rank's state could not be saved.
+    """
     quieten()
     # These rooms import Megatron-core and DeepSpeed, which takes seconds: only for a run known to be sound.
     from megatron_noloco.engine.replica import ReplicaEngine
@@ -146,9 +161,11 @@ def train(prepared: Prepared, transport: Transport, start: Start, progress: str 
         monitor.close()
     if failed_save is not None:
         sys.stderr.write(f"rank {dist.get_rank()}: the last checkpoint failed: {failed_save}\n")
-    if console is not None:
-        console.summary(done, stopping.reason)
     stopping.close(done)
+    stopped_early = done < training.train_iters
+    if console is not None:
+        console.summary(done, stopping.reason if stopped_early else None)
+    return not (stopped_early and checkpointer.last_save_failed)
 
 
 def _console(prepared: Prepared, transport: Transport, start: Start, progress: str) -> Console:
@@ -157,6 +174,8 @@ def _console(prepared: Prepared, transport: Transport, start: Start, progress: s
         unigram_entropy=prepared.datasets.unigram_entropy,
         synchronous_bytes_per_step=_synchronous_bytes_per_step(prepared),
         output_dir=str(Path(training.output_dir).resolve()),
+        how_to_continue="the same command"
+        + ("" if training.load == "auto" else ' with training.load "auto"'),
         next_command=f"{os.path.relpath(sys.executable)} -m tensorboard.main --logdir {training.output_dir}",
     )
     console = Console(progress, training.train_iters, start.step, facts)

@@ -375,6 +375,9 @@ class TestChangesOfTheConfig:
             "optimizer.params.lr: 0.01 in the checkpoint, 0.002 now",
         ]
 
+    def test_a_block_switched_off_is_as_good_as_absent(self) -> None:
+        assert self.changes({"bf16": {"enabled": False}, "fp16": {"enabled": False}}) == []
+
     def test_where_and_how_long_it_runs_is_not_worth_a_line(self) -> None:
         assert self.changes({"training": {"train_iters": 40}, "parallel": {"replicas": 6, "stages": 2}}) == []
 

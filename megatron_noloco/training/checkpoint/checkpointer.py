@@ -51,6 +51,7 @@ class Checkpointer:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self.saved_step = plan.start_step  # resumed from there, or nothing to save yet
+        self.last_save_failed = False
 
     def save(self, step: int, counters: dict[str, float]) -> SaveReport:
         """Write the state after `step` local steps; with `async_save`, a copy of it, in the background."""
@@ -73,11 +74,14 @@ class Checkpointer:
     def wait(self) -> str | None:
         """Until nothing is being written; returns why the last save failed, if it did."""
         writing, self._writing = self._writing, None
+        if writing is None:
+            return None
         try:
-            if writing is not None:
-                writing.result()
+            writing.result()
         except (OSError, RuntimeError, SafetensorError) as error:  # the latter two wrap system errors
+            self.last_save_failed = True
             return " ".join(str(error).split())
+        self.last_save_failed = False
         return None
 
     def _write(self, step: int, files: dict[str, Write], counters: dict[str, float]) -> None:
@@ -146,4 +150,5 @@ def _snapshot(state: Any) -> Any:
     return tree_map(
         lambda leaf: leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else copy.deepcopy(leaf),
         state,
+        is_leaf=lambda node: isinstance(node, torch.Size),  # would come back as a plain tuple
     )

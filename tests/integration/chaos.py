@@ -1,0 +1,231 @@
+"""Runs that are disturbed from outside, and a comparison of what they leave on disk.
+
+Forked ranks (`tests.harness.run_ranks`) execute the command line; a fault reaches one of them when it begins a
+local step, or when it touches the checkpoint folder. Production code knows nothing of this.
+"""
+
+import contextlib
+import dataclasses
+import io
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from copy import copy as copy_of
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import megatron_noloco.__main__ as entry
+from megatron_noloco.engine.checkpoint import _TRUSTED
+from megatron_noloco.engine.replica import ReplicaEngine
+from megatron_noloco.training.checkpoint import catalog
+from tests.harness import RankFailedError, run_ranks
+from tests.integration.tiny import already_joined, metrics, tiny, write_config, write_text
+
+# Depends on the run alone, not on the machine's speed.
+EXACT = (
+    "replica",
+    "step",
+    "consumed_samples",
+    "learning_rate",
+    "loss",
+    "grad_norm",
+    "loss_scale",
+    "routed_share",
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A signal that one rank gets just before it begins a local step (counted from 0, over resumes)."""
+
+    rank: int
+    before_step: int
+    signal: signal.Signals
+
+
+@dataclass(frozen=True)
+class Death:
+    """SIGKILL for one rank, some milliseconds after its n-th touch of the checkpoint folder."""
+
+    rank: int
+    touch: int
+    milliseconds: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one rank's command came to."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Run:
+    """A tiny run in a folder of its own, launched as often as a test likes."""
+
+    def __init__(self, folder: Path, changes: Mapping[str, Any], text: str | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        ours = {
+            "data": {"text": text or write_text(folder, 200_000)},
+            "training": {"output_dir": str(folder), "train_iters": 20, "eval_iters": 0},
+            "model": {"num_layers": 2},
+            "gradient_accumulation_steps": 2,
+        }
+        self.raw = tiny(changes, tiny(ours))
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def step_folder(self, step: int) -> Path:
+        return catalog.step_folder(self.checkpoints, step)
+
+    def change(self, changes: Mapping[str, Any]) -> None:
+        self.raw = tiny(changes, self.raw)
+
+    def copy(self, folder: Path) -> "Run":
+        """The same run, as far as it went, in another folder."""
+        shutil.copytree(self.folder, folder)
+        return self.clean(folder)
+
+    def clean(self, folder: Path) -> "Run":
+        """The same run, not begun, in another folder."""
+        run = copy_of(self)
+        run.folder = folder
+        run.change({"training": {"output_dir": str(folder)}})
+        return run
+
+    def arguments(self, changes: Mapping[str, Any] | None = None) -> list[str]:
+        """The command line; `changes` hold until the next one is asked for."""
+        path = write_config(self.folder, tiny(changes, self.raw))
+        return ["train", "--config", path, "--progress", "lines"]
+
+    def launch(
+        self, ranks: int, faults: Sequence[Fault | Death] = (), changes: Mapping[str, Any] | None = None
+    ) -> list[Outcome]:
+        """Every rank's outcome."""
+        return run_ranks(ranks, command, self.arguments(changes), faults)
+
+    def launch_to_die(self, ranks: int, faults: Sequence[Fault | Death]) -> None:
+        """A rank is killed; the harness then kills the others, as launchers do."""
+        with pytest.raises(RankFailedError, match=f"died with exit code -{signal.SIGKILL:d}"):
+            self.launch(ranks, faults)
+
+    def exact_metrics(self) -> list[list[dict[str, Any]]]:
+        """Per replica and logged step, what must be the same in a run that was disturbed."""
+        return [
+            [
+                {name: row[name] for name in EXACT}
+                | {
+                    "spread": row["round"] and row["round"]["spread"],
+                    "partners": row["round"] and row["round"]["partners"],
+                }
+                for row in rows
+            ]
+            for rows in metrics(self.folder)
+        ]
+
+
+def command(
+    rank: int, world_size: int, arguments: list[str], faults: Sequence[Fault | Death] = ()
+) -> Outcome:
+    """The command line on a rank of the harness."""
+    already_joined()
+    entry._LATE_RANK_0_SECONDS = 0.0  # no launcher here that would end rank 0 before it spoke
+    os.environ["OMP_NUM_THREADS"] = "1"  # a pool of threads in a process that was forked would wait for ever
+    for fault in faults:
+        if fault.rank == rank:
+            _arm(fault)
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = entry.main(arguments)
+    return Outcome(code, out.getvalue(), err.getvalue())
+
+
+def _arm(fault: Fault | Death) -> None:
+    if isinstance(fault, Death):
+        _die_at_touch(fault)
+    else:
+        _signal_before_step(fault)
+
+
+def _signal_before_step(fault: Fault) -> None:
+    original = ReplicaEngine.train_batch
+
+    def disturbed(engine: ReplicaEngine, *args: Any, **kwargs: Any) -> Any:
+        if engine._deepspeed.global_steps == fault.before_step:
+            os.kill(os.getpid(), fault.signal)
+        return original(engine, *args, **kwargs)
+
+    ReplicaEngine.train_batch = disturbed  # type: ignore[method-assign]
+
+
+def _die_at_touch(death: Death) -> None:
+    left = death.touch
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal left
+        if (
+            left > 0
+            and event in ("open", "os.mkdir", "os.rename")
+            and "checkpoints/step_" in str(arguments[0])
+        ):
+            left -= 1
+            if left == 0:
+                threading.Timer(death.milliseconds / 1000, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    sys.addaudithook(hook)
+
+
+def assert_same_state(found: Path, expected: Path) -> None:
+    """Two step folders hold the same state: tensor for tensor, not byte for byte."""
+    names = {path.relative_to(expected) for path in expected.rglob("*") if path.is_file()}
+    assert names == {path.relative_to(found) for path in found.rglob("*") if path.is_file()}
+    assert names, f"nothing in {expected}"
+    for name in sorted(names):
+        difference = _difference(_content(found / name), _content(expected / name), str(name))
+        assert difference is None, difference
+
+
+def _content(path: Path) -> Any:
+    if path.suffix == ".pt":
+        with torch.serialization.safe_globals(_TRUSTED):
+            return torch.load(path, weights_only=True)
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    manifest = json.loads(path.read_text())
+    return {name: manifest[name] for name in ("step", "consumed_samples", "topology", "position", "layout")}
+
+
+def _difference(found: Any, expected: Any, where: str) -> str | None:
+    """The first place where two nested states differ, bit for bit."""
+    if type(found) is not type(expected):
+        return f"{where}: {type(found)} instead of {type(expected)}"
+    if isinstance(expected, Tensor):
+        same = found.dtype == expected.dtype and torch.equal(found, expected)
+        return None if same else f"{where}: tensors differ"
+    if dataclasses.is_dataclass(expected) or type(expected).__name__.endswith("LossScaler"):
+        found, expected = vars(found), vars(expected)
+    if isinstance(expected, dict):
+        if found.keys() != expected.keys():
+            return f"{where}: keys {sorted(found.keys() ^ expected.keys(), key=str)}"
+        pairs = [(f"{where}[{key!r}]", found[key], expected[key]) for key in expected]
+    elif isinstance(expected, list | tuple):
+        if len(found) != len(expected):
+            return f"{where}: {len(found)} items instead of {len(expected)}"
+        pairs = [(f"{where}[{place}]", *both) for place, both in enumerate(zip(found, expected, strict=True))]
+    else:
+        return None if found == expected else f"{where}: {found!r} instead of {expected!r}"
+    return next((text for where, one, other in pairs if (text := _difference(one, other, where))), None)

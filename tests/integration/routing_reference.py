@@ -1,0 +1,249 @@
+"""Replicas with different weights, as real ranks and as whole models in one process, on the same made-up data."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor, nn
+
+from megatron_noloco.config import RunConfig
+from megatron_noloco.model import cpu, weights
+from megatron_noloco.model.groups import Groups, build_groups
+from megatron_noloco.model.pipeline import MicrobatchLoss
+from megatron_noloco.model.stage import Stage, build_stage
+from megatron_noloco.plans.routing import Routes, Routing
+from megatron_noloco.plans.topology import Position, Topology
+
+BASE_SEED = 100  # of the weights; replica i is drawn from BASE_SEED + i
+VOCABULARY = 32
+SEQ_LENGTH = 16
+INITIAL_STD = 0.2  # large enough for every layer to matter
+ROUTING_SEED = 7
+
+Gradients = dict[str, Tensor]  # by the parameter's name in the unsplit model
+
+
+class Case(NamedTuple):
+    """What is run; everything else about it is fixed."""
+
+    replicas: int
+    stages: int
+    microbatches: int
+    shards: int = 1
+    virtual_stages: int = 1
+    layers_per_chunk: int = 1
+    micro_batch_size: int = 1
+    sequence_parallel: bool = False
+    recompute: bool = False
+
+    @property
+    def topology(self) -> Topology:
+        return Topology(self.replicas, self.stages, lanes=1, shards=self.shards)
+
+    @property
+    def chunks(self) -> int:
+        """Model chunks of a replica: the units that a route leads through."""
+        return self.stages * self.virtual_stages
+
+    @property
+    def name(self) -> str:
+        extras = [f"tp{self.shards}"] if self.shards > 1 else []
+        extras += [f"vp{self.virtual_stages}"] if self.virtual_stages > 1 else []
+        extras += [f"{self.layers_per_chunk}layers"] if self.layers_per_chunk > 1 else []
+        extras += ["sequence_parallel"] if self.sequence_parallel else []
+        extras += ["recompute"] if self.recompute else []
+        return "-".join([f"{self.replicas}x{self.stages}x{self.microbatches}", *extras])
+
+    def unsplit(self) -> "Case":
+        """The same model, whole, in one process."""
+        layers = self.chunks * self.layers_per_chunk
+        return self._replace(
+            replicas=1, stages=1, shards=1, virtual_stages=1, layers_per_chunk=layers, sequence_parallel=False
+        )
+
+    def config(self, **changes: Any) -> RunConfig:
+        model: dict[str, Any] = {
+            "num_layers": self.chunks * self.layers_per_chunk,
+            "hidden_size": 32,
+            "ffn_hidden_size": 48,
+            "num_attention_heads": 4,
+            "num_query_groups": 2,
+            "seq_length": SEQ_LENGTH,
+            "make_vocab_size_divisible_by": VOCABULARY,
+            "untie_embeddings_and_output_weights": True,
+            "init_method_std": INITIAL_STD,
+        }
+        if self.recompute:
+            model |= {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            }
+        return RunConfig.from_dict(
+            {
+                "train_micro_batch_size_per_gpu": self.micro_batch_size,
+                "gradient_accumulation_steps": self.microbatches,
+                "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+                "gradient_clipping": 1.0,
+                "parallel": {
+                    "replicas": self.replicas,
+                    "stages": self.stages,
+                    "shards": self.shards,
+                    "virtual_stages": self.virtual_stages,
+                    "sequence_parallel": self.sequence_parallel,
+                },
+                "model": model,
+                "data": {"text": "python-stdlib"},
+                "training": {"train_iters": 1},
+                **changes,
+            }
+        )
+
+
+def read(replica: int, microbatch: int, micro_batch_size: int) -> tuple[Tensor, Tensor]:
+    """Tokens and labels that no other replica or microbatch has."""
+    generator = torch.Generator().manual_seed(1000 * replica + microbatch)
+    text = torch.randint(VOCABULARY, (micro_batch_size, SEQ_LENGTH + 1), generator=generator)
+    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+
+
+def crossing_routes(case: Case, interval: str) -> Routes:
+    """Routes of the first step in which a microbatch leaves its replica (of step 0 when none ever can)."""
+    routing = Routing(case.replicas, case.microbatches, ROUTING_SEED, interval)  # type: ignore[arg-type]
+    for step in range(20):
+        routes = routing.routes(step, round_index=step)
+        if any(
+            path(routes, case, 0, microbatch) != [0] * case.chunks for microbatch in range(case.microbatches)
+        ):
+            return routes
+    assert interval == "off" or case.replicas == 1
+    return routing.routes(0, 0)
+
+
+def path(routes: Routes, case: Case, origin: int, microbatch: int) -> list[int]:
+    """The replica that each model chunk of the way belongs to."""
+    replicas = [origin]
+    for boundary in range(case.chunks - 1):
+        replicas.append(routes.next_replica(boundary, replicas[-1], microbatch))
+    return replicas
+
+
+def build_own_stage(case: Case, routed: bool = True, **changes: Any) -> tuple[RunConfig, Groups, Stage]:
+    """This rank's stage, with the weights of its replica."""
+    cpu.prepare()
+    config = case.config(**changes)
+    groups = build_groups(case.topology, routed)
+    stage = build_stage(config, groups, VOCABULARY)
+    draw_weights(stage, groups, groups.position.replica)
+    return config, groups, stage
+
+
+def draw_weights(stage: Stage, groups: Groups, replica: int) -> None:
+    """Weights that no other replica has; norms, which start as ones everywhere, differ as well."""
+    for index, chunk in enumerate(stage.chunks):
+        weights.initialise(
+            chunk,
+            groups,
+            seed=BASE_SEED + replica,
+            std=INITIAL_STD,
+            num_layers=stage.config.num_layers,
+            layer_offset=layer_offset(stage, groups, index),
+            tied=False,
+        )
+        with torch.no_grad():
+            for parameter in chunk.parameters():
+                if parameter.dim() == 1:
+                    parameter.add_(0.1 * (replica + 1) * torch.linspace(-1, 1, parameter.numel()))
+
+
+def layer_offset(stage: Stage, groups: Groups, chunk_index: int) -> int:
+    vp_stage = chunk_index if len(stage.chunks) > 1 else None
+    return get_transformer_layer_offset(stage.config, vp_stage, groups.position.stage)
+
+
+def named_gradients(stage: Stage, groups: Groups) -> Gradients:
+    """Gradients of this rank's part, by the names of the unsplit model."""
+    return {
+        weights.global_name(name, layer_offset(stage, groups, index)): gradient_of(parameter)
+        for index, chunk in enumerate(stage.chunks)
+        for name, parameter in chunk.named_parameters()
+    }
+
+
+def gradient_of(parameter: nn.Parameter) -> Tensor:
+    """A copy, since the next batch adds to the original."""
+    assert parameter.grad is not None
+    return parameter.grad.clone()
+
+
+def expected_part(full: Gradients, name: str, position: Position, shards: int) -> Tensor:
+    """What a rank should find for one of its parameters."""
+    return weights.take_shard(full[name], name, position.shard, shards)
+
+
+class Expected(NamedTuple):
+    gradients: list[Gradients]  # by replica, of its whole model
+    losses: dict[tuple[int, int], float]  # by (origin, microbatch)
+
+
+def reference(rank: int, world_size: int, case: Case, routes_of: dict[str, Routes]) -> dict[str, Expected]:
+    """In one process: whole models, of which every microbatch uses the layers that its route names."""
+    unsplit = case.unsplit()
+    config = unsplit.config()
+    cpu.prepare()
+    groups = build_groups(unsplit.topology, routed=False)
+    models = []
+    for replica in range(case.replicas):
+        stage = build_stage(config, groups, VOCABULARY)
+        draw_weights(stage, groups, replica)
+        models.append(stage.chunks[0])
+    return {name: _expected(case, models, routes) for name, routes in routes_of.items()}
+
+
+def _expected(case: Case, models: list[Any], routes: Routes) -> Expected:
+    for model in models:
+        model.zero_grad()
+    losses = {}
+    for microbatch in range(case.microbatches):
+        for origin in range(case.replicas):
+            way = [models[replica] for replica in path(routes, case, origin, microbatch)]
+            tokens, labels = read(origin, microbatch, case.micro_batch_size)
+            loss = F.cross_entropy(_logits(way, case, tokens).flatten(0, 1), labels.flatten())
+            (loss / case.microbatches).backward()
+            losses[origin, microbatch] = float(loss)
+    gradients = [
+        {name: gradient_of(parameter) for name, parameter in model.named_parameters()} for model in models
+    ]
+    return Expected(gradients, losses)
+
+
+def _logits(way: list[Any], case: Case, tokens: Tensor) -> Tensor:
+    """[batch, tokens, vocabulary]. `way` names the model whose layers serve as each chunk of the route."""
+    hidden = way[0].embedding(input_ids=tokens, position_ids=None)
+    for chunk, model in enumerate(way):
+        rotation = model.rotary_pos_emb(SEQ_LENGTH)
+        for layer in _layers(model, chunk, case.layers_per_chunk):
+            hidden, _ = layer(hidden, attention_mask=None, rotary_pos_emb=rotation)
+    hidden = way[-1].decoder.final_layernorm(hidden)
+    return F.linear(hidden, way[-1].output_layer.weight).transpose(0, 1)
+
+
+def _layers(model: Any, chunk: int, count: int) -> Iterator[nn.Module]:
+    return iter(model.decoder.layers[chunk * count : (chunk + 1) * count])
+
+
+class Observed(NamedTuple):
+    position: Position
+    gradients: Gradients
+    losses: list[tuple[int, float]]  # (origin, loss) by microbatch; empty but on the last stage
+
+
+def observed(stage: Stage, groups: Groups, losses: list[MicrobatchLoss]) -> Observed:
+    """What this rank hands to the test; the barrier keeps it from leaving while others still need it."""
+    dist.barrier()
+    return Observed(
+        groups.position, named_gradients(stage, groups), [(one.origin, float(one.loss)) for one in losses]
+    )

@@ -1,0 +1,34 @@
+"""One spied rank, forked by the harness or started by mpirun (then: the argument is the config file)."""
+
+import sys
+from typing import Any
+
+import torch.distributed as dist
+
+from tests.harness import say
+from tests.integration.spy import Spy
+from tests.integration.tiny import already_joined, train_by_command
+
+
+def spied_rank(rank: int, world_size: int, config: str, plant: bool = False) -> dict[str, Any]:
+    """Train over torch, and plant a collective over everybody when asked to."""
+    already_joined()
+    spy = Spy()
+    spy.listen_to_torch()
+    trainer = train_by_command(config)
+    if plant:
+        dist.barrier()
+    return _told(spy, trainer)
+
+
+def _told(spy: Spy, trainer: Any) -> dict[str, Any]:
+    groups = trainer.engine.groups
+    hops = [groups.forward_hops.group_name, groups.backward_hops.group_name]
+    return {"rank": dist.get_rank(), "calls": spy.report(), "hops": hops}
+
+
+if __name__ == "__main__":
+    spy = Spy()
+    spy.listen_to_mpi()
+    spy.listen_to_torch()
+    say(_told(spy, train_by_command(sys.argv[1])))

@@ -1,0 +1,204 @@
+"""What a person gets wrong: exit code 2 and exactly one line, which says what."""
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_noloco.__main__ import main
+from tests.harness import run_mpi, run_torchrun
+
+USAGE_ERROR = 2
+LATE = "tests.integration.late_first_rank"
+TEXT = "To be, or not to be, that is the question. " * 100
+GOOD: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+    "noloco": {"local_steps": 2},
+    "parallel": {"replicas": 2},
+    "model": {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "ffn_hidden_size": 64,
+        "num_attention_heads": 4,
+        "seq_length": 16,
+    },
+    "data": {"text": "text.txt", "split": "8,2,0"},
+    "training": {"train_iters": 2, "eval_iters": 1},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text(TEXT)
+    return tmp_path
+
+
+def config_with(folder: Path, changes: Mapping[str, Any]) -> str:
+    """A config file that is good but for `changes`, block by block."""
+    content = dict(GOOD)
+    for key, value in changes.items():
+        old = content.get(key)
+        content[key] = {**old, **value} if isinstance(old, dict) and isinstance(value, dict) else value
+    if content["data"]["text"] == "text.txt":
+        content["data"] = {**content["data"], "text": str(folder / "text.txt")}
+    path = folder / "config.json"
+    path.write_text(json.dumps(content))
+    return str(path)
+
+
+def assert_one_line(exit_code: int, stderr: str, fragments: tuple[str, ...]) -> None:
+    lines = [line for line in stderr.splitlines() if line.strip()]
+    assert exit_code == USAGE_ERROR, stderr
+    assert len(lines) == 1, stderr
+    for fragment in fragments:
+        assert fragment in lines[0]
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "misspelt key at the top": (
+        {"gradient_cliping": 1.0},
+        ("gradient_cliping is not a known key", "did you mean gradient_clipping?"),
+    ),
+    "misspelt block": ({"trainning": {}}, ("trainning is not a known key", "did you mean training?")),
+    "misspelt key in a block": (
+        {"noloco": {"local_step": 10}},
+        ("noloco.local_step is not a known key", "did you mean noloco.local_steps?"),
+    ),
+    "layers not divisible": (
+        {"model": {"num_layers": 3}, "parallel": {"stages": 2}},
+        ("3 layers (model.num_layers) do not divide into 2 stages",),
+    ),
+    "diverging alpha": (
+        {"noloco": {"outer_momentum": 0.9}},
+        ("rho = 1.098 >= 1", "outer_momentum (alpha) 0.9", "(gamma) 0.7", "(n) 2"),
+    ),
+    "diverging gamma": ({"noloco": {"consensus_weight": 3.0}}, ("rho = ", ">= 1", "(gamma) 3.0")),
+    "unknown method": (
+        {"noloco": {"method": "no-loco"}},
+        ("noloco.method: must be one of", '"noloco"', '"diloco"', '"none"', "'no-loco'"),
+    ),
+    "missing data": (
+        {"data": {"text": "/no/such/text"}},
+        ("data.text", "no file or folder at /no/such/text"),
+    ),
+    "corpus too small for a sample": (
+        {"model": {"seq_length": 10_000}},
+        ("corpus too small", "seq_length + 1 = 10001"),
+    ),
+    "corpus too small for a batch": (
+        {"train_micro_batch_size_per_gpu": 200},
+        ("corpus too small", "one global batch needs 400"),
+    ),
+    "corpus too small to evaluate": ({"training": {"eval_iters": 1000}}, ("corpus too small", "need 2000")),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_one_line_in_this_process(
+    folder: Path, mistake: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As rank 0 of 2, in this process: none of these mistakes may get as far as joining the others."""
+    changes, fragments = MISTAKES[mistake]
+    for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    exit_code = main(["train", "--config", config_with(folder, changes)])
+    assert_one_line(exit_code, capfd.readouterr().err, fragments)
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_the_other_ranks_let_rank_0_speak_first(
+    folder: Path, mistake: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If they left at once, the launcher would end the job, and rank 0 with it, before it has spoken."""
+    naps: list[float] = []
+    said_before: list[str] = []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        said_before.append(capfd.readouterr().err)
+
+    monkeypatch.setattr(time, "sleep", nap)
+    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    changes, fragments = MISTAKES[mistake]
+    exit_code = main(["train", "--config", config_with(folder, changes)])
+    assert_one_line(exit_code, capfd.readouterr().err, fragments)
+    assert set(said_before) == {""}
+    assert sum(naps) >= 5
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    whole = [sys.executable, "-m", "megatron_noloco", *arguments]
+    return subprocess.run(whole, capture_output=True, text=True, timeout=60)
+
+
+def missing_file(folder: Path) -> str:
+    return str(folder / "absent.json")
+
+
+def invalid_json(folder: Path) -> str:
+    path = folder / "broken.json"
+    path.write_text('{\n "noloco": {,}\n}')
+    return str(path)
+
+
+def misspelt(folder: Path) -> str:
+    return config_with(folder, MISTAKES["misspelt key at the top"][0])
+
+
+def one_rank_for_two_replicas(folder: Path) -> str:
+    return config_with(folder, {})
+
+
+@pytest.mark.parametrize(
+    ("make", "fragments"),
+    [
+        (missing_file, ("absent.json", "No such file")),
+        (invalid_json, ("broken.json", "is not valid JSON: line 2, column 13")),
+        (misspelt, ("config.json", "gradient_cliping is not a known key")),
+        (one_rank_for_two_replicas, ("1 rank is not 2 replicas x 1 stage x 1 lane x 1 shard = 2",)),
+    ],
+)
+def test_one_line_from_the_command(
+    folder: Path, make: Callable[[Path], str], fragments: tuple[str, ...]
+) -> None:
+    finished = command("train", "--config", make(folder))
+    assert_one_line(finished.returncode, finished.stderr, fragments)
+    assert finished.stdout == ""
+
+
+def test_no_config_at_all() -> None:
+    finished = command("train")
+    assert finished.returncode == USAGE_ERROR
+    assert "--config" in finished.stderr
+    assert "Traceback" not in finished.stderr
+
+
+def our_lines(stderr: str, fragment: str) -> list[str]:
+    """mpirun and torchrun add words of their own about the exit code; torchrun even a traceback of its own."""
+    assert "/megatron_noloco/" not in stderr, f"a traceback through our code: {stderr}"
+    return [line for line in stderr.splitlines() if fragment in line]
+
+
+def test_world_size_under_mpirun(folder: Path) -> None:
+    changes = {"parallel": {"replicas": "auto", "stages": 2}}
+    finished = run_mpi(3, LATE, ["train", "--config", config_with(folder, changes)])
+    assert finished.returncode == USAGE_ERROR, finished.stderr
+    assert our_lines(finished.stderr, "do not divide") == [
+        "3 ranks do not divide into replicas of 2 stages x 1 lane x 1 shard = 2 ranks; start 2 or 4 ranks"
+    ]
+
+
+def test_mpi_demanded_under_torchrun(folder: Path) -> None:
+    config = config_with(folder, {"noloco": {"transport": "mpi"}})
+    finished = run_torchrun(2, LATE, ["train", "--config", config])
+    assert finished.returncode != 0
+    (line,) = our_lines(finished.stderr, 'transport "mpi"')
+    assert "MPI sees a world of 1 but torchrun started 2 ranks" in line
+    assert "exitcode  : 2" in finished.stderr, "torchrun itself exits with 1, and tells ours"

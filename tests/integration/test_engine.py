@@ -1,0 +1,272 @@
+"""The engine against what it must equal: plain torch, and itself on other topologies."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_noloco.config import RunConfig
+from megatron_noloco.model.weights import EMBEDDING, OUTPUT, sharded_dimension, take_shard
+from tests.harness import run_ranks
+from tests.integration.tiny import build, microbatch, tiny, train, weights_of
+
+STEPS = 5
+
+
+def run(changes: dict[str, Any] | None = None, ranks: int = 1, steps: int = STEPS) -> list[dict[str, Any]]:
+    return run_ranks(ranks, train, tiny(changes), steps)
+
+
+def losses(ranks: list[dict[str, Any]]) -> Tensor:
+    """The replica's loss at each step: the mean over the microbatches of all its lanes."""
+    seen = torch.tensor([rank["losses"] for rank in ranks if rank["losses"][0]], dtype=torch.float64)
+    return seen.mean(dim=(0, 2))
+
+
+def grad_norms(ranks: list[dict[str, Any]]) -> Tensor:
+    norms = torch.tensor([rank["grad_norms"] for rank in ranks], dtype=torch.float64)
+    torch.testing.assert_close(norms, norms[:1].expand_as(norms), rtol=1e-6, atol=0)
+    return norms[0]
+
+
+@cache
+def single(tied: bool = False) -> list[dict[str, Any]]:
+    """The fp32 run on one rank that others are compared with."""
+    return run({"model": {"untie_embeddings_and_output_weights": not tied}})
+
+
+def assert_same_training(
+    found: list[dict[str, Any]], expected: list[dict[str, Any]], tolerance: float
+) -> None:
+    assert losses(expected)[-1] < losses(expected)[0] - 0.3, "a run that does not learn compares nothing"
+    torch.testing.assert_close(losses(found), losses(expected), rtol=0, atol=tolerance)
+    torch.testing.assert_close(grad_norms(found), grad_norms(expected), rtol=tolerance, atol=0)
+
+
+# Against plain torch
+
+
+def plain_torch(rank: int, world_size: int, raw: dict[str, Any], rates: list[float]) -> dict[str, Tensor]:
+    """AdamW and clip_grad_norm_ on the same module, with autograd alone."""
+    config, groups, stage = build(raw, world_size)
+    params = {key: value for key, value in config.deepspeed["optimizer"]["params"].items() if key != "lr"}
+    optimizer = torch.optim.AdamW(stage.parameters(), **params)
+    for step, rate in enumerate(rates):
+        for index in range(config.microbatches):
+            tokens, labels = microbatch(config, groups, step, 0, index)
+            loss = stage.chunks[0](tokens, None, None, labels=labels).float().mean()
+            (loss / config.microbatches).backward()
+        if clipping := config.deepspeed["gradient_clipping"]:
+            torch.nn.utils.clip_grad_norm_(stage.parameters(), clipping)
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights_of(stage, groups)
+
+
+def distance_from_plain_torch(changes: dict[str, Any]) -> float:
+    (found,) = run(changes)
+    (expected,) = run_ranks(1, plain_torch, tiny(changes), found["learning_rates"])
+    (start,) = run_ranks(1, initial_weights, tiny(changes))
+    assert found["weights"].keys() == expected.keys()
+    assert all(not torch.equal(expected[name], start[name]) for name in expected), "every weight has moved"
+    return max(float((found["weights"][name] - expected[name]).abs().max()) for name in expected)
+
+
+def test_learning_rates_follow_the_schedule_of_the_file() -> None:
+    rates = torch.tensor(single()[0]["learning_rates"])
+    assert rates.argmax() > 0, "warm-up"
+    assert rates[-1] < rates.max(), "decay"
+
+
+def test_equals_plain_adamw_exactly() -> None:
+    assert distance_from_plain_torch({"gradient_clipping": 0.0}) == 0.0
+
+
+def test_equals_plain_adamw_with_clipping() -> None:
+    """Not bitwise: DeepSpeed divides by (norm + 1e-6) / clip where torch multiplies by clip / (norm + 1e-6)."""
+    assert min(single()[0]["grad_norms"]) > 0.5, "every step is clipped"
+    assert distance_from_plain_torch({}) < 1e-6
+
+
+# Other topologies
+
+
+TOPOLOGIES = {
+    "TP2": ({"parallel": {"shards": 2}}, 2),
+    "PP2": ({"parallel": {"stages": 2}}, 2),
+    "TP2 x PP2": ({"parallel": {"shards": 2, "stages": 2}}, 4),
+    "TP2 with sequence parallelism": ({"parallel": {"shards": 2, "sequence_parallel": True}}, 2),
+    "TP2 x PP2 with sequence parallelism": (
+        {"parallel": {"shards": 2, "stages": 2, "sequence_parallel": True}},
+        4,
+    ),
+    "PP2 x VP2": ({"parallel": {"stages": 2, "virtual_stages": 2}}, 2),
+    "PP4": ({"parallel": {"stages": 4}}, 4),
+    "2 lanes": ({"parallel": {"lanes": 2}, "gradient_accumulation_steps": 2}, 2),
+    "2 lanes x PP2": ({"parallel": {"lanes": 2, "stages": 2}, "gradient_accumulation_steps": 2}, 4),
+}
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_topologies_train_alike(name: str) -> None:
+    changes, ranks = TOPOLOGIES[name]
+    assert_same_training(run(changes, ranks), single(), 1e-5)
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+def test_with_sequence_parallelism_shards_keep_one_copy_of_the_norms(precision: dict[str, Any]) -> None:
+    """Each sees other tokens, so without a sum over the shards their copies would drift apart."""
+    first, second = run({"parallel": {"shards": 2, "sequence_parallel": True}, **precision}, 2)
+    norms = [name for name in first["weights"] if sharded_dimension(name) is None]
+    assert len(norms) == 2 * 4 + 1
+    for name in norms:
+        assert torch.equal(first["weights"][name], second["weights"][name]), name
+        assert first["weights"][name].unique().numel() > 1, f"{name} was trained"
+
+
+def initial_weights(rank: int, world_size: int, raw: dict[str, Any]) -> dict[str, Tensor]:
+    _, groups, stage = build(raw, world_size)
+    return weights_of(stage, groups)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "ranks"),
+    [
+        ({"replicas": 2}, 2),
+        ({"replicas": 2, "stages": 2}, 4),
+        ({"stages": 2, "virtual_stages": 2}, 2),
+        ({"shards": 2, "stages": 2}, 4),
+        ({"lanes": 2, "shards": 2}, 4),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_initial_weights_do_not_depend_on_the_topology(
+    parallel: dict[str, int], ranks: int, tied: bool
+) -> None:
+    model = {"untie_embeddings_and_output_weights": not tied}
+    (whole,) = run_ranks(1, initial_weights, tiny({"model": model}))
+    raw = tiny({"model": model, "parallel": parallel})
+    topology = RunConfig.from_dict(raw).topology(ranks)
+    met: set[str] = set()
+    for rank, weights in enumerate(run_ranks(ranks, initial_weights, raw)):
+        at = topology.position(rank)
+        for name, weight in weights.items():
+            # The last stage's copy of a tied embedding has the output layer's name.
+            full = whole[EMBEDDING if tied and name == OUTPUT else name]
+            assert torch.equal(weight, take_shard(full, name, at.shard, topology.shards)), (rank, name)
+        met |= weights.keys()
+    assert met >= whole.keys()
+
+
+def test_every_matrix_starts_from_numbers_of_its_own() -> None:
+    (whole,) = run_ranks(1, initial_weights, tiny())
+    matrices = [weight for weight in whole.values() if weight.dim() == 2]
+    assert len({weight.flatten()[0].item() for weight in matrices}) == len(matrices) > 10
+
+
+# Tied embeddings, recompute, dropout
+
+
+def test_tied_embeddings_with_two_stages() -> None:
+    ranks = run({"model": {"untie_embeddings_and_output_weights": False}, "parallel": {"stages": 2}}, 2)
+    assert_same_training(ranks, single(tied=True), 1e-5)
+    first, last = ranks[0]["weights"][EMBEDDING], ranks[1]["weights"][OUTPUT]
+    assert torch.equal(first, last), "the two copies stay one"
+    assert (losses(single(tied=True)) - losses(single())).abs().max() > 1e-3, "tying changes the model"
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+        {"recompute_granularity": "selective"},
+    ],
+    ids=["full uniform", "full block", "selective"],
+)
+def test_recomputed_activations_change_nothing(recompute: dict[str, Any]) -> None:
+    (found,) = run({"model": recompute})
+    (expected,) = single()
+    assert found["losses"] == expected["losses"]
+    assert torch.equal(found["master"], expected["master"])
+
+
+def test_recompute_draws_the_same_dropout_again() -> None:
+    dropout = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
+    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    (plain,) = run({"model": dropout})
+    (again,) = run({"model": dropout | recompute})
+    assert plain["losses"] != single()[0]["losses"], "dropout is on"
+    assert torch.equal(plain["master"], again["master"])
+
+
+def test_dropout_runs_on_stages_and_shards() -> None:
+    ranks = run({"model": {"hidden_dropout": 0.1}, "parallel": {"stages": 2, "shards": 2}}, 4, steps=3)
+    assert losses(ranks).isfinite().all()
+    assert not torch.allclose(losses(ranks), losses(single())[:3], rtol=0, atol=1e-4)
+
+
+# Half precision
+
+BF16 = {"bf16": {"enabled": True}}
+
+
+@cache
+def single_bf16() -> list[dict[str, Any]]:
+    return run(BF16)
+
+
+def test_bf16_stays_close_to_fp32() -> None:
+    ranks = single_bf16()
+    assert ranks[0]["master"].dtype == torch.float32
+    assert {weight.dtype for weight in ranks[0]["weights"].values()} == {torch.bfloat16}
+    assert_same_training(ranks, single(), 0.03)
+    assert ranks[0]["losses"] != single()[0]["losses"]
+
+
+@pytest.mark.parametrize("name", ["TP2 x PP2 with sequence parallelism", "2 lanes", "PP2 x VP2"])
+def test_bf16_topologies(name: str) -> None:
+    changes, ranks = TOPOLOGIES[name]
+    assert_same_training(run(changes | BF16, ranks), single_bf16(), 0.03)
+
+
+def test_bf16_tied_embeddings_with_two_stages() -> None:
+    tied = {"model": {"untie_embeddings_and_output_weights": False}}
+    ranks = run({**tied, **BF16, "parallel": {"stages": 2}}, 2)
+    assert_same_training(ranks, single(tied=True), 0.03)
+    assert torch.equal(ranks[0]["weights"][EMBEDDING], ranks[1]["weights"][OUTPUT])
+
+
+def test_fp16_with_a_static_scale() -> None:
+    if not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        pytest.skip("this CPU has no fp16 arithmetic")
+    assert_same_training(run({"fp16": {"enabled": True, "loss_scale": 128}}), single(), 0.03)
+
+
+# Master and working weights
+
+
+def write_and_refresh(rank: int, world_size: int, raw: dict[str, Any]) -> bool:
+    """Doubles the master weights and tells whether all working weights followed."""
+    from megatron_noloco.engine.replica import ReplicaEngine
+
+    config, groups, stage = build(raw, world_size)
+    engine = ReplicaEngine(config, groups, stage)
+    before = weights_of(stage, groups)
+    for part in engine.master_weights:
+        part.mul_(2)
+    engine.refresh_working_weights()
+    after = weights_of(stage, groups)
+    dist.barrier()
+    return all(torch.equal(after[name], 2 * before[name]) for name in before)
+
+
+@pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
+def test_working_weights_follow_the_master_weights_over_lanes(precision: dict[str, Any]) -> None:
+    raw = tiny({"parallel": {"lanes": 2, "stages": 2}, **precision})
+    assert run_ranks(4, write_and_refresh, raw) == [True] * 4

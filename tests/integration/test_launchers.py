@@ -1,0 +1,78 @@
+"""One config, three launchers, two transports: the same run."""
+
+import shutil
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import _run_launcher, free_port, run_mpi, run_torchrun
+from tests.integration.tiny import metrics, tiny, write_config, write_text
+
+RANKS = 4
+
+
+def run_deepspeed(ranks: int, module: str, args: list[str]) -> subprocess.CompletedProcess[str]:
+    script = Path(sys.executable).parent / "deepspeed"
+    if not script.exists() and shutil.which("deepspeed") is None:
+        pytest.skip("no deepspeed launcher beside the Python interpreter")
+    command = [sys.executable, str(script), "--num_gpus", str(ranks), "--master_port", str(free_port())]
+    return _run_launcher([*command, "--module", module, *args], 300, {"DS_ACCELERATOR": "cpu"})
+
+
+def patient(launch: Any) -> Any:
+    return partial(launch, timeout=300)  # four processes import Megatron and DeepSpeed: seconds, or a minute
+
+
+LAUNCHERS = {
+    "mpirun": (patient(run_mpi), "mpi"),
+    "torchrun": (patient(run_torchrun), "torch"),
+    "deepspeed": (run_deepspeed, "torch"),
+}
+
+
+def config(folder: Path, launcher: str, text: str) -> dict[str, Any]:
+    return tiny(
+        {
+            "parallel": {"replicas": 2, "stages": 2},
+            "model": {"num_layers": 2},
+            "data": {"text": text},
+            "training": {"train_iters": 4, "eval_iters": 1, "output_dir": str(folder / launcher)},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The output folder of the run under each launcher."""
+    folder = tmp_path_factory.mktemp("launchers")
+    text = write_text(folder)
+    for name, (launch, transport) in LAUNCHERS.items():
+        path = write_config(folder / name, config(folder, name, text))
+        finished = launch(RANKS, "megatron_noloco", ["train", "--config", path, "--progress", "lines"])
+        assert finished.returncode == 0, f"{name}\n{finished.stdout}\n{finished.stderr}"
+        assert f"started by {name}; exchanges over {transport}" in finished.stdout
+    return {name: folder / name for name in LAUNCHERS}
+
+
+@pytest.mark.parametrize("other", ["torchrun", "deepspeed"])
+def test_same_run_as_under_mpirun(runs: dict[str, Path], other: str) -> None:
+    for reference, found in zip(metrics(runs["mpirun"]), metrics(runs[other]), strict=True):
+        assert [row["step"] for row in found] == [1, 2, 3, 4]
+        for name in ("loss", "grad_norm", "learning_rate"):
+            assert [row[name] for row in found] == [row[name] for row in reference], name
+        assert [row["round"] and row["round"]["spread"] for row in found] == [
+            row["round"] and row["round"]["spread"] for row in reference
+        ]
+    evaluations = metrics(runs[other], "evaluation")
+    assert [len(replica) for replica in evaluations] == [1, 1]
+    assert evaluations == metrics(runs["mpirun"], "evaluation")
+
+
+def test_both_replicas_learned_from_text_of_their_own(runs: dict[str, Path]) -> None:
+    first, second = metrics(runs["mpirun"])
+    assert [row["loss"] for row in first] != [row["loss"] for row in second]
+    assert first[-1]["loss"] < first[0]["loss"]

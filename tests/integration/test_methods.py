@@ -1,0 +1,81 @@
+"""Whole runs that must agree with each other, and those that must not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.harness import run_ranks
+from tests.integration.tiny import metrics, run_whole, tiny, write_config, write_text
+
+TIMING = {"seconds_per_step", "tokens_per_second", "hop_wait_seconds", "exchange_seconds", "wait_seconds"}
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+def run(folder: Path, text: str, ranks: int, changes: dict[str, Any]) -> list[dict[str, Any]]:
+    where = {"data": {"text": text}, "training": {"output_dir": str(folder)}}
+    return run_ranks(ranks, run_whole, write_config(folder, tiny(where, tiny(changes))))
+
+
+def without_timing(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_timing(item) for key, item in value.items() if key not in TIMING}
+    return [without_timing(item) for item in value] if isinstance(value, list) else value
+
+
+def assert_same_weights(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    for rank, (one, other) in enumerate(zip(found, expected, strict=True)):
+        for name in ("master", "slow", "momentum"):
+            assert torch.equal(one[name], other[name]), f"{name} weights of rank {rank}"
+
+
+def test_two_replicas_of_noloco_are_diloco(tmp_path: Path, text: str) -> None:
+    """6 local steps are 3 rounds; the consensus pull has nothing to pull."""
+    shape = {"parallel": {"replicas": 2, "stages": 2}}
+    noloco = run(tmp_path / "noloco", text, 4, shape)
+    diloco = run(tmp_path / "diloco", text, 4, {**shape, "noloco": {"method": "diloco"}})
+    assert_same_weights(noloco, diloco)
+    assert without_timing(metrics(tmp_path / "noloco")) == without_timing(metrics(tmp_path / "diloco"))
+    for stage in range(2):
+        assert torch.equal(noloco[stage]["master"], noloco[2 + stage]["master"]), "the replicas are one"
+    assert noloco[0]["momentum"].abs().max() > 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks"),
+    [
+        ({"parallel": {"replicas": 3}, "bf16": {"enabled": True}}, 3),
+        ({"parallel": {"replicas": 2, "stages": 2}, "noloco": {"routing": {"interval": "microbatch"}}}, 4),
+    ],
+    ids=["three replicas, bf16", "routed stages"],
+)
+def test_the_same_seed_gives_the_same_run_twice(
+    tmp_path: Path, text: str, shape: dict[str, Any], ranks: int
+) -> None:
+    changes = {**shape, "model": {"hidden_dropout": 0.1}, "training": {"train_iters": 4}}
+    first = run(tmp_path / "first", text, ranks, changes)
+    second = run(tmp_path / "second", text, ranks, changes)
+    assert_same_weights(first, second)
+    records = metrics(tmp_path / "first")
+    assert [len(replica) for replica in records] == [4] * shape["parallel"]["replicas"]
+    assert without_timing(records) == without_timing(metrics(tmp_path / "second"))
+    other = run(tmp_path / "other", text, ranks, {**changes, "training": {"train_iters": 4, "seed": 1}})
+    assert not torch.equal(first[0]["master"], other[0]["master"])
+
+
+def test_without_a_method_replicas_never_meet(tmp_path: Path, text: str) -> None:
+    shape = {"parallel": {"replicas": 2}}
+    apart = run(tmp_path / "none", text, 2, {**shape, "noloco": {"method": "none"}})
+    disabled = run(tmp_path / "disabled", text, 2, {**shape, "noloco": {"enabled": False}})
+    for one, other in zip(apart, disabled, strict=True):
+        assert one["slow"] is None
+        assert torch.equal(one["master"], other["master"])
+    assert not torch.equal(apart[0]["master"], apart[1]["master"])
+    for replica in metrics(tmp_path / "none"):
+        assert [row["round"] for row in replica] == [None] * 6
+        assert [row["sent_bytes"] for row in replica] == [0] * 6

@@ -1,0 +1,138 @@
+"""The promise of the method, overheard: replicas never meet but in pairs, and along the routes."""
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_noloco.plans.grouping import Grouping
+from megatron_noloco.plans.routing import Routing
+from megatron_noloco.plans.topology import Position, Topology
+from tests.harness import run_mpi, run_ranks, said
+from tests.integration.spied_run import spied_rank
+from tests.integration.tiny import tiny, write_config, write_text
+
+STEPS, LOCAL_STEPS, MICROBATCHES, SEED = 20, 4, 2, 1234
+STAGED = Topology(replicas=4, stages=2)
+
+Ranks = list[dict[str, Any]]  # what every rank of a run overheard
+
+
+def config(folder: Path, topology: Topology, interval: str, **noloco: Any) -> dict[str, Any]:
+    return tiny(
+        {
+            "gradient_accumulation_steps": MICROBATCHES,
+            "noloco": {"local_steps": LOCAL_STEPS, "routing": {"interval": interval}, **noloco},
+            "parallel": {"replicas": topology.replicas, "stages": topology.stages},
+            "model": {"num_layers": 2},
+            "data": {"text": write_text(folder)},
+            "training": {"train_iters": STEPS, "log_interval": 5, "output_dir": str(folder)},
+        }
+    )
+
+
+def over_torch(folder: Path, interval: str, **noloco: Any) -> Ranks:
+    path = write_config(folder, config(folder, STAGED, interval, transport="torch", **noloco))
+    return run_ranks(STAGED.world_size, spied_rank, path)
+
+
+def over_mpi(folder: Path, topology: Topology) -> Ranks:
+    path = write_config(folder, config(folder, topology, "round", transport="mpi"))
+    finished = run_mpi(topology.world_size, "tests.integration.spied_run", [path], timeout=300)
+    return sorted(said(finished), key=lambda line: line["rank"])
+
+
+def is_exchange(call: dict[str, Any], hops: list[str]) -> bool:
+    return call["peer"] is not None and call["group"] not in hops
+
+
+def assert_no_collective_spans_replicas(ranks: Ranks, topology: Topology = STAGED) -> None:
+    """From the building of the engines on; before it ranks agree on what to resume, and MPI is set up."""
+    inside = 0
+    for rank, seen in enumerate(ranks):
+        for call in seen["calls"]:
+            if call["peer"] is None and call["step"] >= 0:
+                replicas = {topology.position(member).replica for member in call["ranks"]}
+                assert replicas == {topology.position(rank).replica}, call
+                inside += call["step"] > 0
+    assert inside, "the spy is deaf: inside a replica there are collectives"
+
+
+def assert_exchanges_go_to_partners(ranks: Ranks, topology: Topology = STAGED) -> None:
+    grouping = Grouping(topology.replicas, 2, SEED)
+    rounds = STEPS // LOCAL_STEPS
+    for rank, seen in enumerate(ranks):
+        met: defaultdict[int, set[int]] = defaultdict(set)
+        for call in seen["calls"]:
+            if is_exchange(call, seen["hops"]):
+                assert call["step"] % LOCAL_STEPS == 0, f"no exchange but after {LOCAL_STEPS} steps: {call}"
+                met[call["step"] // LOCAL_STEPS - 1].add(call["peer"])
+        expected = {}
+        for index in range(rounds):
+            group = grouping.group(topology.position(rank).replica, index)
+            expected[index] = {topology.counterpart(rank, other) for other in group} - {rank}
+        assert met == expected, f"rank {rank}"
+    assert len({tuple(grouping.groups(index)) for index in range(rounds)}) > 1, "partners do change"
+
+
+def hop_peers(seen: dict[str, Any], name: str, direction: int) -> list[tuple[int, int]]:
+    """(step, peer) of every send or receive along the routes, in order."""
+    group = seen["hops"][direction]
+    calls = [call for call in seen["calls"] if call["group"] == group and call["peer"] is not None]
+    return [(call["step"] - 1, call["peer"]) for call in calls if call["name"] == name]
+
+
+def assert_hops_follow_the_routes(ranks: Ranks, interval: Any) -> int:
+    """Every hop, in order, is the one that the routes name. Returns how many left their replica."""
+    routing = Routing(STAGED.replicas, MICROBATCHES, SEED, interval)
+    left = 0
+    for rank, seen in enumerate(ranks):
+        at = STAGED.position(rank)
+        expected = []
+        for step in range(STEPS):
+            routes = routing.routes(step, step // LOCAL_STEPS)
+            hop = routes.next_replica if at.stage == 0 else routes.previous_replica
+            for index in range(MICROBATCHES):
+                replica = hop(0, at.replica, index)
+                left += replica != at.replica
+                expected.append((step, STAGED.rank(Position(replica, 1 - at.stage, 0, 0))))
+        forward, backward = ("send", "recv") if at.stage == 0 else ("recv", "send")
+        assert hop_peers(seen, forward, 0) == expected, f"activations of rank {rank}"
+        assert hop_peers(seen, backward, 1) == expected, f"gradients of rank {rank}"
+        assert not hop_peers(seen, forward, 1)
+        assert not hop_peers(seen, backward, 0)
+    return left
+
+
+@pytest.mark.parametrize("interval", ["off", "round", "microbatch"])
+def test_over_torch(tmp_path: Path, interval: str) -> None:
+    ranks = over_torch(tmp_path, interval)
+    assert_no_collective_spans_replicas(ranks)
+    assert_exchanges_go_to_partners(ranks)
+    assert bool(assert_hops_follow_the_routes(ranks, interval)) == (interval != "off")
+
+
+def test_over_mpi(tmp_path: Path) -> None:
+    """One stage per replica, to start fewer processes: hops are messages of torch whatever the transport."""
+    topology = Topology(replicas=4)
+    ranks = over_mpi(tmp_path, topology)
+    assert_no_collective_spans_replicas(ranks, topology)
+    assert_exchanges_go_to_partners(ranks, topology)
+    for seen in ranks:
+        assert {call["library"] for call in seen["calls"] if is_exchange(call, seen["hops"])} == {"mpi"}
+
+
+def test_without_a_method_and_routes_no_message_leaves_a_replica(tmp_path: Path) -> None:
+    ranks = over_torch(tmp_path, "off", method="none")
+    assert_no_collective_spans_replicas(ranks)
+    for rank, seen in enumerate(ranks):
+        peers = {call["peer"] for call in seen["calls"]} - {None}
+        assert {STAGED.position(peer).replica for peer in peers} == {STAGED.position(rank).replica}
+
+
+def test_the_spy_overhears_a_collective_over_everybody(tmp_path: Path) -> None:
+    raw = config(tmp_path, STAGED, "off") | {"parallel": {"replicas": 2, "stages": 2}}
+    ranks = run_ranks(4, spied_rank, write_config(tmp_path, raw), True)
+    with pytest.raises(AssertionError, match="barrier"):
+        assert_no_collective_spans_replicas(ranks)

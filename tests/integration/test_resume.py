@@ -1,0 +1,489 @@
+"""A run that was interrupted and continued is the run that was never interrupted."""
+
+import json
+import resource
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from megatron_noloco.engine.replica import ReplicaEngine
+from megatron_noloco.training.checkpoint import catalog
+from megatron_noloco.training.checkpoint.checkpointer import Checkpointer
+from megatron_noloco.training.checkpoint.files import checksum
+from megatron_noloco.training.record import SaveReport
+from megatron_noloco.training.trainer import Trainer
+from tests.harness import run_ranks
+from tests.integration.chaos import Fault, Outcome, Run, assert_same_state, command
+from tests.integration.tiny import write_text
+from tests.unit.test_checkpoint_files import DAMAGES
+
+STEPS, SAVED = 20, 10
+K = 4  # does not divide SAVED: the checkpoint lies in the middle of a round
+BF16 = {"bf16": {"enabled": True}}
+DROPOUT = {"model": {"hidden_dropout": 0.1, "attention_dropout": 0.1}}
+
+
+def noloco(routing: str = "round", **settings: Any) -> dict[str, Any]:
+    return {"local_steps": K, "routing": {"interval": routing}, **settings}
+
+
+# name: (changes of the tiny config, ranks)
+RUNS: dict[str, tuple[dict[str, Any], int]] = {
+    "4 replicas": ({"parallel": {"replicas": 4}, "noloco": noloco()}, 4),
+    "2 replicas x 2 stages, routed, dropout": (
+        {"parallel": {"replicas": 2, "stages": 2}, "noloco": noloco("microbatch"), **DROPOUT},
+        4,
+    ),
+    "2 replicas x 2 lanes": ({"parallel": {"replicas": 2, "lanes": 2}, "noloco": noloco()}, 4),
+    "2 replicas x 2 shards, sequence parallel": (
+        {"parallel": {"replicas": 2, "shards": 2, "sequence_parallel": True}, "noloco": noloco()},
+        4,
+    ),
+    "2 replicas x 2 stages, bf16, tied": (
+        {
+            "parallel": {"replicas": 2, "stages": 2},
+            "noloco": noloco("step", outer_momentum=0.3, consensus_weight=0.4),
+            "model": {"untie_embeddings_and_output_weights": False},
+            **BF16,
+        },
+        4,
+    ),
+    "2 replicas x 2 lanes, bf16, DiLoCo": (
+        {"parallel": {"replicas": 2, "lanes": 2}, "noloco": noloco(method="diloco"), **BF16},
+        4,
+    ),
+    "2 lanes without outer optimizer, dropout": (
+        {"parallel": {"replicas": 1, "lanes": 2}, "noloco": {"method": "none"}, **DROPOUT},
+        2,
+    ),
+}
+
+
+def saving(**training: Any) -> dict[str, Any]:
+    return {"training": {"save_interval": SAVED, **training}}
+
+
+def codes(outcomes: list[Outcome]) -> list[int]:
+    return [outcome.code for outcome in outcomes]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_killed_and_resumed_bit_for_bit(name: str, tmp_path: Path) -> None:
+    changes, ranks = RUNS[name]
+    text = write_text(tmp_path, 200_000)
+    straight, killed = (Run(tmp_path / folder, changes, text) for folder in ("straight", "killed"))
+    for run in (straight, killed):
+        run.change(saving())
+    straight.launch(ranks)
+    killed.launch_to_die(ranks, [Fault(rank=ranks - 1, before_step=13, signal=signal.SIGKILL)])
+    assert [catalog.step_of(folder) for folder in catalog.steps(killed.checkpoints)] == [SAVED]
+    resumed = killed.launch(ranks)
+    assert f"continuing from {killed.step_folder(SAVED)}: step {SAVED}" in resumed[0].out
+    assert_same_state(killed.step_folder(SAVED), straight.step_folder(SAVED))
+    assert_same_state(killed.step_folder(STEPS), straight.step_folder(STEPS))
+    assert killed.exact_metrics() == straight.exact_metrics()
+    assert [row["step"] for row in killed.exact_metrics()[0]] == list(range(1, STEPS + 1))
+
+
+def test_asynchronous_saves_hold_what_synchronous_ones_do(tmp_path: Path) -> None:
+    """The run trains on while the files are written, which takes long here: a snapshot must not follow it."""
+    text = write_text(tmp_path, 200_000)
+    changes = {"parallel": {"replicas": 2}, "noloco": noloco(), **BF16}
+    waiting, going_on = (Run(tmp_path / folder, changes, text) for folder in ("sync", "async"))
+    for run in (waiting, going_on):
+        run.change(saving(keep_last=2, save_interval=5, train_iters=15))
+    waiting.launch(2)
+    going_on.change(saving(async_save=True, save_interval=5))
+    outcomes = run_ranks(2, slow_disk, going_on.arguments())
+    assert codes(outcomes) == [0, 0]
+    for step in (10, 15):
+        assert_same_state(going_on.step_folder(step), waiting.step_folder(step))
+    for run in (waiting, going_on):
+        assert [catalog.step_of(folder) for folder in catalog.steps(run.checkpoints)] == [15, 10]
+        assert (run.checkpoints / "latest").read_text() == "step_00000015\n"
+
+
+def slow_disk(rank: int, world_size: int, arguments: list[str]) -> Outcome:
+    """The writer starts only when two more steps are done, or the run ends."""
+    reached, moved = 0, threading.Condition()
+    train_batch, write, close = ReplicaEngine.train_batch, Checkpointer._write, Checkpointer.close
+
+    def reach(step: int) -> None:
+        nonlocal reached
+        with moved:
+            reached = step
+            moved.notify()
+
+    def stepping(engine: ReplicaEngine, *args: Any) -> Any:
+        result = train_batch(engine, *args)
+        reach(engine._deepspeed.global_steps)
+        return result
+
+    def late(checkpointer: Checkpointer, step: int, *args: Any) -> None:
+        with moved:
+            moved.wait_for(lambda: reached >= step + 2)
+        write(checkpointer, step, *args)
+
+    def closing(checkpointer: Checkpointer) -> Any:
+        reach(1000)
+        return close(checkpointer)
+
+    ReplicaEngine.train_batch = stepping  # type: ignore[method-assign]
+    Checkpointer._write = late  # type: ignore[method-assign]
+    Checkpointer.close = closing  # type: ignore[method-assign]
+    return command(rank, world_size, arguments)
+
+
+# Damage
+
+SMALL = {"parallel": {"replicas": 2, "stages": 2}, "noloco": noloco()}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run of 2 x 2 with whole checkpoints of steps 5, 10 and 15; do not write in it."""
+    run = Run(tmp_path_factory.mktemp("finished"), SMALL)
+    run.change(saving(save_interval=5, keep_last=9, train_iters=15))
+    run.launch(4)
+    return run
+
+
+def starts(rank: int, world_size: int, arguments: list[str]) -> Outcome:
+    """The command, but the training ends where it starts."""
+    Trainer.train = lambda trainer: trainer.start_step  # type: ignore[method-assign]
+    return command(rank, world_size, arguments)
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_the_checkpoint_before_a_damaged_one_is_used(name: str, finished: Run, tmp_path: Path) -> None:
+    run = finished.copy(tmp_path / "run")
+    damage, place, reason = DAMAGES[name]
+    damage(run.step_folder(15))
+    outcomes = run_ranks(4, starts, run.arguments())
+    assert codes(outcomes) == [0] * 4
+    told = outcomes[0].out.splitlines()
+    assert f"continuing from {run.step_folder(10)}: step 10, 80 samples consumed" in told
+    (not_used,) = [line for line in told if line.startswith("not used: ")]
+    assert not_used.startswith(f"not used: {run.step_folder(15) / place}")
+    assert reason in not_used
+    assert f"set aside: {run.step_folder(15)} is now step_00000015.set_aside" in told
+    assert (run.checkpoints / "step_00000015.set_aside").is_dir()
+    assert (run.checkpoints / "latest").read_text() == "step_00000010\n"
+
+
+@pytest.mark.parametrize("name", ["flipped bit", "missing replica folder"])
+def test_a_damaged_checkpoint_asked_for_by_name_is_refused(name: str, finished: Run, tmp_path: Path) -> None:
+    run = finished.copy(tmp_path / "run")
+    damage, place, reason = DAMAGES[name]
+    damage(run.step_folder(10))
+    outcomes = run_ranks(4, starts, run.arguments({"training": {"load": str(run.step_folder(10))}}))
+    assert codes(outcomes) == [2] * 4
+    # With a launcher, which these forked ranks lack, rank 0 alone would be heard.
+    assert len({outcome.err for outcome in outcomes}) == 1
+    assert len(outcomes[0].err.splitlines()) == 1
+    assert outcomes[0].err.startswith(f"training.load: {run.step_folder(10) / place}")
+    assert reason in outcomes[0].err
+    assert len(catalog.steps(run.checkpoints)) == 3, "nothing is set aside for a run that does not start"
+
+
+def test_an_older_checkpoint_can_be_asked_for(finished: Run, tmp_path: Path) -> None:
+    run = finished.copy(tmp_path / "run")
+    outcomes = run_ranks(4, starts, run.arguments({"training": {"load": str(run.step_folder(5))}}))
+    assert codes(outcomes) == [0] * 4
+    assert f"continuing from {run.step_folder(5)}: step 5, 40 samples consumed" in outcomes[0].out
+    assert [catalog.step_of(folder) for folder in catalog.steps(run.checkpoints)] == [5]
+
+
+def test_nothing_sound_means_starting_over(finished: Run, tmp_path: Path) -> None:
+    run = finished.copy(tmp_path / "run")
+    for folder in catalog.steps(run.checkpoints):
+        DAMAGES["missing manifest"][0](folder)
+    outcomes = run_ranks(4, starts, run.arguments())
+    assert codes(outcomes) == [0] * 4
+    assert outcomes[0].out.count("not used: ") == outcomes[0].out.count("set aside: ") == 3
+    assert "continuing" not in outcomes[0].out
+    assert not (run.checkpoints / "latest").exists()
+
+
+class Malice:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return (open, (self.path, "w"))
+
+
+@pytest.mark.parametrize("name", ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"])
+def test_no_pickle_is_executed(name: str, finished: Run, tmp_path: Path) -> None:
+    run = finished.copy(tmp_path / "run")
+    touched = tmp_path / "touched"
+    folder = catalog.replica_folder(run.step_folder(15), 0)
+    torch.save({"module": Malice(str(touched))}, folder / name)
+    manifest = folder / "stage_00_lane_00_shard_00.json"
+    content = json.loads(manifest.read_text())
+    content["files"][name] = {"bytes": (folder / name).stat().st_size, "sha256": checksum(folder / name)}
+    manifest.write_text(json.dumps(content))
+    outcome = run_ranks(4, starts, run.arguments())[0]
+    assert outcome.code == 1
+    assert "Weights only load failed" in outcome.err
+    assert not touched.exists()
+    torch.load(folder / name, weights_only=False)
+    assert touched.exists(), "the trap works"
+
+
+# Places that cannot be written
+
+
+def test_a_full_disk_is_told_and_training_goes_on(tmp_path: Path) -> None:
+    """Nothing larger than what the limit allows can be written, on one rank: its part of the step is missing."""
+    run = Run(tmp_path, {**SMALL, "parallel": {"replicas": 2}})
+    run.change(saving(save_interval=5, keep_last=9, train_iters=15))
+    outcomes = run_ranks(2, full_disk, run.arguments(), 1, 7, 12)
+    assert codes(outcomes) == [0, 0]
+    (told,) = outcomes[1].err.splitlines()
+    assert told.startswith("rank 1: the checkpoint of step 10 failed, training goes on: ")
+    assert [catalog.is_complete(run.step_folder(step)) for step in (5, 10, 15)] == [True, False, True]
+    assert [row["step"] for row in run.exact_metrics()[1]] == list(range(1, 16))
+    (run.checkpoints / "latest").write_text("")
+    again = run_ranks(2, starts, run.arguments({"training": {"load": str(run.step_folder(5))}}))
+    assert codes(again) == [0, 0], "the older checkpoint is whole"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+def test_a_disk_that_stays_full_is_told_for_every_save(asynchronous: bool, tmp_path: Path) -> None:
+    run = Run(tmp_path, {**SMALL, "parallel": {"replicas": 2}})
+    run.change(saving(save_interval=5, train_iters=15, async_save=asynchronous))
+    outcomes = run_ranks(2, full_disk, run.arguments(), 1, 2, 99)
+    assert codes(outcomes) == [0, 0]
+    steps = ["step 5", "step 10", "the last checkpoint" if asynchronous else "step 15"]
+    told = outcomes[1].err.splitlines()
+    assert [step in line for step, line in zip(steps, told, strict=True)] == [True] * 3, told
+    assert not any(catalog.is_complete(folder) for folder in catalog.steps(run.checkpoints))
+
+
+def full_disk(
+    rank: int, world_size: int, arguments: list[str], on_rank: int, before_step: int, until_step: int
+) -> Outcome:
+    """On one rank, files end at 64 kB while some steps are made: log files fit, checkpoints do not."""
+    if rank == on_rank:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        original = ReplicaEngine.train_batch
+
+        def limited(engine: ReplicaEngine, *args: Any) -> Any:
+            full = before_step <= engine._deepspeed.global_steps < until_step
+            _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (65536 if full else hard, hard))
+            return original(engine, *args)
+
+        ReplicaEngine.train_batch = limited  # type: ignore[method-assign]
+    return command(rank, world_size, arguments)
+
+
+def test_an_output_dir_that_cannot_be_written_is_refused_before_training(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("")
+    run = Run(tmp_path, {"training": {"output_dir": str(file / "run")}})
+    (outcome,) = run.launch(1)
+    assert outcome.code == 2
+    assert outcome.err.splitlines() == [
+        f"training.output_dir: cannot write in {file / 'run'}: Not a directory"
+    ]
+
+
+# Another config
+
+
+def test_another_model_is_refused(finished: Run, tmp_path: Path) -> None:
+    run = finished.copy(tmp_path / "run")
+    changes = {"model": {"hidden_size": 64, "seq_length": 32}}
+    outcomes = run_ranks(4, starts, run.arguments(changes))
+    assert codes(outcomes) == [2] * 4
+    first, second = outcomes[0].err.splitlines()
+    assert first.startswith("model.hidden_size: 32 in the checkpoint, 64 now")
+    assert second.startswith("model.seq_length: 16 in the checkpoint, 32 now")
+    assert len(catalog.steps(run.checkpoints)) == 3
+
+
+def test_other_stages_are_refused(finished: Run, tmp_path: Path) -> None:
+    run = finished.copy(tmp_path / "run")
+    outcomes = run_ranks(4, starts, run.arguments({"parallel": {"replicas": 4, "stages": 1}}))
+    assert codes(outcomes) == [2] * 4
+    assert outcomes[0].err.startswith("parallel.stages: 2 in the checkpoint, 1 now")
+
+
+WARMUP_DECAY = {
+    "type": "WarmupDecayLR",
+    "params": {
+        "warmup_max_lr": 0.01,
+        "warmup_min_lr": 0.001,
+        "warmup_min_ratio": None,
+        "cos_min_ratio": None,
+    },
+}
+
+
+@pytest.mark.parametrize("scheduler", [None, "cosine", WARMUP_DECAY], ids=["none", "cosine", "decay"])
+@pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
+def test_a_new_learning_rate_is_used(precision: dict[str, Any], scheduler: Any, tmp_path: Path) -> None:
+    """After the resume, step by step, the rates of a run that had them from the start."""
+    text = write_text(tmp_path, 200_000)
+    edits = {"noloco": noloco(), **saving(save_interval=5, train_iters=8), **precision}
+    if scheduler != "cosine":  # the tiny config's
+        edits["scheduler"] = scheduler
+    run, fresh = (Run(tmp_path / folder, edits, text) for folder in ("run", "fresh"))
+    run.launch(1, changes={"training": {"train_iters": 5}})
+    new: dict[str, Any] = {"optimizer": {"params": {"lr": 0.003}}, "noloco": {"local_steps": 3}}
+    if scheduler is WARMUP_DECAY:
+        new["scheduler"] = {"params": {"warmup_max_lr": 0.003}}
+    (resumed,) = run.launch(1, changes=new)
+    assert "changed: optimizer.params.lr: 0.01 in the checkpoint, 0.003 now" in resumed.out
+    assert "changed: noloco.local_steps: 4 in the checkpoint, 3 now" in resumed.out
+    fresh.launch(1, changes=new)
+    (rows,), (expected,) = run.exact_metrics(), fresh.exact_metrics()
+    rates = [row["learning_rate"] for row in rows]
+    assert rates[5:] == pytest.approx([row["learning_rate"] for row in expected[5:]], rel=1e-9)
+    assert rates[:5] != pytest.approx([row["learning_rate"] for row in expected[:5]], rel=0.1)
+    assert [row["partners"] is not None for row in rows] == [done in (4, 6) for done in range(1, 9)], (
+        "the new k"
+    )
+
+
+# Another number of replicas
+
+
+@pytest.fixture(scope="module")
+def four_replicas(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    run = Run(tmp_path_factory.mktemp("four"), {"parallel": {"replicas": 4}, "noloco": noloco()})
+    run.change(saving(train_iters=SAVED))
+    run.launch(4)
+    return run
+
+
+def flat(run: Run, step: int, replicas: range, name: str) -> torch.Tensor:
+    file = "stage_00_lane_00_shard_00.safetensors"
+    folders = (catalog.replica_folder(run.step_folder(step), replica) for replica in replicas)
+    return torch.stack([load_file(folder / file)[name] for folder in folders])
+
+
+@pytest.mark.parametrize(
+    ("replicas", "mode"), [(6, "drop"), (2, "drop"), (2, "fold"), (3, "fold")], ids=lambda value: str(value)
+)
+def test_another_number_of_replicas(replicas: int, mode: str, four_replicas: Run, tmp_path: Path) -> None:
+    run = four_replicas.copy(tmp_path / "run")
+    run.change({"parallel": {"replicas": replicas}, **saving(train_iters=16, fewer_replicas=mode)})
+    outcomes = run.launch(replicas)
+    assert codes(outcomes) == [0] * replicas
+    told = [line for line in outcomes[0].out.splitlines() if line.startswith("replica ")]
+    fate = {"drop": "dropped", "fold": "folded into the mean of those kept"}[mode]
+    expected = [f"replica {replica} is {fate}" for replica in range(replicas, 4)]
+    expected += [
+        f"replica {replica} is new: a clone of replica {replica - 4}, with data of its own from here on"
+        for replica in range(4, replicas)
+    ]
+    assert told == expected
+    for rows in run.exact_metrics()[: min(replicas, 4)]:
+        last, first = rows[SAVED - 1], rows[SAVED]
+        assert first["consumed_samples"] - last["consumed_samples"] == replicas * 4
+        assert abs(first["loss"] - last["loss"]) < 0.5, "the loss at random weights is 2 above"
+
+
+@pytest.mark.parametrize(("replicas", "mode"), [(6, "drop"), (2, "drop"), (2, "fold")])
+def test_what_each_replica_continues_from(
+    replicas: int, mode: str, four_replicas: Run, tmp_path: Path
+) -> None:
+    run = four_replicas.copy(tmp_path / "run")
+    run.change({"parallel": {"replicas": replicas}, **saving(fewer_replicas=mode)})
+    restored = run_ranks(replicas, restored_state, run.arguments())
+    for name in ("slow_weights", "outer_momentum"):
+        saved = flat(run, SAVED, range(4), name)
+        found = torch.stack([state[name] for state in restored])
+        sources = saved[[replica % 4 for replica in range(replicas)]]
+        if mode == "fold":
+            torch.testing.assert_close(found.mean(0), saved.mean(0), rtol=0, atol=1e-6)
+            torch.testing.assert_close(found[0] - found[1], saved[0] - saved[1], rtol=0, atol=1e-6)
+        else:
+            assert torch.equal(found, sources)
+    if mode == "fold":
+        moved = torch.stack([state["fast_weights"] - state["slow_weights"] for state in restored])
+        alone = four_replicas.copy(tmp_path / "alone")
+        unfolded = run_ranks(4, restored_state, alone.arguments())[:2]
+        steps_of_theirs = torch.stack([state["fast_weights"] - state["slow_weights"] for state in unfolded])
+        torch.testing.assert_close(moved, steps_of_theirs, rtol=0, atol=1e-6)
+
+
+def restored_state(rank: int, world_size: int, arguments: list[str]) -> dict[str, torch.Tensor]:
+    """What a rank begins its first step with."""
+    state: dict[str, torch.Tensor] = {}
+
+    def look(trainer: Trainer) -> int:
+        assert trainer.outer is not None
+        state.update({name: tensor.clone() for name, tensor in trainer.outer.state().items()})
+        state["fast_weights"] = torch.cat(trainer.engine.master_weights).clone()
+        return trainer.start_step
+
+    Trainer.train = look  # type: ignore[method-assign]
+    assert command(rank, world_size, arguments).code == 0
+    return state
+
+
+@pytest.mark.parametrize("mode", ["drop", "fold"])
+def test_damage_in_a_replica_that_nobody_continues(mode: str, four_replicas: Run, tmp_path: Path) -> None:
+    """Dropped, it does not matter; folded, it would enter the mean."""
+    run = four_replicas.copy(tmp_path / "run")
+    run.change({"parallel": {"replicas": 2}, **saving(fewer_replicas=mode)})
+    file = run.step_folder(SAVED) / "replica_03" / "stage_00_lane_00_shard_00.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    told = run_ranks(2, starts, run.arguments())[0].out
+    assert (f"not used: {file}: checksum does not match its manifest" in told) == (mode == "fold")
+
+
+# No replica waits for another
+
+
+def test_a_replica_saves_alone(tmp_path: Path) -> None:
+    run = Run(tmp_path, SMALL)
+    run.change(saving(save_interval=5, train_iters=7))
+    outcomes = run_ranks(4, only_replica_0_saves, run.arguments())
+    assert codes(outcomes) == [0] * 4
+    folders = catalog.steps(run.checkpoints)
+    assert [catalog.step_of(folder) for folder in folders] == [7, 5]
+    for folder in folders:
+        assert sorted(path.name for path in folder.iterdir()) == ["replica_00"]
+        assert len(list(folder.glob("replica_00/*.json"))) == 2
+        assert not catalog.is_complete(folder)
+    assert not (run.checkpoints / "latest").exists()
+
+
+def only_replica_0_saves(rank: int, world_size: int, arguments: list[str]) -> Outcome:
+    """Replica 1 never calls `save`, and does not go on before replica 0 has."""
+    original: Callable[..., SaveReport] = Checkpointer.save
+    store = dist.distributed_c10d._get_default_store()
+
+    def save(checkpointer: Checkpointer, step: int, counters: dict[str, float]) -> SaveReport:
+        replica_size = world_size // 2
+        if rank < replica_size:
+            report = original(checkpointer, step, counters)
+            store.set(f"saved/{rank}/{step}", "")
+            return report
+        store.wait([f"saved/{other}/{step}" for other in range(replica_size)])
+        return SaveReport(step, 0.0, None)
+
+    Checkpointer.save = save  # type: ignore[method-assign]
+    return command(rank, world_size, arguments)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_half_written(tmp_path: Path) -> Iterator[None]:
+    yield
+    assert not list(tmp_path.rglob("*.partial"))

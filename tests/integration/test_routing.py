@@ -1,0 +1,332 @@
+"""Routed pipelines compute what a single process computes along the same routes; unrouted ones, what core does."""
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from megatron.core.pipeline_parallel import p2p_communication
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from torch import Tensor, nn
+
+from megatron_noloco.engine.replica import ReplicaEngine
+from megatron_noloco.model import cpu
+from megatron_noloco.model.groups import Groups, build_groups
+from megatron_noloco.model.pipeline import Pipeline
+from megatron_noloco.model.stage import Stage, transformer_config
+from megatron_noloco.model.weights import sharded_dimension
+from megatron_noloco.plans.routing import Routes, Routing
+from tests.harness import run_ranks
+from tests.integration.routing_reference import (
+    SEQ_LENGTH,
+    Case,
+    Expected,
+    Gradients,
+    Observed,
+    build_own_stage,
+    crossing_routes,
+    expected_part,
+    gradient_of,
+    named_gradients,
+    observed,
+    read,
+    reference,
+)
+
+INTERVALS = ("round", "step", "microbatch")
+TOLERANCE = 1e-5
+SHAPES = [(2, 2, 4), (2, 4, 6), (3, 3, 2), (4, 2, 9), (1, 4, 6)]
+CASES = [
+    *(Case(*shape, shards=shards) for shape in SHAPES for shards in (1, 2)),
+    Case(2, 2, 4, layers_per_chunk=2, micro_batch_size=2),
+    Case(2, 2, 4, virtual_stages=2),
+    Case(3, 2, 4, virtual_stages=2, layers_per_chunk=2),
+    Case(2, 3, 6, virtual_stages=2),
+    Case(2, 2, 4, shards=2, virtual_stages=2),
+    Case(2, 2, 4, shards=2, sequence_parallel=True),
+    Case(2, 2, 4, recompute=True),
+]
+
+
+def reader(case: Case) -> Callable[[int, int], tuple[Tensor, Tensor]]:
+    return lambda replica, microbatch: read(replica, microbatch, case.micro_batch_size)
+
+
+def train_routed(rank: int, world_size: int, case: Case, routes_of: dict[str, Routes]) -> dict[str, Observed]:
+    """One batch along each of the routes, on one and the same pipeline."""
+    _, groups, stage = build_own_stage(case)
+    pipeline = Pipeline(stage, groups, case.micro_batch_size, SEQ_LENGTH)
+    seen = {}
+    for name, routes in routes_of.items():
+        stage.zero_grad()
+        losses = pipeline.run(reader(case), routes, case.microbatches)
+        seen[name] = observed(stage, groups, losses)
+    return seen
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_gradients_and_losses_are_those_of_the_routes(case: Case) -> None:
+    routes_of = {interval: crossing_routes(case, interval) for interval in INTERVALS}
+    [expected] = run_ranks(1, reference, case, routes_of)
+    ranks = run_ranks(case.topology.world_size, train_routed, case, routes_of)
+    for interval in INTERVALS:
+        of_all = [rank[interval] for rank in ranks]
+        check_gradients(case, of_all, expected[interval])
+        check_losses(case, of_all, expected[interval])
+
+
+def check_gradients(case: Case, ranks: list[Observed], expected: Expected) -> None:
+    for rank in ranks:
+        full = expected.gradients[rank.position.replica]
+        for name, gradient in rank.gradients.items():
+            if case.sequence_parallel and sharded_dimension(name) is None:
+                gradient = sum_over_shards(name, rank, ranks)  # the engine sums them
+            part = expected_part(full, name, rank.position, case.shards)
+            error = float((gradient - part).norm() / part.norm())
+            assert error < TOLERANCE, f"{name} of {rank.position}: relative error {error:.1e}"
+    # Together the ranks hold every parameter of every replica.
+    for replica, full in enumerate(expected.gradients):
+        assert full.keys() == {
+            name for rank in ranks if rank.position.replica == replica for name in rank.gradients
+        }
+
+
+def sum_over_shards(name: str, rank: Observed, ranks: list[Observed]) -> Tensor:
+    at = rank.position
+    parts = [
+        other.gradients[name]
+        for other in ranks
+        if (other.position.replica, other.position.stage) == (at.replica, at.stage)
+    ]
+    return torch.stack(parts).sum(dim=0)
+
+
+def check_losses(case: Case, ranks: list[Observed], expected: Expected) -> None:
+    """The last stages together know every replica's losses, each booked to the replica whose data it was."""
+    seen = {}
+    for rank in ranks:
+        if rank.position.stage < case.stages - 1:
+            assert rank.losses == []
+            continue
+        assert len(rank.losses) == case.microbatches
+        for microbatch, (origin, loss) in enumerate(rank.losses):
+            seen[rank.position.shard, origin, microbatch] = loss
+    assert seen == {
+        (shard, origin, microbatch): pytest.approx(loss, rel=TOLERANCE)
+        for (origin, microbatch), loss in expected.losses.items()
+        for shard in range(case.shards)
+    }
+
+
+def evaluate_straight(rank: int, world_size: int, case: Case, routes_of: dict[str, Routes]) -> Observed:
+    """A routed batch, then a forward-only pass that stays inside each replica, as the trainer does."""
+    _, groups, stage = build_own_stage(case)
+    pipeline = Pipeline(stage, groups, case.micro_batch_size, SEQ_LENGTH)
+    pipeline.run(reader(case), routes_of["microbatch"], case.microbatches)
+    before = named_gradients(stage, groups)
+    with torch.no_grad():
+        losses = pipeline.run(reader(case), routes_of["off"], case.microbatches, forward_only=True)
+    seen = observed(stage, groups, losses)
+    assert all(torch.equal(before[name], gradient) for name, gradient in seen.gradients.items())
+    return seen
+
+
+@pytest.mark.parametrize("case", [Case(3, 2, 4), Case(2, 2, 4, virtual_stages=2)], ids=lambda case: case.name)
+def test_evaluation_stays_inside_the_replica(case: Case) -> None:
+    routes_of = {interval: crossing_routes(case, interval) for interval in ("microbatch", "off")}
+    [expected] = run_ranks(1, reference, case, routes_of)
+    ranks = run_ranks(case.topology.world_size, evaluate_straight, case, routes_of)
+    check_losses(case, ranks, expected["off"])
+    for rank in ranks:
+        assert all(origin == rank.position.replica for origin, _ in rank.losses)
+
+
+class TestUnrouted:
+    """Without routes, Megatron-core's own communicator and ours give the same bits."""
+
+    @pytest.mark.parametrize(
+        ("case", "interval"),
+        [
+            (Case(2, 2, 4), "off"),
+            (Case(2, 3, 5, shards=2), "off"),
+            (Case(2, 3, 6, virtual_stages=2), "off"),  # with 2 stages core's p2p confuses its directions
+            (Case(1, 2, 4, shards=2), "microbatch"),
+            (Case(1, 4, 6), "round"),
+        ],
+        ids=lambda value: value if isinstance(value, str) else value.name,
+    )
+    def test_equals_core_bit_for_bit(self, case: Case, interval: str) -> None:
+        run_ranks(case.topology.world_size, compare_with_core, case, interval)
+
+
+def compare_with_core(rank: int, world_size: int, case: Case, interval: str) -> None:
+    _, groups, stage = build_own_stage(case, routed=interval != "off")
+    routes = Routing(case.replicas, case.microbatches, 0, interval).routes(3, 3)  # type: ignore[arg-type]
+    pipeline = Pipeline(stage, groups, case.micro_batch_size, SEQ_LENGTH)
+    ours = [float(one.loss) for one in pipeline.run(reader(case), routes, case.microbatches)]
+    our_gradients = named_gradients(stage, groups)
+    stage.zero_grad()
+    assert run_core(case, groups, stage) == ours
+    for name, gradient in named_gradients(stage, groups).items():
+        assert torch.equal(gradient, our_gradients[name]), f"{name} of {groups.position}"
+    dist.barrier()
+
+
+def run_core(case: Case, groups: Groups, stage: Stage) -> list[float]:
+    """The schedule and the communicator as Megatron-core brings them."""
+    p2p_communication.torch = cpu._HostTorch()  # asks for CUDA's current device
+
+    def forward_step(batches: Iterator[tuple[Tensor, Tensor]], chunk: nn.Module) -> tuple[Tensor, Any]:
+        tokens, labels = next(batches)
+        output = chunk(tokens, None, None, labels=labels)
+        return output, lambda losses: (losses.mean(), float(losses.mean()))
+
+    replica = groups.position.replica
+    batches = [reader(case)(replica, microbatch) for microbatch in range(case.microbatches)]
+    schedule = get_forward_backward_func(
+        case.stages, case.virtual_stages if case.virtual_stages > 1 else None
+    )
+    return schedule(
+        forward_step_func=forward_step,
+        data_iterator=[iter(batches) for _ in stage.chunks],
+        model=list(stage.chunks),
+        num_microbatches=case.microbatches,
+        seq_length=SEQ_LENGTH,
+        micro_batch_size=case.micro_batch_size,
+        forward_only=False,
+        p2p_communicator=P2PCommunicator(groups.stages, stage.config),
+        pg_collection=groups.collection,
+    )
+
+
+def train_engine_step(rank: int, world_size: int, case: Case, routes: Routes, precision: str) -> Any:
+    changes: dict[str, Any] = {"bf16": {"enabled": True}} if precision == "bf16" else {}
+    config, groups, stage = build_own_stage(case, **changes)
+    engine = ReplicaEngine(config, groups, stage)
+    result = engine.train_batch(reader(case), routes)
+    dist.barrier()
+    return groups.position, result.grad_norm
+
+
+class TestGradientNorm:
+    """It is that of the replica's own stages, whosever data their gradients come from."""
+
+    @pytest.mark.parametrize(
+        "case", [Case(2, 2, 4), Case(3, 3, 2), Case(2, 2, 4, shards=2)], ids=lambda c: c.name
+    )
+    def test_is_over_the_stages_of_the_replica(self, case: Case) -> None:
+        self.check(case, "fp32", TOLERANCE)
+
+    def test_in_bf16(self) -> None:
+        self.check(Case(2, 2, 4), "bf16", 0.02)
+
+    def check(self, case: Case, precision: str, tolerance: float) -> None:
+        routes = crossing_routes(case, "microbatch")
+        [expected] = run_ranks(1, reference, case, {"microbatch": routes})
+        norms = [norm(gradients) for gradients in expected["microbatch"].gradients]
+        assert min(abs(a - b) / a for i, a in enumerate(norms) for b in norms[:i]) > 5 * tolerance
+        for position, grad_norm in run_ranks(
+            case.topology.world_size, train_engine_step, case, routes, precision
+        ):
+            assert grad_norm == pytest.approx(norms[position.replica], rel=tolerance)
+
+
+def norm(gradients: Gradients) -> float:
+    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
+
+
+class Parrot(nn.Module):
+    """A chunk without arithmetic to speak of: passes on what the tokens say, times its weight (one).
+
+    The loss is activation x label, so that a message in the wrong place shows in the loss (forward) or in the
+    first stage's gradient (backward). It dawdles now and then, so that ranks overtake each other.
+    """
+
+    def __init__(self, groups: Groups, config: Any) -> None:
+        super().__init__()
+        self.pre_process, self.post_process = groups.first_stage, groups.last_stage
+        self.config = config
+        self.model_type = None
+        self.weight = nn.Parameter(torch.ones(()))
+        self.received: Tensor | None = None
+        self.dawdling = random.Random(dist.get_rank())
+
+    def set_input_tensor(self, received: list[Tensor | None]) -> None:
+        self.received = received[0]
+
+    def forward(self, tokens: Tensor | None, *_: None, labels: Tensor | None = None) -> Tensor:
+        if self.dawdling.random() < 1 / 16:
+            time.sleep(self.dawdling.uniform(0, 0.004))
+        if tokens is not None:
+            hidden = tokens.T[..., None].float().expand(-1, -1, self.config.hidden_size)
+        else:
+            assert self.received is not None
+            hidden = self.received
+        hidden = hidden * self.weight
+        return hidden if labels is None else hidden.mean(dim=2).T * labels
+
+
+def train_long(rank: int, world_size: int, case: Case, steps: int, interval: str) -> int:
+    cpu.prepare()
+    groups = build_groups(case.topology, routed=True)
+    config = transformer_config(case.config(), groups)
+    stage = Stage([Parrot(groups, config)], config)  # type: ignore[list-item]
+    pipeline = Pipeline(stage, groups, case.micro_batch_size, SEQ_LENGTH)
+    routing = Routing(case.replicas, case.microbatches, seed=1, interval=interval)  # type: ignore[arg-type]
+    crossed = hops = 0
+
+    def number(step: int, replica: int, microbatch: int) -> int:
+        """Small enough for fp32 to hold its square exactly."""
+        return ((step * case.replicas + replica) * case.microbatches + microbatch) % 1021 + 1
+
+    for step in range(steps):
+
+        def tell(replica: int, microbatch: int, step: int = step) -> tuple[Tensor, Tensor]:
+            text = torch.full((case.micro_batch_size, SEQ_LENGTH), number(step, replica, microbatch))
+            return text, text
+
+        stage.zero_grad()
+        routes = routing.routes(step, step // 10)
+        losses = pipeline.run(tell, routes, case.microbatches)
+        hops += sum(hops_to_others(routes, groups, microbatch) for microbatch in range(case.microbatches))
+        for microbatch, (origin, loss) in enumerate(losses):
+            assert float(loss) == number(step, origin, microbatch) ** 2
+            crossed += origin != groups.position.replica
+        if groups.first_stage:
+            own = [number(step, groups.position.replica, m) for m in range(case.microbatches)]
+            mean_square = sum(n**2 for n in own) / len(own)
+            [weight] = stage.parameters()
+            assert float(gradient_of(weight)) == pytest.approx(mean_square, rel=TOLERANCE)
+    message_bytes = SEQ_LENGTH * case.micro_batch_size * config.hidden_size * 4
+    assert pipeline.communicator.bytes_to_others == hops * message_bytes
+    dist.barrier()
+    return crossed
+
+
+def hops_to_others(routes: Routes, groups: Groups, microbatch: int) -> int:
+    """How often this rank sends to another replica: the activation onwards, the gradient back."""
+    replica, stage = groups.position.replica, groups.position.stage
+    onwards = not groups.last_stage and routes.next_replica(stage, replica, microbatch) != replica
+    back = not groups.first_stage and routes.previous_replica(stage - 1, replica, microbatch) != replica
+    return onwards + back
+
+
+@pytest.mark.parametrize(
+    ("case", "steps", "interval"),
+    [
+        (Case(4, 2, 8), 300, "microbatch"),
+        (Case(4, 2, 8), 60, "round"),
+        (Case(2, 4, 8), 60, "step"),
+        (Case(3, 3, 8), 60, "microbatch"),
+    ],
+    ids=lambda value: value.name if isinstance(value, Case) else str(value),
+)
+def test_does_not_hang_nor_mistake_a_message(case: Case, steps: int, interval: str) -> None:
+    crossed = run_ranks(case.topology.world_size, train_long, case, steps, interval, timeout=240)
+    share = sum(crossed) / (case.replicas * steps * case.microbatches)
+    assert share == pytest.approx(1 - 1 / case.replicas, abs=0.25)

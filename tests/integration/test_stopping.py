@@ -1,0 +1,180 @@
+"""Asked to stop, all ranks stop at the same step and lose nothing; who waits for whom must not matter."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron_noloco.training import stopping
+from megatron_noloco.training.checkpoint import catalog
+from megatron_noloco.training.stopping import Stopping
+from tests.harness import run_ranks
+from tests.integration.chaos import Fault, Run, assert_same_state
+from tests.integration.tiny import write_text
+
+STEPS = 60
+TWO_BY_TWO: dict[str, Any] = {
+    "parallel": {"replicas": 2, "stages": 2},
+    "noloco": {"local_steps": 8, "routing": {"interval": "step"}},
+    "model": {"hidden_dropout": 0.1},
+}
+FOUR: dict[str, Any] = {"parallel": {"replicas": 4}, "noloco": {"local_steps": 8}}
+
+
+@pytest.fixture(autouse=True)
+def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny steps take milliseconds: a rank that looks once a second would see the end first."""
+    monkeypatch.setattr(stopping, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(stopping, "_AGREE_SECONDS", 0.01)
+
+
+# The agreement alone
+
+
+def partner_ahead(rank: int, world_size: int) -> int:
+    """Rank 0 is in its 10th step, which needs rank 1; rank 1 has done 5 and is asked to stop."""
+    stop, store = Stopping(None), dist.distributed_c10d._get_default_store()
+    for step in range(100):
+        if rank == 1 and step == 5:
+            store.wait(["rank 0 waits"])
+            os.kill(os.getpid(), signal.SIGTERM)
+            while stop.reason is None:
+                time.sleep(0.01)
+        if stop.before_step(step):
+            break
+        if step % 10 == 9:
+            if rank == 0:
+                store.set("rank 0 waits", "")
+            token = torch.zeros(1)
+            dist.send(token, 1 - rank) if rank else dist.recv(token, 1 - rank)
+            dist.recv(token, 1 - rank) if rank else dist.send(token, 1 - rank)
+    stop.close(step)
+    return step
+
+
+def test_a_rank_that_waits_for_the_one_asked_does_not_block_the_agreement() -> None:
+    assert run_ranks(2, partner_ahead) == [10, 10]
+
+
+def at_the_end(rank: int, world_size: int) -> tuple[int, str | None]:
+    """Rank 0 has done all 7 steps when rank 1 is asked to stop at 3."""
+    stop, store = Stopping(None), dist.distributed_c10d._get_default_store()
+    steps = 7
+    for step in range(7):
+        if rank == 1 and step == 3:
+            store.wait(["rank 0 is done"])
+            os.kill(os.getpid(), signal.SIGUSR1)
+        if stop.before_step(step):
+            steps = step
+            break
+    if rank == 0:
+        store.set("rank 0 is done", "")
+    stop.close(steps)
+    return steps, stop.reason
+
+
+def test_when_one_rank_has_reached_the_end_all_go_there() -> None:
+    assert [steps for steps, _ in run_ranks(2, at_the_end)] == [7, 7]
+
+
+def asked_before_the_first_step(rank: int, world_size: int) -> int:
+    """The answer of all ranks is there before any of them, resumed at step 10, begins."""
+    stop = Stopping(None)
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGTERM)
+    stop._agreed.wait()
+    done = next(step for step in range(10, 20) if stop.before_step(step))
+    stop.close(done)
+    return done
+
+
+def test_asked_before_the_first_step() -> None:
+    assert run_ranks(2, asked_before_the_first_step) == [10, 10]
+
+
+def interrupted_twice(rank: int, world_size: int) -> bool:
+    before = signal.getsignal(signal.SIGINT)
+    stop = Stopping(None)
+    os.kill(os.getpid(), signal.SIGINT)
+    try:
+        os.kill(os.getpid(), signal.SIGINT)
+    except KeyboardInterrupt:
+        stop.close(0)
+        return signal.getsignal(signal.SIGINT) is before
+    return False
+
+
+def test_the_second_ctrl_c_ends_at_once_and_the_handlers_are_put_back() -> None:
+    assert run_ranks(1, interrupted_twice) == [True]
+
+
+# In a run
+
+
+def saved_step(run: Run) -> int:
+    (folder,) = catalog.steps(run.checkpoints)
+    assert catalog.is_complete(folder)
+    step = catalog.step_of(folder)
+    assert step is not None
+    return step
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """The same runs, never stopped."""
+    folder = tmp_path_factory.mktemp("straight")
+    text = write_text(folder, 200_000)
+    runs = {"2x2": Run(folder / "2x2", TWO_BY_TWO, text), "4x1": Run(folder / "4x1", FOUR, text)}
+    for run in runs.values():
+        run.change({"training": {"train_iters": STEPS}})
+        run.launch(4, changes={"training": {"save_interval": STEPS}})
+    return runs
+
+
+REQUESTS = {
+    "first stage": ("2x2", [Fault(0, 5, signal.SIGTERM)], "SIGTERM"),
+    "last stage": ("2x2", [Fault(3, 5, signal.SIGUSR1)], "SIGUSR1"),
+    "everybody": ("2x2", [Fault(rank, 5, signal.SIGTERM) for rank in range(4)], "SIGTERM"),
+    "one of four, in the middle of a round": ("4x1", [Fault(2, 5, signal.SIGINT)], "SIGINT"),
+}
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_stopped_and_continued_bit_for_bit(name: str, straight: dict[str, Run], tmp_path: Path) -> None:
+    topology, faults, reason = REQUESTS[name]
+    whole = straight[topology]
+    run = whole.clean(tmp_path)
+    outcomes = run.launch(4, faults)
+    assert [(outcome.code, outcome.err) for outcome in outcomes] == [(0, "")] * 4
+    step = saved_step(run)
+    assert 5 < step < STEPS
+    assert outcomes[0].out.splitlines()[-1] == (
+        f"stopped after iteration {step} ({reason}); the same command continues from there"
+    )
+    assert {len(rows) for rows in run.exact_metrics()} == {step}
+    continues(run, whole, step)
+
+
+def continues(run: Run, whole: Run, step: int) -> None:
+    outcomes = run.launch(4, changes={"training": {"save_interval": STEPS}})
+    assert f"continuing from {run.step_folder(step)}" in outcomes[0].out
+    assert_same_state(run.step_folder(STEPS), whole.step_folder(STEPS))
+    assert run.exact_metrics() == whole.exact_metrics()
+
+
+def test_a_run_whose_time_is_over(straight: dict[str, Run], tmp_path: Path) -> None:
+    whole = straight["2x2"]
+    run = whole.clean(tmp_path)
+    outcomes = run.launch(4, changes={"training": {"exit_duration_minutes": 0.001, "save_interval": 1}})
+    assert [outcome.code for outcome in outcomes] == [0] * 4
+    last = outcomes[0].out.splitlines()[-1]
+    assert last.startswith("stopped after iteration ")
+    assert "(exit_duration_minutes); the same command continues from there" in last
+    run.launch(4, changes={"training": {"save_interval": STEPS}})
+    assert_same_state(run.step_folder(STEPS), whole.step_folder(STEPS))
+    assert run.exact_metrics() == whole.exact_metrics()

@@ -1,0 +1,182 @@
+"""The smallest runs that still have every part: shared by the integration tests, which fork after importing it."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported: else it guesses, and says so
+
+import torch
+import torch.distributed as dist
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor
+
+from megatron_noloco.__main__ import main
+from megatron_noloco.config import RunConfig
+from megatron_noloco.data.tokenizer import ByteTokenizer
+from megatron_noloco.engine.replica import ReplicaEngine
+from megatron_noloco.model import cpu
+from megatron_noloco.model.groups import Groups, build_groups
+from megatron_noloco.model.stage import Stage, build_stage
+from megatron_noloco.model.weights import global_name
+from megatron_noloco.plans.routing import Routing
+from megatron_noloco.plans.samples import BatchPlan
+from megatron_noloco.training.trainer import Trainer
+
+cpu.prepare()
+
+VOCABULARY = ByteTokenizer.vocab_size
+TINY: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 4,
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": 0.01, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+    },
+    "scheduler": {
+        "type": "WarmupCosineLR",
+        "params": {
+            "total_num_steps": 20,
+            "warmup_num_steps": 2,
+            "warmup_min_ratio": 0.5,
+            "warmup_type": "linear",
+            "cos_min_ratio": 0.1,
+        },
+    },
+    "gradient_clipping": 0.5,
+    "noloco": {"local_steps": 2},
+    "parallel": {},
+    "model": {
+        "num_layers": 4,
+        "hidden_size": 32,
+        "ffn_hidden_size": 64,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "seq_length": 16,
+        "make_vocab_size_divisible_by": 32,
+    },
+    "data": {"text": "somewhere", "split": "9,1,0"},
+    "training": {"train_iters": 6, "log_interval": 1, "eval_iters": 0, "tensorboard": False},
+}
+
+
+def tiny(changes: Mapping[str, Any] | None = None, base: Mapping[str, Any] = TINY) -> dict[str, Any]:
+    """A config file's content: the tiny one with `changes`, block by block. A key changed to None goes."""
+    merged = dict(base)
+    for key, value in (changes or {}).items():
+        old = merged.get(key)
+        merged[key] = tiny(value, old) if isinstance(old, dict) and isinstance(value, Mapping) else value
+    return {key: value for key, value in merged.items() if value is not None}
+
+
+def write_text(folder: Path, characters: int = 20_000) -> str:
+    """A text file without order, about half a thousand samples of the tiny model."""
+    letters = torch.randint(97, 123, (characters,), generator=torch.Generator().manual_seed(0))
+    path = folder / "text.txt"
+    path.write_bytes(bytes(letters.tolist()))
+    return str(path)
+
+
+def build(raw: dict[str, Any], world_size: int) -> tuple[RunConfig, Groups, Stage]:
+    """This rank's stage, without an engine."""
+    config = RunConfig.from_dict(raw)
+    topology = config.topology(world_size)
+    tied = not config.model.untie_embeddings_and_output_weights
+    groups = build_groups(topology, routed=False, tied=tied)
+    return config, groups, build_stage(config, groups, VOCABULARY)
+
+
+def microbatch(
+    config: RunConfig, groups: Groups, step: int, replica: int, index: int
+) -> tuple[Tensor, Tensor]:
+    """Counting modulo 40 from random numbers, which depend on the samples' places alone, not on the lanes."""
+    topology = groups.topology
+    plan = BatchPlan(topology.replicas, topology.lanes, config.microbatches, config.micro_batch_size)
+    place = plan.first(step, replica, groups.position.lane, index)
+    starts = torch.randint(
+        0, 40, (config.micro_batch_size, 1), generator=torch.Generator().manual_seed(place)
+    )
+    samples = (starts + torch.arange(config.model.seq_length + 1)) % 40
+    return samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+
+
+def train(rank: int, world_size: int, raw: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Local steps of every replica, without rounds; what this rank saw, picklable."""
+    config, groups, stage = build(raw, world_size)
+    engine = ReplicaEngine(config, groups, stage)
+    routes = Routing(groups.topology.replicas, config.microbatches, 0, "off").straight()
+    results = [
+        engine.train_batch(
+            lambda replica, index, step=step: microbatch(config, groups, step, replica, index), routes
+        )
+        for step in range(steps)
+    ]
+    return {
+        "losses": [[float(loss.loss) for loss in result.losses] for result in results],
+        "grad_norms": [result.grad_norm for result in results],
+        "learning_rates": [result.learning_rate for result in results],
+        "weights": weights_of(stage, groups),
+        "master": torch.cat(engine.master_weights).clone(),
+    }
+
+
+def weights_of(stage: Stage, groups: Groups) -> dict[str, Tensor]:
+    """This rank's part of every weight, by the name it has in the unsplit model."""
+    virtual = len(stage.chunks) > 1
+    found = {}
+    for index, chunk in enumerate(stage.chunks):
+        offset = get_transformer_layer_offset(stage.config, index if virtual else None, groups.position.stage)
+        for name, parameter in chunk.named_parameters():
+            found[global_name(name, offset)] = parameter.detach().clone()
+    return found
+
+
+def write_config(folder: Path, raw: dict[str, Any]) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "config.json"
+    path.write_text(json.dumps(raw))
+    return str(path)
+
+
+def already_joined() -> None:
+    """On a rank of the harness: the world that `train` would join is there."""
+    dist.init_process_group = lambda *_, **__: None
+
+
+def train_by_command(config: str) -> Trainer:
+    """The command `train` in this process; returns the trainer, which the command keeps to itself."""
+    trainers: list[Trainer] = []
+    train_to_the_end = Trainer.train
+
+    def remember(trainer: Trainer) -> Any:
+        trainers.append(trainer)
+        return train_to_the_end(trainer)
+
+    Trainer.train = remember  # type: ignore[method-assign]
+    try:
+        exit_code = main(["train", "--config", config, "--progress", "lines"])
+    finally:
+        Trainer.train = train_to_the_end  # type: ignore[method-assign]
+    assert exit_code == 0, "the reason stands on stderr"
+    return trainers[0]
+
+
+def run_whole(rank: int, world_size: int, config: str) -> dict[str, Any]:
+    """`train` on a rank of the harness; weights at the end."""
+    already_joined()
+    trainer = train_by_command(config)
+    dist.barrier()
+    return {
+        "master": torch.cat(trainer.engine.master_weights).clone(),
+        "slow": None if trainer.outer is None else trainer.outer.slow_weights.clone(),
+        "momentum": None if trainer.outer is None else trainer.outer.momentum.clone(),
+    }
+
+
+def metrics(output_dir: Path, kind: str = "step") -> list[list[dict[str, Any]]]:
+    """What the replicas wrote about their steps (or evaluations), replica by replica."""
+    files = sorted(output_dir.glob("replica_*/metrics.jsonl"))
+    rows = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    return [[row for row in one if row["kind"] == kind] for one in rows]

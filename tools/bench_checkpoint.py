@@ -1,0 +1,169 @@
+"""What a checkpoint costs, against plain `torch.save` of the same tensors in the same run.
+
+    python -m tools.bench_checkpoint --hidden-size 384 --layers 6
+
+One process: one replica of one rank, after one local step (so that Adam has its state). Each repeat runs all ways
+in turn, so that noise of the machine meets them alike. "torch.save" writes one file, without checksums or fsync;
+"torch.save and fsync" makes it as safe from a power cut as ours. "async pause" is how long training stands still
+when the save goes on in the background, "async until written" when the files are there. Prints one JSON object.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported: else it guesses, and says so
+
+import torch
+from torch import Tensor
+
+from megatron_noloco.config import RunConfig
+from megatron_noloco.engine.replica import ReplicaEngine
+from megatron_noloco.model import cpu, quieten
+from megatron_noloco.model.groups import build_groups
+from megatron_noloco.model.stage import build_stage
+from megatron_noloco.outer.averaging import GroupAveraging
+from megatron_noloco.outer.optimizer import OuterOptimizer
+from megatron_noloco.plans.grouping import Grouping
+from megatron_noloco.plans.routing import Routing
+from megatron_noloco.plans.samples import BatchPlan
+from megatron_noloco.training.checkpoint import catalog
+from megatron_noloco.training.checkpoint.checkpointer import Checkpointer
+from megatron_noloco.training.record import SaveReport
+from megatron_noloco.transport.torch_dist import TorchTransport
+from megatron_noloco.transport.world import World, join
+
+VOCABULARY, SEQUENCE = 256, 32
+PLAIN = "torch.save"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--hidden-size", type=int, default=384)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
+    parser.add_argument("--repeats", type=int, default=7, help="timed repeats, after one to warm up")
+    parser.add_argument("--folder", help="where to write; default: the system's folder for temporary files")
+    options = parser.parse_args()
+
+    quieten()
+    cpu.prepare()
+    torch.set_num_threads(1)
+    join(World(rank=0, local_rank=0, world_size=1, launcher="single"), "gloo")
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        waiting, going_on = (
+            build(options, Path(folder) / name, name == "async") for name in ("sync", "async")
+        )
+        seconds = measure(waiting, going_on, Path(folder) / "plain.pt", options.repeats)
+        plain_bytes = (Path(folder) / "plain.pt").stat().st_size
+        (step,) = catalog.steps(waiting.checkpoints)
+        written = {path.name: path.stat().st_size for path in step.rglob("*") if path.is_file()}
+    parameters = sum(master.numel() for master in waiting.engine.master_weights)
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    report = {
+        "parameters": parameters,
+        "precision": options.precision,
+        "repeats": options.repeats,
+        "bytes": sum(written.values()),
+        "bytes_per_parameter": {
+            "all": round(sum(written.values()) / parameters, 2),
+            PLAIN: round(plain_bytes / parameters, 2),
+            **{name: round(size / parameters, 2) for name, size in sorted(written.items())},
+        },
+        "median_seconds": {name: round(value, 4) for name, value in medians.items()},
+        f"times_{PLAIN}": {name: round(value / medians[PLAIN], 2) for name, value in medians.items()},
+    }
+    print(json.dumps(report, indent=1))
+
+
+def build(options: argparse.Namespace, folder: Path, asynchronous: bool) -> Checkpointer:
+    """A replica that has made one local step, and what saves it."""
+    config = RunConfig.from_dict(
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "gradient_clipping": 1.0,
+            **({"bf16": {"enabled": True}} if options.precision == "bf16" else {}),
+            "noloco": {"local_steps": 2},
+            "parallel": {"replicas": 1},
+            "model": {
+                "num_layers": options.layers,
+                "hidden_size": options.hidden_size,
+                "ffn_hidden_size": 4 * options.hidden_size,
+                "num_attention_heads": 4,
+                "seq_length": SEQUENCE,
+            },
+            "data": {"text": "none is read"},
+            "training": {
+                "train_iters": 1,
+                "output_dir": str(folder),
+                "async_save": asynchronous,
+                "keep_last": 1,
+            },
+        }
+    )
+    topology = config.topology(1)
+    groups = build_groups(topology, routed=False, tied=False)
+    engine = ReplicaEngine(config, groups, build_stage(config, groups, VOCABULARY))
+    averaging = GroupAveraging(TorchTransport(), topology, config.noloco.deadline_seconds)
+    outer = OuterOptimizer(engine.master_weights, averaging, Grouping(1, 1, 0, False), config.noloco)
+    routes = Routing(1, config.microbatches, 0, "off").straight()
+    engine.train_batch(read, routes)
+    return Checkpointer(config, engine, outer, BatchPlan(1, 1, 1, 1))
+
+
+def read(replica: int, microbatch: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.arange(SEQUENCE + 1).unsqueeze(0)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def measure(
+    waiting: Checkpointer, going_on: Checkpointer, plain: Path, repeats: int
+) -> dict[str, list[float]]:
+    """Way -> seconds of each repeat."""
+    seconds: dict[str, list[float]] = {}
+    for repeat in range(1 + repeats):
+        state = {"states": waiting.engine.collect_state(), "tensors": waiting._tensors()}
+        times = {
+            PLAIN: timed(torch.save, state, plain),
+            "torch.save and fsync": timed(save_and_sync, state, plain),
+            "sync": sound(waiting.save(1, {})).pause_seconds,
+        }
+        started = time.perf_counter()
+        times["async pause"] = sound(going_on.save(1, {})).pause_seconds
+        going_on.wait()
+        times["async until written"] = time.perf_counter() - started
+        if repeat:
+            for name, value in times.items():
+                seconds.setdefault(name, []).append(value)
+    return seconds
+
+
+def timed(work: Callable[..., Any], *arguments: Any) -> float:
+    started = time.perf_counter()
+    work(*arguments)
+    return time.perf_counter() - started
+
+
+def save_and_sync(state: dict[str, Any], path: Path) -> None:
+    torch.save(state, path)
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sound(report: SaveReport) -> SaveReport:
+    assert report.error is None, report.error
+    return report
+
+
+if __name__ == "__main__":
+    main()

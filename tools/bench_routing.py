@@ -1,0 +1,171 @@
+"""What routing costs: the time of a batch on routes that cross replicas, over that of straight pipelines.
+
+    python -m tools.bench_routing --repeats 60
+
+Starts its ranks itself (forked, gloo, one machine) and builds real stages; forward and backward of a batch are
+timed, without the optimizer, which knows nothing of routes. Each repeat runs all ways once, in an order that
+rotates, so that noise of the machine meets them alike; a time is that of the slowest rank. "off" is this project's
+communicator inside each replica, "off again" the same once more: how far their ratio is from 1 is what noise
+does. "core" is Megatron-core's own communicator. Prints one JSON object.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from megatron.core.pipeline_parallel import p2p_communication
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+from torch import Tensor
+
+from megatron_noloco.config import RunConfig
+from megatron_noloco.model import cpu
+from megatron_noloco.model.groups import Groups, build_groups
+from megatron_noloco.model.pipeline import Pipeline
+from megatron_noloco.model.stage import Stage, build_stage
+from megatron_noloco.plans.routing import Routing
+from megatron_noloco.plans.topology import Topology
+
+VOCABULARY = 256
+WARM_UPS = 3
+BASE, AGAIN, CORE = "off", "off again", "core"
+INTERVALS = ("round", "step", "microbatch")
+
+
+class CoreCommunicator(P2PCommunicator):
+    """Megatron-core's, told nothing of routes."""
+
+    def __init__(self, groups: Groups, stage: Stage) -> None:
+        super().__init__(groups.stages, stage.config)
+        self.device, self.virtual_stages, self.wait_seconds = torch.device("cpu"), 1, 0.0
+
+    def begin(self, *_: Any) -> None:
+        """It always talks to the same two neighbours."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--replicas", type=int, default=2)
+    parser.add_argument("--stages", type=int, default=2)
+    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--micro-batch-size", type=int, default=8)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--seq-length", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=40, help=f"timed repeats, after {WARM_UPS} to warm up")
+    options = parser.parse_args()
+    if options.replicas < 2 or options.stages < 2:
+        raise SystemExit("there is nothing to route with fewer than 2 replicas of 2 stages")
+    config = configuration(options)
+    ranks = options.replicas * options.stages
+    with tempfile.TemporaryDirectory() as folder:
+        mp.start_processes(
+            run_rank, args=(ranks, folder, config, options.repeats), nprocs=ranks, start_method="fork"
+        )
+        seconds = json.loads(Path(folder, "seconds.json").read_text())
+    print(json.dumps(report(seconds, options), indent=1))
+
+
+def configuration(options: argparse.Namespace) -> RunConfig:
+    return RunConfig.from_dict(
+        {
+            "train_micro_batch_size_per_gpu": options.micro_batch_size,
+            "gradient_accumulation_steps": options.microbatches,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
+            "parallel": {"replicas": options.replicas, "stages": options.stages},
+            "model": {
+                "num_layers": options.layers,
+                "hidden_size": options.hidden,
+                "ffn_hidden_size": 3 * options.hidden,
+                "num_attention_heads": 4,
+                "num_query_groups": 2,
+                "seq_length": options.seq_length,
+                "untie_embeddings_and_output_weights": True,
+            },
+            "data": {"text": "python-stdlib"},
+            "training": {"train_iters": 1},
+        }
+    )
+
+
+def run_rank(rank: int, ranks: int, folder: str, config: RunConfig, repeats: int) -> None:
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder, "store")), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    seconds = measure(make_ways(config, config.topology(ranks)), repeats)
+    if rank == 0:
+        Path(folder, "seconds.json").write_text(json.dumps(seconds))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def make_ways(config: RunConfig, topology: Topology) -> dict[str, Callable[[int], None]]:
+    """What is compared: each runs the batch of a step, on the same stage and data."""
+    cpu.prepare()
+    p2p_communication.torch = cpu._HostTorch()  # core's communicator asks for the current CUDA device
+    inside, across = build_groups(topology, routed=False), build_groups(topology, routed=True)
+    stage = build_stage(config, inside, VOCABULARY)
+    shape = (config.micro_batch_size, config.model.seq_length)
+    batch = torch.randint(VOCABULARY, shape), torch.randint(VOCABULARY, shape)
+
+    def way(groups: Groups, interval: str, core: bool = False) -> Callable[[int], None]:
+        pipeline = Pipeline(stage, groups, *shape)
+        if core:
+            pipeline.communicator = CoreCommunicator(groups, stage)
+        routing = Routing(topology.replicas, config.microbatches, 0, interval)  # type: ignore[arg-type]
+
+        def run(step: int) -> None:
+            stage.zero_grad()
+            pipeline.run(read, routing.routes(step, step), config.microbatches)
+
+        return run
+
+    def read(replica: int, microbatch: int) -> tuple[Tensor, Tensor]:
+        return batch
+
+    straight = {BASE: way(inside, "off"), AGAIN: way(inside, "off"), CORE: way(inside, "off", core=True)}
+    return straight | {interval: way(across, interval) for interval in INTERVALS}
+
+
+def measure(ways: dict[str, Callable[[int], None]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of the slowest rank, per way and repeat."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    names = list(ways)
+    for step in range(-WARM_UPS, repeats):
+        turn = step % len(names)
+        for name in names[turn:] + names[:turn]:
+            dist.barrier()
+            started = time.perf_counter()
+            ways[name](step + WARM_UPS)
+            slowest = torch.tensor(time.perf_counter() - started, dtype=torch.float64)
+            dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+            if step >= 0:
+                seconds[name].append(float(slowest))
+    return seconds
+
+
+def report(seconds: dict[str, list[float]], options: argparse.Namespace) -> dict[str, Any]:
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    fastest = {name: min(times) for name, times in seconds.items()}
+    return {
+        "ranks": f"{options.replicas} replicas x {options.stages} stages",
+        "microbatches": options.microbatches,
+        "message_bytes": options.micro_batch_size * options.seq_length * options.hidden * 4,
+        "repeats": options.repeats,
+        "median_seconds": {name: round(value, 5) for name, value in medians.items()},
+        "median_over_off": {name: round(value / medians[BASE], 3) for name, value in medians.items()},
+        "fastest_over_off": {name: round(value / fastest[BASE], 3) for name, value in fastest.items()},
+    }
+
+
+if __name__ == "__main__":
+    main()
