@@ -1,6 +1,8 @@
 """Names and shards: where a parameter of one rank's stage sits in the unsplit model."""
 
+import math
 import re
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,6 +23,11 @@ def sharded_dimension(name: str) -> int | None:
     return next((dim for suffix, dim in SHARDED_DIMENSION.items() if name.endswith(suffix)), None)
 
 
+def is_stacked(name: str) -> bool:
+    """Whether the parts of all shards, one after the other, are the full matrix."""
+    return sharded_dimension(name) == 0 and not name.endswith("linear_fc1.weight")
+
+
 def global_name(name: str, layer_offset: int) -> str:
     """The parameter's name in the unsplit model: `layer_offset` layers lie before this model chunk."""
     return re.sub(
@@ -39,12 +46,20 @@ def take_shard(full: Tensor, name: str, shard: int, shards: int) -> Tensor:
     return full.chunk(shards, dim=dimension)[shard]
 
 
-def merge_shards(parts: list[Tensor], name: str) -> Tensor:
-    """The full matrix from the parts of all shards, in order; the inverse of `take_shard`."""
+def merge_shards(parts: list[Tensor], name: str, take: Callable[[int], Tensor] | None = None) -> Tensor:
+    """The full matrix from the parts of all shards, in order; the inverse of `take_shard`.
+
+    Memory for it comes from `take`, which gives a flat tensor of a length.
+    """
     dimension = sharded_dimension(name)
     if dimension is None or len(parts) == 1:
         return parts[0]
+    shape = list(parts[0].shape)
+    shape[dimension] *= len(parts)
+    full = parts[0].new_empty(shape) if take is None else take(math.prod(shape)).view(shape)
     if name.endswith("linear_fc1.weight"):
         halves = [part.view(2, -1, part.size(1)) for part in parts]
-        return torch.cat(halves, dim=1).reshape(-1, parts[0].size(1))
-    return torch.cat(parts, dim=dimension)
+        torch.cat(halves, dim=1, out=full.view(2, -1, full.size(1)))
+    else:
+        torch.cat(parts, dim=dimension, out=full)
+    return full

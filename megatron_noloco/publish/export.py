@@ -153,8 +153,10 @@ def _tensors(
     for ours, wanted in groupby(slots, key=origins.__getitem__):
         full = reader.read(ours, source.replicas)
         parts = dict(huggingface.to_hf(ours, full, source.config.model, source.vocab_size))
+        del full
         for slot in wanted:
             yield parts[slot.name].to(slot.dtype)
+        del parts  # before the next is read
 
 
 def _write_json(path: Path, content: dict[str, object]) -> None:

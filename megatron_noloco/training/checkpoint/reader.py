@@ -7,11 +7,24 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_noloco.model.shards import global_name, merge_shards
+from megatron_noloco.model.shards import global_name, is_stacked, merge_shards
 from megatron_noloco.plans.topology import Position
 from megatron_noloco.training.checkpoint import catalog
 from megatron_noloco.training.checkpoint.catalog import Manifest
 from megatron_noloco.training.checkpoint.vector import FlatVector
+
+
+class Scratch:
+    """Memory that is used again and again: fresh pages cost more time than filling them."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0)
+
+    def take(self, length: int) -> Tensor:
+        """A flat tensor; it shares its memory with those taken before."""
+        if len(self._memory) < length:
+            self._memory = torch.empty(length)
+        return self._memory[:length]
 
 
 class CheckpointReader:
@@ -28,6 +41,7 @@ class CheckpointReader:
         self.virtual_stages = manifests[0].config["parallel"]["virtual_stages"]
         self._stack = ExitStack()
         self._vectors: dict[Position, FlatVector] = {}
+        self._parts, self._other, self._merged = Scratch(), Scratch(), Scratch()
         self._places = self._find_parameters(manifests)
 
     def __enter__(self) -> "CheckpointReader":
@@ -47,13 +61,17 @@ class CheckpointReader:
         return merge_shards(parts, name).shape
 
     def read(self, name: str, replicas: list[int]) -> Tensor:
-        """The full tensor, fp32, averaged over `replicas` where there are several."""
+        """The full tensor, fp32, averaged over `replicas` where there are several. The next call overwrites it."""
         stage, shards = self._places[name]
-        parts = [
-            self._mean([Position(replica, stage, 0, shard) for replica in replicas], offset, shape)
-            for shard, (offset, shape) in enumerate(shards)
-        ]
-        return merge_shards(parts, name)
+        lengths = [math.prod(shape) for _, shape in shards]
+        flat_shards = self._parts.take(sum(lengths))
+        flat_parts = flat_shards.split(lengths)
+        for shard, (flat, (offset, _)) in enumerate(zip(flat_parts, shards, strict=True)):
+            self._read_mean(flat, [Position(replica, stage, 0, shard) for replica in replicas], offset)
+        if is_stacked(name):
+            return flat_shards.view(self.shape(name))
+        parts = [flat.view(shape) for flat, (_, shape) in zip(flat_parts, shards, strict=True)]
+        return merge_shards(parts, name, self._merged.take)
 
     def _find_parameters(
         self, manifests: list[Manifest]
@@ -82,23 +100,24 @@ class CheckpointReader:
         layers = self.model["num_layers"] // chunks
         return global_name(name, (int(chunk) * self.topology.stages + stage) * layers)
 
-    def _mean(self, places: list[Position], offset: int, shape: list[int]) -> Tensor:
+    def _read_mean(self, flat: Tensor, places: list[Position], offset: int) -> None:
         """One shard's part: the mean over the replicas, which differ in nothing else."""
-        length = math.prod(shape)
-        total = self._read_flat(places[0], offset, length)
+        self._read_flat(flat, places[0], offset)
         for at in places[1:]:
-            total += self._read_flat(at, offset, length)
-        return (total.div_(len(places)) if len(places) > 1 else total).view(shape)
+            other = self._other.take(len(flat))
+            self._read_flat(other, at, offset)
+            flat += other
+        if len(places) > 1:
+            flat /= len(places)
 
-    def _read_flat(self, at: Position, start: int, length: int) -> Tensor:
-        pieces = []
+    def _read_flat(self, flat: Tensor, at: Position, start: int) -> None:
+        stop = start + len(flat)
         for lane in range(self.topology.lanes):
             vector = self._vector(Position(at.replica, at.stage, lane, at.shard))
-            size = vector.length  # the same in every lane
-            first, last = max(start - lane * size, 0), min(start + length - lane * size, size)
+            begin = lane * vector.length  # the same in every lane
+            first, last = max(start, begin), min(stop, begin + vector.length)
             if first < last:
-                pieces.append(vector.read(first, last))
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+                vector.read_into(flat[first - start : last - start], first - begin)
 
     def _vector(self, at: Position) -> FlatVector:
         if at not in self._vectors:

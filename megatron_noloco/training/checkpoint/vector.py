@@ -32,7 +32,11 @@ class FlatVector:
     def read(self, start: int, stop: int) -> Tensor:
         """Elements `start` to `stop`, in memory of their own."""
         piece = torch.empty(stop - start)
+        self.read_into(piece, start)
+        return piece
+
+    def read_into(self, piece: Tensor, start: int) -> None:
+        """Fill `piece` with the elements from `start` on."""
         self._file.seek(self._start + 4 * start)
         read_bytes = self._file.readinto(piece.numpy())  # type: ignore[arg-type]
         assert read_bytes == piece.nbytes, f"{self._file.name}: ends early"
-        return piece

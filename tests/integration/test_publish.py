@@ -1,0 +1,560 @@
+"""Export, import and generate: the model that leaves is the trained one, and the way back loses nothing."""
+
+import contextlib
+import io
+import json
+import math
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from megatron_noloco.__main__ import main
+from megatron_noloco.data.tokenizer import ByteTokenizer
+from megatron_noloco.engine.replica import ReplicaEngine
+from megatron_noloco.model import huggingface
+from megatron_noloco.model.groups import Groups
+from megatron_noloco.model.stage import Stage
+from megatron_noloco.plans.routing import Routing
+from megatron_noloco.plans.samples import BatchPlan
+from megatron_noloco.plans.topology import Position
+from megatron_noloco.publish import check, export
+from megatron_noloco.training.checkpoint.checkpointer import Checkpointer
+from tests.harness import REPOSITORY, run_ranks
+from tests.integration.tiny import build, metrics, microbatch, run_whole, tiny, weights_of, write_config
+
+STEPS = 2
+TOKENS = torch.randint(257, (2, 16), generator=torch.Generator().manual_seed(1))
+LOUD = {"init_method_std": 0.2}  # attention that matters: with small weights a wrong one would hardly show
+
+
+def save(
+    rank: int, world_size: int, raw: dict[str, Any], steps: int, losses: list[float] | None = None
+) -> dict[str, Any]:
+    """Local steps and a checkpoint; what the trainer's own model says about TOKENS, and this rank's weights."""
+    config, groups, stage = build(raw, world_size)
+    engine = ReplicaEngine(config, groups, stage)
+    topology, at = groups.topology, groups.position
+    routes = Routing(topology.replicas, config.microbatches, 0, "off").straight()
+    for step in range(steps):
+        engine.train_batch(
+            lambda replica, index, step=step: microbatch(config, groups, step, replica, index), routes
+        )
+    counters = {}
+    if losses is not None:
+        counters = {"validation_loss": losses[at.replica], "mean_model_loss": 1.25, "evaluated_step": steps}
+    plan = BatchPlan(topology.replicas, topology.lanes, config.microbatches, config.micro_batch_size)
+    checkpointer = Checkpointer(config, engine, None, plan)
+    report = checkpointer.save(steps, counters)
+    assert report.error is None
+    checkpointer.close()
+    weights = weights_of(stage, groups)
+    return {"logits": logits(stage.float().eval(), groups), "weights": weights}
+
+
+@torch.no_grad()
+def logits(stage: Stage, groups: Groups) -> Tensor | None:
+    """Of the last stage, in fp32: hidden states go from chunk to chunk by hand, without reading a checkpoint."""
+    topology, at = groups.topology, groups.position
+    chunks, found = len(stage.chunks), None
+    for index in range(chunks):
+        for step in range(topology.stages):
+            if step != at.stage:
+                continue
+            chunk: Any = stage.chunks[index]
+            if not chunk.pre_process:
+                hidden = torch.empty(TOKENS.size(1), TOKENS.size(0), stage.config.hidden_size)
+                dist.recv(hidden, neighbour(groups, -1))
+                chunk.set_input_tensor(hidden)
+            result = chunk(TOKENS, None, None)
+            if chunk.post_process:
+                parts = [torch.empty_like(result) for _ in range(topology.shards)]
+                dist.all_gather(parts, result.contiguous(), group=groups.shards)
+                found = torch.cat(parts, dim=-1)[..., : ByteTokenizer.vocab_size]
+            else:
+                dist.send(result.contiguous(), neighbour(groups, 1))
+    dist.barrier()
+    return found
+
+
+def neighbour(groups: Groups, step: int) -> int:
+    topology, at = groups.topology, groups.position
+    stage = (at.stage + step) % topology.stages
+    return topology.rank(Position(at.replica, stage, at.lane, at.shard))
+
+
+def call(*arguments: str, meanwhile: Callable[[], None] = lambda: None) -> tuple[int, str, str]:
+    """The command in a process of its own, after `meanwhile` there: exit code, standard output and error."""
+
+    def command(rank: int, world_size: int) -> tuple[int, str, str]:
+        meanwhile()
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = main(list(arguments))
+        return code, out.getvalue(), err.getvalue()
+
+    return run_ranks(1, command)[0]
+
+
+def load(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor), name
+
+
+@torch.no_grad()
+def logits_there(folder: Path) -> Tensor:
+    """Under transformers, in a process of its own: in the one that forks, torch's threads would make it hang."""
+
+    def forward(rank: int, world_size: int) -> Tensor:
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(TOKENS).logits.clone()
+
+    return run_ranks(1, forward)[0]
+
+
+# The exported model is the trained one
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    **{
+        f"{stages} stages, {shards} shards": ({"stages": stages, "shards": shards}, {})
+        for stages in (1, 2, 4)
+        for shards in (1, 2)
+    },
+    "virtual stages": ({"stages": 2, "virtual_stages": 2}, {}),
+    "lanes": ({"stages": 2, "lanes": 2}, {}),
+    "one key/value head": ({"stages": 2}, {"model": {"num_query_groups": 1}}),
+    "a key/value head per query": ({"shards": 2}, {"model": {"num_query_groups": None}}),
+    "wide heads": ({}, {"model": {"kv_channels": 16, "rotary_base": 5e5, "norm_epsilon": 1e-3}}),
+    "tied, 1 stage": ({"shards": 2}, {"model": {"untie_embeddings_and_output_weights": False}}),
+    "tied, 2 stages": (
+        {"stages": 2, "shards": 2},
+        {"model": {"untie_embeddings_and_output_weights": False}},
+    ),
+    "bf16": ({"stages": 2, "shards": 2}, {"bf16": {"enabled": True}}),
+    "bf16, tied, lanes": (
+        {"lanes": 2},
+        {"bf16": {"enabled": True}, "model": {"untie_embeddings_and_output_weights": False}},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_exported_model_gives_the_trainers_logits(case: str, tmp_path: Path) -> None:
+    parallel, changes = CASES[case]
+    raw = tiny(
+        {
+            **changes,
+            "parallel": parallel,
+            "model": LOUD | changes.get("model", {}),
+            "training": {"output_dir": str(tmp_path / "run")},
+        }
+    )
+    ranks = run_ranks(math.prod(parallel.get(k, 1) for k in ("stages", "shards", "lanes")), save, raw, STEPS)
+    expected = next(rank["logits"] for rank in ranks if rank["logits"] is not None)
+    dtype = "bfloat16" if "bf16" in changes else "float32"  # the working weights are the master's, rounded
+    output = tmp_path / "hf"
+    code, out, err = call("export", str(tmp_path / "run"), "--output", str(output), "--dtype", dtype)
+    assert code == 0, err
+    assert "logits: largest difference" in out
+    assert not (output / export.UNFINISHED).exists()
+    assert float(expected.std()) > 0.1, "logits that say nothing compare nothing"
+    assert float((logits_there(output) - expected).abs().max()) < check.TOLERANCE
+
+
+# The check can fail
+
+
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    """A run of three replicas that went apart, two stages each; replica 0 diverged in its evaluation."""
+    folder = tmp_path_factory.mktemp("replicas")
+    raw = tiny(
+        {
+            "parallel": {"stages": 2},
+            "model": LOUD,
+            "noloco": {"method": "none"},
+            "training": {"output_dir": str(folder)},
+        }
+    )
+    return folder, run_ranks(6, save, raw, STEPS, [math.nan, 1.5, 2.0])
+
+
+def spoil_weights(change: Callable[[dict[str, Tensor]], Any]) -> Callable[[Path], None]:
+    def spoil(folder: Path) -> None:
+        weights = load(folder)
+        change(weights)
+        save_file(
+            {n: w.contiguous() for n, w in weights.items()}, folder / "model.safetensors", {"format": "pt"}
+        )
+
+    return spoil
+
+
+def spoil_theta(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_parameters"]["rope_theta"] = config["rope_theta"] = 100.0
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+LAYER = "model.layers.3."
+Q, O, GATE, UP = (  # noqa: E741
+    f"{LAYER}{name}.weight"
+    for name in ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj")
+)
+WRONG = {
+    "heads in another order": spoil_weights(lambda w: w.update({Q: w[Q].roll(8, 0)})),
+    "the wrong rotary convention": spoil_weights(
+        lambda w: w.update({Q: w[Q].view(4, 2, 4, 32).transpose(1, 2).reshape(32, 32)})
+    ),
+    "gate and up exchanged": spoil_weights(lambda w: w.update({GATE: w[UP], UP: w[GATE]})),
+    "another base of the rotary embedding": spoil_theta,
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_export_is_found_and_stays_unfinished(wrong: str, replicas: Any, tmp_path: Path) -> None:
+    output = tmp_path / "hf"
+    write = export.export
+
+    def export_wrongly(*arguments: Any) -> None:
+        write(*arguments)
+        WRONG[wrong](output)
+
+    def meanwhile() -> None:
+        export.export = export_wrongly
+
+    code, out, err = call("export", str(replicas[0]), "--output", str(output), meanwhile=meanwhile)
+    assert code == 1
+    assert "left marked as unfinished" in err
+    assert (output / export.UNFINISHED).exists()
+    assert float(out.split("trainer's own ")[1].split()[0]) >= check.TOLERANCE
+    code, _, err = call("export", str(replicas[0]), "--output", str(output))
+    assert code == 0, f"an unfinished export is in nobody's way: {err}"
+
+
+# Which weights
+
+
+def exported(folder: Path, output: Path, *options: str) -> tuple[dict[str, Tensor], str]:
+    code, out, err = call("export", str(folder), "--output", str(output), *options)
+    assert code == 0, err
+    return load(output), out
+
+
+def test_the_mean_is_that_of_the_replicas(replicas: Any, tmp_path: Path) -> None:
+    folder, ranks = replicas
+    single = [
+        exported(folder, tmp_path / f"{replica}", "--combine", f"replica={replica}")[0]
+        for replica in range(3)
+    ]
+    for replica, weights in enumerate(single):
+        own = ranks[2 * replica]["weights"]["embedding.word_embeddings.weight"][:257]
+        assert torch.equal(weights["model.embed_tokens.weight"], own)
+    mean, out = exported(folder, tmp_path / "mean")
+    expected = {
+        name: torch.from_numpy(np.mean([weights[name].numpy() for weights in single], axis=0))
+        for name in mean
+    }
+    assert_equal(mean, expected)
+    assert not torch.equal(mean[Q], single[0][Q])
+    lines = out.splitlines()
+    assert "replica 1: validation loss 1.5000" in lines
+    assert "mean model: validation loss 1.2500 (at step 2)" in lines
+    card = (tmp_path / "mean" / "README.md").read_text()
+    for words in (
+        "mean of 3 replicas",
+        "local steps: 2",
+        "spread between the replicas, stage 1",
+        "loss 2.0000",
+    ):
+        assert words in card
+
+
+def test_best_is_the_lowest_loss_that_is_a_number(replicas: Any, tmp_path: Path) -> None:
+    best, _ = exported(replicas[0], tmp_path / "best", "--combine", "best")
+    assert_equal(best, exported(replicas[0], tmp_path / "1", "--combine", "replica=1")[0])
+    assert "replica 1 of 3" in (tmp_path / "best" / "README.md").read_text()
+
+
+def test_weights_in_several_files(replicas: Any, tmp_path: Path) -> None:
+    whole, _ = exported(replicas[0], tmp_path / "whole")
+    output = tmp_path / "files"
+    code, _, err = call("export", str(replicas[0]), "--output", str(output), "--max-shard-size", "20KB")
+    assert code == 0, err
+    files = sorted(output.glob("*.safetensors"))
+    assert len(files) > 2
+    assert all(file.stat().st_size < 20_000 + 2_000 or len(load_file(file)) == 1 for file in files)
+    assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    assert_equal(load(output), whole)
+    torch.testing.assert_close(logits_there(output), logits_there(tmp_path / "whole"), rtol=0, atol=0)
+
+
+def test_the_files_of_deepspeed_are_not_needed(replicas: Any, tmp_path: Path) -> None:
+    copy = shutil.copytree(replicas[0], tmp_path / "run")
+    for file in copy.glob("checkpoints/*/*/*.pt"):
+        file.unlink()
+    weights, _ = exported(copy, tmp_path / "hf")
+    assert_equal(weights, exported(replicas[0], tmp_path / "whole")[0])
+
+
+# What is refused: one line, exit code 2
+
+
+def take_manifest(run: Path) -> None:
+    next(run.glob("checkpoints/*/replica_01/stage_01*.json")).unlink()
+
+
+def flip_a_bit(run: Path) -> None:
+    path = next(run.glob("checkpoints/*/replica_01/stage_01*.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def forget_losses(run: Path) -> None:
+    for path in run.glob("checkpoints/*/replica_01/stage_01*.json"):
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"counters": {}}))
+
+
+def put_a_file_in_the_way(run: Path) -> None:
+    (run / "hf").write_text("mine")
+
+
+def put_a_folder_in_the_way(run: Path) -> None:
+    (run / "hf").mkdir()
+    (run / "hf" / "thesis.tex").write_text("mine")
+
+
+def nothing(_: Path) -> None:
+    pass
+
+
+REFUSED: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
+    "unfinished": (take_manifest, (), "No such file"),
+    "damaged": (flip_a_bit, (), "checksum does not match"),
+    "no checkpoint": (lambda run: shutil.rmtree(run / "checkpoints"), (), "no checkpoint here"),
+    "unknown way": (nothing, ("--combine", "median"), '"mean", "best" or "replica=K"'),
+    "no such replica": (nothing, ("--combine", "replica=3"), "replicas 0 to 2"),
+    "best of unknown": (forget_losses, ("--combine", "best"), "no validation losses"),
+    "not a size": (nothing, ("--max-shard-size", "big"), "is not a size"),
+    "a file in the way": (put_a_file_in_the_way, (), "is a file"),
+    "a folder in the way": (put_a_folder_in_the_way, (), "not empty"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_export_refuses(what: str, replicas: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spoil, options, words = REFUSED[what]
+    run = shutil.copytree(replicas[0], tmp_path / "run")
+    spoil(run)
+    assert main(["export", str(run), "--output", str(run / "hf"), *options]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert words in lines[0]
+    assert not (run / "hf" / "model.safetensors").exists()
+
+
+def test_export_refuses_a_place_it_cannot_write_to(
+    replicas: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert main(["export", str(replicas[0]), "--output", str(tmp_path / "file" / "hf")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(tmp_path / "file" / "hf") in line
+
+
+# A Hugging Face Llama comes in and goes out again
+
+
+def llama(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> dict[str, Tensor]:
+    """A random one, saved by transformers; its tensors."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 257,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "bos_token_id": 256,
+        "eos_token_id": 256,
+    }
+    torch.manual_seed(5)
+    model = LlamaForCausalLM(LlamaConfig(**(sizes | changes))).to(dtype)
+    model.save_pretrained(folder, max_shard_size="50KB")
+    return load(folder)
+
+
+def imported(folder: Path, llama_folder: Path, changes: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    template = write_config(folder, tiny({**changes, "model": {"make_vocab_size_divisible_by": None}}))
+    config = str(folder / "imported.json")
+    assert main(["import", str(llama_folder), "--config", template, "--output", config]) == 0
+    return config, json.loads(Path(config).read_text())
+
+
+ROUND_TRIPS: dict[str, tuple[torch.dtype, dict[str, Any], dict[str, Any]]] = {
+    "as it comes": (torch.float32, {}, {}),
+    "stages": (torch.float32, {"tie_word_embeddings": True}, {"parallel": {"stages": 2}}),
+    "shards, odd vocabulary": (torch.float32, {"vocab_size": 259}, {"parallel": {"shards": 2}}),
+    "both, tied, odd vocabulary, a head per query": (
+        torch.float32,
+        {"vocab_size": 259, "num_key_value_heads": 4, "tie_word_embeddings": True},
+        {"parallel": {"stages": 2, "shards": 2}},
+    ),
+    "one key/value head, wide": (
+        torch.float32,
+        {"num_key_value_heads": 1, "head_dim": 12, "rms_norm_eps": 1e-4},
+        {"parallel": {"stages": 2}},
+    ),
+    "bf16, trained in fp32": (torch.bfloat16, {"rope_theta": 5e5}, {"parallel": {"shards": 2}}),
+    "bf16": (torch.bfloat16, {}, {"bf16": {"enabled": True}, "parallel": {"stages": 2}}),
+}
+
+
+@pytest.mark.parametrize("case", ROUND_TRIPS)
+def test_import_and_export_are_the_identity(case: str, tmp_path: Path) -> None:
+    dtype, sizes, changes = ROUND_TRIPS[case]
+    theirs = llama(tmp_path / "llama", dtype, **sizes)
+    training = {"training": {"output_dir": str(tmp_path / "run")}}
+    _, raw = imported(tmp_path, tmp_path / "llama", changes | training)
+    run_ranks(math.prod(changes.get("parallel", {}).values()), save, raw, 0)
+    back, _ = exported(tmp_path / "run", tmp_path / "hf", "--dtype", str(dtype).removeprefix("torch."))
+    assert_equal(back, theirs)
+    before, after = (huggingface.model_block(tmp_path / name) for name in ("llama", "hf"))
+    assert after == before | {"seq_length": 16}
+
+
+# Fine-tuning, and talking to the result
+
+LINE = "To be, or not to be, that is the question.\n"
+
+
+@pytest.fixture(scope="module")
+def finetuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of two replicas that started from a Hugging Face Llama."""
+    folder = tmp_path_factory.mktemp("finetuned")
+    llama(folder / "llama")
+    (folder / "text.txt").write_text(LINE * 200)
+    config, _ = imported(
+        folder,
+        folder / "llama",
+        {
+            "parallel": {"replicas": 2},
+            "gradient_accumulation_steps": 2,
+            "noloco": {"local_steps": 5},
+            "data": {"text": str(folder / "text.txt")},
+            "training": {"train_iters": 20, "save_interval": 20, "eval_iters": 2, "output_dir": str(folder)},
+        },
+    )
+    run_ranks(2, run_whole, config)
+    return folder
+
+
+def test_fine_tuning_learns_and_the_result_passes_the_check(finetuned: Path, tmp_path: Path) -> None:
+    for rows in metrics(finetuned):
+        losses = [row["loss"] for row in rows]
+        assert len(losses) == 20
+        assert losses[-1] < losses[0] - 1
+    command = [sys.executable, "tools/convert.py", "export", str(finetuned), "--output", str(tmp_path / "hf")]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert "mean model: validation loss" in result.stdout
+    assert "logits: largest difference" in result.stdout
+    assert not torch.equal(load(tmp_path / "hf")[Q], load(finetuned / "llama")[Q])
+
+
+def test_generate_goes_on_from_a_prompt(finetuned: Path, tmp_path: Path) -> None:
+    exported(finetuned, tmp_path / "hf")
+    options = ("--prompt", "To be, ", "--tokens", "30")
+    likeliest = ("--temperature", "0")
+    code, text, err = call("generate", "--hf", str(tmp_path / "hf"), *options, *likeliest)
+    assert code == 0, err
+    assert text.startswith("To be, ")
+    assert 7 < len(text.rstrip("\n")) <= 37
+    assert call("generate", "--hf", str(tmp_path / "hf"), *options, *likeliest, "--seed", "1")[1] == text
+    assert call("generate", "--checkpoint", str(finetuned), *options, *likeliest)[1] == text
+    drawn = [call("generate", "--hf", str(tmp_path / "hf"), *options, "--seed", seed)[1] for seed in "112"]
+    assert drawn[0] == drawn[1] != drawn[2]
+    code, text, err = call("generate", "--hf", str(tmp_path / "hf"), "--prompt", "", *likeliest)
+    assert code == 0, err
+    assert text.strip(), "a document begins"
+
+
+def test_generate_leaves_out_tokens_that_stand_for_nothing(tmp_path: Path) -> None:
+    """A vocabulary larger than the tokenizer's: an untrained model emits ids that no text has."""
+    llama(tmp_path / "llama", vocab_size=1000)
+    _, raw = imported(tmp_path, tmp_path / "llama", {"training": {"output_dir": str(tmp_path / "run")}})
+    run_ranks(1, save, raw, 0)
+    exported(tmp_path / "run", tmp_path / "hf")
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf").decode([65, 999, 66]) == "AB"
+    code, text, err = call("generate", "--hf", str(tmp_path / "hf"), "--prompt", "é", "--tokens", "40")
+    assert code == 0, err
+    assert text.startswith("é")
+
+
+def break_weights(folder: Path) -> None:
+    (folder / "model.safetensors").write_text("no")
+
+
+def remove_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize("spoil", [break_weights, remove_weights, shutil.rmtree])
+def test_generate_refuses_a_folder_it_cannot_load(
+    spoil: Callable[[Path], None], replicas: Any, tmp_path: Path
+) -> None:
+    exported(replicas[0], tmp_path / "hf")
+    spoil(tmp_path / "hf")
+    code, _, err = call("generate", "--hf", str(tmp_path / "hf"), "--prompt", "a")
+    assert code == 2
+    assert len(err.splitlines()) == 1
+    assert str(tmp_path / "hf") in err
+
+
+# The tools
+
+
+def test_convert_tells_how_it_is_used() -> None:
+    result = subprocess.run(
+        [sys.executable, "tools/convert.py"], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 2
+    assert "tools/convert.py export" in result.stdout
+
+
+def test_the_bench_of_small_models(tmp_path: Path) -> None:
+    sizes = (
+        "--layers",
+        "2",
+        "--hidden",
+        "128",
+        "--vocabulary",
+        "257",
+        "--replicas",
+        "2",
+        "--dtype",
+        "bfloat16",
+    )
+    command = [sys.executable, "-m", "tools.bench_convert", *sizes, "--folder", str(tmp_path)]
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["written_gb"] <= report["read_gb"] / 2  # two replicas in fp32 become one in bf16
+    assert report["peak_rss_gb"] < 1.5
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,419 @@
+"""The table of names and shapes, both ways, and what is refused of a Hugging Face folder."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from megatron_noloco.__main__ import main
+from megatron_noloco.config import ModelConfig
+from megatron_noloco.data.tokenizer import ByteTokenizer
+from megatron_noloco.model import huggingface
+from megatron_noloco.model.shards import merge_shards, take_shard
+from megatron_noloco.publish import safetensors_file
+from megatron_noloco.publish.cli import parse_size
+from megatron_noloco.publish.safetensors_file import Slot
+from megatron_noloco.publish.tokenizer import save_tokenizer
+
+HEADS, HEAD_SIZE, HIDDEN, FFN, LAYERS, VOCABULARY = 4, 6, 20, 24, 2, 259
+
+
+def make_model(groups: int | None = 2, tied: bool = False, multiple: int = 128) -> ModelConfig:
+    """Sizes that are all different, so that no two can be mistaken for one another."""
+    return ModelConfig(
+        num_layers=LAYERS,
+        hidden_size=HIDDEN,
+        ffn_hidden_size=FFN,
+        num_attention_heads=HEADS,
+        num_query_groups=groups,
+        kv_channels=HEAD_SIZE,
+        seq_length=32,
+        vocab_size=VOCABULARY,
+        make_vocab_size_divisible_by=multiple,
+        untie_embeddings_and_output_weights=not tied,
+    )
+
+
+def our_shapes(model: ModelConfig) -> dict[str, list[int]]:
+    """The parameters of the unsplit model as Megatron-core has them."""
+    rows = model.padded_vocab_size()
+    shapes = {"embedding.word_embeddings.weight": [rows, HIDDEN], "decoder.final_layernorm.weight": [HIDDEN]}
+    for layer in range(LAYERS):
+        start = f"decoder.layers.{layer}."
+        shapes |= {
+            start + "input_layernorm.weight": [HIDDEN],
+            start + "self_attention.linear_qkv.weight": [
+                (HEADS + 2 * model.query_groups) * HEAD_SIZE,
+                HIDDEN,
+            ],
+            start + "self_attention.linear_proj.weight": [HIDDEN, HEADS * HEAD_SIZE],
+            start + "pre_mlp_layernorm.weight": [HIDDEN],
+            start + "mlp.linear_fc1.weight": [2 * FFN, HIDDEN],
+            start + "mlp.linear_fc2.weight": [HIDDEN, FFN],
+        }
+    if model.untie_embeddings_and_output_weights:
+        shapes["output_layer.weight"] = [rows, HIDDEN]
+    return shapes
+
+
+def random_weights(model: ModelConfig) -> dict[str, Tensor]:
+    """Ours; rows that pad the vocabulary are zero, as an import makes them."""
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(shape, generator=generator) for name, shape in our_shapes(model).items()}
+    for name, tensor in weights.items():
+        if tensor.size(0) == model.padded_vocab_size():
+            weights[name][VOCABULARY:] = 0
+    return weights
+
+
+def exported(weights: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
+    pairs = (huggingface.to_hf(name, tensor, model, VOCABULARY) for name, tensor in weights.items())
+    return {name: tensor.contiguous() for pair in pairs for name, tensor in pair}
+
+
+def write_folder(folder: Path, model: ModelConfig) -> Path:
+    """A Hugging Face folder in one file, without a tokenizer."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = huggingface.hf_config(model, VOCABULARY, "float32", 256)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(exported(random_weights(model), model), folder / "model.safetensors")
+    return folder
+
+
+# The table
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("multiple", [1, 128], ids=["unpadded", "padded"])
+@pytest.mark.parametrize("groups", [1, 2, HEADS, None])
+def test_there_and_back_is_the_identity(groups: int | None, multiple: int, tied: bool) -> None:
+    model = make_model(groups, tied, multiple)
+    weights = random_weights(model)
+    theirs = exported(weights, model)
+    assert theirs["model.embed_tokens.weight"].shape == (VOCABULARY, HIDDEN)
+    for name, tensor in weights.items():
+        back = huggingface.from_hf(name, theirs.__getitem__, model, model.padded_vocab_size())
+        assert torch.equal(back, tensor), name
+
+
+def test_queries_keys_and_values_of_a_group_lie_together() -> None:
+    """Row r of ours is filled with r: where it went can be read off."""
+    model = make_model(groups=2)
+    rows = (HEADS + 4) * HEAD_SIZE
+    ours = torch.arange(rows).float().view(-1, 1).expand(rows, HIDDEN).contiguous()
+    name = "decoder.layers.0.self_attention.linear_qkv.weight"
+    q, k, v = (tensor[:, 0].tolist() for _, tensor in huggingface.to_hf(name, ours, model, VOCABULARY))
+    d = HEAD_SIZE
+    assert q == [*range(2 * d), *range(4 * d, 6 * d)]
+    assert k == [*range(2 * d, 3 * d), *range(6 * d, 7 * d)]
+    assert v == [*range(3 * d, 4 * d), *range(7 * d, 8 * d)]
+
+
+@pytest.mark.parametrize("name", ["input_layernorm", "mlp"])
+def test_norms_fused_by_transformer_engine_have_names_too(name: str) -> None:
+    ours = {
+        "input_layernorm": "decoder.layers.3.self_attention.linear_qkv.layer_norm_weight",
+        "mlp": "decoder.layers.3.mlp.linear_fc1.layer_norm_weight",
+    }[name]
+    theirs = {
+        "input_layernorm": "model.layers.3.input_layernorm.weight",
+        "mlp": "model.layers.3.post_attention_layernorm.weight",
+    }[name]
+    assert [found for found, _ in huggingface.to_hf(ours, torch.ones(HIDDEN), make_model(), VOCABULARY)] == [
+        theirs
+    ]
+
+
+@pytest.mark.parametrize("shards", [1, 2, 4])
+def test_shards_merge_to_what_was_cut(shards: int) -> None:
+    for name, tensor in random_weights(make_model(groups=HEADS)).items():
+        parts = [take_shard(tensor, name, shard, shards) for shard in range(shards)]
+        assert torch.equal(merge_shards(parts, name), tensor), name
+
+
+def test_a_shard_of_the_gated_mlp_has_its_part_of_both_halves() -> None:
+    name = "decoder.layers.0.mlp.linear_fc1.weight"
+    full = torch.arange(8).float().view(8, 1)  # gate 0-3, up 4-7
+    assert take_shard(full, name, 1, 2).flatten().tolist() == [2, 3, 6, 7]
+
+
+# The configuration
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("groups", [1, 2, HEADS, None])
+def test_the_model_block_of_our_config_is_the_model(tmp_path: Path, groups: int | None, tied: bool) -> None:
+    model = make_model(groups, tied)
+    (tmp_path / "config.json").write_text(
+        json.dumps(huggingface.hf_config(model, VOCABULARY, "bfloat16", 256))
+    )
+    block = huggingface.model_block(tmp_path)
+    written_out = model.model_copy(update={"num_query_groups": model.query_groups})
+    assert ModelConfig(**block, make_vocab_size_divisible_by=128) == written_out
+
+
+def test_transformers_reads_the_same_sizes_out_of_our_config(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = make_model()
+    (tmp_path / "config.json").write_text(
+        json.dumps(huggingface.hf_config(model, VOCABULARY, "bfloat16", 256))
+    )
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert config.model_type == "llama"
+    assert (config.head_dim, config.num_key_value_heads, config.vocab_size) == (HEAD_SIZE, 2, VOCABULARY)
+    assert config.rope_parameters["rope_theta"] == model.rotary_base
+    assert config.dtype == torch.bfloat16
+
+
+def test_scaling_that_scales_nothing_is_accepted(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, make_model())
+    change_config(rope_scaling={"rope_type": "default"})(folder)
+    assert huggingface.model_block(folder)["num_layers"] == LAYERS
+
+
+# What is refused: one line, exit code 2
+
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+    "model": {
+        "num_layers": 2,
+        "hidden_size": 32,
+        "ffn_hidden_size": 64,
+        "num_attention_heads": 4,
+        "seq_length": 16,
+    },
+    "data": {"text": "somewhere"},
+    "training": {"train_iters": 2},
+}
+
+Spoil = Callable[[Path], None]
+
+
+def change_config(**changes: Any) -> Spoil:
+    def spoil(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+    return spoil
+
+
+def change_weights(change: Callable[[dict[str, Tensor]], Any]) -> Spoil:
+    def spoil(folder: Path) -> None:
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model.safetensors")
+
+    return spoil
+
+
+def write(name: str, content: str) -> Spoil:
+    def spoil(folder: Path) -> None:
+        (folder / name).write_text(content)
+
+    return spoil
+
+
+def remove(name: str) -> Spoil:
+    return lambda folder: (folder / name).unlink()
+
+
+def list_a_missing_file(folder: Path) -> None:
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        where = dict.fromkeys(file.keys(), "model.safetensors")
+    where["lm_head.weight"] = "model-00002-of-00002.safetensors"
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+
+
+def add_a_tokenizer_of_words(folder: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({"byte": 0, "[UNK]": 1}, unk_token="[UNK]")).save(
+        str(folder / "tokenizer.json")
+    )
+
+
+Q, NORM = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.input_layernorm.weight"
+REFUSED: dict[str, tuple[Spoil, tuple[str, ...]]] = {
+    "another architecture": (change_config(model_type="gpt2"), ("config.json", "gpt2", "llama")),
+    "attention biases": (change_config(attention_bias=True), ("attention_bias", "not supported")),
+    "mlp biases": (change_config(mlp_bias=True), ("mlp_bias", "not supported")),
+    "another activation": (change_config(hidden_act="gelu"), ("hidden_act", "gelu")),
+    "rope scaling, old": (change_config(rope_scaling={"type": "linear", "factor": 2.0}), ("rope_scaling",)),
+    "rope scaling, new": (
+        change_config(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}),
+        ("rope_scaling", "llama3"),
+    ),
+    "a size missing": (change_config(num_hidden_layers=None), ("num_layers",)),
+    "no config": (remove("config.json"), ("config.json", "No such file")),
+    "broken config": (write("config.json", "{"), ("config.json", "not a JSON object")),
+    "a list for a config": (write("config.json", "[1]"), ("config.json", "not a JSON object")),
+    "no weights": (remove("model.safetensors"), ("model.safetensors", "missing")),
+    "no safetensors": (write("model.safetensors", "no"), ("model.safetensors",)),
+    "a file missing": (list_a_missing_file, ("model-00002-of-00002.safetensors", "missing")),
+    "broken index": (
+        write("model.safetensors.index.json", "{"),
+        ("model.safetensors.index.json", "not a JSON object"),
+    ),
+    "empty index": (write("model.safetensors.index.json", "{}"), ("index.json", "weight_map")),
+    "int8": (change_weights(lambda w: w.update({Q: w[Q].to(torch.int8)})), (Q, "I8", "quantized")),
+    "fp8": (change_weights(lambda w: w.update({Q: w[Q].to(torch.float8_e4m3fn)})), (Q, "F8_E4M3")),
+    "a tensor missing": (change_weights(lambda w: w.pop(NORM)), (f"no tensor {NORM}",)),
+    "no output layer": (change_weights(lambda w: w.pop("lm_head.weight")), ("no tensor lm_head.weight",)),
+    "another shape": (
+        change_weights(lambda w: w.update({Q: w[Q][:-1].contiguous()})),
+        (Q, "[23, 20]", "[24, 20]"),
+    ),
+    "another tokenizer": (add_a_tokenizer_of_words, ("tokenizer", "byte-level")),
+    "sentencepiece": (write("tokenizer.model", "?"), ("tokenizer", "byte-level")),
+    "broken tokenizer": (write("tokenizer.json", "{"), ("tokenizer.json",)),
+}
+
+
+def import_folder(folder: Path, changes: dict[str, Any] | None = None) -> tuple[int, Path]:
+    config, output = folder.parent / "config.json", folder.parent / "imported.json"
+    config.write_text(json.dumps(CONFIG | (changes or {})))
+    return main(["import", str(folder), "--config", str(config), "--output", str(output)]), output
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_import_refuses(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    spoil, fragments = REFUSED[what]
+    folder = write_folder(tmp_path / "llama", make_model())
+    spoil(folder)
+    code, output = import_folder(folder)
+    assert_one_line(code, capsys, fragments)
+    assert not output.exists()
+
+
+def assert_one_line(code: int, capsys: pytest.CaptureFixture[str], fragments: tuple[str, ...]) -> None:
+    lines = capsys.readouterr().err.splitlines()
+    assert code == 2
+    assert len(lines) == 1, lines
+    for fragment in fragments:
+        assert fragment in lines[0]
+
+
+def test_import_refuses_a_folder_that_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, _ = import_folder(tmp_path / "nowhere")
+    assert_one_line(code, capsys, ("nowhere", "No such file"))
+
+
+def test_import_refuses_a_vocabulary_smaller_than_the_tokenizer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_folder(tmp_path / "llama", make_model())
+    change_config(vocab_size=256)(folder)
+    change_weights(
+        lambda w: w.update(
+            {name: w[name][:256].contiguous() for name in ("model.embed_tokens.weight", "lm_head.weight")}
+        )
+    )(folder)
+    code, output = import_folder(folder)
+    assert_one_line(code, capsys, ("256", "257"))
+    assert not output.exists()
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_import_writes_a_config_for_that_model(shards: int, tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "llama", make_model())
+    save_tokenizer(folder, 32)
+    code, output = import_folder(folder, {"parallel": {"shards": shards}})
+    assert code == 0
+    raw = json.loads(output.read_text())
+    assert raw["training"] == {"train_iters": 2, "pretrained": str(folder)}
+    assert raw["model"]["seq_length"] == 16
+    assert ModelConfig(**raw["model"]).padded_vocab_size() == {1: 259, 2: 260}[shards]
+    assert raw["optimizer"] == CONFIG["optimizer"]
+
+
+def test_a_config_that_does_not_fit_the_folder_is_told_setting_by_setting(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, make_model())
+    huggingface.check_fits(folder, make_model())
+    other = make_model().model_copy(update={"num_layers": 3, "rotary_base": 5e5})
+    with pytest.raises(ValueError, match=r"num_layers is 3, but 2.*\n.*rotary_base is 500000.0, but 10000.0"):
+        huggingface.check_fits(folder, other)
+
+
+# The files
+
+
+def test_tensors_are_written_as_safetensors_reads_them(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        f"tensor {dtype} {rows}": torch.randn((rows, 3), generator=generator).to(dtype)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16)
+        for rows in (1, 5)
+    }
+    slots = [Slot(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
+    safetensors_file.write(tmp_path / "file", slots, iter(tensors.values()))
+    found = load_file(tmp_path / "file")
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
+    with safe_open(tmp_path / "file", framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_files_hold_at_most_what_is_allowed_or_one_tensor() -> None:
+    slots = [Slot(str(size), (size,), torch.float16) for size in (3, 2, 4, 9, 1, 1, 1)]
+    files = safetensors_file.distribute(slots, 10)
+    assert [[slot.name for slot in file] for file in files] == [["3", "2"], ["4"], ["9"], ["1", "1", "1"]]
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("5", 5), ("10KB", 10_000), ("2 gb", 2 * 10**9), ("7MB", 7 * 10**6)]
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "0", "0MB", "-1GB", "1.5GB", "big"])
+def test_what_is_not_a_size(text: str) -> None:
+    with pytest.raises(ValueError, match="max-shard-size"):
+        parse_size(text)
+
+
+# The tokenizer
+
+TEXTS = [
+    "To be, or not to be",
+    "  two  spaces, a tab\t, lines\r\n\n",
+    "".join(map(chr, range(32))) + "\x7f",
+    "".join(map(chr, range(0x80, 0x180))),
+    "Grüße, 中文, עברית, 🙂👩‍👩‍👧, e\u0301",
+    "\ufeff\u2028\U0010ffff",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    transformers = pytest.importorskip("transformers")
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder, 32)
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("text", TEXTS, ids=range(len(TEXTS)))
+def test_the_tokenizer_of_an_export_gives_bytes(text: str, tokenizer: Any) -> None:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert ids == list(text.encode()) == ByteTokenizer().encode(text).tolist()
+    assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
+    assert tokenizer(text)["input_ids"] == ids, "no token is added that training has not seen"
+
+
+def test_every_byte_decodes_as_ours_does(tokenizer: Any) -> None:
+    ids = [*range(256), 256, *range(255, -1, -1)]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == ByteTokenizer().decode(ids)
+
+
+def test_the_end_of_a_document_is_a_token(tokenizer: Any) -> None:
+    assert tokenizer.eos_token_id == ByteTokenizer.end_of_document == len(tokenizer) - 1
+    assert tokenizer.model_max_length == 32

@@ -1,0 +1,218 @@
+"""How long an export takes, against copying the same bytes in the same run, and how much memory it needs.
+
+    python -m tools.bench_convert                                   # 1.3B parameters: 11 GB under --folder
+    python -m tools.bench_convert --layers 4 --hidden 512 --dtype bfloat16
+
+Writes a checkpoint of random weights (replicas x 2 stages x 2 shards), then measures in turn, `--repeats`
+times: copying the weight files with `shutil.copyfile`, and exporting them in a process of its own. All files
+are synced to the disk within the time. The check of the logits, which needs both models in memory, is left
+out. Prints one JSON object.
+"""
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_noloco.config import RunConfig, parameter_count
+from megatron_noloco.model.shards import sharded_dimension
+from megatron_noloco.plans.topology import Topology
+from megatron_noloco.publish import safetensors_file
+from megatron_noloco.publish.export import export, open_source
+from megatron_noloco.publish.safetensors_file import Slot
+from megatron_noloco.training.checkpoint import catalog
+from megatron_noloco.training.checkpoint.catalog import Manifest
+from megatron_noloco.training.checkpoint.files import write_whole
+
+STAGES, SHARDS = 2, 2
+CONVERT = "--convert"  # the program calls itself, to measure one conversion's memory
+
+
+def main() -> None:
+    if sys.argv[1:2] == [CONVERT]:
+        convert(Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
+        return
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--vocabulary", type=int, default=32000)
+    parser.add_argument("--replicas", type=int, default=1)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--folder", help="where to work; default: the system's temporary folder")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="bench_convert-", dir=options.folder) as folder:
+        print(json.dumps(measure(Path(folder), options)))
+
+
+def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    config = make_config(options)
+    step_folder = write_checkpoint(folder / "checkpoints", config, options.replicas)
+    weights = sorted(step_folder.glob("replica_*/*.safetensors"))
+    seconds: dict[str, list[float]] = {name: [] for name in ("copy", "copy_cpu", "convert", "convert_cpu")}
+    rss = 0
+    for _ in range(options.repeats):
+        with timed(seconds["copy"], seconds["copy_cpu"]):
+            copy(weights, folder / "copy")
+        shutil.rmtree(folder / "copy")
+        command = [sys.executable, "-m", "tools.bench_convert", CONVERT]
+        command += [str(step_folder), str(folder / "hf"), options.dtype]
+        process = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+        report = json.loads(process.stdout)
+        seconds["convert"].append(report["seconds"])
+        seconds["convert_cpu"].append(report["cpu_seconds"])
+        rss = max(rss, report["peak_rss_bytes"])
+        written = sum(file.stat().st_size for file in (folder / "hf").glob("*.safetensors"))
+        shutil.rmtree(folder / "hf")
+    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    ratios = [there / here for there, here in zip(seconds["convert"], seconds["copy"], strict=True)]
+    return {
+        "parameters": parameter_count(config.model, options.vocabulary),
+        "replicas": options.replicas,
+        "dtype": options.dtype,
+        "read_gb": round(sum(file.stat().st_size for file in weights) / 1e9, 3),
+        "written_gb": round(written / 1e9, 3),
+        "copy_seconds": round(medians["copy"], 2),
+        "convert_seconds": round(medians["convert"], 2),
+        "convert_over_copy": round(statistics.median(ratios), 3),
+        "convert_over_copy_of_each_repeat": [round(ratio, 3) for ratio in ratios],
+        "copy_cpu_seconds": round(medians["copy_cpu"], 2),
+        "convert_cpu_seconds": round(medians["convert_cpu"], 2),
+        "peak_rss_gb": round(rss / 1e9, 3),
+        "rss_of_imports_gb": round(report["rss_before_bytes"] / 1e9, 3),
+    }
+
+
+def convert(step_folder: Path, output: Path, dtype: str) -> None:
+    """One export with its time and peak memory on standard output. Starting Python is not in the time."""
+    from transformers import PreTrainedTokenizerFast  # noqa: F401  (export imports it for the tokenizer's files)
+
+    before, seconds, cpu_seconds = peak_rss(), [], []
+    with timed(seconds, cpu_seconds):
+        export(open_source(step_folder, "mean"), output, dtype, 500 * 10**6)
+        for file in output.iterdir():
+            sync(file)
+    report = {"seconds": seconds[0], "cpu_seconds": cpu_seconds[0]}
+    print(json.dumps(report | {"peak_rss_bytes": peak_rss(), "rss_before_bytes": before}))
+
+
+def copy(files: list[Path], to: Path) -> None:
+    to.mkdir()
+    for number, file in enumerate(files):
+        copied = to / str(number)
+        shutil.copyfile(file, copied)
+        sync(copied)
+
+
+def sync(file: Path) -> None:
+    descriptor = os.open(file, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+@contextmanager
+def timed(seconds: list[float], cpu_seconds: list[float]) -> Iterator[None]:
+    """Neither way begins while the disk is still busy with the one before."""
+    os.sync()
+    started, cpu_started = time.perf_counter(), time.process_time()
+    yield
+    seconds.append(time.perf_counter() - started)
+    cpu_seconds.append(time.process_time() - cpu_started)
+
+
+def peak_rss() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+# A checkpoint as the ranks of a run would leave it, but for DeepSpeed's files and the outer momentum
+
+
+def make_config(options: argparse.Namespace) -> RunConfig:
+    hidden = options.hidden
+    return RunConfig.from_dict(
+        {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": STAGES,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+            "parallel": {"stages": STAGES, "shards": SHARDS},
+            "model": {
+                "num_layers": options.layers,
+                "hidden_size": hidden,
+                "ffn_hidden_size": hidden * 8 // 3 // 64 * 64,
+                "num_attention_heads": hidden // 64,
+                "seq_length": 2048,
+                "vocab_size": options.vocabulary,
+            },
+            "data": {"text": "none"},
+            "training": {"train_iters": 1, "eval_iters": 0},
+        }
+    )
+
+
+def write_checkpoint(checkpoints: Path, config: RunConfig, replicas: int) -> Path:
+    topology = Topology(replicas, STAGES, 1, SHARDS)
+    step_folder = catalog.step_folder(checkpoints, 1)
+    for rank in range(topology.world_size):
+        position = topology.position(rank)
+        folder = catalog.replica_folder(step_folder, position.replica)
+        folder.mkdir(parents=True, exist_ok=True)
+        layout = stage_layout(config, position.stage)
+        length = sum(torch.Size(shape).numel() for _, shape in layout)
+        name = f"{catalog.rank_name(position)}.safetensors"
+        record = write_whole(folder / name, lambda path, length=length: write_random(path, length))
+        Manifest(1, 1, topology, position, config.to_dict(), {name: record}, layout, {}).write(folder)
+    return step_folder
+
+
+def stage_layout(config: RunConfig, stage: int) -> list[tuple[str, list[int]]]:
+    """Names and shapes of one shard's parameters of a stage, in the order Megatron-core defines them."""
+    model = config.model
+    hidden, ffn = model.hidden_size, model.ffn_hidden_size
+    attention = model.num_attention_heads * model.head_size
+    vocabulary = [model.padded_vocab_size(), hidden]
+    layer = {
+        "input_layernorm.weight": [hidden],
+        "self_attention.linear_proj.weight": [hidden, attention],
+        "self_attention.linear_qkv.weight": [attention + 2 * model.query_groups * model.head_size, hidden],
+        "pre_mlp_layernorm.weight": [hidden],
+        "mlp.linear_fc1.weight": [2 * ffn, hidden],
+        "mlp.linear_fc2.weight": [hidden, ffn],
+    }
+    full = {"embedding.word_embeddings.weight": vocabulary} if stage == 0 else {}
+    for index in range(model.num_layers // STAGES):
+        full |= {f"decoder.layers.{index}.{name}": shape for name, shape in layer.items()}
+    if stage == STAGES - 1:
+        full |= {"decoder.final_layernorm.weight": [hidden], "output_layer.weight": vocabulary}
+    return [(f"chunks.0.{name}", shard(name, shape)) for name, shape in full.items()]
+
+
+def shard(name: str, shape: list[int]) -> list[int]:
+    dimension = sharded_dimension(name)
+    return [size // SHARDS if place == dimension else size for place, size in enumerate(shape)]
+
+
+def write_random(path: Path, length: int) -> None:
+    """One vector, in pieces; the same million random numbers again and again, which no copy can profit from."""
+    piece = torch.randn(min(length, 1 << 20))
+    with path.open("wb") as file:
+        file.write(safetensors_file.header([Slot("slow_weights", (length,), torch.float32)]))
+        for start in range(0, length, len(piece)):
+            file.write(memoryview(piece[: length - start].numpy()))
+
+
+if __name__ == "__main__":
+    main()
