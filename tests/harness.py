@@ -22,6 +22,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+# A pool of threads here would leave forked ranks waiting for threads that they do not have.
+torch.set_num_threads(1)
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 _LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _GRACE_SECONDS = 5.0  # for a launcher to end its ranks before it is killed itself
@@ -113,6 +116,17 @@ def _run_rank(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1 if "error" in outcome else 0)  # no destructors: one that waits for a dead rank would hang
+
+
+def run_command(*arguments: str, timeout: float = 240) -> list[str]:
+    """The lines that `python -m megatron_noloco ARGUMENTS` prints, in a process of its own.
+
+    A forward pass in this one would leave a process group and a pool of threads to every rank forked later.
+    """
+    command = [sys.executable, "-m", "megatron_noloco", *arguments]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=REPOSITORY)
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout.splitlines()
 
 
 def run_mpi(

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_noloco.__main__ import main
 from megatron_noloco.data.indexed import IndexedWriter
-from tests.harness import run_torchrun
+from tests.harness import run_command, run_torchrun
 from tests.unit.test_preprocess import make_tokenizer
 
 STEPS = 4
@@ -82,9 +81,9 @@ def test_evaluation_is_per_dataset_and_in_the_blends_proportions(run: Path) -> N
         assert row["replica_losses"][replica] == pytest.approx(expected, rel=1e-6)
 
 
-def test_evaluate_finds_what_the_run_logged(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["evaluate", str(run), "--samples", "8"]) == 0
-    found = [float(line.split("loss ")[1].split()[0]) for line in capsys.readouterr().out.splitlines()]
+def test_evaluate_finds_what_the_run_logged(run: Path) -> None:
+    lines = run_command("evaluate", str(run), "--samples", "8")
+    found = [float(line.split("loss ")[1].split()[0]) for line in lines]
     (row,) = rows(run, "evaluation")
     logged = [
         losses[model]
@@ -96,21 +95,19 @@ def test_evaluate_finds_what_the_run_logged(run: Path, capsys: pytest.CaptureFix
     assert found == pytest.approx(logged, abs=2e-4)
 
 
-def test_the_exported_model_has_the_same_perplexity_under_transformers(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_exported_model_has_the_same_perplexity_under_transformers(run: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     exported = run.parent / "exported"
-    assert main(["export", str(run), "--output", str(exported)]) == 0
-    capsys.readouterr()
+    run_command("export", str(run), "--output", str(exported))
     data = run.parent / "text.txt"
     text = "two three four five six seven\n" * 20
     data.write_text(text)
     perplexities = []
     for model in (run, exported):
-        assert main(["evaluate", str(model), "--data", str(data)]) == 0
-        line = capsys.readouterr().out.splitlines()[-1]  # of a checkpoint, the mean model's
+        line = run_command("evaluate", str(model), "--data", str(data))[
+            -1
+        ]  # of a checkpoint, the mean model's
         perplexities.append(float(line.split("perplexity ")[1].split()[0]))
     tokenizer = AutoTokenizer.from_pretrained(exported)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]

@@ -11,6 +11,7 @@ import torch
 from megatron_noloco.__main__ import main
 from megatron_noloco.data.indexed import IndexedWriter
 from megatron_noloco.data.tokenizer import ByteTokenizer
+from tests.harness import run_command
 from tests.unit.test_preprocess import make_tokenizer
 
 
@@ -79,15 +80,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class TestEvaluate:
-    def test_perplexity_is_that_of_transformers(
-        self, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_perplexity_is_that_of_transformers(self, model: Path, tmp_path: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         text = "two three four Größe five six\n" * 12
         (tmp_path / "text.txt").write_text(text)
-        assert main(["evaluate", str(model), "--data", str(tmp_path / "text.txt")]) == 0
-        line = capsys.readouterr().out.splitlines()[-1]
+        line = run_command("evaluate", str(model), "--data", str(tmp_path / "text.txt"))[-1]
         perplexity = float(line.split("perplexity ")[1].split()[0])
 
         theirs = AutoModelForCausalLM.from_pretrained(model)
