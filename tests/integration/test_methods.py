@@ -9,7 +9,14 @@ import torch
 from tests.harness import run_ranks
 from tests.integration.tiny import metrics, run_whole, tiny, write_config, write_text
 
-TIMING = {"seconds_per_step", "tokens_per_second", "hop_wait_seconds", "exchange_seconds", "wait_seconds"}
+TIMING = {
+    "seconds_per_step",
+    "tokens_per_second",
+    "hop_wait_seconds",
+    "data_wait_seconds",
+    "exchange_seconds",
+    "wait_seconds",
+}
 
 
 @pytest.fixture(scope="module")
