@@ -136,6 +136,13 @@ class _Resolver:
                 f"zero_optimization.stage {stage} is not supported, use 0 or 1: 2 and 3 need DeepSpeed's own "
                 "backward, and Megatron-core's schedule runs the backward outside of DeepSpeed",
             )
+        for key in ("round_robin_gradients", "parameter_alignment"):
+            if zero.get(key):
+                self.complain(
+                    "zero_optimization",
+                    f"zero_optimization.{key} changes the order of the flat weights, which checkpoints and "
+                    "exports rely on; leave it out",
+                )
         zero["stage"] = 1
 
     def optimizer(self) -> None:

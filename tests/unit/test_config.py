@@ -158,6 +158,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"scheduler": {"type": "WarmupCosinLR", "params": {}}}, "did you mean WarmupCosineLR?"),
     ({"scheduler.type": ["WarmupLR"]}, 'scheduler.type: must be text, got ["WarmupLR"]'),
     ({"scheduler": {"type": "WarmupCosineLR"}}, "scheduler.params.total_num_steps is missing"),
+    (
+        {"zero_optimization.round_robin_gradients": True},
+        "zero_optimization.round_robin_gradients changes the order",
+    ),
     ({"zero_optimization.stage": 2}, "zero_optimization.stage 2 is not supported, use 0 or 1"),
     ({"zero_optimization.stage": "one"}, "zero_optimization.stage: must be 0 or 1, got 'one'"),
     ({"bf16.enabled": True, **FP16}, "bf16 and fp16 are both enabled"),
