@@ -11,4 +11,4 @@ launch/mpirun.sh 8 configs/quickstart.json "$@"
 . launch/common.sh
 echo
 echo "A sample of the mean model ($PYTHON -m megatron_noloco generate --checkpoint runs/quickstart ...):"
-exec "$PYTHON" -m megatron_noloco generate --checkpoint runs/quickstart --prompt "def " --tokens 200
+exec "$PYTHON" -m megatron_noloco generate --checkpoint runs/quickstart --prompt "def " --tokens 120

@@ -14,6 +14,7 @@ def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: i
     from transformers.utils import logging
 
     logging.disable_progress_bar()
+    logging.set_verbosity_error()  # it warns in the middle of the text
     torch.manual_seed(seed)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
