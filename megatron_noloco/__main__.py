@@ -1,10 +1,12 @@
 """The command line: `python -m megatron_noloco train|config|data|inspect|export|import|generate|evaluate`."""
 
 import argparse
+import atexit
 import os
 import sys
 import time
 import traceback
+from typing import NoReturn
 
 from megatron_noloco import __version__
 from megatron_noloco.config import cli as config_cli
@@ -17,7 +19,22 @@ FAILURE = 1
 _LATE_RANK_0_SECONDS = 10.0
 
 
+def run(arguments: list[str] | None = None) -> NoReturn:
+    """`main`, then leave the process as at any exit, but without tearing the interpreter down.
+
+    Gloo's threads outlive their groups, and one may still be freeing the tensors of its last collective. To ask
+    an interpreter that is being torn down for its lock ends that thread inside a C++ destructor, and so the
+    process, with SIGABRT, after all has gone well.
+    """
+    code = main(arguments)
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def main(arguments: list[str] | None = None) -> int:
+    """The exit code of a command; `arguments` are the process's own by default."""
     parser = argparse.ArgumentParser(prog="megatron_noloco", description="Train Llamas with NoLoCo.")
     parser.add_argument("--version", action="version", version=__version__)
     # `deepspeed` passes it to every process, before `train`; the environment says the same.
@@ -86,4 +103,4 @@ def _usage_error(error: ValueError | OSError) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

