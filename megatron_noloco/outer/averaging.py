@@ -17,7 +17,13 @@ from torch import Tensor
 
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.transport.protocol import Message, Transport
+from megatron_noloco.transport.protocol import ExchangeTimeoutError, Message, Transport
+
+_STRETCH = 1 << 24  # elements a group of more than two shares at a time: what each holds of the others'
+
+
+class PartnerTimeoutError(RuntimeError):
+    """A partner did not answer within the deadline; says who, in which exchange, after how many seconds."""
 
 
 class MeanPiece(NamedTuple):
@@ -64,7 +70,7 @@ class GroupAveraging:
         self._inbox = torch.empty(0)
         self._slices = torch.empty(0)
 
-    def mean(self, vector: Tensor, group: Group, tag: int) -> Iterator[MeanPiece]:
+    def mean(self, vector: Tensor, group: Group, tag: int, what: str) -> Iterator[MeanPiece]:
         """Yield the mean in pieces, each element once, as chunks land; `self.report` is complete at the end.
 
         Args:
@@ -72,30 +78,41 @@ class GroupAveraging:
                 is exhausted.
             group: the replicas to average over, ascending, this one included.
             tag: the same in the whole group, different from that of other exchanges in the air.
+            what: the exchange, as the error names it.
 
-        Raises ExchangeTimeoutError when a member does not answer within the deadline.
+        Raises PartnerTimeoutError when a member does not answer within the deadline.
         """
         replica = self.topology.position(self.transport.rank).replica
         self.report = ExchangeReport(group)
-        if self._inbox.shape != vector.shape or self._inbox.device != vector.device:
+        if len(self._inbox) < len(vector) or self._inbox.device != vector.device:
             self._inbox = buffer_beside(vector, len(vector))
-        if len(group) == 1:
-            yield MeanPiece(0, len(vector), self._inbox.copy_(vector))
-        elif len(group) == 2:
-            yield from self._swap(vector, group[1] if group[0] == replica else group[0], 2 * tag)
-        else:
-            yield from self._share(vector, group, replica, 2 * tag)
+        try:
+            if len(group) == 1:
+                yield MeanPiece(0, len(vector), self._inbox[: len(vector)].copy_(vector))
+            elif len(group) == 2:
+                yield from self._swap(vector, group[1] if group[0] == replica else group[0], 2 * tag)
+            else:
+                for start in range(0, len(vector), _STRETCH):
+                    for piece in self._share(vector[start : start + _STRETCH], group, replica, 2 * tag):
+                        yield MeanPiece(start + piece.start, start + piece.stop, piece.mean)
+        except ExchangeTimeoutError as error:
+            partner = self.topology.position(error.rank).replica
+            raise PartnerTimeoutError(
+                f"replica {replica}: no answer from partner {partner} (rank {error.rank}) in {what} "
+                f"after {error.waited_seconds:.1f} s (noloco.deadline_seconds)"
+            ) from error
         self.report.seconds = time.perf_counter() - self.report.started
 
-    def whole_mean(self, vector: Tensor, group: Group, tag: int) -> Tensor:
-        """Like `mean`, in one piece; valid until the next exchange."""
-        for _ in self.mean(vector, group, tag):
-            pass
-        return self._inbox
+    def whole_mean(self, vector: Tensor, group: Group, tag: int, what: str) -> Tensor:
+        """Like `mean`, in one piece of new memory."""
+        whole = torch.empty_like(vector)
+        for start, stop, mean in self.mean(vector, group, tag, what):
+            whole[start:stop] = mean
+        return whole
 
     def _swap(self, vector: Tensor, partner: int, tag: int) -> Iterator[MeanPiece]:
         rank = self.topology.counterpart(self.transport.rank, partner)
-        inbox, report = self._inbox, self.report
+        inbox, report = self._inbox[: len(vector)], self.report
         flight = self.transport.post([Message(rank, vector)], [Message(rank, inbox)], tag)
         report.bytes_sent += vector.nbytes
         for _, start, stop in flight.arrivals(self.deadline_seconds):

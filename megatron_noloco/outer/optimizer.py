@@ -27,6 +27,7 @@ equal phi the gamma terms cancel and the rule is DiLoCo's; alone (a bye) it is d
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -35,12 +36,6 @@ from torch import Tensor
 from megatron_noloco.config import NolocoConfig
 from megatron_noloco.outer.averaging import ExchangeReport, GroupAveraging, buffer_beside
 from megatron_noloco.plans.grouping import Grouping
-from megatron_noloco.plans.topology import Position
-from megatron_noloco.transport.protocol import ExchangeTimeoutError
-
-
-class PartnerTimeoutError(RuntimeError):
-    """A partner did not answer within the deadline; says who, in which round, after how many seconds."""
 
 
 @dataclass(frozen=True)
@@ -89,14 +84,7 @@ class OuterOptimizer:
         incomplete, and the run has to go back to its last checkpoint.
         """
         self._combine()
-        try:
-            self._step(round_index)
-        except ExchangeTimeoutError as error:
-            at, partner = self._position(self.averaging.transport.rank), self._position(error.rank)
-            raise PartnerTimeoutError(
-                f"replica {at.replica}: no answer from partner {partner.replica} (rank {error.rank}) in round "
-                f"{round_index} after {error.waited_seconds:.1f} s (noloco.deadline_seconds)"
-            ) from error
+        self._step(round_index)
         for part, master in self._parts(self.slow_weights):
             master.copy_(part)
         report = self.averaging.report
@@ -105,17 +93,33 @@ class OuterOptimizer:
         return RoundReport(round_index, report, report.standard_deviation / scale)
 
     def _step(self, round_index: int) -> None:
-        at = self._position(self.averaging.transport.rank)
+        averaging = self.averaging
+        at = averaging.topology.position(averaging.transport.rank)
         group = self.grouping.group(at.replica, round_index, at.stage)
-        for start, stop, mean in self.averaging.mean(self._combined, group, round_index):
+        pieces = averaging.mean(self._combined, group, round_index, f"round {round_index}")
+        for start, stop, mean in pieces:
             phi, delta = self.slow_weights[start:stop], self.momentum[start:stop]
             # Chunk by chunk while it is in cache: three passes over memory become one.
             delta.mul_(self.outer_momentum).add_(mean.to(delta.device, non_blocking=True))
             delta.sub_(phi, alpha=self.consensus_weight)
             phi.add_(delta)
 
-    def _position(self, rank: int) -> Position:
-        return self.averaging.topology.position(rank)
+    @contextmanager
+    def master_weights_aside(self) -> Iterator[Tensor]:
+        """The master weights may be overwritten inside; gives the slow weights, where they can be sent from.
+
+        Needs no memory: between rounds the send buffer is free for the slow weights, and their place for the
+        master weights.
+        """
+        self._combined.copy_(self.slow_weights)
+        for part, master in self._parts(self.slow_weights):
+            part.copy_(master)
+        try:
+            yield self._combined
+        finally:
+            for part, master in self._parts(self.slow_weights):
+                master.copy_(part)
+            self.slow_weights.copy_(self._combined)
 
     def state(self) -> dict[str, Tensor]:
         """What a resume needs of the outer optimizer; live tensors."""

@@ -6,6 +6,8 @@ never meet.
 """
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -13,12 +15,13 @@ from torch import Tensor
 
 from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.outer.averaging import GroupAveraging
+from megatron_noloco.outer.averaging import GroupAveraging, MeanPiece
 from megatron_noloco.outer.optimizer import OuterOptimizer
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.training.record import DatasetLosses, Evaluation
 
 _LOSS_TAG, _WEIGHTS_TAG = 1, 2  # every rank is at the same step, and messages of one tag keep their order
+_WHAT = "an evaluation"
 
 
 class Evaluator:
@@ -41,28 +44,50 @@ class Evaluator:
         self.sources = sources
         self.mean_model = mean_model
         self.replicas = engine.groups.topology.replicas
+        self.everyone = tuple(range(self.replicas))
 
     @torch.no_grad()
     def evaluate(self) -> Evaluation:
         """Measure every replica's fast weights, then the mean of all slow weights, and leave no trace.
 
-        Every rank of every replica must call it after the same step. Needs one more copy of this rank's fp32
-        weights while it runs, unless the mean model is left out.
+        Every rank of every replica must call it after the same step. The mean of the weights arrives in pieces
+        and overwrites the fast weights, which wait in memory that is free between rounds: no copy of the model
+        is made (but one, of this rank's fp32 weights, under `noloco.method` "none", which has no such memory).
         """
         own_losses = self._losses()
         if self.replicas == 1:
             return self._evaluation([own_losses], own_losses, math.nan)
-        everyone = tuple(range(self.replicas))
         by_replica = self._share(own_losses)
         if not self.mean_model:
             return self._evaluation(by_replica, [math.nan] * len(self.sources), math.nan)
-        fast = [master.to("cpu", copy=True) for master in self.engine.master_weights]
-        own = torch.cat(fast) if self.outer is None else self.outer.slow_weights.cpu()
-        mean = self.averaging.whole_mean(own, everyone, _WEIGHTS_TAG)
-        spread = self.averaging.report.standard_deviation
-        mean_losses = self._losses_with(list(mean.split([part.numel() for part in fast])))
-        self._write(fast)
+        aside = self._master_weights_aside() if self.outer is None else self.outer.master_weights_aside()
+        with aside as own:
+            for piece in self.averaging.mean(own, self.everyone, _WEIGHTS_TAG, _WHAT):
+                self._overwrite(piece)
+            spread = self.averaging.report.standard_deviation
+            self.engine.refresh_working_weights()
+            mean_losses = self._losses()
+        self.engine.refresh_working_weights()
         return self._evaluation(by_replica, mean_losses, spread)
+
+    @contextmanager
+    def _master_weights_aside(self) -> Iterator[Tensor]:
+        """Without an outer optimizer there are only fast weights, and no memory to spare."""
+        fast = torch.cat([master.cpu() for master in self.engine.master_weights])
+        try:
+            yield fast
+        finally:
+            self._overwrite(MeanPiece(0, len(fast), fast))
+
+    def _overwrite(self, piece: MeanPiece) -> None:
+        """The master weights that stand at the place of the piece."""
+        begin = 0
+        for master in self.engine.master_weights:
+            start, stop = max(piece.start, begin), min(piece.stop, begin + master.numel())
+            if start < stop:
+                part = piece.mean[start - piece.start : stop - piece.start]
+                master[start - begin : stop - begin].copy_(part)
+            begin += master.numel()
 
     def _evaluation(
         self, by_replica: list[list[float]], mean_losses: list[float], spread: float
@@ -88,17 +113,11 @@ class Evaluator:
         """Everybody's losses: the mean over replicas of tables with one row filled in, times their number."""
         table = torch.zeros(self.replicas, len(own_losses))
         table[self.engine.groups.position.replica] = torch.tensor(own_losses) * self.replicas
-        everyone = tuple(range(self.replicas))
-        return self.averaging.whole_mean(table.flatten(), everyone, _LOSS_TAG).view_as(table).tolist()
-
-    def _losses_with(self, weights: list[Tensor]) -> list[float]:
-        self._write(weights)
-        return self._losses()
-
-    def _write(self, weights: list[Tensor]) -> None:
-        for master, part in zip(self.engine.master_weights, weights, strict=True):
-            master.copy_(part)
-        self.engine.refresh_working_weights()
+        return (
+            self.averaging.whole_mean(table.flatten(), self.everyone, _LOSS_TAG, _WHAT)
+            .view_as(table)
+            .tolist()
+        )
 
     def _losses(self) -> list[float]:
         """The mean loss of this replica as it stands on each dataset, known to all its ranks."""

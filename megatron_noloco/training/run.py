@@ -16,7 +16,7 @@ from megatron_noloco.data.microbatches import MicrobatchSource, ValidationSource
 from megatron_noloco.data.prefetch import Prefetcher
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_noloco.model import huggingface, quieten
-from megatron_noloco.outer.optimizer import PartnerTimeoutError
+from megatron_noloco.outer.averaging import PartnerTimeoutError
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.samples import BatchPlan

@@ -1,72 +1,189 @@
-"""Evaluation: what the replicas tell each other, and what becomes of the figures of a blend."""
+"""Evaluation: what the replicas tell each other, what it costs, and what becomes of the figures of a blend."""
 
 import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_noloco.config import NolocoConfig
+from megatron_noloco.outer import averaging as averaging_module
+from megatron_noloco.outer.averaging import GroupAveraging, PartnerTimeoutError
+from megatron_noloco.outer.optimizer import OuterOptimizer
+from megatron_noloco.plans.grouping import Grouping
+from megatron_noloco.plans.topology import Topology
 from megatron_noloco.training.evaluate import Evaluator
+from megatron_noloco.training.record import Evaluation
+from megatron_noloco.transport.loopback import LoopbackTransport, loopback_world
+
+CHUNK_BYTES = 64
+PIECES = (30, 13)  # elements of a replica's master weights
 
 
-class Averaging:
-    """The other replica always sends zeros."""
+class Replica:
+    """A replica that holds nothing but weights; its loss is what `loss` says of them."""
+
+    def __init__(
+        self,
+        transport: LoopbackTransport,
+        replicas: int,
+        loss: Callable[[list[Tensor]], float],
+        method: str = "noloco",
+        weights: Sequence[float] = (1.0,),
+        mean_model: bool = True,
+        deadline_seconds: float = 20.0,
+    ) -> None:
+        value = float(transport.rank)
+        self.masters = [torch.full((length,), value) for length in PIECES]
+        self.sent: list[int] = []
+        post = transport.post
+
+        def listen(sends: Any, receives: Any, tag: int) -> Any:
+            self.sent += [message.buffer.numel() for message in sends]
+            return post(sends, receives, tag)
+
+        transport.post = listen  # type: ignore[method-assign]
+        topology = Topology(replicas)
+        self.averaging = GroupAveraging(transport, topology, deadline_seconds)
+        self.outer = None
+        if method != "none":
+            settings = NolocoConfig()
+            self.outer = OuterOptimizer(self.masters, self.averaging, Grouping(replicas, 2, 0), settings)
+            self.outer.slow_weights += 10.0  # an evaluation between rounds: fast and slow weights differ
+        self.refreshed: list[list[float]] = []
+        engine: Any = SimpleNamespace(
+            groups=SimpleNamespace(topology=topology, position=topology.position(transport.rank)),
+            master_weights=self.masters,
+            refresh_working_weights=lambda: self.refreshed.append([float(part[0]) for part in self.masters]),
+        )
+        sources: Any = [
+            SimpleNamespace(weight=weight, dataset=SimpleNamespace(name=f"dataset {place}"))
+            for place, weight in enumerate(weights)
+        ]
+        self.evaluator = Evaluator(engine, self.outer, self.averaging, Any, sources, mean_model)
+        measured: Any = self.evaluator
+        measured._loss = lambda source: sources.index(source) + loss(self.masters)
+
+
+def first(weights: list[Tensor]) -> float:
+    return float(weights[0][0])
+
+
+def evaluate(replicas: int, **options: Any) -> tuple[list[Replica], list[Evaluation]]:
+    fleet = [
+        Replica(transport, replicas, **{"loss": first, **options})
+        for transport in loopback_world(replicas, CHUNK_BYTES)
+    ]
+    with ThreadPoolExecutor(replicas) as threads:
+        return fleet, list(threads.map(lambda replica: replica.evaluator.evaluate(), fleet))
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 4])
+@pytest.mark.parametrize("stretch", [7, 1 << 24])
+def test_the_mean_model_is_the_mean_of_the_slow_weights_and_leaves_no_trace(
+    replicas: int, stretch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(averaging_module, "_STRETCH", stretch)
+    own = torch.arange(replicas, dtype=torch.float32)
+    fleet, evaluations = evaluate(replicas)
+    for rank, (replica, evaluation) in enumerate(zip(fleet, evaluations, strict=True)):
+        assert evaluation.replica_losses == own.tolist()
+        assert evaluation.mean_model_loss == pytest.approx(10 + float(own.mean()))
+        assert evaluation.spread == pytest.approx(float(own.std()))
+        assert evaluation.datasets == []
+        assert all(bool((part == rank).all()) for part in replica.masters)
+        assert replica.outer is not None
+        assert bool((replica.outer.slow_weights == 10 + rank).all())
+        # The model computes with the mean, then again with its own weights.
+        assert replica.refreshed[0] == pytest.approx([10 + float(own.mean())] * 2)
+        assert replica.refreshed[1:] == [[rank, rank]]
+
+
+def test_every_weight_of_the_mean_model_is_in_its_place() -> None:
+    fleet = [
+        Replica(transport, 3, lambda weights: float(torch.cat(weights) @ torch.arange(43.0)))
+        for transport in loopback_world(3, CHUNK_BYTES)
+    ]
+    draw = torch.Generator().manual_seed(0)
+    for replica in fleet:
+        assert replica.outer is not None
+        replica.outer.slow_weights.copy_(torch.randn(43, generator=draw))
+    mean = torch.stack([replica.outer.slow_weights for replica in fleet if replica.outer]).mean(dim=0)
+    with ThreadPoolExecutor(3) as threads:
+        evaluations = list(threads.map(lambda replica: replica.evaluator.evaluate(), fleet))
+    expected = float(mean @ torch.arange(43.0))
+    assert [evaluation.mean_model_loss for evaluation in evaluations] == pytest.approx(
+        [expected] * 3, rel=1e-5
+    )
+
+
+def test_without_an_outer_optimizer_the_fast_weights_are_averaged() -> None:
+    fleet, evaluations = evaluate(2, method="none")
+    assert [evaluation.mean_model_loss for evaluation in evaluations] == [0.5, 0.5]
+    assert [[float(part[0]) for part in replica.masters] for replica in fleet] == [[0.0, 0.0], [1.0, 1.0]]
+
+
+def test_without_the_mean_model_no_weights_travel() -> None:
+    fleet, evaluations = evaluate(2, mean_model=False)
+    assert [replica.sent for replica in fleet] == [[2], [2]]
+    for evaluation in evaluations:
+        assert evaluation.replica_losses == [0.0, 1.0]
+        assert math.isnan(evaluation.mean_model_loss)
+        assert math.isnan(evaluation.spread)
+
+
+def test_a_blend_is_told_by_dataset_and_in_proportion() -> None:
+    _, evaluations = evaluate(2, weights=(0.25, 0.75))
+    for evaluation in evaluations:
+        assert evaluation.replica_losses == [0.75, 1.75]
+        assert evaluation.mean_model_loss == 11.25
+        assert [(part.name, part.replica_losses, part.mean_model_loss) for part in evaluation.datasets] == [
+            ("dataset 0", [0.0, 1.0], 10.5),
+            ("dataset 1", [1.0, 2.0], 11.5),
+        ]
+
+
+class Allocations(TorchDispatchMode):
+    """The largest memory, in bytes, that was taken for a tensor."""
 
     def __init__(self) -> None:
-        self.sent: list[int] = []
-        self.report = SimpleNamespace(standard_deviation=0.5)
+        super().__init__()
+        self.largest = 0
 
-    def whole_mean(self, own: Tensor, everyone: tuple[int, ...], tag: int) -> Tensor:
-        self.sent.append(own.numel())
-        return own / len(everyone)
-
-
-def evaluator(
-    monkeypatch: pytest.MonkeyPatch, mean_model: bool, weights: tuple[float, ...] = (1.0,)
-) -> Evaluator:
-    """One of two replicas; its loss on a dataset is the dataset's place plus its first weight."""
-    masters = [torch.ones(3), torch.full((4,), 2.0)]
-    groups = SimpleNamespace(topology=SimpleNamespace(replicas=2), position=SimpleNamespace(replica=0))
-    engine: Any = SimpleNamespace(groups=groups, master_weights=masters, refresh_working_weights=lambda: None)
-    sources: Any = [
-        SimpleNamespace(weight=weight, dataset=SimpleNamespace(name=f"dataset {place}"))
-        for place, weight in enumerate(weights)
-    ]
-    averaging: Any = Averaging()
-    made = Evaluator(engine, None, averaging, Any, sources, mean_model)
-    monkeypatch.setattr(made, "_loss", lambda source: sources.index(source) + float(masters[0][0]))
-    return made
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        given = [*args, *(kwargs or {}).values()]
+        known = {tensor.untyped_storage().data_ptr() for tensor in given if isinstance(tensor, Tensor)}
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.untyped_storage().data_ptr() not in known:
+            self.largest = max(self.largest, result.untyped_storage().nbytes())
+        return result
 
 
-def test_the_mean_model_costs_one_exchange_of_the_weights_and_leaves_no_trace(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    made = evaluator(monkeypatch, mean_model=True)
-    evaluation = made.evaluate()
-    assert made.averaging.sent == [2, 7]
-    assert evaluation.replica_losses == [1.0, 0.0]
-    assert evaluation.mean_model_loss == 0.5
-    assert evaluation.spread == 0.5
-    assert evaluation.datasets == []
-    assert [part.tolist() for part in made.engine.master_weights] == [[1.0] * 3, [2.0] * 4]
+@pytest.mark.parametrize("replicas", [2, 4])
+def test_no_further_copy_of_the_model_is_made(replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(averaging_module, "_STRETCH", 8)
+    fleet = [Replica(transport, replicas, first) for transport in loopback_world(replicas, CHUNK_BYTES)]
+
+    def largest(replica: Replica) -> int:
+        assert replica.outer is not None
+        replica.outer.run_round(0)
+        with Allocations() as allocations:
+            replica.evaluator.evaluate()
+        return allocations.largest
+
+    with ThreadPoolExecutor(replicas) as threads:
+        assert max(threads.map(largest, fleet)) <= CHUNK_BYTES < 4 * sum(PIECES)
 
 
-def test_without_the_mean_model_no_weights_travel(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = evaluator(monkeypatch, mean_model=False)
-    evaluation = made.evaluate()
-    assert made.averaging.sent == [2]
-    assert evaluation.replica_losses == [1.0, 0.0]
-    assert math.isnan(evaluation.mean_model_loss)
-    assert math.isnan(evaluation.spread)
-
-
-def test_a_blend_is_told_by_dataset_and_in_proportion(monkeypatch: pytest.MonkeyPatch) -> None:
-    evaluation = evaluator(monkeypatch, mean_model=True, weights=(0.25, 0.75)).evaluate()
-    assert evaluation.replica_losses == [1.75, 0.0]
-    assert evaluation.mean_model_loss == 1.25
-    assert [(part.name, part.replica_losses, part.mean_model_loss) for part in evaluation.datasets] == [
-        ("dataset 0", [1.0, 0.0], 0.5),
-        ("dataset 1", [2.0, 0.0], 1.5),
-    ]
+def test_a_replica_that_is_gone_is_named() -> None:
+    here, _ = loopback_world(2, CHUNK_BYTES)
+    replica = Replica(here, 2, first, deadline_seconds=0.05)
+    with pytest.raises(PartnerTimeoutError, match=r"^replica 0: no answer from partner 1 .* an evaluation "):
+        replica.evaluator.evaluate()

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_noloco.config import NolocoConfig
-from megatron_noloco.outer.averaging import ExchangeReport, GroupAveraging
-from megatron_noloco.outer.optimizer import OuterOptimizer, PartnerTimeoutError, RoundReport
+from megatron_noloco.outer.averaging import ExchangeReport, GroupAveraging, PartnerTimeoutError
+from megatron_noloco.outer.optimizer import OuterOptimizer, RoundReport
 from megatron_noloco.plans.draws import Stream, draw_words
 from megatron_noloco.plans.grouping import Group, Grouping
 from megatron_noloco.plans.topology import Topology
@@ -288,7 +288,7 @@ def average(
     def member(transport: LoopbackTransport) -> tuple[Any, ExchangeReport]:
         averaging = GroupAveraging(transport, Topology(len(vectors)), deadline_seconds=20)
         vector = vectors[transport.rank].clone()
-        found = whom(averaging, vector) if whom else averaging.whole_mean(vector, group, 3).clone()
+        found = whom(averaging, vector) if whom else averaging.whole_mean(vector, group, 3, "a test")
         return found, averaging.report
 
     transports = loopback_world(len(vectors), CHUNK_BYTES)
@@ -312,7 +312,7 @@ def test_pieces_cover_every_element_once(group: Group) -> None:
 
     def pieces(averaging: GroupAveraging, vector: Tensor) -> tuple[Tensor, Tensor]:
         times, mean = torch.zeros(101), torch.zeros(101)
-        for start, stop, piece in averaging.mean(vector, group, 3):
+        for start, stop, piece in averaging.mean(vector, group, 3, "a test"):
             times[start:stop] += 1
             mean[start:stop] = piece
         return times, mean
