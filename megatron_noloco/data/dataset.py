@@ -44,10 +44,13 @@ class TokenDataset:
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Sample `index`, int64, shape [S + 1]."""
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} is outside {self.name}, which has {len(self)}")
+        self._check(index)
         start = index * self.seq_length
         return self.tokens[start : start + self.seq_length + 1].astype(np.int64)
+
+    def _check(self, index: int) -> None:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} is outside {self.name}, which has {len(self)}")
 
 
 class JoinedDataset:

@@ -1,6 +1,7 @@
 """What a run reads, put together from its config."""
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -8,13 +9,16 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_noloco.config.data_block import DataConfig, Paths, blend_of
+from megatron_noloco.config.data_block import DataConfig, blend_of
 from megatron_noloco.data.corpus import Corpus, count_tokens, load_corpus, unigram_cross_entropy
 from megatron_noloco.data.dataset import JoinedDataset, SampleDataset, TokenDataset
 from megatron_noloco.data.indexed import IndexedTokens
+from megatron_noloco.data.shuffled import ShuffledDataset
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.plans.samples import BlendedOrder, SampleOrder
 
+_SPLITS = ("training", "validation")
+_TRAINING, _VALIDATION = range(2)
 _LOOKED_AT = 1 << 24  # tokens per dataset that are looked at before a run; all of a smaller one
 
 
@@ -69,6 +73,7 @@ def build_datasets(
     seq_length: int,
     global_batch: int,
     evaluates: bool,
+    seed: int,
 ) -> Datasets:
     """The datasets of a run whose every step consumes `global_batch` training samples; ValueError if it cannot be.
 
@@ -77,19 +82,21 @@ def build_datasets(
     Args:
         vocab_size: of the model, without padding; more than the tokenizer's where the config says so.
         evaluates: whether validation samples are needed.
+        seed: in which order the documents of an indexed dataset are laid end to end.
     """
     if config.text is not None:
         corpus = load_corpus(config.text, config.split, tokenizer)
-        training, validation = _corpus_parts(corpus, seq_length, evaluates)
+        name = f"the training split of {corpus.name}"
+        training = [Part(TokenDataset(corpus.train, seq_length, name), 1.0)]
+        validation = _validation_of_corpus(corpus, seq_length) if evaluates else []
         about = (
             f"{corpus.name}, {corpus.files} files, {corpus.megabytes:.1f} MB, {len(corpus.train)} training and "
             f"{len(corpus.validation)} validation tokens"
         )
     else:
-        training, validation = _indexed_parts(config, seq_length, evaluates)
-        about = "; ".join(
-            _about(parts, what) for parts, what in ((training, "training"), (validation, "validation"))
-        )
+        training = _indexed_training(config, seq_length, seed)
+        validation = _indexed_validation(config, seq_length) if evaluates else []
+        about = f"{_about(training, 'training')}; {_about(validation, 'validation')}"
     datasets = Datasets(training, validation, about, vocab_size)
     for part in training + validation:
         _check_ids(part.dataset, vocab_size)
@@ -99,7 +106,23 @@ def build_datasets(
             f"corpus too small: {datasets.train.name} has {tokens} tokens = {len(datasets.train)} samples of "
             f"{seq_length}, one global batch needs {global_batch}"
         )
+    for part in training:
+        if isinstance(part.dataset, ShuffledDataset):
+            part.dataset.load_indices()
     return datasets
+
+
+def validation_datasets(
+    config: DataConfig, tokenizer: Tokenizer, vocab_size: int, seq_length: int
+) -> list[TokenDataset]:
+    """What a run measures on, without what it learns from; raises ValueError."""
+    if config.text is not None:
+        parts = _validation_of_corpus(load_corpus(config.text, config.split, tokenizer), seq_length)
+    else:
+        parts = _indexed_validation(config, seq_length)
+    for part in parts:
+        _check_ids(part.dataset, vocab_size)
+    return [part.dataset for part in parts]
 
 
 def whole_dataset(data: str, tokenizer: Tokenizer, vocab_size: int, seq_length: int) -> TokenDataset:
@@ -111,43 +134,47 @@ def whole_dataset(data: str, tokenizer: Tokenizer, vocab_size: int, seq_length: 
     return dataset
 
 
-def _corpus_parts(corpus: Corpus, seq_length: int, evaluates: bool) -> tuple[list[Part], list[Part]]:
-    train = TokenDataset(corpus.train, seq_length, f"the training split of {corpus.name}")
-    if not evaluates:
-        return [Part(train, 1.0)], []
-    validation = TokenDataset(corpus.validation, seq_length, f"the validation split of {corpus.name}")
-    return [Part(train, 1.0)], [Part(validation, 1.0)]
+def _validation_of_corpus(corpus: Corpus, seq_length: int) -> list[Part]:
+    return [Part(TokenDataset(corpus.validation, seq_length, f"the validation split of {corpus.name}"), 1.0)]
 
 
-def _indexed_parts(config: DataConfig, seq_length: int, evaluates: bool) -> tuple[list[Part], list[Part]]:
+def _indexed_training(config: DataConfig, seq_length: int, seed: int) -> list[Part]:
+    cache = Path(config.data_cache_path) if config.data_cache_path is not None else None
+    return [
+        Part(ShuffledDataset(*split, seq_length, name, seed, cache), weight)
+        for split, name, weight in _splits(config, _TRAINING)
+    ]
+
+
+def _indexed_validation(config: DataConfig, seq_length: int) -> list[Part]:
+    """In the order of the files: every run measures on the same samples."""
+    return [
+        Part(TokenDataset(indexed.part(first, stop), seq_length, name), weight)
+        for (indexed, first, stop), name, weight in _splits(config, _VALIDATION)
+    ]
+
+
+def _splits(config: DataConfig, split: int) -> Iterator[tuple[tuple[IndexedTokens, int, int], str, float]]:
+    """A dataset, the sequences of it that belong to `split`, what to call them, and their weight in the blend."""
     if config.train_data_path is not None:
-        valid = config.valid_data_path if evaluates else None
-        return _whole(config.train_data_path, seq_length), _whole(
-            valid, seq_length
-        ) if valid is not None else []
+        whole = (config.train_data_path, config.valid_data_path)[split]
+        if whole is None:
+            raise ValueError("data.valid_data_path is missing: nothing to measure on (evaluate: give --data)")
+        for prefix, weight in blend_of(whole):
+            indexed = IndexedTokens(prefix)
+            yield (indexed, 0, len(indexed.lengths)), prefix, weight
+        return
     assert config.data_path is not None
-    training: list[Part] = []
-    validation: list[Part] = []
     for prefix, weight in blend_of(config.data_path):
         indexed = IndexedTokens(prefix)
-        bounds = split_bounds(config.split_weights, len(indexed.lengths))
-        for split, parts in enumerate((training, validation) if evaluates else (training,)):
-            name = f"the {('training', 'validation')[split]} split of {prefix}"
-            tokens = indexed.part(bounds[split], bounds[split + 1])
-            if not len(tokens):
-                raise ValueError(
-                    f'data.split: "{config.split}" leaves {name} empty ({len(indexed.lengths)} sequences); '
-                    "raise its weight, or give data.train_data_path and data.valid_data_path"
-                )
-            parts.append(Part(TokenDataset(tokens, seq_length, name), weight))
-    return training, validation
-
-
-def _whole(paths: Paths, seq_length: int) -> list[Part]:
-    return [
-        Part(TokenDataset(IndexedTokens(prefix).tokens, seq_length, prefix), weight)
-        for prefix, weight in blend_of(paths)
-    ]
+        first, stop = split_bounds(config.split_weights, len(indexed.lengths))[split : split + 2]
+        name = f"the {_SPLITS[split]} split of {prefix}"
+        if not len(indexed.part(first, stop)):
+            raise ValueError(
+                f'data.split: "{config.split}" leaves {name} empty ({len(indexed.lengths)} sequences); '
+                "raise its weight, or give data.train_data_path and data.valid_data_path"
+            )
+        yield (indexed, first, stop), name, weight
 
 
 def split_bounds(weights: tuple[float, float, float], sequences: int) -> list[int]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.dataset import SampleDataset
-from megatron_noloco.data.datasets import build_datasets, whole_dataset
+from megatron_noloco.data.datasets import validation_datasets, whole_dataset
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.microbatches import VALIDATION_SEED
 from megatron_noloco.data.tokenizer import Tokenizer
@@ -88,8 +88,7 @@ def _datasets(model: Model, data: str | None) -> list[SampleDataset]:
     config, seq_length = model.config, model.config.model.seq_length
     if data is not None:
         return [whole_dataset(data, model.tokenizer, model.vocab_size, seq_length)]
-    built = build_datasets(config.data, model.tokenizer, model.vocab_size, seq_length, 1, evaluates=True)
-    return [part.dataset for part in built.validation]
+    return list(validation_datasets(config.data, model.tokenizer, model.vocab_size, seq_length))
 
 
 def open_model(path: Path, data: str | None, seq_length: int | None) -> Model:

@@ -46,6 +46,7 @@ class Prepared:
 
 def prepare(config: RunConfig, environ: Mapping[str, str]) -> Prepared:
     """Check the config against the launch and the data; raises ValueError with one clear line."""
+    quieten()
     world = read_world(environ)
     topology = config.topology(world.world_size)
     if config.precision == "fp16" and not torch.cuda.is_available() and not _cpu_has_fp16():
@@ -65,7 +66,15 @@ def prepare(config: RunConfig, environ: Mapping[str, str]) -> Prepared:
     plan = BatchPlan(topology.replicas, topology.lanes, config.microbatches, config.micro_batch_size)
     evaluates = config.training.eval_iters > 0
     seq_length = config.model.seq_length
-    datasets = build_datasets(config.data, tokenizer, vocab_size, seq_length, plan.global_batch, evaluates)
+    datasets = build_datasets(
+        config.data,
+        tokenizer,
+        vocab_size,
+        seq_length,
+        plan.global_batch,
+        evaluates,
+        config.training.seed,
+    )
     count = None if config.training.eval_full else config.training.eval_iters
     validation = [
         ValidationSource(part.dataset, config.micro_batch_size, count, part.weight)
@@ -110,7 +119,6 @@ def train(prepared: Prepared, transport: Transport, start: Start, progress: str 
 
     False when the run stopped early and this rank's state could not be saved.
     """
-    quieten()
     # These rooms import Megatron-core and DeepSpeed, which takes seconds: only for a run known to be sound.
     from megatron_noloco.engine.replica import ReplicaEngine
     from megatron_noloco.model import cpu

@@ -48,10 +48,15 @@ def there(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def build(
-    seq_length: int = SEQ, global_batch: int = 1, vocab: int = 257, evaluates: bool = True, **data: Any
+    seq_length: int = SEQ,
+    global_batch: int = 1,
+    vocab: int = 257,
+    evaluates: bool = True,
+    seed: int = 0,
+    **data: Any,
 ) -> Datasets:
     config = DataConfig(**data)
-    return build_datasets(config, build_tokenizer(config), vocab, seq_length, global_batch, evaluates)
+    return build_datasets(config, build_tokenizer(config), vocab, seq_length, global_batch, evaluates, seed)
 
 
 class TestIndexed:
