@@ -70,7 +70,7 @@ def _export(args: argparse.Namespace) -> int:
 def _import(args: argparse.Namespace) -> int:
     from megatron_noloco.data.tokenizer import build_tokenizer
     from megatron_noloco.model import huggingface
-    from megatron_noloco.publish.tokenizer import check_tokenizer
+    from megatron_noloco.publish.tokenizer import check_tokenizer, with_tokenizer_of
 
     folder = Path(args.folder)
     template = load_config(args.config)
@@ -81,10 +81,13 @@ def _import(args: argparse.Namespace) -> int:
         "make_vocab_size_divisible_by": template.parallel.shards,
     }
     raw["training"]["pretrained"] = str(folder.resolve())
+    raw["data"] = with_tokenizer_of(folder, raw["data"])
     config = RunConfig.from_dict(raw)
     huggingface.check_fits(folder, config.model)
     check_tokenizer(folder, build_tokenizer(config.data), config.model.vocab_size or 0)
     Path(args.output).write_text(json.dumps(raw, indent=2) + "\n")
+    if raw["data"].get("tokenizer_model") != template.data.tokenizer_model:
+        _say("data.tokenizer_model: the model's own; a dataset in data_path must have been made with it")
     _say(f"{args.output}: trains on from {folder}")
     return 0
 

@@ -230,12 +230,11 @@ def list_a_missing_file(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
 
 
-def add_a_tokenizer_of_words(folder: Path) -> None:
+def add_a_tokenizer_of_words(folder: Path, **others: int) -> None:
     from tokenizers import Tokenizer, models
 
-    Tokenizer(models.WordLevel({"byte": 0, "[UNK]": 1}, unk_token="[UNK]")).save(
-        str(folder / "tokenizer.json")
-    )
+    vocabulary = {"byte": 0, "[UNK]": 1, **others}
+    Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]")).save(str(folder / "tokenizer.json"))
 
 
 Q, NORM = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.input_layernorm.weight"
@@ -269,8 +268,15 @@ REFUSED: dict[str, tuple[Spoil, tuple[str, ...]]] = {
         change_weights(lambda w: w.update({Q: w[Q][:-1].contiguous()})),
         (Q, "[23, 20]", "[24, 20]"),
     ),
-    "another tokenizer": (add_a_tokenizer_of_words, ("tokenizer", "byte-level")),
-    "sentencepiece": (write("tokenizer.model", "?"), ("tokenizer", "byte-level")),
+    "a tokenizer without an end": (
+        add_a_tokenizer_of_words,
+        ("llama: no end-of-document token", "eos_token"),
+    ),
+    "a tokenizer that is too large": (
+        lambda folder: add_a_tokenizer_of_words(folder, **{"</s>": 259}),
+        ("a vocabulary of 259", "260"),
+    ),
+    "sentencepiece": (write("tokenizer.model", "?"), ("tokenizer.model", "save_pretrained")),
     "broken tokenizer": (write("tokenizer.json", "{"), ("tokenizer.json",)),
 }
 
@@ -297,6 +303,28 @@ def assert_one_line(code: int, capsys: pytest.CaptureFixture[str], fragments: tu
     assert len(lines) == 1, lines
     for fragment in fragments:
         assert fragment in lines[0]
+
+
+def test_import_takes_the_tokenizer_of_the_model(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "llama", make_model())
+    add_a_tokenizer_of_words(folder, **{"</s>": 2})
+    code, output = import_folder(folder)
+    assert code == 0
+    assert json.loads(output.read_text())["data"] == {
+        **CONFIG["data"],
+        "tokenizer_type": "HuggingFaceTokenizer",
+        "tokenizer_model": str(folder),
+    }
+
+
+def test_import_refuses_another_tokenizer_that_the_config_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write_folder(tmp_path / "llama", make_model())
+    add_a_tokenizer_of_words(folder, **{"</s>": 2})
+    code, output = import_folder(folder, {"data": {**CONFIG["data"], "tokenizer_type": "byte"}})
+    assert_one_line(code, capsys, ("not the one that the data block names", "leave out"))
+    assert not output.exists()
 
 
 def test_import_refuses_a_folder_that_is_not_there(
@@ -331,7 +359,7 @@ def test_import_writes_a_config_for_that_model(shards: int, tmp_path: Path) -> N
     assert raw["training"] == {"train_iters": 2, "pretrained": str(folder)}
     assert raw["model"]["seq_length"] == 16
     assert ModelConfig(**raw["model"]).padded_vocab_size() == {1: 259, 2: 260}[shards]
-    assert raw["optimizer"] == CONFIG["optimizer"]
+    assert (raw["optimizer"], raw["data"]) == (CONFIG["optimizer"], CONFIG["data"])
 
 
 def test_a_config_that_does_not_fit_the_folder_is_told_setting_by_setting(tmp_path: Path) -> None:
