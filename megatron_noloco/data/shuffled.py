@@ -16,7 +16,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import torch
 
 from megatron_noloco.data.dataset import TokenDataset
 from megatron_noloco.data.indexed import IndexedTokens
@@ -66,7 +65,7 @@ class ShuffledDataset(TokenDataset):
         """Sample `index`, int64, shape [S + 1]."""
         self._check(index)
         sample = self._samples[index]
-        return torch.cat([sample["tokens"], sample["labels"][-1:]]).numpy()
+        return np.append(sample["tokens"].numpy(), int(sample["labels"][-1]))
 
     def _name_of_indices(self, indexed: IndexedTokens) -> str:
         """Of these tokens, split, length and seed: a dataset that was made anew gets new indices."""

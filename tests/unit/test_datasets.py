@@ -166,19 +166,34 @@ def test_a_run_measures_on_each_dataset(training: dict[str, Any], microbatches: 
 
 
 @pytest.mark.parametrize(
-    ("data", "line"),
+    ("data", "model", "line"),
     [
-        ({"data_path": "cut"}, "cut.bin: 30 bytes, its index tells of 20 tokens x 2 = 40"),
-        ({"data_path": "foreign"}, "foreign.idx: not a Megatron index"),
-        ({"data_path": "a", "split": "1,1,0"}, "one sample needs seq_length + 1 = 301"),
+        ({"data_path": "cut"}, {}, "cut.bin: 30 bytes, its index tells of 20 tokens x 2 = 40"),
+        ({"data_path": "foreign"}, {}, "foreign.idx: not a Megatron index"),
+        ({"data_path": "a", "split": "1,1,0"}, {}, "one sample needs seq_length + 1 = 301"),
         (
             {"data_path": "a", "tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "nowhere"},
+            {},
             "tokenizer_model nowhere: no tokenizer.json there",
+        ),
+        (
+            {"data_path": "a"},
+            {"vocab_size": 200},
+            "model.vocab_size 200 is smaller than the tokenizer's 257; set it to 257 or leave it out",
+        ),
+        (
+            {"data_path": "a", "split": "8,1,1", "data_cache_path": "a.idx"},
+            {"seq_length": SEQ},
+            "data.data_cache_path: cannot write a.idx/a-8-seed1234-",
         ),
     ],
 )
 def test_a_run_ends_before_it_starts(
-    data: dict[str, Any], line: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    data: dict[str, Any],
+    model: dict[str, Any],
+    line: str,
+    folder: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     writer = IndexedWriter(folder / "cut", vocab_size=257)
     writer.add(np.arange(20), ends_document=True)
@@ -187,7 +202,7 @@ def test_a_run_ends_before_it_starts(
     (folder / "foreign.idx").write_bytes(b"something else altogether" * 9)
     (folder / "foreign.bin").write_bytes(b"")
     config = run_config(data)
-    config["model"]["seq_length"] = 300
+    config["model"] |= {"seq_length": 300} | model
     (folder / "run.json").write_text(json.dumps(config))
     assert main(["train", "--config", "run.json"]) == 2
     error = capsys.readouterr().err

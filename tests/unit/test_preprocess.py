@@ -313,6 +313,16 @@ def test_bad_input_is_one_line(
     assert not list(tmp_path.glob("out_*"))
 
 
+@pytest.mark.parametrize(("name", "package"), [("a.jsonl.zst", "zstandard"), ("a.parquet", "pyarrow")])
+def test_a_package_that_is_missing_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)  # what an import then raises is an ImportError
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(ValueError, match=rf"^\S*{name}: .* needs a package: pip install {package}$"):
+        run(tmp_path, [tmp_path / name])
+
+
 class TestDamage:
     @pytest.fixture
     def prefix(self, tmp_path: Path) -> Path:
