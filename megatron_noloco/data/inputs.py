@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
-_BITE_BYTES = 1 << 19  # of text handed to a worker at once
+BITE_BYTES = 1 << 19  # of text handed to a worker at once
 _COMPRESSED = (".gz", ".zst")
 _JSON_LINES = (".jsonl", ".json", ".ndjson")
 
@@ -21,6 +21,7 @@ class Input:
 
     path: Path
     in_folder: bool  # found in a folder that was given, not given itself
+    number: int  # its place among all inputs, from 0
 
     @property
     def kind(self) -> Kind:
@@ -46,6 +47,11 @@ class Bite:
     read_bytes: int  # of the input on disk, since the bite before
 
     @property
+    def place(self) -> tuple[int, int]:
+        """Grows along the inputs."""
+        return self.input.number, self.first
+
+    @property
     def holds_whole_documents(self) -> bool:
         return self.input.kind != "text" or (self.first == 1 and self.ends_document)
 
@@ -55,15 +61,16 @@ def find_inputs(paths: Iterable[str]) -> list[Input]:
 
     Raises ValueError when a path is missing or there is nothing to read.
     """
-    found: list[Input] = []
+    found: list[tuple[Path, bool]] = []
     for given in paths:
         path = Path(given).expanduser()
         if not path.exists():
             raise ValueError(f"--input {given}: no such file or folder (looked from cwd {Path.cwd()})")
-        found += [Input(file, True) for file in _files_below(path)] if path.is_dir() else [Input(path, False)]
-    if not any(item.bytes for item in found):
+        found += [(file, True) for file in _files_below(path)] if path.is_dir() else [(path, False)]
+    inputs = [Input(*file, number) for number, file in enumerate(found)]
+    if not any(item.bytes for item in inputs):
         raise ValueError(f"--input {' '.join(paths)}: holds no files with text")
-    return found
+    return inputs
 
 
 def _files_below(folder: Path) -> list[Path]:
@@ -115,7 +122,7 @@ def _zstd_error() -> type[Exception]:
 
 def _read_lines(item: Input, raw: IO[bytes], file: IO[bytes]) -> Iterator[Bite]:
     first, before = 1, 0
-    while lines := file.readlines(_BITE_BYTES):
+    while lines := file.readlines(BITE_BYTES):
         place = raw.tell()
         yield Bite(item, first, lines, True, place - before)
         first, before = first + len(lines), place
@@ -148,7 +155,7 @@ def _is_text(piece: bytes) -> bool:
 
 
 def _read_piece(file: IO[bytes]) -> bytes:
-    return file.read(_BITE_BYTES) + file.readline()
+    return file.read(BITE_BYTES) + file.readline()
 
 
 def _read_parquet(item: Input, columns: list[str]) -> Iterator[Bite]:

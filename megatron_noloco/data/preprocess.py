@@ -1,7 +1,7 @@
 """Text to Megatron's indexed datasets: several processes encode, one writes, in the order of the inputs.
 
-The inputs are cut into parts, each written under a name of its own in `PREFIX.partial/` and marked as done by its
-JSON file. A run that was stopped goes on after its last done part. At the end the parts become
+What comes of every 256 MB of input is a part, written under a name of its own in `PREFIX.partial/` and marked as
+done by its JSON file. A run that was stopped goes on after its last done part. At the end the parts become
 `PREFIX_KEY_document.bin` and, last of all, `.idx`: who finds an index finds a whole dataset.
 """
 
@@ -9,16 +9,17 @@ import json
 import os
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from signal import SIG_IGN, SIGINT, signal
 
 from megatron_noloco.data.encode import Encoded, Encoding, encode
 from megatron_noloco.data.indexed import IndexedWriter
-from megatron_noloco.data.inputs import Bite, Input, read_bites
+from megatron_noloco.data.inputs import BITE_BYTES, Bite, Input, read_bites
 from megatron_noloco.data.tokenizer import build_tokenizer
 
 _NOTES = "job.json"
@@ -42,22 +43,11 @@ class Job:
         """Where the parts lie until all are done."""
         return self.prefix.with_name(f"{self.prefix.name}.partial")
 
-    def parts(self) -> list[list[Input]]:
-        """The inputs, in order, in groups of at least `_PART_BYTES` each (but the last)."""
-        parts: list[list[Input]] = [[]]
-        size = 0
-        for item in self.inputs:
-            if size >= _PART_BYTES:
-                parts.append([])
-                size = 0
-            parts[-1].append(item)
-            size += item.bytes
-        return parts
-
     def fingerprint(self) -> dict[str, object]:
         """What must not have changed for parts to be taken over."""
         files = [[str(i.path.resolve()), i.bytes, i.path.stat().st_mtime_ns] for i in self.inputs]
-        return json.loads(json.dumps({"encoding": asdict(self.encoding), "files": files}))
+        encoding = asdict(self.encoding)
+        return json.loads(json.dumps({"encoding": encoding, "files": files, "bite": BITE_BYTES}))
 
 
 @dataclass
@@ -68,6 +58,7 @@ class Tally:
     tokens: int = 0
     empty: int = 0
     not_text: int = 0  # files in folders that are no UTF-8 text, left out
+    read_bytes: int = 0  # of the inputs on disk
 
     def add(self, other: "Tally") -> None:
         for name, value in asdict(other).items():
@@ -99,21 +90,23 @@ def preprocess(job: Job, advance: Callable[[int], None]) -> Tally:
     """
     vocab_size = build_tokenizer(job.encoding).vocab_size
     _take_up(job)
-    tally, parts = Tally(), job.parts()
+    tally, parts, place = Tally(), 0, (0, 0)
+    while (done := _done(job, parts)).exists():
+        note = json.loads(done.read_text())
+        tally.add(Tally(**note["tally"]))
+        parts, place = parts + 1, tuple(note["place"])
+    advance(tally.read_bytes)
     with _Encoder(job.encoding, job.workers) as encoder:
-        for index, inputs in enumerate(parts):
-            done = job.folder / f"{index:05d}.json"
-            if done.exists():
-                part = Tally(**json.loads(done.read_text()))
-                advance(sum(item.bytes for item in inputs))
-            else:
-                part = _write_part(job, index, encoder.encode(_bites(inputs, job)), vocab_size, advance)
-                _write_json(done, asdict(part))
+        encoded = encoder.encode(_bites(job, place))
+        for first in encoded:
+            part, place = _write_part(job, parts, chain([first], encoded), vocab_size, advance)
+            _write_json(_done(job, parts), {"tally": asdict(part), "place": place})
             tally.add(part)
+            parts += 1
     if not tally.documents:
         shutil.rmtree(job.folder)
         raise ValueError(f"all {tally.empty} documents are empty: nothing was written")
-    _publish(job, len(parts), vocab_size)
+    _publish(job, parts, vocab_size)
     return tally
 
 
@@ -131,18 +124,22 @@ def _goes_on(job: Job) -> bool:
     return notes.exists() and json.loads(notes.read_text()) == job.fingerprint()
 
 
-def _bites(inputs: Iterable[Input], job: Job) -> Iterator[Bite]:
-    for item in inputs:
-        yield from read_bites(item, list(job.encoding.json_keys))
+def _bites(job: Job, after: tuple[int, int]) -> Iterator[Bite]:
+    """All bites of the inputs behind a place; those before it in the same file are read, but not encoded."""
+    for item in job.inputs[after[0] :]:
+        for bite in read_bites(item, list(job.encoding.json_keys)):
+            if bite.place > after:
+                yield bite
 
 
 def _write_part(
     job: Job,
     index: int,
-    encoded: Iterable[tuple[Bite, dict[str, Encoded]]],
+    encoded: Iterator[tuple[Bite, dict[str, Encoded]]],
     vocab_size: int,
     advance: Callable[[int], None],
-) -> Tally:
+) -> tuple[Tally, tuple[int, int]]:
+    """Write `_PART_BYTES` of the inputs, or the rest; what came of it, and the place of its last bite."""
     tally = Tally()
     writers = {key: IndexedWriter(_part(job, index, key), vocab_size) for key in job.encoding.json_keys}
     for bite, by_key in encoded:
@@ -154,10 +151,13 @@ def _write_part(
                 ends = result.ends_document or place < len(result.sequences)
                 writers[key].add(sequence, ends)
                 tally.documents += ends
+        tally.read_bytes += bite.read_bytes
         advance(bite.read_bytes)
+        if tally.read_bytes >= _PART_BYTES:
+            break
     for writer in writers.values():
         writer.finish()
-    return tally
+    return tally, bite.place
 
 
 def _publish(job: Job, parts: int, vocab_size: int) -> None:
@@ -177,6 +177,10 @@ def _publish(job: Job, parts: int, vocab_size: int) -> None:
                 source.replace(f"{job.output(key)}{suffix}")
                 _sync(job.prefix.parent)
     shutil.rmtree(job.folder)
+
+
+def _done(job: Job, index: int) -> Path:
+    return job.folder / f"{index:05d}.json"
 
 
 def _part(job: Job, index: int, key: str) -> Path:

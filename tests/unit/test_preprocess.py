@@ -132,7 +132,7 @@ def test_a_folder_of_text(tmp_path: Path) -> None:
 def test_a_long_text_is_one_document_of_several_sequences(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inputs, "_BITE_BYTES", 50)
+    monkeypatch.setattr(inputs, "BITE_BYTES", 50)
     text = "".join(f"line {number} of a long text\n" for number in range(30))
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / "b.txt").write_text("short")
@@ -150,6 +150,54 @@ def test_one_dataset_per_key_and_no_ends(tmp_path: Path) -> None:
     assert (tally.documents, tally.tokens, tally.empty) == (3, 6, 1)
     assert documents(IndexedTokens(str(tmp_path / "out_title_document"))) == [list(b"T1")]
     assert documents(IndexedTokens(str(tmp_path / "out_body_document"))) == [list(b"B1"), list(b"B2")]
+
+
+def noted(monkeypatch: pytest.MonkeyPatch, die_at: int | None = None) -> list[tuple[int, int]]:
+    """The places of the bites that are encoded from now on; the process "dies" at the bite of that number."""
+    places: list[tuple[int, int]] = []
+    encode = preprocess.encode
+
+    def noting(bite: Any, encoding: Encoding) -> Any:
+        if len(places) == die_at:
+            raise KeyboardInterrupt
+        places.append(bite.place)
+        return encode(bite, encoding)
+
+    monkeypatch.setattr(preprocess, "encode", noting)
+    return places
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "jsonl.gz", "parquet", "txt"])
+@pytest.mark.parametrize("die_at", [0, 1, 4, 6])
+def test_one_large_file_goes_on_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, die_at: int
+) -> None:
+    texts = [f"{number} " * 50 for number in range(2000)]
+    path = tmp_path / f"large.{kind}"
+    if kind == "parquet":
+        parquet.write_table(pyarrow.table({"text": texts}), path)
+    elif kind == "txt":
+        path.write_text("".join(f"{text}\n" for text in texts))
+    else:
+        lines = write_jsonl(tmp_path / "source", texts).read_bytes()
+        path.write_bytes(gzip.compress(lines) if kind.endswith("gz") else lines)
+    monkeypatch.setattr(inputs, "BITE_BYTES", 50_000)
+    (tmp_path / "whole").mkdir()
+    with monkeypatch.context() as patch:
+        all_places = noted(patch)
+        whole = run(tmp_path / "whole", [path])
+    monkeypatch.setattr(preprocess, "_PART_BYTES", path.stat().st_size // 5)
+    with monkeypatch.context() as patch:
+        before = noted(patch, die_at)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path, [path])
+    after = noted(monkeypatch)
+    resumed = run(tmp_path, [path])
+    assert len(before) == die_at < len(all_places)
+    assert after == all_places[-len(after) :]
+    assert len(all_places) - die_at <= len(after) < len(all_places) or die_at <= 1
+    assert documents(resumed) == documents(whole)
+    assert resumed.lengths.tolist() == whole.lengths.tolist()
 
 
 class TestStopped:
@@ -174,18 +222,11 @@ class TestStopped:
             IndexedTokens(str(job.output("text")))
 
     def test_it_goes_on_where_it_was(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
-        read: list[str] = []
-        read_bites = preprocess.read_bites
-
-        def noting(item: Any, columns: list[str]) -> Any:
-            read.append(item.path.name)
-            return read_bites(item, columns)
-
-        monkeypatch.setattr(preprocess, "read_bites", noting)
+        encoded = noted(monkeypatch)
         done_bytes: list[int] = []
         tally = preprocess.preprocess(job, done_bytes.append)
-        assert read == ["b.jsonl", "c.jsonl"]
-        assert sum(done_bytes) == sum(item.bytes for item in job.inputs)
+        assert [place for place, _ in encoded] == [1, 2]
+        assert sum(done_bytes) == tally.read_bytes == sum(item.bytes for item in job.inputs)
         assert tally.documents == 3
         assert documents(IndexedTokens(str(job.output("text")))) == expected([name * 9 for name in "abc"])
         assert not job.folder.exists()
