@@ -22,6 +22,7 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.model import huggingface, weights
 from megatron_noloco.model.dropout import seed_dropout
 from megatron_noloco.model.groups import Groups
+from megatron_noloco.model.hf_folder import HuggingFaceWeights
 from megatron_noloco.model.layers import CausalAttention, RMSNorm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -200,7 +201,7 @@ def _build_chunk(
             tied=tied,
         )
     else:
-        with huggingface.HuggingFaceWeights(Path(config.training.pretrained)) as theirs:
+        with HuggingFaceWeights(Path(config.training.pretrained)) as theirs:
             padded = config.padded_vocab_size(vocab_size)
             read = partial(huggingface.from_hf, read=theirs, model=config.model, padded_vocab_size=padded)
             weights.load(chunk, groups, layer_offset, tied, read)

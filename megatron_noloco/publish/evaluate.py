@@ -22,7 +22,7 @@ from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.microbatches import VALIDATION_SEED
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.model import huggingface
-from megatron_noloco.model.huggingface import HuggingFaceWeights
+from megatron_noloco.model.hf_folder import HuggingFaceWeights
 from megatron_noloco.plans.samples import SampleOrder
 from megatron_noloco.publish.export import open_source
 from megatron_noloco.publish.forward import WholeModel

@@ -3,15 +3,10 @@
 No message about statistics ever leaves a replica: TensorBoard overlays the replicas' runs.
 """
 
-import dataclasses
-import json
 import math
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -22,6 +17,7 @@ from megatron_noloco.model.groups import Groups
 from megatron_noloco.outer.optimizer import RoundReport
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.training.console import Console
+from megatron_noloco.training.metrics import ReplicaFiles
 from megatron_noloco.training.record import Evaluation, RoundRecord, SaveReport, StepRecord
 
 # What ranks of one replica tell each other at a logged step, one float each.
@@ -197,97 +193,3 @@ class Monitor:
         table = [torch.empty_like(mine) for _ in range(size)]
         dist.all_gather(table, mine, group=self.groups.replica)
         return dict(zip(_FIELDS, torch.stack(table).T, strict=True))
-
-
-class ReplicaFiles:
-    """One replica's metrics: `metrics.jsonl`, and TensorBoard events beside it."""
-
-    def __init__(self, folder: Path, tensorboard: bool, start_step: int) -> None:
-        """Rows of steps after `start_step`, left by a run that went further, will be written again: drop them."""
-        self._folder, self._told = folder, False
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / "metrics.jsonl"
-        kept = [row for row in _complete_rows(path) if json.loads(row)["step"] <= start_step]
-        path.write_text("".join(kept))
-        self._jsonl: TextIO = path.open("a", buffering=1)
-        self._board: Any = None
-        if tensorboard:
-            from torch.utils.tensorboard import SummaryWriter  # slow to import: only where it is used
-
-            self._board = SummaryWriter(str(folder), purge_step=start_step + 1)
-
-    def step(self, record: StepRecord) -> None:
-        self._write({"kind": "step", **dataclasses.asdict(record)})
-        scalars = {
-            "train/loss": record.loss,
-            "train/learning_rate": record.learning_rate,
-            "train/grad_norm": record.grad_norm,
-            "train/loss_scale": record.loss_scale,
-            "speed/tokens_per_second": record.tokens_per_second,
-            "speed/seconds_per_step": record.seconds_per_step,
-            "routing/hop_wait_seconds": record.hop_wait_seconds,
-            "train/data_wait_seconds": record.data_wait_seconds,
-            "routing/routed_share": record.routed_share,
-            "routing/sent_bytes": record.hop_bytes,
-        }
-        if record.round is not None:
-            scalars |= {
-                "round/exchange_seconds": record.round.exchange_seconds,
-                "round/wait_seconds": record.round.wait_seconds,
-                "round/sent_bytes": record.round.sent_bytes,
-                "round/spread": record.round.spread,
-            }
-        self._scalars(scalars, record.step)
-
-    def evaluation(self, step: int, replica: int, evaluation: Evaluation) -> None:
-        self._write(
-            {"kind": "evaluation", "step": step, "replica": replica, **dataclasses.asdict(evaluation)}
-        )
-        own = evaluation.replica_losses[replica]
-        scalars = {"validation/loss": own, "validation/perplexity": math.exp(min(own, 700.0))}
-        if not math.isnan(evaluation.mean_model_loss):
-            scalars["validation/mean_model_loss"] = evaluation.mean_model_loss
-        for dataset in evaluation.datasets:
-            scalars[f"validation/loss of {dataset.name}"] = dataset.replica_losses[replica]
-        self._scalars(scalars, step)
-
-    def close(self) -> None:
-        with self._training_goes_on():
-            self._jsonl.close()
-            if self._board is not None:
-                self._board.close()
-
-    def _write(self, row: dict[str, Any]) -> None:
-        with self._training_goes_on():
-            self._jsonl.write(json.dumps(_without_nan(row)) + "\n")
-
-    def _scalars(self, scalars: dict[str, float], step: int) -> None:
-        if self._board is not None:
-            with self._training_goes_on():
-                for name, value in scalars.items():
-                    self._board.add_scalar(name, value, step)
-
-    @contextmanager
-    def _training_goes_on(self) -> Iterator[None]:
-        """A disk without room for a line of the log must not end the run; it is told once."""
-        try:
-            yield
-        except OSError as error:
-            if not self._told:
-                sys.stderr.write(
-                    f"{self._folder}: {error.strerror or error}; training goes on without its log\n"
-                )
-            self._told = True
-
-
-def _complete_rows(path: Path) -> list[str]:
-    """The lines of a file that may not exist, and whose last line a crash may have cut."""
-    rows = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [row for row in rows if row.endswith("}\n")]
-
-
-def _without_nan(value: Any) -> Any:
-    """JSON has no NaN: it becomes null."""
-    if isinstance(value, dict):
-        return {key: _without_nan(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
