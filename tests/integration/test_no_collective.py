@@ -113,14 +113,18 @@ def test_over_torch(tmp_path: Path, interval: str) -> None:
     assert bool(assert_hops_follow_the_routes(ranks, interval)) == (interval != "off")
 
 
-def test_over_mpi(tmp_path: Path) -> None:
-    """One stage per replica, to start fewer processes: hops are messages of torch whatever the transport."""
-    topology = Topology(replicas=4)
+@pytest.mark.parametrize(
+    "topology", [Topology(replicas=4), pytest.param(STAGED, marks=pytest.mark.slow)], ids=["4x1", "4x2"]
+)
+def test_over_mpi(tmp_path: Path, topology: Topology) -> None:
+    """Hops are messages of torch whatever the transport; eight processes take most of a minute on two cores."""
     ranks = over_mpi(tmp_path, topology)
     assert_no_collective_spans_replicas(ranks, topology)
     assert_exchanges_go_to_partners(ranks, topology)
     for seen in ranks:
         assert {call["library"] for call in seen["calls"] if is_exchange(call, seen["hops"])} == {"mpi"}
+    if topology.stages > 1:
+        assert assert_hops_follow_the_routes(ranks, "round")
 
 
 def test_without_a_method_and_routes_no_message_leaves_a_replica(tmp_path: Path) -> None:
