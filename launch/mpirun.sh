@@ -16,16 +16,19 @@ check_config "$config" "$ranks"
 find_mpirun
 
 if [ -n "${NIC:-}" ]; then export GLOO_SOCKET_IFNAME="$NIC" NCCL_SOCKET_IFNAME="$NIC"; fi
+hostfile='' # the option; HOSTFILE itself may have spaces in it
 if [ "$mpi" = openmpi ]; then
     mpi_options="$mpi_options${NIC:+ --mca btl_tcp_if_include $NIC}"
     if [ -n "${HOSTFILE:-}" ]; then # ssh does not carry the environment over: name what must travel
-        mpi_options="$mpi_options --hostfile $HOSTFILE -x PYTHONPATH"
+        hostfile=--hostfile
+        mpi_options="$mpi_options -x PYTHONPATH"
         mpi_options="$mpi_options${NIC:+ -x GLOO_SOCKET_IFNAME -x NCCL_SOCKET_IFNAME}"
     else
         mpi_options="$mpi_options --oversubscribe"
     fi
 else # MPICH and its kin
-    mpi_options="${NIC:+ -iface $NIC}${HOSTFILE:+ -f $HOSTFILE}"
+    mpi_options="${NIC:+ -iface $NIC}"
+    if [ -n "${HOSTFILE:-}" ]; then hostfile=-f; fi
 fi
 
 # mpirun gives every rank a terminal of its own: only here can it be seen whether a person is watching.
@@ -39,7 +42,7 @@ fi
 # Asked to stop, mpirun kills its ranks within a second, but it passes SIGUSR1 on to all of them: they finish
 # their step, save and end the job. A second Ctrl-C ends it at once. setsid keeps the terminal's own Ctrl-C away.
 # shellcheck disable=SC2086  # options are words
-setsid "$mpirun" $mpi_options ${MPI_OPTIONS:-} -n "$ranks" \
+setsid "$mpirun" $mpi_options ${hostfile:+"$hostfile" "$HOSTFILE"} ${MPI_OPTIONS:-} -n "$ranks" \
     "$PYTHON" -m megatron_noloco train --config "$config" --progress "$progress" "$@" </dev/null &
 job=$!
 trap 'kill -USR1 "$job"; trap "kill -TERM $job" INT TERM' INT TERM

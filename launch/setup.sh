@@ -1,7 +1,7 @@
 #!/bin/sh
 # Make the virtual environment .venv with everything in requirements.txt; safe to run again.
 #   usage: launch/setup.sh        (or: make setup)
-#   PYTHON  the interpreter to use, default python3; it must be 3.11 or newer
+#   PYTHON  the interpreter to use, default python3; it must be 3.11, 3.12 or 3.13
 # Needs only Python with its venv module: no compiler, no MPI, no GPU, no root.
 set -eu
 cd "$(dirname "$0")/.."
@@ -13,9 +13,9 @@ fail() { printf 'set-up: %s\n' "$*" >&2; exit 1; }
 version_of() { "$venv/bin/python" -c "import importlib.metadata as m; print(m.version('$1'))"; }
 pip_install() { "$venv/bin/python" -m pip install -qq --disable-pip-version-check "$@"; }
 
-command -v "$python" >/dev/null 2>&1 || fail "there is no $python here; install Python 3.11 or newer (Debian, Ubuntu: apt install python3 python3-venv)"
-"$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-    fail "$("$python" --version 2>&1) is too old: Python 3.11 or newer is needed; name another one with PYTHON=python3.12"
+command -v "$python" >/dev/null 2>&1 || fail "there is no $python here; install Python 3.11, 3.12 or 3.13 (Debian, Ubuntu: apt install python3 python3-venv)"
+"$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' ||
+    fail "$("$python" --version 2>&1) does not fit: Python 3.11, 3.12 or 3.13 is needed; name one with PYTHON=python3.12"
 "$python" -c 'import ensurepip, venv' 2>/dev/null ||
     fail "$python cannot make virtual environments; Debian, Ubuntu: apt install python3-venv"
 

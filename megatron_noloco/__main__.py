@@ -75,7 +75,7 @@ def _train(parsed: argparse.Namespace) -> int:
 
         prepared = run.prepare(config, os.environ)
         transport, start = run.join_job(prepared)
-    except ValueError as error:  # a ConfigError is one
+    except (ValueError, OSError) as error:  # a ConfigError is one; a file that cannot be read
         return _usage_error(error)
     try:
         if run.train(prepared, transport, start, parsed.progress):

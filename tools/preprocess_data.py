@@ -10,6 +10,7 @@ on where it was when started again with the same arguments.
 
 import argparse
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -46,6 +47,7 @@ def main() -> int:
     encoding = Encoding(
         options.tokenizer_type, options.tokenizer_model, tuple(options.json_keys), options.append_eod
     )
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's notice is a Ctrl-C
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
         job = Job(find_inputs(options.input), options.output_prefix, encoding, options.workers)
@@ -54,7 +56,7 @@ def main() -> int:
         with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
             task = progress.add_task("preprocess", total=sum(item.bytes for item in job.inputs))
             tally = preprocess(job, lambda read_bytes: progress.advance(task, read_bytes))
-    except ValueError as error:
+    except (ValueError, OSError) as error:  # a file that cannot be read, a disk that is full
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -159,6 +159,12 @@ class _Resolver:
             self._unknown_type(
                 "optimizer", name, ["AdamW", "Adam", "Lamb", "Lion", *sorted(keys.TORCH_OPTIMIZERS)]
             )
+        allowed = keys.OPTIMIZER_PARAMS.get(str(name).lower(), frozenset(params))
+        self.problems += [
+            unknown_key(("optimizer", "params", key), allowed | {"max_grad_norm"})
+            for key in params
+            if key not in allowed | {"max_grad_norm"}
+        ]
         rate = params.get("lr", 1e-3)
         if rate != AUTO and (type(rate) not in (int, float) or not 0 <= rate < float("inf")):
             self.problems.append(wrong_value(("optimizer", "params", "lr"), "a number >= 0", rate))

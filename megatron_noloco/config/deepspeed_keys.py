@@ -74,6 +74,19 @@ SUB_BLOCKS = {
         """),
 }
 
+# What the usual optimizers take, under DeepSpeed's names for its own and torch's for the others.
+_ADAM = _words("""
+    lr betas eps weight_decay amsgrad bias_correction torch_adam adam_w_mode fp32_optimizer_states set_grad_none
+    fused foreach maximize capturable differentiable decoupled_weight_decay
+    """)
+OPTIMIZER_PARAMS = {
+    "adam": _ADAM,
+    "adamw": _ADAM,
+    "lamb": _words("lr betas eps weight_decay amsgrad bias_correction max_coeff min_coeff eps_inside_sqrt"),
+    "lion": _words("lr betas weight_decay fp32_optimizer_states set_grad_none"),
+    "sgd": _words("lr momentum dampening weight_decay nesterov maximize foreach differentiable fused"),
+}
+
 # DeepSpeed's own optimizers ignore case; other names are looked up, as written, in torch.optim.
 DEEPSPEED_OPTIMIZERS = _words("adagrad adam adamw lamb lion muadam muadamw musgd muon")
 TORCH_OPTIMIZERS = _words("ASGD Adadelta Adafactor Adamax LBFGS NAdam RAdam RMSprop Rprop SGD SparseAdam")

@@ -19,8 +19,8 @@ def run(args: argparse.Namespace) -> int:
     from megatron_noloco.data.tokenizer import build_tokenizer
 
     try:
-        lines = report(IndexedTokens(args.prefix), build_tokenizer(args), args.samples)
-    except ValueError as error:
+        lines = list(report(IndexedTokens(args.prefix), build_tokenizer(args), args.samples))
+    except (ValueError, OSError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
     sys.stdout.write("".join(f"{line}\n" for line in lines))

@@ -1,16 +1,19 @@
 """Corpora: where text comes from, and which part of it is for training, validation and test."""
 
 import hashlib
+import io
 import math
 import os
 import platform
 import sysconfig
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
+from megatron_noloco.data.inputs import BITE_BYTES
 from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
 
 STANDARD_LIBRARY = "python-stdlib"
@@ -18,6 +21,7 @@ SPLITS = ("train", "validation", "test")
 
 _SPLIT_BY_FILE_FROM = 20  # files; with fewer, whole files make too coarse a split
 _NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_PIECES_AT_ONCE = 16
 _COUNT_AT_ONCE = 1 << 20  # tokens; bincount widens its input to 8 bytes each
 
 Weights = tuple[float, float, float]
@@ -165,19 +169,28 @@ def _character_start(text: bytes, place: int) -> int:
 
 def _join(texts: list[bytes], tokenizer: Tokenizer) -> np.ndarray:
     if not isinstance(tokenizer, ByteTokenizer):
-        end = [tokenizer.end_of_document]
-        pieces = [
-            piece
-            for tokens in tokenizer.encode_batch([text.decode() for text in texts])
-            for piece in (tokens, end)
-        ]
-        return np.concatenate([np.empty(0, dtype=np.int32), *pieces]).astype(np.int32)
+        end = np.array([tokenizer.end_of_document])
+        parts = [np.empty(0, dtype=np.int32)]
+        pieces = ((piece, last) for text in texts for piece, last in _pieces(text))
+        # Some at a time: a tokenizer needs hundreds of bytes for a token while it encodes.
+        while batch := list(islice(pieces, _PIECES_AT_ONCE)):
+            encoded = tokenizer.encode_batch([piece.decode() for piece, _ in batch])
+            for ids, (_, last) in zip(encoded, batch, strict=True):
+                parts += [ids, end] if last else [ids]
+        return np.concatenate(parts, dtype=np.int32)
     tokens = np.full(sum(map(len, texts)) + len(texts), tokenizer.end_of_document, dtype=np.uint16)
     place = 0
     for text in texts:
         tokens[place : place + len(text)] = np.frombuffer(text, dtype=np.uint8)
         place += len(text) + 1
     return tokens
+
+
+def _pieces(text: bytes) -> Iterator[tuple[bytes, bool]]:
+    """Half a megabyte each, up to the end of a line, as preprocessing cuts long texts; whether it is the last."""
+    file = io.BytesIO(text)
+    while piece := file.read(BITE_BYTES) + file.readline():
+        yield piece, file.tell() == len(text)
 
 
 def _megabytes(documents: list[Document]) -> float:

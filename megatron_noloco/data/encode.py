@@ -52,9 +52,21 @@ def _rows(bite: Bite, keys: tuple[str, ...]) -> Iterator[list[str]]:
             except UnicodeDecodeError as error:
                 raise ValueError(f"{path}: not UTF-8 text ({error.reason})") from None
             continue
-        place = f"{path}, {'line' if kind == 'jsonl' else 'row'} {number}"
+        place = _place(bite, number)
         fields = _parse_line(record, place) if kind == "jsonl" else record
         yield [_text(fields, key, place) for key in keys]
+
+
+def _place(bite: Bite, number: int) -> str:
+    return f"{bite.input.path}, {'row' if bite.input.kind == 'parquet' else 'line'} {number}"
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _parse_line(line: bytes, place: str) -> dict[str, Any]:
@@ -77,7 +89,13 @@ def _text(fields: dict[str, Any], key: str, place: str) -> str:
 
 
 def _encode(texts: list[str], bite: Bite, encoding: Encoding, tokenizer: Tokenizer) -> Encoded:
-    sequences = tokenizer.encode_batch(texts)
+    try:
+        sequences = tokenizer.encode_batch(texts)
+    except (TypeError, UnicodeEncodeError):
+        bad = next(number for number, text in enumerate(texts, bite.first) if not _is_unicode(text))
+        raise ValueError(
+            f"{_place(bite, bad)}: holds half a character (a surrogate such as \\ud83d without its other half)"
+        ) from None
     if bite.holds_whole_documents:
         sequences = [tokens for tokens in sequences if len(tokens)]
     if encoding.append_eod:

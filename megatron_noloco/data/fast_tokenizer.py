@@ -31,6 +31,9 @@ class FastTokenizer:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # tokenizers raises plain Exception
             raise ValueError(f"tokenizer_model {file}: not a tokenizer ({error})") from None
+        # What a file remembers of how its model was fed; it would cut texts short, or fill them up.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
         self.folder = file.parent
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have gaps
@@ -77,4 +80,12 @@ class FastTokenizer:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text()) if path.is_file() else {}
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text())
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: not a JSON object")
+    return content

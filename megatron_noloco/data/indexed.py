@@ -65,6 +65,10 @@ class IndexedTokens:
             raise ValueError(f"{bin_path}: holds no tokens ({sequences} sequences)")
         if not np.array_equal(pointers, self.offsets[:-1] * self.dtype.itemsize):
             raise ValueError(f"{idx_path}: its sequences do not lie one after the other")
+        if self.document_bounds[:1] != 0 or self.document_bounds[-1:] != sequences:
+            raise ValueError(
+                f"{idx_path}: its documents do not end where its sequences do; it was not finished"
+            )
         self.tokens = np.memmap(bin_path, dtype=self.dtype, mode="r")
 
     @cached_property

@@ -1,8 +1,10 @@
 """What preprocessing reads: text, JSON lines and Parquet, plain or compressed, files or folders of them."""
 
+import codecs
 import gzip
 import io
 import os
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import IO, Any, Literal
 
 BITE_BYTES = 1 << 19  # of text handed to a worker at once
 _COMPRESSED = (".gz", ".zst")
+_COMPRESSED_BYTES = 1 << 16  # read at once
 _JSON_LINES = (".jsonl", ".json", ".ndjson")
 
 Kind = Literal["text", "jsonl", "parquet"]
@@ -20,7 +23,7 @@ class Input:
     """One file."""
 
     path: Path
-    in_folder: bool  # found in a folder that was given, not given itself
+    folder: Path | None  # the one that was given, where it was found; None where it was given itself
     number: int  # its place among all inputs, from 0
 
     @property
@@ -61,12 +64,12 @@ def find_inputs(paths: Iterable[str]) -> list[Input]:
 
     Raises ValueError when a path is missing or there is nothing to read.
     """
-    found: list[tuple[Path, bool]] = []
+    found: list[tuple[Path, Path | None]] = []
     for given in paths:
         path = Path(given).expanduser()
         if not path.exists():
             raise ValueError(f"--input {given}: no such file or folder (looked from cwd {Path.cwd()})")
-        found += [(file, True) for file in _files_below(path)] if path.is_dir() else [(path, False)]
+        found += [(file, path) for file in _files_below(path)] if path.is_dir() else [(path, None)]
     inputs = [Input(*file, number) for number, file in enumerate(found)]
     if not any(item.bytes for item in inputs):
         raise ValueError(f"--input {' '.join(paths)}: holds no files with text")
@@ -96,7 +99,7 @@ def read_bites(item: Input, columns: list[str]) -> Iterator[Bite]:
     try:
         with item.path.open("rb") as raw:
             yield from read(item, raw, _decompress(item.path, raw))
-    except (EOFError, gzip.BadGzipFile, _zstd_error()) as error:
+    except (EOFError, gzip.BadGzipFile, zlib.error, _zstd_error()) as error:
         raise ValueError(f"{item.path}: cannot be decompressed ({error})") from None
 
 
@@ -109,7 +112,36 @@ def _decompress(path: Path, raw: IO[bytes]) -> IO[bytes]:
         import zstandard
     except ImportError:
         raise ValueError(f"{path}: zstd needs a package: pip install zstandard") from None
-    return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True))
+    return io.BufferedReader(_Frames(zstandard.ZstdDecompressor(), raw))
+
+
+class _Frames(io.RawIOBase):
+    """The contents of all zstd frames in a file; the library's own reader takes a file cut short for whole."""
+
+    def __init__(self, decompressor: Any, raw: IO[bytes]) -> None:
+        self._decompressor, self._raw = decompressor, raw
+        self._frame: Any = None  # the one begun
+        self._compressed = self._content = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._content:
+            self._compressed = self._compressed or self._raw.read(_COMPRESSED_BYTES)
+            if not self._compressed:
+                if self._frame is not None:
+                    raise EOFError("it ends within a frame")
+                return 0
+            self._frame = self._frame or self._decompressor.decompressobj()
+            self._content = self._frame.decompress(self._compressed)
+            self._compressed = self._frame.unused_data
+            if self._frame.eof:
+                self._frame = None
+        taken = self._content[: len(buffer)]
+        buffer[: len(taken)] = taken
+        self._content = self._content[len(taken) :]
+        return len(taken)
 
 
 def _zstd_error() -> type[Exception]:
@@ -133,12 +165,10 @@ def _read_text(item: Input, raw: IO[bytes], file: IO[bytes]) -> Iterator[Bite]:
 
     Folders hold pictures and archives, too: a file found there that is not UTF-8 gives a bite without records.
     """
-    before = 0
-    piece = _read_piece(file)
-    if item.in_folder and not _is_text(piece):
+    if item.folder is not None and not _is_text(item):
         yield Bite(item, 1, [], True, item.bytes)
         return
-    number = 1
+    number, before, piece = 1, 0, _read_piece(file)
     while piece:
         following = _read_piece(file)
         place = raw.tell()
@@ -146,11 +176,17 @@ def _read_text(item: Input, raw: IO[bytes], file: IO[bytes]) -> Iterator[Bite]:
         number, piece, before = number + 1, following, place
 
 
-def _is_text(piece: bytes) -> bool:
-    try:
-        piece.decode()
-    except UnicodeDecodeError:
-        return False
+def _is_text(item: Input) -> bool:
+    """To the end, before any of it is taken."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with item.path.open("rb") as raw:
+        file = _decompress(item.path, raw)
+        try:
+            while piece := file.read(BITE_BYTES):
+                decoder.decode(piece)
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError:
+            return False
     return True
 
 

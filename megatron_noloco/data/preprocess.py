@@ -5,9 +5,12 @@ done by its JSON file. A run that was stopped goes on after its last done part. 
 `PREFIX_KEY_document.bin` and, last of all, `.idx`: who finds an index finds a whole dataset.
 """
 
+import ctypes
+import hashlib
 import json
 import os
 import shutil
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -15,7 +18,7 @@ from dataclasses import asdict, dataclass
 from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
-from signal import SIG_IGN, SIGINT, signal
+from signal import SIG_IGN, SIGINT, SIGKILL, signal
 
 from megatron_noloco.data.encode import Encoded, Encoding, encode
 from megatron_noloco.data.indexed import IndexedWriter
@@ -24,6 +27,7 @@ from megatron_noloco.data.tokenizer import build_tokenizer
 
 _NOTES = "job.json"
 _PART_BYTES = 1 << 28  # of inputs on disk: what a restart may have to do again
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _AHEAD = 4  # bites per worker that are read before they are needed
 
 
@@ -46,8 +50,15 @@ class Job:
     def fingerprint(self) -> dict[str, object]:
         """What must not have changed for parts to be taken over."""
         files = [[str(i.path.resolve()), i.bytes, i.path.stat().st_mtime_ns] for i in self.inputs]
-        encoding = asdict(self.encoding)
-        return json.loads(json.dumps({"encoding": encoding, "files": files, "bite": BITE_BYTES}))
+        facts = {"encoding": asdict(self.encoding), "tokenizer": self._tokenizer_digests()}
+        return json.loads(json.dumps({**facts, "files": files, "bite": BITE_BYTES}))
+
+    def _tokenizer_digests(self) -> list[str]:
+        if self.encoding.tokenizer_model is None:
+            return []
+        model = Path(self.encoding.tokenizer_model)
+        files = sorted(model.glob("*.json")) if model.is_dir() else [model]
+        return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
 
 
 @dataclass
@@ -80,6 +91,12 @@ def check(job: Job) -> None:
             )
     if not job.prefix.parent.is_dir():
         raise ValueError(f"--output-prefix {job.prefix}: no folder {job.prefix.parent}")
+    for folder in {item.folder for item in job.inputs if item.folder is not None}:
+        if job.prefix.resolve().is_relative_to(folder.resolve()):
+            raise ValueError(
+                f"--output-prefix {job.prefix} lies in the input folder {folder}: what is written there would "
+                "be read as text; give a prefix outside of it"
+            )
     build_tokenizer(job.encoding)
 
 
@@ -208,12 +225,8 @@ class _Encoder:
         self._encoding = encoding
         self._ahead = _AHEAD * workers
         # spawn: this process may have threads (a progress bar's), which a fork would copy in mid-air
-        # They ignore Ctrl-C, which reaches them too: it is this process that stops.
-        self._pool = (
-            ProcessPoolExecutor(workers, get_context("spawn"), signal, (SIGINT, SIG_IGN))
-            if workers > 1
-            else None
-        )
+        spawn = get_context("spawn")
+        self._pool = ProcessPoolExecutor(workers, spawn, _begin_worker) if workers > 1 else None
 
     def __enter__(self) -> "_Encoder":
         return self
@@ -234,3 +247,10 @@ class _Encoder:
                 yield earliest, future.result()
         for earliest, future in waiting:
             yield earliest, future.result()
+
+
+def _begin_worker() -> None:
+    """Ctrl-C, which reaches workers too, is for the process they work for; when that is gone they go as well."""
+    signal(SIGINT, SIG_IGN)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, SIGKILL)

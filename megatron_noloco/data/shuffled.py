@@ -49,17 +49,28 @@ class ShuffledDataset(TokenDataset):
         self._samples: Any = None
 
     def load_indices(self) -> None:
-        """Make them, unless they are there; raises ValueError where they cannot be written."""
+        """Make them, unless they are there and sound; raises ValueError where they cannot be written."""
         try:
             with _one_process_of_this_node(self._folder):
-                if not self._folder.is_dir():
+                if not self._found():
                     self._build()
+                    if not self._found():
+                        raise OSError("the indices just written cannot be read")
         except OSError as error:
             raise ValueError(
-                f"data.data_cache_path: cannot write {self._folder}: {error.strerror}; give a folder for the "
-                f"indices of {self._arguments[0]}"
+                f"data.data_cache_path: cannot write {self._folder}: {error.strerror or error}; give a folder "
+                f"for the indices of {self._arguments[0]}"
             ) from None
-        self._samples = self._gpt_dataset(str(self._folder))
+
+    def _found(self) -> bool:
+        """Whether the indices on disk could be loaded; with one file missing GPTDataset would write into them."""
+        if len(list(self._folder.glob("*"))) != len(_INDICES) + 1:
+            return False
+        try:
+            self._samples = self._gpt_dataset(str(self._folder))
+        except (ValueError, EOFError):  # cut short
+            return False
+        return True
 
     def __getitem__(self, index: int) -> np.ndarray:
         """Sample `index`, int64, shape [S + 1]."""
@@ -85,12 +96,17 @@ class ShuffledDataset(TokenDataset):
             partial = Path(building, "indices")
             partial.mkdir()
             for index in _INDICES:
-                np.save(partial / f"{stem}-{index}.npy", getattr(built, index))
+                with (partial / f"{stem}-{index}.npy").open("wb") as file:
+                    np.save(file, getattr(built, index))
+                    file.flush()
+                    os.fsync(file.fileno())
             (partial / f"{stem}-description.txt").write_text(built.unique_description)
             try:
+                if folder.exists() and not self._found():
+                    folder.rename(Path(building, "damaged"))
                 partial.rename(folder)
             except OSError:
-                if not folder.is_dir():  # or another node was faster, with the same
+                if not self._found():  # else another node was faster, with the same
                     raise
 
     def _gpt_dataset(self, cache: str) -> Any:

@@ -60,7 +60,7 @@ def _export(args: argparse.Namespace) -> int:
     _say(*losses_report(source))
     difference = check_export(source, output)
     _say(f"logits: largest difference from the trainer's own {difference:.1e} (must be below {TOLERANCE:g})")
-    if difference >= TOLERANCE:
+    if not difference < TOLERANCE:  # NaN is no agreement either
         sys.stderr.write(f"{output}: the exported model is not the trained one; left marked as unfinished\n")
         return 1
     _say(f"exported {source.folder} to {output}")
@@ -76,6 +76,7 @@ def _import(args: argparse.Namespace) -> int:
     template = load_config(args.config)
     raw = json.loads(Path(args.config).read_text())
     raw["model"] = {
+        **raw.get("model", {}),
         **huggingface.model_block(folder),
         "seq_length": template.model.seq_length,
         "make_vocab_size_divisible_by": template.parallel.shards,

@@ -174,7 +174,7 @@ def losses_report(source: Source) -> list[str]:
     lines = [
         f"replica {replica}: validation loss {f['validation_loss']:.4f}" for replica, f in losses.items()
     ]
-    means = {figures["mean_model_loss"] for figures in losses.values()}
+    means = {figures["mean_model_loss"] for figures in losses.values() if "mean_model_loss" in figures}
     steps = {int(figures["evaluated_step"]) for figures in losses.values()}
     return [
         *lines,

@@ -19,7 +19,7 @@ def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: i
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    except (OSError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"{folder}: {' '.join(str(error).split())}") from None
     # Nothing to go on from: a document begins where another ended.
     inputs = tokenizer(prompt or tokenizer.eos_token, return_tensors="pt", add_special_tokens=False)

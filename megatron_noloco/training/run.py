@@ -63,6 +63,12 @@ def prepare(config: RunConfig, environ: Mapping[str, str]) -> Prepared:
             f"model.vocab_size {vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}; "
             f"set it to {tokenizer.vocab_size} or leave it out"
         )
+    padded, shards = config.padded_vocab_size(vocab_size), topology.shards
+    if padded % shards:
+        raise ValueError(
+            f"model.make_vocab_size_divisible_by: the padded vocabulary {padded} does not divide into "
+            f"{shards} parallel.shards; make it a multiple of {shards}"
+        )
     plan = BatchPlan(topology.replicas, topology.lanes, config.microbatches, config.micro_batch_size)
     evaluates = config.training.eval_iters > 0
     seq_length = config.model.seq_length

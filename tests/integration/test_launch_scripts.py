@@ -66,6 +66,24 @@ def test_quickstart_starts_as_many_ranks_as_its_config_needs() -> None:
     assert finished.returncode == 0, finished.stderr
 
 
+@pytest.mark.parametrize("where", ["", "launch", ".."])
+def test_quickstart_starts_from_any_folder(where: str, tmp_path: Path) -> None:
+    """On a copy whose mpirun.sh and Python only tell that they were called."""
+    root = tmp_path / "a copy"
+    shutil.copytree(REPOSITORY / "launch", root / "launch")
+    (root / "launch" / "mpirun.sh").write_text('#!/bin/sh\necho trained in $(basename "$PWD")\n')
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho sampled in $(basename "$PWD") by $PYTHONPATH\n')
+    python.chmod(0o755)
+    script = os.path.relpath(root / "launch" / "quickstart.sh", root / where)
+    environ = {**os.environ, "PYTHON": str(python), "PYTHONPATH": ""}
+    command = [f"./{script}" if "/" not in script else script]
+    finished = subprocess.run(command, cwd=root / where, env=environ, capture_output=True, text=True)
+    assert finished.returncode == 0, finished.stderr
+    assert "trained in a copy\n" in finished.stdout
+    assert finished.stdout.splitlines()[-1] == f"sampled in a copy by {root}"
+
+
 @pytest.mark.parametrize("script", LAUNCHERS)
 def test_a_launcher_explains_itself(script: str) -> None:
     code, said = launch(script)
@@ -94,8 +112,7 @@ def test_setup_refuses_an_old_python(tmp_path: Path) -> None:
     code, said = launch("setup.sh", environ={"PYTHON": str(old)})
     assert code == 1
     assert said == (
-        "set-up: Python 3.9.2 is too old: Python 3.11 or newer is needed; "
-        "name another one with PYTHON=python3.12\n"
+        "set-up: Python 3.9.2 does not fit: Python 3.11, 3.12 or 3.13 is needed; name one with PYTHON=python3.12\n"
     )
 
 

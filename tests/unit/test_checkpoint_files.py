@@ -375,6 +375,9 @@ class TestChangesOfTheConfig:
             "optimizer.params.lr: 0.01 in the checkpoint, 0.002 now",
         ]
 
+    def test_indices_may_move(self) -> None:
+        assert self.changes({"data": {"data_cache_path": "elsewhere"}}) == []
+
     def test_a_block_switched_off_is_as_good_as_absent(self) -> None:
         assert self.changes({"bf16": {"enabled": False}, "fp16": {"enabled": False}}) == []
 

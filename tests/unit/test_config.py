@@ -153,6 +153,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"optimizer.type": "sgd"}, "did you mean SGD?"),
     ({"optimizer.params.lr": "auto"}, 'optimizer.params.lr: "auto" has no meaning here'),
     ({"optimizer.params.lr": "fast"}, "optimizer.params.lr: must be a number >= 0, got 'fast'"),
+    ({"optimizer.params.weight_dekay": 1}, "did you mean optimizer.params.weight_decay?"),
     ({"optimizer.params.max_grad_norm": 1}, "use the top-level gradient_clipping"),
     ({"optimizer": "AdamW"}, "optimizer: must be an object, got 'AdamW'"),
     ({"scheduler": {"type": "WarmupCosinLR", "params": {}}}, "did you mean WarmupCosineLR?"),

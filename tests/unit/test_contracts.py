@@ -17,6 +17,9 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+from deepspeed.ops.lamb import FusedLamb
+from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.ops.op_builder import FusedAdamBuilder
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -37,6 +40,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import GlobalMemoryBuffer
 
+from megatron_noloco.config.deepspeed_keys import OPTIMIZER_PARAMS
 from megatron_noloco.model.pipeline import RoutedCommunicator
 
 ROOT = Path(__file__).parents[2]
@@ -273,3 +277,24 @@ def test_data_shuffled_names_the_indices_as_megatron_looks_for_them() -> None:
         "if not path_to_cache or (",
     ):
         assert line in source
+
+
+@pytest.mark.parametrize(
+    ("name", "classes", "read_by_the_engine"),
+    [
+        ("adam", [FusedAdam, DeepSpeedCPUAdam, torch.optim.Adam, torch.optim.AdamW], {"torch_adam"}),
+        ("lamb", [FusedLamb], set()),
+        ("lion", [FusedLion, DeepSpeedCPULion], set()),
+        ("sgd", [torch.optim.SGD], set()),
+    ],
+)
+def test_config_knows_what_optimizers_take(
+    name: str, classes: list[type], read_by_the_engine: set[str]
+) -> None:
+    """config/deepspeed_keys.py: a key that is missing there is refused, one too many ends in a traceback."""
+    taken = set().union(*(parameters(optimizer.__init__) for optimizer in classes))
+    expected = taken - {"self", "params", "model_params", "max_grad_norm"} | read_by_the_engine
+    if name == "adam":
+        expected -= {"adamw_mode"}  # which the engine gives, from adam_w_mode
+        assert OPTIMIZER_PARAMS["adamw"] == OPTIMIZER_PARAMS["adam"]
+    assert OPTIMIZER_PARAMS[name] == expected

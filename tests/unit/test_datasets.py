@@ -16,9 +16,12 @@ from hypothesis import strategies as st
 from megatron_noloco.__main__ import main
 from megatron_noloco.config import RunConfig
 from megatron_noloco.config.data_block import DataConfig
+from megatron_noloco.data import corpus as corpus_module
 from megatron_noloco.data import datasets as datasets_module
+from megatron_noloco.data.corpus import load_corpus
 from megatron_noloco.data.dataset import JoinedDataset, TokenDataset
 from megatron_noloco.data.datasets import Datasets, build_datasets, split_bounds
+from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.indexed import IndexedWriter
 from megatron_noloco.data.microbatches import MicrobatchSource, ValidationSource
 from megatron_noloco.data.prefetch import Prefetcher
@@ -182,6 +185,11 @@ def test_a_run_measures_on_each_dataset(training: dict[str, Any], microbatches: 
             "model.vocab_size 200 is smaller than the tokenizer's 257; set it to 257 or leave it out",
         ),
         (
+            {"data_path": "a"},
+            {"make_vocab_size_divisible_by": 1, "shards": 2},
+            "the padded vocabulary 257 does not divide into 2 parallel.shards; make it a multiple of 2",
+        ),
+        (
             {"data_path": "a", "split": "8,1,1", "data_cache_path": "a.idx"},
             {"seq_length": SEQ},
             "data.data_cache_path: cannot write a.idx/a-8-seed1234-",
@@ -194,6 +202,7 @@ def test_a_run_ends_before_it_starts(
     line: str,
     folder: Path,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     writer = IndexedWriter(folder / "cut", vocab_size=257)
     writer.add(np.arange(20), ends_document=True)
@@ -203,11 +212,23 @@ def test_a_run_ends_before_it_starts(
     (folder / "foreign.bin").write_bytes(b"")
     config = run_config(data)
     config["model"] |= {"seq_length": 300} | model
+    shards = config["model"].pop("shards", 1)
+    config["parallel"] = {"shards": shards}
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": shards}.items():
+        monkeypatch.setenv(name, str(value))
     (folder / "run.json").write_text(json.dumps(config))
     assert main(["train", "--config", "run.json"]) == 2
     error = capsys.readouterr().err
     assert line in error
     assert error.count("\n") == 1
+
+
+def test_an_unreadable_file_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    loop = folder / "loop"
+    loop.symlink_to(loop)
+    (folder / "loop.json").write_text(json.dumps(run_config({"text": str(loop)})))
+    assert main(["train", "--config", "loop.json"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 class TestText:
@@ -222,6 +243,20 @@ class TestText:
         parts = [parts[0].dataset.tokens for parts in (built.training, built.validation)]
         assert text.startswith("".join(map(tokenizer.decode, parts)))
         assert parts[0][-1] == parts[1][-1] == tokenizer.end_of_document
+
+    def test_a_long_text_is_encoded_in_pieces(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        make_tokenizer(tmp_path)
+        tokenizer = FastTokenizer(tmp_path)
+        lines = [f"two three {number}\n" for number in range(60)]
+        (tmp_path / "text").mkdir()
+        (tmp_path / "text" / "a.txt").write_text("".join(lines[:40]))
+        (tmp_path / "text" / "b.txt").write_text("".join(lines[40:]))
+        monkeypatch.setattr(corpus_module, "BITE_BYTES", 10)  # and on to the end of the line
+        monkeypatch.setattr(corpus_module, "_PIECES_AT_ONCE", 7)
+        ids = [tokenizer.encode(line).tolist() for line in lines]
+        end = [tokenizer.end_of_document]
+        expected = [token for line in [*ids[:40], end, *ids[40:], end] for token in line]
+        assert load_corpus(str(tmp_path / "text"), "1", tokenizer).train.tolist() == expected
 
     def test_no_validation_where_nothing_is_evaluated(self, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_text("0123456789")

@@ -305,6 +305,14 @@ def assert_one_line(code: int, capsys: pytest.CaptureFixture[str], fragments: tu
         assert fragment in lines[0]
 
 
+def test_import_keeps_what_is_not_a_size(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "llama", make_model())
+    model = {**CONFIG["model"], "recompute_granularity": "selective", "num_layers": 99}
+    code, output = import_folder(folder, {"model": model})
+    raw = json.loads(output.read_text())["model"]
+    assert (code, raw["num_layers"], raw["recompute_granularity"]) == (0, 2, "selective")
+
+
 def test_import_takes_the_tokenizer_of_the_model(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "llama", make_model())
     add_a_tokenizer_of_words(folder, **{"</s>": 2})

@@ -2,8 +2,11 @@
 
 import gzip
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -122,11 +125,12 @@ def test_a_folder_of_text(tmp_path: Path) -> None:
     (folder / "a.txt.gz").write_bytes(gzip.compress(b"first"))
     (folder / "below" / "c").write_text("third")
     (folder / "picture.png").write_bytes(b"\x89PNG\xff\xfe")
+    (folder / "late.bin").write_bytes(b"text for a while\n" * 50_000 + b"\xff")
     (folder / "empty.txt").write_text("")
     job = Job(find_inputs([str(folder)]), tmp_path / "out", BYTES, 1)
     tally = preprocess.preprocess(job, lambda _: None)
     assert documents(IndexedTokens(str(job.output("text")))) == expected(["first", "second", "third"])
-    assert (tally.documents, tally.not_text) == (3, 1)
+    assert (tally.documents, tally.not_text) == (3, 2)
 
 
 def test_a_long_text_is_one_document_of_several_sequences(
@@ -236,6 +240,58 @@ class TestStopped:
         preprocess.preprocess(job, lambda _: None)
         assert documents(IndexedTokens(str(job.output("text"))))[0] == expected(["changed!"])[0]
 
+    def test_another_tokenizer_at_the_same_path_starts_over(self, tmp_path: Path) -> None:
+        fast = tmp_path / "tokenizer"
+        fast.mkdir()
+        make_tokenizer(fast)
+        encoding = Encoding("HuggingFaceTokenizer", str(fast), ("text",), append_eod=True)
+        inputs = find_inputs([str(write_jsonl(tmp_path / "a.jsonl", ["two"]))])
+        before = Job(inputs, tmp_path / "out", encoding, 1).fingerprint()
+        make_tokenizer(fast, vocab_size=270)
+        assert Job(inputs, tmp_path / "out", encoding, 1).fingerprint() != before
+
+
+def test_a_prefix_among_the_inputs_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("text")
+    job = Job(find_inputs([str(tmp_path / "texts")]), tmp_path / "texts" / "out", BYTES, 1)
+    with pytest.raises(
+        ValueError, match=r"^--output-prefix .*/texts/out lies in the input folder .*/texts: "
+    ):
+        preprocess.check(job)
+
+
+@pytest.mark.parametrize("notice", [signal.SIGTERM, signal.SIGKILL])
+def test_workers_go_with_their_process(tmp_path: Path, notice: signal.Signals) -> None:
+    write_jsonl(tmp_path / "a.jsonl", ["two three " * 2000] * 5000)
+    command = [sys.executable, "tools/preprocess_data.py", "--input", str(tmp_path / "a.jsonl")]
+    command += ["--workers", "2", "--output-prefix", str(tmp_path / "out")]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            deadline = time.monotonic() + 60
+            while not list(tmp_path.glob("out.partial/*.bin")) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+            process.send_signal(notice)
+            said = process.communicate(timeout=60)[1]
+        finally:
+            process.kill()
+    assert len(children) >= 2
+    deadline = time.monotonic() + 30
+    while any(_runs(child) for child in children) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not [child for child in children if _runs(child)]
+    if notice == signal.SIGTERM:
+        assert process.returncode == 130
+        assert said == "stopped; the same command goes on after the last finished part\n"
+
+
+def _runs(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
 
 @pytest.mark.parametrize("part_bytes", [1, 1000])
 def test_wherever_publishing_is_stopped_an_index_means_a_whole_dataset(
@@ -283,6 +339,26 @@ def test_wherever_publishing_is_stopped_an_index_means_a_whole_dataset(
     assert stops == 8
 
 
+def test_what_a_tokenizer_remembers_of_its_model_does_not_cut_texts(tmp_path: Path) -> None:
+    make_tokenizer(tmp_path)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.enable_truncation(3)
+    tokenizer.enable_padding(length=9)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    encoding = Encoding("HuggingFaceTokenizer", str(tmp_path), ("text",), append_eod=True)
+    ids = build_tokenizer(encoding).encode("two three four five")
+    assert build_tokenizer(encoding).decode(ids) == "two three four five"
+    assert len(ids) != 9
+
+
+@pytest.mark.parametrize("content", ["[1]", "{"])
+def test_a_broken_tokenizer_config(tmp_path: Path, content: str) -> None:
+    make_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(content)
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json: not a JSON object$"):
+        build_tokenizer(Encoding("HuggingFaceTokenizer", str(tmp_path), ("text",), append_eod=True))
+
+
 def test_the_tool_with_two_workers(tmp_path: Path, fast: Path) -> None:
     texts = [f"two three {number}" for number in range(100)]
     write_jsonl(tmp_path / "a.jsonl", texts)
@@ -311,8 +387,8 @@ def test_encoding_and_reading_import_no_engine() -> None:
 
 def test_a_bad_line_met_by_a_worker_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text"\n')
-    command = [sys.executable, "tools/preprocess_data.py", "--input", str(tmp_path), "--workers", "2"]
-    command += ["--output-prefix", str(tmp_path / "out")]
+    command = [sys.executable, "tools/preprocess_data.py", "--input", str(tmp_path / "a.jsonl")]
+    command += ["--workers", "2", "--output-prefix", str(tmp_path / "out")]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (finished.returncode, finished.stdout) == (2, "")
     assert finished.stderr.startswith(f"{tmp_path / 'a.jsonl'}, line 2: not JSON")
@@ -327,6 +403,9 @@ BAD_INPUTS: list[tuple[str, bytes, dict[str, Any], str]] = [
     ("a.jsonl", b'{"text": ""}\n', {}, r"all 1 documents are empty"),
     ("a.jsonl.gz", gzip.compress(b"x" * 99)[:-9], {}, r"a\.jsonl\.gz: cannot be decompressed"),
     ("a.jsonl.gz", b"plain", {}, r"cannot be decompressed"),
+    ("a.txt.gz", gzip.compress(b"x" * 99)[:10] + b"\xff" * 20, {}, r"a\.txt\.gz: cannot be decompressed"),
+    ("a.txt.zst", zstandard.compress(os.urandom(9999))[:5000], {}, r"zst: cannot be .* ends within a frame"),
+    ("a.jsonl", b'{"text": "x"}\n{"text": "\\ud83d"}\n', {}, r"a\.jsonl, line 2: holds half a character"),
     ("a.jsonl.zst", b"plain", {}, r"a\.jsonl\.zst: cannot be decompressed"),
     ("a.parquet", b"plain", {}, r"a\.parquet: not a sound Parquet file"),
     ("a.txt", b"\xff\xfe", {}, r"a\.txt: not UTF-8 text"),
@@ -373,6 +452,13 @@ class TestDamage:
         assert not (tmp_path / "p.idx").exists()
         writer.finish()
         return tmp_path / "p"
+
+    def test_documents_that_were_never_ended(self, tmp_path: Path) -> None:
+        writer = IndexedWriter(tmp_path / "open", vocab_size=300)
+        writer.add(np.arange(3), ends_document=False)
+        writer.finish()
+        with pytest.raises(ValueError, match=r"open\.idx: its documents do not end where its sequences do"):
+            IndexedTokens(str(tmp_path / "open"))
 
     def test_whole(self, prefix: Path) -> None:
         indexed = IndexedTokens(str(prefix))

@@ -153,11 +153,31 @@ def test_two_nodes_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
     def late(path: Path, target: Path) -> Path:
         shutil.copytree(path, target)
+        (made,) = (tmp_path / "cache").glob("data-*")
+        inodes.append(made.stat().st_ino)
         return real(path, target)
 
+    inodes: list[int] = []
     monkeypatch.setattr(shuffled.Path, "rename", late)
     assert samples(dataset(prefix)) == megatrons(prefix, 0, len(LENGTHS), 7, tmp_path / "theirs")
-    assert len(list((tmp_path / "cache").iterdir())) == 1
+    (kept,) = (tmp_path / "cache").iterdir()
+    assert [kept.stat().st_ino] == inodes
+
+
+@pytest.mark.parametrize("index", ["document_index", "sample_index", "shuffle_index"])
+@pytest.mark.parametrize("kept", [None, 0, 10, 140])
+def test_damaged_indices_are_made_anew(tmp_path: Path, index: str, kept: int | None) -> None:
+    """A cleaner of scratch folders took a file, or a power cut its end."""
+    prefix = write(tmp_path / "data")
+    first = samples(dataset(prefix))
+    (damaged,) = (tmp_path / "cache").glob(f"*/*{index}.npy")
+    if kept is None:
+        damaged.unlink()
+    else:
+        damaged.write_bytes(damaged.read_bytes()[:kept])
+    assert samples(dataset(prefix)) == first
+    (folder,) = (tmp_path / "cache").iterdir()
+    assert len(list(folder.iterdir())) == 4
 
 
 def read_all(rank: int, world_size: int, prefix: Path, built: Path) -> list[list[int]]:

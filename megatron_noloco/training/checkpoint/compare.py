@@ -19,7 +19,13 @@ _FIXED = (
     "fp16.enabled",
     "data_types",
 )
-_IRRELEVANT = ("training", "parallel.replicas", "noloco.deadline_seconds", "noloco.transport")
+_IRRELEVANT = (
+    "training",
+    "parallel.replicas",
+    "noloco.deadline_seconds",
+    "noloco.transport",
+    "data.data_cache_path",
+)
 
 
 def changes(saved: dict[str, Any], config: RunConfig) -> list[str]:
@@ -27,7 +33,7 @@ def changes(saved: dict[str, Any], config: RunConfig) -> list[str]:
     refused, allowed = [], []
     for name, before, after in _differences(saved, config.to_dict()):
         line = f"{name}: {before!r} in the checkpoint, {after!r} now"
-        if _within(name, _FIXED):
+        if _within(name, _FIXED) and name not in _IRRELEVANT:
             refused.append(line)
         elif not _within(name, _IRRELEVANT):
             allowed.append(line)
