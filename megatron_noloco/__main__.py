@@ -74,9 +74,14 @@ def _train(parsed: argparse.Namespace) -> int:
         from megatron_noloco.training import run  # imports torch: only for a sound config
 
         prepared = run.prepare(config, os.environ)
-        transport, start = run.join_job(prepared)
     except (ValueError, OSError) as error:  # a ConfigError is one; a file that cannot be read
         return _usage_error(error)
+    try:
+        transport, start = run.join_job(prepared)
+    except (ValueError, OSError) as error:
+        _usage_error(error)
+        run.abandon_job(USAGE_ERROR)
+        return USAGE_ERROR
     try:
         if run.train(prepared, transport, start, parsed.progress):
             return 0
@@ -85,7 +90,7 @@ def _train(parsed: argparse.Namespace) -> int:
         sys.stderr.write(f"{error}\n")
     except Exception:
         traceback.print_exc()
-    run.abandon_job(transport)
+    run.abandon_job(FAILURE)
     return FAILURE
 
 

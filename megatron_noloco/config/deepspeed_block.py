@@ -111,7 +111,7 @@ class _Resolver:
         if bf16.get("enabled") is True and fp16.get("enabled") is True:
             self.complain("fp16", "bf16 and fp16 are both enabled; choose one of them")
         scale = fp16.get("loss_scale", 0)
-        if type(scale) not in (int, float) or not 0 <= scale < float("inf"):
+        if not _is_size(scale):
             self.problems.append(wrong_value(("fp16", "loss_scale"), "a number >= 0 (0 is dynamic)", scale))
         accumulate = self.values.get("data_types", {}).get("grad_accum_dtype")
         if (
@@ -143,6 +143,21 @@ class _Resolver:
                     f"zero_optimization.{key} changes the order of the flat weights, which checkpoints and "
                     "exports rely on; leave it out",
                 )
+        for key in ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_param"):
+            if zero.get(key):
+                self.complain(
+                    "zero_optimization",
+                    f"zero_optimization.{key} is not supported: the inner optimizer works where the model is; "
+                    'the outer one\'s weights are in host memory already (noloco.slow_weights "host")',
+                )
+        if zero.get("compute_grad_norm") is False:
+            self.complain(
+                "zero_optimization",
+                "zero_optimization.compute_grad_norm: the norm is logged, and clipped by; leave it out",
+            )
+        for key in ("reduce_bucket_size", "allgather_bucket_size"):
+            if key in zero and not _is_size(zero[key]):
+                self.problems.append(wrong_value(("zero_optimization", key), "a number >= 0", zero[key]))
         zero["stage"] = 1
 
     def optimizer(self) -> None:
@@ -156,20 +171,20 @@ class _Resolver:
         name = self.values["optimizer"].get("type")
         known = keys.DEEPSPEED_OPTIMIZERS | keys.TORCH_OPTIMIZERS
         if isinstance(name, str) and not {name, name.lower()} & known:
-            self._unknown_type(
-                "optimizer", name, ["AdamW", "Adam", "Lamb", "Lion", *sorted(keys.TORCH_OPTIMIZERS)]
-            )
-        allowed = keys.OPTIMIZER_PARAMS.get(str(name).lower(), frozenset(params))
-        self.problems += [
-            unknown_key(("optimizer", "params", key), allowed | {"max_grad_norm"})
-            for key in params
-            if key not in allowed | {"max_grad_norm"}
-        ]
-        rate = params.get("lr", 1e-3)
-        if rate != AUTO and (type(rate) not in (int, float) or not 0 <= rate < float("inf")):
-            self.problems.append(wrong_value(("optimizer", "params", "lr"), "a number >= 0", rate))
+            self._unknown_type("optimizer", name, ["AdamW", "Adam", "Lion", *sorted(keys.TORCH_OPTIMIZERS)])
+        if name in keys.TORCH_OPTIMIZERS:
+            self.values["zero_allow_untested_optimizer"] = True  # as it calls all but Adam and Lion
         if "max_grad_norm" in params:
             self.complain("optimizer", "optimizer.params.max_grad_norm: use the top-level gradient_clipping")
+        allowed = keys.OPTIMIZER_PARAMS.get(str(name).lower(), frozenset(params)) | {"max_grad_norm"}
+        for key, value in params.items():
+            path = ("optimizer", "params", key)
+            if key not in allowed:
+                self.problems.append(unknown_key(path, allowed))
+            elif key in ("lr", "eps", "weight_decay", "momentum") and value != AUTO and not _is_size(value):
+                self.problems.append(wrong_value(path, "a number >= 0", value))
+            elif key == "betas" and not _are_betas(value):
+                self.problems.append(wrong_value(path, "two numbers from 0 to below 1", value))
 
     def scheduler(self) -> None:
         if "scheduler" not in self.values:
@@ -181,13 +196,16 @@ class _Resolver:
             return
         if name in keys.SCHEDULES:
             known = keys.SCHEDULES[name]
-            self.problems += [
-                unknown_key(("scheduler", "params", key), known) for key in params if key not in known
-            ]
+            for key, value in params.items():
+                path = ("scheduler", "params", key)
+                if key not in known:
+                    self.problems.append(unknown_key(path, known))
+                elif key != "warmup_type" and value != AUTO and type(value) not in (int, float, bool):
+                    self.problems.append(wrong_value(path, "a number", value))
             if "total_num_steps" in known and "total_num_steps" not in params:
                 self.complain("scheduler", 'scheduler.params.total_num_steps is missing (a number or "auto")')
-        elif name not in keys.TORCH_SCHEDULES:
-            self._unknown_type("scheduler", name, [*keys.SCHEDULES, *sorted(keys.TORCH_SCHEDULES)])
+        else:
+            self._unknown_type("scheduler", name, list(keys.SCHEDULES))
 
     def _typed(self, block: str) -> dict[str, Any]:
         """Checks the form {type, params} and returns params."""
@@ -209,8 +227,16 @@ class _Resolver:
 
     def clipping(self) -> None:
         clipping = self.values.get("gradient_clipping", 0.0)
-        if type(clipping) not in (int, float) or not 0 <= clipping < float("inf"):
+        if not _is_size(clipping):
             self.problems.append(wrong_value(("gradient_clipping",), 'a number >= 0 or "auto"', clipping))
+
+
+def _is_size(value: Any) -> bool:
+    return type(value) in (int, float) and 0 <= value < float("inf")
+
+
+def _are_betas(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(_is_size(beta) and beta < 1 for beta in value)
 
 
 def resolve(

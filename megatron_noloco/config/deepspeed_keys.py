@@ -82,20 +82,15 @@ _ADAM = _words("""
 OPTIMIZER_PARAMS = {
     "adam": _ADAM,
     "adamw": _ADAM,
-    "lamb": _words("lr betas eps weight_decay amsgrad bias_correction max_coeff min_coeff eps_inside_sqrt"),
     "lion": _words("lr betas weight_decay fp32_optimizer_states set_grad_none"),
     "sgd": _words("lr momentum dampening weight_decay nesterov maximize foreach differentiable fused"),
 }
 
-# DeepSpeed's own optimizers ignore case; other names are looked up, as written, in torch.optim.
-DEEPSPEED_OPTIMIZERS = _words("adagrad adam adamw lamb lion muadam muadamw musgd muon")
-TORCH_OPTIMIZERS = _words("ASGD Adadelta Adafactor Adamax LBFGS NAdam RAdam RMSprop Rprop SGD SparseAdam")
-
-# Looked up by DeepSpeed in torch.optim.lr_scheduler: those that JSON can describe.
-TORCH_SCHEDULES = _words("""
-    StepLR MultiStepLR ConstantLR LinearLR ExponentialLR PolynomialLR CosineAnnealingLR
-    CosineAnnealingWarmRestarts CyclicLR OneCycleLR
-    """)
+# Those that treat every weight by itself: ZeRO keeps the weights of a stage in flat vectors, where Lamb, Adafactor
+# or Muon would not find their tensors. DeepSpeed's own ignore case; the others are names in torch.optim. Torch's
+# schedules are no choice: they do not take the optimizer that ZeRO wraps around ours.
+DEEPSPEED_OPTIMIZERS = _words("adam adamw lion")
+TORCH_OPTIMIZERS = _words("Adadelta Adamax NAdam RAdam RMSprop SGD")
 
 # DeepSpeed's own schedules and their parameters.
 SCHEDULES = {

@@ -36,10 +36,19 @@ class ValidationSource:
     """
 
     def __init__(
-        self, dataset: SampleDataset, micro_batch_size: int, count: int | None, weight: float = 1.0
+        self,
+        dataset: SampleDataset,
+        micro_batch_size: int,
+        count: int | None,
+        weight: float = 1.0,
+        multiple_of: int = 1,
     ) -> None:
-        """`count` None: all of the split, but for a rest smaller than a microbatch. `weight`: in its blend."""
-        count = max(1, len(dataset) // micro_batch_size) if count is None else count
+        """`count` None: all of the split, but for a rest that does not fill `multiple_of` microbatches.
+
+        `weight`: in its blend.
+        """
+        if count is None:
+            count = max(1, len(dataset) // micro_batch_size // multiple_of) * multiple_of
         needed = count * micro_batch_size
         if needed > len(dataset):
             raise ValueError(

@@ -194,7 +194,7 @@ def deepspeed_settings(config: RunConfig) -> dict[str, Any]:
     norm (fp32) or take a step in their constructor (bf16, fp16), stage 1 gives the exact numbers with less memory.
     In bf16, gradients accumulate in fp32 over the microbatches as they do in Megatron, unless the file asks for
     another `data_types.grad_accum_dtype`; DeepSpeed then needs two more settings to be right.
-    Adam is DeepSpeed's fused kernel where it can be built, else torch's; `torch_adam` in the file decides itself.
+    Adam is DeepSpeed's fused kernel where it can be had, else torch's; `torch_adam` in the file decides itself.
     """
     settings = dict(config.deepspeed)
     if config.precision == "bf16":
@@ -205,11 +205,17 @@ def deepspeed_settings(config: RunConfig) -> dict[str, Any]:
     settings["zero_optimization"] = {**settings.get("zero_optimization", {}), "stage": 1}
     optimizer = settings["optimizer"]
     if optimizer["type"].lower() in ("adam", "adamw"):
-        parameters = {"torch_adam": not _fused_adam_can_be_built(), **optimizer.get("params", {})}
+        parameters = {"torch_adam": not _fused_adam_loads(), **optimizer.get("params", {})}
         settings["optimizer"] = {**optimizer, "params": parameters}
     return settings
 
 
-def _fused_adam_can_be_built() -> bool:
-    """On a CPU it could be, too, but takes minutes and a compiler."""
-    return torch.cuda.is_available() and FusedAdamBuilder().is_compatible(verbose=False)
+def _fused_adam_loads() -> bool:
+    """Where it is not installed, DeepSpeed compiles it, which needs ninja and the CUDA toolkit."""
+    if not torch.cuda.is_available():  # on a CPU it could be had, too, but takes minutes and a compiler
+        return False
+    try:
+        FusedAdamBuilder().load(verbose=False)
+    except Exception:  # of the compiler, of its absence, of a toolkit that does not fit torch
+        return False
+    return True

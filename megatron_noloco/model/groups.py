@@ -5,7 +5,10 @@ grow with the number of replicas: no rank takes part in the making of another re
 """
 
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -41,11 +44,16 @@ class Groups:
         return self.position.stage == self.topology.stages - 1
 
 
-def _group(ranks: list[int]) -> ProcessGroup:
-    return dist.new_group(sorted(ranks), use_local_synchronization=True)
+_PATIENCE = timedelta(minutes=30)
 
 
-def build_groups(topology: Topology, routed: bool, tied: bool = False) -> Groups:
+def _group(ranks: list[int], timeout: timedelta) -> ProcessGroup:
+    return dist.new_group(sorted(ranks), timeout=timeout, use_local_synchronization=True)
+
+
+def build_groups(
+    topology: Topology, routed: bool, tied: bool = False, patience: timedelta = _PATIENCE
+) -> Groups:
     """Make this rank's groups; every rank of the world must call it with the same arguments.
 
     Groups are made kind by kind in one fixed order, so that ranks waiting for each other cannot form a cycle.
@@ -53,20 +61,27 @@ def build_groups(topology: Topology, routed: bool, tied: bool = False) -> Groups
     Args:
         routed: whether microbatches may leave their replica; if not, the hop groups stay inside it.
         tied: whether the first and the last stage share the embedding weights.
+        patience: how long a message inside a group may take.
     """
     at = topology.position(dist.get_rank())
     grid = topology.grid
-    shards = _group(grid[at.replica, at.stage, at.lane, :].tolist())
-    stages = _group(grid[at.replica, :, at.lane, at.shard].tolist())
-    lanes = _group(grid[at.replica, at.stage, :, at.shard].tolist())
-    replica_lane = _group(grid[at.replica, :, at.lane, :].ravel().tolist())
-    replica = _group(grid[at.replica].ravel().tolist())
-    alone = _group([dist.get_rank()])
+    group = partial(_group, timeout=patience)
+    shards = group(grid[at.replica, at.stage, at.lane, :].tolist())
+    stages = group(grid[at.replica, :, at.lane, at.shard].tolist())
+    lanes = group(grid[at.replica, at.stage, :, at.shard].tolist())
+    replica_lane = group(grid[at.replica, :, at.lane, :].ravel().tolist())
+    replica = group(grid[at.replica].ravel().tolist())
+    alone = group([dist.get_rank()])
     tied_embedding = None
     if tied and topology.stages > 1 and at.stage in (0, topology.stages - 1):
-        tied_embedding = _group(grid[at.replica, [0, -1], at.lane, at.shard].tolist())
+        tied_embedding = group(grid[at.replica, [0, -1], at.lane, at.shard].tolist())
     reachable = grid[:, :, at.lane, at.shard] if routed else grid[at.replica, :, at.lane, at.shard]
-    forward_hops, backward_hops = _group(reachable.ravel().tolist()), _group(reachable.ravel().tolist())
+    forward_hops, backward_hops = group(reachable.ravel().tolist()), group(reachable.ravel().tolist())
+    if torch.cuda.is_available():
+        # NCCL connects a group at its first collective; at the first hop it would connect pair by pair, in the
+        # middle of a schedule whose kernels already wait for each other.
+        for hops in (forward_hops, backward_hops):
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=hops)
 
     collection = ProcessGroupCollection()
     collection.tp, collection.pp, collection.mp = shards, stages, replica_lane

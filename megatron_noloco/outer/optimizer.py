@@ -100,7 +100,7 @@ class OuterOptimizer:
         for start, stop, mean in pieces:
             phi, delta = self.slow_weights[start:stop], self.momentum[start:stop]
             # Chunk by chunk while it is in cache: three passes over memory become one.
-            delta.mul_(self.outer_momentum).add_(mean.to(delta.device, non_blocking=True))
+            delta.mul_(self.outer_momentum).add_(mean.to(delta.device))
             delta.sub_(phi, alpha=self.consensus_weight)
             phi.add_(delta)
 

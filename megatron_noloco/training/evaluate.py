@@ -110,14 +110,16 @@ class Evaluator:
         )
 
     def _share(self, own_losses: list[float]) -> list[list[float]]:
-        """Everybody's losses: the mean over replicas of tables with one row filled in, times their number."""
-        table = torch.zeros(self.replicas, len(own_losses))
-        table[self.engine.groups.position.replica] = torch.tensor(own_losses) * self.replicas
-        return (
-            self.averaging.whole_mean(table.flatten(), self.everyone, _LOSS_TAG, _WHAT)
-            .view_as(table)
-            .tolist()
-        )
+        """Everybody's losses: the mean over replicas of tables with one row filled in, times their number.
+
+        A mean leaves out what is not finite; so a loss that is not travels as a zero, and a mark beside it.
+        """
+        own = torch.tensor(own_losses)
+        table = torch.zeros(self.replicas, 2, len(own_losses))
+        marked = torch.stack([torch.nan_to_num(own, 0.0, 0.0, 0.0), (~own.isfinite()).float()])
+        table[self.engine.groups.position.replica] = marked * self.replicas
+        table = self.averaging.whole_mean(table.flatten(), self.everyone, _LOSS_TAG, _WHAT).view_as(table)
+        return table[:, 0].where(table[:, 1] < 0.5, math.nan).tolist()
 
     def _losses(self) -> list[float]:
         """The mean loss of this replica as it stands on each dataset, known to all its ranks."""

@@ -129,7 +129,7 @@ class Monitor:
             self.console.close()
 
     def _record(self, done: int) -> StepRecord:
-        ranks = self._gather()
+        ranks, origins = self._gather()
         steps, last = len(self._results), self._results[-1]
         seconds = (time.perf_counter() - self._interval_started) / steps
         losses = float(ranks["loss_count"].sum())
@@ -142,6 +142,7 @@ class Monitor:
             tokens_per_second=self.plan.replica_batch * self.seq_length / seconds,
             learning_rate=last.learning_rate,
             loss=float(ranks["loss_sum"].sum()) / losses,
+            origin_losses=origins,
             grad_norm=last.grad_norm,
             loss_scale=last.loss_scale,
             skipped_steps=sum(result.skipped for result in self._results),
@@ -169,8 +170,8 @@ class Monitor:
             poisoned_elements=int(ranks["poisoned"].sum()),
         )
 
-    def _gather(self) -> dict[str, torch.Tensor]:
-        """Every field's values over the ranks of this replica."""
+    def _gather(self) -> tuple[dict[str, torch.Tensor], dict[int, tuple[float, int]]]:
+        """Every field's values over the ranks of this replica; and the losses by origin."""
         losses = [loss for result in self._results for loss in result.losses]
         replica = self.groups.position.replica
         own = dict.fromkeys(_FIELDS, 0.0)
@@ -188,8 +189,18 @@ class Monitor:
             own["compared"] = exchange.compared_elements
             if exchange.compared_elements:
                 own["squared_spread"] = self._round.spread**2 * exchange.compared_elements
-        mine = torch.tensor([own[field] for field in _FIELDS], dtype=torch.float64)
-        size = self.groups.topology.replica_size
-        table = [torch.empty_like(mine) for _ in range(size)]
+        by_origin = torch.zeros(2, self.groups.topology.replicas, dtype=torch.float64)  # sums, counts
+        for loss in losses:
+            by_origin[:, loss.origin] += torch.tensor([float(loss.loss), 1.0])
+        fields = torch.tensor([own[field] for field in _FIELDS], dtype=torch.float64)
+        mine = torch.cat([fields, by_origin.flatten()])
+        table = [torch.empty_like(mine) for _ in range(self.groups.topology.replica_size)]
         dist.all_gather(table, mine, group=self.groups.replica)
-        return dict(zip(_FIELDS, torch.stack(table).T, strict=True))
+        whole = torch.stack(table)
+        sums, counts = whole[:, len(_FIELDS) :].sum(dim=0).view(2, -1).tolist()
+        booked = {
+            origin: (total / count, int(count))
+            for origin, (total, count) in enumerate(zip(sums, counts, strict=True))
+            if count
+        }
+        return dict(zip(_FIELDS, whole[:, : len(_FIELDS)].T, strict=True)), booked

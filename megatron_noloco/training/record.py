@@ -30,7 +30,8 @@ class StepRecord:
     seconds_per_step: float
     tokens_per_second: float  # of this replica
     learning_rate: float
-    loss: float  # mean over the interval, nats per token
+    loss: float  # mean over the interval of what this replica's last stage computed, nats per token
+    origin_losses: dict[int, tuple[float, int]]  # mean and number of microbatches, by whose data it was
     grad_norm: float
     loss_scale: float
     skipped_steps: int  # fp16 overflows in the interval

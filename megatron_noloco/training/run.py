@@ -5,6 +5,7 @@ import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -24,11 +25,13 @@ from megatron_noloco.plans.topology import Topology
 from megatron_noloco.training.console import Console, RunFacts
 from megatron_noloco.training.resume import Start, find_start
 from megatron_noloco.transport import mpi
-from megatron_noloco.transport.mpi import MpiTransport
 from megatron_noloco.transport.protocol import Transport
-from megatron_noloco.transport.world import World, choose_transport, join, read_world
+from megatron_noloco.transport.world import World, choose_transport, join, local_device, read_world
 
 __all__ = ["PartnerTimeoutError", "Prepared", "abandon_job", "join_job", "prepare", "train"]
+
+
+_PATIENCE = timedelta(minutes=30)  # with ranks of the same replica, or on the routes: they may be saving
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,8 @@ def prepare(config: RunConfig, environ: Mapping[str, str]) -> Prepared:
         raise ValueError(
             "fp16.enabled: this machine has no GPU, and its CPU no fp16 arithmetic; use bf16 or fp32"
         )
+    if config.deepspeed["optimizer"]["type"].lower() == "lion" and not torch.cuda.is_available():
+        raise ValueError("optimizer.type: DeepSpeed's Lion needs a GPU; use AdamW")
     if config.training.pretrained is not None:
         huggingface.check_fits(Path(config.training.pretrained), config.model)
     _check_writable(Path(config.training.output_dir))
@@ -82,8 +87,9 @@ def prepare(config: RunConfig, environ: Mapping[str, str]) -> Prepared:
         config.training.seed,
     )
     count = None if config.training.eval_full else config.training.eval_iters
+    at_once = topology.stages if config.parallel.virtual_stages > 1 else 1  # what that schedule takes
     validation = [
-        ValidationSource(part.dataset, config.micro_batch_size, count, part.weight)
+        ValidationSource(part.dataset, config.micro_batch_size, count, part.weight, at_once)
         for part in datasets.validation
     ]
     return Prepared(config, world, topology, tokenizer, datasets, plan, validation)
@@ -102,22 +108,23 @@ def _check_writable(output_dir: Path) -> None:
 def join_job(prepared: Prepared) -> tuple[Transport, Start]:
     """Join the job, open the transport, find where to start.
 
-    Raises ValueError when the transport cannot be had, or the checkpoint to continue from does not fit.
+    Raises ValueError when the others or the transport cannot be had, or the checkpoint to continue from does not
+    fit, OSError when it cannot be read. Other ranks may then be waiting for this one: `abandon_job`.
     """
-    cuda = torch.cuda.is_available()
+    world, cuda = prepared.world, torch.cuda.is_available()
     if cuda:
-        torch.cuda.set_device(prepared.world.local_rank)
+        world = replace(world, local_rank=local_device(world, torch.cuda.device_count()))
+        torch.cuda.set_device(world.local_rank)
     elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // prepared.world.world_size))
-    join(prepared.world, "cpu:gloo,cuda:nccl" if cuda else "gloo")
-    transport = choose_transport(prepared.config.noloco.transport, prepared.world)
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.world_size))
+    join(world, "cpu:gloo,cuda:nccl" if cuda else "gloo")
+    transport = choose_transport(prepared.config.noloco.transport, world)
     return transport, find_start(prepared.config, prepared.topology)
 
 
-def abandon_job(transport: Transport) -> None:
-    """After a failure: end the other ranks too, which would wait for this one for ever."""
-    if isinstance(transport, MpiTransport):
-        mpi.abort()
+def abandon_job(exit_code: int) -> None:
+    """End the other ranks too, which would wait for this one for ever; returns where the launcher does it."""
+    mpi.abort(exit_code)
 
 
 def train(prepared: Prepared, transport: Transport, start: Start, progress: str = "auto") -> bool:
@@ -143,7 +150,11 @@ def train(prepared: Prepared, transport: Transport, start: Start, progress: str 
     cpu.prepare()
     stopping = Stopping(training.exit_duration_minutes)
     routed = settings.routing.interval != "off" and topology.replicas > 1 and topology.stages > 1
-    groups = build_groups(topology, routed, tied=not config.model.untie_embeddings_and_output_weights)
+    patience = _PATIENCE + timedelta(
+        seconds=settings.deadline_seconds
+    )  # a neighbour may wait for its partner
+    tied = not config.model.untie_embeddings_and_output_weights
+    groups = build_groups(topology, routed, tied, patience)
     stage = build_stage(config, groups, prepared.tokenizer.vocab_size)
     engine = ReplicaEngine(config, groups, stage)
     averaging = GroupAveraging(transport, topology, settings.deadline_seconds)

@@ -24,7 +24,6 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _LOOK_SECONDS = 1.0
 _AGREE_SECONDS = 0.1  # between two looks for the others' numbers
 _PATIENCE_SECONDS = 600.0  # for a rank whose process hangs
-_LEAVING_SECONDS = 60.0  # for a rank that died at the end, and will never leave
 _REQUEST = "stop/request"
 
 
@@ -115,7 +114,7 @@ class Stopping:
         self._look_now.set()
         self._watcher.join()
         self._store.add("stop/left", 1)
-        deadline = time.monotonic() + _LEAVING_SECONDS
+        deadline = time.monotonic() + _PATIENCE_SECONDS
         while dist.get_rank() == 0 and self._store.add("stop/left", 0) < dist.get_world_size():
             if time.monotonic() > deadline:
                 return

@@ -150,11 +150,12 @@ def _finalize(flights: list[MpiFlight]) -> None:
     flights.clear()
 
 
-def abort() -> None:
-    """End the whole MPI job: after an exception MPI_Finalize would wait for ranks that wait for us."""
-    from mpi4py import MPI
+def abort(exit_code: int) -> None:
+    """End the whole MPI job, if there is one: MPI_Finalize would wait for ranks that wait for us."""
+    if "mpi4py.MPI" in sys.modules and started_world_size() > 1:
+        from mpi4py import MPI
 
-    MPI.COMM_WORLD.Abort(1)
+        MPI.COMM_WORLD.Abort(exit_code)
 
 
 def mpi_available() -> bool:
@@ -211,8 +212,7 @@ def share_with_all(value: str) -> list[str]:
 def gpu_buffers_supported() -> bool:
     """Whether the MPI library says that it can send from CUDA memory; starts MPI.
 
-    Asks `MPIX_Query_cuda_support`, an extension that not every MPI has. Not yet tried on a GPU, and no
-    transport uses it so far: buffers are in host memory.
+    Asks `MPIX_Query_cuda_support`, an extension that not every MPI has. Not yet tried on a GPU.
     """
     from mpi4py import MPI
 

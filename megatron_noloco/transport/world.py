@@ -115,12 +115,36 @@ def _agreeing_with_torch(world: World, names: _Names, environ: Mapping[str, str]
     return world
 
 
+def local_device(world: World, devices: int) -> int:
+    """Which GPU is this process's; a launcher may show each process its own alone. Raises ValueError."""
+    if devices == 1:
+        return 0
+    if world.local_rank >= devices:
+        raise ValueError(
+            f"rank {world.rank}: local rank {world.local_rank}, but this host has {devices} GPUs; start one "
+            "process per GPU"
+        )
+    return world.local_rank
+
+
 def join(world: World, backend: str) -> None:
     """Make torch.distributed's default group over `world`, and set the variables that DeepSpeed reads.
 
     `backend` is "gloo" on the CPU, "cpu:gloo,cuda:nccl" on GPUs. MASTER_ADDR and MASTER_PORT, where the user
-    gives them, are kept; under torchrun and deepspeed they are the launcher's.
+    gives them, are kept; under torchrun and deepspeed they are the launcher's. Raises ValueError when the ranks
+    cannot be brought together.
     """
+    try:
+        _join(world, backend)
+    except dist.DistError as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"rank {world.rank} of {world.world_size} cannot join the others ({reason}); is MASTER_PORT free on "
+            "rank 0's host, and does MASTER_ADDR lead there?"
+        ) from None
+
+
+def _join(world: World, backend: str) -> None:
     os.environ[_TORCH.rank] = str(world.rank)
     os.environ[_TORCH.local_rank] = str(world.local_rank)
     os.environ[_TORCH.world_size] = str(world.world_size)

@@ -38,6 +38,7 @@ EXACT = (
     "consumed_samples",
     "learning_rate",
     "loss",
+    "origin_losses",
     "grad_norm",
     "loss_scale",
     "routed_share",

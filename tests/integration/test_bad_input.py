@@ -1,6 +1,7 @@
 """What a person gets wrong: exit code 2 and exactly one line, which says what."""
 
 import json
+import socket
 import subprocess
 import sys
 import time
@@ -193,6 +194,20 @@ def test_world_size_under_mpirun(folder: Path) -> None:
     assert our_lines(finished.stderr, "do not divide") == [
         "3 ranks do not divide into replicas of 2 stages x 1 lane x 1 shard = 2 ranks; start 2 or 4 ranks"
     ]
+
+
+def test_one_rank_alone_fails_under_mpirun(folder: Path) -> None:
+    """Rank 0 cannot open its store while the other waits to hear where it is: one line ends the job."""
+    config = config_with(folder, {"parallel": {"replicas": 2}})
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        finished = run_mpi(2, "megatron_noloco", ["train", "--config", config], env=environ)
+    assert finished.returncode == USAGE_ERROR, finished.stderr
+    (line,) = our_lines(finished.stderr, "cannot join the others")
+    assert line.startswith("rank 0 of 2 cannot join the others (")
+    assert line.endswith("is MASTER_PORT free on rank 0's host, and does MASTER_ADDR lead there?")
 
 
 def test_mpi_demanded_under_torchrun(folder: Path) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_noloco.config import RunConfig
+from megatron_noloco.config.deepspeed_keys import TORCH_OPTIMIZERS
 from megatron_noloco.model.weights import EMBEDDING, OUTPUT, sharded_dimension, take_shard
 from tests.harness import run_ranks
 from tests.integration.tiny import build, microbatch, tiny, train, weights_of
@@ -53,7 +54,7 @@ def plain_torch(rank: int, world_size: int, raw: dict[str, Any], rates: list[flo
     """AdamW and clip_grad_norm_ on the same module, with autograd alone."""
     config, groups, stage = build(raw, world_size)
     params = {key: value for key, value in config.deepspeed["optimizer"]["params"].items() if key != "lr"}
-    optimizer = torch.optim.AdamW(stage.parameters(), **params)
+    optimizer = getattr(torch.optim, config.deepspeed["optimizer"]["type"])(stage.parameters(), **params)
     for step, rate in enumerate(rates):
         for index in range(config.microbatches):
             tokens, labels = microbatch(config, groups, step, 0, index)
@@ -84,6 +85,13 @@ def test_learning_rates_follow_the_schedule_of_the_file() -> None:
 
 def test_equals_plain_adamw_exactly() -> None:
     assert distance_from_plain_torch({"gradient_clipping": 0.0}) == 0.0
+
+
+@pytest.mark.parametrize("optimizer", sorted(TORCH_OPTIMIZERS))
+def test_equals_the_others_of_torch_exactly(optimizer: str) -> None:
+    params = {"betas": None, "eps": None, "weight_decay": None}  # its own
+    changes = {"optimizer": {"type": optimizer, "params": params}, "gradient_clipping": 0.0}
+    assert distance_from_plain_torch(changes) == 0.0
 
 
 def test_equals_plain_adamw_with_clipping() -> None:

@@ -53,6 +53,26 @@ def test_two_replicas_of_noloco_are_diloco(tmp_path: Path, text: str) -> None:
     assert noloco[0]["momentum"].abs().max() > 0
 
 
+def test_routed_losses_are_booked_to_their_origin(tmp_path: Path, text: str) -> None:
+    """In the first step all replicas have the same weights: routes change who computes a loss, not the loss."""
+    shape = {"parallel": {"replicas": 3, "stages": 2}, "training": {"train_iters": 1}}
+    rows = {}
+    for interval in ("off", "microbatch"):
+        routing = {"noloco": {"routing": {"interval": interval}}}
+        run(tmp_path / interval, text, 6, shape | routing)
+        rows[interval] = [replica[0] for replica in metrics(tmp_path / interval)]
+    booked: dict[str, list[tuple[float, int]]] = {}
+    for row in rows["microbatch"]:
+        for origin, (loss, microbatches) in row["origin_losses"].items():
+            booked.setdefault(origin, []).append((loss, microbatches))
+    assert any(len(parts) > 1 for parts in booked.values()), "nothing was routed"
+    for replica, straight in enumerate(rows["off"]):
+        assert straight["origin_losses"] == {str(replica): [straight["loss"], 4]}
+        parts = booked[str(replica)]
+        assert sum(microbatches for _, microbatches in parts) == 4
+        assert sum(loss * count for loss, count in parts) / 4 == pytest.approx(straight["loss"], abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("shape", "ranks"),
     [

@@ -396,7 +396,7 @@ def test_another_number_of_replicas(replicas: int, mode: str, four_replicas: Run
         assert abs(first["loss"] - last["loss"]) < 0.5, "the loss at random weights is 2 above"
 
 
-@pytest.mark.parametrize(("replicas", "mode"), [(6, "drop"), (2, "drop"), (2, "fold")])
+@pytest.mark.parametrize(("replicas", "mode"), [(6, "drop"), (2, "drop"), (3, "fold")])
 def test_what_each_replica_continues_from(
     replicas: int, mode: str, four_replicas: Run, tmp_path: Path
 ) -> None:
@@ -415,7 +415,7 @@ def test_what_each_replica_continues_from(
     if mode == "fold":
         moved = torch.stack([state["fast_weights"] - state["slow_weights"] for state in restored])
         alone = four_replicas.copy(tmp_path / "alone")
-        unfolded = run_ranks(4, restored_state, alone.arguments())[:2]
+        unfolded = run_ranks(4, restored_state, alone.arguments())[:3]
         steps_of_theirs = torch.stack([state["fast_weights"] - state["slow_weights"] for state in unfolded])
         torch.testing.assert_close(moved, steps_of_theirs, rtol=0, atol=1e-6)
 
@@ -425,14 +425,30 @@ def restored_state(rank: int, world_size: int, arguments: list[str]) -> dict[str
     state: dict[str, torch.Tensor] = {}
 
     def look(trainer: Trainer) -> int:
-        assert trainer.outer is not None
-        state.update({name: tensor.clone() for name, tensor in trainer.outer.state().items()})
+        if trainer.outer is not None:
+            state.update({name: tensor.clone() for name, tensor in trainer.outer.state().items()})
         state["fast_weights"] = torch.cat(trainer.engine.master_weights).clone()
         return trainer.start_step
 
     Trainer.train = look  # type: ignore[method-assign]
     assert command(rank, world_size, arguments).code == 0
     return state
+
+
+def test_fast_weights_are_folded_where_there_is_no_outer_optimizer(
+    four_replicas: Run, tmp_path: Path
+) -> None:
+    run = four_replicas.copy(tmp_path / "run")
+    run.change({"parallel": {"replicas": 3}, **saving(fewer_replicas="fold"), "noloco": {"method": "none"}})
+    alone = four_replicas.copy(tmp_path / "alone")
+    folded = [state["fast_weights"] for state in run_ranks(3, restored_state, run.arguments())]
+    unfolded = [state["fast_weights"] for state in run_ranks(4, restored_state, alone.arguments())]
+    shift = flat(run, SAVED, range(4), "slow_weights").mean(0) - flat(
+        run, SAVED, range(3), "slow_weights"
+    ).mean(0)
+    assert shift.abs().max() > 1e-4
+    for found, before in zip(folded, unfolded, strict=False):
+        torch.testing.assert_close(found, before + shift, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("mode", ["drop", "fold"])

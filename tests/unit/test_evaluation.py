@@ -130,11 +130,21 @@ def test_without_an_outer_optimizer_the_fast_weights_are_averaged() -> None:
 
 def test_without_the_mean_model_no_weights_travel() -> None:
     fleet, evaluations = evaluate(2, mean_model=False)
-    assert [replica.sent for replica in fleet] == [[2], [2]]
+    assert [replica.sent for replica in fleet] == [[4], [4]], "each loss, and whether it is a number"
     for evaluation in evaluations:
         assert evaluation.replica_losses == [0.0, 1.0]
         assert math.isnan(evaluation.mean_model_loss)
         assert math.isnan(evaluation.spread)
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("figure", [math.nan, math.inf])
+def test_a_diverged_replica_is_told_as_such_and_spoils_no_other(replicas: int, figure: float) -> None:
+    _, evaluations = evaluate(replicas, loss=lambda w: figure if float(w[0][0]) == 1 else float(w[0][0]))
+    for evaluation in evaluations:
+        losses = evaluation.replica_losses
+        assert math.isnan(losses[1])
+        assert [*losses[:1], *losses[2:]] == [0.0, 2.0, 3.0][: replicas - 1]
 
 
 def test_a_blend_is_told_by_dataset_and_in_proportion() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_noloco.transport.mpi import mpi_world_size
-from megatron_noloco.transport.world import World, choose_transport, read_world
+from megatron_noloco.transport.world import World, choose_transport, local_device, read_world
 
 TORCH = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 TORCHRUN = TORCH | {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "4"}
@@ -92,3 +92,14 @@ def test_an_unknown_transport_is_refused() -> None:
     world = World(rank=0, local_rank=0, world_size=1, launcher="single")
     with pytest.raises(ValueError, match='transport "tcp" is unknown; it must be "auto", "mpi" or "torch"'):
         choose_transport("tcp", world)  # type: ignore[arg-type]
+
+
+def place(local_rank: int) -> World:
+    return World(rank=5, local_rank=local_rank, world_size=8, launcher="srun")
+
+
+def test_each_process_has_a_gpu_of_its_own() -> None:
+    assert [local_device(place(local_rank), 4) for local_rank in range(4)] == [0, 1, 2, 3]
+    assert local_device(place(3), 1) == 0, "the launcher shows each process its own alone"
+    with pytest.raises(ValueError, match=r"^rank 5: local rank 2, but this host has 2 GPUs; start one "):
+        local_device(place(2), 2)

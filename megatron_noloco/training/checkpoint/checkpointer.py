@@ -121,8 +121,6 @@ class Checkpointer:
         tensors = load_file(source_folder / f"{catalog.rank_name(self.position)}.safetensors")
         if source == self.position.replica:
             set_random_state(tensors)  # a clone keeps the dropout of its own place
-        if self.outer is None:
-            return
         if "outer_momentum" not in tensors:  # written by method "none": the outer optimizer starts here
             tensors["outer_momentum"] = torch.zeros_like(tensors["slow_weights"])
         if self.training.fewer_replicas == "fold" and replicas < saved.topology.replicas:
@@ -130,7 +128,8 @@ class Checkpointer:
             for name, value in shift.items():
                 tensors[name] += value
             self._shift_fast_weights(shift["slow_weights"])
-        self.outer.restore(tensors)
+        if self.outer is not None:
+            self.outer.restore(tensors)
 
     @torch.no_grad()
     def _shift_fast_weights(self, shift: Tensor) -> None:

@@ -16,7 +16,7 @@ _FIXED = (
     "training.seed",
     "optimizer.type",
     "bf16.enabled",
-    "fp16.enabled",
+    "fp16",
     "data_types",
 )
 _IRRELEVANT = (
