@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.config.deepspeed_keys import TORCH_OPTIMIZERS
+from megatron_noloco.config.deepspeed_keys import SCHEDULES, TORCH_OPTIMIZERS
 from megatron_noloco.model.weights import EMBEDDING, OUTPUT, sharded_dimension, take_shard
 from tests.harness import run_ranks
 from tests.integration.tiny import build, microbatch, tiny, train, weights_of
@@ -81,6 +81,22 @@ def test_learning_rates_follow_the_schedule_of_the_file() -> None:
     rates = torch.tensor(single()[0]["learning_rates"])
     assert rates.argmax() > 0, "warm-up"
     assert rates[-1] < rates.max(), "decay"
+
+
+SCHEDULED: dict[str, dict[str, float]] = {
+    "WarmupLR": {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 3},
+    "WarmupDecayLR": {"total_num_steps": 6, "warmup_max_lr": 0.01, "warmup_num_steps": 3},
+    "WarmupCosineLR": {"total_num_steps": 6, "warmup_num_steps": 2},
+    "LRRangeTest": {"lr_range_test_min_lr": 0.001, "lr_range_test_step_size": 2},
+    "OneCycle": {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 3},
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_moves_the_learning_rate(schedule: str) -> None:
+    raw = tiny({"scheduler": None}) | {"scheduler": {"type": schedule, "params": SCHEDULED[schedule]}}
+    (found,) = run_ranks(1, train, raw, 5)
+    assert len(set(found["learning_rates"])) > 2, found["learning_rates"]
 
 
 def test_equals_plain_adamw_exactly() -> None:
