@@ -194,7 +194,9 @@ class TrainingConfig(Block):
         default=0, description="Local steps between two evaluations; 0: at the end only."
     )
     eval_iters: NonNegative = Field(
-        default=10, description="Microbatches per evaluation and dataset; 0 switches evaluation off."
+        default=10,
+        description="Microbatches per evaluation and dataset (virtual stages: rounded up to a multiple of the "
+        "stages); 0 switches evaluation off.",
     )
     eval_full: bool = Field(
         default=False, description="Whether an evaluation takes all of the validation split, not eval_iters."

@@ -39,16 +39,12 @@ def check_model(model: ModelConfig) -> Iterator[str]:
                 yield f'model.{name} has a meaning only with model.recompute_granularity "full"'
 
 
-def check_parallel(
-    model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig, microbatches: int
-) -> Iterator[str]:
-    yield from _check_stages(model, parallel, training, microbatches)
+def check_parallel(model: ModelConfig, parallel: ParallelConfig, microbatches: int) -> Iterator[str]:
+    yield from _check_stages(model, parallel, microbatches)
     yield from _check_shards(model, parallel)
 
 
-def _check_stages(
-    model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig, microbatches: int
-) -> Iterator[str]:
+def _check_stages(model: ModelConfig, parallel: ParallelConfig, microbatches: int) -> Iterator[str]:
     layers, stages, chunks = model.num_layers, parallel.stages, parallel.virtual_stages
     if layers % (stages * chunks):
         virtual = f" x {count(chunks, 'virtual stage')} = {stages * chunks}" if chunks > 1 else ""
@@ -61,14 +57,11 @@ def _check_stages(
         )
     if chunks > 1 and stages == 1:
         yield f"parallel.virtual_stages {chunks} needs more than 1 stage (parallel.stages)"
-    elif chunks > 1:
-        counts = {"gradient_accumulation_steps": microbatches, "training.eval_iters": training.eval_iters}
-        for name, taken in counts.items():
-            if taken % stages and not (name == "training.eval_iters" and training.eval_full):
-                yield (
-                    f"with virtual stages the microbatches must divide into the stages: "
-                    f"{name} {taken} / {stages} stages = {taken / stages:.2f}"
-                )
+    elif chunks > 1 and microbatches % stages:
+        yield (
+            f"with virtual stages the microbatches must divide into the stages: "
+            f"gradient_accumulation_steps {microbatches} / {stages} stages = {microbatches / stages:.2f}"
+        )
 
 
 def _check_shards(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:

@@ -45,10 +45,13 @@ class ValidationSource:
     ) -> None:
         """`count` None: all of the split, but for a rest that does not fill `multiple_of` microbatches.
 
-        `weight`: in its blend.
+        Args:
+            weight: in its blend.
+            multiple_of: how many microbatches a pipeline takes at once; another `count` is rounded up to it.
         """
         if count is None:
             count = max(1, len(dataset) // micro_batch_size // multiple_of) * multiple_of
+        count = -(-count // multiple_of) * multiple_of
         needed = count * micro_batch_size
         if needed > len(dataset):
             raise ValueError(

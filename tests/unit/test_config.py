@@ -189,10 +189,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"parallel.virtual_stages": 4}, "do not divide into 2 stages x 4 virtual stages = 8"),
     ({"parallel.stages": 1, "parallel.virtual_stages": 2}, "virtual_stages 2 needs more than 1 stage"),
     ({"parallel.virtual_stages": 2, "gradient_accumulation_steps": 3}, "3 / 2 stages = 1.50"),
-    (
-        {"parallel.virtual_stages": 2, "gradient_accumulation_steps": 2, "training.eval_iters": 5},
-        "training.eval_iters 5 / 2 stages = 2.50",
-    ),
     ({"model.hidden_size": 66}, "66 does not divide into 4 attention heads (66 / 4 = 16.50)"),
     ({"model.kv_channels": 15}, "15 channels has no rotary embedding"),
     ({"model.num_query_groups": 3}, "num_attention_heads 4 does not divide into model.num_query_groups 3"),

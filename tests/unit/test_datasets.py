@@ -428,3 +428,10 @@ def test_validation_takes_all_when_asked() -> None:
     source = ValidationSource(dataset, 3, count=None)
     seen = torch.cat([source.microbatch(index)[0] for index in range(len(source))])
     assert len(set(seen[:, 0].tolist())) == 30
+
+
+@pytest.mark.parametrize(("count", "taken"), [(None, 8), (5, 8), (8, 8), (1, 4)])
+def test_validation_takes_what_fills_the_pipeline(count: int | None, taken: int) -> None:
+    """31 samples are 10 microbatches of 3; a pipeline with virtual stages takes 4 at once, or 8."""
+    dataset = TokenDataset(np.arange(31 * 4 + 1), seq_length=4)
+    assert len(ValidationSource(dataset, 3, count, multiple_of=4)) == taken
