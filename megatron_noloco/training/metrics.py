@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
+from megatron_noloco.training.checkpoint.files import write_text
 from megatron_noloco.training.record import Evaluation, StepRecord
 
 
@@ -20,8 +21,10 @@ class ReplicaFiles:
         self._folder, self._told = folder, False
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
-        kept = [row for row in _complete_rows(path) if json.loads(row)["step"] <= start_step]
-        path.write_text("".join(kept))
+        rows = path.read_text().splitlines(keepends=True) if path.exists() else []
+        kept = [row for row in rows if _step_of(row) <= start_step]
+        if kept != rows:
+            write_text(path, "".join(kept))
         self._jsonl: TextIO = path.open("a", buffering=1)
         self._board: Any = None
         if tensorboard:
@@ -93,14 +96,18 @@ class ReplicaFiles:
             self._told = True
 
 
-def _complete_rows(path: Path) -> list[str]:
-    """The lines of a file that may not exist, and whose last line a crash may have cut."""
-    rows = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [row for row in rows if row.endswith("}\n")]
+def _step_of(row: str) -> float:
+    """Later than any for a row that a crash has damaged."""
+    try:
+        return int(json.loads(row)["step"]) if row.endswith("\n") else math.inf
+    except (ValueError, KeyError, TypeError):
+        return math.inf
 
 
 def _without_nan(value: Any) -> Any:
     """JSON has no NaN: it becomes null."""
     if isinstance(value, dict):
         return {key: _without_nan(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nan(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

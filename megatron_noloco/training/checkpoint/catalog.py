@@ -13,8 +13,7 @@ from megatron_noloco.training.checkpoint.files import (
     FORMAT,
     DamagedCheckpointError,
     FileRecord,
-    write_json,
-    write_whole,
+    write_text,
 )
 
 _STEP = re.compile(r"step_(\d{8,})$")
@@ -35,7 +34,8 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """The commit: what has no manifest does not exist."""
-        write_json(folder / manifest_name(self.position), {"format": FORMAT, **asdict(self)})
+        content = {"format": FORMAT, **asdict(self)}
+        write_text(folder / manifest_name(self.position), json.dumps(content, indent=1))
 
     @classmethod
     def read(cls, path: Path) -> "Manifest":
@@ -135,14 +135,10 @@ def name_latest(checkpoints: Path) -> list[Path]:
     """Let `latest` name the newest complete step, or be absent; returns all complete ones, newest first."""
     complete = [path for path in steps(checkpoints) if is_complete(path)]
     if complete:
-        write_whole(checkpoints / "latest", lambda partial: _write_name(partial, complete[0].name))
+        write_text(checkpoints / "latest", complete[0].name + "\n")
     else:
         (checkpoints / "latest").unlink(missing_ok=True)
     return complete
-
-
-def _write_name(path: Path, name: str) -> None:
-    path.write_text(name + "\n")
 
 
 def set_aside(folder: Path) -> Path:

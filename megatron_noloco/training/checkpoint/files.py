@@ -1,13 +1,11 @@
 """Files that are whole or absent: written aside, synced, renamed, and described by a manifest."""
 
 import hashlib
-import json
 import os
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 FORMAT = 1
 _READ_BYTES = 1 << 20
@@ -39,12 +37,13 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> FileRecord:
     return record
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    write_whole(path, lambda partial: _write_text(partial, json.dumps(content, indent=1)))
+def write_text(path: Path, text: str) -> None:
+    """A small text file, whole or not at all."""
 
+    def fill(partial: Path) -> None:
+        partial.write_text(text)
 
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text)
+    write_whole(path, fill)
 
 
 def sync_folder(folder: Path) -> None:
