@@ -3,6 +3,7 @@
 import argparse
 import atexit
 import os
+import signal
 import sys
 import time
 import traceback
@@ -98,10 +99,12 @@ def _usage_error(error: ValueError | OSError) -> int:
     """One clear line per problem, from one rank of the job.
 
     Launchers end the job when a first rank leaves. So the others let rank 0 speak, which has seen the same in all
-    likelihood; who is still there afterwards has seen it alone.
+    likelihood; who is still there afterwards has seen it alone. Who is ended meanwhile leaves with the same exit
+    code, since launchers report the largest.
     """
     rank_variables = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
     if any(os.environ.get(name, "0") != "0" for name in rank_variables):
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(USAGE_ERROR))
         time.sleep(_LATE_RANK_0_SECONDS)
     sys.stderr.write(f"{error}\n")
     return USAGE_ERROR

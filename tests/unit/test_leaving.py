@@ -1,7 +1,11 @@
 """The command leaves like any other program, but does not tear its interpreter down."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 from tests.harness import REPOSITORY
 
@@ -32,3 +36,22 @@ def test_exit_code_output_and_exit_functions_as_usual() -> None:
 
 def test_the_usual_way_would_tear_down() -> None:
     assert left_by("sys.exit", "main") == (3, ["a line", "exit function", "torn down"])
+
+
+def test_a_rank_that_is_ended_while_rank_0_speaks_leaves_with_the_same_code() -> None:
+    command = [sys.executable, "-m", "megatron_noloco", "train", "--config", "nowhere.json"]
+    waiting = subprocess.Popen(
+        command, env={**os.environ, "SLURM_PROCID": "1"}, stderr=subprocess.PIPE, cwd=REPOSITORY
+    )
+    status = Path(f"/proc/{waiting.pid}/status")
+    while not _handles_sigterm(status.read_text()):
+        assert waiting.poll() is None
+        time.sleep(0.05)
+    waiting.terminate()
+    _, told = waiting.communicate(timeout=60)
+    assert (waiting.returncode, told) == (2, b"")
+
+
+def _handles_sigterm(status: str) -> bool:
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
