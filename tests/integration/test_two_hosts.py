@@ -1,0 +1,92 @@
+"""The launch scripts on two hosts with a network between them."""
+
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+
+from tests.harness import REPOSITORY, _run_launcher, run_mpi
+from tests.integration.tiny import metrics, tiny, write_config, write_text
+from tests.two_hosts import NAMES, NIC, TwoHosts, two_hosts
+
+PATIENCE_SECONDS = 300
+FIGURES = ("step", "loss", "grad_norm", "learning_rate", "sent_bytes", "hop_bytes")
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
+    with two_hosts(tmp_path_factory.mktemp("hosts")) as both:
+        yield both
+
+
+def write_run(folder: Path) -> str:
+    """A config whose two replicas of two stages exchange weights, and activations and gradients."""
+    changes = {
+        "parallel": {"replicas": 2, "stages": 2},
+        "model": {"num_layers": 2},
+        "data": {"text": write_text(folder)},
+        "training": {
+            "train_iters": 4,
+            "eval_iters": 1,
+            "save_interval": 4,
+            "output_dir": str(folder / "run"),
+        },
+    }
+    return write_config(folder, tiny(changes))
+
+
+def figures(folder: Path) -> list[list[list[object]]]:
+    return [[[row[name] for name in FIGURES] for row in replica] for replica in metrics(folder / "run")]
+
+
+@pytest.fixture(scope="module")
+def on_one_host(tmp_path_factory: pytest.TempPathFactory) -> list[list[list[object]]]:
+    folder = tmp_path_factory.mktemp("one_host")
+    arguments = ["train", "--config", write_run(folder), "--progress", "lines"]
+    succeeded(run_mpi(4, "megatron_noloco", arguments, timeout=PATIENCE_SECONDS))
+    return figures(folder)
+
+
+def succeeded(finished: CompletedProcess[str]) -> str:
+    assert finished.returncode == 0, f"{finished.stdout}\n{finished.stderr}"
+    return finished.stdout
+
+
+def launch(hosts: TwoHosts, name: str, script: str, ranks: int, config: str, **environ: str) -> str:
+    command = hosts.on(name, str(REPOSITORY / "launch" / script), str(ranks), config)
+    return succeeded(
+        _run_launcher(command, PATIENCE_SECONDS, {"PYTHON": sys.executable, "NIC": NIC, **environ})
+    )
+
+
+def crossed(hosts: TwoHosts, before: int, folder: Path) -> bool:
+    """Whether the first host, which is the first replica, sent what that replica says it sent to the other."""
+    last = metrics(folder / "run")[0][-1]
+    return hosts.sent_bytes(NAMES[0]) - before >= last["sent_bytes"] + last["hop_bytes"] > 0
+
+
+def test_mpirun_with_a_hostfile(
+    hosts: TwoHosts, on_one_host: list[list[list[object]]], tmp_path: Path
+) -> None:
+    config, before = write_run(tmp_path), hosts.sent_bytes(NAMES[0])
+    shell = str(hosts.remote_shell)
+    environ = {"OMPI_MCA_plm_rsh_agent": shell, "PRTE_MCA_plm_ssh_agent": shell}
+    told = launch(hosts, NAMES[0], "mpirun.sh", 4, config, HOSTFILE=str(hosts.hostfile), **environ)
+    assert "started by mpirun; exchanges over mpi" in told
+    assert figures(tmp_path) == on_one_host
+    assert crossed(hosts, before, tmp_path)
+
+
+def test_torchrun_on_each_of_them(
+    hosts: TwoHosts, on_one_host: list[list[list[object]]], tmp_path: Path
+) -> None:
+    config, before = write_run(tmp_path), hosts.sent_bytes(NAMES[0])
+    environ = {"NNODES": "2", "RENDEZVOUS": f"{NAMES[0]}:29400"}
+    with ThreadPoolExecutor() as pool:
+        told = pool.map(lambda name: launch(hosts, name, "torchrun.sh", 2, config, **environ), NAMES)
+        assert any("started by torchrun; exchanges over torch" in output for output in told)
+    assert figures(tmp_path) == on_one_host
+    assert crossed(hosts, before, tmp_path)
