@@ -2,7 +2,7 @@
 # Train under DeepSpeed's launcher, on one host or on several; exchanges go over torch.distributed.
 #   usage: launch/deepspeed.sh N CONFIG [options of `train`]
 #   N         processes on this host, or on each host of HOSTFILE; one per GPU
-#   HOSTFILE  lines like "node1 slots=8": DeepSpeed reaches the hosts by ssh
+#   HOSTFILE  lines like "node1 slots=8": DeepSpeed reaches the hosts by ssh, through pdsh
 #   HOSTS     how many hosts HOSTFILE names
 #   PORT      for the processes to find each other, default 29500; two jobs on a host need two
 #   NIC       the network interface to use, such as eth0; without it gloo and NCCL each choose
@@ -14,7 +14,22 @@ ranks=$1 config=$2
 shift 2
 check_config "$config" $((ranks * ${HOSTS:-1}))
 
-if [ -n "${NIC:-}" ]; then export GLOO_SOCKET_IFNAME="$NIC" NCCL_SOCKET_IFNAME="$NIC"; fi
+if [ -n "${NIC:-}" ]; then # as words of the command: DeepSpeed carries no such variables to other hosts
+    set -- --no_python env "GLOO_SOCKET_IFNAME=$NIC" "NCCL_SOCKET_IFNAME=$NIC" \
+        "$PYTHON" -u -m megatron_noloco train --config "$config" "$@"
+else
+    set -- --module megatron_noloco train --config "$config" "$@"
+fi
+# Asked to stop, DeepSpeed's runner leaves at once and its ranks train on: the signal is for all of them. They finish
+# their step and save, for which DeepSpeed gives them 30 s. A second Ctrl-C ends them at once.
 # --no_local_rank: else DeepSpeed puts --local_rank=K before `train`; the environment says the same.
-exec "$PYTHON" -m deepspeed.launcher.runner ${HOSTFILE:+--hostfile "$HOSTFILE"} --num_gpus "$ranks" \
-    --master_port "${PORT:-29500}" --log_level warning --no_local_rank --module megatron_noloco train --config "$config" "$@"
+setsid "$PYTHON" -m deepspeed.launcher.runner ${HOSTFILE:+--hostfile "$HOSTFILE"} --num_gpus "$ranks" \
+    --master_port "${PORT:-29500}" --log_level warning --no_local_rank "$@" </dev/null &
+job=$!
+trap 'kill -TERM "-$job"; trap "kill -KILL -$job" INT TERM' INT TERM
+code=0
+while kill -0 "$job" 2>/dev/null; do # a signal ends `wait` before the job is done
+    wait "$job" && code=0 || code=$?
+done
+while kill -0 "-$job" 2>/dev/null; do sleep 0.2; done
+exit "$code"

@@ -7,7 +7,7 @@
 #SBATCH --gpus-per-node=8        # change; remove for CPUs
 #SBATCH --cpus-per-task=8        # change
 #SBATCH --time=24:00:00          # change
-#SBATCH --signal=USR1@300        # five minutes before the end: save and stop
+#SBATCH --signal=USR1@300        # five minutes before the end, or up to six: save and stop
 #SBATCH --output=noloco-%j.log
 set -eu
 [ $# -ge 1 ] || { echo "usage: sbatch launch/slurm.sh CONFIG [options of train]" >&2; exit 2; }
@@ -23,6 +23,6 @@ python=${PYTHON:-$root/.venv/bin/python} # change: or `module load` here, and PY
 
 "$python" -m megatron_noloco config --check "$config" --world-size "$SLURM_NTASKS"
 
-# `srun --mpi=list` shows what the site has. Where srun does not connect MPI (mpi4py on another library), set
-# "transport": "torch" in the config's noloco block and take --mpi=none.
+# `srun --mpi=list` shows what the site has. Where it has no pmix, or mpi4py's library does not get on with it, take
+# --mpi=none: exchanges then go over torch.distributed.
 exec srun --mpi=pmix --kill-on-bad-exit=1 "$python" -m megatron_noloco train --config "$config" "$@"

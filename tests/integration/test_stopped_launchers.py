@@ -1,0 +1,69 @@
+"""Every launch script, asked to stop: the run is saved, and nobody trains on."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.harness import REPOSITORY, free_port
+from tests.integration.tiny import tiny, write_config, write_text
+
+PATIENCE_SECONDS = 120
+
+
+def ranks_of(config: str) -> list[int]:
+    """Processes of a run, launchers left out."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            words = path.read_bytes().split(b"\0")
+        except OSError:  # gone
+            continue
+        if config.encode() in words and b"megatron_noloco" in words[:4]:
+            found.append(int(path.parent.name))
+    return found
+
+
+def wait_until(told: Path, text: str) -> None:
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while text not in told.read_text():
+        assert time.monotonic() < deadline, told.read_text()
+        time.sleep(0.1)
+
+
+# torchrun and DeepSpeed's runner tell of a signal, whatever became of the run.
+@pytest.mark.parametrize(("script", "code"), [("mpirun.sh", 0), ("torchrun.sh", 1), ("deepspeed.sh", 143)])
+def test_sigterm_saves_and_leaves_nobody(script: str, code: int, tmp_path: Path) -> None:
+    changes = {
+        "parallel": {"replicas": 2},
+        "data": {"text": write_text(tmp_path)},
+        "training": {"train_iters": 100_000, "output_dir": str(tmp_path / "run")},
+    }
+    config, told = write_config(tmp_path, tiny(changes)), tmp_path / "told"
+    environ = {**os.environ, "PYTHON": sys.executable, "PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    with told.open("w") as log:
+        launched = subprocess.Popen(
+            [str(REPOSITORY / "launch" / script), "2", config, "--progress", "lines"],
+            env=environ,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        wait_until(told, "iteration      5/100000")
+        assert len(ranks_of(config)) >= 2
+        launched.terminate()
+        assert launched.wait(PATIENCE_SECONDS) == code, told.read_text()
+        assert ranks_of(config) == []
+    finally:
+        for rank in ranks_of(config):
+            os.kill(rank, signal.SIGKILL)
+        launched.kill()
+        launched.wait()
+    (stopped,) = [line for line in told.read_text().splitlines() if line.startswith("stopped after")]
+    step = int(stopped.split()[3])
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == f"step_{step:08d}\n"
