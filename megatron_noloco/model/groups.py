@@ -56,7 +56,8 @@ def build_groups(
 ) -> Groups:
     """Make this rank's groups; every rank of the world must call it with the same arguments.
 
-    Groups are made kind by kind in one fixed order, so that ranks waiting for each other cannot form a cycle.
+    Groups are made kind by kind in one fixed order, so that ranks waiting for each other cannot form a cycle; and
+    equally many on every rank, since torch names a group after its ranks and the number of groups before it.
 
     Args:
         routed: whether microbatches may leave their replica; if not, the hop groups stay inside it.
@@ -73,8 +74,11 @@ def build_groups(
     replica = group(grid[at.replica].ravel().tolist())
     alone = group([dist.get_rank()])
     tied_embedding = None
-    if tied and topology.stages > 1 and at.stage in (0, topology.stages - 1):
-        tied_embedding = group(grid[at.replica, [0, -1], at.lane, at.shard].tolist())
+    if tied and topology.stages > 1:
+        if at.stage in (0, topology.stages - 1):
+            tied_embedding = group(grid[at.replica, [0, -1], at.lane, at.shard].tolist())
+        else:
+            group([dist.get_rank()])  # of no use here, but counted
     reachable = grid[:, :, at.lane, at.shard] if routed else grid[at.replica, :, at.lane, at.shard]
     forward_hops, backward_hops = group(reachable.ravel().tolist()), group(reachable.ravel().tolist())
     if torch.cuda.is_available():

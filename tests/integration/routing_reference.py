@@ -1,5 +1,6 @@
 """Replicas with different weights, as real ranks and as whole models in one process, on the same made-up data."""
 
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ class Case(NamedTuple):
     micro_batch_size: int = 1
     sequence_parallel: bool = False
     recompute: bool = False
+    tied: bool = False
 
     @property
     def topology(self) -> Topology:
@@ -55,6 +57,7 @@ class Case(NamedTuple):
         extras += [f"{self.layers_per_chunk}layers"] if self.layers_per_chunk > 1 else []
         extras += ["sequence_parallel"] if self.sequence_parallel else []
         extras += ["recompute"] if self.recompute else []
+        extras += ["tied"] if self.tied else []
         return "-".join([f"{self.replicas}x{self.stages}x{self.microbatches}", *extras])
 
     def unsplit(self) -> "Case":
@@ -73,7 +76,7 @@ class Case(NamedTuple):
             "num_query_groups": 2,
             "seq_length": SEQ_LENGTH,
             "make_vocab_size_divisible_by": VOCABULARY,
-            "untie_embeddings_and_output_weights": True,
+            "untie_embeddings_and_output_weights": not self.tied,
             "init_method_std": INITIAL_STD,
         }
         if self.recompute:
@@ -135,13 +138,13 @@ def build_own_stage(case: Case, routed: bool = True, **changes: Any) -> tuple[Ru
     """This rank's stage, with the weights of its replica."""
     cpu.prepare()
     config = case.config(**changes)
-    groups = build_groups(case.topology, routed)
+    groups = build_groups(case.topology, routed, case.tied)
     stage = build_stage(config, groups, VOCABULARY)
-    draw_weights(stage, groups, groups.position.replica)
+    draw_weights(stage, groups, groups.position.replica, case.tied)
     return config, groups, stage
 
 
-def draw_weights(stage: Stage, groups: Groups, replica: int) -> None:
+def draw_weights(stage: Stage, groups: Groups, replica: int, tied: bool) -> None:
     """Weights that no other replica has; norms, which start as ones everywhere, differ as well."""
     for index, chunk in enumerate(stage.chunks):
         weights.initialise(
@@ -151,7 +154,7 @@ def draw_weights(stage: Stage, groups: Groups, replica: int) -> None:
             std=INITIAL_STD,
             num_layers=stage.config.num_layers,
             layer_offset=layer_offset(stage, groups, index),
-            tied=False,
+            tied=tied,
         )
         with torch.no_grad():
             for parameter in chunk.parameters():
@@ -164,13 +167,17 @@ def layer_offset(stage: Stage, groups: Groups, chunk_index: int) -> int:
     return get_transformer_layer_offset(stage.config, vp_stage, groups.position.stage)
 
 
-def named_gradients(stage: Stage, groups: Groups) -> Gradients:
-    """Gradients of this rank's part, by the names of the unsplit model."""
+def named_parameters(stage: Stage, groups: Groups) -> dict[str, nn.Parameter]:
+    """This rank's part, by the names of the unsplit model."""
     return {
-        weights.global_name(name, layer_offset(stage, groups, index)): gradient_of(parameter)
+        weights.global_name(name, layer_offset(stage, groups, index)): parameter
         for index, chunk in enumerate(stage.chunks)
         for name, parameter in chunk.named_parameters()
     }
+
+
+def named_gradients(stage: Stage, groups: Groups) -> Gradients:
+    return {name: gradient_of(parameter) for name, parameter in named_parameters(stage, groups).items()}
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:
@@ -191,6 +198,32 @@ class Expected(NamedTuple):
 
 def reference(rank: int, world_size: int, case: Case, routes_of: dict[str, Routes]) -> dict[str, Expected]:
     """In one process: whole models, of which every microbatch uses the layers that its route names."""
+    models = _whole_models(case)
+    return {name: _expected(case, models, routes) for name, routes in routes_of.items()}
+
+
+def reference_step(
+    rank: int, world_size: int, case: Case, routes: Routes, learning_rate: float, clip: float
+) -> tuple[list[Gradients], list[float]]:
+    """Weights of the whole models after one step of SGD along clipped gradients; and the norms of those."""
+    models = _whole_models(case)
+    gradients = _expected(case, models, routes).gradients
+    norms = [norm(of_model) for of_model in gradients]
+    moved = [
+        {
+            name: parameter.detach() - learning_rate * min(1.0, clip / (length + 1e-6)) * of_model[name]
+            for name, parameter in model.named_parameters()
+        }
+        for model, of_model, length in zip(models, gradients, norms, strict=True)
+    ]
+    return moved, norms
+
+
+def norm(gradients: Gradients) -> float:
+    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
+
+
+def _whole_models(case: Case) -> list[Any]:
     unsplit = case.unsplit()
     config = unsplit.config()
     cpu.prepare()
@@ -198,9 +231,9 @@ def reference(rank: int, world_size: int, case: Case, routes_of: dict[str, Route
     models = []
     for replica in range(case.replicas):
         stage = build_stage(config, groups, VOCABULARY)
-        draw_weights(stage, groups, replica)
+        draw_weights(stage, groups, replica, case.tied)
         models.append(stage.chunks[0])
-    return {name: _expected(case, models, routes) for name, routes in routes_of.items()}
+    return models
 
 
 def _expected(case: Case, models: list[Any], routes: Routes) -> Expected:
@@ -228,7 +261,8 @@ def _logits(way: list[Any], case: Case, tokens: Tensor) -> Tensor:
         for layer in _layers(model, chunk, case.layers_per_chunk):
             hidden, _ = layer(hidden, attention_mask=None, rotary_pos_emb=rotation)
     hidden = way[-1].decoder.final_layernorm(hidden)
-    return F.linear(hidden, way[-1].output_layer.weight).transpose(0, 1)
+    output = way[-1].shared_embedding_or_output_weight() if case.tied else way[-1].output_layer.weight
+    return F.linear(hidden, output).transpose(0, 1)
 
 
 def _layers(model: Any, chunk: int, count: int) -> Iterator[nn.Module]:

@@ -1,6 +1,5 @@
 """Routed pipelines compute what a single process computes along the same routes; unrouted ones, what core does."""
 
-import math
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -19,23 +18,25 @@ from megatron_noloco.model import cpu
 from megatron_noloco.model.groups import Groups, build_groups
 from megatron_noloco.model.pipeline import Pipeline
 from megatron_noloco.model.stage import Stage, transformer_config
-from megatron_noloco.model.weights import sharded_dimension
+from megatron_noloco.model.weights import EMBEDDING, OUTPUT, sharded_dimension
 from megatron_noloco.plans.routing import Routes, Routing
 from tests.harness import run_ranks
 from tests.integration.routing_reference import (
     SEQ_LENGTH,
     Case,
     Expected,
-    Gradients,
     Observed,
     build_own_stage,
     crossing_routes,
     expected_part,
     gradient_of,
     named_gradients,
+    named_parameters,
+    norm,
     observed,
     read,
     reference,
+    reference_step,
 )
 
 INTERVALS = ("round", "step", "microbatch")
@@ -236,8 +237,41 @@ class TestGradientNorm:
             assert grad_norm == pytest.approx(norms[position.replica], rel=tolerance)
 
 
-def norm(gradients: Gradients) -> float:
-    return math.sqrt(sum(float(gradient.double().square().sum()) for gradient in gradients.values()))
+LEARNING_RATE, CLIP = 1.0, 0.5
+
+
+def train_clipped_step(rank: int, world_size: int, case: Case, routes: Routes) -> Any:
+    optimizer = {"type": "SGD", "params": {"lr": LEARNING_RATE}}
+    config, groups, stage = build_own_stage(case, optimizer=optimizer, gradient_clipping=CLIP)
+    engine = ReplicaEngine(config, groups, stage)
+    engine.train_batch(reader(case), routes)
+    dist.barrier()
+    moved = {name: parameter.detach().clone() for name, parameter in named_parameters(stage, groups).items()}
+    return groups.position, moved
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(2, 2, 4),
+        Case(3, 3, 2, tied=True),
+        Case(2, 2, 4, shards=2, tied=True),
+        Case(2, 2, 4, shards=2, virtual_stages=2, sequence_parallel=True, recompute=True, tied=True),
+    ],
+    ids=lambda case: case.name,
+)
+def test_a_clipped_step_moves_each_replica_along_its_own_gradient(case: Case) -> None:
+    """Every replica clips by its own norm; tied embeddings add up over its own first and last stage."""
+    routes = crossing_routes(case, "microbatch")
+    [(expected, norms)] = run_ranks(1, reference_step, case, routes, LEARNING_RATE, CLIP)
+    assert min(norms) > 2 * CLIP
+    for position, moved in run_ranks(case.topology.world_size, train_clipped_step, case, routes):
+        full = expected[position.replica]
+        for name, found in moved.items():
+            tied_name = EMBEDDING if case.tied and name == OUTPUT else name
+            part = expected_part(full, tied_name, position, case.shards)
+            error = float((found - part).norm() / part.norm())
+            assert error < TOLERANCE, f"{name} of {position}: relative error {error:.1e}"
 
 
 class Parrot(nn.Module):
