@@ -104,8 +104,9 @@ def _usage_error(error: ValueError | OSError) -> int:
     """
     rank_variables = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
     if any(os.environ.get(name, "0") != "0" for name in rank_variables):
-        signal.signal(signal.SIGTERM, lambda *_: os._exit(USAGE_ERROR))
+        before = signal.signal(signal.SIGTERM, lambda *_: os._exit(USAGE_ERROR))
         time.sleep(_LATE_RANK_0_SECONDS)
+        signal.signal(signal.SIGTERM, before)
     sys.stderr.write(f"{error}\n")
     return USAGE_ERROR
 

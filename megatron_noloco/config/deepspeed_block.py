@@ -181,10 +181,16 @@ class _Resolver:
             path = ("optimizer", "params", key)
             if key not in allowed:
                 self.problems.append(unknown_key(path, allowed))
-            elif key in ("lr", "eps", "weight_decay", "momentum") and value != AUTO and not _is_size(value):
+            elif key == "max_grad_norm" or value == AUTO:
+                continue  # told already
+            elif key == "betas":
+                if not _are_betas(value):
+                    self.problems.append(wrong_value(path, "two numbers from 0 to below 1", value))
+            elif key in keys.OPTIMIZER_SWITCHES:
+                if type(value) is not bool:
+                    self.problems.append(wrong_value(path, "true or false", value))
+            elif not _is_size(value):
                 self.problems.append(wrong_value(path, "a number >= 0", value))
-            elif key == "betas" and not _are_betas(value):
-                self.problems.append(wrong_value(path, "two numbers from 0 to below 1", value))
 
     def scheduler(self) -> None:
         if "scheduler" not in self.values:

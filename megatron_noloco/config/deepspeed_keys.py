@@ -74,7 +74,7 @@ SUB_BLOCKS = {
         """),
 }
 
-# What the usual optimizers take, under DeepSpeed's names for its own and torch's for the others.
+# What the optimizers take, under DeepSpeed's names for its own and torch's for the others.
 _ADAM = _words("""
     lr betas eps weight_decay amsgrad bias_correction torch_adam adam_w_mode fp32_optimizer_states set_grad_none
     fused foreach maximize capturable differentiable decoupled_weight_decay
@@ -84,7 +84,23 @@ OPTIMIZER_PARAMS = {
     "adamw": _ADAM,
     "lion": _words("lr betas weight_decay fp32_optimizer_states set_grad_none"),
     "sgd": _words("lr momentum dampening weight_decay nesterov maximize foreach differentiable fused"),
+    "rmsprop": _words(
+        "lr alpha eps weight_decay momentum centered capturable foreach maximize differentiable"
+    ),
+    "adadelta": _words("lr rho eps weight_decay foreach capturable maximize differentiable"),
+    "adamax": _words("lr betas eps weight_decay foreach maximize differentiable capturable"),
+    "nadam": _words("""
+        lr betas eps weight_decay momentum_decay decoupled_weight_decay foreach maximize capturable differentiable
+        """),
+    "radam": _words("""
+        lr betas eps weight_decay decoupled_weight_decay foreach maximize capturable differentiable
+        """),
 }
+# Of these, those that are no numbers (betas are two).
+OPTIMIZER_SWITCHES = _words("""
+    amsgrad bias_correction torch_adam adam_w_mode fp32_optimizer_states set_grad_none fused foreach maximize
+    capturable differentiable decoupled_weight_decay nesterov centered
+    """)
 
 # Those that treat every weight by itself: ZeRO keeps the weights of a stage in flat vectors, where Lamb, Adafactor
 # or Muon would not find their tensors. DeepSpeed's own ignore case; the others are names in torch.optim. Torch's

@@ -7,11 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron_noloco.config import RunConfig, describe, parameter_count
+from megatron_noloco.config.deepspeed_keys import TORCH_OPTIMIZERS
 from megatron_noloco.data.datasets import Datasets, build_datasets
 from megatron_noloco.data.microbatches import MicrobatchSource, ValidationSource
 from megatron_noloco.data.prefetch import Prefetcher
@@ -56,8 +58,7 @@ def prepare(config: RunConfig, environ: Mapping[str, str]) -> Prepared:
         raise ValueError(
             "fp16.enabled: this machine has no GPU, and its CPU no fp16 arithmetic; use bf16 or fp32"
         )
-    if config.deepspeed["optimizer"]["type"].lower() == "lion" and not torch.cuda.is_available():
-        raise ValueError("optimizer.type: DeepSpeed's Lion needs a GPU; use AdamW")
+    _check_optimizer(**config.deepspeed["optimizer"])
     if config.training.pretrained is not None:
         huggingface.check_fits(Path(config.training.pretrained), config.model)
     _check_writable(Path(config.training.output_dir))
@@ -93,6 +94,17 @@ def prepare(config: RunConfig, environ: Mapping[str, str]) -> Prepared:
         for part in datasets.validation
     ]
     return Prepared(config, world, topology, tokenizer, datasets, plan, validation)
+
+
+def _check_optimizer(type: str, params: Mapping[str, Any] | None = None, **_: Any) -> None:
+    """What only the optimizer itself knows, such as that SGD's Nesterov needs momentum."""
+    if type.lower() == "lion" and not torch.cuda.is_available():
+        raise ValueError("optimizer.type: DeepSpeed's Lion needs a GPU; use AdamW")
+    if type in TORCH_OPTIMIZERS:
+        try:
+            getattr(torch.optim, type)([torch.zeros(1)], **(params or {}))
+        except (ValueError, RuntimeError) as error:
+            raise ValueError(f"optimizer.params: torch's {type} does not take them: {error}") from None
 
 
 def _check_writable(output_dir: Path) -> None:

@@ -84,6 +84,10 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"noloco": {"method": "no-loco"}},
         ("noloco.method: must be one of", '"noloco"', '"diloco"', '"none"', "'no-loco'"),
     ),
+    "settings that the optimizer refuses": (
+        {"optimizer": {"type": "SGD", "params": {"nesterov": True}}},
+        ("optimizer.params: torch's SGD does not take them: Nesterov momentum requires a momentum",),
+    ),
     "missing data": (
         {"data": {"text": "/no/such/text"}},
         ("data.text", "no file or folder at /no/such/text"),

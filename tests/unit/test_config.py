@@ -157,6 +157,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"optimizer.type": "Lamb"}, "'Lamb' is not a known optimizer; known are AdamW, Adam, Lion, Adadelta"),
     ({"optimizer.params.betas": "x"}, "optimizer.params.betas: must be two numbers from 0 to below 1"),
     ({"optimizer.params.weight_decay": "much"}, "optimizer.params.weight_decay: must be a number >= 0"),
+    ({"optimizer.params.foreach": 1}, "optimizer.params.foreach: must be true or false, got 1"),
+    (
+        {"optimizer": {"type": "Adadelta", "params": {"betas": [0.9, 0.99]}}},
+        "optimizer.params.betas is not a known key",
+    ),
+    (
+        {"optimizer": {"type": "RMSprop", "params": {"alpha": "0.9"}}},
+        "optimizer.params.alpha: must be a number >= 0, got '0.9'",
+    ),
     ({"zero_optimization.compute_grad_norm": False}, "the norm is logged, and clipped by; leave it out"),
     ({"zero_optimization.offload_optimizer": {"device": "cpu"}}, "offload_optimizer is not supported"),
     ({"zero_optimization.reduce_bucket_size": "big"}, "reduce_bucket_size: must be a number >= 0"),

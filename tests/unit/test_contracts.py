@@ -39,7 +39,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.utils import GlobalMemoryBuffer
 
-from megatron_noloco.config.deepspeed_keys import OPTIMIZER_PARAMS
+from megatron_noloco.config.deepspeed_keys import OPTIMIZER_PARAMS, TORCH_OPTIMIZERS
 from megatron_noloco.model.pipeline import RoutedCommunicator
 
 ROOT = Path(__file__).parents[2]
@@ -283,7 +283,7 @@ def test_data_shuffled_names_the_indices_as_megatron_looks_for_them() -> None:
     [
         ("adam", [FusedAdam, DeepSpeedCPUAdam, torch.optim.Adam, torch.optim.AdamW], {"torch_adam"}),
         ("lion", [FusedLion, DeepSpeedCPULion], set()),
-        ("sgd", [torch.optim.SGD], set()),
+        *((name.lower(), [getattr(torch.optim, name)], set()) for name in sorted(TORCH_OPTIMIZERS)),
     ],
 )
 def test_config_knows_what_optimizers_take(
