@@ -93,7 +93,9 @@ def _datasets(model: Model, data: str | None) -> list[SampleDataset]:
 
 def open_model(path: Path, data: str | None, seq_length: int | None) -> Model:
     """A checkpoint's step folder or a run's output_dir, or a Hugging Face folder; raises ValueError."""
-    if (path / "config.json").is_file():
+    if (path / "config.json").is_file() and not (
+        path / "checkpoints"
+    ).is_dir():  # a run may keep its config there
         if data is None:
             raise ValueError(f"{path}: a Hugging Face folder has no validation split; give --data")
         return _open_hugging_face(path, data, seq_length)
