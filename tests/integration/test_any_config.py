@@ -1,0 +1,168 @@
+"""Configs drawn at random, of all that is accepted: each runs, continues bit for bit, and with other replicas."""
+
+import math
+import shutil
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from megatron_noloco.config import RunConfig
+from megatron_noloco.data.indexed import IndexedWriter
+from megatron_noloco.data.tokenizer import ByteTokenizer
+from tests.integration.chaos import Run, assert_same_state
+from tests.integration.tiny import metrics, tiny, write_text
+
+STEPS = 6
+MOST_RANKS = 8
+SEEDS = [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 60))]
+
+OPTIMIZERS = [
+    {"type": "AdamW", "params": {"lr": 0.003, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+    *({"type": name, "params": {"lr": 0.003}} for name in ("Adam", "SGD", "RMSprop", "NAdam", "Adadelta")),
+]
+SCHEDULERS = [
+    None,
+    {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 2}},
+    {"type": "WarmupLR", "params": {"warmup_max_lr": 0.003, "warmup_num_steps": 3}},
+    {
+        "type": "OneCycle",
+        "params": {
+            "cycle_min_lr": 1e-4,
+            "cycle_max_lr": 0.003,
+            "cycle_first_step_size": 3,
+            "cycle_momentum": False,
+        },
+    },
+]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Ways to say what is read."""
+    folder = tmp_path_factory.mktemp("data")
+    random = Random(0)
+    for name in "ab":
+        writer = IndexedWriter(folder / name, ByteTokenizer.vocab_size)
+        for _ in range(100):
+            letters = "".join(random.choices("abcdefgh \n", k=random.randint(1, 150)))
+            writer.add(ByteTokenizer().encode(letters), ends_document=True)
+        writer.finish()
+    first, second = str(folder / "a"), str(folder / "b")
+    return [
+        {"text": write_text(folder)},
+        {"text": None, "data_path": first},
+        {"text": None, "data_path": [0.3, first, 0.7, second]},
+        {"text": None, "train_data_path": first, "valid_data_path": ["0.5", first, "0.5", second]},
+    ]
+
+
+def draw(random: Random) -> tuple[dict[str, Any], int]:
+    """What differs from the tiny config, without its data, and the number of ranks."""
+    one_of = random.choice
+    sizes = (MOST_RANKS + 1,)
+    while math.prod(sizes) > MOST_RANKS:
+        sizes = (one_of([1, 2, 2, 3, 4]), one_of([1, 2, 2, 3, 4]), one_of([1, 1, 2]), one_of([1, 1, 2]))
+    replicas, stages, lanes, shards = sizes
+    virtual = one_of([1, 2]) if stages > 1 else 1
+    recompute = one_of([{}, {"recompute_granularity": "selective"}, *_full_recompute()])
+    bf16 = one_of([True, False])
+    changes = {
+        "train_micro_batch_size_per_gpu": one_of([1, 2]),
+        "gradient_accumulation_steps": one_of([1, 2]) * (stages if virtual > 1 else one_of([1, 2])),
+        "gradient_clipping": one_of([0.5, "auto", 0.0, None]),
+        "bf16": {"enabled": bf16},
+        "data_types": one_of([None, {"grad_accum_dtype": "bf16"}]) if bf16 else None,
+        "zero_optimization": one_of([None, {"stage": 0}, {"stage": 1, "reduce_bucket_size": 5000}]),
+        "noloco": {
+            "enabled": one_of([True, True, True, False]),
+            "method": one_of(["noloco", "noloco", "diloco", "none"]),
+            "local_steps": one_of([1, 2, 3]),
+            "outer_momentum": one_of([0.5, 0.3, 0.0]),
+            "consensus_weight": one_of([None, 0.3, 1.0]),
+            "group_size": random.randint(2, max(2, replicas)),
+            "grouping": one_of(["replica", "stage"]),
+            "slow_weights": one_of(["host", "device"]),
+            "routing": {"interval": one_of(["round", "step", "microbatch", "off"])},
+            "transport": "torch",
+        },
+        "parallel": {
+            "replicas": replicas,
+            "stages": stages,
+            "lanes": lanes,
+            "shards": shards,
+            "virtual_stages": virtual,
+            "sequence_parallel": shards > 1 and one_of([True, False]),
+        },
+        "model": {
+            "num_layers": stages * virtual * one_of([1, 2]),
+            "num_query_groups": one_of([2, 4]),
+            "kv_channels": one_of([None, 6, 16]),
+            "make_vocab_size_divisible_by": shards * one_of([1, 7, 128]),
+            "untie_embeddings_and_output_weights": one_of([True, False]),
+            "hidden_dropout": one_of([0.0, 0.1]),
+            "attention_dropout": one_of([0.0, 0.1]),
+            **recompute,
+        },
+        "training": {
+            "train_iters": STEPS,
+            "eval_interval": one_of([0, 2, 3]),
+            "eval_iters": one_of([0, 2, 3]),
+            "eval_mean_model": one_of([True, False]),
+            "async_save": one_of([True, False]),
+            "log_interval": one_of([1, 4]),
+            "tensorboard": one_of([True, False]),
+            "seed": random.randrange(100),
+        },
+    }
+    return changes, math.prod(sizes)
+
+
+def _full_recompute() -> list[dict[str, Any]]:
+    common = {"recompute_granularity": "full", "recompute_num_layers": 1}
+    return [{**common, "recompute_method": method} for method in ("uniform", "block")]
+
+
+def drawn_run(seed: int, folder: Path, data: list[dict[str, Any]]) -> tuple[Run, int]:
+    random = Random(seed)
+    changes, ranks = draw(random)
+    run = Run(folder, changes, text=str(data[0]["text"]))
+    run.change({"data": random.choice(data)})
+    # Not added to those of the tiny config, but in their place.
+    run.raw |= {"optimizer": random.choice(OPTIMIZERS), "scheduler": random.choice(SCHEDULERS)}
+    run.raw = tiny({}, run.raw)
+    RunConfig.from_dict(run.raw).topology(ranks)
+    return run, ranks
+
+
+def succeed(run: Run, ranks: int, **training: Any) -> str:
+    """What rank 0 printed."""
+    outcomes = run.launch(ranks, changes={"training": training})
+    assert [(outcome.code, outcome.err) for outcome in outcomes] == [(0, "")] * ranks
+    return outcomes[0].out
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_runs_and_continues(seed: int, data: list[dict[str, Any]], tmp_path: Path) -> None:
+    whole, ranks = drawn_run(seed, tmp_path / "whole", data)
+    succeed(whole, ranks, save_interval=STEPS)
+    losses = [row["loss"] for replica in metrics(whole.folder) for row in replica]
+    assert losses
+    assert all(0 < loss < 20 for loss in losses)
+
+    parts, saved = whole.clean(tmp_path / "parts"), 1 + seed % (STEPS - 1)
+    succeed(parts, ranks, save_interval=saved, keep_last=STEPS)
+    for folder in parts.checkpoints.glob("step_*"):
+        if folder != parts.step_folder(saved):
+            shutil.rmtree(folder)
+    assert f"step {saved}, " in succeed(parts, ranks, save_interval=STEPS)
+    assert_same_state(parts.step_folder(STEPS), whole.step_folder(STEPS))
+
+    replicas = whole.raw["parallel"]["replicas"]
+    others = [count for count in (1, 2, 3, 4) if count != replicas and count * ranks <= MOST_RANKS * replicas]
+    other = Random(seed).choice(others or [replicas])
+    whole.change({"parallel": {"replicas": other}, "noloco": {"group_size": 2}})
+    fewer = Random(seed).choice(["drop", "fold"])
+    told = succeed(whole, ranks // replicas * other, train_iters=STEPS + 2, fewer_replicas=fewer)
+    assert f"step {STEPS}, " in told
