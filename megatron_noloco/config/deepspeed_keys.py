@@ -77,7 +77,7 @@ SUB_BLOCKS = {
 # What the optimizers take, under DeepSpeed's names for its own and torch's for the others.
 _ADAM = _words("""
     lr betas eps weight_decay amsgrad bias_correction torch_adam adam_w_mode fp32_optimizer_states set_grad_none
-    fused foreach maximize capturable differentiable decoupled_weight_decay
+    fused foreach maximize capturable differentiable
     """)
 OPTIMIZER_PARAMS = {
     "adam": _ADAM,

@@ -283,7 +283,13 @@ def test_workers_go_with_their_process(tmp_path: Path, notice: signal.Signals) -
     assert not [child for child in children if _runs(child)]
     if notice == signal.SIGTERM:
         assert process.returncode == 130
-        assert said == "stopped; the same command goes on after the last finished part\n"
+        assert without_torch(said) == "stopped; the same command goes on after the last finished part\n"
+
+
+def without_torch(said: str) -> str:
+    """What torch built for CUDA says where there are CUDA's tools and no GPU."""
+    lines = said.splitlines(keepends=True)
+    return "".join(line for line in lines if "No CUDA runtime is found" not in line)
 
 
 def _runs(pid: str) -> bool:
@@ -366,7 +372,7 @@ def test_the_tool_with_two_workers(tmp_path: Path, fast: Path) -> None:
     command += ["--output-prefix", str(tmp_path / "out"), "--append-eod", "--workers", "2"]
     command += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(fast)]
     first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert (first.returncode, first.stderr) == (0, "")
+    assert (first.returncode, without_torch(first.stderr)) == (0, "")
     encoding = Encoding("HuggingFaceTokenizer", str(fast), ("text",), append_eod=True)
     indexed = IndexedTokens(str(tmp_path / "out_text_document"))
     assert documents(indexed) == expected(texts, encoding)
