@@ -20,6 +20,13 @@ check_config() { # CONFIG RANKS: errors go to stderr, one line each; a good file
     "$PYTHON" -m megatron_noloco config --check "$1" --world-size "$2" >/dev/null
 }
 
+wait_for_job() { # PID: until this background process has ended; sets code to its exit code
+    code=0
+    while kill -0 "$1" 2>/dev/null; do # a signal ends `wait` before the job is done
+        wait "$1" && code=0 || code=$?
+    done
+}
+
 # Sets mpirun; mpi (openmpi | other); mpi_options, the words that every launch needs; and mpi_unbuffered, the
 # words that make a rank's output appear at once instead of by whole lines, as a progress bar needs it.
 find_mpirun() {

@@ -27,9 +27,6 @@ setsid "$PYTHON" -m deepspeed.launcher.runner ${HOSTFILE:+--hostfile "$HOSTFILE"
     --master_port "${PORT:-29500}" --log_level warning --no_local_rank "$@" </dev/null &
 job=$!
 trap 'kill -TERM "-$job"; trap "kill -KILL -$job" INT TERM' INT TERM
-code=0
-while kill -0 "$job" 2>/dev/null; do # a signal ends `wait` before the job is done
-    wait "$job" && code=0 || code=$?
-done
+wait_for_job "$job"
 while kill -0 "-$job" 2>/dev/null; do sleep 0.2; done
 exit "$code"

@@ -46,8 +46,5 @@ setsid "$mpirun" $mpi_options ${hostfile:+"$hostfile" "$HOSTFILE"} ${MPI_OPTIONS
     "$PYTHON" -m megatron_noloco train --config "$config" --progress "$progress" "$@" </dev/null &
 job=$!
 trap 'kill -USR1 "$job"; trap "kill -TERM $job" INT TERM' INT TERM
-code=0
-while kill -0 "$job" 2>/dev/null; do # a signal ends `wait` before the job is done
-    wait "$job" && code=0 || code=$?
-done
+wait_for_job "$job"
 exit "$code"
