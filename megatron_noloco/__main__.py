@@ -77,22 +77,22 @@ def _train(parsed: argparse.Namespace) -> int:
         prepared = run.prepare(config, os.environ)
     except (ValueError, OSError) as error:  # a ConfigError is one; a file that cannot be read
         return _usage_error(error)
+    code = FAILURE
     try:
-        transport, start = run.join_job(prepared)
+        joined = run.join_job(prepared)
     except (ValueError, OSError) as error:
-        _usage_error(error)
-        run.abandon_job(USAGE_ERROR)
-        return USAGE_ERROR
-    try:
-        if run.train(prepared, transport, start, parsed.progress):
-            return 0
-        return FAILURE
-    except run.PartnerTimeoutError as error:
-        sys.stderr.write(f"{error}\n")
+        code = _usage_error(error)
     except Exception:
         traceback.print_exc()
-    run.abandon_job(FAILURE)
-    return FAILURE
+    else:
+        try:
+            return 0 if run.train(prepared, *joined, parsed.progress) else FAILURE
+        except run.PartnerTimeoutError as error:
+            sys.stderr.write(f"{error}\n")
+        except Exception:
+            traceback.print_exc()
+    run.abandon_job(code)
+    return code
 
 
 def _usage_error(error: ValueError | OSError) -> int:

@@ -136,7 +136,7 @@ def join(world: World, backend: str) -> None:
     """
     try:
         _join(world, backend)
-    except dist.DistError as error:
+    except RuntimeError as error:  # a DistError, but not in every torch
         reason = str(error).splitlines()[0]
         raise ValueError(
             f"rank {world.rank} of {world.world_size} cannot join the others ({reason}); is MASTER_PORT free on "
