@@ -28,7 +28,14 @@ from megatron_noloco.training.console import Console, RunFacts
 from megatron_noloco.training.resume import Start, find_start
 from megatron_noloco.transport import mpi
 from megatron_noloco.transport.protocol import Transport
-from megatron_noloco.transport.world import World, choose_transport, join, local_device, read_world
+from megatron_noloco.transport.world import (
+    World,
+    choose_transport,
+    join,
+    local_device,
+    ranks_on_this_host,
+    read_world,
+)
 
 __all__ = ["PartnerTimeoutError", "Prepared", "abandon_job", "join_job", "prepare", "train"]
 
@@ -127,9 +134,9 @@ def join_job(prepared: Prepared) -> tuple[Transport, Start]:
     if cuda:
         world = replace(world, local_rank=local_device(world, torch.cuda.device_count()))
         torch.cuda.set_device(world.local_rank)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.world_size))
     join(world, "cpu:gloo,cuda:nccl" if cuda else "gloo")
+    if not cuda and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_on_this_host()))
     transport = choose_transport(prepared.config.noloco.transport, world)
     return transport, find_start(prepared.config, prepared.topology)
 

@@ -127,6 +127,13 @@ def local_device(world: World, devices: int) -> int:
     return world.local_rank
 
 
+def ranks_on_this_host() -> int:
+    """A collective over all ranks, for the start only."""
+    names: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(names, socket.gethostname())
+    return names.count(socket.gethostname())
+
+
 def join(world: World, backend: str) -> None:
     """Make torch.distributed's default group over `world`, and set the variables that DeepSpeed reads.
 

@@ -1,11 +1,13 @@
 """Joining for real, under every launcher that one machine has."""
 
+import socket
 import subprocess
 import sys
 
 import pytest
 
-from tests.harness import run_mpi, run_torchrun, said
+from megatron_noloco.transport.world import ranks_on_this_host
+from tests.harness import run_mpi, run_ranks, run_torchrun, said
 
 MODULE = "tests.distributed.join_world"
 
@@ -39,3 +41,12 @@ def test_alone() -> None:
     finished = subprocess.run(command, capture_output=True, text=True, timeout=60)
     (line,) = lines(finished, ranks=1)
     assert (line["launcher"], line["outcome"]) == ("single", "torch")
+
+
+def counted(rank: int, world_size: int, hosts: list[str]) -> int:
+    socket.gethostname = lambda: hosts[rank]
+    return ranks_on_this_host()
+
+
+def test_ranks_on_this_host() -> None:
+    assert run_ranks(4, counted, ["a", "b", "a", "a"]) == [3, 1, 3, 3]
