@@ -22,7 +22,7 @@ from megatron_noloco.training.record import Evaluation, RoundRecord, SaveReport,
 
 # What ranks of one replica tell each other at a logged step, one float each.
 _FIELDS = (
-    "loss_sum", "loss_count", "routed", "hop_wait", "exchange_total", "sent_total", "hop_total",
+    "hop_wait", "exchange_total", "sent_total", "hop_total",
     "exchange", "wait", "sent", "squared_spread", "compared", "poisoned", "data_wait",
 )  # fmt: skip
 
@@ -129,26 +129,27 @@ class Monitor:
             self.console.close()
 
     def _record(self, done: int) -> StepRecord:
-        ranks, origins = self._gather()
+        ranks, losses, microbatches = self._gather()
         steps, last = len(self._results), self._results[-1]
         seconds = (time.perf_counter() - self._interval_started) / steps
-        losses = float(ranks["loss_count"].sum())
+        replica, total = self.groups.position.replica, sum(microbatches)
+        booked = enumerate(zip(losses, microbatches, strict=True))
         return StepRecord(
-            replica=self.groups.position.replica,
+            replica=replica,
             step=done,
             total_steps=self.training.train_iters,
             consumed_samples=self.plan.consumed(done),
             seconds_per_step=seconds,
             tokens_per_second=self.plan.replica_batch * self.seq_length / seconds,
             learning_rate=last.learning_rate,
-            loss=float(ranks["loss_sum"].sum()) / losses,
-            origin_losses=origins,
+            loss=sum(losses) / total,
+            origin_losses={origin: (loss / count, int(count)) for origin, (loss, count) in booked if count},
             grad_norm=last.grad_norm,
             loss_scale=last.loss_scale,
             skipped_steps=sum(result.skipped for result in self._results),
             hop_wait_seconds=float(ranks["hop_wait"].mean()) / steps,
             data_wait_seconds=float(ranks["data_wait"].max()) / steps,
-            routed_share=float(ranks["routed"].sum()) / losses,
+            routed_share=(total - microbatches[replica]) / total,
             sent_bytes=int(ranks["sent_total"].sum()),
             hop_bytes=int(ranks["hop_total"].sum()),
             exchange_seconds=float(ranks["exchange_total"].max()),
@@ -170,14 +171,9 @@ class Monitor:
             poisoned_elements=int(ranks["poisoned"].sum()),
         )
 
-    def _gather(self) -> tuple[dict[str, torch.Tensor], dict[int, tuple[float, int]]]:
-        """Every field's values over the ranks of this replica; and the losses by origin."""
-        losses = [loss for result in self._results for loss in result.losses]
-        replica = self.groups.position.replica
+    def _gather(self) -> tuple[dict[str, torch.Tensor], list[float], list[float]]:
+        """Every field's values over the ranks of this replica; and by origin, summed losses and microbatches."""
         own = dict.fromkeys(_FIELDS, 0.0)
-        own["loss_sum"] = sum(float(loss.loss) for loss in losses)
-        own["loss_count"] = len(losses)
-        own["routed"] = sum(loss.origin != replica for loss in losses)
         own["hop_wait"] = sum(result.hop_wait_seconds for result in self._results)
         own["exchange_total"], own["sent_total"] = self._exchange_total, self._sent_total
         own["hop_total"] = self._hop_total
@@ -190,17 +186,13 @@ class Monitor:
             if exchange.compared_elements:
                 own["squared_spread"] = self._round.spread**2 * exchange.compared_elements
         by_origin = torch.zeros(2, self.groups.topology.replicas, dtype=torch.float64)  # sums, counts
-        for loss in losses:
-            by_origin[:, loss.origin] += torch.tensor([float(loss.loss), 1.0])
+        for result in self._results:
+            for origin, loss in result.losses:
+                by_origin[:, origin] += torch.tensor([float(loss), 1.0])
         fields = torch.tensor([own[field] for field in _FIELDS], dtype=torch.float64)
         mine = torch.cat([fields, by_origin.flatten()])
         table = [torch.empty_like(mine) for _ in range(self.groups.topology.replica_size)]
         dist.all_gather(table, mine, group=self.groups.replica)
         whole = torch.stack(table)
-        sums, counts = whole[:, len(_FIELDS) :].sum(dim=0).view(2, -1).tolist()
-        booked = {
-            origin: (total / count, int(count))
-            for origin, (total, count) in enumerate(zip(sums, counts, strict=True))
-            if count
-        }
-        return dict(zip(_FIELDS, whole[:, : len(_FIELDS)].T, strict=True)), booked
+        losses, microbatches = whole[:, len(_FIELDS) :].sum(dim=0).view(2, -1).tolist()
+        return dict(zip(_FIELDS, whole[:, : len(_FIELDS)].T, strict=True)), losses, microbatches
