@@ -1,9 +1,9 @@
 """What a run reads, put together from its config."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from pathlib import Path
 
@@ -19,6 +19,8 @@ from megatron_noloco.plans.samples import BlendedOrder, SampleOrder
 
 _SPLITS = ("training", "validation")
 _TRAINING, _VALIDATION = range(2)
+_Open = Callable[[str], IndexedTokens]
+
 _LOOKED_AT = 1 << 24  # tokens per dataset that are looked at before a run; all of a smaller one
 
 
@@ -94,8 +96,9 @@ def build_datasets(
             f"{len(corpus.validation)} validation tokens"
         )
     else:
-        training = _indexed_training(config, seq_length, seed)
-        validation = _indexed_validation(config, seq_length) if evaluates else []
+        opened = cache(IndexedTokens)  # both splits are often of one dataset, whose index may be long
+        training = _indexed_training(config, seq_length, seed, opened)
+        validation = _indexed_validation(config, seq_length, opened) if evaluates else []
         about = f"{_about(training, 'training')}; {_about(validation, 'validation')}"
     datasets = Datasets(training, validation, about, vocab_size)
     for part in training + validation:
@@ -119,7 +122,7 @@ def validation_datasets(
     if config.text is not None:
         parts = _validation_of_corpus(load_corpus(config.text, config.split, tokenizer), seq_length)
     else:
-        parts = _indexed_validation(config, seq_length)
+        parts = _indexed_validation(config, seq_length, IndexedTokens)
     for part in parts:
         _check_ids(part.dataset, vocab_size)
     return [part.dataset for part in parts]
@@ -138,35 +141,37 @@ def _validation_of_corpus(corpus: Corpus, seq_length: int) -> list[Part]:
     return [Part(TokenDataset(corpus.validation, seq_length, f"the validation split of {corpus.name}"), 1.0)]
 
 
-def _indexed_training(config: DataConfig, seq_length: int, seed: int) -> list[Part]:
+def _indexed_training(config: DataConfig, seq_length: int, seed: int, opened: _Open) -> list[Part]:
     cache = Path(config.data_cache_path) if config.data_cache_path is not None else None
     return [
         Part(ShuffledDataset(*split, seq_length, name, seed, cache), weight)
-        for split, name, weight in _splits(config, _TRAINING)
+        for split, name, weight in _splits(config, _TRAINING, opened)
     ]
 
 
-def _indexed_validation(config: DataConfig, seq_length: int) -> list[Part]:
+def _indexed_validation(config: DataConfig, seq_length: int, opened: _Open) -> list[Part]:
     """In the order of the files: every run measures on the same samples."""
     return [
         Part(TokenDataset(indexed.part(first, stop), seq_length, name), weight)
-        for (indexed, first, stop), name, weight in _splits(config, _VALIDATION)
+        for (indexed, first, stop), name, weight in _splits(config, _VALIDATION, opened)
     ]
 
 
-def _splits(config: DataConfig, split: int) -> Iterator[tuple[tuple[IndexedTokens, int, int], str, float]]:
+def _splits(
+    config: DataConfig, split: int, opened: _Open
+) -> Iterator[tuple[tuple[IndexedTokens, int, int], str, float]]:
     """A dataset, the sequences of it that belong to `split`, what to call them, and their weight in the blend."""
     if config.train_data_path is not None:
         whole = (config.train_data_path, config.valid_data_path)[split]
         if whole is None:
             raise ValueError("data.valid_data_path is missing: nothing to measure on (evaluate: give --data)")
         for prefix, weight in blend_of(whole):
-            indexed = IndexedTokens(prefix)
+            indexed = opened(prefix)
             yield (indexed, 0, len(indexed.lengths)), prefix, weight
         return
     assert config.data_path is not None
     for prefix, weight in blend_of(config.data_path):
-        indexed = IndexedTokens(prefix)
+        indexed = opened(prefix)
         first, stop = split_bounds(config.split_weights, len(indexed.lengths))[split : split + 2]
         name = f"the {_SPLITS[split]} split of {prefix}"
         if not len(indexed.part(first, stop)):
