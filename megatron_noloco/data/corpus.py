@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_noloco.data.inputs import BITE_BYTES
+from megatron_noloco.data.inputs import read_piece
 from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
 
 STANDARD_LIBRARY = "python-stdlib"
@@ -187,9 +187,9 @@ def _join(texts: list[bytes], tokenizer: Tokenizer) -> np.ndarray:
 
 
 def _pieces(text: bytes) -> Iterator[tuple[bytes, bool]]:
-    """Half a megabyte each, up to the end of a line, as preprocessing cuts long texts; whether it is the last."""
+    """As preprocessing cuts long texts; and whether it is the last."""
     file = io.BytesIO(text)
-    while piece := file.read(BITE_BYTES) + file.readline():
+    while piece := read_piece(file):
         yield piece, file.tell() == len(text)
 
 

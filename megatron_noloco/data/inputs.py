@@ -168,9 +168,9 @@ def _read_text(item: Input, raw: IO[bytes], file: IO[bytes]) -> Iterator[Bite]:
     if item.folder is not None and not _is_text(item):
         yield Bite(item, 1, [], True, item.bytes)
         return
-    number, before, piece = 1, 0, _read_piece(file)
+    number, before, piece = 1, 0, read_piece(file)
     while piece:
-        following = _read_piece(file)
+        following = read_piece(file)
         place = raw.tell()
         yield Bite(item, number, [piece], not following, place - before)
         number, piece, before = number + 1, following, place
@@ -190,7 +190,8 @@ def _is_text(item: Input) -> bool:
     return True
 
 
-def _read_piece(file: IO[bytes]) -> bytes:
+def read_piece(file: IO[bytes]) -> bytes:
+    """Half a megabyte, up to the end of a line; empty at the end."""
     return file.read(BITE_BYTES) + file.readline()
 
 

@@ -51,7 +51,8 @@ class ValidationSource:
         """
         if count is None:
             count = max(1, len(dataset) // micro_batch_size // multiple_of) * multiple_of
-        count = -(-count // multiple_of) * multiple_of
+        else:
+            count = -(-count // multiple_of) * multiple_of
         needed = count * micro_batch_size
         if needed > len(dataset):
             raise ValueError(

@@ -17,9 +17,8 @@ def quieten() -> None:
     """
     warnings.filterwarnings("ignore", module=r"(megatron|deepspeed|apex)\b")
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    logging.getLogger("torch.utils.cpp_extension").setLevel(
-        logging.ERROR
-    )  # that CUDA's tools are there, no GPU
+    # It tells every process that there are CUDA's tools and no GPU.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     os.environ.setdefault("DS_LOG_LEVEL", "error")
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it had to guess

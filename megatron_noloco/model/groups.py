@@ -18,6 +18,8 @@ from megatron_noloco.plans.topology import Position, Topology
 
 ProcessGroup = dist.ProcessGroup
 
+PATIENCE = timedelta(minutes=30)  # with the other ranks of a group: they may be saving
+
 
 @dataclass(frozen=True)
 class Groups:
@@ -44,15 +46,12 @@ class Groups:
         return self.position.stage == self.topology.stages - 1
 
 
-_PATIENCE = timedelta(minutes=30)
-
-
 def _group(ranks: list[int], timeout: timedelta) -> ProcessGroup:
     return dist.new_group(sorted(ranks), timeout=timeout, use_local_synchronization=True)
 
 
 def build_groups(
-    topology: Topology, routed: bool, tied: bool = False, patience: timedelta = _PATIENCE
+    topology: Topology, routed: bool, tied: bool = False, patience: timedelta = PATIENCE
 ) -> Groups:
     """Make this rank's groups; every rank of the world must call it with the same arguments.
 

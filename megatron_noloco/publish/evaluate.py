@@ -93,9 +93,8 @@ def _datasets(model: Model, data: str | None) -> list[SampleDataset]:
 
 def open_model(path: Path, data: str | None, seq_length: int | None) -> Model:
     """A checkpoint's step folder or a run's output_dir, or a Hugging Face folder; raises ValueError."""
-    if (path / "config.json").is_file() and not (
-        path / "checkpoints"
-    ).is_dir():  # a run may keep its config there
+    is_run = (path / "checkpoints").is_dir()  # which may keep a config.json of its own
+    if (path / "config.json").is_file() and not is_run:
         if data is None:
             raise ValueError(f"{path}: a Hugging Face folder has no validation split; give --data")
         return _open_hugging_face(path, data, seq_length)

@@ -40,9 +40,6 @@ from megatron_noloco.transport.world import (
 __all__ = ["PartnerTimeoutError", "Prepared", "abandon_job", "join_job", "prepare", "train"]
 
 
-_PATIENCE = timedelta(minutes=30)  # with ranks of the same replica, or on the routes: they may be saving
-
-
 @dataclass(frozen=True)
 class Prepared:
     """Everything about a run that can be checked before any process talks to another."""
@@ -65,7 +62,7 @@ def prepare(config: RunConfig, environ: Mapping[str, str]) -> Prepared:
         raise ValueError(
             "fp16.enabled: this machine has no GPU, and its CPU no fp16 arithmetic; use bf16 or fp32"
         )
-    _check_optimizer(**config.deepspeed["optimizer"])
+    _check_optimizer(config.deepspeed["optimizer"])
     if config.training.pretrained is not None:
         huggingface.check_fits(Path(config.training.pretrained), config.model)
     _check_writable(Path(config.training.output_dir))
@@ -103,15 +100,16 @@ def prepare(config: RunConfig, environ: Mapping[str, str]) -> Prepared:
     return Prepared(config, world, topology, tokenizer, datasets, plan, validation)
 
 
-def _check_optimizer(type: str, params: Mapping[str, Any] | None = None, **_: Any) -> None:
+def _check_optimizer(optimizer: Mapping[str, Any]) -> None:
     """What only the optimizer itself knows, such as that SGD's Nesterov needs momentum."""
-    if type.lower() == "lion" and not torch.cuda.is_available():
+    name = optimizer["type"]
+    if name.lower() == "lion" and not torch.cuda.is_available():
         raise ValueError("optimizer.type: DeepSpeed's Lion needs a GPU; use AdamW")
-    if type in TORCH_OPTIMIZERS:
+    if name in TORCH_OPTIMIZERS:
         try:
-            getattr(torch.optim, type)([torch.zeros(1)], **(params or {}))
+            getattr(torch.optim, name)([torch.zeros(1)], **optimizer.get("params", {}))
         except (ValueError, RuntimeError) as error:
-            raise ValueError(f"optimizer.params: torch's {type} does not take them: {error}") from None
+            raise ValueError(f"optimizer.params: torch's {name} does not take them: {error}") from None
 
 
 def _check_writable(output_dir: Path) -> None:
@@ -154,7 +152,7 @@ def train(prepared: Prepared, transport: Transport, start: Start, progress: str 
     # These rooms import Megatron-core and DeepSpeed, which takes seconds: only for a run known to be sound.
     from megatron_noloco.engine.replica import ReplicaEngine
     from megatron_noloco.model import cpu
-    from megatron_noloco.model.groups import build_groups
+    from megatron_noloco.model.groups import PATIENCE, build_groups
     from megatron_noloco.model.stage import build_stage
     from megatron_noloco.outer.averaging import GroupAveraging
     from megatron_noloco.outer.optimizer import OuterOptimizer
@@ -169,9 +167,8 @@ def train(prepared: Prepared, transport: Transport, start: Start, progress: str 
     cpu.prepare()
     stopping = Stopping(training.exit_duration_minutes)
     routed = settings.routing.interval != "off" and topology.replicas > 1 and topology.stages > 1
-    patience = _PATIENCE + timedelta(
-        seconds=settings.deadline_seconds
-    )  # a neighbour may wait for its partner
+    # A neighbour may be waiting for its partner.
+    patience = PATIENCE + timedelta(seconds=settings.deadline_seconds)
     tied = not config.model.untie_embeddings_and_output_weights
     groups = build_groups(topology, routed, tied, patience)
     stage = build_stage(config, groups, prepared.tokenizer.vocab_size)

@@ -106,9 +106,8 @@ def test_the_exported_model_has_the_same_perplexity_under_transformers(run: Path
     data.write_text(text)
     perplexities = []
     for model in (run, exported):
-        line = run_command("evaluate", str(model), "--data", str(data))[
-            -1
-        ]  # of a checkpoint, the mean model's
+        # Of a checkpoint, the mean model's.
+        line = run_command("evaluate", str(model), "--data", str(data))[-1]
         perplexities.append(float(line.split("perplexity ")[1].split()[0]))
     tokenizer = AutoTokenizer.from_pretrained(exported)
     ids = tokenizer(text, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import _run_launcher, free_port, run_mpi, run_torchrun
+from tests.harness import free_port, run_launcher, run_mpi, run_torchrun
 from tests.integration.tiny import metrics, tiny, write_config, write_text
 
 RANKS = 4
@@ -20,7 +20,7 @@ def run_deepspeed(ranks: int, module: str, args: list[str]) -> subprocess.Comple
     if not script.exists() and shutil.which("deepspeed") is None:
         pytest.skip("no deepspeed launcher beside the Python interpreter")
     command = [sys.executable, str(script), "--num_gpus", str(ranks), "--master_port", str(free_port())]
-    return _run_launcher([*command, "--module", module, *args], 300, {"DS_ACCELERATOR": "cpu"})
+    return run_launcher([*command, "--module", module, *args], 300, {"DS_ACCELERATOR": "cpu"})
 
 
 def patient(launch: Any) -> Any:

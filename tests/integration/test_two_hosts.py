@@ -8,7 +8,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from tests.harness import REPOSITORY, _run_launcher, run_mpi
+from tests.harness import REPOSITORY, run_launcher, run_mpi
 from tests.integration.tiny import metrics, tiny, write_config, write_text
 from tests.two_hosts import NAMES, NIC, TwoHosts, two_hosts
 
@@ -58,7 +58,7 @@ def succeeded(finished: CompletedProcess[str]) -> str:
 def launch(hosts: TwoHosts, name: str, script: str, ranks: int, config: str, **environ: str) -> str:
     command = hosts.on(name, str(REPOSITORY / "launch" / script), str(ranks), config)
     return succeeded(
-        _run_launcher(command, PATIENCE_SECONDS, {"PYTHON": sys.executable, "NIC": NIC, **environ})
+        run_launcher(command, PATIENCE_SECONDS, {"PYTHON": sys.executable, "NIC": NIC, **environ})
     )
 
 

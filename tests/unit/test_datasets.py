@@ -18,6 +18,7 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.data import corpus as corpus_module
 from megatron_noloco.data import datasets as datasets_module
+from megatron_noloco.data import inputs
 from megatron_noloco.data.corpus import load_corpus
 from megatron_noloco.data.dataset import JoinedDataset, TokenDataset
 from megatron_noloco.data.datasets import Datasets, build_datasets, split_bounds
@@ -251,7 +252,7 @@ class TestText:
         (tmp_path / "text").mkdir()
         (tmp_path / "text" / "a.txt").write_text("".join(lines[:40]))
         (tmp_path / "text" / "b.txt").write_text("".join(lines[40:]))
-        monkeypatch.setattr(corpus_module, "BITE_BYTES", 10)  # and on to the end of the line
+        monkeypatch.setattr(inputs, "BITE_BYTES", 10)  # and on to the end of the line
         monkeypatch.setattr(corpus_module, "_PIECES_AT_ONCE", 7)
         ids = [tokenizer.encode(line).tolist() for line in lines]
         end = [tokenizer.end_of_document]
