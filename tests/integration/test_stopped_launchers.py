@@ -1,12 +1,12 @@
 """Every launch script, asked to stop: the run is saved, and nobody trains on."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.harness import REPOSITORY, free_port
@@ -15,17 +15,10 @@ from tests.integration.tiny import tiny, write_config, write_text
 PATIENCE_SECONDS = 120
 
 
-def ranks_of(config: str) -> list[int]:
-    """Processes of a run, launchers left out."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            words = path.read_bytes().split(b"\0")
-        except OSError:  # gone
-            continue
-        if config.encode() in words and b"megatron_noloco" in words[:4]:
-            found.append(int(path.parent.name))
-    return found
+def ranks_of(config: str) -> list[psutil.Process]:
+    """Processes of a run, launchers left out; also those that have lost the launcher that began them."""
+    commands = ((process, process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"]))
+    return [process for process, words in commands if config in words and "megatron_noloco" in words[:4]]
 
 
 def wait_until(told: Path, text: str) -> None:
@@ -61,7 +54,7 @@ def test_sigterm_saves_and_leaves_nobody(script: str, code: int, tmp_path: Path)
         assert ranks_of(config) == []
     finally:
         for rank in ranks_of(config):
-            os.kill(rank, signal.SIGKILL)
+            rank.kill()
         launched.kill()
         launched.wait()
     (stopped,) = [line for line in told.read_text().splitlines() if line.startswith("stopped after")]
