@@ -13,7 +13,7 @@ from megatron_noloco import __version__
 from megatron_noloco.config import cli as config_cli
 from megatron_noloco.config import load_config
 from megatron_noloco.data import cli as data_cli
-from megatron_noloco.publish import cli as publish_cli
+from megatron_noloco.huggingface import cli as publish_cli
 
 USAGE_ERROR = 2
 FAILURE = 1
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
         case "data":
             return data_cli.run(parsed)
         case "inspect":
-            from megatron_noloco.training.checkpoint import inspect as inspection  # imports torch
+            from megatron_noloco.checkpoint import inspect as inspection  # imports torch
 
             return inspection.run(parsed.checkpoint)
     try:

@@ -23,21 +23,21 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported: 
 import torch
 from torch import Tensor
 
+from megatron_noloco.checkpoint import catalog
+from megatron_noloco.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.config import RunConfig
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.model import cpu, quieten
-from megatron_noloco.model.groups import build_groups
+from megatron_noloco.job.world import World, join
 from megatron_noloco.model.stage import build_stage
 from megatron_noloco.outer.averaging import GroupAveraging
 from megatron_noloco.outer.optimizer import OuterOptimizer
+from megatron_noloco.pipeline import cpu, quieten
+from megatron_noloco.pipeline.groups import build_groups
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.samples import BatchPlan
-from megatron_noloco.training.checkpoint import catalog
-from megatron_noloco.training.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.training.record import SaveReport
 from megatron_noloco.transport.torch_dist import TorchTransport
-from megatron_noloco.transport.world import World, join
 
 VOCABULARY, SEQUENCE = 256, 32
 PLAIN = "torch.save"

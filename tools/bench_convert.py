@@ -26,15 +26,15 @@ from typing import Any
 
 import torch
 
+from megatron_noloco.checkpoint import catalog
+from megatron_noloco.checkpoint.catalog import Manifest
+from megatron_noloco.checkpoint.files import write_whole
 from megatron_noloco.config import RunConfig, parameter_count
+from megatron_noloco.huggingface import safetensors_file
+from megatron_noloco.huggingface.export import export, open_source
+from megatron_noloco.huggingface.safetensors_file import Slot
 from megatron_noloco.model.shards import sharded_dimension
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.publish import safetensors_file
-from megatron_noloco.publish.export import export, open_source
-from megatron_noloco.publish.safetensors_file import Slot
-from megatron_noloco.training.checkpoint import catalog
-from megatron_noloco.training.checkpoint.catalog import Manifest
-from megatron_noloco.training.checkpoint.files import write_whole
 
 STAGES, SHARDS = 2, 2
 CONVERT = "--convert"  # the program calls itself, to measure one conversion's memory
@@ -148,7 +148,7 @@ def make_config(options: argparse.Namespace) -> RunConfig:
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": STAGES,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-            "parallel": {"stages": STAGES, "shards": SHARDS},
+            "parallel": {"pipeline_model_parallel_size": STAGES, "tensor_model_parallel_size": SHARDS},
             "model": {
                 "num_layers": options.layers,
                 "hidden_size": hidden,
@@ -197,10 +197,10 @@ def stage_layout(config: RunConfig, stage: int) -> list[tuple[str, list[int]]]:
         full |= {f"decoder.layers.{index}.{name}": shape for name, shape in layer.items()}
     if stage == STAGES - 1:
         full |= {"decoder.final_layernorm.weight": [hidden], "output_layer.weight": vocabulary}
-    return [(f"chunks.0.{name}", shard(name, shape)) for name, shape in full.items()]
+    return [(f"chunks.0.{name}", tp(name, shape)) for name, shape in full.items()]
 
 
-def shard(name: str, shape: list[int]) -> list[int]:
+def tp(name: str, shape: list[int]) -> list[int]:
     dimension = sharded_dimension(name)
     return [size // SHARDS if place == dimension else size for place, size in enumerate(shape)]
 

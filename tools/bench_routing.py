@@ -26,10 +26,10 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.model import cpu
-from megatron_noloco.model.groups import Groups, build_groups
-from megatron_noloco.model.pipeline import Pipeline
 from megatron_noloco.model.stage import Stage, build_stage
+from megatron_noloco.pipeline import cpu
+from megatron_noloco.pipeline.groups import Groups, build_groups
+from megatron_noloco.pipeline.pipeline import Pipeline
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.topology import Topology
 
@@ -43,8 +43,8 @@ class CoreCommunicator(P2PCommunicator):
     """Megatron-core's, told nothing of routes."""
 
     def __init__(self, groups: Groups, stage: Stage) -> None:
-        super().__init__(groups.stages, stage.config)
-        self.device, self.virtual_stages, self.wait_seconds = torch.device("cpu"), 1, 0.0
+        super().__init__(groups.pp, stage.config)
+        self.device, self.vpp, self.wait_seconds = torch.device("cpu"), 1, 0.0
 
     def begin(self, *_: Any) -> None:
         """It always talks to the same two neighbours."""
@@ -63,10 +63,10 @@ def main() -> None:
     parser.add_argument("--seq-length", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=40, help=f"timed repeats, after {WARM_UPS} to warm up")
     options = parser.parse_args()
-    if options.replicas < 2 or options.stages < 2:
+    if options.replicas < 2 or options.pp < 2:
         raise SystemExit("there is nothing to route with fewer than 2 replicas of 2 stages")
     config = configuration(options)
-    ranks = options.replicas * options.stages
+    ranks = options.replicas * options.pp
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
             run_rank, args=(ranks, folder, config, options.repeats), nprocs=ranks, start_method="fork"
@@ -81,7 +81,7 @@ def configuration(options: argparse.Namespace) -> RunConfig:
             "train_micro_batch_size_per_gpu": options.micro_batch_size,
             "gradient_accumulation_steps": options.microbatches,
             "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
-            "parallel": {"replicas": options.replicas, "stages": options.stages},
+            "parallel": {"replicas": options.replicas, "pipeline_model_parallel_size": options.pp},
             "model": {
                 "num_layers": options.layers,
                 "hidden_size": options.hidden,

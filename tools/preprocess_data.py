@@ -19,9 +19,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from megatron_noloco.data.encode import Encoding
-from megatron_noloco.data.inputs import find_inputs
-from megatron_noloco.data.preprocess import Job, check, preprocess
+from megatron_noloco.preprocess.encode import Encoding
+from megatron_noloco.preprocess.inputs import find_inputs
+from megatron_noloco.preprocess.preprocess import Job, check, preprocess
 
 
 def main() -> int:

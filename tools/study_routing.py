@@ -106,7 +106,7 @@ def configuration(run: Run, options: argparse.Namespace, output_dir: str) -> dic
             "outer_lr": 0.7,
             "routing": {"interval": run.interval},
         },
-        "parallel": {"replicas": REPLICAS, "stages": STAGES},
+        "parallel": {"replicas": REPLICAS, "pipeline_model_parallel_size": STAGES},
         "model": {
             "num_layers": 2,
             "hidden_size": 64,

@@ -1,8 +1,8 @@
 """The blocks of the user's file that are ours, but for `data`; DeepSpeed's keys stand beside them."""
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -84,35 +84,21 @@ class NolocoConfig(Block):
 
 
 class ParallelConfig(Block):
-    ALIASES: ClassVar[dict[str, str]] = {
-        "pipeline_model_parallel_size": "stages",
-        "tensor_model_parallel_size": "shards",
-        "virtual_pipeline_model_parallel_size": "virtual_stages",
-    }
-
     replicas: Positive | Literal["auto"] = Field(
         default="auto", description='Full copies of the model; "auto" is as many as the ranks allow.'
     )
-    stages: Positive = Field(default=1, description="Pipeline slices of a replica.")
-    lanes: Positive = Field(default=1, description="Synchronous data-parallel lanes inside a replica.")
-    shards: Positive = Field(default=1, description="Tensor-parallel slices of a stage.")
-    virtual_stages: Positive = Field(default=1, description="Model chunks per stage, interleaved.")
-    sequence_parallel: bool = Field(
-        default=False, description="Whether the shards also split the sequence outside attention and MLP."
+    tensor_model_parallel_size: Positive = Field(default=1, description="Slices of every layer.")
+    pipeline_model_parallel_size: Positive = Field(default=1, description="Pipeline stages of a replica.")
+    virtual_pipeline_model_parallel_size: Positive = Field(
+        default=1, description="Model chunks per stage, interleaved."
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _rename_aliases(cls, values: Any) -> Any:
-        if not isinstance(values, dict):
-            return values
-        renamed = dict(values)
-        for alias, name in cls.ALIASES.items():
-            if alias in values:
-                if name in values:
-                    raise ValueError(f"{name} and {alias} are two names for one setting; give one of them")
-                renamed[name] = renamed.pop(alias)
-        return renamed
+    data_parallel_size: Positive = Field(
+        default=1, description="Synchronous data parallelism inside a replica."
+    )
+    sequence_parallel: bool = Field(
+        default=False,
+        description="Split the sequence over tensor-parallel ranks outside attention and MLP.",
+    )
 
 
 class ModelConfig(Block):
@@ -132,7 +118,7 @@ class ModelConfig(Block):
     )
     make_vocab_size_divisible_by: Positive = Field(
         default=128,
-        description="The vocabulary is padded to a multiple of this, whatever the number of shards.",
+        description="The vocabulary is padded to a multiple of this, whatever the tensor-parallel size.",
     )
     rotary_base: Annotated[float, Field(gt=0)] = Field(
         default=10000.0, description="Base of the rotary embedding."
@@ -174,7 +160,7 @@ class ModelConfig(Block):
     def padded_vocab_size(self, tokenizer_vocab: int | None = None) -> int:
         """Rows of the embedding: `vocab_size`, else the tokenizer's, rounded up.
 
-        Independent of the shards, so that the model (and its checkpoint) does not depend on the topology.
+        Independent of tensor parallelism, so that the model (and its checkpoint) does not depend on the topology.
         """
         vocab = self.vocab_size or tokenizer_vocab
         if vocab is None:

@@ -41,11 +41,15 @@ def check_model(model: ModelConfig) -> Iterator[str]:
 
 def check_parallel(model: ModelConfig, parallel: ParallelConfig, microbatches: int) -> Iterator[str]:
     yield from _check_stages(model, parallel, microbatches)
-    yield from _check_shards(model, parallel)
+    yield from _check_tensor_parallel(model, parallel)
 
 
 def _check_stages(model: ModelConfig, parallel: ParallelConfig, microbatches: int) -> Iterator[str]:
-    layers, stages, chunks = model.num_layers, parallel.stages, parallel.virtual_stages
+    layers, stages, chunks = (
+        model.num_layers,
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size,
+    )
     if layers % (stages * chunks):
         virtual = f" x {count(chunks, 'virtual stage')} = {stages * chunks}" if chunks > 1 else ""
         number = f"{count(layers, 'layer')} (model.num_layers)"
@@ -56,7 +60,7 @@ def _check_stages(model: ModelConfig, parallel: ParallelConfig, microbatches: in
             f"{count(layers // (stages * chunks), 'layer')} of a model chunk"
         )
     if chunks > 1 and stages == 1:
-        yield f"parallel.virtual_stages {chunks} needs more than 1 stage (parallel.stages)"
+        yield f"parallel.virtual_pipeline_model_parallel_size {chunks} needs parallel.pipeline_model_parallel_size > 1"
     elif chunks > 1 and microbatches % stages:
         yield (
             f"with virtual stages the microbatches must divide into the stages: "
@@ -64,8 +68,8 @@ def _check_stages(model: ModelConfig, parallel: ParallelConfig, microbatches: in
         )
 
 
-def _check_shards(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
-    shards = parallel.shards
+def _check_tensor_parallel(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+    tp_size = parallel.tensor_model_parallel_size
     sizes = {
         "model.num_attention_heads": model.num_attention_heads,
         "model.num_query_groups": model.query_groups,
@@ -76,11 +80,11 @@ def _check_shards(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]
     if parallel.sequence_parallel:
         sizes["model.seq_length"] = model.seq_length
     for name, size in sizes.items():
-        if size % shards:
-            quotient = f"{size} / {shards} = {size / shards:.2f}"
-            yield f"{name} {size} does not divide into {shards} shards ({quotient})"
-    if parallel.sequence_parallel and shards == 1:
-        yield "parallel.sequence_parallel needs parallel.shards > 1: with 1 shard there is nothing to split"
+        if size % tp_size:
+            quotient = f"{size} / {tp_size} = {size / tp_size:.2f}"
+            yield f"{name} {size} does not divide by parallel.tensor_model_parallel_size {tp_size} ({quotient})"
+    if parallel.sequence_parallel and tp_size == 1:
+        yield "parallel.sequence_parallel needs parallel.tensor_model_parallel_size > 1"
 
 
 def check_data(data: DataConfig, training: TrainingConfig) -> Iterator[str]:
@@ -140,7 +144,12 @@ def check_loss_scale(
 ) -> Iterator[str]:
     fp16 = deepspeed.get("fp16", {})
     dynamic = fp16.get("enabled", False) and not fp16.get("loss_scale", 0)
-    if dynamic and noloco.routing.interval != "off" and parallel.stages > 1 and parallel.replicas != 1:
+    if (
+        dynamic
+        and noloco.routing.interval != "off"
+        and parallel.pipeline_model_parallel_size > 1
+        and parallel.replicas != 1
+    ):
         yield (
             "fp16 with a dynamic loss scale does not go together with routing: replicas with different "
             "loss scales would exchange gradients; set a static fp16.loss_scale, or use bf16, or set "
@@ -152,9 +161,13 @@ def lay_out(parallel: ParallelConfig, world_size: int) -> Topology:
     """The topology of `world_size` ranks; raises ValueError with the equation when they do not fit."""
     if world_size < 1:
         raise ValueError(f"a run needs at least 1 rank, not {world_size}")
-    stages, lanes, shards = parallel.stages, parallel.lanes, parallel.shards
-    replica_size = stages * lanes * shards
-    inside = f"{count(stages, 'stage')} x {count(lanes, 'lane')} x {count(shards, 'shard')}"
+    stages, dp_size, tp_size = (
+        parallel.pipeline_model_parallel_size,
+        parallel.data_parallel_size,
+        parallel.tensor_model_parallel_size,
+    )
+    replica_size = stages * dp_size * tp_size
+    inside = f"pipeline {stages} x data {dp_size} x tensor {tp_size}"
     fitting, rest = divmod(world_size, replica_size)
     ranks = count(world_size, "rank")
     if parallel.replicas == "auto":
@@ -164,7 +177,7 @@ def lay_out(parallel: ParallelConfig, world_size: int) -> Topology:
                 f"{ranks} do not divide into replicas of {inside} = {count(replica_size, 'rank')}; "
                 f"start {' or '.join(map(str, nearest))} ranks"
             )
-        return Topology(fitting, stages, lanes, shards)
+        return Topology(fitting, stages, dp_size, tp_size)
     needed = parallel.replicas * replica_size
     if needed != world_size:
         other = "" if rest else f", or set parallel.replicas to {fitting}"
@@ -172,4 +185,4 @@ def lay_out(parallel: ParallelConfig, world_size: int) -> Topology:
             f"{ranks} {'is' if world_size == 1 else 'are'} not {count(parallel.replicas, 'replica')} x "
             f"{inside} = {needed}; start {count(needed, 'rank')}{other}"
         )
-    return Topology(parallel.replicas, stages, lanes, shards)
+    return Topology(parallel.replicas, stages, dp_size, tp_size)

@@ -41,5 +41,10 @@ def _banner(config: RunConfig, world_size: int | None) -> list[str]:
     """Empty while the number of ranks is known neither from the command line nor from the file."""
     parallel = config.parallel
     if world_size is None and parallel.replicas != "auto":
-        world_size = parallel.replicas * parallel.stages * parallel.lanes * parallel.shards
+        world_size = (
+            parallel.replicas
+            * parallel.pipeline_model_parallel_size
+            * parallel.data_parallel_size
+            * parallel.tensor_model_parallel_size
+        )
     return [] if world_size is None else describe(config, config.topology(world_size))

@@ -16,7 +16,7 @@ class _Resolver:
     """Works on a copy of the user's keys, and collects problems instead of stopping at the first."""
 
     values: dict[str, Any]
-    lanes: int | None  # None: the parallel block is itself in error
+    dp: int | None  # None: the parallel block is itself in error
     train_iters: int | None
     problems: list[Problem] = field(default_factory=list)
 
@@ -61,7 +61,7 @@ class _Resolver:
             del self.values[key]
 
     def batch(self) -> None:
-        """DeepSpeed's rule, per replica: train_batch_size = micro batch x accumulation steps x lanes."""
+        """DeepSpeed's rule, per replica: train_batch_size = micro batch x accumulation steps x dp."""
         given: dict[str, int] = {}
         for key in (TRAIN, MICRO, STEPS):
             if key not in self.values:
@@ -74,31 +74,31 @@ class _Resolver:
             self.complain(
                 MICRO, f"{MICRO} or {TRAIN} is missing (samples per replica; one of them is needed)"
             )
-        elif self.lanes is not None:
-            self._derive_batch(given, self.lanes)
+        elif self.dp is not None:
+            self._derive_batch(given, self.dp)
 
-    def _derive_batch(self, given: dict[str, int], lanes: int) -> None:
+    def _derive_batch(self, given: dict[str, int], dp_size: int) -> None:
         if len(given) == 1:  # as DeepSpeed does
             given[STEPS] = 1
         if TRAIN not in given:
-            given[TRAIN] = given[MICRO] * given[STEPS] * lanes
+            given[TRAIN] = given[MICRO] * given[STEPS] * dp_size
         for missing, other in ((MICRO, STEPS), (STEPS, MICRO)):
             if missing not in given:
-                parts = given[other] * lanes
+                parts = given[other] * dp_size
                 if given[TRAIN] % parts:
                     self.complain(
                         TRAIN,
                         f"{TRAIN} {given[TRAIN]} does not divide by {other} {given[other]} x "
-                        f"parallel.lanes {lanes} = {parts} (per replica), so there is no {missing}",
+                        f"parallel.data_parallel_size {dp_size} = {parts} (per replica), so there is no {missing}",
                     )
                     return
                 given[missing] = given[TRAIN] // parts
-        product = given[MICRO] * given[STEPS] * lanes
+        product = given[MICRO] * given[STEPS] * dp_size
         if product != given[TRAIN]:
             self.complain(
                 TRAIN,
                 f"{TRAIN} {given[TRAIN]} is not {MICRO} {given[MICRO]} x {STEPS} {given[STEPS]} x "
-                f"parallel.lanes {lanes} = {product} (per replica)",
+                f"parallel.data_parallel_size {dp_size} = {product} (per replica)",
             )
         self.values.update(given)
 
@@ -246,16 +246,16 @@ def _are_betas(value: Any) -> bool:
 
 
 def resolve(
-    raw: dict[str, Any], lanes: int | None, train_iters: int | None
+    raw: dict[str, Any], dp_size: int | None, train_iters: int | None
 ) -> tuple[dict[str, Any], list[Problem]]:
     """What DeepSpeed is given for the user's top-level keys, and what is wrong with them.
 
     Args:
         raw: the top-level keys that are not one of our blocks and are known to DeepSpeed.
-        lanes: DeepSpeed's world size, since a replica is a whole DeepSpeed world; None when it is not known.
+        dp_size: DeepSpeed's world size, since a replica is a whole DeepSpeed world; None when it is not known.
         train_iters: the meaning of scheduler.params.total_num_steps "auto".
     """
-    resolver = _Resolver(copy.deepcopy(raw), lanes, train_iters)
+    resolver = _Resolver(copy.deepcopy(raw), dp_size, train_iters)
     resolver.shapes()
     resolver.autos()
     resolver.batch()

@@ -27,8 +27,8 @@ TOP_LEVEL = _words("""
 
 # Keys DeepSpeed would accept and that could not do here what they promise, with what does.
 NOT_HERE = {
-    "pipeline": "the pipeline is Megatron-core's; use parallel.stages",
-    "tensor_parallel": "a stage is split by Megatron-core; use parallel.shards",
+    "pipeline": "the pipeline is Megatron-core's; use parallel.pipeline_model_parallel_size",
+    "tensor_parallel": "layers are split by Megatron-core; use parallel.tensor_model_parallel_size",
     "sequence_parallel_size": "the sequence is split by Megatron-core; use parallel.sequence_parallel",
     "expert_parallel": "there are no experts in this model",
     "activation_checkpointing": "recomputation is Megatron-core's; use model.recompute_granularity",

@@ -15,7 +15,7 @@ WIDTH = 100
 _BLOCK_SENTENCES = {
     "noloco": "The method: rounds between replicas, and routing.",
     "model": "The model, in Megatron's words.",
-    "parallel": "The topology: ranks = replicas x stages x lanes x shards.",
+    "parallel": "The topology: ranks = replicas x pipeline x data x tensor parallel sizes.",
     "data": "What is read.",
     "training": "The run.",
 }
@@ -23,7 +23,7 @@ _BLOCK_SENTENCES = {
 _DEEPSPEED = """\
 All other top-level keys are DeepSpeed's own, with DeepSpeed's meaning and defaults. A replica is a whole
 DeepSpeed world, so train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x
-parallel.lanes counts the samples of ONE replica; any one of the three may be missing or "auto".
+parallel.data_parallel_size counts the samples of ONE replica; any one of the three may be missing or "auto".
 gradient_clipping "auto" is 1.0, scheduler.params.total_num_steps "auto" is training.train_iters, every other
 "auto" is DeepSpeed's default. optimizer is required. zero_optimization.stage is 0 or 1 (0 is run as 1: the
 same numbers). At most one of bf16 and fp16 may be enabled; with neither the run is fp32."""

@@ -32,7 +32,7 @@ class RunConfig:
     """A configuration that has passed every check that needs no ranks; `topology` makes the others.
 
     `deepspeed` holds the file's other top-level keys with every "auto" resolved and all three batch numbers
-    filled in: it can be handed to DeepSpeed (which must see a world of this replica's lanes) as it is.
+    filled in: it can be handed to DeepSpeed (which must see a world of this replica's data parallelism) as it is.
     """
 
     noloco: NolocoConfig
@@ -72,7 +72,7 @@ class RunConfig:
         unread = {problem.path[0] for problem in problems} | BLOCKS.keys()
         deepspeed, wrong = deepspeed_block.resolve(
             {key: value for key, value in raw.items() if key not in unread},
-            parallel.lanes if parallel else None,
+            parallel.data_parallel_size if parallel else None,
             training.train_iters if training else None,
         )
         problems += wrong
@@ -102,12 +102,12 @@ class RunConfig:
 
     @property
     def microbatches(self) -> int:
-        """Microbatches per lane and local step (DeepSpeed's accumulation steps)."""
+        """Microbatches per data-parallel rank and local step (DeepSpeed's accumulation steps)."""
         return int(self.deepspeed["gradient_accumulation_steps"])
 
     @property
     def replica_batch(self) -> int:
-        """Samples one replica consumes per local step, over all its lanes (DeepSpeed's train_batch_size)."""
+        """Samples one replica consumes per local step (DeepSpeed's train_batch_size)."""
         return int(self.deepspeed["train_batch_size"])
 
     @property

@@ -38,7 +38,7 @@ def describe(config: RunConfig, topology: Topology, vocab: int | None = None) ->
         f"batch in total: {_total_batch(config, topology)}",
         f"method: {_method(config, topology)}",
         f"routing: {_routing(config, topology)}",
-        f"precision: {config.precision}, ZeRO stage {config.zero_stage} over the lanes of a replica",
+        f"precision: {config.precision}, ZeRO stage {config.zero_stage} over the data-parallel ranks of a replica",
         f"parameters: {_parameters(config.model, vocab)}",
     ]
 
@@ -46,9 +46,9 @@ def describe(config: RunConfig, topology: Topology, vocab: int | None = None) ->
 def _topology(topology: Topology) -> str:
     parts = (
         count(topology.replicas, "replica"),
-        count(topology.stages, "stage"),
-        count(topology.lanes, "lane"),
-        count(topology.shards, "shard"),
+        f"pipeline {topology.pp}",
+        f"data {topology.dp}",
+        f"tensor {topology.tp}",
     )
     return f"{' x '.join(parts)} = {count(topology.world_size, 'rank')}"
 
@@ -57,7 +57,7 @@ def _replica_batch(config: RunConfig, topology: Topology) -> str:
     samples, seq_length = config.replica_batch, config.model.seq_length
     return (
         f"{config.micro_batch_size:,} per microbatch x {count(config.microbatches, 'microbatch')} x "
-        f"{count(topology.lanes, 'lane')} = {count(samples, 'sample')}; x {seq_length:,} = "
+        f"{topology.dp} data-parallel = {count(samples, 'sample')}; x {seq_length:,} = "
         f"{count(samples * seq_length, 'token')} per local step"
     )
 
@@ -92,7 +92,7 @@ def _routing(config: RunConfig, topology: Topology) -> str:
     interval = config.noloco.routing.interval
     if interval == "off":
         return "off"
-    if topology.stages == 1:
+    if topology.pp == 1:
         return f"{interval}, without effect (1 stage)"
     if topology.replicas == 1:
         return f"{interval}, without effect (1 replica)"

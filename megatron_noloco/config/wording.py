@@ -35,7 +35,7 @@ def dotted(path: Iterable[str]) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """`1 lane`, `2 lanes`, `4 microbatches`."""
+    """`1 rank`, `2 ranks`, `4 microbatches`."""
     plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
 

@@ -1,1 +1,1 @@
-"""Data: text to tokens to microbatches, each addressed by (step, replica, lane, microbatch)."""
+"""Data: text to tokens to microbatches, each addressed by (step, replica, dp, microbatch)."""

@@ -15,8 +15,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from megatron_noloco.data.indexed import IndexedTokens
-    from megatron_noloco.data.inspect import report
     from megatron_noloco.data.tokenizer import build_tokenizer
+    from megatron_noloco.preprocess.inspect import report
 
     try:
         lines = list(report(IndexedTokens(args.prefix), build_tokenizer(args), args.samples))

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_noloco.data.inputs import read_piece
 from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
+from megatron_noloco.preprocess.inputs import read_piece
 
 STANDARD_LIBRARY = "python-stdlib"
 SPLITS = ("train", "validation", "test")

@@ -23,9 +23,9 @@ class MicrobatchSource:
         self.order = order
         self.plan = plan
 
-    def microbatch(self, step: int, replica: int, lane: int, microbatch: int) -> tuple[Tensor, Tensor]:
+    def microbatch(self, step: int, replica: int, dp: int, microbatch: int) -> tuple[Tensor, Tensor]:
         """Tokens and labels, int64, each of shape [micro_batch_size, seq_length]."""
-        first = self.plan.first(step, replica, lane, microbatch)
+        first = self.plan.first(step, replica, dp, microbatch)
         return _gather(self.dataset, self.order.ids(first, self.plan.micro_batch_size))
 
 

@@ -12,16 +12,16 @@ Microbatch = tuple[Tensor, Tensor]
 
 
 class Prefetcher:
-    """Microbatches of one lane, from a thread that was told beforehand; what it was not told is read at once.
+    """Microbatches of one data-parallel rank, read ahead by a thread; what was not announced is read at once.
 
     Keeps no more than one step beside the current one, and counts what the training loop waited for data.
     """
 
-    def __init__(self, source: MicrobatchSource, lane: int) -> None:
+    def __init__(self, source: MicrobatchSource, dp: int) -> None:
         self.plan = source.plan
         self.wait_seconds = 0.0
         self._source = source
-        self._lane = lane
+        self._dp = dp
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="data")
         self._steps: dict[int, dict[tuple[int, int], Future[Microbatch]]] = {}
 
@@ -30,7 +30,7 @@ class Prefetcher:
         self._steps = {other: held for other, held in self._steps.items() if other == step - 1}
         self._steps[step] = {
             (replica, microbatch): self._thread.submit(
-                self._source.microbatch, step, replica, self._lane, microbatch
+                self._source.microbatch, step, replica, self._dp, microbatch
             )
             for replica, microbatch in addresses
         }
@@ -40,7 +40,7 @@ class Prefetcher:
         started = time.perf_counter()
         announced = self._steps.get(step, {}).get((replica, microbatch))
         if announced is None:
-            held = self._source.microbatch(step, replica, self._lane, microbatch)
+            held = self._source.microbatch(step, replica, self._dp, microbatch)
         else:
             held = announced.result()
         self.wait_seconds += time.perf_counter() - started

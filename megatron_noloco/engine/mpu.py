@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from megatron_noloco.model.groups import Groups, ProcessGroup
+from megatron_noloco.pipeline.groups import Groups, ProcessGroup
 
 
 class ReplicaMpu:
@@ -18,37 +18,37 @@ class ReplicaMpu:
         self._groups = groups
 
     def get_data_parallel_group(self) -> ProcessGroup:
-        return self._groups.lanes
+        return self._groups.dp
 
     def get_data_parallel_world_size(self) -> int:
-        return self._groups.topology.lanes
+        return self._groups.topology.dp
 
     def get_data_parallel_rank(self) -> int:
-        return self._groups.position.lane
+        return self._groups.position.dp
 
     def get_model_parallel_group(self) -> ProcessGroup:
-        return self._groups.replica_lane
+        return self._groups.mp
 
     def get_model_parallel_world_size(self) -> int:
-        return self._groups.topology.stages * self._groups.topology.shards
+        return self._groups.topology.pp * self._groups.topology.tp
 
     def get_model_parallel_rank(self) -> int:
-        return dist.get_rank(self._groups.replica_lane)
+        return dist.get_rank(self._groups.mp)
 
     def get_tensor_model_parallel_group(self) -> ProcessGroup:
-        return self._groups.shards
+        return self._groups.tp
 
     def get_tensor_model_parallel_world_size(self) -> int:
-        return self._groups.topology.shards
+        return self._groups.topology.tp
 
     def get_tensor_model_parallel_rank(self) -> int:
-        return self._groups.position.shard
+        return self._groups.position.tp
 
     def get_pipeline_model_parallel_group(self) -> ProcessGroup:
-        return self._groups.stages
+        return self._groups.pp
 
     def get_pipeline_model_parallel_world_size(self) -> int:
-        return self._groups.topology.stages
+        return self._groups.topology.pp
 
     def get_pipeline_model_parallel_rank(self) -> int:
         return self._groups.position.stage

@@ -17,9 +17,9 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.engine.checkpoint import CheckpointableEngine
 from megatron_noloco.engine.mpu import ReplicaMpu
 from megatron_noloco.engine.quiet import quiet
-from megatron_noloco.model.groups import Groups, ProcessGroup
-from megatron_noloco.model.pipeline import MicrobatchLoss, Pipeline, ReadMicrobatch
 from megatron_noloco.model.stage import Stage
+from megatron_noloco.pipeline.groups import Groups, ProcessGroup
+from megatron_noloco.pipeline.pipeline import MicrobatchLoss, Pipeline, ReadMicrobatch
 from megatron_noloco.plans.routing import Routes
 
 
@@ -133,7 +133,7 @@ class ReplicaEngine:
             partial = [
                 p for p in self._deepspeed.module.parameters() if getattr(p, "sequence_parallel", False)
             ]
-            _sum_gradients([self._gradient(p) for p in partial], self.groups.shards)
+            _sum_gradients([self._gradient(p) for p in partial], self.groups.tp)
         if self._tied is not None and self.groups.tied_embedding is not None:
             _sum_gradients([self._gradient(self._tied)], self.groups.tied_embedding)
 

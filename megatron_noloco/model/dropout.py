@@ -4,7 +4,7 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from torch import Tensor
 
-from megatron_noloco.model.groups import Groups
+from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.plans.draws import Stream, draw_words
 
 
@@ -14,13 +14,13 @@ def seed_dropout(seed: int, groups: Groups) -> None:
     Where shards must differ, core forks to a generator of its own on CUDA; on a CPU that fork is a no-op.
     """
     at = groups.position
-    words = draw_words(1, seed, Stream.DROPOUT, at.replica, at.stage, at.lane)
+    words = draw_words(1, seed, Stream.DROPOUT, at.replica, at.stage, at.dp)
     own_seed = int(words[0] % 2**31)
     torch.manual_seed(own_seed)
     model_parallel_cuda_manual_seed(
         own_seed,
         inference_rng_tracker=not torch.cuda.is_available(),
-        tp_rank=at.shard,
+        tp_rank=at.tp,
         ep_rank=0,
         etp_rank=0,
         force_reset_rng=True,

@@ -35,15 +35,15 @@ def global_name(name: str, layer_offset: int) -> str:
     )
 
 
-def take_shard(full: Tensor, name: str, shard: int, shards: int) -> Tensor:
+def take_shard(full: Tensor, name: str, tp: int, tp_size: int) -> Tensor:
     """The part of a full matrix that one shard holds. SwiGLU's fc1 is [gate; up], each cut on its own."""
     dimension = sharded_dimension(name)
     if dimension is None:
         return full
     if name.endswith("linear_fc1.weight"):
         gate_and_up = full.view(2, -1, full.size(1))
-        return gate_and_up.chunk(shards, dim=1)[shard].reshape(-1, full.size(1))
-    return full.chunk(shards, dim=dimension)[shard]
+        return gate_and_up.chunk(tp_size, dim=1)[tp].reshape(-1, full.size(1))
+    return full.chunk(tp_size, dim=dimension)[tp]
 
 
 def merge_shards(parts: list[Tensor], name: str, take: Callable[[int], Tensor] | None = None) -> Tensor:

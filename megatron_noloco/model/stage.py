@@ -19,11 +19,12 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.model import huggingface, weights
+from megatron_noloco.huggingface import llama as huggingface
+from megatron_noloco.huggingface.folder import HuggingFaceWeights
+from megatron_noloco.model import weights
 from megatron_noloco.model.dropout import seed_dropout
-from megatron_noloco.model.groups import Groups
-from megatron_noloco.model.hf_folder import HuggingFaceWeights
 from megatron_noloco.model.layers import CausalAttention, RMSNorm
+from megatron_noloco.pipeline.groups import Groups
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -72,10 +73,10 @@ def transformer_config(config: RunConfig, groups: Groups) -> TransformerConfig:
     cuda = torch.cuda.is_available()
     dtype = DTYPES[config.precision]
     virtual: dict[str, Any] = {}
-    if parallel.virtual_stages > 1:
+    if parallel.virtual_pipeline_model_parallel_size > 1:
         virtual = {
-            "virtual_pipeline_model_parallel_size": parallel.virtual_stages,
-            "microbatch_group_size_per_vp_stage": parallel.stages,
+            "virtual_pipeline_model_parallel_size": parallel.virtual_pipeline_model_parallel_size,
+            "microbatch_group_size_per_vp_stage": parallel.pipeline_model_parallel_size,
         }
     return TransformerConfig(
         num_layers=model.num_layers,
@@ -98,8 +99,8 @@ def transformer_config(config: RunConfig, groups: Groups) -> TransformerConfig:
         pipeline_dtype=dtype,
         bf16=config.precision == "bf16",
         fp16=config.precision == "fp16",
-        tensor_model_parallel_size=groups.topology.shards,
-        pipeline_model_parallel_size=groups.topology.stages,
+        tensor_model_parallel_size=groups.topology.tp,
+        pipeline_model_parallel_size=groups.topology.pp,
         sequence_parallel=parallel.sequence_parallel,
         recompute_granularity=model.recompute_granularity,
         recompute_method=model.recompute_method,
@@ -151,10 +152,10 @@ def build_stage(config: RunConfig, groups: Groups, vocab_size: int) -> Stage:
     seed_dropout(config.training.seed, groups)
     core_config = transformer_config(config, groups)
     transformer_engine = uses_transformer_engine(config.model.transformer_impl)
-    virtual_stages = config.parallel.virtual_stages
+    vpp = config.parallel.virtual_pipeline_model_parallel_size
     chunks = [
         _build_chunk(config, core_config, groups, transformer_engine, vocab_size, index)
-        for index in range(virtual_stages)
+        for index in range(vpp)
     ]
     return Stage(chunks, core_config)
 
@@ -167,8 +168,8 @@ def _build_chunk(
     vocab_size: int,
     index: int,
 ) -> Llama:
-    virtual_stages = config.parallel.virtual_stages
-    vp_stage = index if virtual_stages > 1 else None
+    vpp = config.parallel.virtual_pipeline_model_parallel_size
+    vp_stage = index if vpp > 1 else None
     layer = layer_spec(transformer_engine)
     block: ModuleSpec | TransformerBlockSubmodules = layer
     if not transformer_engine:
@@ -181,7 +182,7 @@ def _build_chunk(
         vocab_size=config.padded_vocab_size(vocab_size),
         max_sequence_length=config.model.seq_length,
         pre_process=groups.first_stage and index == 0,
-        post_process=groups.last_stage and index == virtual_stages - 1,
+        post_process=groups.last_stage and index == vpp - 1,
         share_embeddings_and_output_weights=tied,
         position_embedding_type="rope",
         rotary_base=config.model.rotary_base,

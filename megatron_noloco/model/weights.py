@@ -11,8 +11,8 @@ import torch
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
-from megatron_noloco.model.groups import Groups
 from megatron_noloco.model.shards import global_name, sharded_dimension, take_shard
+from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.plans.draws import Stream, draw_words
 
 EMBEDDING = "embedding.word_embeddings.weight"
@@ -29,7 +29,7 @@ def load(
     """
     for name, parameter in chunk.named_parameters():
         full = read(EMBEDDING if tied and name == OUTPUT else global_name(name, layer_offset))
-        part = take_shard(full, name, groups.position.shard, groups.topology.shards)
+        part = take_shard(full, name, groups.position.tp, groups.topology.tp)
         if part.shape != parameter.shape:
             raise ValueError(
                 f"{name}: {list(part.shape)} does not fit a parameter of {list(parameter.shape)}"
@@ -48,19 +48,19 @@ def initialise(
     std / sqrt(2 * num_layers) (GPT-2's rule, Megatron's default); norms are ones. When `tied`, the output
     matrix of the last stage is drawn as what it is: a copy of the embedding.
     """
-    shard, shards = groups.position.shard, groups.topology.shards
+    tp, tp_size = groups.position.tp, groups.topology.tp
     for name, parameter in chunk.named_parameters():
         dimension = sharded_dimension(name)
         if dimension is None:
             parameter.fill_(1.0)
             continue
         full_size = list(parameter.shape)
-        full_size[dimension] *= shards
+        full_size[dimension] *= tp_size
         residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
         drawn_name = EMBEDDING if tied and name == OUTPUT else global_name(name, layer_offset)
         full = _draw(full_size, drawn_name, seed)
         full.mul_(std / (2 * num_layers) ** 0.5 if residual else std)
-        parameter.copy_(take_shard(full, name, shard, shards))
+        parameter.copy_(take_shard(full, name, tp, tp_size))
         _mark(parameter, name)
 
 

@@ -118,13 +118,13 @@ class BlendedOrder:
 class BatchPlan:
     """How the samples of a step are dealt to microbatches.
 
-    The samples of one step are consecutive in the order: replica by replica, in it lane by lane, in it
-    microbatch by microbatch. N lanes of m microbatches therefore read what one lane of N*m would.
+    The samples of one step are consecutive in the order: replica by replica, in it data-parallel
+    rank by rank, in it microbatch by microbatch. dp = N with m microbatches reads what dp = 1 with N*m would.
     """
 
     replicas: int
-    lanes: int
-    microbatches: int  # per lane and step
+    dp: int
+    microbatches: int  # per data-parallel rank and step
     micro_batch_size: int  # samples
     start_step: int = 0  # steps before it were made with other batches (other replicas, say) ...
     start_sample: int = 0  # ... and consumed so many samples
@@ -132,16 +132,16 @@ class BatchPlan:
     @property
     def replica_batch(self) -> int:
         """Samples one replica consumes per step."""
-        return self.lanes * self.microbatches * self.micro_batch_size
+        return self.dp * self.microbatches * self.micro_batch_size
 
     @property
     def global_batch(self) -> int:
         """Samples all replicas consume per step."""
         return self.replicas * self.replica_batch
 
-    def first(self, step: int, replica: int, lane: int, microbatch: int) -> int:
+    def first(self, step: int, replica: int, dp: int, microbatch: int) -> int:
         """The place in the sample order of the first sample of a microbatch."""
-        within = ((replica * self.lanes + lane) * self.microbatches + microbatch) * self.micro_batch_size
+        within = ((replica * self.dp + dp) * self.microbatches + microbatch) * self.micro_batch_size
         return self.consumed(step) + within
 
     def consumed(self, step: int) -> int:

@@ -1,4 +1,4 @@
-"""Who is where: ranks as points of a replicas x stages x lanes x shards array. No process groups here."""
+"""Who is where: ranks as points of a replicas x pp x dp x tp array. No process groups here."""
 
 from dataclasses import dataclass
 
@@ -11,29 +11,30 @@ class Position:
 
     replica: int
     stage: int
-    lane: int
-    shard: int
+    dp: int
+    tp: int
 
 
 @dataclass(frozen=True)
 class Topology:
     """The shape of a run.
 
-    rank = ((replica * stages + stage) * lanes + lane) * shards + shard, so the shards of a stage are
+    `pp` stages of a pipeline, `dp` synchronous data-parallel copies inside a replica, `tp` tensor-parallel slices.
+    rank = ((replica * pp + stage) * dp + dp_rank) * tp + tp_rank, so the tensor-parallel ranks of a stage are
     neighbours (one node) and a replica is a contiguous block of ranks.
     """
 
     replicas: int = 1
-    stages: int = 1
-    lanes: int = 1
-    shards: int = 1
+    pp: int = 1
+    dp: int = 1
+    tp: int = 1
 
     def __post_init__(self) -> None:
         for name, size in (
             ("replicas", self.replicas),
-            ("stages", self.stages),
-            ("lanes", self.lanes),
-            ("shards", self.shards),
+            ("pp", self.pp),
+            ("dp", self.dp),
+            ("tp", self.tp),
         ):
             if size < 1:
                 raise ValueError(f"{name} must be at least 1, not {size}")
@@ -45,24 +46,24 @@ class Topology:
     @property
     def replica_size(self) -> int:
         """Ranks in one replica."""
-        return self.stages * self.lanes * self.shards
+        return self.pp * self.dp * self.tp
 
     @property
     def grid(self) -> np.ndarray:
-        """All ranks, shape [replicas, stages, lanes, shards]."""
-        return np.arange(self.world_size).reshape(self.replicas, self.stages, self.lanes, self.shards)
+        """All ranks, shape [replicas, pp, dp, tp]."""
+        return np.arange(self.world_size).reshape(self.replicas, self.pp, self.dp, self.tp)
 
     def rank(self, position: Position) -> int:
-        within = (position.stage * self.lanes + position.lane) * self.shards + position.shard
+        within = (position.stage * self.dp + position.dp) * self.tp + position.tp
         return position.replica * self.replica_size + within
 
     def position(self, rank: int) -> Position:
         """Raises ValueError when `rank` is not one of this topology's."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
-        replica, stage, lane, shard = np.unravel_index(rank, self.grid.shape)
-        return Position(int(replica), int(stage), int(lane), int(shard))
+        replica, stage, dp, tp = np.unravel_index(rank, self.grid.shape)
+        return Position(int(replica), int(stage), int(dp), int(tp))
 
     def counterpart(self, rank: int, replica: int) -> int:
-        """The rank with the same stage, lane and shard in another replica: the only kind gossiped with."""
+        """The rank with the same stage, dp and tp place in another replica: the only kind gossiped with."""
         return replica * self.replica_size + rank % self.replica_size

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.engine.replica import StepResult
-from megatron_noloco.model.groups import Groups
 from megatron_noloco.outer.optimizer import RoundReport
+from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.training.console import Console
 from megatron_noloco.training.metrics import ReplicaFiles
@@ -48,7 +48,7 @@ class Monitor:
         self.console = console
         at = groups.position
         self._files: ReplicaFiles | None = None
-        if groups.last_stage and at.lane == 0 and at.shard == 0:
+        if groups.last_stage and at.dp == 0 and at.tp == 0:
             folder = Path(config.training.output_dir) / f"replica_{at.replica:02d}"
             self._files = ReplicaFiles(folder, config.training.tensorboard, plan.start_step)
         # Since step 0, over resumes.

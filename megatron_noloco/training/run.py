@@ -12,23 +12,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_noloco.checkpoint.resume import Start, find_start
 from megatron_noloco.config import RunConfig, describe, parameter_count
 from megatron_noloco.config.deepspeed_keys import TORCH_OPTIMIZERS
 from megatron_noloco.data.datasets import Datasets, build_datasets
 from megatron_noloco.data.microbatches import MicrobatchSource, ValidationSource
 from megatron_noloco.data.prefetch import Prefetcher
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
-from megatron_noloco.model import huggingface, quieten
-from megatron_noloco.outer.averaging import PartnerTimeoutError
-from megatron_noloco.plans.grouping import Grouping
-from megatron_noloco.plans.routing import Routing
-from megatron_noloco.plans.samples import BatchPlan
-from megatron_noloco.plans.topology import Topology
-from megatron_noloco.training.console import Console, RunFacts
-from megatron_noloco.training.resume import Start, find_start
-from megatron_noloco.transport import mpi
-from megatron_noloco.transport.protocol import Transport
-from megatron_noloco.transport.world import (
+from megatron_noloco.huggingface import llama as huggingface
+from megatron_noloco.job.world import (
     World,
     choose_transport,
     join,
@@ -36,6 +28,15 @@ from megatron_noloco.transport.world import (
     ranks_on_this_host,
     read_world,
 )
+from megatron_noloco.model import quieten
+from megatron_noloco.outer.averaging import PartnerTimeoutError
+from megatron_noloco.plans.grouping import Grouping
+from megatron_noloco.plans.routing import Routing
+from megatron_noloco.plans.samples import BatchPlan
+from megatron_noloco.plans.topology import Topology
+from megatron_noloco.training.console import Console, RunFacts
+from megatron_noloco.transport import mpi
+from megatron_noloco.transport.protocol import Transport
 
 __all__ = ["PartnerTimeoutError", "Prepared", "abandon_job", "join_job", "prepare", "train"]
 
@@ -73,13 +74,13 @@ def prepare(config: RunConfig, environ: Mapping[str, str]) -> Prepared:
             f"model.vocab_size {vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}; "
             f"set it to {tokenizer.vocab_size} or leave it out"
         )
-    padded, shards = config.padded_vocab_size(vocab_size), topology.shards
-    if padded % shards:
+    padded, tp_size = config.padded_vocab_size(vocab_size), topology.tp
+    if padded % tp_size:
         raise ValueError(
             f"model.make_vocab_size_divisible_by: the padded vocabulary {padded} does not divide into "
-            f"{shards} parallel.shards; make it a multiple of {shards}"
+            f"parallel.tensor_model_parallel_size {tp_size}; make it a multiple of {tp_size}"
         )
-    plan = BatchPlan(topology.replicas, topology.lanes, config.microbatches, config.micro_batch_size)
+    plan = BatchPlan(topology.replicas, topology.dp, config.microbatches, config.micro_batch_size)
     evaluates = config.training.eval_iters > 0
     seq_length = config.model.seq_length
     datasets = build_datasets(
@@ -92,7 +93,9 @@ def prepare(config: RunConfig, environ: Mapping[str, str]) -> Prepared:
         config.training.seed,
     )
     count = None if config.training.eval_full else config.training.eval_iters
-    at_once = topology.stages if config.parallel.virtual_stages > 1 else 1  # what that schedule takes
+    at_once = (
+        topology.pp if config.parallel.virtual_pipeline_model_parallel_size > 1 else 1
+    )  # what that schedule takes
     validation = [
         ValidationSource(part.dataset, config.micro_batch_size, count, part.weight, at_once)
         for part in datasets.validation
@@ -150,23 +153,23 @@ def train(prepared: Prepared, transport: Transport, start: Start, progress: str 
     False when the run stopped early and this rank's state could not be saved.
     """
     # These rooms import Megatron-core and DeepSpeed, which takes seconds: only for a run known to be sound.
+    from megatron_noloco.checkpoint.checkpointer import Checkpointer
     from megatron_noloco.engine.replica import ReplicaEngine
-    from megatron_noloco.model import cpu
-    from megatron_noloco.model.groups import PATIENCE, build_groups
+    from megatron_noloco.job.stopping import Stopping
     from megatron_noloco.model.stage import build_stage
     from megatron_noloco.outer.averaging import GroupAveraging
     from megatron_noloco.outer.optimizer import OuterOptimizer
-    from megatron_noloco.training.checkpoint.checkpointer import Checkpointer
+    from megatron_noloco.pipeline import cpu
+    from megatron_noloco.pipeline.groups import PATIENCE, build_groups
     from megatron_noloco.training.evaluate import Evaluator
     from megatron_noloco.training.monitor import Monitor
-    from megatron_noloco.training.stopping import Stopping
     from megatron_noloco.training.trainer import Trainer
 
     config, topology = prepared.config, prepared.topology
     settings, training = config.noloco, config.training
     cpu.prepare()
     stopping = Stopping(training.exit_duration_minutes)
-    routed = settings.routing.interval != "off" and topology.replicas > 1 and topology.stages > 1
+    routed = settings.routing.interval != "off" and topology.replicas > 1 and topology.pp > 1
     # A neighbour may be waiting for its partner.
     patience = PATIENCE + timedelta(seconds=settings.deadline_seconds)
     tied = not config.model.untie_embeddings_and_output_weights
@@ -184,7 +187,7 @@ def train(prepared: Prepared, transport: Transport, start: Start, progress: str 
     routing = Routing(topology.replicas, config.microbatches, training.seed, interval)
     plan = replace(prepared.plan, start_step=start.step, start_sample=start.sample)
     order = prepared.datasets.order(training.seed)
-    source = Prefetcher(MicrobatchSource(prepared.datasets.train, order, plan), groups.position.lane)
+    source = Prefetcher(MicrobatchSource(prepared.datasets.train, order, plan), groups.position.dp)
     evaluator = Evaluator(
         engine, outer, averaging, routing, prepared.validation, config.training.eval_mean_model
     )

@@ -2,16 +2,16 @@
 
 from functools import partial
 
+from megatron_noloco.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.prefetch import Prefetcher
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.model.pipeline import ReadMicrobatch
+from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.outer.optimizer import OuterOptimizer
+from megatron_noloco.pipeline.pipeline import ReadMicrobatch
 from megatron_noloco.plans.routing import Routes, Routing
-from megatron_noloco.training.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.training.evaluate import Evaluator
 from megatron_noloco.training.monitor import Monitor
-from megatron_noloco.training.stopping import Stopping
 
 
 class Trainer:

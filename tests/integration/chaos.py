@@ -25,9 +25,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 import megatron_noloco.__main__ as entry
+from megatron_noloco.checkpoint import catalog
 from megatron_noloco.engine.checkpoint import _TRUSTED
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.training.checkpoint import catalog
 from tests.harness import RankFailedError, run_ranks
 from tests.integration.tiny import already_joined, metrics, tiny, write_config, write_text
 

@@ -11,10 +11,10 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.model import cpu, weights
-from megatron_noloco.model.groups import Groups, build_groups
-from megatron_noloco.model.pipeline import MicrobatchLoss
 from megatron_noloco.model.stage import Stage, build_stage
+from megatron_noloco.pipeline import cpu, weights
+from megatron_noloco.pipeline.groups import Groups, build_groups
+from megatron_noloco.pipeline.pipeline import MicrobatchLoss
 from megatron_noloco.plans.routing import Routes, Routing
 from megatron_noloco.plans.topology import Position, Topology
 
@@ -33,8 +33,8 @@ class Case(NamedTuple):
     replicas: int
     stages: int
     microbatches: int
-    shards: int = 1
-    virtual_stages: int = 1
+    tp_size: int = 1
+    vpp: int = 1
     layers_per_chunk: int = 1
     micro_batch_size: int = 1
     sequence_parallel: bool = False
@@ -43,29 +43,27 @@ class Case(NamedTuple):
 
     @property
     def topology(self) -> Topology:
-        return Topology(self.replicas, self.stages, lanes=1, shards=self.shards)
+        return Topology(self.replicas, self.pp, dp=1, tp=self.tp)
 
     @property
     def chunks(self) -> int:
         """Model chunks of a replica: the units that a route leads through."""
-        return self.stages * self.virtual_stages
+        return self.pp * self.vpp
 
     @property
     def name(self) -> str:
-        extras = [f"tp{self.shards}"] if self.shards > 1 else []
-        extras += [f"vp{self.virtual_stages}"] if self.virtual_stages > 1 else []
+        extras = [f"tp{self.tp}"] if self.tp > 1 else []
+        extras += [f"vp{self.vpp}"] if self.vpp > 1 else []
         extras += [f"{self.layers_per_chunk}layers"] if self.layers_per_chunk > 1 else []
         extras += ["sequence_parallel"] if self.sequence_parallel else []
         extras += ["recompute"] if self.recompute else []
         extras += ["tied"] if self.tied else []
-        return "-".join([f"{self.replicas}x{self.stages}x{self.microbatches}", *extras])
+        return "-".join([f"{self.replicas}x{self.pp}x{self.microbatches}", *extras])
 
     def unsplit(self) -> "Case":
         """The same model, whole, in one process."""
         layers = self.chunks * self.layers_per_chunk
-        return self._replace(
-            replicas=1, stages=1, shards=1, virtual_stages=1, layers_per_chunk=layers, sequence_parallel=False
-        )
+        return self._replace(replicas=1, pp=1, tp=1, vpp=1, layers_per_chunk=layers, sequence_parallel=False)
 
     def config(self, **changes: Any) -> RunConfig:
         model: dict[str, Any] = {
@@ -93,9 +91,9 @@ class Case(NamedTuple):
                 "gradient_clipping": 1.0,
                 "parallel": {
                     "replicas": self.replicas,
-                    "stages": self.stages,
-                    "shards": self.shards,
-                    "virtual_stages": self.virtual_stages,
+                    "pipeline_model_parallel_size": self.pp,
+                    "tensor_model_parallel_size": self.tp,
+                    "virtual_pipeline_model_parallel_size": self.vpp,
                     "sequence_parallel": self.sequence_parallel,
                 },
                 "model": model,
@@ -186,9 +184,9 @@ def gradient_of(parameter: nn.Parameter) -> Tensor:
     return parameter.grad.clone()
 
 
-def expected_part(full: Gradients, name: str, position: Position, shards: int) -> Tensor:
+def expected_part(full: Gradients, name: str, position: Position, tp_size: int) -> Tensor:
     """What a rank should find for one of its parameters."""
-    return weights.take_shard(full[name], name, position.shard, shards)
+    return weights.take_shard(full[name], name, position.tp, tp_size)
 
 
 class Expected(NamedTuple):

@@ -64,7 +64,7 @@ def draw(random: Random) -> tuple[dict[str, Any], int]:
     sizes = (MOST_RANKS + 1,)
     while math.prod(sizes) > MOST_RANKS:
         sizes = (one_of([1, 2, 2, 3, 4]), one_of([1, 2, 2, 3, 4]), one_of([1, 1, 2]), one_of([1, 1, 2]))
-    replicas, stages, lanes, shards = sizes
+    replicas, stages, dp_size, tp_size = sizes
     virtual = one_of([1, 2]) if stages > 1 else 1
     recompute = one_of([{}, {"recompute_granularity": "selective"}, *_full_recompute()])
     bf16 = one_of([True, False])
@@ -89,17 +89,17 @@ def draw(random: Random) -> tuple[dict[str, Any], int]:
         },
         "parallel": {
             "replicas": replicas,
-            "stages": stages,
-            "lanes": lanes,
-            "shards": shards,
-            "virtual_stages": virtual,
-            "sequence_parallel": shards > 1 and one_of([True, False]),
+            "pipeline_model_parallel_size": stages,
+            "data_parallel_size": dp_size,
+            "tensor_model_parallel_size": tp_size,
+            "virtual_pipeline_model_parallel_size": virtual,
+            "sequence_parallel": tp_size > 1 and one_of([True, False]),
         },
         "model": {
             "num_layers": stages * virtual * one_of([1, 2]),
             "num_query_groups": one_of([2, 4]),
             "kv_channels": one_of([None, 6, 16]),
-            "make_vocab_size_divisible_by": shards * one_of([1, 7, 128]),
+            "make_vocab_size_divisible_by": tp_size * one_of([1, 7, 128]),
             "untie_embeddings_and_output_weights": one_of([True, False]),
             "hidden_dropout": one_of([0.0, 0.1]),
             "attention_dropout": one_of([0.0, 0.1]),

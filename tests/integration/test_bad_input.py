@@ -72,7 +72,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         ("noloco.local_step is not a known key", "did you mean noloco.local_steps?"),
     ),
     "layers not divisible": (
-        {"model": {"num_layers": 3}, "parallel": {"stages": 2}},
+        {"model": {"num_layers": 3}, "parallel": {"pipeline_model_parallel_size": 2}},
         ("3 layers (model.num_layers) do not divide into 2 stages",),
     ),
     "diverging alpha": (
@@ -192,7 +192,7 @@ def our_lines(stderr: str, fragment: str) -> list[str]:
 
 
 def test_world_size_under_mpirun(folder: Path) -> None:
-    changes = {"parallel": {"replicas": "auto", "stages": 2}}
+    changes = {"parallel": {"replicas": "auto", "pipeline_model_parallel_size": 2}}
     finished = run_mpi(3, LATE, ["train", "--config", config_with(folder, changes)])
     assert finished.returncode == USAGE_ERROR, finished.stderr
     assert our_lines(finished.stderr, "do not divide") == [

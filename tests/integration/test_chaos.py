@@ -15,14 +15,14 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_noloco.training.checkpoint import catalog
+from megatron_noloco.checkpoint import catalog
 from tests.harness import REPOSITORY, run_torchrun
 from tests.integration.chaos import Death, Run, assert_same_state
 from tests.integration.tiny import write_text
 
 STEPS, RANKS = 20, 4
 CHANGES: dict[str, Any] = {
-    "parallel": {"replicas": 2, "stages": 2},
+    "parallel": {"replicas": 2, "pipeline_model_parallel_size": 2},
     "noloco": {"local_steps": 4, "routing": {"interval": "step"}},
     "model": {"hidden_dropout": 0.1},
     "training": {"train_iters": STEPS, "save_interval": 5},

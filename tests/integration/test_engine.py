@@ -120,18 +120,36 @@ def test_equals_plain_adamw_with_clipping() -> None:
 
 
 TOPOLOGIES = {
-    "TP2": ({"parallel": {"shards": 2}}, 2),
-    "PP2": ({"parallel": {"stages": 2}}, 2),
-    "TP2 x PP2": ({"parallel": {"shards": 2, "stages": 2}}, 4),
-    "TP2 with sequence parallelism": ({"parallel": {"shards": 2, "sequence_parallel": True}}, 2),
+    "TP2": ({"parallel": {"tensor_model_parallel_size": 2}}, 2),
+    "PP2": ({"parallel": {"pipeline_model_parallel_size": 2}}, 2),
+    "TP2 x PP2": ({"parallel": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}}, 4),
+    "TP2 with sequence parallelism": (
+        {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}},
+        2,
+    ),
     "TP2 x PP2 with sequence parallelism": (
-        {"parallel": {"shards": 2, "stages": 2, "sequence_parallel": True}},
+        {
+            "parallel": {
+                "tensor_model_parallel_size": 2,
+                "pipeline_model_parallel_size": 2,
+                "sequence_parallel": True,
+            }
+        },
         4,
     ),
-    "PP2 x VP2": ({"parallel": {"stages": 2, "virtual_stages": 2}}, 2),
-    "PP4": ({"parallel": {"stages": 4}}, 4),
-    "2 lanes": ({"parallel": {"lanes": 2}, "gradient_accumulation_steps": 2}, 2),
-    "2 lanes x PP2": ({"parallel": {"lanes": 2, "stages": 2}, "gradient_accumulation_steps": 2}, 4),
+    "PP2 x VP2": (
+        {"parallel": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}},
+        2,
+    ),
+    "PP4": ({"parallel": {"pipeline_model_parallel_size": 4}}, 4),
+    "2 lanes": ({"parallel": {"data_parallel_size": 2}, "gradient_accumulation_steps": 2}, 2),
+    "2 lanes x PP2": (
+        {
+            "parallel": {"data_parallel_size": 2, "pipeline_model_parallel_size": 2},
+            "gradient_accumulation_steps": 2,
+        },
+        4,
+    ),
 }
 
 
@@ -144,7 +162,9 @@ def test_topologies_train_alike(name: str) -> None:
 @pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
 def test_with_sequence_parallelism_shards_keep_one_copy_of_the_norms(precision: dict[str, Any]) -> None:
     """Each sees other tokens, so without a sum over the shards their copies would drift apart."""
-    first, second = run({"parallel": {"shards": 2, "sequence_parallel": True}, **precision}, 2)
+    first, second = run(
+        {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}, **precision}, 2
+    )
     norms = [name for name in first["weights"] if sharded_dimension(name) is None]
     assert len(norms) == 2 * 4 + 1
     for name in norms:
@@ -161,10 +181,10 @@ def initial_weights(rank: int, world_size: int, raw: dict[str, Any]) -> dict[str
     ("parallel", "ranks"),
     [
         ({"replicas": 2}, 2),
-        ({"replicas": 2, "stages": 2}, 4),
-        ({"stages": 2, "virtual_stages": 2}, 2),
-        ({"shards": 2, "stages": 2}, 4),
-        ({"lanes": 2, "shards": 2}, 4),
+        ({"replicas": 2, "pipeline_model_parallel_size": 2}, 4),
+        ({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, 2),
+        ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 4),
+        ({"data_parallel_size": 2, "tensor_model_parallel_size": 2}, 4),
     ],
     ids=str,
 )
@@ -182,7 +202,7 @@ def test_initial_weights_do_not_depend_on_the_topology(
         for name, weight in weights.items():
             # The last stage's copy of a tied embedding has the output layer's name.
             full = whole[EMBEDDING if tied and name == OUTPUT else name]
-            assert torch.equal(weight, take_shard(full, name, at.shard, topology.shards)), (rank, name)
+            assert torch.equal(weight, take_shard(full, name, at.tp, topology.tp)), (rank, name)
         met |= weights.keys()
     assert met >= whole.keys()
 
@@ -197,7 +217,13 @@ def test_every_matrix_starts_from_numbers_of_its_own() -> None:
 
 
 def test_tied_embeddings_with_two_stages() -> None:
-    ranks = run({"model": {"untie_embeddings_and_output_weights": False}, "parallel": {"stages": 2}}, 2)
+    ranks = run(
+        {
+            "model": {"untie_embeddings_and_output_weights": False},
+            "parallel": {"pipeline_model_parallel_size": 2},
+        },
+        2,
+    )
     assert_same_training(ranks, single(tied=True), 1e-5)
     first, last = ranks[0]["weights"][EMBEDDING], ranks[1]["weights"][OUTPUT]
     assert torch.equal(first, last), "the two copies stay one"
@@ -230,7 +256,14 @@ def test_recompute_draws_the_same_dropout_again() -> None:
 
 
 def test_dropout_runs_on_stages_and_shards() -> None:
-    ranks = run({"model": {"hidden_dropout": 0.1}, "parallel": {"stages": 2, "shards": 2}}, 4, steps=3)
+    ranks = run(
+        {
+            "model": {"hidden_dropout": 0.1},
+            "parallel": {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2},
+        },
+        4,
+        steps=3,
+    )
     assert losses(ranks).isfinite().all()
     assert not torch.allclose(losses(ranks), losses(single())[:3], rtol=0, atol=1e-4)
 
@@ -261,7 +294,7 @@ def test_bf16_topologies(name: str) -> None:
 
 def test_bf16_tied_embeddings_with_two_stages() -> None:
     tied = {"model": {"untie_embeddings_and_output_weights": False}}
-    ranks = run({**tied, **BF16, "parallel": {"stages": 2}}, 2)
+    ranks = run({**tied, **BF16, "parallel": {"pipeline_model_parallel_size": 2}}, 2)
     assert_same_training(ranks, single(tied=True), 0.03)
     assert torch.equal(ranks[0]["weights"][EMBEDDING], ranks[1]["weights"][OUTPUT])
 
@@ -292,5 +325,5 @@ def write_and_refresh(rank: int, world_size: int, raw: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
 def test_working_weights_follow_the_master_weights_over_lanes(precision: dict[str, Any]) -> None:
-    raw = tiny({"parallel": {"lanes": 2, "stages": 2}, **precision})
+    raw = tiny({"parallel": {"data_parallel_size": 2, "pipeline_model_parallel_size": 2}, **precision})
     assert run_ranks(4, write_and_refresh, raw) == [True] * 4

@@ -43,7 +43,7 @@ def assert_same_weights(found: list[dict[str, Any]], expected: list[dict[str, An
 
 def test_two_replicas_of_noloco_are_diloco(tmp_path: Path, text: str) -> None:
     """6 local steps are 3 rounds; the consensus pull has nothing to pull."""
-    shape = {"parallel": {"replicas": 2, "stages": 2}}
+    shape = {"parallel": {"replicas": 2, "pipeline_model_parallel_size": 2}}
     noloco = run(tmp_path / "noloco", text, 4, shape)
     diloco = run(tmp_path / "diloco", text, 4, {**shape, "noloco": {"method": "diloco"}})
     assert_same_weights(noloco, diloco)
@@ -55,7 +55,7 @@ def test_two_replicas_of_noloco_are_diloco(tmp_path: Path, text: str) -> None:
 
 def test_routed_losses_are_booked_to_their_origin(tmp_path: Path, text: str) -> None:
     """In the first step all replicas have the same weights: routes change who computes a loss, not the loss."""
-    shape = {"parallel": {"replicas": 3, "stages": 2}, "training": {"train_iters": 1}}
+    shape = {"parallel": {"replicas": 3, "pipeline_model_parallel_size": 2}, "training": {"train_iters": 1}}
     rows = {}
     for interval in ("off", "microbatch"):
         routing = {"noloco": {"routing": {"interval": interval}}}
@@ -77,7 +77,13 @@ def test_routed_losses_are_booked_to_their_origin(tmp_path: Path, text: str) -> 
     ("shape", "ranks"),
     [
         ({"parallel": {"replicas": 3}, "bf16": {"enabled": True}}, 3),
-        ({"parallel": {"replicas": 2, "stages": 2}, "noloco": {"routing": {"interval": "microbatch"}}}, 4),
+        (
+            {
+                "parallel": {"replicas": 2, "pipeline_model_parallel_size": 2},
+                "noloco": {"routing": {"interval": "microbatch"}},
+            },
+            4,
+        ),
     ],
     ids=["three replicas, bf16", "routed stages"],
 )

@@ -14,7 +14,7 @@ from tests.integration.spied_run import spied_rank
 from tests.integration.tiny import tiny, write_config, write_text
 
 STEPS, LOCAL_STEPS, MICROBATCHES, SEED = 20, 4, 2, 1234
-STAGED = Topology(replicas=4, stages=2)
+STAGED = Topology(replicas=4, pp=2)
 
 Ranks = list[dict[str, Any]]  # what every rank of a run overheard
 
@@ -24,7 +24,7 @@ def config(folder: Path, topology: Topology, interval: str, **noloco: Any) -> di
         {
             "gradient_accumulation_steps": MICROBATCHES,
             "noloco": {"local_steps": LOCAL_STEPS, "routing": {"interval": interval}, **noloco},
-            "parallel": {"replicas": topology.replicas, "stages": topology.stages},
+            "parallel": {"replicas": topology.replicas, "pipeline_model_parallel_size": topology.pp},
             "model": {"num_layers": 2},
             "data": {"text": write_text(folder)},
             "training": {"train_iters": STEPS, "log_interval": 5, "output_dir": str(folder)},
@@ -123,7 +123,7 @@ def test_over_mpi(tmp_path: Path, topology: Topology) -> None:
     assert_exchanges_go_to_partners(ranks, topology)
     for seen in ranks:
         assert {call["library"] for call in seen["calls"] if is_exchange(call, seen["hops"])} == {"mpi"}
-    if topology.stages > 1:
+    if topology.pp > 1:
         assert assert_hops_follow_the_routes(ranks, "round")
 
 
@@ -136,7 +136,7 @@ def test_without_a_method_and_routes_no_message_leaves_a_replica(tmp_path: Path)
 
 
 def test_the_spy_overhears_a_collective_over_everybody(tmp_path: Path) -> None:
-    raw = config(tmp_path, STAGED, "off") | {"parallel": {"replicas": 2, "stages": 2}}
+    raw = config(tmp_path, STAGED, "off") | {"parallel": {"replicas": 2, "pipeline_model_parallel_size": 2}}
     ranks = run_ranks(4, spied_rank, write_config(tmp_path, raw), True)
     with pytest.raises(AssertionError, match="barrier"):
         assert_no_collective_spans_replicas(ranks)

@@ -20,16 +20,16 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from megatron_noloco.__main__ import main
+from megatron_noloco.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.model import huggingface
-from megatron_noloco.model.groups import Groups
+from megatron_noloco.huggingface import check, export
+from megatron_noloco.huggingface import llama as huggingface
 from megatron_noloco.model.stage import Stage
+from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Position
-from megatron_noloco.publish import check, export
-from megatron_noloco.training.checkpoint.checkpointer import Checkpointer
 from tests.harness import REPOSITORY, run_ranks
 from tests.integration.tiny import build, metrics, microbatch, run_whole, tiny, weights_of, write_config
 
@@ -53,7 +53,7 @@ def save(
     counters = {}
     if losses is not None:
         counters = {"validation_loss": losses[at.replica], "mean_model_loss": 1.25, "evaluated_step": steps}
-    plan = BatchPlan(topology.replicas, topology.lanes, config.microbatches, config.micro_batch_size)
+    plan = BatchPlan(topology.replicas, topology.dp, config.microbatches, config.micro_batch_size)
     checkpointer = Checkpointer(config, engine, None, plan)
     report = checkpointer.save(steps, counters)
     assert report.error is None
@@ -68,7 +68,7 @@ def logits(stage: Stage, groups: Groups) -> Tensor | None:
     topology, at = groups.topology, groups.position
     chunks, found = len(stage.chunks), None
     for index in range(chunks):
-        for step in range(topology.stages):
+        for step in range(topology.pp):
             if step != at.stage:
                 continue
             chunk: Any = stage.chunks[index]
@@ -78,8 +78,8 @@ def logits(stage: Stage, groups: Groups) -> Tensor | None:
                 chunk.set_input_tensor(hidden)
             result = chunk(TOKENS, None, None)
             if chunk.post_process:
-                parts = [torch.empty_like(result) for _ in range(topology.shards)]
-                dist.all_gather(parts, result.contiguous(), group=groups.shards)
+                parts = [torch.empty_like(result) for _ in range(topology.tp)]
+                dist.all_gather(parts, result.contiguous(), group=groups.tp)
                 found = torch.cat(parts, dim=-1)[..., : ByteTokenizer.vocab_size]
             else:
                 dist.send(result.contiguous(), neighbour(groups, 1))
@@ -89,8 +89,8 @@ def logits(stage: Stage, groups: Groups) -> Tensor | None:
 
 def neighbour(groups: Groups, step: int) -> int:
     topology, at = groups.topology, groups.position
-    stage = (at.stage + step) % topology.stages
-    return topology.rank(Position(at.replica, stage, at.lane, at.shard))
+    stage = (at.stage + step) % topology.pp
+    return topology.rank(Position(at.replica, stage, at.dp, at.tp))
 
 
 def call(*arguments: str, meanwhile: Callable[[], None] = lambda: None) -> tuple[int, str, str]:
@@ -131,23 +131,32 @@ def logits_there(folder: Path) -> Tensor:
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     **{
-        f"{stages} stages, {shards} shards": ({"stages": stages, "shards": shards}, {})
+        f"{stages} stages, {tp_size} tp": (
+            {"pipeline_model_parallel_size": stages, "tensor_model_parallel_size": tp_size},
+            {},
+        )
         for stages in (1, 2, 4)
-        for shards in (1, 2)
+        for tp_size in (1, 2)
     },
-    "virtual stages": ({"stages": 2, "virtual_stages": 2}, {}),
-    "lanes": ({"stages": 2, "lanes": 2}, {}),
-    "one key/value head": ({"stages": 2}, {"model": {"num_query_groups": 1}}),
-    "a key/value head per query": ({"shards": 2}, {"model": {"num_query_groups": None}}),
+    "virtual stages": ({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, {}),
+    "data_parallel_size": ({"pipeline_model_parallel_size": 2, "data_parallel_size": 2}, {}),
+    "one key/value head": ({"pipeline_model_parallel_size": 2}, {"model": {"num_query_groups": 1}}),
+    "a key/value head per query": ({"tensor_model_parallel_size": 2}, {"model": {"num_query_groups": None}}),
     "wide heads": ({}, {"model": {"kv_channels": 16, "rotary_base": 5e5, "norm_epsilon": 1e-3}}),
-    "tied, 1 stage": ({"shards": 2}, {"model": {"untie_embeddings_and_output_weights": False}}),
-    "tied, 2 stages": (
-        {"stages": 2, "shards": 2},
+    "tied, 1 stage": (
+        {"tensor_model_parallel_size": 2},
         {"model": {"untie_embeddings_and_output_weights": False}},
     ),
-    "bf16": ({"stages": 2, "shards": 2}, {"bf16": {"enabled": True}}),
+    "tied, 2 stages": (
+        {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2},
+        {"model": {"untie_embeddings_and_output_weights": False}},
+    ),
+    "bf16": (
+        {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2},
+        {"bf16": {"enabled": True}},
+    ),
     "bf16, tied, lanes": (
-        {"lanes": 2},
+        {"data_parallel_size": 2},
         {"bf16": {"enabled": True}, "model": {"untie_embeddings_and_output_weights": False}},
     ),
 }
@@ -164,7 +173,15 @@ def test_the_exported_model_gives_the_trainers_logits(case: str, tmp_path: Path)
             "training": {"output_dir": str(tmp_path / "run")},
         }
     )
-    ranks = run_ranks(math.prod(parallel.get(k, 1) for k in ("stages", "shards", "lanes")), save, raw, STEPS)
+    ranks = run_ranks(
+        math.prod(
+            parallel.get(k, 1)
+            for k in ("pipeline_model_parallel_size", "tensor_model_parallel_size", "data_parallel_size")
+        ),
+        save,
+        raw,
+        STEPS,
+    )
     expected = next(rank["logits"] for rank in ranks if rank["logits"] is not None)
     dtype = "bfloat16" if "bf16" in changes else "float32"  # the working weights are the master's, rounded
     output = tmp_path / "hf"
@@ -185,7 +202,7 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[
     folder = tmp_path_factory.mktemp("replicas")
     raw = tiny(
         {
-            "parallel": {"stages": 2},
+            "parallel": {"pipeline_model_parallel_size": 2},
             "model": LOUD,
             "noloco": {"method": "none"},
             "training": {"output_dir": str(folder)},
@@ -410,20 +427,36 @@ def imported(folder: Path, llama_folder: Path, changes: dict[str, Any]) -> tuple
 
 ROUND_TRIPS: dict[str, tuple[torch.dtype, dict[str, Any], dict[str, Any]]] = {
     "as it comes": (torch.float32, {}, {}),
-    "stages": (torch.float32, {"tie_word_embeddings": True}, {"parallel": {"stages": 2}}),
-    "shards, odd vocabulary": (torch.float32, {"vocab_size": 259}, {"parallel": {"shards": 2}}),
+    "pipeline_model_parallel_size": (
+        torch.float32,
+        {"tie_word_embeddings": True},
+        {"parallel": {"pipeline_model_parallel_size": 2}},
+    ),
+    "shards, odd vocabulary": (
+        torch.float32,
+        {"vocab_size": 259},
+        {"parallel": {"tensor_model_parallel_size": 2}},
+    ),
     "both, tied, odd vocabulary, a head per query": (
         torch.float32,
         {"vocab_size": 259, "num_key_value_heads": 4, "tie_word_embeddings": True},
-        {"parallel": {"stages": 2, "shards": 2}},
+        {"parallel": {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2}},
     ),
     "one key/value head, wide": (
         torch.float32,
         {"num_key_value_heads": 1, "head_dim": 12, "rms_norm_eps": 1e-4},
-        {"parallel": {"stages": 2}},
+        {"parallel": {"pipeline_model_parallel_size": 2}},
     ),
-    "bf16, trained in fp32": (torch.bfloat16, {"rope_theta": 5e5}, {"parallel": {"shards": 2}}),
-    "bf16": (torch.bfloat16, {}, {"bf16": {"enabled": True}, "parallel": {"stages": 2}}),
+    "bf16, trained in fp32": (
+        torch.bfloat16,
+        {"rope_theta": 5e5},
+        {"parallel": {"tensor_model_parallel_size": 2}},
+    ),
+    "bf16": (
+        torch.bfloat16,
+        {},
+        {"bf16": {"enabled": True}, "parallel": {"pipeline_model_parallel_size": 2}},
+    ),
 }
 
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from megatron_noloco.checkpoint import catalog
+from megatron_noloco.checkpoint.checkpointer import Checkpointer
+from megatron_noloco.checkpoint.files import checksum
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.training.checkpoint import catalog
-from megatron_noloco.training.checkpoint.checkpointer import Checkpointer
-from megatron_noloco.training.checkpoint.files import checksum
 from megatron_noloco.training.record import SaveReport
 from megatron_noloco.training.trainer import Trainer
 from tests.harness import run_ranks
@@ -38,17 +38,24 @@ def noloco(routing: str = "round", **settings: Any) -> dict[str, Any]:
 RUNS: dict[str, tuple[dict[str, Any], int]] = {
     "4 replicas": ({"parallel": {"replicas": 4}, "noloco": noloco()}, 4),
     "2 replicas x 2 stages, routed, dropout": (
-        {"parallel": {"replicas": 2, "stages": 2}, "noloco": noloco("microbatch"), **DROPOUT},
+        {
+            "parallel": {"replicas": 2, "pipeline_model_parallel_size": 2},
+            "noloco": noloco("microbatch"),
+            **DROPOUT,
+        },
         4,
     ),
-    "2 replicas x 2 lanes": ({"parallel": {"replicas": 2, "lanes": 2}, "noloco": noloco()}, 4),
+    "2 replicas x 2 lanes": ({"parallel": {"replicas": 2, "data_parallel_size": 2}, "noloco": noloco()}, 4),
     "2 replicas x 2 shards, sequence parallel": (
-        {"parallel": {"replicas": 2, "shards": 2, "sequence_parallel": True}, "noloco": noloco()},
+        {
+            "parallel": {"replicas": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+            "noloco": noloco(),
+        },
         4,
     ),
     "2 replicas x 2 stages, bf16, tied": (
         {
-            "parallel": {"replicas": 2, "stages": 2},
+            "parallel": {"replicas": 2, "pipeline_model_parallel_size": 2},
             "noloco": noloco("step", outer_momentum=0.3, consensus_weight=0.4),
             "model": {"untie_embeddings_and_output_weights": False},
             **BF16,
@@ -56,11 +63,11 @@ RUNS: dict[str, tuple[dict[str, Any], int]] = {
         4,
     ),
     "2 replicas x 2 lanes, bf16, DiLoCo": (
-        {"parallel": {"replicas": 2, "lanes": 2}, "noloco": noloco(method="diloco"), **BF16},
+        {"parallel": {"replicas": 2, "data_parallel_size": 2}, "noloco": noloco(method="diloco"), **BF16},
         4,
     ),
     "2 lanes without outer optimizer, dropout": (
-        {"parallel": {"replicas": 1, "lanes": 2}, "noloco": {"method": "none"}, **DROPOUT},
+        {"parallel": {"replicas": 1, "data_parallel_size": 2}, "noloco": {"method": "none"}, **DROPOUT},
         2,
     ),
 }
@@ -143,7 +150,7 @@ def slow_disk(rank: int, world_size: int, arguments: list[str]) -> Outcome:
 
 # Damage
 
-SMALL = {"parallel": {"replicas": 2, "stages": 2}, "noloco": noloco()}
+SMALL = {"parallel": {"replicas": 2, "pipeline_model_parallel_size": 2}, "noloco": noloco()}
 
 
 @pytest.fixture(scope="module")
@@ -315,9 +322,11 @@ def test_another_model_is_refused(finished: Run, tmp_path: Path) -> None:
 
 def test_other_stages_are_refused(finished: Run, tmp_path: Path) -> None:
     run = finished.copy(tmp_path / "run")
-    outcomes = run_ranks(4, starts, run.arguments({"parallel": {"replicas": 4, "stages": 1}}))
+    outcomes = run_ranks(
+        4, starts, run.arguments({"parallel": {"replicas": 4, "pipeline_model_parallel_size": 1}})
+    )
     assert codes(outcomes) == [2] * 4
-    assert outcomes[0].err.startswith("parallel.stages: 2 in the checkpoint, 1 now")
+    assert outcomes[0].err.startswith("parallel.pipeline_model_parallel_size: 2 in the checkpoint, 1 now")
 
 
 WARMUP_DECAY = {

@@ -14,11 +14,11 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from torch import Tensor, nn
 
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.model import cpu
-from megatron_noloco.model.groups import Groups, build_groups
-from megatron_noloco.model.pipeline import Pipeline
 from megatron_noloco.model.stage import Stage, transformer_config
 from megatron_noloco.model.weights import EMBEDDING, OUTPUT, sharded_dimension
+from megatron_noloco.pipeline import cpu
+from megatron_noloco.pipeline.groups import Groups, build_groups
+from megatron_noloco.pipeline.pipeline import Pipeline
 from megatron_noloco.plans.routing import Routes, Routing
 from tests.harness import run_ranks
 from tests.integration.routing_reference import (
@@ -43,13 +43,13 @@ INTERVALS = ("round", "step", "microbatch")
 TOLERANCE = 1e-5
 SHAPES = [(2, 2, 4), (2, 4, 6), (3, 3, 2), (4, 2, 9), (1, 4, 6)]
 CASES = [
-    *(Case(*shape, shards=shards) for shape in SHAPES for shards in (1, 2)),
+    *(Case(*shape, tp=tp_size) for shape in SHAPES for tp_size in (1, 2)),
     Case(2, 2, 4, layers_per_chunk=2, micro_batch_size=2),
-    Case(2, 2, 4, virtual_stages=2),
-    Case(3, 2, 4, virtual_stages=2, layers_per_chunk=2),
-    Case(2, 3, 6, virtual_stages=2),
-    Case(2, 2, 4, shards=2, virtual_stages=2),
-    Case(2, 2, 4, shards=2, sequence_parallel=True),
+    Case(2, 2, 4, vpp=2),
+    Case(3, 2, 4, vpp=2, layers_per_chunk=2),
+    Case(2, 3, 6, vpp=2),
+    Case(2, 2, 4, tp=2, vpp=2),
+    Case(2, 2, 4, tp=2, sequence_parallel=True),
     Case(2, 2, 4, recompute=True),
 ]
 
@@ -87,7 +87,7 @@ def check_gradients(case: Case, ranks: list[Observed], expected: Expected) -> No
         for name, gradient in rank.gradients.items():
             if case.sequence_parallel and sharded_dimension(name) is None:
                 gradient = sum_over_shards(name, rank, ranks)  # the engine sums them
-            part = expected_part(full, name, rank.position, case.shards)
+            part = expected_part(full, name, rank.position, case.tp)
             error = float((gradient - part).norm() / part.norm())
             assert error < TOLERANCE, f"{name} of {rank.position}: relative error {error:.1e}"
     # Together the ranks hold every parameter of every replica.
@@ -111,16 +111,16 @@ def check_losses(case: Case, ranks: list[Observed], expected: Expected) -> None:
     """The last stages together know every replica's losses, each booked to the replica whose data it was."""
     seen = {}
     for rank in ranks:
-        if rank.position.stage < case.stages - 1:
+        if rank.position.stage < case.pp - 1:
             assert rank.losses == []
             continue
         assert len(rank.losses) == case.microbatches
         for microbatch, (origin, loss) in enumerate(rank.losses):
-            seen[rank.position.shard, origin, microbatch] = loss
+            seen[rank.position.tp, origin, microbatch] = loss
     assert seen == {
-        (shard, origin, microbatch): pytest.approx(loss, rel=TOLERANCE)
+        (tp, origin, microbatch): pytest.approx(loss, rel=TOLERANCE)
         for (origin, microbatch), loss in expected.losses.items()
-        for shard in range(case.shards)
+        for tp in range(case.tp)
     }
 
 
@@ -137,7 +137,7 @@ def evaluate_straight(rank: int, world_size: int, case: Case, routes_of: dict[st
     return seen
 
 
-@pytest.mark.parametrize("case", [Case(3, 2, 4), Case(2, 2, 4, virtual_stages=2)], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [Case(3, 2, 4), Case(2, 2, 4, vpp=2)], ids=lambda case: case.name)
 def test_evaluation_stays_inside_the_replica(case: Case) -> None:
     routes_of = {interval: crossing_routes(case, interval) for interval in ("microbatch", "off")}
     [expected] = run_ranks(1, reference, case, routes_of)
@@ -154,9 +154,9 @@ class TestUnrouted:
         ("case", "interval"),
         [
             (Case(2, 2, 4), "off"),
-            (Case(2, 3, 5, shards=2), "off"),
-            (Case(2, 3, 6, virtual_stages=2), "off"),  # with 2 stages core's p2p confuses its directions
-            (Case(1, 2, 4, shards=2), "microbatch"),
+            (Case(2, 3, 5, tp=2), "off"),
+            (Case(2, 3, 6, vpp=2), "off"),  # with 2 stages core's p2p confuses its directions
+            (Case(1, 2, 4, tp=2), "microbatch"),
             (Case(1, 4, 6), "round"),
         ],
         ids=lambda value: value if isinstance(value, str) else value.name,
@@ -189,9 +189,7 @@ def run_core(case: Case, groups: Groups, stage: Stage) -> list[float]:
 
     replica = groups.position.replica
     batches = [reader(case)(replica, microbatch) for microbatch in range(case.microbatches)]
-    schedule = get_forward_backward_func(
-        case.stages, case.virtual_stages if case.virtual_stages > 1 else None
-    )
+    schedule = get_forward_backward_func(case.pp, case.vpp if case.vpp > 1 else None)
     return schedule(
         forward_step_func=forward_step,
         data_iterator=[iter(batches) for _ in stage.chunks],
@@ -200,7 +198,7 @@ def run_core(case: Case, groups: Groups, stage: Stage) -> list[float]:
         seq_length=SEQ_LENGTH,
         micro_batch_size=case.micro_batch_size,
         forward_only=False,
-        p2p_communicator=P2PCommunicator(groups.stages, stage.config),
+        p2p_communicator=P2PCommunicator(groups.pp, stage.config),
         pg_collection=groups.collection,
     )
 
@@ -218,7 +216,7 @@ class TestGradientNorm:
     """It is that of the replica's own stages, whosever data their gradients come from."""
 
     @pytest.mark.parametrize(
-        "case", [Case(2, 2, 4), Case(3, 3, 2), Case(2, 2, 4, shards=2)], ids=lambda c: c.name
+        "case", [Case(2, 2, 4), Case(3, 3, 2), Case(2, 2, 4, tp=2)], ids=lambda c: c.name
     )
     def test_is_over_the_stages_of_the_replica(self, case: Case) -> None:
         self.check(case, "fp32", TOLERANCE)
@@ -255,8 +253,8 @@ def train_clipped_step(rank: int, world_size: int, case: Case, routes: Routes) -
     [
         Case(2, 2, 4),
         Case(3, 3, 2, tied=True),
-        Case(2, 2, 4, shards=2, tied=True),
-        Case(2, 2, 4, shards=2, virtual_stages=2, sequence_parallel=True, recompute=True, tied=True),
+        Case(2, 2, 4, tp=2, tied=True),
+        Case(2, 2, 4, tp=2, vpp=2, sequence_parallel=True, recompute=True, tied=True),
     ],
     ids=lambda case: case.name,
 )
@@ -269,7 +267,7 @@ def test_a_clipped_step_moves_each_replica_along_its_own_gradient(case: Case) ->
         full = expected[position.replica]
         for name, found in moved.items():
             tied_name = EMBEDDING if case.tied and name == OUTPUT else name
-            part = expected_part(full, tied_name, position, case.shards)
+            part = expected_part(full, tied_name, position, case.tp)
             error = float((found - part).norm() / part.norm())
             assert error < TOLERANCE, f"{name} of {position}: relative error {error:.1e}"
 

@@ -10,16 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_noloco.training import stopping
-from megatron_noloco.training.checkpoint import catalog
-from megatron_noloco.training.stopping import Stopping
+from megatron_noloco.checkpoint import catalog
+from megatron_noloco.job import stopping
+from megatron_noloco.job.stopping import Stopping
 from tests.harness import run_ranks
 from tests.integration.chaos import Fault, Run, assert_same_state
 from tests.integration.tiny import write_text
 
 STEPS = 60
 TWO_BY_TWO: dict[str, Any] = {
-    "parallel": {"replicas": 2, "stages": 2},
+    "parallel": {"replicas": 2, "pipeline_model_parallel_size": 2},
     "noloco": {"local_steps": 8, "routing": {"interval": "step"}},
     "model": {"hidden_dropout": 0.1},
 }

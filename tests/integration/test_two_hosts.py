@@ -25,7 +25,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
 def write_run(folder: Path) -> str:
     """A config whose two replicas of two stages exchange weights, and activations and gradients."""
     changes = {
-        "parallel": {"replicas": 2, "stages": 2},
+        "parallel": {"replicas": 2, "pipeline_model_parallel_size": 2},
         "model": {"num_layers": 2},
         "data": {"text": write_text(folder)},
         "training": {

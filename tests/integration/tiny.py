@@ -17,10 +17,10 @@ from megatron_noloco.__main__ import main
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.model import cpu
-from megatron_noloco.model.groups import Groups, build_groups
 from megatron_noloco.model.stage import Stage, build_stage
 from megatron_noloco.model.weights import global_name
+from megatron_noloco.pipeline import cpu
+from megatron_noloco.pipeline.groups import Groups, build_groups
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.training.trainer import Trainer
@@ -93,8 +93,8 @@ def microbatch(
 ) -> tuple[Tensor, Tensor]:
     """Counting modulo 40 from random numbers, which depend on the samples' places alone, not on the lanes."""
     topology = groups.topology
-    plan = BatchPlan(topology.replicas, topology.lanes, config.microbatches, config.micro_batch_size)
-    place = plan.first(step, replica, groups.position.lane, index)
+    plan = BatchPlan(topology.replicas, topology.dp, config.microbatches, config.micro_batch_size)
+    place = plan.first(step, replica, groups.position.dp, index)
     starts = torch.randint(
         0, 40, (config.micro_batch_size, 1), generator=torch.Generator().manual_seed(place)
     )

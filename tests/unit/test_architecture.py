@@ -15,11 +15,15 @@ MAY_IMPORT = {
     "config": {"plans"},
     "transport": {"plans", "config"},
     "outer": {"plans", "config", "transport"},
-    "model": {"plans", "config", "transport"},
-    "engine": {"plans", "config", "transport", "outer", "model"},
-    "data": {"plans", "config"},
-    "training": {"plans", "config", "transport", "outer", "model", "engine", "data"},
-    "publish": {"plans", "config", "transport", "outer", "model", "engine", "data", "training"},
+    "job": {"plans", "config", "transport"},
+    "model": {"plans", "config", "transport", "pipeline", "huggingface"},
+    "pipeline": {"plans", "config", "transport", "model"},
+    "data": {"plans", "config", "preprocess"},
+    "preprocess": {"data"},
+    "engine": {"plans", "config", "transport", "outer", "model", "pipeline"},
+    "checkpoint": {"plans", "config", "outer", "model", "engine", "training"},
+    "training": {"plans", "config", "transport", "outer", "model", "engine", "data", "pipeline", "checkpoint", "huggingface", "job"},
+    "huggingface": {"plans", "config", "transport", "outer", "model", "engine", "data", "training", "pipeline", "checkpoint", "job"},
 }
 ENTRANCE = f"{PACKAGE}/__main__.py"
 

@@ -15,19 +15,19 @@ from safetensors.numpy import load_file
 from safetensors.torch import save_file
 
 from megatron_noloco.__main__ import main
+from megatron_noloco.checkpoint import catalog, compare, elastic
+from megatron_noloco.checkpoint.catalog import Manifest
+from megatron_noloco.checkpoint.files import verify, write_whole
 from megatron_noloco.config import RunConfig
 from megatron_noloco.plans.samples import BatchPlan, SampleOrder
 from megatron_noloco.plans.topology import Position, Topology
-from megatron_noloco.training.checkpoint import catalog, compare, elastic
-from megatron_noloco.training.checkpoint.catalog import Manifest
-from megatron_noloco.training.checkpoint.files import verify, write_whole
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 2,
     "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
     "noloco": {"local_steps": 5},
-    "parallel": {"replicas": 3, "stages": 2},
+    "parallel": {"replicas": 3, "pipeline_model_parallel_size": 2},
     "model": {
         "num_layers": 2,
         "hidden_size": 32,
@@ -38,7 +38,7 @@ CONFIG: dict[str, Any] = {
     "data": {"text": "somewhere"},
     "training": {"train_iters": 20},
 }
-TOPOLOGY = Topology(replicas=3, stages=2)
+TOPOLOGY = Topology(replicas=3, pp=2)
 SIZES = (40, 24)  # parameters of the two stages
 
 
@@ -200,7 +200,7 @@ class TestInspect:
     def test_spread_is_numpys(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         folder = write_checkpoint(tmp_path, 10)
         told = dict(line.split(": ", 1) for line in inspect(folder, capsys)[1])
-        for stage in range(TOPOLOGY.stages):
+        for stage in range(TOPOLOGY.pp):
             weights = np.stack([flat(folder, replica, stage, "slow_weights") for replica in range(3)])
             spread = np.sqrt(weights.var(axis=0, ddof=1).mean())
             assert told[f"stage {stage}"] == f"spread {spread:.3E}"
@@ -291,7 +291,7 @@ class TestOtherNumberOfReplicas:
     @pytest.mark.parametrize("kept", [1, 2])
     def test_folding_keeps_the_mean_over_all(self, kept: int, tmp_path: Path) -> None:
         folder = write_checkpoint(tmp_path, 10)
-        for stage in range(TOPOLOGY.stages):
+        for stage in range(TOPOLOGY.pp):
             shift = elastic.shift_of_mean(folder, Position(0, stage, 0, 0), TOPOLOGY.replicas, kept)
             for name in elastic.FLAT_STATE:
                 saved = np.stack([flat(folder, replica, stage, name) for replica in range(3)])
@@ -317,11 +317,11 @@ def test_samples_continue_where_they_stopped(
     first = BatchPlan(*before)
     then = BatchPlan(*after, start_step=step, start_sample=first.consumed(step))
     places = [
-        plan.first(at, replica, lane, microbatch) + sample
+        plan.first(at, replica, dp, microbatch) + sample
         for plan, span in ((first, range(step)), (then, range(step, step + 3)))
         for at in span
         for replica in range(plan.replicas)
-        for lane in range(plan.lanes)
+        for dp in range(plan.dp)
         for microbatch in range(plan.microbatches)
         for sample in range(plan.micro_batch_size)
     ]
@@ -350,9 +350,9 @@ class TestChangesOfTheConfig:
     @pytest.mark.parametrize(
         ("block", "name", "value"),
         [
-            ("parallel", "stages", 1),
-            ("parallel", "lanes", 2),
-            ("parallel", "shards", 2),
+            ("parallel", "pipeline_model_parallel_size", 1),
+            ("parallel", "data_parallel_size", 2),
+            ("parallel", "tensor_model_parallel_size", 2),
             ("training", "seed", 1),
             ("data", "text", "elsewhere"),
             ("bf16", "enabled", True),
@@ -382,7 +382,15 @@ class TestChangesOfTheConfig:
         assert self.changes({"bf16": {"enabled": False}, "fp16": {"enabled": False}}) == []
 
     def test_where_and_how_long_it_runs_is_not_worth_a_line(self) -> None:
-        assert self.changes({"training": {"train_iters": 40}, "parallel": {"replicas": 6, "stages": 2}}) == []
+        assert (
+            self.changes(
+                {
+                    "training": {"train_iters": 40},
+                    "parallel": {"replicas": 6, "pipeline_model_parallel_size": 2},
+                }
+            )
+            == []
+        )
 
 
 @pytest.fixture(autouse=True)

@@ -41,7 +41,7 @@ GOOD: dict[str, Any] = {
         "num_attention_heads": 4,
         "seq_length": 32,
     },
-    "parallel": {"replicas": 4, "stages": 2},
+    "parallel": {"replicas": 4, "pipeline_model_parallel_size": 2},
     "data": {"text": "python-stdlib"},
     "training": {"train_iters": 10},
 }
@@ -86,7 +86,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "scheduler.params.warmup_steps is not",
     ),
     ({"elasticity": {}}, "elasticity was removed from DeepSpeed"),
-    ({"pipeline": {"stages": 2}}, "use parallel.stages"),
+    ({"pipeline": {"pipeline_model_parallel_size": 2}}, "use parallel.stages"),
     ({"activation_checkpointing": {}}, "use model.recompute_granularity"),
     # what is missing
     ({"training": MISSING}, "training is missing (an object with train_iters)"),
@@ -115,10 +115,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"noloco": True}, "noloco: must be an object with enabled, method"),
     ({"parallel.replicas": "all"}, "parallel.replicas: must be an integer >= 1 or \"auto\", got 'all'"),
     (
-        {"parallel.stages": MISSING, "parallel.pipeline_model_parallel_size": 0},
+        {"parallel.pipeline_model_parallel_size": 0},
         "pipeline_model_parallel_size: must",
     ),
-    ({"parallel.pipeline_model_parallel_size": 2}, "stages and pipeline_model_parallel_size are two names"),
     ({"data.split": "1,2"}, "data.split: must be three weights"),
     ({"data.split": "0,1,1"}, "data.split: must be three weights"),
     ({"data.split": "9,x,1"}, "data.split: must be three weights"),
@@ -195,27 +194,50 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"fp16": {"enabled": True, "loss_scale": 0}, "parallel.replicas": "auto"}, "dynamic loss scale"),
     # between fields
     ({"model.num_layers": 3}, "3 layers (model.num_layers) do not divide into 2 stages"),
-    ({"parallel.virtual_stages": 4}, "do not divide into 2 stages x 4 virtual stages = 8"),
-    ({"parallel.stages": 1, "parallel.virtual_stages": 2}, "virtual_stages 2 needs more than 1 stage"),
-    ({"parallel.virtual_stages": 2, "gradient_accumulation_steps": 3}, "3 / 2 stages = 1.50"),
+    (
+        {"parallel.virtual_pipeline_model_parallel_size": 4},
+        "do not divide into 2 stages x 4 virtual stages = 8",
+    ),
+    (
+        {"parallel.pipeline_model_parallel_size": 1, "parallel.virtual_pipeline_model_parallel_size": 2},
+        "size 2 needs parallel.pipeline_model_parallel_size > 1",
+    ),
+    (
+        {"parallel.virtual_pipeline_model_parallel_size": 2, "gradient_accumulation_steps": 3},
+        "3 / 2 stages = 1.50",
+    ),
     ({"model.hidden_size": 66}, "66 does not divide into 4 attention heads (66 / 4 = 16.50)"),
     ({"model.kv_channels": 15}, "15 channels has no rotary embedding"),
     ({"model.num_query_groups": 3}, "num_attention_heads 4 does not divide into model.num_query_groups 3"),
-    ({"parallel.shards": 3}, "model.num_attention_heads 4 does not divide into 3 shards (4 / 3 = 1.33)"),
-    ({"parallel.shards": 4, "model.num_query_groups": 2}, "model.num_query_groups 2 does not divide into 4"),
     (
-        {"parallel.shards": 4, "model.ffn_hidden_size": 130},
-        "model.ffn_hidden_size 130 does not divide into 4",
+        {"parallel.tensor_model_parallel_size": 3},
+        "model.num_attention_heads 4 does not divide by parallel.tensor_model_parallel_size 3 (4 / 3 = 1.33)",
     ),
     (
-        {"parallel.shards": 4, "model.vocab_size": 5, "model.make_vocab_size_divisible_by": 3},
-        "the padded vocabulary 6 does not divide into 4 shards",
+        {"parallel.tensor_model_parallel_size": 4, "model.num_query_groups": 2},
+        "model.num_query_groups 2 does not divide by parallel",
     ),
     (
-        {"parallel.shards": 4, "parallel.sequence_parallel": True, "model.seq_length": 30},
-        "model.seq_length 30 does not divide into 4 shards",
+        {"parallel.tensor_model_parallel_size": 4, "model.ffn_hidden_size": 130},
+        "model.ffn_hidden_size 130 does not divide by parallel",
     ),
-    ({"parallel.sequence_parallel": True}, "parallel.sequence_parallel needs parallel.shards > 1"),
+    (
+        {
+            "parallel.tensor_model_parallel_size": 4,
+            "model.vocab_size": 5,
+            "model.make_vocab_size_divisible_by": 3,
+        },
+        "the padded vocabulary 6 does not divide by parallel.tensor_model_parallel_size 4",
+    ),
+    (
+        {
+            "parallel.tensor_model_parallel_size": 4,
+            "parallel.sequence_parallel": True,
+            "model.seq_length": 30,
+        },
+        "model.seq_length 30 does not divide by parallel.tensor_model_parallel_size 4",
+    ),
+    ({"parallel.sequence_parallel": True}, "parallel.sequence_parallel needs parallel.tensor_model_parallel_size > 1"),
     ({"model.recompute_granularity": "full"}, 'recompute_granularity "full" needs model.recompute_method'),
     ({"model.recompute_method": "block"}, "model.recompute_method has a meaning only with"),
     (
@@ -310,7 +332,7 @@ def test_the_stability_rule_is_noloco_s_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "lanes", "micro", "steps", "batch"),
+    ("given", "dp_size", "micro", "steps", "batch"),
     [
         ({"micro": 4, "steps": 2}, 3, 4, 2, 24),
         ({"micro": 4, "batch": 24}, 3, 4, 2, 24),
@@ -321,13 +343,13 @@ def test_the_stability_rule_is_noloco_s_alone() -> None:
         ({"micro": 4, "steps": 2, "batch": 24}, 3, 4, 2, 24),
     ],
 )
-def test_batch_arithmetic(given: dict[str, Any], lanes: int, micro: int, steps: int, batch: int) -> None:
+def test_batch_arithmetic(given: dict[str, Any], dp_size: int, micro: int, steps: int, batch: int) -> None:
     names = {
         "micro": "train_micro_batch_size_per_gpu",
         "steps": "gradient_accumulation_steps",
         "batch": "train_batch_size",
     }
-    raw = edited({"parallel.lanes": lanes, names["micro"]: MISSING, names["steps"]: MISSING})
+    raw = edited({"parallel.data_parallel_size": dp_size, names["micro"]: MISSING, names["steps"]: MISSING})
     run = RunConfig.from_dict(raw | {names[key]: value for key, value in given.items()})
     assert (run.micro_batch_size, run.microbatches, run.replica_batch) == (micro, steps, batch)
     assert [run.deepspeed[names[key]] for key in ("micro", "steps", "batch")] == [micro, steps, batch]
@@ -370,7 +392,12 @@ def test_aliases_are_the_same_fields() -> None:
         "tensor_model_parallel_size": 2,
         "virtual_pipeline_model_parallel_size": 2,
     }
-    plain = {"replicas": 4, "stages": 2, "shards": 2, "virtual_stages": 2}
+    plain = {
+        "replicas": 4,
+        "pipeline_model_parallel_size": 2,
+        "tensor_model_parallel_size": 2,
+        "virtual_pipeline_model_parallel_size": 2,
+    }
     assert config(parallel=aliased).parallel == config(parallel=plain).parallel
 
 
@@ -384,10 +411,10 @@ def test_method_and_gamma() -> None:
 
 
 def test_topology() -> None:
-    assert config().topology(8) == Topology(replicas=4, stages=2)
+    assert config().topology(8) == Topology(replicas=4, pp=2)
     auto = config(parallel__replicas="auto", parallel__lanes=3)
-    assert auto.topology(12) == Topology(replicas=2, stages=2, lanes=3)
-    assert auto.topology(6) == Topology(replicas=1, stages=2, lanes=3)
+    assert auto.topology(12) == Topology(replicas=2, pp=2, dp=3)
+    assert auto.topology(6) == Topology(replicas=1, pp=2, dp=3)
 
 
 @pytest.mark.parametrize(
@@ -475,7 +502,7 @@ def test_the_banner_says_the_numbers() -> None:
         assert part in text
     one_stage = config(parallel={"replicas": 4})
     assert "without effect (1 stage)" in "\n".join(describe(one_stage, one_stage.topology(4)))
-    one_replica = config(parallel={"replicas": 1, "stages": 2})
+    one_replica = config(parallel={"replicas": 1, "pipeline_model_parallel_size": 2})
     assert "without effect (1 replica)" in "\n".join(describe(one_replica, one_replica.topology(2)))
 
 
@@ -496,7 +523,12 @@ def test_explain_mentions_every_field() -> None:
 def test_shipped_configs_parse(path: Path) -> None:
     run = load_config(path)
     assert isinstance(run.parallel.replicas, int)
-    size = run.parallel.replicas * run.parallel.stages * run.parallel.lanes * run.parallel.shards
+    size = (
+        run.parallel.replicas
+        * run.parallel.pipeline_model_parallel_size
+        * run.parallel.data_parallel_size
+        * run.parallel.tensor_model_parallel_size
+    )
     assert describe(run, run.topology(size), vocab=257 if run.model.vocab_size is None else None)
 
 

@@ -40,7 +40,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.utils import GlobalMemoryBuffer
 
 from megatron_noloco.config.deepspeed_keys import OPTIMIZER_PARAMS, TORCH_OPTIMIZERS
-from megatron_noloco.model.pipeline import RoutedCommunicator
+from megatron_noloco.pipeline.pipeline import RoutedCommunicator
 
 ROOT = Path(__file__).parents[2]
 PINNED = ("megatron-core", "deepspeed")

@@ -182,14 +182,14 @@ class TestDatasets:
 
 
 class TestMicrobatches:
-    plan = BatchPlan(replicas=3, lanes=2, microbatches=2, micro_batch_size=2)
+    plan = BatchPlan(replicas=3, dp=2, microbatches=2, micro_batch_size=2)
 
     def source(self) -> MicrobatchSource:
         dataset = TokenDataset(np.arange(30 * 4 + 1, dtype=np.uint16), seq_length=4)
         return MicrobatchSource(dataset, SampleOrder(len(dataset), seed=1), self.plan)
 
     def test_labels_are_the_next_tokens(self) -> None:
-        tokens, labels = self.source().microbatch(step=2, replica=1, lane=1, microbatch=0)
+        tokens, labels = self.source().microbatch(step=2, replica=1, dp=1, microbatch=0)
         assert tokens.shape == labels.shape == (2, 4)
         assert tokens.dtype == labels.dtype == torch.int64
         assert tokens.is_contiguous()
@@ -211,9 +211,9 @@ class TestMicrobatches:
             token
             for step in range(5)
             for replica in range(3)
-            for lane in range(2)
+            for dp in range(2)
             for microbatch in range(2)
-            for token in source.microbatch(step, replica, lane, microbatch)[0][:, 0].tolist()
+            for token in source.microbatch(step, replica, dp, microbatch)[0][:, 0].tolist()
         ]
         for epoch in range(4):
             assert sorted(first_tokens[epoch * 30 : (epoch + 1) * 30]) == list(range(0, 120, 4))

@@ -18,7 +18,6 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.data import corpus as corpus_module
 from megatron_noloco.data import datasets as datasets_module
-from megatron_noloco.data import inputs
 from megatron_noloco.data.corpus import load_corpus
 from megatron_noloco.data.dataset import JoinedDataset, TokenDataset
 from megatron_noloco.data.datasets import Datasets, build_datasets, split_bounds
@@ -28,6 +27,7 @@ from megatron_noloco.data.microbatches import MicrobatchSource, ValidationSource
 from megatron_noloco.data.prefetch import Prefetcher
 from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.plans.samples import BatchPlan, BlendedOrder, SampleOrder
+from megatron_noloco.preprocess import inputs
 from megatron_noloco.training.run import prepare
 from tests.unit.test_preprocess import make_tokenizer
 
@@ -187,7 +187,7 @@ def test_a_run_measures_on_each_dataset(training: dict[str, Any], microbatches: 
         ),
         (
             {"data_path": "a"},
-            {"make_vocab_size_divisible_by": 1, "shards": 2},
+            {"make_vocab_size_divisible_by": 1, "tensor_model_parallel_size": 2},
             "the padded vocabulary 257 does not divide into 2 parallel.shards; make it a multiple of 2",
         ),
         (
@@ -213,9 +213,9 @@ def test_a_run_ends_before_it_starts(
     (folder / "foreign.bin").write_bytes(b"")
     config = run_config(data)
     config["model"] |= {"seq_length": 300} | model
-    shards = config["model"].pop("shards", 1)
-    config["parallel"] = {"shards": shards}
-    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": shards}.items():
+    tp_size = config["model"].pop("tensor_model_parallel_size", 1)
+    config["parallel"] = {"tensor_model_parallel_size": tp_size}
+    for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": tp_size}.items():
         monkeypatch.setenv(name, str(value))
     (folder / "run.json").write_text(json.dumps(config))
     assert main(["train", "--config", "run.json"]) == 2
@@ -349,7 +349,7 @@ class TestBlendedOrder:
 plans = st.builds(
     BatchPlan,
     replicas=st.integers(1, 4),
-    lanes=st.integers(1, 2),
+    dp=st.integers(1, 2),
     microbatches=st.integers(1, 3),
     micro_batch_size=st.integers(1, 3),
 )
@@ -369,14 +369,12 @@ def test_every_sample_once_per_epoch_over_all_replicas_and_resizes(
     read: list[int] = []
     step, consumed = 0, 0
     for shape, steps in runs:
-        plan = BatchPlan(
-            shape.replicas, shape.lanes, shape.microbatches, shape.micro_batch_size, step, consumed
-        )
+        plan = BatchPlan(shape.replicas, shape.dp, shape.microbatches, shape.micro_batch_size, step, consumed)
         for at in range(step, step + steps):
             for replica in range(plan.replicas):
-                for lane in range(plan.lanes):
+                for dp in range(plan.dp):
                     for microbatch in range(plan.microbatches):
-                        first = plan.first(at, replica, lane, microbatch)
+                        first = plan.first(at, replica, dp, microbatch)
                         read += order.ids(first, plan.micro_batch_size).tolist()
         step, consumed = step + steps, plan.consumed(step + steps)
     assert len(read) == consumed
@@ -392,7 +390,7 @@ class TestPrefetch:
 
     def test_it_reads_what_the_source_reads(self) -> None:
         source = self.source()
-        prefetcher = Prefetcher(source, lane=1)
+        prefetcher = Prefetcher(source, dp=1)
         for step in range(3):
             prefetcher.announce(step + 1, [(0, 0), (2, 1)])
             for address in ((0, 0), (2, 1), (1, 1)):  # the last one comes unannounced
@@ -414,7 +412,7 @@ class TestPrefetch:
             return read(*address)
 
         monkeypatch.setattr(source, "microbatch", slow)
-        prefetcher = Prefetcher(source, lane=0)
+        prefetcher = Prefetcher(source, dp=0)
         prefetcher.announce(1, [(0, 0)])  # returns at once
         assert prefetcher.wait_seconds == 0
         threading.Timer(0.05, go.set).start()

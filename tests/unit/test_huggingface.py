@@ -14,11 +14,11 @@ from torch import Tensor
 from megatron_noloco.__main__ import main
 from megatron_noloco.config import ModelConfig
 from megatron_noloco.data.tokenizer import ByteTokenizer
-from megatron_noloco.model import huggingface
+from megatron_noloco.huggingface import llama as huggingface
+from megatron_noloco.huggingface import safetensors_file
+from megatron_noloco.huggingface.cli import parse_size
+from megatron_noloco.huggingface.safetensors_file import Slot
 from megatron_noloco.model.shards import merge_shards, take_shard
-from megatron_noloco.publish import safetensors_file
-from megatron_noloco.publish.cli import parse_size
-from megatron_noloco.publish.safetensors_file import Slot
 
 HEADS, HEAD_SIZE, HIDDEN, FFN, LAYERS, VOCABULARY = 4, 6, 20, 24, 2, 259
 
@@ -129,10 +129,10 @@ def test_norms_fused_by_transformer_engine_have_names_too(name: str) -> None:
     ]
 
 
-@pytest.mark.parametrize("shards", [1, 2, 4])
-def test_shards_merge_to_what_was_cut(shards: int) -> None:
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_shards_merge_to_what_was_cut(tp_size: int) -> None:
     for name, tensor in random_weights(make_model(groups=HEADS)).items():
-        parts = [take_shard(tensor, name, shard, shards) for shard in range(shards)]
+        parts = [take_shard(tensor, name, tp, tp_size) for tp in range(tp_size)]
         assert torch.equal(merge_shards(parts, name), tensor), name
 
 
@@ -357,16 +357,16 @@ def test_import_refuses_a_vocabulary_smaller_than_the_tokenizer(
     assert not output.exists()
 
 
-@pytest.mark.parametrize("shards", [1, 2])
-def test_import_writes_a_config_for_that_model(shards: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_import_writes_a_config_for_that_model(tp_size: int, tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "llama", make_model())
     ByteTokenizer().save(folder, 32)
-    code, output = import_folder(folder, {"parallel": {"shards": shards}})
+    code, output = import_folder(folder, {"parallel": {"tensor_model_parallel_size": tp_size}})
     assert code == 0
     raw = json.loads(output.read_text())
     assert raw["training"] == {"train_iters": 2, "pretrained": str(folder)}
     assert raw["model"]["seq_length"] == 16
-    assert ModelConfig(**raw["model"]).padded_vocab_size() == {1: 259, 2: 260}[shards]
+    assert ModelConfig(**raw["model"]).padded_vocab_size() == {1: 259, 2: 260}[tp_size]
     assert (raw["optimizer"], raw["data"]) == (CONFIG["optimizer"], CONFIG["data"])
 
 

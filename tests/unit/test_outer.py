@@ -364,7 +364,7 @@ def test_a_poisoned_replica_does_not_poison_a_larger_group() -> None:
 
 @pytest.mark.parametrize("group_size", [2, 3])
 def test_a_missing_partner_is_named(group_size: int) -> None:
-    topology = Topology(replicas=group_size, stages=2)
+    topology = Topology(replicas=group_size, pp=2)
     transport = loopback_world(topology.world_size)[1]  # replica 0, stage 1
     averaging = GroupAveraging(transport, topology, deadline_seconds=0.05)
     grouping = Grouping(group_size, group_size, seed=0)

@@ -123,26 +123,26 @@ class TestTopology:
         assert len(set(positions)) == topology.world_size == math.prod(shape)
         for rank, position in enumerate(positions):
             assert topology.rank(position) == rank
-            assert topology.grid[position.replica, position.stage, position.lane, position.shard] == rank
+            assert topology.grid[position.replica, position.stage, position.dp, position.tp] == rank
 
     def test_shards_are_neighbours_and_a_replica_is_contiguous(self) -> None:
-        topology = Topology(replicas=3, stages=2, lanes=2, shards=4)
-        assert [topology.position(rank).shard for rank in range(4)] == [0, 1, 2, 3]
+        topology = Topology(replicas=3, pp=2, dp=2, tp=4)
+        assert [topology.position(rank).tp for rank in range(4)] == [0, 1, 2, 3]
         assert {topology.position(rank).stage for rank in range(4)} == {0}
         assert [topology.position(rank).replica for rank in range(48)] == [0] * 16 + [1] * 16 + [2] * 16
 
     def test_counterpart_differs_in_its_replica_only(self) -> None:
-        topology = Topology(replicas=3, stages=2, lanes=2, shards=2)
+        topology = Topology(replicas=3, pp=2, dp=2, tp=2)
         for rank in range(topology.world_size):
             here = topology.position(rank)
             assert topology.counterpart(rank, here.replica) == rank
             for replica in range(3):
                 there = topology.position(topology.counterpart(rank, replica))
-                assert there == Position(replica, here.stage, here.lane, here.shard)
+                assert there == Position(replica, here.stage, here.dp, here.tp)
 
     def test_nonsense_is_refused(self) -> None:
         with pytest.raises(ValueError, match="lanes must be at least 1, not 0"):
-            Topology(lanes=0)
+            Topology(dp=0)
         with pytest.raises(ValueError, match="rank 4 is outside a world of 4"):
             Topology(replicas=4).position(4)
 
@@ -236,9 +236,9 @@ class TestSampleOrder:
 
 def places_of_step(plan: BatchPlan, step: int) -> list[int]:
     return [
-        plan.first(step, replica, lane, microbatch) + sample
+        plan.first(step, replica, dp, microbatch) + sample
         for replica in range(plan.replicas)
-        for lane in range(plan.lanes)
+        for dp in range(plan.dp)
         for microbatch in range(plan.microbatches)
         for sample in range(plan.micro_batch_size)
     ]
@@ -256,10 +256,10 @@ class TestBatchPlan:
     @few
     @given(shape=st.tuples(small, small, small, small), step=st.integers(0, 1000))
     def test_lanes_read_what_one_lane_would(self, shape: tuple[int, int, int, int], step: int) -> None:
-        replicas, lanes, microbatches, size = shape
-        several, one = BatchPlan(*shape), BatchPlan(replicas, 1, lanes * microbatches, size)
+        replicas, dp_size, microbatches, size = shape
+        several, one = BatchPlan(*shape), BatchPlan(replicas, 1, dp_size * microbatches, size)
         for replica in range(replicas):
-            for lane in range(lanes):
+            for dp in range(dp_size):
                 for microbatch in range(microbatches):
-                    place = several.first(step, replica, lane, microbatch)
-                    assert place == one.first(step, replica, 0, lane * microbatches + microbatch)
+                    place = several.first(step, replica, dp, microbatch)
+                    assert place == one.first(step, replica, 0, dp * microbatches + microbatch)

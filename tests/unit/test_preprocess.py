@@ -18,12 +18,12 @@ import zstandard
 from pyarrow import parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megatron_noloco.data import inputs, preprocess
-from megatron_noloco.data.encode import Encoding
 from megatron_noloco.data.indexed import IndexedTokens, IndexedWriter
-from megatron_noloco.data.inputs import find_inputs
-from megatron_noloco.data.preprocess import Job
 from megatron_noloco.data.tokenizer import build_tokenizer
+from megatron_noloco.preprocess import inputs, preprocess
+from megatron_noloco.preprocess.encode import Encoding
+from megatron_noloco.preprocess.inputs import find_inputs
+from megatron_noloco.preprocess.preprocess import Job
 
 ROOT = Path(__file__).parents[2]
 TEXTS = ["One.\n", "", "Größe, 大きさ\n\n", "two three " * 40]
@@ -385,7 +385,7 @@ def test_the_tool_with_two_workers(tmp_path: Path, fast: Path) -> None:
 def test_encoding_and_reading_import_no_engine() -> None:
     """Importing megatron.core takes seconds, in every worker and on every rank."""
     code = (
-        "import sys, megatron_noloco.data.preprocess, megatron_noloco.data.datasets;"
+        "import sys, megatron_noloco.preprocess.preprocess, megatron_noloco.data.datasets;"
         "sys.exit(bool({'torch', 'megatron', 'transformers'} & sys.modules.keys()))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0

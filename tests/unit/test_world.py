@@ -2,8 +2,8 @@
 
 import pytest
 
+from megatron_noloco.job.world import World, choose_transport, local_device, read_world
 from megatron_noloco.transport.mpi import mpi_world_size
-from megatron_noloco.transport.world import World, choose_transport, local_device, read_world
 
 TORCH = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 TORCHRUN = TORCH | {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "4"}

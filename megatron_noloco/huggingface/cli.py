@@ -51,8 +51,8 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def _export(args: argparse.Namespace) -> int:
-    from megatron_noloco.publish.check import TOLERANCE, check_export
-    from megatron_noloco.publish.export import export, losses_report, open_source
+    from megatron_noloco.huggingface.check import TOLERANCE, check_export
+    from megatron_noloco.huggingface.export import export, losses_report, open_source
 
     source = open_source(Path(args.checkpoint), args.combine)
     output = Path(args.output)
@@ -69,8 +69,8 @@ def _export(args: argparse.Namespace) -> int:
 
 def _import(args: argparse.Namespace) -> int:
     from megatron_noloco.data.tokenizer import build_tokenizer
-    from megatron_noloco.model import huggingface
-    from megatron_noloco.publish.tokenizer import check_tokenizer, with_tokenizer_of
+    from megatron_noloco.huggingface import llama as huggingface
+    from megatron_noloco.huggingface.tokenizer import check_tokenizer, with_tokenizer_of
 
     folder = Path(args.folder)
     template = load_config(args.config)
@@ -79,7 +79,7 @@ def _import(args: argparse.Namespace) -> int:
         **raw.get("model", {}),
         **huggingface.model_block(folder),
         "seq_length": template.model.seq_length,
-        "make_vocab_size_divisible_by": template.parallel.shards,
+        "make_vocab_size_divisible_by": template.parallel.tensor_model_parallel_size,
     }
     raw["training"]["pretrained"] = str(folder.resolve())
     raw["data"] = with_tokenizer_of(folder, raw["data"])
@@ -94,8 +94,8 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from megatron_noloco.publish.export import export, open_source
-    from megatron_noloco.publish.generate import generate
+    from megatron_noloco.huggingface.export import export, open_source
+    from megatron_noloco.huggingface.generate import generate
 
     options = (args.prompt, args.tokens, args.temperature, args.seed)
     if args.hf:
@@ -110,7 +110,7 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    from megatron_noloco.publish.evaluate import evaluate, open_model
+    from megatron_noloco.huggingface.evaluate import evaluate, open_model
 
     for name in ("samples", "seq_length"):
         if getattr(args, name) is not None and getattr(args, name) < 1:

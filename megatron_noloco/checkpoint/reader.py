@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_noloco.checkpoint import catalog
+from megatron_noloco.checkpoint.catalog import Manifest
+from megatron_noloco.checkpoint.vector import FlatVector
 from megatron_noloco.model.shards import global_name, is_stacked, merge_shards
 from megatron_noloco.plans.topology import Position
-from megatron_noloco.training.checkpoint import catalog
-from megatron_noloco.training.checkpoint.catalog import Manifest
-from megatron_noloco.training.checkpoint.vector import FlatVector
 
 
 class Scratch:
@@ -38,7 +38,7 @@ class CheckpointReader:
         self.folder = folder
         self.topology = manifests[0].topology
         self.model = manifests[0].config["model"]
-        self.virtual_stages = manifests[0].config["parallel"]["virtual_stages"]
+        self.vpp = manifests[0].config["parallel"]["virtual_pipeline_model_parallel_size"]
         self._stack = ExitStack()
         self._vectors: dict[Position, FlatVector] = {}
         self._parts, self._other, self._merged = Scratch(), Scratch(), Scratch()
@@ -62,15 +62,15 @@ class CheckpointReader:
 
     def read(self, name: str, replicas: list[int]) -> Tensor:
         """The full tensor, fp32, averaged over `replicas` where there are several. The next call overwrites it."""
-        stage, shards = self._places[name]
-        lengths = [math.prod(shape) for _, shape in shards]
+        stage, slices = self._places[name]
+        lengths = [math.prod(shape) for _, shape in slices]
         flat_shards = self._parts.take(sum(lengths))
         flat_parts = flat_shards.split(lengths)
-        for shard, (flat, (offset, _)) in enumerate(zip(flat_parts, shards, strict=True)):
-            self._read_mean(flat, [Position(replica, stage, 0, shard) for replica in replicas], offset)
+        for tp, (flat, (offset, _)) in enumerate(zip(flat_parts, slices, strict=True)):
+            self._read_mean(flat, [Position(replica, stage, 0, tp) for replica in replicas], offset)
         if is_stacked(name):
             return flat_shards.view(self.shape(name))
-        parts = [flat.view(shape) for flat, (_, shape) in zip(flat_parts, shards, strict=True)]
+        parts = [flat.view(shape) for flat, (_, shape) in zip(flat_parts, slices, strict=True)]
         return merge_shards(parts, name, self._merged.take)
 
     def _find_parameters(
@@ -78,9 +78,9 @@ class CheckpointReader:
     ) -> dict[str, tuple[int, list[tuple[int, list[int]]]]]:
         """Name -> its stage, and for each shard its offset in the flat vector and its shape."""
         places: dict[str, tuple[int, list[tuple[int, list[int]]]]] = {}
-        for stage in range(self.topology.stages):
-            for shard in range(self.topology.shards):
-                manifest = manifests[self.topology.rank(Position(0, stage, 0, shard))]
+        for stage in range(self.topology.pp):
+            for tp in range(self.topology.tp):
+                manifest = manifests[self.topology.rank(Position(0, stage, 0, tp))]
                 offset = 0
                 for local_name, shape in manifest.layout:
                     name = self._global_name(local_name, stage)
@@ -96,9 +96,9 @@ class CheckpointReader:
 
     def _global_name(self, local_name: str, stage: int) -> str:
         _, chunk, name = local_name.split(".", 2)  # "chunks.0.decoder..."
-        chunks = self.topology.stages * self.virtual_stages
+        chunks = self.topology.pp * self.vpp
         layers = self.model["num_layers"] // chunks
-        return global_name(name, (int(chunk) * self.topology.stages + stage) * layers)
+        return global_name(name, (int(chunk) * self.topology.pp + stage) * layers)
 
     def _read_mean(self, flat: Tensor, places: list[Position], offset: int) -> None:
         """One shard's part: the mean over the replicas, which differ in nothing else."""
@@ -112,9 +112,9 @@ class CheckpointReader:
 
     def _read_flat(self, flat: Tensor, at: Position, start: int) -> None:
         stop = start + len(flat)
-        for lane in range(self.topology.lanes):
-            vector = self._vector(Position(at.replica, at.stage, lane, at.shard))
-            begin = lane * vector.length  # the same in every lane
+        for dp in range(self.topology.dp):
+            vector = self._vector(Position(at.replica, at.stage, dp, at.tp))
+            begin = dp * vector.length  # the same in every lane
             first, last = max(start, begin), min(stop, begin + vector.length)
             if first < last:
                 vector.read_into(flat[first - start : last - start], first - begin)

@@ -14,18 +14,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_noloco.checkpoint import catalog
+from megatron_noloco.checkpoint.catalog import Manifest
+from megatron_noloco.checkpoint.files import verify
+from megatron_noloco.checkpoint.inspect import find_step_folder
+from megatron_noloco.checkpoint.reader import CheckpointReader
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
-from megatron_noloco.model import huggingface
+from megatron_noloco.huggingface import llama as huggingface
+from megatron_noloco.huggingface import safetensors_file
+from megatron_noloco.huggingface.card import model_card
+from megatron_noloco.huggingface.safetensors_file import Slot
 from megatron_noloco.plans.topology import Position
-from megatron_noloco.publish import safetensors_file
-from megatron_noloco.publish.card import model_card
-from megatron_noloco.publish.safetensors_file import Slot
-from megatron_noloco.training.checkpoint import catalog
-from megatron_noloco.training.checkpoint.catalog import Manifest
-from megatron_noloco.training.checkpoint.files import verify
-from megatron_noloco.training.checkpoint.inspect import find_step_folder
-from megatron_noloco.training.checkpoint.reader import CheckpointReader
 
 UNFINISHED = "UNFINISHED"  # a file of this name marks a folder whose check failed or was never made
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -54,7 +54,7 @@ class Source:
         """What the last evaluation before the checkpoint measured, by replica."""
         topology = self.manifests[0].topology
         counters = {
-            replica: self.manifests[topology.rank(Position(replica, topology.stages - 1, 0, 0))].counters
+            replica: self.manifests[topology.rank(Position(replica, topology.pp - 1, 0, 0))].counters
             for replica in range(topology.replicas)
         }
         return {replica: figures for replica, figures in counters.items() if "validation_loss" in figures}

@@ -15,18 +15,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_noloco.checkpoint.reader import CheckpointReader
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.dataset import SampleDataset
 from megatron_noloco.data.datasets import validation_datasets, whole_dataset
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.microbatches import VALIDATION_SEED
 from megatron_noloco.data.tokenizer import Tokenizer
-from megatron_noloco.model import huggingface
-from megatron_noloco.model.hf_folder import HuggingFaceWeights
+from megatron_noloco.huggingface import llama as huggingface
+from megatron_noloco.huggingface.export import open_source
+from megatron_noloco.huggingface.folder import HuggingFaceWeights
+from megatron_noloco.huggingface.forward import WholeModel
 from megatron_noloco.plans.samples import SampleOrder
-from megatron_noloco.publish.export import open_source
-from megatron_noloco.publish.forward import WholeModel
-from megatron_noloco.training.checkpoint.reader import CheckpointReader
 
 _BATCH_TOKENS = 1 << 12
 _LONGEST = 2048  # tokens in a sample of a Hugging Face model, whose longest context may be out of reach

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_noloco.publish.export import DTYPES, UNFINISHED, Source
-from megatron_noloco.publish.forward import WholeModel
-from megatron_noloco.training.checkpoint.reader import CheckpointReader
+from megatron_noloco.checkpoint.reader import CheckpointReader
+from megatron_noloco.huggingface.export import DTYPES, UNFINISHED, Source
+from megatron_noloco.huggingface.forward import WholeModel
 
 TOLERANCE = 1e-4  # largest difference of a logit, both models in fp32
 

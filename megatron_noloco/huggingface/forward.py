@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_noloco.config import RunConfig
+from megatron_noloco.job.world import join, read_world
 from megatron_noloco.model import quieten
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.transport.world import join, read_world
 
 
 class WholeModel:
@@ -18,9 +18,9 @@ class WholeModel:
 
     def __init__(self, config: RunConfig, vocab_size: int) -> None:
         quieten()
-        from megatron_noloco.model import cpu
-        from megatron_noloco.model.groups import build_groups
         from megatron_noloco.model.stage import Llama, build_stage
+        from megatron_noloco.pipeline import cpu
+        from megatron_noloco.pipeline.groups import build_groups
 
         if not dist.is_initialized():
             join(read_world({}), "gloo")

@@ -6,8 +6,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from megatron_noloco.checkpoint.catalog import rank_name, replica_folder
 from megatron_noloco.plans.topology import Position
-from megatron_noloco.training.checkpoint.catalog import rank_name, replica_folder
 
 FLAT_STATE = ("slow_weights", "outer_momentum")
 

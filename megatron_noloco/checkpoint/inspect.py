@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_noloco.checkpoint import catalog
+from megatron_noloco.checkpoint.catalog import Manifest
+from megatron_noloco.checkpoint.files import DamagedCheckpointError, verify
+from megatron_noloco.checkpoint.vector import FlatVector
 from megatron_noloco.plans.topology import Position
-from megatron_noloco.training.checkpoint import catalog
-from megatron_noloco.training.checkpoint.catalog import Manifest
-from megatron_noloco.training.checkpoint.files import DamagedCheckpointError, verify
-from megatron_noloco.training.checkpoint.vector import FlatVector
 
 _BLOCK = 1 << 20  # elements of every replica in memory at a time
 
@@ -56,7 +56,7 @@ def report(folder: Path, manifests: list[Manifest]) -> list[str]:
     parameters = sum(
         math.prod(shape)
         for manifest in manifests
-        if manifest.position.replica == 0 and manifest.position.lane == 0
+        if manifest.position.replica == 0 and manifest.position.dp == 0
         for _, shape in manifest.layout
     )
     lines = [
@@ -64,15 +64,15 @@ def report(folder: Path, manifests: list[Manifest]) -> list[str]:
         f"step: {first.step} of {first.config['training']['train_iters']}",
         f"consumed by all replicas: {first.consumed_samples} samples, "
         f"{first.consumed_samples * seq_length} tokens",
-        f"topology: {topology.replicas} replicas x {topology.stages} stages x {topology.lanes} lanes x "
-        f"{topology.shards} shards = {topology.world_size} ranks",
+        f"topology: {topology.replicas} replicas x pipeline {topology.pp} x data {topology.dp} x "
+        f"tensor {topology.tp} = {topology.world_size} ranks",
         f"method: {first.config['noloco']['method']}",
         f"parameters: {parameters} per replica",
         f"size: {size / 1e6:.1f} MB, {size / (parameters * topology.replicas):.1f} bytes per parameter",
         f"integrity: {sum(len(manifest.files) for manifest in manifests)} files whole, checksums match",
     ]
     for replica in range(topology.replicas):
-        counters = manifests[topology.rank(Position(replica, topology.stages - 1, 0, 0))].counters
+        counters = manifests[topology.rank(Position(replica, topology.pp - 1, 0, 0))].counters
         if "validation_loss" in counters:
             lines.append(f"replica {replica}: validation loss {counters['validation_loss']:.4f}")
     if topology.replicas > 1:
@@ -83,16 +83,16 @@ def report(folder: Path, manifests: list[Manifest]) -> list[str]:
 
 def stage_spreads(folder: Path, manifests: list[Manifest]) -> list[float]:
     """The spread of each stage."""
-    return [_stage_spread(folder, manifests, stage) for stage in range(manifests[0].topology.stages)]
+    return [_stage_spread(folder, manifests, stage) for stage in range(manifests[0].topology.pp)]
 
 
 def _stage_spread(folder: Path, manifests: list[Manifest], stage: int) -> float:
     """Standard deviation of the slow weights over the replicas, root mean square over the stage's weights."""
     topology = manifests[0].topology
     squares, count = 0.0, 0
-    for lane in range(topology.lanes):
-        for shard in range(topology.shards):
-            name = f"{catalog.rank_name(Position(0, stage, lane, shard))}.safetensors"
+    for dp in range(topology.dp):
+        for tp in range(topology.tp):
+            name = f"{catalog.rank_name(Position(0, stage, dp, tp))}.safetensors"
             with ExitStack() as stack:
                 vectors = [
                     stack.enter_context(

@@ -20,8 +20,8 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func, get_schedule_table
 from torch import Tensor
 
-from megatron_noloco.model.groups import Groups, ProcessGroup
 from megatron_noloco.model.stage import Stage
+from megatron_noloco.pipeline.groups import Groups, ProcessGroup
 from megatron_noloco.plans.routing import Routes
 from megatron_noloco.plans.topology import Position
 
@@ -40,9 +40,9 @@ class RoutedCommunicator(P2PCommunicator):
     """Decides, microbatch by microbatch, with which replica's neighbouring stage this stage talks."""
 
     def __init__(self, groups: Groups, stage: Stage) -> None:
-        super().__init__(groups.stages, stage.config)
+        super().__init__(groups.pp, stage.config)
         self.groups = groups
-        self.virtual_stages = len(stage.chunks)
+        self.vpp = len(stage.chunks)
         self.device = (
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
         )
@@ -51,11 +51,11 @@ class RoutedCommunicator(P2PCommunicator):
 
     def begin(self, routes: Routes, microbatches: int) -> None:
         """Lay out whom to talk to, in order, for the next pass of the schedule over `microbatches`."""
-        me, stages = self.groups.position, self.groups.topology.stages
-        last_boundary = stages * self.virtual_stages - 1
+        me, stages = self.groups.position, self.groups.topology.pp
+        last_boundary = stages * self.vpp - 1
 
         def rank(replica: int, stage: int) -> int:
-            return self.groups.topology.rank(Position(replica, stage % stages, me.lane, me.shard))
+            return self.groups.topology.rank(Position(replica, stage % stages, me.dp, me.tp))
 
         def receivers(order: list[tuple[int, int]]) -> Iterator[int]:
             for microbatch, chunk in order:
@@ -69,8 +69,8 @@ class RoutedCommunicator(P2PCommunicator):
                 if boundary >= 0:
                     yield rank(routes.previous_replica(boundary, me.replica, microbatch), me.stage - 1)
 
-        forward = schedule_order(microbatches, self.virtual_stages, stages)
-        backward = [(microbatch, self.virtual_stages - 1 - chunk) for microbatch, chunk in forward]
+        forward = schedule_order(microbatches, self.vpp, stages)
+        backward = [(microbatch, self.vpp - 1 - chunk) for microbatch, chunk in forward]
         self._send_next, self._recv_prev = receivers(forward), senders(forward)
         self._send_prev, self._recv_next = senders(backward), receivers(backward)
 
@@ -127,11 +127,11 @@ class RoutedCommunicator(P2PCommunicator):
         return torch.empty(tuple(shape), dtype=self.config.pipeline_dtype, device=self.device)
 
 
-def schedule_order(microbatches: int, virtual_stages: int, stages: int) -> list[tuple[int, int]]:
+def schedule_order(microbatches: int, vpp: int, stages: int) -> list[tuple[int, int]]:
     """The (microbatch, model chunk) pairs in the order in which a stage computes their forward passes."""
-    if virtual_stages == 1:
+    if vpp == 1:
         return [(microbatch, 0) for microbatch in range(microbatches)]
-    return get_schedule_table(microbatches, virtual_stages, stages)
+    return get_schedule_table(microbatches, vpp, stages)
 
 
 class Pipeline:
@@ -143,9 +143,9 @@ class Pipeline:
         self.communicator = RoutedCommunicator(groups, stage)
         self.micro_batch_size = micro_batch_size
         self.seq_length = seq_length
-        virtual = self.communicator.virtual_stages
-        self._last_chunk = groups.topology.stages * virtual - 1
-        self._schedule = get_forward_backward_func(groups.topology.stages, virtual if virtual > 1 else None)
+        virtual = self.communicator.vpp
+        self._last_chunk = groups.topology.pp * virtual - 1
+        self._schedule = get_forward_backward_func(groups.topology.pp, virtual if virtual > 1 else None)
 
     def reads(self, routes: Routes, microbatches: int) -> set[tuple[int, int]]:
         """(replica, microbatch) of all that `run` will read on this rank."""

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.config import ModelConfig
-from megatron_noloco.model.hf_folder import HuggingFaceWeights, read_object
+from megatron_noloco.huggingface.folder import HuggingFaceWeights, read_object
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)$")
 _VOCABULARY = {

@@ -10,11 +10,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_noloco.checkpoint import catalog, compare, elastic
+from megatron_noloco.checkpoint.catalog import Manifest
+from megatron_noloco.checkpoint.files import DamagedCheckpointError, verify
 from megatron_noloco.config import RunConfig
 from megatron_noloco.plans.topology import Position, Topology
-from megatron_noloco.training.checkpoint import catalog, compare, elastic
-from megatron_noloco.training.checkpoint.catalog import Manifest
-from megatron_noloco.training.checkpoint.files import DamagedCheckpointError, verify
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def _examine(folder: Path, topology: Topology, at: Position, fold: bool) -> tupl
     try:
         manifests = catalog.read_manifests(folder)
         saved = manifests[0].topology
-        if (saved.stages, saved.lanes, saved.shards) != (topology.stages, topology.lanes, topology.shards):
+        if (saved.pp, saved.dp, saved.tp) != (topology.pp, topology.dp, topology.tp):
             # compare.changes tells which; any manifest holds the config it needs
             return manifests[0], ""
         source = elastic.source_replica(at.replica, saved.replicas)
@@ -81,10 +81,10 @@ def _examine(folder: Path, topology: Topology, at: Position, fold: bool) -> tupl
         if fold and at.replica == 0:  # those that nobody continues enter the mean
             needed += range(topology.replicas, saved.replicas)
         for replica in needed:
-            for lane in range(saved.lanes):  # DeepSpeed reads the optimizer files of all lanes
-                manifest = manifests[saved.rank(Position(replica, at.stage, lane, at.shard))]
+            for dp in range(saved.dp):  # DeepSpeed reads the optimizer files of all lanes
+                manifest = manifests[saved.rank(Position(replica, at.stage, dp, at.tp))]
                 verify(catalog.replica_folder(folder, replica), manifest.files)
-        return manifests[saved.rank(Position(source, at.stage, at.lane, at.shard))], ""
+        return manifests[saved.rank(Position(source, at.stage, at.dp, at.tp))], ""
     except DamagedCheckpointError as error:
         return None, str(error)
 

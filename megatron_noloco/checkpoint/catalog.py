@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_noloco.plans.topology import Position, Topology
-from megatron_noloco.training.checkpoint.files import (
+from megatron_noloco.checkpoint.files import (
     FORMAT,
     DamagedCheckpointError,
     FileRecord,
     write_text,
 )
+from megatron_noloco.plans.topology import Position, Topology
 
 _STEP = re.compile(r"step_(\d{8,})$")
 
@@ -29,7 +29,9 @@ class Manifest:
     position: Position
     config: dict[str, Any]
     files: dict[str, FileRecord]
-    layout: list[tuple[str, list[int]]]  # parameters of the stage and shard, in the order of the flat weights
+    layout: list[
+        tuple[str, list[int]]
+    ]  # of this rank's parameters, in the order of the flat weights
     counters: dict[str, float] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
@@ -57,7 +59,7 @@ class Manifest:
 
 
 def rank_name(position: Position) -> str:
-    return f"stage_{position.stage:02d}_lane_{position.lane:02d}_shard_{position.shard:02d}"
+    return f"stage_{position.stage:02d}_dp_{position.dp:02d}_tp_{position.tp:02d}"
 
 
 def manifest_name(position: Position) -> str:

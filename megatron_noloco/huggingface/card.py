@@ -4,12 +4,12 @@ import json
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatron_noloco.publish.export import Source
+    from megatron_noloco.huggingface.export import Source
 
 
 def model_card(source: "Source") -> str:
-    from megatron_noloco.publish.export import losses_report
-    from megatron_noloco.training.checkpoint.inspect import stage_spreads
+    from megatron_noloco.checkpoint.inspect import stage_spreads
+    from megatron_noloco.huggingface.export import losses_report
 
     manifest, config = source.manifests[0], source.config
     topology = manifest.topology
@@ -29,8 +29,8 @@ def model_card(source: "Source") -> str:
         "",
         f"- local steps: {manifest.step}",
         f"- tokens, all replicas together: {manifest.consumed_samples * config.model.seq_length}",
-        f"- replicas x stages x lanes x shards: {topology.replicas} x {topology.stages} x {topology.lanes} x "
-        f"{topology.shards}",
+        f"- replicas x pipeline x data x tensor parallel sizes: {topology.replicas} x {topology.pp} x "
+        f"{topology.dp} x {topology.tp}",
     ]
     lines += [f"- {line}" for line in losses_report(source)]
     if topology.replicas > 1:

@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from megatron_noloco.checkpoint import catalog, elastic
+from megatron_noloco.checkpoint.catalog import Manifest
+from megatron_noloco.checkpoint.files import FileRecord, write_whole
 from megatron_noloco.config import RunConfig
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.model.dropout import random_state, set_random_state
 from megatron_noloco.outer.optimizer import OuterOptimizer
 from megatron_noloco.plans.samples import BatchPlan
-from megatron_noloco.training.checkpoint import catalog, elastic
-from megatron_noloco.training.checkpoint.catalog import Manifest
-from megatron_noloco.training.checkpoint.files import FileRecord, write_whole
 from megatron_noloco.training.record import SaveReport
 
 Write = Callable[[Path], None]

@@ -27,10 +27,10 @@ class Groups:
 
     topology: Topology
     position: Position
-    shards: ProcessGroup  # tensor parallelism: same replica, stage and lane
-    stages: ProcessGroup  # pipeline parallelism: same replica, lane and shard
-    lanes: ProcessGroup  # synchronous data parallelism: same replica, stage and shard
-    replica_lane: ProcessGroup  # all stages and shards of one lane: gradient norm and clipping
+    tp: ProcessGroup  # tensor parallelism: same replica, stage and dp place
+    pp: ProcessGroup  # pipeline parallelism: same replica, dp and tp place
+    dp: ProcessGroup  # synchronous data parallelism: same replica, stage and tp place
+    mp: ProcessGroup  # model parallelism, all of one dp place: gradient norm and clipping
     replica: ProcessGroup  # every rank of the replica: statistics
     tied_embedding: ProcessGroup | None  # first and last stage, when they share one embedding
     forward_hops: ProcessGroup  # activations: all stages of all replicas that routes can reach
@@ -43,7 +43,7 @@ class Groups:
 
     @property
     def last_stage(self) -> bool:
-        return self.position.stage == self.topology.stages - 1
+        return self.position.stage == self.topology.pp - 1
 
 
 def _group(ranks: list[int], timeout: timedelta) -> ProcessGroup:
@@ -66,19 +66,19 @@ def build_groups(
     at = topology.position(dist.get_rank())
     grid = topology.grid
     group = partial(_group, timeout=patience)
-    shards = group(grid[at.replica, at.stage, at.lane, :].tolist())
-    stages = group(grid[at.replica, :, at.lane, at.shard].tolist())
-    lanes = group(grid[at.replica, at.stage, :, at.shard].tolist())
-    replica_lane = group(grid[at.replica, :, at.lane, :].ravel().tolist())
+    tp = group(grid[at.replica, at.stage, at.dp, :].tolist())
+    pp = group(grid[at.replica, :, at.dp, at.tp].tolist())
+    dp = group(grid[at.replica, at.stage, :, at.tp].tolist())
+    mp = group(grid[at.replica, :, at.dp, :].ravel().tolist())
     replica = group(grid[at.replica].ravel().tolist())
     alone = group([dist.get_rank()])
     tied_embedding = None
-    if tied and topology.stages > 1:
-        if at.stage in (0, topology.stages - 1):
-            tied_embedding = group(grid[at.replica, [0, -1], at.lane, at.shard].tolist())
+    if tied and topology.pp > 1:
+        if at.stage in (0, topology.pp - 1):
+            tied_embedding = group(grid[at.replica, [0, -1], at.dp, at.tp].tolist())
         else:
             group([dist.get_rank()])  # of no use here, but counted
-    reachable = grid[:, :, at.lane, at.shard] if routed else grid[at.replica, :, at.lane, at.shard]
+    reachable = grid[:, :, at.dp, at.tp] if routed else grid[at.replica, :, at.dp, at.tp]
     forward_hops, backward_hops = group(reachable.ravel().tolist()), group(reachable.ravel().tolist())
     if torch.cuda.is_available():
         # NCCL connects a group at its first collective; at the first hop it would connect pair by pair, in the
@@ -87,13 +87,13 @@ def build_groups(
             dist.all_reduce(torch.zeros(1, device="cuda"), group=hops)
 
     collection = ProcessGroupCollection()
-    collection.tp, collection.pp, collection.mp = shards, stages, replica_lane
-    collection.dp = collection.dp_cp = lanes
+    collection.tp, collection.pp, collection.mp = tp, pp, mp
+    collection.dp = collection.dp_cp = dp
     collection.cp = alone
     # Core would all-reduce tied weights on CUDA inside the constructor; model.weights and engine do it instead.
     collection.embd = collection.pos_embd = None
     groups = Groups(
-        topology, at, shards, stages, lanes, replica_lane, replica, tied_embedding, forward_hops, backward_hops,
+        topology, at, tp, pp, dp, mp, replica, tied_embedding, forward_hops, backward_hops,
         collection,
     )  # fmt: skip
     _tell_parallel_state(groups, alone)
@@ -104,16 +104,16 @@ def _tell_parallel_state(groups: Groups, alone: ProcessGroup) -> None:
     """Set core's global groups, which a few of its modules read although they are given explicit ones.
 
     `initialize_model_parallel` cannot be used: it knows one data-parallel dimension, so it cannot place the
-    pipeline between replicas and lanes, and every rank would build every other rank's groups.
+    pipeline between replicas and data parallelism, and every rank would build every other rank's groups.
     """
     state = parallel_state
-    state._TENSOR_MODEL_PARALLEL_GROUP = groups.shards
-    state._TENSOR_MODEL_PARALLEL_GLOBAL_RANKS = dist.get_process_group_ranks(groups.shards)
-    state._PIPELINE_MODEL_PARALLEL_GROUP = groups.stages
-    state._PIPELINE_GLOBAL_RANKS = dist.get_process_group_ranks(groups.stages)
-    state._MODEL_PARALLEL_GROUP = groups.replica_lane
-    state._DATA_PARALLEL_GROUP = state._DATA_PARALLEL_GROUP_WITH_CP = groups.lanes
+    state._TENSOR_MODEL_PARALLEL_GROUP = groups.tp
+    state._TENSOR_MODEL_PARALLEL_GLOBAL_RANKS = dist.get_process_group_ranks(groups.tp)
+    state._PIPELINE_MODEL_PARALLEL_GROUP = groups.pp
+    state._PIPELINE_GLOBAL_RANKS = dist.get_process_group_ranks(groups.pp)
+    state._MODEL_PARALLEL_GROUP = groups.mp
+    state._DATA_PARALLEL_GROUP = state._DATA_PARALLEL_GROUP_WITH_CP = groups.dp
     state._CONTEXT_PARALLEL_GROUP = alone
-    state._TENSOR_AND_CONTEXT_PARALLEL_GROUP = groups.shards
+    state._TENSOR_AND_CONTEXT_PARALLEL_GROUP = groups.tp
     if state._GLOBAL_MEMORY_BUFFER is None:
         state._GLOBAL_MEMORY_BUFFER = GlobalMemoryBuffer()

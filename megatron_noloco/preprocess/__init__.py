@@ -1,0 +1,1 @@
+"""Preprocessing: text, JSON lines and Parquet to Megatron's indexed datasets."""

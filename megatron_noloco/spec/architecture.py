@@ -1,0 +1,42 @@
+"""The architecture of a model, and how its arithmetic is done."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Precision = Literal["fp32", "bf16", "fp16"]
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Everything that decides the shapes and the function of a model; nothing is left open.
+
+    Sizes have Megatron's names. Weights do not depend on parallel sizes: an architecture has one checkpoint.
+    """
+
+    family: str  # a key of model.families.FAMILIES
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int  # key/value heads
+    kv_channels: int  # width of one head
+    seq_length: int  # tokens in a sample
+    vocab_size: int  # tokens that the model knows
+    padded_vocab_size: int  # rows of the embedding, at least vocab_size
+    rotary_base: float
+    norm_epsilon: float
+    tied_embeddings: bool  # the output layer's weight is the embedding
+    init_method_std: float
+
+
+@dataclass(frozen=True)
+class Compute:
+    """How the model is computed; nothing here changes which model it is."""
+
+    precision: Precision = "fp32"
+    hidden_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    recompute_granularity: Literal["full", "selective"] | None = None
+    recompute_method: Literal["uniform", "block"] | None = None
+    recompute_num_layers: int | None = None
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"

@@ -1,0 +1,86 @@
+"""What is read: sources of text, and how they are split and blended."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Split:
+    """Shares of training, validation and test, adding up to 1."""
+
+    train: float
+    validation: float
+    test: float
+
+    @classmethod
+    def parse(cls, text: str) -> "Split":
+        """From Megatron's "949,50,1": weights >= 0, the first > 0; left-out ones are zero. Raises ValueError."""
+        try:
+            weights = [float(part) for part in text.split(",")]
+        except ValueError:
+            weights = []
+        if not 1 <= len(weights) <= 3 or not all(0 <= w < math.inf for w in weights) or weights[0] == 0:
+            raise ValueError(
+                "must be up to three weights >= 0 for train, validation and test, the first > 0, "
+                f'such as "949,50,1", got {text!r}'
+            )
+        weights += [0.0] * (3 - len(weights))
+        return cls(*(weight / sum(weights) for weight in weights))
+
+
+@dataclass(frozen=True)
+class Blend:
+    """Datasets and their shares, which add up to 1."""
+
+    parts: tuple[tuple[str, float], ...]  # prefix, share
+
+    @classmethod
+    def parse(cls, paths: str | Sequence[str | float]) -> "Blend":
+        """From one prefix, or ["0.3", "prefixA", "0.7", "prefixB"] as Megatron has it. Raises ValueError."""
+        if isinstance(paths, str):
+            return cls(((paths, 1.0),))
+        if len(paths) == 1 and isinstance(paths[0], str):
+            return cls(((paths[0], 1.0),))
+        try:
+            weights = [float(weight) for weight in paths[::2]]
+        except ValueError:
+            weights = []
+        prefixes = [prefix for prefix in paths[1::2] if isinstance(prefix, str) and prefix]
+        positive = all(0 < weight < math.inf for weight in weights)
+        if not weights or len(weights) != len(prefixes) or not positive:
+            raise ValueError(
+                "must be one prefix, or weights > 0 and prefixes in turn, like "
+                f'["0.3", "prefixA", "0.7", "prefixB"], got {paths!r}'
+            )
+        return cls(tuple((p, weight / sum(weights)) for p, weight in zip(prefixes, weights, strict=True)))
+
+
+@dataclass(frozen=True)
+class TextSource:
+    """A file or folder of text, or "python-stdlib", cut by `split`."""
+
+    text: str
+    split: Split
+
+
+@dataclass(frozen=True)
+class IndexedSource:
+    """Megatron's indexed datasets: one blend cut by `split`, or a blend each for training and validation."""
+
+    train: Blend
+    validation: Blend | None  # None: not given; with `split` it is the same blend as `train`
+    split: Split | None  # None: `train` and `validation` are read whole
+    cache: Path | None  # folder for indices; None: a folder `cache` beside each dataset
+
+
+Source = TextSource | IndexedSource
+
+
+@dataclass(frozen=True)
+class TokenizerChoice:
+    """Which tokenizer: "byte", or a Hugging Face fast tokenizer with its folder."""
+
+    tokenizer_type: str = "byte"
+    tokenizer_model: str | None = None
