@@ -4,7 +4,7 @@
 
 Starts its ranks itself (forked, gloo, one machine) and builds real stages. Forward and backward of a batch are
 timed, without the optimizer, which does not depend on routes. Each repeat runs all variants once, in an order that
-rotates, so that noise of the machine affects them alike; a time is that of the slowest rank. "off" is this project's
+rotates, so that noise of the machine affects them alike; a time is that of the slowest rank. "off" is the routed
 communicator inside each replica, "off again" the same once more: the deviation of their ratio from 1 is noise.
 "core" is Megatron-core's own communicator. Prints one JSON object.
 """
