@@ -1,11 +1,11 @@
-"""What a checkpoint costs, against plain `torch.save` of the same tensors in the same run.
+"""Time and size of a checkpoint, relative to plain `torch.save` of the same tensors in the same run.
 
     python -m tools.bench_checkpoint --hidden-size 384 --layers 6
 
-One process: one replica of one rank, after one local step (so that Adam has its state). Each repeat runs all ways
-in turn, so that noise of the machine meets them alike. "torch.save" writes one file, without checksums or fsync;
-"torch.save and fsync" makes it as safe from a power cut as ours. "async pause" is how long training stands still
-when the save goes on in the background, "async until written" when the files are there. Prints one JSON object.
+One process: one replica of one rank, after one local step (so that Adam has its state). Each repeat runs all
+variants in turn, so that noise of the machine affects them alike. "torch.save" writes one file, without checksums
+or fsync; "torch.save and fsync" is as safe from a power cut as "sync". "async pause" is how long an asynchronous
+save pauses training, "async until written" the time until its files exist. Prints one JSON object.
 """
 
 import argparse

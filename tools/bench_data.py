@@ -1,12 +1,12 @@
-"""What the data path costs: preprocessing over its bare tokenizer, and waiting for data in the quickstart.
+"""Speed of preprocessing relative to its bare tokenizer, and waiting for data in the quickstart.
 
     python tools/bench_data.py --megabytes 64 --steps 20
 
 The tokenizer is a byte-level BPE of 8192 tokens trained here, unless --tokenizer-model names one; the text is
-Python's standard library, over and over, as JSON lines. "Raw" is the same tokenizer's own batch call in as many
-processes, on texts already in memory. Preprocessing counts everything but the import of Megatron-core, which is
-given apart. Both run --repeats times in turn; medians. On a busy machine believe the CPU seconds of all processes
-(of raw, without getting ready). Prints one JSON object.
+Python's standard library, repeated, as JSON lines. "Raw" is the same tokenizer's own batch call in as many
+processes, on texts already in memory. Preprocessing includes everything but the import of Megatron-core, which is
+reported separately. Both run --repeats times in turn; medians. On a busy machine, compare the CPU seconds of all
+processes (for raw, without its preparation). Prints one JSON object.
 """
 
 import argparse

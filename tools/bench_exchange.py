@@ -1,8 +1,8 @@
-"""How fast a pair swap through MpiTransport is, against raw MPI calls on the same bytes in the same run.
+"""Time of an exchange in a pair over MpiTransport, relative to raw MPI calls on the same bytes in the same run.
 
     mpirun --oversubscribe --bind-to none -n 2 python tools/bench_exchange.py --megabytes 64
 
-Ranks 2i and 2i+1 are a pair. Each repeat runs all ways in turn, so that noise of the machine meets them
+Ranks 2i and 2i+1 are a pair. Each repeat runs all variants in turn, so that noise of the machine affects them
 alike; a time is that of the slowest rank. Rank 0 prints one JSON object.
 """
 
