@@ -10,6 +10,10 @@ import traceback
 from typing import NoReturn
 
 from megatron_noloco import __version__
+from megatron_noloco.extras import require_trainer
+
+require_trainer()  # before what needs it is imported
+
 from megatron_noloco.config import cli as config_cli
 from megatron_noloco.config import load_config
 from megatron_noloco.data import cli as data_cli

@@ -29,8 +29,7 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.job.world import World, join
 from megatron_noloco.model.stage import build_stage
-from megatron_noloco.outer.averaging import GroupAveraging
-from megatron_noloco.outer.optimizer import OuterOptimizer
+from megatron_noloco.outer import OuterOptimizer, OuterSettings
 from megatron_noloco.pipeline import cpu, quieten
 from megatron_noloco.pipeline.groups import build_groups
 from megatron_noloco.plans.grouping import Grouping
@@ -66,7 +65,7 @@ def main() -> None:
         plain_bytes = (Path(folder) / "plain.pt").stat().st_size
         (step,) = catalog.steps(waiting.checkpoints)
         written = {path.name: path.stat().st_size for path in step.rglob("*") if path.is_file()}
-    parameters = sum(master.numel() for master in waiting.engine.master_weights)
+    parameters = waiting.engine.weights.length
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     report = {
         "parameters": parameters,
@@ -114,8 +113,8 @@ def build(options: argparse.Namespace, folder: Path, asynchronous: bool) -> Chec
     topology = config.topology(1)
     groups = build_groups(topology, routed=False, tied=False)
     engine = ReplicaEngine(config, groups, build_stage(config, groups, VOCABULARY))
-    averaging = GroupAveraging(TorchTransport(), topology, config.noloco.deadline_seconds)
-    outer = OuterOptimizer(engine.master_weights, averaging, Grouping(1, 1, 0, False), config.noloco)
+    place, grouping = topology.place(0), Grouping(1, 1, seed=0)
+    outer = OuterOptimizer(engine.weights, TorchTransport(), place, grouping, OuterSettings())
     routes = Routing(1, config.microbatches, 0, "off").straight()
     engine.train_batch(read, routes)
     return Checkpointer(config, engine, outer, BatchPlan(1, 1, 1, 1))

@@ -17,6 +17,7 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.engine.checkpoint import CheckpointableEngine
 from megatron_noloco.engine.mpu import ReplicaMpu
 from megatron_noloco.engine.quiet import quiet
+from megatron_noloco.engine.weights import MasterWeights
 from megatron_noloco.model.stage import Stage
 from megatron_noloco.pipeline.groups import Groups, ProcessGroup
 from megatron_noloco.pipeline.pipeline import MicrobatchLoss, Pipeline, ReadMicrobatch
@@ -55,16 +56,9 @@ class ReplicaEngine:
         return self._deepspeed.optimizer
 
     @property
-    def master_weights(self) -> list[Tensor]:
-        """The fp32 weights this rank owns (1/lanes of its stage and shard), as flat tensors. Live, not copies."""
-        optimizer = self._optimizer
-        if isinstance(optimizer, BF16_Optimizer):
-            return [part.detach() for part in optimizer.fp32_groups_flat_partition]
-        return [part.detach() for part in optimizer.single_partition_of_fp32_groups]
-
-    def refresh_working_weights(self) -> None:
-        """Round the master weights to the working precision and gather them over the lanes of the replica."""
-        self._optimizer.update_lp_params()
+    def weights(self) -> MasterWeights:
+        """This rank's master weights; live."""
+        return MasterWeights(self._optimizer)
 
     def reads(self, routes: Routes) -> set[tuple[int, int]]:
         """(replica, microbatch) of all that `train_batch` will read on this rank."""

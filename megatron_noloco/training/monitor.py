@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.engine.replica import StepResult
-from megatron_noloco.outer.optimizer import RoundReport
+from megatron_noloco.outer import RoundReport
 from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.training.console import Console

@@ -4,7 +4,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -29,11 +29,21 @@ from megatron_noloco.job.world import (
     read_world,
 )
 from megatron_noloco.model import quieten
-from megatron_noloco.outer.averaging import PartnerTimeoutError
+from megatron_noloco.outer import (
+    Channel,
+    Exchange,
+    MeanModel,
+    NoRounds,
+    OuterOptimizer,
+    OuterSettings,
+    PartnerTimeoutError,
+    Rounds,
+    Weights,
+)
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.samples import BatchPlan
-from megatron_noloco.plans.topology import Topology
+from megatron_noloco.plans.topology import Place, Topology
 from megatron_noloco.training.console import Console, RunFacts
 from megatron_noloco.transport import mpi
 from megatron_noloco.transport.protocol import Transport
@@ -157,8 +167,6 @@ def train(prepared: Prepared, transport: Transport, start: Start, progress: str 
     from megatron_noloco.engine.replica import ReplicaEngine
     from megatron_noloco.job.stopping import Stopping
     from megatron_noloco.model.stage import build_stage
-    from megatron_noloco.outer.averaging import GroupAveraging
-    from megatron_noloco.outer.optimizer import OuterOptimizer
     from megatron_noloco.pipeline import cpu
     from megatron_noloco.pipeline.groups import PATIENCE, build_groups
     from megatron_noloco.training.evaluate import Evaluator
@@ -176,21 +184,19 @@ def train(prepared: Prepared, transport: Transport, start: Start, progress: str 
     groups = build_groups(topology, routed, tied, patience)
     stage = build_stage(config, groups, prepared.tokenizer.vocab_size)
     engine = ReplicaEngine(config, groups, stage)
-    averaging = GroupAveraging(transport, topology, settings.deadline_seconds)
-    outer = None
-    if settings.active_method != "none":
-        group_size = settings.group_size_among(topology.replicas)
-        per_stage = settings.grouping == "stage"
-        grouping = Grouping(topology.replicas, group_size, training.seed, per_stage)
-        outer = OuterOptimizer(engine.master_weights, averaging, grouping, settings)
+    place = topology.place(transport.rank)
+    outer = _outer(config, engine.weights, transport, place)
     interval = settings.routing.interval if routed else "off"
     routing = Routing(topology.replicas, config.microbatches, training.seed, interval)
     plan = replace(prepared.plan, start_step=start.step, start_sample=start.sample)
     order = prepared.datasets.order(training.seed)
     source = Prefetcher(MicrobatchSource(prepared.datasets.train, order, plan), groups.position.dp)
-    evaluator = Evaluator(
-        engine, outer, averaging, routing, prepared.validation, config.training.eval_mean_model
+    losses, means = (
+        Exchange(transport, place, channel, settings.deadline_seconds)
+        for channel in (Channel.LOSSES, Channel.MEAN_MODEL)
     )
+    mean_model = MeanModel(outer, means) if training.eval_mean_model else None
+    evaluator = Evaluator(engine, routing, prepared.validation, losses, mean_model)
     checkpointer = Checkpointer(config, engine, outer, plan)
     if start.folder is not None and start.manifest is not None:
         checkpointer.restore(start.folder, start.manifest)
@@ -210,6 +216,17 @@ def train(prepared: Prepared, transport: Transport, start: Start, progress: str 
     if console is not None:
         console.summary(done, stopping.reason if stopped_early else None)
     return not (stopped_early and checkpointer.last_save_failed)
+
+
+def _outer(config: RunConfig, weights: Weights, transport: Transport, place: Place) -> Rounds:
+    """The outer optimizer of this rank; for a method without rounds, what stands in for it."""
+    noloco = config.noloco
+    if noloco.active_method == "none":
+        return NoRounds(weights)
+    group_size, per_stage = noloco.group_size_among(place.replicas), noloco.grouping == "stage"
+    grouping = Grouping(place.replicas, group_size, config.training.seed, per_stage)
+    numbers = {field.name: getattr(noloco, field.name) for field in fields(OuterSettings)}
+    return OuterOptimizer(weights, transport, place, grouping, OuterSettings(**numbers))
 
 
 def _console(prepared: Prepared, transport: Transport, start: Start, progress: str) -> Console:

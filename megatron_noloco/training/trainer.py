@@ -7,7 +7,7 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.data.prefetch import Prefetcher
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.job.stopping import Stopping
-from megatron_noloco.outer.optimizer import OuterOptimizer
+from megatron_noloco.outer import Rounds
 from megatron_noloco.pipeline.pipeline import ReadMicrobatch
 from megatron_noloco.plans.routing import Routes, Routing
 from megatron_noloco.training.evaluate import Evaluator
@@ -15,17 +15,13 @@ from megatron_noloco.training.monitor import Monitor
 
 
 class Trainer:
-    """Counts steps, and decides what happens after each: a round, a log line, an evaluation, a checkpoint.
-
-    Args:
-        outer: None when replicas never meet (method "none").
-    """
+    """Counts steps, and decides what happens after each: a round, a log line, an evaluation, a checkpoint."""
 
     def __init__(
         self,
         config: RunConfig,
         engine: ReplicaEngine,
-        outer: OuterOptimizer | None,
+        outer: Rounds,
         routing: Routing,
         source: Prefetcher,
         evaluator: Evaluator,
@@ -51,15 +47,12 @@ class Trainer:
             if self.stopping.before_step(step):
                 self._leave(step)
                 return step
-            round_index = step // self.local_steps
             if step + 1 < self.training.train_iters:
                 self.source.announce(step + 1, self.engine.reads(self._routes(step + 1)))
             waited = self.source.wait_seconds
             result = self.engine.train_batch(self._reader(step), self._routes(step))
             self.monitor.local_step(result, self.source.wait_seconds - waited)
-            if self.outer is not None and _due(step + 1, self.local_steps):
-                report = self.outer.run_round(round_index)
-                self.engine.refresh_working_weights()
+            if (report := self.outer.after_local_step(step + 1)) is not None:
                 self.monitor.round(report)
             self.monitor.log_if_due(step + 1)
             self._evaluate_if_due(step + 1)
@@ -82,7 +75,7 @@ class Trainer:
     def _evaluate_if_due(self, done: int) -> None:
         due = _due(done, self.training.eval_interval) or done == self.training.train_iters
         if self.training.eval_iters and due:
-            self.monitor.evaluation(done, self.evaluator.evaluate())
+            self.monitor.evaluation(done, self.evaluator.evaluate(done))
 
     def _save_if_due(self, done: int) -> None:
         interval = self.training.save_interval

@@ -106,7 +106,7 @@ def test_without_a_method_replicas_never_meet(tmp_path: Path, text: str) -> None
     apart = run(tmp_path / "none", text, 2, {**shape, "noloco": {"method": "none"}})
     disabled = run(tmp_path / "disabled", text, 2, {**shape, "noloco": {"enabled": False}})
     for one, other in zip(apart, disabled, strict=True):
-        assert one["slow"] is None
+        assert one["momentum"] is None
         assert torch.equal(one["master"], other["master"])
     assert not torch.equal(apart[0]["master"], apart[1]["master"])
     for replica in metrics(tmp_path / "none"):

@@ -434,9 +434,8 @@ def restored_state(rank: int, world_size: int, arguments: list[str]) -> dict[str
     state: dict[str, torch.Tensor] = {}
 
     def look(trainer: Trainer) -> int:
-        if trainer.outer is not None:
-            state.update({name: tensor.clone() for name, tensor in trainer.outer.state().items()})
-        state["fast_weights"] = torch.cat(trainer.engine.master_weights).clone()
+        state.update({name: tensor.clone() for name, tensor in trainer.outer.state().items()})
+        state["fast_weights"] = trainer.engine.weights.read()
         return trainer.start_step
 
     Trainer.train = look  # type: ignore[method-assign]
@@ -444,9 +443,7 @@ def restored_state(rank: int, world_size: int, arguments: list[str]) -> dict[str
     return state
 
 
-def test_fast_weights_are_folded_where_there_is_no_outer_optimizer(
-    four_replicas: Run, tmp_path: Path
-) -> None:
+def test_fast_weights_are_folded_where_there_are_no_rounds(four_replicas: Run, tmp_path: Path) -> None:
     run = four_replicas.copy(tmp_path / "run")
     run.change({"parallel": {"replicas": 3}, **saving(fewer_replicas="fold"), "noloco": {"method": "none"}})
     alone = four_replicas.copy(tmp_path / "alone")

@@ -118,7 +118,7 @@ def train(rank: int, world_size: int, raw: dict[str, Any], steps: int) -> dict[s
         "grad_norms": [result.grad_norm for result in results],
         "learning_rates": [result.learning_rate for result in results],
         "weights": weights_of(stage, groups),
-        "master": torch.cat(engine.master_weights).clone(),
+        "master": engine.weights.read(),
     }
 
 
@@ -169,9 +169,9 @@ def run_whole(rank: int, world_size: int, config: str) -> dict[str, Any]:
     trainer = train_by_command(config)
     dist.barrier()
     return {
-        "master": torch.cat(trainer.engine.master_weights).clone(),
-        "slow": None if trainer.outer is None else trainer.outer.slow_weights.clone(),
-        "momentum": None if trainer.outer is None else trainer.outer.momentum.clone(),
+        "master": trainer.engine.weights.read(),
+        "slow": trainer.outer.state()["slow_weights"].clone(),
+        "momentum": trainer.outer.state().get("outer_momentum"),
     }
 
 
