@@ -20,25 +20,18 @@ from megatron_noloco.data.microbatches import MicrobatchSource, ValidationSource
 from megatron_noloco.data.prefetch import Prefetcher
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_noloco.huggingface import llama as huggingface
-from megatron_noloco.job.world import (
-    World,
-    choose_transport,
-    join,
-    local_device,
-    ranks_on_this_host,
-    read_world,
-)
-from megatron_noloco.model import quieten
+from megatron_noloco.job.join import choose_transport, join, ranks_on_this_host
+from megatron_noloco.job.launcher import World, local_device, read_world
+from megatron_noloco.job.quiet import quieten
 from megatron_noloco.outer.averaging import PartnerTimeoutError
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.training.console import Console, RunFacts
-from megatron_noloco.transport import mpi
 from megatron_noloco.transport.protocol import Transport
 
-__all__ = ["PartnerTimeoutError", "Prepared", "abandon_job", "join_job", "prepare", "train"]
+__all__ = ["PartnerTimeoutError", "Prepared", "join_job", "prepare", "train"]
 
 
 @dataclass(frozen=True)
@@ -129,7 +122,7 @@ def join_job(prepared: Prepared) -> tuple[Transport, Start]:
     """Join the job, open the transport, find where to start.
 
     Raises ValueError when the others or the transport cannot be had, or the checkpoint to continue from does not
-    fit, OSError when it cannot be read. Other ranks may then be waiting for this one: `abandon_job`.
+    fit, OSError when it cannot be read. Other ranks may then be waiting for this one: `job.leaving.abandon_job`.
     """
     world, cuda = prepared.world, torch.cuda.is_available()
     if cuda:
@@ -140,11 +133,6 @@ def join_job(prepared: Prepared) -> tuple[Transport, Start]:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_on_this_host()))
     transport = choose_transport(prepared.config.noloco.transport, world)
     return transport, find_start(prepared.config, prepared.topology)
-
-
-def abandon_job(exit_code: int) -> None:
-    """End the other ranks too, which would wait for this one for ever; returns where the launcher does it."""
-    mpi.abort(exit_code)
 
 
 def train(prepared: Prepared, transport: Transport, start: Start, progress: str = "auto") -> bool:

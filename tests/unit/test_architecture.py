@@ -15,7 +15,7 @@ MAY_IMPORT = {
     "config": {"plans"},
     "transport": {"plans", "config"},
     "outer": {"plans", "config", "transport"},
-    "job": {"plans", "config", "transport"},
+    "job": {"transport"},
     "model": {"plans", "config", "transport", "pipeline", "huggingface"},
     "pipeline": {"plans", "config", "transport", "model"},
     "data": {"plans", "config", "preprocess"},
@@ -32,7 +32,7 @@ ENTRANCE = f"{PACKAGE}/__main__.py"
 DOORS = {
     "deepspeed": (f"{PACKAGE}/engine/",),
     "megatron": (f"{PACKAGE}/model/", f"{PACKAGE}/data/indexed.py", f"{PACKAGE}/data/shuffled.py"),
-    "mpi4py": (f"{PACKAGE}/transport/mpi.py",),
+    "mpi4py": (f"{PACKAGE}/transport/mpi.py", f"{PACKAGE}/job/mpi.py"),
 }
 
 
@@ -131,7 +131,7 @@ ONLY_MEGATRON = (
         (
             "transport/tcp.py",
             "from mpi4py import MPI",
-            "only megatron_noloco/transport/mpi.py imports mpi4py",
+            "only megatron_noloco/transport/mpi.py and megatron_noloco/job/mpi.py import mpi4py",
         ),
         ("outer/a.py", "def f():\n    print(1)", "print, line 2"),
     ],
