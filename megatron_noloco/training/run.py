@@ -23,11 +23,13 @@ from megatron_noloco.huggingface import llama as huggingface
 from megatron_noloco.job.join import choose_transport, join, ranks_on_this_host
 from megatron_noloco.job.launcher import World, local_device, read_world
 from megatron_noloco.job.quiet import quieten
+from megatron_noloco.metrics import Metrics
+from megatron_noloco.metrics.writers import ReplicaFiles, Writer
 from megatron_noloco.outer.averaging import PartnerTimeoutError
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.samples import BatchPlan
-from megatron_noloco.plans.topology import Topology
+from megatron_noloco.plans.topology import Position, Topology
 from megatron_noloco.training.console import Console, RunFacts
 from megatron_noloco.transport.protocol import Transport
 
@@ -163,7 +165,11 @@ def train(prepared: Prepared, transport: Transport, start: Start, progress: str 
     tied = not config.model.untie_embeddings_and_output_weights
     groups = build_groups(topology, routed, tied, patience)
     stage = build_stage(config, groups, prepared.tokenizer.vocab_size)
-    engine = ReplicaEngine(config, groups, stage)
+    console = _console(prepared, transport, start, progress) if dist.get_rank() == 0 else None
+    at = groups.position
+    writers = _writers(prepared, at, start.step, console)
+    metrics = Metrics(at.replica, groups.replica, writers, start.counters)
+    engine = ReplicaEngine(config, groups, stage, metrics.record)
     averaging = GroupAveraging(transport, topology, settings.deadline_seconds)
     outer = None
     if settings.active_method != "none":
@@ -175,15 +181,14 @@ def train(prepared: Prepared, transport: Transport, start: Start, progress: str 
     routing = Routing(topology.replicas, config.microbatches, training.seed, interval)
     plan = replace(prepared.plan, start_step=start.step, start_sample=start.sample)
     order = prepared.datasets.order(training.seed)
-    source = Prefetcher(MicrobatchSource(prepared.datasets.train, order, plan), groups.position.dp)
+    source = Prefetcher(MicrobatchSource(prepared.datasets.train, order, plan), at.dp, metrics.record)
     evaluator = Evaluator(
         engine, outer, averaging, routing, prepared.validation, config.training.eval_mean_model
     )
     checkpointer = Checkpointer(config, engine, outer, plan)
     if start.folder is not None and start.manifest is not None:
         checkpointer.restore(start.folder, start.manifest)
-    console = _console(prepared, transport, start, progress) if dist.get_rank() == 0 else None
-    monitor = Monitor(config, groups, plan, console, start.counters)
+    monitor = Monitor(metrics, plan, plan.replica_batch * config.model.seq_length, console)
     trainer = Trainer(config, engine, outer, routing, source, evaluator, checkpointer, stopping, monitor)
     try:
         done = trainer.train()
@@ -198,6 +203,16 @@ def train(prepared: Prepared, transport: Transport, start: Start, progress: str 
     if console is not None:
         console.summary(done, stopping.reason if stopped_early else None)
     return not (stopped_early and checkpointer.last_save_failed)
+
+
+def _writers(prepared: Prepared, at: Position, start_step: int, console: Console | None) -> list[Writer]:
+    """Of the numbers of a replica; one rank of its last stage writes the files."""
+    training = prepared.config.training
+    writers: list[Writer] = [] if console is None else [console]
+    if at == Position(at.replica, prepared.topology.pp - 1, 0, 0):
+        folder = Path(training.output_dir) / f"replica_{at.replica:02d}"
+        writers.append(ReplicaFiles(folder, training.tensorboard, start_step))
+    return writers
 
 
 def _console(prepared: Prepared, transport: Transport, start: Start, progress: str) -> Console:
