@@ -1,11 +1,8 @@
 """The command line: `python -m megatron_noloco train|config|data|inspect|export|import|generate|evaluate`."""
 
 import argparse
-import atexit
 import os
-import signal
 import sys
-import time
 import traceback
 from typing import NoReturn
 
@@ -18,24 +15,12 @@ from megatron_noloco.config import cli as config_cli
 from megatron_noloco.config import load_config
 from megatron_noloco.data import cli as data_cli
 from megatron_noloco.huggingface import cli as publish_cli
-
-USAGE_ERROR = 2
-FAILURE = 1
-_LATE_RANK_0_SECONDS = 10.0
+from megatron_noloco.job.leaving import FAILURE, abandon_job, leave, usage_error
 
 
 def run(arguments: list[str] | None = None) -> NoReturn:
-    """`main`, then leave the process as at any exit, but without tearing the interpreter down.
-
-    Gloo's threads outlive their groups, and one may still be freeing the tensors of its last collective. To ask
-    an interpreter that is being torn down for its lock ends that thread inside a C++ destructor, and so the
-    process, with SIGABRT, after all has gone well.
-    """
-    code = main(arguments)
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    """`main`, then leave the process with its exit code."""
+    leave(main(arguments))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -70,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return parsed.run(parsed)
     except (ValueError, OSError) as error:  # a file that cannot be read or written
-        return _usage_error(error)
+        return usage_error(error)
 
 
 def _train(parsed: argparse.Namespace) -> int:
@@ -80,12 +65,12 @@ def _train(parsed: argparse.Namespace) -> int:
 
         prepared = run.prepare(config, os.environ)
     except (ValueError, OSError) as error:  # a ConfigError is one; a file that cannot be read
-        return _usage_error(error)
+        return usage_error(error)
     code = FAILURE
     try:
         joined = run.join_job(prepared)
     except (ValueError, OSError) as error:
-        code = _usage_error(error)
+        code = usage_error(error)
     except Exception:
         traceback.print_exc()
     else:
@@ -95,24 +80,8 @@ def _train(parsed: argparse.Namespace) -> int:
             sys.stderr.write(f"{error}\n")
         except Exception:
             traceback.print_exc()
-    run.abandon_job(code)
+    abandon_job(code)
     return code
-
-
-def _usage_error(error: ValueError | OSError) -> int:
-    """One clear line per problem, from one rank of the job.
-
-    Launchers end the job when a first rank leaves. So the others let rank 0 speak, which has seen the same in all
-    likelihood; who is still there afterwards has seen it alone. Who is ended meanwhile leaves with the same exit
-    code, since launchers report the largest.
-    """
-    rank_variables = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-    if any(os.environ.get(name, "0") != "0" for name in rank_variables):
-        before = signal.signal(signal.SIGTERM, lambda *_: os._exit(USAGE_ERROR))
-        time.sleep(_LATE_RANK_0_SECONDS)
-        signal.signal(signal.SIGTERM, before)
-    sys.stderr.write(f"{error}\n")
-    return USAGE_ERROR
 
 
 if __name__ == "__main__":

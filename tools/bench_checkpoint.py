@@ -27,10 +27,12 @@ from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.config import RunConfig
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.job.world import World, join
+from megatron_noloco.job.join import join
+from megatron_noloco.job.launcher import World
+from megatron_noloco.job.quiet import quieten
 from megatron_noloco.model.stage import build_stage
 from megatron_noloco.outer import OuterOptimizer, OuterSettings
-from megatron_noloco.pipeline import cpu, quieten
+from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import build_groups
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.routing import Routing

@@ -160,9 +160,11 @@ def data_wait(folder: Path, steps: int) -> dict[str, Any]:
     records = []
     for path in (folder / "run").glob("replica_*/metrics.jsonl"):
         records += [json.loads(line) for line in path.read_text().splitlines()[1:]]
-    shares = [record["data_wait_seconds"] / record["seconds_per_step"] for record in records]
+    shares = [record["data/wait_seconds"] / record["speed/seconds_per_step"] for record in records]
     return {
-        "seconds_per_step": round(statistics.median(record["seconds_per_step"] for record in records), 4),
+        "seconds_per_step": round(
+            statistics.median(record["speed/seconds_per_step"] for record in records), 4
+        ),
         "data_wait_share_median": round(statistics.median(shares), 6),
         "data_wait_share_largest": round(max(shares), 6),
     }

@@ -44,7 +44,8 @@ class CoreCommunicator(P2PCommunicator):
 
     def __init__(self, groups: Groups, stage: Stage) -> None:
         super().__init__(groups.pp, stage.config)
-        self.device, self.vpp, self.wait_seconds = torch.device("cpu"), 1, 0.0
+        self.device, self.vpp = torch.device("cpu"), 1
+        self.wait_seconds, self.bytes_to_others = 0.0, 0
 
     def begin(self, *_: Any) -> None:
         """It always communicates with the same two stages."""

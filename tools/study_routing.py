@@ -167,7 +167,10 @@ def read_history(folder: Path) -> list[Evaluation]:
     rows = map(json.loads, (folder / "replica_00" / "metrics.jsonl").read_text().splitlines())
     return [
         Evaluation(
-            row["step"], statistics.fmean(row["replica_losses"]), row["mean_model_loss"], row["spread"]
+            row["step"],
+            statistics.fmean(row["validation/replica_losses"]),
+            row["validation/mean_model_loss"],
+            row["validation/spread"],
         )
         for row in rows
         if row["kind"] == "evaluation"

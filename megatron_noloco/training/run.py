@@ -20,15 +20,11 @@ from megatron_noloco.data.microbatches import MicrobatchSource, ValidationSource
 from megatron_noloco.data.prefetch import Prefetcher
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_noloco.huggingface import llama as huggingface
-from megatron_noloco.job.world import (
-    World,
-    choose_transport,
-    join,
-    local_device,
-    ranks_on_this_host,
-    read_world,
-)
-from megatron_noloco.model import quieten
+from megatron_noloco.job.join import choose_transport, join, ranks_on_this_host
+from megatron_noloco.job.launcher import World, local_device, read_world
+from megatron_noloco.job.quiet import quieten
+from megatron_noloco.metrics import Metrics
+from megatron_noloco.metrics.writers import ReplicaFiles, Writer
 from megatron_noloco.outer import (
     Channel,
     Exchange,
@@ -43,12 +39,11 @@ from megatron_noloco.outer import (
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.samples import BatchPlan
-from megatron_noloco.plans.topology import Place, Topology
+from megatron_noloco.plans.topology import Place, Position, Topology
 from megatron_noloco.training.console import Console, RunFacts
-from megatron_noloco.transport import mpi
 from megatron_noloco.transport.protocol import Transport
 
-__all__ = ["PartnerTimeoutError", "Prepared", "abandon_job", "join_job", "prepare", "train"]
+__all__ = ["PartnerTimeoutError", "Prepared", "join_job", "prepare", "train"]
 
 
 @dataclass(frozen=True)
@@ -139,7 +134,7 @@ def join_job(prepared: Prepared) -> tuple[Transport, Start]:
     """Join the job, open the transport, find where to start.
 
     Raises ValueError when the others or the transport cannot be had, or the checkpoint to continue from does not
-    fit, OSError when it cannot be read. Other ranks may then be waiting for this one: `abandon_job`.
+    fit, OSError when it cannot be read. Other ranks may then be waiting for this one: `job.leaving.abandon_job`.
     """
     world, cuda = prepared.world, torch.cuda.is_available()
     if cuda:
@@ -150,11 +145,6 @@ def join_job(prepared: Prepared) -> tuple[Transport, Start]:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_on_this_host()))
     transport = choose_transport(prepared.config.noloco.transport, world)
     return transport, find_start(prepared.config, prepared.topology)
-
-
-def abandon_job(exit_code: int) -> None:
-    """End the other ranks too, which would wait for this one for ever; returns where the launcher does it."""
-    mpi.abort(exit_code)
 
 
 def train(prepared: Prepared, transport: Transport, start: Start, progress: str = "auto") -> bool:
@@ -183,14 +173,18 @@ def train(prepared: Prepared, transport: Transport, start: Start, progress: str 
     tied = not config.model.untie_embeddings_and_output_weights
     groups = build_groups(topology, routed, tied, patience)
     stage = build_stage(config, groups, prepared.tokenizer.vocab_size)
-    engine = ReplicaEngine(config, groups, stage)
+    console = _console(prepared, transport, start, progress) if dist.get_rank() == 0 else None
+    at = groups.position
+    writers = _writers(prepared, at, start.step, console)
+    metrics = Metrics(at.replica, groups.replica, writers, start.counters)
+    engine = ReplicaEngine(config, groups, stage, metrics.record)
     place = topology.place(transport.rank)
     outer = _outer(config, engine.weights, transport, place)
     interval = settings.routing.interval if routed else "off"
     routing = Routing(topology.replicas, config.microbatches, training.seed, interval)
     plan = replace(prepared.plan, start_step=start.step, start_sample=start.sample)
     order = prepared.datasets.order(training.seed)
-    source = Prefetcher(MicrobatchSource(prepared.datasets.train, order, plan), groups.position.dp)
+    source = Prefetcher(MicrobatchSource(prepared.datasets.train, order, plan), at.dp, metrics.record)
     losses, means = (
         Exchange(transport, place, channel, settings.deadline_seconds)
         for channel in (Channel.LOSSES, Channel.MEAN_MODEL)
@@ -200,8 +194,7 @@ def train(prepared: Prepared, transport: Transport, start: Start, progress: str 
     checkpointer = Checkpointer(config, engine, outer, plan)
     if start.folder is not None and start.manifest is not None:
         checkpointer.restore(start.folder, start.manifest)
-    console = _console(prepared, transport, start, progress) if dist.get_rank() == 0 else None
-    monitor = Monitor(config, groups, plan, console, start.counters)
+    monitor = Monitor(metrics, plan, plan.replica_batch * config.model.seq_length, console)
     trainer = Trainer(config, engine, outer, routing, source, evaluator, checkpointer, stopping, monitor)
     try:
         done = trainer.train()
@@ -227,6 +220,16 @@ def _outer(config: RunConfig, weights: Weights, transport: Transport, place: Pla
     grouping = Grouping(place.replicas, group_size, config.training.seed, per_stage)
     numbers = {field.name: getattr(noloco, field.name) for field in fields(OuterSettings)}
     return OuterOptimizer(weights, transport, place, grouping, OuterSettings(**numbers))
+
+
+def _writers(prepared: Prepared, at: Position, start_step: int, console: Console | None) -> list[Writer]:
+    """Of the numbers of a replica; one rank of its last stage writes the files."""
+    training = prepared.config.training
+    writers: list[Writer] = [] if console is None else [console]
+    if at == Position(at.replica, prepared.topology.pp - 1, 0, 0):
+        folder = Path(training.output_dir) / f"replica_{at.replica:02d}"
+        writers.append(ReplicaFiles(folder, training.tensorboard, start_step))
+    return writers
 
 
 def _console(prepared: Prepared, transport: Transport, start: Start, progress: str) -> Console:

@@ -49,19 +49,17 @@ class Trainer:
                 return step
             if step + 1 < self.training.train_iters:
                 self.source.announce(step + 1, self.engine.reads(self._routes(step + 1)))
-            waited = self.source.wait_seconds
-            result = self.engine.train_batch(self._reader(step), self._routes(step))
-            self.monitor.local_step(result, self.source.wait_seconds - waited)
-            if (report := self.outer.after_local_step(step + 1)) is not None:
-                self.monitor.round(report)
-            self.monitor.log_if_due(step + 1)
+            self.engine.train_batch(self._reader(step), self._routes(step))
+            self.monitor.local_step(self.outer.after_local_step(step + 1))
+            if _due(step + 1, self.training.log_interval) or step + 1 == self.training.train_iters:
+                self.monitor.log(step + 1)
             self._evaluate_if_due(step + 1)
             self._save_if_due(step + 1)
         return max(self.start_step, self.training.train_iters)
 
     def _leave(self, done: int) -> None:
         """Asked to stop: lose nothing."""
-        self.monitor.log_rest(done)
+        self.monitor.log(done)
         if self.checkpointer.saved_step != done:
             self._save(done)
 
@@ -83,7 +81,7 @@ class Trainer:
             self._save(done)
 
     def _save(self, done: int) -> None:
-        self.monitor.saved(self.checkpointer.save(done, self.monitor.counters))
+        self.monitor.saved(self.checkpointer.save(done, self.monitor.metrics.counters))
 
 
 def _due(done: int, interval: int) -> bool:

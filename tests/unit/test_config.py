@@ -237,7 +237,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         },
         "model.seq_length 30 does not divide by parallel.tensor_model_parallel_size 4",
     ),
-    ({"parallel.sequence_parallel": True}, "parallel.sequence_parallel needs parallel.tensor_model_parallel_size > 1"),
+    (
+        {"parallel.sequence_parallel": True},
+        "parallel.sequence_parallel needs parallel.tensor_model_parallel_size > 1",
+    ),
     ({"model.recompute_granularity": "full"}, 'recompute_granularity "full" needs model.recompute_method'),
     ({"model.recompute_method": "block"}, "model.recompute_method has a meaning only with"),
     (
