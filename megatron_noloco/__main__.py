@@ -10,10 +10,11 @@ import traceback
 from typing import NoReturn
 
 from megatron_noloco import __version__
+from megatron_noloco.config import RunConfig, load_config
 from megatron_noloco.config import cli as config_cli
-from megatron_noloco.config import load_config
 from megatron_noloco.data import cli as data_cli
 from megatron_noloco.huggingface import cli as publish_cli
+from megatron_noloco.spec.architecture import Architecture
 
 USAGE_ERROR = 2
 FAILURE = 1
@@ -56,7 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
         case "train":
             return _train(parsed)
         case "config":
-            return config_cli.run(parsed)
+            return config_cli.run(parsed, _check_start)
         case "data":
             return data_cli.run(parsed)
         case "inspect":
@@ -67,6 +68,12 @@ def main(arguments: list[str] | None = None) -> int:
         return parsed.run(parsed)
     except (ValueError, OSError) as error:  # a file that cannot be read or written
         return _usage_error(error)
+
+
+def _check_start(config: RunConfig) -> Architecture:
+    from megatron_noloco.training.preflight import check_start  # imports torch: only for a sound config
+
+    return check_start(config)[1]
 
 
 def _train(parsed: argparse.Namespace) -> int:

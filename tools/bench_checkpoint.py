@@ -31,11 +31,12 @@ from megatron_noloco.job.world import World, join
 from megatron_noloco.model.stage import build_stage
 from megatron_noloco.outer.averaging import GroupAveraging
 from megatron_noloco.outer.optimizer import OuterOptimizer
-from megatron_noloco.pipeline import cpu, quieten
+from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import build_groups
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.samples import BatchPlan
+from megatron_noloco.quiet import quieten
 from megatron_noloco.training.record import SaveReport
 from megatron_noloco.transport.torch_dist import TorchTransport
 

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_noloco.config import NolocoConfig
+from megatron_noloco.config.blocks import NolocoConfig
 from megatron_noloco.outer.averaging import ExchangeReport, GroupAveraging, buffer_beside
 from megatron_noloco.plans.grouping import Grouping
 

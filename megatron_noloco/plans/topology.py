@@ -17,9 +17,10 @@ class Position:
 
 @dataclass(frozen=True)
 class Topology:
-    """The shape of a run.
+    """The parallel layout of a run, all of it.
 
-    `pp` stages of a pipeline, `dp` synchronous data-parallel copies inside a replica, `tp` tensor-parallel slices.
+    `pp` stages of a pipeline, `dp` synchronous data-parallel copies inside a replica, `tp` tensor-parallel slices;
+    `vpp` model chunks per stage (virtual stages), and whether the sequence is split over the tp ranks.
     rank = ((replica * pp + stage) * dp + dp_rank) * tp + tp_rank, so the tensor-parallel ranks of a stage are
     neighbours (one node) and a replica is a contiguous block of ranks.
     """
@@ -28,16 +29,13 @@ class Topology:
     pp: int = 1
     dp: int = 1
     tp: int = 1
+    vpp: int = 1
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
-        for name, size in (
-            ("replicas", self.replicas),
-            ("pp", self.pp),
-            ("dp", self.dp),
-            ("tp", self.tp),
-        ):
-            if size < 1:
-                raise ValueError(f"{name} must be at least 1, not {size}")
+        for name in ("replicas", "pp", "dp", "tp", "vpp"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
 
     @property
     def world_size(self) -> int:

@@ -1,7 +1,7 @@
 """Evaluation: the loss of every replica and of their mean model, on the same validation microbatches.
 
 The one documented place where all replicas meet. Nothing here happens between evaluations; without the mean model
-(`training.eval_mean_model` false) only losses are told, without evaluations (`training.eval_iters` 0) the replicas
+(`evaluation.mean_model` false) only losses are told, without evaluations (`evaluation.iters` 0) the replicas
 never meet.
 """
 

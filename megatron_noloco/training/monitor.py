@@ -50,7 +50,7 @@ class Monitor:
         self._files: ReplicaFiles | None = None
         if groups.last_stage and at.dp == 0 and at.tp == 0:
             folder = Path(config.training.output_dir) / f"replica_{at.replica:02d}"
-            self._files = ReplicaFiles(folder, config.training.tensorboard, plan.start_step)
+            self._files = ReplicaFiles(folder, config.tensorboard.enabled, plan.start_step)
         # Since step 0, over resumes.
         self._exchange_total = counters.get("exchange_seconds", 0.0)
         self._sent_total = counters.get("sent_bytes", 0.0)
