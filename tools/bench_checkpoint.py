@@ -104,12 +104,8 @@ def build(options: argparse.Namespace, folder: Path, asynchronous: bool) -> Chec
                 "seq_length": SEQUENCE,
             },
             "data": {"text": "none is read"},
-            "training": {
-                "train_iters": 1,
-                "output_dir": str(folder),
-                "async_save": asynchronous,
-                "keep_last": 1,
-            },
+            "training": {"train_iters": 1, "output_dir": str(folder)},
+            "checkpoint": {"async_save": asynchronous, "keep_last": 1},
         }
     )
     topology = config.topology(1)

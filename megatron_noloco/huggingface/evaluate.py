@@ -128,6 +128,7 @@ def _open_hugging_face(folder: Path, data: str, seq_length: int | None) -> Model
             },
             "data": {"text": data},
             "training": {"train_iters": 1},
+            "noloco": {"enabled": False},
         }
     )
     tokenizer = FastTokenizer(folder)

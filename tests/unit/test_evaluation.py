@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_noloco.config import NolocoConfig
+from megatron_noloco.config.blocks import NolocoConfig
 from megatron_noloco.outer import averaging as averaging_module
 from megatron_noloco.outer.averaging import GroupAveraging, PartnerTimeoutError
 from megatron_noloco.outer.optimizer import OuterOptimizer

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_noloco.config import NolocoConfig
+from megatron_noloco.config.blocks import NolocoConfig
 from megatron_noloco.outer.averaging import ExchangeReport, GroupAveraging, PartnerTimeoutError
 from megatron_noloco.outer.optimizer import OuterOptimizer, RoundReport
 from megatron_noloco.plans.draws import Stream, draw_words
