@@ -11,11 +11,12 @@ from megatron_noloco.extras import require_trainer
 
 require_trainer()  # before what needs it is imported
 
+from megatron_noloco.config import RunConfig, load_config
 from megatron_noloco.config import cli as config_cli
-from megatron_noloco.config import load_config
 from megatron_noloco.data import cli as data_cli
 from megatron_noloco.huggingface import cli as publish_cli
 from megatron_noloco.job.leaving import FAILURE, abandon_job, leave, usage_error
+from megatron_noloco.spec.architecture import Architecture
 
 
 def run(arguments: list[str] | None = None) -> NoReturn:
@@ -45,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
         case "train":
             return _train(parsed)
         case "config":
-            return config_cli.run(parsed)
+            return config_cli.run(parsed, _check_start)
         case "data":
             return data_cli.run(parsed)
         case "inspect":
@@ -56,6 +57,12 @@ def main(arguments: list[str] | None = None) -> int:
         return parsed.run(parsed)
     except (ValueError, OSError) as error:  # a file that cannot be read or written
         return usage_error(error)
+
+
+def _check_start(config: RunConfig) -> Architecture:
+    from megatron_noloco.training.preflight import check_start  # imports torch: only for a sound config
+
+    return check_start(config)[1]
 
 
 def _train(parsed: argparse.Namespace) -> int:

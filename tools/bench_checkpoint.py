@@ -29,7 +29,6 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.job.join import join
 from megatron_noloco.job.launcher import World
-from megatron_noloco.job.quiet import quieten
 from megatron_noloco.model.stage import build_stage
 from megatron_noloco.outer import OuterOptimizer, OuterSettings
 from megatron_noloco.pipeline import cpu
@@ -37,6 +36,7 @@ from megatron_noloco.pipeline.groups import build_groups
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.samples import BatchPlan
+from megatron_noloco.quiet import quieten
 from megatron_noloco.training.record import SaveReport
 from megatron_noloco.transport.torch_dist import TorchTransport
 
@@ -104,12 +104,8 @@ def build(options: argparse.Namespace, folder: Path, asynchronous: bool) -> Chec
                 "seq_length": SEQUENCE,
             },
             "data": {"text": "none is read"},
-            "training": {
-                "train_iters": 1,
-                "output_dir": str(folder),
-                "async_save": asynchronous,
-                "keep_last": 1,
-            },
+            "training": {"train_iters": 1, "output_dir": str(folder)},
+            "checkpoint": {"async_save": asynchronous, "keep_last": 1},
         }
     )
     topology = config.topology(1)

@@ -81,7 +81,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     ratios = [there / here for there, here in zip(seconds["convert"], seconds["copy"], strict=True)]
     return {
-        "parameters": parameter_count(config.model, options.vocabulary),
+        "parameters": parameter_count(config.architecture()),
         "replicas": options.replicas,
         "dtype": options.dtype,
         "read_gb": round(sum(file.stat().st_size for file in weights) / 1e9, 3),
@@ -158,7 +158,9 @@ def make_config(options: argparse.Namespace) -> RunConfig:
                 "vocab_size": options.vocabulary,
             },
             "data": {"text": "none"},
-            "training": {"train_iters": 1, "eval_iters": 0},
+            "training": {"train_iters": 1},
+            "noloco": {"enabled": False},
+            "evaluation": {"iters": 0},
         }
     )
 
@@ -183,7 +185,7 @@ def stage_layout(config: RunConfig, stage: int) -> list[tuple[str, list[int]]]:
     model = config.model
     hidden, ffn = model.hidden_size, model.ffn_hidden_size
     attention = model.num_attention_heads * model.head_size
-    vocabulary = [model.padded_vocab_size(), hidden]
+    vocabulary = [config.architecture().padded_vocab_size, hidden]
     layer = {
         "input_layernorm.weight": [hidden],
         "self_attention.linear_proj.weight": [hidden, attention],

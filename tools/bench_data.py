@@ -150,8 +150,9 @@ def encode_share(path: Path, encoding: Encoding, index: int, workers: int, ready
 def data_wait(folder: Path, steps: int) -> dict[str, Any]:
     """The share of a step that the slowest rank of a replica waits for data, after the first record."""
     config = json.loads((ROOT / "configs" / "quickstart.json").read_text())
-    config["training"] |= {"train_iters": steps, "log_interval": 5, "eval_iters": 0}
-    config["training"] |= {"output_dir": str(folder / "run"), "tensorboard": False}
+    config["training"] |= {"train_iters": steps, "log_interval": 5}
+    config["training"] |= {"output_dir": str(folder / "run")}
+    config |= {"evaluation": {"iters": 0}, "tensorboard": {"enabled": False}, "noloco": {"local_steps": 5}}
     config["scheduler"]["params"] |= {"total_num_steps": steps, "warmup_num_steps": 2}
     (folder / "run.json").write_text(json.dumps(config))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8"]

@@ -94,6 +94,7 @@ def configuration(options: argparse.Namespace) -> RunConfig:
             },
             "data": {"text": "python-stdlib"},
             "training": {"train_iters": 1},
+            "noloco": {"enabled": False},
         }
     )
 

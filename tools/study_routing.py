@@ -100,7 +100,7 @@ def configuration(run: Run, options: argparse.Namespace, output_dir: str) -> dic
         },
         "gradient_clipping": 1.0,
         "noloco": {
-            "method": run.method,
+            "enabled": run.method != "none",
             "local_steps": options.local_steps,
             "outer_momentum": 0.5,
             "outer_lr": 0.7,
@@ -121,11 +121,10 @@ def configuration(run: Run, options: argparse.Namespace, output_dir: str) -> dic
             "train_iters": options.steps,
             "seed": run.seed,
             "log_interval": options.eval_interval,
-            "eval_interval": options.eval_interval,
-            "eval_iters": 16,
             "output_dir": output_dir,
-            "tensorboard": False,
         },
+        "evaluation": {"interval": options.eval_interval, "iters": 16},
+        "tensorboard": {"enabled": False},
     }  # fmt: skip
 
 

@@ -41,7 +41,7 @@ class Checkpointer:
         outer: Rounds,
         plan: BatchPlan,
     ) -> None:
-        self.training = config.training
+        self.settings = config.checkpoint
         self.config = config
         self.engine = engine
         self.outer = outer
@@ -60,12 +60,12 @@ class Checkpointer:
         self.saved_step = step
         states = self.engine.collect_state()
         tensors = self._tensors()
-        if self.training.async_save:
+        if self.settings.async_save:
             states, tensors = _snapshot(states), _snapshot(tensors)
         files: dict[str, Write] = {name: partial(torch.save, state) for name, state in states.items()}
         files[f"{catalog.rank_name(self.position)}.safetensors"] = partial(save_file, tensors)
         self._writing = self._writer.submit(self._write, step, files, counters)
-        error = None if self.training.async_save else self.wait()
+        error = None if self.settings.async_save else self.wait()
         pause_seconds = time.perf_counter() - started
         if error_before is not None:
             return SaveReport(step_before, pause_seconds, error_before)
@@ -102,7 +102,7 @@ class Checkpointer:
             layout=self.engine.parameter_layout(),
             counters=counters,
         ).write(folder)
-        catalog.publish(self.checkpoints, step_folder, topology.world_size, self.training.keep_last)
+        catalog.publish(self.checkpoints, step_folder, topology.world_size, self.settings.keep_last)
 
     def _tensors(self) -> dict[str, Tensor]:
         """What DeepSpeed's files do not hold."""
@@ -119,7 +119,7 @@ class Checkpointer:
             set_random_state(tensors)  # a clone keeps the dropout of its own place
         if "outer_momentum" not in tensors:  # written by method "none": the outer optimizer starts here
             tensors["outer_momentum"] = torch.zeros_like(tensors["slow_weights"])
-        if self.training.fewer_replicas == "fold" and replicas < saved.topology.replicas:
+        if self.settings.fewer_replicas == "fold" and replicas < saved.topology.replicas:
             shift = elastic.shift_of_mean(folder, self.position, saved.topology.replicas, replicas)
             for name, value in shift.items():
                 tensors[name] += value

@@ -1,50 +1,57 @@
-"""`python -m megatron_noloco config`: what may stand in a file, and whether one is right."""
+"""`python -m megatron_noloco config`: what may stand in a file, and whether a run can start from one."""
 
 import argparse
 import sys
+from collections.abc import Callable
 
 from megatron_noloco.config.explain import explain
 from megatron_noloco.config.load import load_config
 from megatron_noloco.config.run_config import RunConfig
 from megatron_noloco.config.summary import describe
 from megatron_noloco.config.wording import ConfigError
+from megatron_noloco.spec.architecture import Architecture
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--explain", action="store_true", help="every field: type, bounds, default, meaning")
-    action.add_argument("--check", metavar="FILE", help="check a file; the data it names need not exist")
+    action.add_argument(
+        "--check", metavar="FILE", help="check a file, and that what it names is there; starts nothing"
+    )
     parser.add_argument("--world-size", type=int, metavar="N", help="with --check: also check for N ranks")
 
 
-def run(args: argparse.Namespace) -> int:
-    """The exit code: 0, or 2 when the file is wrong (the lines go to stderr)."""
+def run(args: argparse.Namespace, check_start: Callable[[RunConfig], Architecture]) -> int:
+    """The exit code: 0, or 2 when the file is wrong or a run could not start from it (the lines go to stderr).
+
+    The banner goes to stdout also when only the start would fail: on another machine it may not.
+
+    Args:
+        check_start: what the start of a run checks without other processes; raises ValueError.
+    """
     if args.explain:
         sys.stdout.write(explain())
         return 0
     try:
         config = load_config(args.check)
-        banner = _banner(config, args.world_size)
+        world_size = args.world_size if args.world_size is not None else config.parallel.world_size
+        topology = None if world_size is None else config.topology(world_size)
     except ConfigError as error:
-        sys.stderr.write("".join(f"{_named(args.check, problem)}\n" for problem in error.problems))
-        return 2
-    sys.stdout.write("\n".join([f"{args.check}: ok", *banner]) + "\n")
-    return 0
+        return _refused(args.check, error)
+    architecture = config.architecture() if config.model.vocab_size is not None else None
+    problem = None
+    try:
+        architecture = check_start(config)
+    except ValueError as error:
+        problem = error
+    banner = [] if topology is None else describe(config, topology, architecture)
+    ok = [] if problem else [f"{args.check}: ok"]
+    sys.stdout.write("".join(f"{line}\n" for line in [*ok, *banner]))
+    return _refused(args.check, problem) if problem else 0
 
 
-def _named(path: str, problem: str) -> str:
-    """Topology problems come without the file's name."""
-    return problem if problem.startswith(f"{path}: ") else f"{path}: {problem}"
-
-
-def _banner(config: RunConfig, world_size: int | None) -> list[str]:
-    """Empty while the number of ranks is known neither from the command line nor from the file."""
-    parallel = config.parallel
-    if world_size is None and parallel.replicas != "auto":
-        world_size = (
-            parallel.replicas
-            * parallel.pipeline_model_parallel_size
-            * parallel.data_parallel_size
-            * parallel.tensor_model_parallel_size
-        )
-    return [] if world_size is None else describe(config, config.topology(world_size))
+def _refused(path: str, error: ValueError) -> int:
+    """One line per problem, each with the file's name."""
+    lines = [line if line.startswith(f"{path}: ") else f"{path}: {line}" for line in str(error).splitlines()]
+    sys.stderr.write("".join(f"{line}\n" for line in lines))
+    return 2

@@ -2,20 +2,21 @@
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import cache, cached_property
 from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
 
-from megatron_noloco.config.data_block import DataConfig, blend_of
+from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.data.corpus import Corpus, count_tokens, load_corpus, unigram_cross_entropy
 from megatron_noloco.data.dataset import JoinedDataset, SampleDataset, TokenDataset
 from megatron_noloco.data.indexed import IndexedTokens
 from megatron_noloco.data.shuffled import ShuffledDataset
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.plans.samples import BlendedOrder, SampleOrder
+from megatron_noloco.spec.data import Blend, Split
 
 _SPLITS = ("training", "validation")
 _TRAINING, _VALIDATION = range(2)
@@ -165,14 +166,15 @@ def _splits(
         whole = (config.train_data_path, config.valid_data_path)[split]
         if whole is None:
             raise ValueError("data.valid_data_path is missing: nothing to measure on (evaluate: give --data)")
-        for prefix, weight in blend_of(whole):
+        for prefix, weight in Blend.parse(whole).parts:
             indexed = opened(prefix)
             yield (indexed, 0, len(indexed.lengths)), prefix, weight
         return
     assert config.data_path is not None
-    for prefix, weight in blend_of(config.data_path):
+    shares = astuple(Split.parse(config.split))
+    for prefix, weight in Blend.parse(config.data_path).parts:
         indexed = opened(prefix)
-        first, stop = split_bounds(config.split_weights, len(indexed.lengths))[split : split + 2]
+        first, stop = split_bounds(shares, len(indexed.lengths))[split : split + 2]
         name = f"the {_SPLITS[split]} split of {prefix}"
         if not len(indexed.part(first, stop)):
             raise ValueError(

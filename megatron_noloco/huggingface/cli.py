@@ -85,7 +85,7 @@ def _import(args: argparse.Namespace) -> int:
     raw["data"] = with_tokenizer_of(folder, raw["data"])
     config = RunConfig.from_dict(raw)
     huggingface.check_fits(folder, config.model)
-    check_tokenizer(folder, build_tokenizer(config.data), config.model.vocab_size or 0)
+    check_tokenizer(folder, build_tokenizer(config.tokenizer), config.model.vocab_size or 0)
     Path(args.output).write_text(json.dumps(raw, indent=2) + "\n")
     if raw["data"].get("tokenizer_model") != template.data.tokenizer_model:
         _say("data.tokenizer_model: the model's own; a dataset in data_path must have been made with it")

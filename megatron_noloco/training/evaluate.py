@@ -1,7 +1,7 @@
 """Evaluation: the loss of every replica and of their mean model, on the same validation microbatches.
 
 The one documented place where all replicas meet. Nothing here happens between evaluations. Without the mean model
-(`training.eval_mean_model` false) only losses are exchanged; without evaluations (`training.eval_iters` 0) the
+(`evaluation.mean_model` false) only losses are exchanged; without evaluations (`evaluation.iters` 0) the
 replicas never meet.
 """
 

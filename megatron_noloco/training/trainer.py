@@ -30,6 +30,8 @@ class Trainer:
         monitor: Monitor,
     ) -> None:
         self.training = config.training
+        self.save_interval = config.checkpoint.save_interval
+        self.evaluation = config.evaluation
         self.local_steps = config.noloco.local_steps
         self.engine = engine
         self.outer = outer
@@ -71,12 +73,12 @@ class Trainer:
         return partial(self.source.microbatch, step)
 
     def _evaluate_if_due(self, done: int) -> None:
-        due = _due(done, self.training.eval_interval) or done == self.training.train_iters
-        if self.training.eval_iters and due:
+        due = _due(done, self.evaluation.interval) or done == self.training.train_iters
+        if self.evaluation.iters and due:
             self.monitor.evaluation(done, self.evaluator.evaluate(done))
 
     def _save_if_due(self, done: int) -> None:
-        interval = self.training.save_interval
+        interval = self.save_interval
         if _due(done, interval) or (interval and done == self.training.train_iters):
             self._save(done)
 

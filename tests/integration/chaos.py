@@ -82,7 +82,7 @@ class Run:
         self.folder = folder
         ours = {
             "data": {"text": text or write_text(folder, 200_000)},
-            "training": {"output_dir": str(folder), "train_iters": 20, "eval_iters": 0},
+            "training": {"output_dir": str(folder), "train_iters": 20},
             "model": {"num_layers": 2},
             "gradient_accumulation_steps": 2,
         }

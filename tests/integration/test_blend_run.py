@@ -49,10 +49,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "training": {
             "train_iters": STEPS,
             "log_interval": 2,
-            "eval_iters": 4,
-            "save_interval": STEPS,
             "output_dir": str(folder / "run"),
         },
+        "checkpoint": {"save_interval": STEPS},
+        "evaluation": {"iters": 4},
     }
     (folder / "run.json").write_text(json.dumps(config))
     finished = run_torchrun(

@@ -40,7 +40,8 @@ def config(folder: Path, launcher: str, text: str) -> dict[str, Any]:
             "parallel": {"replicas": 2, "pipeline_model_parallel_size": 2},
             "model": {"num_layers": 2},
             "data": {"text": text},
-            "training": {"train_iters": 4, "eval_iters": 1, "output_dir": str(folder / launcher)},
+            "training": {"train_iters": 4, "output_dir": str(folder / launcher)},
+            "evaluation": {"iters": 1},
         }
     )
 

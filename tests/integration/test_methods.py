@@ -99,11 +99,8 @@ def test_the_same_seed_gives_the_same_run_twice(
 
 def test_without_a_method_replicas_never_meet(tmp_path: Path, text: str) -> None:
     shape = {"parallel": {"replicas": 2}}
-    apart = run(tmp_path / "none", text, 2, {**shape, "noloco": {"method": "none"}})
-    disabled = run(tmp_path / "disabled", text, 2, {**shape, "noloco": {"enabled": False}})
-    for one, other in zip(apart, disabled, strict=True):
-        assert one["momentum"] is None
-        assert torch.equal(one["master"], other["master"])
+    apart = run(tmp_path / "none", text, 2, {**shape, "noloco": {"enabled": False}})
+    assert [one["momentum"] for one in apart] == [None, None]
     assert not torch.equal(apart[0]["master"], apart[1]["master"])
     for replica in metrics(tmp_path / "none"):
         assert not any("round/index" in row for row in replica)

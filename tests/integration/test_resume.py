@@ -67,14 +67,14 @@ RUNS: dict[str, tuple[dict[str, Any], int]] = {
         4,
     ),
     "2 lanes without outer optimizer, dropout": (
-        {"parallel": {"replicas": 1, "data_parallel_size": 2}, "noloco": {"method": "none"}, **DROPOUT},
+        {"parallel": {"replicas": 1, "data_parallel_size": 2}, "noloco": {"enabled": False}, **DROPOUT},
         2,
     ),
 }
 
 
-def saving(**training: Any) -> dict[str, Any]:
-    return {"training": {"save_interval": SAVED, **training}}
+def saving(train_iters: int = STEPS, **checkpoint: Any) -> dict[str, Any]:
+    return {"training": {"train_iters": train_iters}, "checkpoint": {"save_interval": SAVED, **checkpoint}}
 
 
 def codes(outcomes: list[Outcome]) -> list[int]:
@@ -190,19 +190,19 @@ def test_a_damaged_checkpoint_asked_for_by_name_is_refused(name: str, finished: 
     run = finished.copy(tmp_path / "run")
     damage, place, reason = DAMAGES[name]
     damage(run.step_folder(10))
-    outcomes = run_ranks(4, starts, run.arguments({"training": {"load": str(run.step_folder(10))}}))
+    outcomes = run_ranks(4, starts, run.arguments({"checkpoint": {"load": str(run.step_folder(10))}}))
     assert codes(outcomes) == [2] * 4
     # With a launcher, which these forked ranks lack, rank 0 alone would be heard.
     assert len({outcome.err for outcome in outcomes}) == 1
     assert len(outcomes[0].err.splitlines()) == 1
-    assert outcomes[0].err.startswith(f"training.load: {run.step_folder(10) / place}")
+    assert outcomes[0].err.startswith(f"checkpoint.load: {run.step_folder(10) / place}")
     assert reason in outcomes[0].err
     assert len(catalog.steps(run.checkpoints)) == 3, "nothing is set aside for a run that does not start"
 
 
 def test_an_older_checkpoint_can_be_asked_for(finished: Run, tmp_path: Path) -> None:
     run = finished.copy(tmp_path / "run")
-    outcomes = run_ranks(4, starts, run.arguments({"training": {"load": str(run.step_folder(5))}}))
+    outcomes = run_ranks(4, starts, run.arguments({"checkpoint": {"load": str(run.step_folder(5))}}))
     assert codes(outcomes) == [0] * 4
     assert f"continuing from {run.step_folder(5)}: step 5, 40 samples consumed" in outcomes[0].out
     assert [catalog.step_of(folder) for folder in catalog.steps(run.checkpoints)] == [5]
@@ -261,7 +261,7 @@ def test_a_full_disk_is_told_and_training_goes_on(tmp_path: Path) -> None:
     assert [catalog.is_complete(run.step_folder(step)) for step in (5, 10, 15)] == [True, False, True]
     assert [row["step"] for row in run.exact_metrics()[1]] == list(range(1, 16))
     (run.checkpoints / "latest").write_text("")
-    again = run_ranks(2, starts, run.arguments({"training": {"load": str(run.step_folder(5))}}))
+    again = run_ranks(2, starts, run.arguments({"checkpoint": {"load": str(run.step_folder(5))}}))
     assert codes(again) == [0, 0], "the older checkpoint is whole"
 
 
@@ -443,7 +443,7 @@ def restored_state(rank: int, world_size: int, arguments: list[str]) -> dict[str
 
 def test_fast_weights_are_folded_where_there_are_no_rounds(four_replicas: Run, tmp_path: Path) -> None:
     run = four_replicas.copy(tmp_path / "run")
-    run.change({"parallel": {"replicas": 3}, **saving(fewer_replicas="fold"), "noloco": {"method": "none"}})
+    run.change({"parallel": {"replicas": 3}, **saving(fewer_replicas="fold"), "noloco": {"enabled": False}})
     alone = four_replicas.copy(tmp_path / "alone")
     folded = [state["fast_weights"] for state in run_ranks(3, restored_state, run.arguments())]
     unfolded = [state["fast_weights"] for state in run_ranks(4, restored_state, alone.arguments())]

@@ -37,10 +37,10 @@ def write_run(folder: Path) -> str:
         "data": {"text": write_text(folder)},
         "training": {
             "train_iters": 4,
-            "eval_iters": 1,
-            "save_interval": 4,
             "output_dir": str(folder / "run"),
         },
+        "checkpoint": {"save_interval": 4},
+        "evaluation": {"iters": 1},
     }
     return write_config(folder, tiny(changes))
 

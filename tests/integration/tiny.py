@@ -60,7 +60,9 @@ TINY: dict[str, Any] = {
         "make_vocab_size_divisible_by": 32,
     },
     "data": {"text": "somewhere", "split": "9,1,0"},
-    "training": {"train_iters": 6, "log_interval": 1, "eval_iters": 0, "tensorboard": False},
+    "training": {"train_iters": 6, "log_interval": 1},
+    "evaluation": {"iters": 0},
+    "tensorboard": {"enabled": False},
 }
 
 
@@ -85,8 +87,7 @@ def build(raw: dict[str, Any], world_size: int) -> tuple[RunConfig, Groups, Stag
     """This rank's stage, without an engine."""
     config = RunConfig.from_dict(raw)
     topology = config.topology(world_size)
-    tied = not config.model.untie_embeddings_and_output_weights
-    groups = build_groups(topology, routed=False, tied=tied)
+    groups = build_groups(topology, routed=False, tied=config.architecture(VOCABULARY).tied_embeddings)
     return config, groups, build_stage(config, groups, VOCABULARY)
 
 

@@ -147,23 +147,25 @@ class TestIndexed:
             build(data_path="a", vocab=70)
 
 
-def run_config(data: dict[str, Any], **training: Any) -> dict[str, Any]:
+def run_config(data: dict[str, Any], **evaluation: Any) -> dict[str, Any]:
     sizes = {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 2}
     return {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW"},
         "model": {**sizes, "seq_length": SEQ},
         "data": {"split": "8,1,1", **data},
-        "training": {"train_iters": 1, **training},
+        "training": {"train_iters": 1},
+        "evaluation": evaluation,
+        "noloco": {"enabled": False},
     }
 
 
 @pytest.mark.parametrize(
-    ("training", "microbatches"),
-    [({"eval_iters": 1}, [1, 1]), ({"eval_full": True}, [2, 2]), ({"eval_iters": 0}, [])],
+    ("evaluation", "microbatches"),
+    [({"iters": 1}, [1, 1]), ({"full": True}, [2, 2]), ({"iters": 0}, [])],
 )
-def test_a_run_measures_on_each_dataset(training: dict[str, Any], microbatches: list[int]) -> None:
-    config = RunConfig.from_dict(run_config({"data_path": [1, "a", 3, "b"]}, **training))
+def test_a_run_measures_on_each_dataset(evaluation: dict[str, Any], microbatches: list[int]) -> None:
+    config = RunConfig.from_dict(run_config({"data_path": [1, "a", 3, "b"]}, **evaluation))
     validation = prepare(config, {}).validation
     assert list(map(len, validation)) == microbatches
     assert [source.weight for source in validation] == [0.25, 0.75][: len(validation)]
@@ -188,7 +190,7 @@ def test_a_run_measures_on_each_dataset(training: dict[str, Any], microbatches: 
         (
             {"data_path": "a"},
             {"make_vocab_size_divisible_by": 1, "tensor_model_parallel_size": 2},
-            "the padded vocabulary 257 does not divide into 2 parallel.shards; make it a multiple of 2",
+            "the padded vocabulary 257 does not divide by parallel.tensor_model_parallel_size 2 ",
         ),
         (
             {"data_path": "a", "split": "8,1,1", "data_cache_path": "a.idx"},

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron_noloco.__main__ import main
-from megatron_noloco.config import ModelConfig
+from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.huggingface import llama as huggingface
 from megatron_noloco.huggingface import safetensors_file

@@ -1,20 +1,17 @@
-"""The engines' start-up messages, kept off the console."""
+"""Keeps the engines' start-up chatter off the console."""
 
 import logging
 import os
 import warnings
 
-import torch
-
 
 def quieten() -> None:
-    """Silence what is not an error; our own lines remain.
+    """Errors and our own lines remain. To be called before a module that imports Megatron-core or DeepSpeed."""
+    import torch
 
-    To be called before a module that imports Megatron-core or DeepSpeed.
-    """
     warnings.filterwarnings("ignore", module=r"(megatron|deepspeed|apex)\b")
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    # Every process would report that there are CUDA's tools and no GPU.
+    # It tells every process that there are CUDA's tools and no GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     os.environ.setdefault("DS_LOG_LEVEL", "error")
     if not torch.cuda.is_available():
