@@ -310,7 +310,8 @@ def train_long(rank: int, world_size: int, case: Case, steps: int, interval: str
     groups = build_groups(case.topology, routed=True)
     config = transformer_config(case.config(), groups)
     stage = Stage([Parrot(groups, config)], config)  # type: ignore[list-item]
-    pipeline = Pipeline(stage, groups, case.micro_batch_size, SEQ_LENGTH)
+    recorded = Recorded()
+    pipeline = Pipeline(stage, groups, case.micro_batch_size, SEQ_LENGTH, recorded)
     routing = Routing(case.replicas, case.microbatches, seed=1, interval=interval)  # type: ignore[arg-type]
     crossed = hops = 0
 
@@ -337,7 +338,7 @@ def train_long(rank: int, world_size: int, case: Case, steps: int, interval: str
             [weight] = stage.parameters()
             assert float(gradient_of(weight)) == pytest.approx(mean_square, rel=TOLERANCE)
     message_bytes = SEQ_LENGTH * case.micro_batch_size * config.hidden_size * 4
-    assert pipeline.communicator.bytes_to_others == hops * message_bytes
+    assert sum(recorded["total/routed_bytes"]) == hops * message_bytes
     dist.barrier()
     return crossed
 
