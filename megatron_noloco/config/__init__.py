@@ -11,7 +11,7 @@ from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.config.explain import explain
 from megatron_noloco.config.load import load_config
 from megatron_noloco.config.run_config import RunConfig
-from megatron_noloco.config.summary import describe, parameter_count
+from megatron_noloco.config.summary import describe
 from megatron_noloco.config.wording import ConfigError
 
 __all__ = [
@@ -26,5 +26,4 @@ __all__ = [
     "describe",
     "explain",
     "load_config",
-    "parameter_count",
 ]

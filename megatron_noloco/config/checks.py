@@ -166,6 +166,7 @@ def lay_out(parallel: ParallelConfig, world_size: int) -> Topology:
         parallel.data_parallel_size,
         parallel.tensor_model_parallel_size,
     )
+    vpp = parallel.virtual_pipeline_model_parallel_size
     replica_size = stages * dp_size * tp_size
     inside = f"pipeline {stages} x data {dp_size} x tensor {tp_size}"
     fitting, rest = divmod(world_size, replica_size)
@@ -177,7 +178,7 @@ def lay_out(parallel: ParallelConfig, world_size: int) -> Topology:
                 f"{ranks} do not divide into replicas of {inside} = {count(replica_size, 'rank')}; "
                 f"start {' or '.join(map(str, nearest))} ranks"
             )
-        return Topology(fitting, stages, dp_size, tp_size)
+        return Topology(fitting, stages, dp_size, tp_size, vpp, parallel.sequence_parallel)
     needed = parallel.replicas * replica_size
     if needed != world_size:
         other = "" if rest else f", or set parallel.replicas to {fitting}"
@@ -185,4 +186,4 @@ def lay_out(parallel: ParallelConfig, world_size: int) -> Topology:
             f"{ranks} {'is' if world_size == 1 else 'are'} not {count(parallel.replicas, 'replica')} x "
             f"{inside} = {needed}; start {count(needed, 'rank')}{other}"
         )
-    return Topology(parallel.replicas, stages, dp_size, tp_size)
+    return Topology(parallel.replicas, stages, dp_size, tp_size, vpp, parallel.sequence_parallel)

@@ -1,7 +1,7 @@
 """The whole configuration of a run: our five blocks and what DeepSpeed is given."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from pydantic import ValidationError
@@ -17,6 +17,7 @@ from megatron_noloco.config.blocks import (
 from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.config.wording import ConfigError, Problem, problems_of
 from megatron_noloco.plans.topology import Topology
+from megatron_noloco.spec.architecture import Architecture, Compute
 
 BLOCKS: dict[str, type[Block]] = {
     "noloco": NolocoConfig,
@@ -121,9 +122,49 @@ class RunConfig:
         """The ZeRO stage that runs: always 1, since a 0 in the file is run as 1."""
         return int(self.deepspeed["zero_optimization"]["stage"])
 
-    def padded_vocab_size(self, vocab: int | None = None) -> int:
-        """Rows of the embedding for a tokenizer of `vocab` tokens."""
-        return self.model.padded_vocab_size(vocab)
+    def architecture(self, tokenizer_vocab: int) -> Architecture:
+        """The model for a tokenizer of so many tokens.
+
+        Raises ConfigError when its vocabulary is too small, or its rows do not divide by tensor parallelism.
+        """
+        model, tp_size = self.model, self.parallel.tensor_model_parallel_size
+        vocab = model.vocab_size or tokenizer_vocab
+        if vocab < tokenizer_vocab:
+            raise ConfigError(
+                [
+                    f"model.vocab_size {vocab} is smaller than the tokenizer's {tokenizer_vocab}; "
+                    f"set it to {tokenizer_vocab} or leave it out"
+                ]
+            )
+        padded = model.padded_vocab_size(vocab)
+        if padded % tp_size:
+            raise ConfigError(
+                [
+                    f"model.make_vocab_size_divisible_by: the padded vocabulary {padded} does not divide by "
+                    f"parallel.tensor_model_parallel_size {tp_size}; make it a multiple of {tp_size}"
+                ]
+            )
+        return Architecture(
+            family="llama",
+            num_layers=model.num_layers,
+            hidden_size=model.hidden_size,
+            ffn_hidden_size=model.ffn_hidden_size,
+            num_attention_heads=model.num_attention_heads,
+            num_query_groups=model.query_groups,
+            kv_channels=model.head_size,
+            seq_length=model.seq_length,
+            vocab_size=vocab,
+            padded_vocab_size=padded,
+            rotary_base=model.rotary_base,
+            norm_epsilon=model.norm_epsilon,
+            tied_embeddings=not model.untie_embeddings_and_output_weights,
+            init_method_std=model.init_method_std,
+        )
+
+    @property
+    def compute(self) -> Compute:
+        shared = [field.name for field in fields(Compute) if field.name != "precision"]
+        return Compute(self.precision, **{name: getattr(self.model, name) for name in shared})
 
 
 def _parse(name: str, model: type[Block], raw: dict[str, Any]) -> Block:

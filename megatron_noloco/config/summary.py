@@ -1,29 +1,12 @@
 """The banner: what a run will do, in numbers a person can check before the first step."""
 
-from megatron_noloco.config.blocks import ModelConfig
+from dataclasses import replace
+
 from megatron_noloco.config.run_config import RunConfig
 from megatron_noloco.config.wording import count
+from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.stability import rounds_to_halve, spread_factor
 from megatron_noloco.plans.topology import Topology
-
-
-def parameter_count(model: ModelConfig, vocab: int | None = None) -> int:
-    """Weights of the whole model (a Llama without biases), the padded vocabulary included.
-
-    Args:
-        vocab: tokens of the tokenizer; not needed where the model says its vocabulary itself.
-    """
-    tables = 2 if model.untie_embeddings_and_output_weights else 1
-    return _body_count(model) + tables * model.padded_vocab_size(vocab) * model.hidden_size
-
-
-def _body_count(model: ModelConfig) -> int:
-    """All weights but the embedding and the output layer."""
-    hidden, head = model.hidden_size, model.head_size
-    queries, keys_and_values = model.num_attention_heads * head, 2 * model.query_groups * head
-    attention = hidden * (queries + keys_and_values) + queries * hidden
-    mlp = 3 * hidden * model.ffn_hidden_size  # gate, up, down
-    return model.num_layers * (attention + mlp + 2 * hidden) + hidden
 
 
 def describe(config: RunConfig, topology: Topology, vocab: int | None = None) -> list[str]:
@@ -39,7 +22,7 @@ def describe(config: RunConfig, topology: Topology, vocab: int | None = None) ->
         f"method: {_method(config, topology)}",
         f"routing: {_routing(config, topology)}",
         f"precision: {config.precision}, ZeRO stage {config.zero_stage} over the data-parallel ranks of a replica",
-        f"parameters: {_parameters(config.model, vocab)}",
+        f"parameters: {_parameters(config, vocab)}",
     ]
 
 
@@ -99,11 +82,13 @@ def _routing(config: RunConfig, topology: Topology) -> str:
     return f"reshuffled every {interval}"
 
 
-def _parameters(model: ModelConfig, vocab: int | None) -> str:
-    if model.vocab_size is None and vocab is None:
-        tables = 2 if model.untie_embeddings_and_output_weights else 1
-        return (
-            f"{_body_count(model):,} + {tables} x {model.hidden_size} per token of the padded vocabulary "
-            "(the tokenizer's)"
-        )
-    return f"{parameter_count(model, vocab):,} (padded vocabulary {model.padded_vocab_size(vocab):,})"
+def _parameters(config: RunConfig, vocab: int | None) -> str:
+    architecture = config.architecture(vocab or 0)
+    known = table_of(architecture).parameter_count
+    if architecture.vocab_size:
+        return f"{known:,} (padded vocabulary {architecture.padded_vocab_size:,})"
+    one_token = replace(architecture, vocab_size=1, padded_vocab_size=1)
+    tables = (table_of(one_token).parameter_count - known) // architecture.hidden_size
+    return (
+        f"{known:,} + {tables} x {architecture.hidden_size} per token of the padded vocabulary (the tokenizer's)"
+    )

@@ -1,13 +1,11 @@
-"""The model: a Llama stage built from Megatron-core, its process groups, and its pipeline schedule.
+"""The model: tables of model families, and the stage that Megatron-core builds from one.
 
-The only room that imports megatron.core; it never imports megatron.training (global arguments).
+It never imports megatron.training (global arguments). This file imports no torch, so that `families` needs none.
 """
 
 import logging
 import os
 import warnings
-
-import torch
 
 
 def quieten() -> None:
@@ -15,6 +13,8 @@ def quieten() -> None:
 
     To be called before a module that imports Megatron-core or DeepSpeed.
     """
+    import torch
+
     warnings.filterwarnings("ignore", module=r"(megatron|deepspeed|apex)\b")
     logging.getLogger("megatron").setLevel(logging.ERROR)
     # It tells every process that there are CUDA's tools and no GPU.

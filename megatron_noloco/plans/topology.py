@@ -28,6 +28,8 @@ class Topology:
     pp: int = 1
     dp: int = 1
     tp: int = 1
+    vpp: int = 1
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
         for name, size in (

@@ -4,6 +4,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
@@ -13,13 +14,14 @@ import torch
 import torch.distributed as dist
 
 from megatron_noloco.checkpoint.resume import Start, find_start
-from megatron_noloco.config import RunConfig, describe, parameter_count
+from megatron_noloco.config import RunConfig, describe
 from megatron_noloco.config.deepspeed_keys import TORCH_OPTIMIZERS
 from megatron_noloco.data.datasets import Datasets, build_datasets
 from megatron_noloco.data.microbatches import MicrobatchSource, ValidationSource
 from megatron_noloco.data.prefetch import Prefetcher
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
-from megatron_noloco.huggingface import llama as huggingface
+from megatron_noloco.huggingface.folder import PretrainedWeights
+from megatron_noloco.huggingface.pretrained import check_fits
 from megatron_noloco.job.world import (
     World,
     choose_transport,
@@ -29,11 +31,13 @@ from megatron_noloco.job.world import (
     read_world,
 )
 from megatron_noloco.model import quieten
+from megatron_noloco.model.families import table_of
 from megatron_noloco.outer.averaging import PartnerTimeoutError
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Topology
+from megatron_noloco.spec.architecture import Architecture
 from megatron_noloco.training.console import Console, RunFacts
 from megatron_noloco.transport import mpi
 from megatron_noloco.transport.protocol import Transport
@@ -49,6 +53,7 @@ class Prepared:
     world: World
     topology: Topology
     tokenizer: Tokenizer
+    architecture: Architecture
     datasets: Datasets
     plan: BatchPlan
     validation: list[ValidationSource]  # one per dataset of the blend
@@ -64,43 +69,29 @@ def prepare(config: RunConfig, environ: Mapping[str, str]) -> Prepared:
             "fp16.enabled: this machine has no GPU, and its CPU no fp16 arithmetic; use bf16 or fp32"
         )
     _check_optimizer(config.deepspeed["optimizer"])
-    if config.training.pretrained is not None:
-        huggingface.check_fits(Path(config.training.pretrained), config.model)
     _check_writable(Path(config.training.output_dir))
     tokenizer = build_tokenizer(config.data)
-    vocab_size = config.model.vocab_size or tokenizer.vocab_size
-    if vocab_size < tokenizer.vocab_size:
-        raise ValueError(
-            f"model.vocab_size {vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}; "
-            f"set it to {tokenizer.vocab_size} or leave it out"
-        )
-    padded, tp_size = config.padded_vocab_size(vocab_size), topology.tp
-    if padded % tp_size:
-        raise ValueError(
-            f"model.make_vocab_size_divisible_by: the padded vocabulary {padded} does not divide into "
-            f"parallel.tensor_model_parallel_size {tp_size}; make it a multiple of {tp_size}"
-        )
+    architecture = config.architecture(tokenizer.vocab_size)
+    if config.training.pretrained is not None:
+        check_fits(Path(config.training.pretrained), architecture)
     plan = BatchPlan(topology.replicas, topology.dp, config.microbatches, config.micro_batch_size)
     evaluates = config.training.eval_iters > 0
-    seq_length = config.model.seq_length
     datasets = build_datasets(
         config.data,
         tokenizer,
-        vocab_size,
-        seq_length,
+        architecture.vocab_size,
+        architecture.seq_length,
         plan.global_batch,
         evaluates,
         config.training.seed,
     )
     count = None if config.training.eval_full else config.training.eval_iters
-    at_once = (
-        topology.pp if config.parallel.virtual_pipeline_model_parallel_size > 1 else 1
-    )  # what that schedule takes
+    at_once = topology.pp if topology.vpp > 1 else 1  # what that schedule takes
     validation = [
         ValidationSource(part.dataset, config.micro_batch_size, count, part.weight, at_once)
         for part in datasets.validation
     ]
-    return Prepared(config, world, topology, tokenizer, datasets, plan, validation)
+    return Prepared(config, world, topology, tokenizer, architecture, datasets, plan, validation)
 
 
 def _check_optimizer(optimizer: Mapping[str, Any]) -> None:
@@ -172,9 +163,10 @@ def train(prepared: Prepared, transport: Transport, start: Start, progress: str 
     routed = settings.routing.interval != "off" and topology.replicas > 1 and topology.pp > 1
     # A neighbour may be waiting for its partner.
     patience = PATIENCE + timedelta(seconds=settings.deadline_seconds)
-    tied = not config.model.untie_embeddings_and_output_weights
-    groups = build_groups(topology, routed, tied, patience)
-    stage = build_stage(config, groups, prepared.tokenizer.vocab_size)
+    architecture, pretrained = prepared.architecture, training.pretrained
+    groups = build_groups(topology, routed, architecture.tied_embeddings, patience)
+    with PretrainedWeights(Path(pretrained), architecture) if pretrained else nullcontext() as read:
+        stage = build_stage(architecture, config.compute, groups, training.seed, read)
     engine = ReplicaEngine(config, groups, stage)
     averaging = GroupAveraging(transport, topology, settings.deadline_seconds)
     outer = None
@@ -241,8 +233,6 @@ def _cpu_has_fp16() -> bool:
 
 def _synchronous_bytes_per_step(prepared: Prepared) -> float:
     """What one replica sends when a step's gradients go through a ring all-reduce over the replicas."""
-    config, replicas = prepared.config, prepared.topology.replicas
-    gradient_bytes = parameter_count(config.model, prepared.tokenizer.vocab_size) * (
-        4 if config.precision == "fp32" else 2
-    )
-    return 2 * (replicas - 1) / replicas * gradient_bytes
+    replicas = prepared.topology.replicas
+    parameters = table_of(prepared.architecture).parameter_count
+    return 2 * (replicas - 1) / replicas * parameters * (4 if prepared.config.precision == "fp32" else 2)

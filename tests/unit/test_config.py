@@ -19,10 +19,10 @@ from megatron_noloco.config import (
     describe,
     explain,
     load_config,
-    parameter_count,
 )
 from megatron_noloco.config.data_block import blend_of
 from megatron_noloco.config.run_config import BLOCKS
+from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.topology import Topology
 
 ROOT = Path(__file__).parents[2]
@@ -448,13 +448,12 @@ def test_ranks_that_do_not_fit(edits: dict[str, Any], world_size: int, line: str
 
 
 def test_padded_vocabulary() -> None:
-    assert config().padded_vocab_size(257) == 384
-    assert config(model__vocab_size=1000).padded_vocab_size() == 1024
-    assert config(model__vocab_size=1000, parallel__shards=2).padded_vocab_size(300) == 1024
-    with pytest.raises(ValueError, match="100 is less than the tokenizer's 257"):
-        config(model__vocab_size=100).padded_vocab_size(257)
-    with pytest.raises(ValueError, match="not known"):
-        config().padded_vocab_size()
+    assert config().architecture(257).padded_vocab_size == 384
+    assert config(model__vocab_size=1000).architecture(257).padded_vocab_size == 1024
+    two = config(model__vocab_size=1000, parallel__tensor_model_parallel_size=2)
+    assert two.architecture(300).padded_vocab_size == 1024
+    with pytest.raises(ConfigError, match="100 is smaller than the tokenizer's 257"):
+        config(model__vocab_size=100).architecture(257)
 
 
 def test_a_config_is_frozen_and_reads_itself_back() -> None:
@@ -482,9 +481,9 @@ def test_parameter_count_is_that_of_llama() -> None:
         "num_attention_heads": 32,
         "seq_length": 4096,
     }
-    assert parameter_count(config(model=llama2).model, 32000) == 6_738_415_616
+    assert table_of(config(model=llama2).architecture(32000)).parameter_count == 6_738_415_616
     llama3 = llama2 | {"ffn_hidden_size": 14336, "num_query_groups": 8, "vocab_size": 128256}
-    assert parameter_count(config(model=llama3).model) == 8_030_261_248
+    assert table_of(config(model=llama3).architecture(257)).parameter_count == 8_030_261_248
 
 
 def test_the_banner_says_the_numbers() -> None:
@@ -497,7 +496,7 @@ def test_the_banner_says_the_numbers() -> None:
         "noloco, k = 5, alpha = 0.5, beta = 0.7, gamma = 0.7, n = 2; rho = 0.700",
         "reshuffled every round",
         "fp32",
-        f"{parameter_count(run.model, 256):,}",
+        f"{table_of(run.architecture(256)).parameter_count:,}",
     ):
         assert part in text
     one_stage = config(parallel={"replicas": 4})
