@@ -28,10 +28,11 @@ from megatron_noloco.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.config import RunConfig
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.job.world import World, join
+from megatron_noloco.model import quieten
 from megatron_noloco.model.stage import build_stage
 from megatron_noloco.outer.averaging import GroupAveraging
 from megatron_noloco.outer.optimizer import OuterOptimizer
-from megatron_noloco.pipeline import cpu, quieten
+from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import build_groups
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.routing import Routing
@@ -113,7 +114,8 @@ def build(options: argparse.Namespace, folder: Path, asynchronous: bool) -> Chec
     )
     topology = config.topology(1)
     groups = build_groups(topology, routed=False, tied=False)
-    engine = ReplicaEngine(config, groups, build_stage(config, groups, VOCABULARY))
+    stage = build_stage(config.architecture(VOCABULARY), config.compute, groups, config.training.seed)
+    engine = ReplicaEngine(config, groups, stage)
     averaging = GroupAveraging(TorchTransport(), topology, config.noloco.deadline_seconds)
     outer = OuterOptimizer(engine.master_weights, averaging, Grouping(1, 1, 0, False), config.noloco)
     routes = Routing(1, config.microbatches, 0, "off").straight()

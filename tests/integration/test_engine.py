@@ -179,7 +179,7 @@ def test_with_sequence_parallelism_shards_keep_one_copy_of_the_norms(precision: 
 
 
 def initial_weights(rank: int, world_size: int, raw: dict[str, Any]) -> dict[str, Tensor]:
-    _, groups, stage = build(raw, world_size)
+    _, _, stage = build(raw, world_size)
     return weights_of(stage)
 
 
@@ -206,7 +206,9 @@ def test_initial_weights_do_not_depend_on_the_topology(
     for rank, weights in enumerate(run_ranks(ranks, initial_weights, raw)):
         at = topology.position(rank)
         for name, weight in weights.items():
-            row = table(tied).find(name)  # the last stage's copy of a tied embedding has the output layer's name
+            row = table(tied).find(
+                name
+            )  # the last stage's copy of a tied embedding has the output layer's name
             assert torch.equal(weight, row.slice(whole[row.source], at.tp, topology.tp)), (rank, name)
         met |= weights.keys()
     assert met >= whole.keys()

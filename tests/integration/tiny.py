@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron_noloco.__main__ import main
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.engine.replica import ReplicaEngine
+from megatron_noloco.huggingface.folder import PretrainedWeights
 from megatron_noloco.model.stage import Stage, build_stage
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import Groups, build_groups
@@ -83,7 +85,9 @@ def build(raw: dict[str, Any], world_size: int) -> tuple[RunConfig, Groups, Stag
     topology = config.topology(world_size)
     architecture = config.architecture(VOCABULARY)
     groups = build_groups(topology, routed=False, tied=architecture.tied_embeddings)
-    return config, groups, build_stage(architecture, config.compute, groups, config.training.seed)
+    pretrained = config.training.pretrained
+    with PretrainedWeights(Path(pretrained), architecture) if pretrained else nullcontext() as read:
+        return config, groups, build_stage(architecture, config.compute, groups, config.training.seed, read)
 
 
 def microbatch(

@@ -130,9 +130,9 @@ def test_shapes_there_are_those_of_the_converted_tensors(groups: int, tied: bool
     expected = {name: shape for row in table_of(model) for name, shape in row.hf_shapes.items()}
     found = exported(random_weights(model), model)
     assert {name: tuple(tensor.shape) for name, tensor in found.items()} == expected
-    if transformers := pytest.importorskip("transformers"):
-        theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**hf_config(model)))
-        assert {name: tuple(tensor.shape) for name, tensor in theirs.named_parameters()} == expected
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**hf_config(model)))
+    assert {name: tuple(tensor.shape) for name, tensor in theirs.named_parameters()} == expected
 
 
 # The configuration
@@ -237,7 +237,10 @@ REFUSED: dict[str, tuple[Spoil, tuple[str, ...]]] = {
         change_config(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}),
         ("rope_scaling", "llama3"),
     ),
-    "a size missing": (change_config(num_hidden_layers=None), ("config.json", "num_hidden_layers is missing")),
+    "a size missing": (
+        change_config(num_hidden_layers=None),
+        ("config.json", "num_hidden_layers is missing"),
+    ),
     "not a size": (change_config(hidden_size="20"), ("config.json", "hidden_size is '20'", ">= 1")),
     "no config": (remove("config.json"), ("config.json", "No such file")),
     "broken config": (write("config.json", "{"), ("config.json", "not a JSON object")),
@@ -372,7 +375,9 @@ def test_a_config_that_does_not_fit_the_folder_is_told_setting_by_setting(tmp_pa
 
 
 def test_files_hold_at_most_what_is_allowed_or_one_tensor() -> None:
-    parameters = [Parameter(str(n), (size,), hf=(f"{n}: {size}",)) for n, size in enumerate((3, 2, 4, 9, 1, 1, 1))]
+    parameters = [
+        Parameter(str(n), (size,), hf=(f"{n}: {size}",)) for n, size in enumerate((3, 2, 4, 9, 1, 1, 1))
+    ]
     files = distribute(parameters, itemsize=2, max_bytes=10)
     sizes = [[name.split()[1] for name in file] for file in files]
     assert sizes == [["3", "2"], ["4"], ["9"], ["1", "1", "1"]]

@@ -27,9 +27,13 @@ def family_of(architecture: Architecture) -> Family:
     return FAMILIES[architecture.family]
 
 
-@lru_cache(maxsize=8)
 def table_of(architecture: Architecture) -> Table:
-    return Table(tuple(family_of(architecture).rows(architecture)), architecture.num_layers)
+    return _table(family_of(architecture), architecture)
+
+
+@lru_cache(maxsize=8)
+def _table(family: Family, architecture: Architecture) -> Table:
+    return Table(tuple(family.rows(architecture)), architecture.num_layers)
 
 
 def architecture_of(hf_config: Mapping[str, Any]) -> Architecture:
