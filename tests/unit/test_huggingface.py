@@ -41,7 +41,7 @@ def make_model(groups: int | None = 2, tied: bool = False, multiple: int = 128) 
 
 def our_shapes(model: ModelConfig) -> dict[str, list[int]]:
     """The parameters of the unsplit model as Megatron-core has them."""
-    rows = model.padded_vocab_size()
+    rows = model.architecture().padded_vocab_size
     shapes = {"embedding.word_embeddings.weight": [rows, HIDDEN], "decoder.final_layernorm.weight": [HIDDEN]}
     for layer in range(LAYERS):
         start = f"decoder.layers.{layer}."
@@ -66,7 +66,7 @@ def random_weights(model: ModelConfig) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(shape, generator=generator) for name, shape in our_shapes(model).items()}
     for name, tensor in weights.items():
-        if tensor.size(0) == model.padded_vocab_size():
+        if tensor.size(0) == model.architecture().padded_vocab_size:
             weights[name][VOCABULARY:] = 0
     return weights
 
@@ -97,7 +97,7 @@ def test_there_and_back_is_the_identity(groups: int | None, multiple: int, tied:
     theirs = exported(weights, model)
     assert theirs["model.embed_tokens.weight"].shape == (VOCABULARY, HIDDEN)
     for name, tensor in weights.items():
-        back = huggingface.from_hf(name, theirs.__getitem__, model, model.padded_vocab_size())
+        back = huggingface.from_hf(name, theirs.__getitem__, model, model.architecture().padded_vocab_size)
         assert torch.equal(back, tensor), name
 
 
