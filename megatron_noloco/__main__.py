@@ -1,38 +1,27 @@
 """The command line: `python -m megatron_noloco train|config|data|inspect|export|import|generate|evaluate`."""
 
 import argparse
-import atexit
 import os
-import signal
 import sys
-import time
 import traceback
 from typing import NoReturn
 
 from megatron_noloco import __version__
+from megatron_noloco.extras import require_trainer
+
+require_trainer()  # before what needs it is imported
+
 from megatron_noloco.config import RunConfig, load_config
 from megatron_noloco.config import cli as config_cli
 from megatron_noloco.data import cli as data_cli
 from megatron_noloco.huggingface import cli as publish_cli
+from megatron_noloco.job.leaving import FAILURE, abandon_job, leave, usage_error
 from megatron_noloco.spec.architecture import Architecture
-
-USAGE_ERROR = 2
-FAILURE = 1
-_LATE_RANK_0_SECONDS = 10.0
 
 
 def run(arguments: list[str] | None = None) -> NoReturn:
-    """`main`, then leave the process as at any exit, but without tearing the interpreter down.
-
-    Gloo's threads outlive their groups, and one may still be freeing the tensors of its last collective. To ask
-    an interpreter that is being torn down for its lock ends that thread inside a C++ destructor, and so the
-    process, with SIGABRT, after all has gone well.
-    """
-    code = main(arguments)
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
+    """`main`, then leave the process with its exit code."""
+    leave(main(arguments))
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -67,7 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return parsed.run(parsed)
     except (ValueError, OSError) as error:  # a file that cannot be read or written
-        return _usage_error(error)
+        return usage_error(error)
 
 
 def _check_start(config: RunConfig) -> Architecture:
@@ -83,12 +72,12 @@ def _train(parsed: argparse.Namespace) -> int:
 
         prepared = run.prepare(config, os.environ)
     except (ValueError, OSError) as error:  # a ConfigError is one; a file that cannot be read
-        return _usage_error(error)
+        return usage_error(error)
     code = FAILURE
     try:
         joined = run.join_job(prepared)
     except (ValueError, OSError) as error:
-        code = _usage_error(error)
+        code = usage_error(error)
     except Exception:
         traceback.print_exc()
     else:
@@ -98,24 +87,8 @@ def _train(parsed: argparse.Namespace) -> int:
             sys.stderr.write(f"{error}\n")
         except Exception:
             traceback.print_exc()
-    run.abandon_job(code)
+    abandon_job(code)
     return code
-
-
-def _usage_error(error: ValueError | OSError) -> int:
-    """One clear line per problem, from one rank of the job.
-
-    Launchers end the job when a first rank leaves. So the others let rank 0 speak, which has seen the same in all
-    likelihood; who is still there afterwards has seen it alone. Who is ended meanwhile leaves with the same exit
-    code, since launchers report the largest.
-    """
-    rank_variables = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-    if any(os.environ.get(name, "0") != "0" for name in rank_variables):
-        before = signal.signal(signal.SIGTERM, lambda *_: os._exit(USAGE_ERROR))
-        time.sleep(_LATE_RANK_0_SECONDS)
-        signal.signal(signal.SIGTERM, before)
-    sys.stderr.write(f"{error}\n")
-    return USAGE_ERROR
 
 
 if __name__ == "__main__":

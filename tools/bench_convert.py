@@ -1,12 +1,12 @@
-"""How long an export takes, against copying the same bytes in the same run, and how much memory it needs.
+"""Time of an export relative to copying the same bytes in the same run, and its memory.
 
     python -m tools.bench_convert                                   # 1.3B parameters: 11 GB under --folder
     python -m tools.bench_convert --layers 4 --hidden 512 --dtype bfloat16
 
-Writes a checkpoint of random weights (replicas x 2 stages x 2 shards), then measures in turn, `--repeats`
-times: copying the weight files with `shutil.copyfile`, and exporting them in a process of its own. All files
-are synced to the disk within the time. The check of the logits, which needs both models in memory, is left
-out. Prints one JSON object.
+Writes a checkpoint of random weights (replicas x pipeline 2 x tensor 2), then measures in turn, `--repeats`
+times: copying the weight files with `shutil.copyfile`, and exporting them in a separate process. Both times
+include syncing the files to the disk. The check of the logits, which needs both models in memory, is not
+made. Prints one JSON object.
 """
 
 import argparse

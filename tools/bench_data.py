@@ -1,12 +1,12 @@
-"""What the data path costs: preprocessing over its bare tokenizer, and waiting for data in the quickstart.
+"""Speed of preprocessing relative to its bare tokenizer, and waiting for data in the quickstart.
 
     python tools/bench_data.py --megabytes 64 --steps 20
 
 The tokenizer is a byte-level BPE of 8192 tokens trained here, unless --tokenizer-model names one; the text is
-Python's standard library, over and over, as JSON lines. "Raw" is the same tokenizer's own batch call in as many
-processes, on texts already in memory. Preprocessing counts everything but the import of Megatron-core, which is
-given apart. Both run --repeats times in turn; medians. On a busy machine believe the CPU seconds of all processes
-(of raw, without getting ready). Prints one JSON object.
+Python's standard library, repeated, as JSON lines. "Raw" is the same tokenizer's own batch call in as many
+processes, on texts already in memory. Preprocessing includes everything but the import of Megatron-core, which is
+reported separately. Both run --repeats times in turn; medians. On a busy machine, compare the CPU seconds of all
+processes (for raw, without its preparation). Prints one JSON object.
 """
 
 import argparse
@@ -161,9 +161,11 @@ def data_wait(folder: Path, steps: int) -> dict[str, Any]:
     records = []
     for path in (folder / "run").glob("replica_*/metrics.jsonl"):
         records += [json.loads(line) for line in path.read_text().splitlines()[1:]]
-    shares = [record["data_wait_seconds"] / record["seconds_per_step"] for record in records]
+    shares = [record["data/wait_seconds"] / record["speed/seconds_per_step"] for record in records]
     return {
-        "seconds_per_step": round(statistics.median(record["seconds_per_step"] for record in records), 4),
+        "seconds_per_step": round(
+            statistics.median(record["speed/seconds_per_step"] for record in records), 4
+        ),
         "data_wait_share_median": round(statistics.median(shares), 6),
         "data_wait_share_largest": round(max(shares), 6),
     }

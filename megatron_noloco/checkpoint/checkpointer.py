@@ -20,7 +20,7 @@ from megatron_noloco.checkpoint.files import FileRecord, write_whole
 from megatron_noloco.config import RunConfig
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.model.dropout import random_state, set_random_state
-from megatron_noloco.outer.optimizer import OuterOptimizer
+from megatron_noloco.outer import Rounds
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.training.record import SaveReport
 
@@ -38,7 +38,7 @@ class Checkpointer:
         self,
         config: RunConfig,
         engine: ReplicaEngine,
-        outer: OuterOptimizer | None,
+        outer: Rounds,
         plan: BatchPlan,
     ) -> None:
         self.settings = config.checkpoint
@@ -106,11 +106,7 @@ class Checkpointer:
 
     def _tensors(self) -> dict[str, Tensor]:
         """What DeepSpeed's files do not hold."""
-        if self.outer is not None:
-            state = self.outer.state()
-        else:  # the same name, so that readers of checkpoints need not know the method
-            state = {"slow_weights": torch.cat([master.cpu() for master in self.engine.master_weights])}
-        return {name: tensor.cpu() for name, tensor in (state | random_state()).items()}
+        return {name: tensor.cpu() for name, tensor in (self.outer.state() | random_state()).items()}
 
     def restore(self, folder: Path, saved: Manifest) -> None:
         """Take up the state of this rank's source in `folder`, which was verified; see training/resume."""
@@ -128,15 +124,12 @@ class Checkpointer:
             for name, value in shift.items():
                 tensors[name] += value
             self._shift_fast_weights(shift["slow_weights"])
-        if self.outer is not None:
-            self.outer.restore(tensors)
+        self.outer.restore(tensors)
 
-    @torch.no_grad()
     def _shift_fast_weights(self, shift: Tensor) -> None:
-        masters = self.engine.master_weights
-        for master, part in zip(masters, shift.split([m.numel() for m in masters]), strict=True):
-            master.add_(part.to(master.device))
-        self.engine.refresh_working_weights()
+        fast = self.engine.weights.read().add_(shift)
+        with self.engine.weights.writing() as write:
+            write(0, fast)
 
     def close(self) -> str | None:
         error = self.wait()

@@ -7,6 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from torch import Tensor
 
 from megatron_noloco.data.microbatches import MicrobatchSource
+from megatron_noloco.metrics import SLOWEST, Record, unrecorded
 
 Microbatch = tuple[Tensor, Tensor]
 
@@ -14,12 +15,12 @@ Microbatch = tuple[Tensor, Tensor]
 class Prefetcher:
     """Microbatches of one data-parallel rank, read ahead by a thread; what was not announced is read at once.
 
-    Keeps no more than one step beside the current one, and counts what the training loop waited for data.
+    Keeps no more than one step beside the current one, and records how long the training loop waits for data.
     """
 
-    def __init__(self, source: MicrobatchSource, dp: int) -> None:
+    def __init__(self, source: MicrobatchSource, dp: int, record: Record = unrecorded) -> None:
         self.plan = source.plan
-        self.wait_seconds = 0.0
+        self.record = record
         self._source = source
         self._dp = dp
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="data")
@@ -43,7 +44,7 @@ class Prefetcher:
             held = self._source.microbatch(step, replica, self._dp, microbatch)
         else:
             held = announced.result()
-        self.wait_seconds += time.perf_counter() - started
+        self.record("data/wait_seconds", time.perf_counter() - started, SLOWEST)
         return held
 
     def close(self) -> None:

@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.job.world import join, read_world
+from megatron_noloco.job.join import join
+from megatron_noloco.job.launcher import read_world
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.quiet import quieten
 

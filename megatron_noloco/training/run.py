@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -16,26 +16,31 @@ from megatron_noloco.data.datasets import Datasets, build_datasets
 from megatron_noloco.data.microbatches import MicrobatchSource, ValidationSource
 from megatron_noloco.data.prefetch import Prefetcher
 from megatron_noloco.data.tokenizer import Tokenizer
-from megatron_noloco.job.world import (
-    World,
-    choose_transport,
-    join,
-    local_device,
-    ranks_on_this_host,
-    read_world,
+from megatron_noloco.job.join import choose_transport, join, ranks_on_this_host
+from megatron_noloco.job.launcher import World, local_device, read_world
+from megatron_noloco.metrics import Metrics
+from megatron_noloco.metrics.writers import ReplicaFiles, Writer
+from megatron_noloco.outer import (
+    Channel,
+    Exchange,
+    MeanModel,
+    NoRounds,
+    OuterOptimizer,
+    OuterSettings,
+    PartnerTimeoutError,
+    Rounds,
+    Weights,
 )
-from megatron_noloco.outer.averaging import PartnerTimeoutError
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.samples import BatchPlan
-from megatron_noloco.plans.topology import Topology
+from megatron_noloco.plans.topology import Place, Position, Topology
 from megatron_noloco.quiet import quieten
 from megatron_noloco.spec.architecture import Architecture
 from megatron_noloco.training.console import Console, RunFacts
 from megatron_noloco.training.preflight import check_start
-from megatron_noloco.transport import mpi
 from megatron_noloco.transport.protocol import Transport
 
-__all__ = ["PartnerTimeoutError", "Prepared", "abandon_job", "join_job", "prepare", "train"]
+__all__ = ["PartnerTimeoutError", "Prepared", "join_job", "prepare", "train"]
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,7 @@ def join_job(prepared: Prepared) -> tuple[Transport, Start]:
     """Join the job, open the transport, find where to start.
 
     Raises ValueError when the others or the transport cannot be had, or the checkpoint to continue from does not
-    fit, OSError when it cannot be read. Other ranks may then be waiting for this one: `abandon_job`.
+    fit, OSError when it cannot be read. Other ranks may then be waiting for this one: `job.leaving.abandon_job`.
     """
     world, cuda = prepared.world, torch.cuda.is_available()
     if cuda:
@@ -95,11 +100,6 @@ def join_job(prepared: Prepared) -> tuple[Transport, Start]:
     return transport, find_start(prepared.config, prepared.topology)
 
 
-def abandon_job(exit_code: int) -> None:
-    """End the other ranks too, which would wait for this one for ever; returns where the launcher does it."""
-    mpi.abort(exit_code)
-
-
 def train(prepared: Prepared, transport: Transport, start: Start, progress: str = "auto") -> bool:
     """Build this rank's part of the run and train to the end, or until asked to stop.
 
@@ -110,8 +110,6 @@ def train(prepared: Prepared, transport: Transport, start: Start, progress: str 
     from megatron_noloco.engine.replica import ReplicaEngine
     from megatron_noloco.job.stopping import Stopping
     from megatron_noloco.model.stage import build_stage
-    from megatron_noloco.outer.averaging import GroupAveraging
-    from megatron_noloco.outer.optimizer import OuterOptimizer
     from megatron_noloco.pipeline import cpu
     from megatron_noloco.pipeline.groups import PATIENCE, build_groups
     from megatron_noloco.training.evaluate import Evaluator
@@ -127,25 +125,26 @@ def train(prepared: Prepared, transport: Transport, start: Start, progress: str 
     patience = PATIENCE + timedelta(seconds=settings.deadline_seconds)
     groups = build_groups(topology, routing.active, prepared.architecture.tied_embeddings, patience)
     stage = build_stage(config, groups, prepared.tokenizer.vocab_size)
-    engine = ReplicaEngine(config, groups, stage)
-    averaging = GroupAveraging(transport, topology, settings.deadline_seconds)
-    outer = None
-    if settings.active_method != "none":
-        group_size = settings.group_size_among(topology.replicas)
-        per_stage = settings.grouping == "stage"
-        grouping = Grouping(topology.replicas, group_size, training.seed, per_stage)
-        outer = OuterOptimizer(engine.master_weights, averaging, grouping, settings)
+    console = _console(prepared, transport, start, progress) if dist.get_rank() == 0 else None
+    at = groups.position
+    writers = _writers(prepared, at, start.step, console)
+    metrics = Metrics(at.replica, groups.replica, writers, start.counters)
+    engine = ReplicaEngine(config, groups, stage, metrics.record)
+    place = topology.place(transport.rank)
+    outer = _outer(config, engine.weights, transport, place)
     plan = replace(prepared.plan, start_step=start.step, start_sample=start.sample)
     order = prepared.datasets.order(training.seed)
-    source = Prefetcher(MicrobatchSource(prepared.datasets.train, order, plan), groups.position.dp)
-    evaluator = Evaluator(
-        engine, outer, averaging, routing, prepared.validation, config.evaluation.mean_model
+    source = Prefetcher(MicrobatchSource(prepared.datasets.train, order, plan), at.dp, metrics.record)
+    losses, means = (
+        Exchange(transport, place, channel, settings.deadline_seconds)
+        for channel in (Channel.LOSSES, Channel.MEAN_MODEL)
     )
+    mean_model = MeanModel(outer, means) if config.evaluation.mean_model else None
+    evaluator = Evaluator(engine, routing, prepared.validation, losses, mean_model)
     checkpointer = Checkpointer(config, engine, outer, plan)
     if start.folder is not None and start.manifest is not None:
         checkpointer.restore(start.folder, start.manifest)
-    console = _console(prepared, transport, start, progress) if dist.get_rank() == 0 else None
-    monitor = Monitor(config, groups, plan, console, start.counters)
+    monitor = Monitor(metrics, plan, plan.replica_batch * config.model.seq_length, console)
     trainer = Trainer(config, engine, outer, routing, source, evaluator, checkpointer, stopping, monitor)
     try:
         done = trainer.train()
@@ -160,6 +159,27 @@ def train(prepared: Prepared, transport: Transport, start: Start, progress: str 
     if console is not None:
         console.summary(done, stopping.reason if stopped_early else None)
     return not (stopped_early and checkpointer.last_save_failed)
+
+
+def _outer(config: RunConfig, weights: Weights, transport: Transport, place: Place) -> Rounds:
+    """The outer optimizer of this rank; for a method without rounds, what stands in for it."""
+    noloco = config.noloco
+    if noloco.active_method == "none":
+        return NoRounds(weights)
+    group_size, per_stage = noloco.group_size_among(place.replicas), noloco.grouping == "stage"
+    grouping = Grouping(place.replicas, group_size, config.training.seed, per_stage)
+    numbers = {field.name: getattr(noloco, field.name) for field in fields(OuterSettings)}
+    return OuterOptimizer(weights, transport, place, grouping, OuterSettings(**numbers))
+
+
+def _writers(prepared: Prepared, at: Position, start_step: int, console: Console | None) -> list[Writer]:
+    """Of the numbers of a replica; one rank of its last stage writes the files."""
+    training = prepared.config.training
+    writers: list[Writer] = [] if console is None else [console]
+    if at == Position(at.replica, prepared.topology.pp - 1, 0, 0):
+        folder = Path(training.output_dir) / f"replica_{at.replica:02d}"
+        writers.append(ReplicaFiles(folder, prepared.config.tensorboard.enabled, start_step))
+    return writers
 
 
 def _console(prepared: Prepared, transport: Transport, start: Start, progress: str) -> Console:

@@ -7,7 +7,7 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.data.prefetch import Prefetcher
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.job.stopping import Stopping
-from megatron_noloco.outer.optimizer import OuterOptimizer
+from megatron_noloco.outer import Rounds
 from megatron_noloco.pipeline.pipeline import ReadMicrobatch
 from megatron_noloco.plans.routing import Routes, Routing
 from megatron_noloco.training.evaluate import Evaluator
@@ -15,17 +15,13 @@ from megatron_noloco.training.monitor import Monitor
 
 
 class Trainer:
-    """Counts steps, and decides what happens after each: a round, a log line, an evaluation, a checkpoint.
-
-    Args:
-        outer: None when replicas never meet (method "none").
-    """
+    """Counts steps, and decides what happens after each: a round, a log line, an evaluation, a checkpoint."""
 
     def __init__(
         self,
         config: RunConfig,
         engine: ReplicaEngine,
-        outer: OuterOptimizer | None,
+        outer: Rounds,
         routing: Routing,
         source: Prefetcher,
         evaluator: Evaluator,
@@ -53,24 +49,19 @@ class Trainer:
             if self.stopping.before_step(step):
                 self._leave(step)
                 return step
-            round_index = step // self.local_steps
             if step + 1 < self.training.train_iters:
                 self.source.announce(step + 1, self.engine.reads(self._routes(step + 1)))
-            waited = self.source.wait_seconds
-            result = self.engine.train_batch(self._reader(step), self._routes(step))
-            self.monitor.local_step(result, self.source.wait_seconds - waited)
-            if self.outer is not None and _due(step + 1, self.local_steps):
-                report = self.outer.run_round(round_index)
-                self.engine.refresh_working_weights()
-                self.monitor.round(report)
-            self.monitor.log_if_due(step + 1)
+            self.engine.train_batch(self._reader(step), self._routes(step))
+            self.monitor.local_step(self.outer.after_local_step(step + 1))
+            if _due(step + 1, self.training.log_interval) or step + 1 == self.training.train_iters:
+                self.monitor.log(step + 1)
             self._evaluate_if_due(step + 1)
             self._save_if_due(step + 1)
         return max(self.start_step, self.training.train_iters)
 
     def _leave(self, done: int) -> None:
         """Asked to stop: lose nothing."""
-        self.monitor.log_rest(done)
+        self.monitor.log(done)
         if self.checkpointer.saved_step != done:
             self._save(done)
 
@@ -84,7 +75,7 @@ class Trainer:
     def _evaluate_if_due(self, done: int) -> None:
         due = _due(done, self.evaluation.interval) or done == self.training.train_iters
         if self.evaluation.iters and due:
-            self.monitor.evaluation(done, self.evaluator.evaluate())
+            self.monitor.evaluation(done, self.evaluator.evaluate(done))
 
     def _save_if_due(self, done: int) -> None:
         interval = self.save_interval
@@ -92,7 +83,7 @@ class Trainer:
             self._save(done)
 
     def _save(self, done: int) -> None:
-        self.monitor.saved(self.checkpointer.save(done, self.monitor.counters))
+        self.monitor.saved(self.checkpointer.save(done, self.monitor.metrics.counters))
 
 
 def _due(done: int, interval: int) -> bool:

@@ -28,6 +28,7 @@ import megatron_noloco.__main__ as entry
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.engine.checkpoint import _TRUSTED
 from megatron_noloco.engine.replica import ReplicaEngine
+from megatron_noloco.job import leaving
 from tests.harness import RankFailedError, run_ranks
 from tests.integration.tiny import already_joined, metrics, tiny, write_config, write_text
 
@@ -35,13 +36,14 @@ from tests.integration.tiny import already_joined, metrics, tiny, write_config, 
 EXACT = (
     "replica",
     "step",
-    "consumed_samples",
-    "learning_rate",
-    "loss",
-    "origin_losses",
-    "grad_norm",
-    "loss_scale",
-    "routed_share",
+    "train/consumed_samples",
+    "train/learning_rate",
+    "train/loss",
+    "train/grad_norm",
+    "train/loss_scale",
+    "routing/share",
+    "round/spread",
+    "round/partners",
 )
 
 
@@ -128,11 +130,7 @@ class Run:
         """Per replica and logged step, what must be the same in a run that was disturbed."""
         return [
             [
-                {name: row[name] for name in EXACT}
-                | {
-                    "spread": row["round"] and row["round"]["spread"],
-                    "partners": row["round"] and row["round"]["partners"],
-                }
+                {name: value for name, value in row.items() if name in EXACT or name.startswith("origin/")}
                 for row in rows
             ]
             for rows in metrics(self.folder)
@@ -144,7 +142,7 @@ def command(
 ) -> Outcome:
     """The command line on a rank of the harness."""
     already_joined()
-    entry._LATE_RANK_0_SECONDS = 0.0  # no launcher here that would end rank 0 before it spoke
+    leaving._LATE_RANK_0_SECONDS = 0.0  # no launcher here that would end rank 0 before it spoke
     os.environ["OMP_NUM_THREADS"] = "1"  # a pool of threads in a process that was forked would wait for ever
     for fault in faults:
         if fault.rank == rank:

@@ -151,7 +151,7 @@ def succeed(run: Run, ranks: int, train_iters: int = STEPS, **checkpoint: Any) -
 def test_runs_and_continues(seed: int, data: list[dict[str, Any]], tmp_path: Path) -> None:
     whole, ranks = drawn_run(seed, tmp_path / "whole", data)
     succeed(whole, ranks, save_interval=STEPS)
-    losses = [row["loss"] for replica in metrics(whole.folder) for row in replica]
+    losses = [row["train/loss"] for replica in metrics(whole.folder) for row in replica]
     assert losses
     assert all(0 < loss < 20 for loss in losses)
 

@@ -156,7 +156,9 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(whole, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("name", ["missing data", "a folder that cannot be made", "settings that the optimizer refuses"])
+@pytest.mark.parametrize(
+    "name", ["missing data", "a folder that cannot be made", "settings that the optimizer refuses"]
+)
 def test_a_check_finds_what_the_start_would(
     folder: Path, name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,7 +171,9 @@ def test_a_check_finds_what_the_start_would(
 
 def test_a_check_leaves_nothing_behind(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     output_dir = folder / "runs" / "new"
-    assert main(["config", "--check", config_with(folder, {"training": {"output_dir": str(output_dir)}})]) == 0
+    assert (
+        main(["config", "--check", config_with(folder, {"training": {"output_dir": str(output_dir)}})]) == 0
+    )
     assert "parameters: " in capfd.readouterr().out
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "text.txt"]
 

@@ -71,7 +71,7 @@ def assert_exchanges_go_to_partners(ranks: Ranks, topology: Topology = STAGED) -
         expected = {}
         for index in range(rounds):
             group = grouping.group(topology.position(rank).replica, index)
-            expected[index] = {topology.counterpart(rank, other) for other in group} - {rank}
+            expected[index] = {topology.place(rank).rank_of(other) for other in group} - {rank}
         assert met == expected, f"rank {rank}"
     assert len({tuple(grouping.groups(index)) for index in range(rounds)}) > 1, "partners do change"
 

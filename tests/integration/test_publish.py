@@ -503,7 +503,7 @@ def finetuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_fine_tuning_learns_and_the_result_passes_the_check(finetuned: Path, tmp_path: Path) -> None:
     for rows in metrics(finetuned):
-        losses = [row["loss"] for row in rows]
+        losses = [row["train/loss"] for row in rows]
         assert len(losses) == 20
         assert losses[-1] < losses[0] - 1
     command = [sys.executable, "tools/convert.py", "export", str(finetuned), "--output", str(tmp_path / "hf")]

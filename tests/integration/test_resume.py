@@ -358,12 +358,10 @@ def test_a_new_learning_rate_is_used(precision: dict[str, Any], scheduler: Any, 
     assert "changed: noloco.local_steps: 4 in the checkpoint, 3 now" in resumed.out
     fresh.launch(1, changes=new)
     (rows,), (expected,) = run.exact_metrics(), fresh.exact_metrics()
-    rates = [row["learning_rate"] for row in rows]
-    assert rates[5:] == pytest.approx([row["learning_rate"] for row in expected[5:]], rel=1e-9)
-    assert rates[:5] != pytest.approx([row["learning_rate"] for row in expected[:5]], rel=0.1)
-    assert [row["partners"] is not None for row in rows] == [done in (4, 6) for done in range(1, 9)], (
-        "the new k"
-    )
+    rates = [row["train/learning_rate"] for row in rows]
+    assert rates[5:] == pytest.approx([row["train/learning_rate"] for row in expected[5:]], rel=1e-9)
+    assert rates[:5] != pytest.approx([row["train/learning_rate"] for row in expected[:5]], rel=0.1)
+    assert ["round/partners" in row for row in rows] == [done in (4, 6) for done in range(1, 9)], "the new k"
 
 
 # Another number of replicas
@@ -401,8 +399,8 @@ def test_another_number_of_replicas(replicas: int, mode: str, four_replicas: Run
     assert told == expected
     for rows in run.exact_metrics()[: min(replicas, 4)]:
         last, first = rows[SAVED - 1], rows[SAVED]
-        assert first["consumed_samples"] - last["consumed_samples"] == replicas * 4
-        assert abs(first["loss"] - last["loss"]) < 0.5, "the loss at random weights is 2 above"
+        assert first["train/consumed_samples"] - last["train/consumed_samples"] == replicas * 4
+        assert abs(first["train/loss"] - last["train/loss"]) < 0.5, "the loss at random weights is 2 above"
 
 
 @pytest.mark.parametrize(("replicas", "mode"), [(6, "drop"), (2, "drop"), (3, "fold")])
@@ -434,9 +432,8 @@ def restored_state(rank: int, world_size: int, arguments: list[str]) -> dict[str
     state: dict[str, torch.Tensor] = {}
 
     def look(trainer: Trainer) -> int:
-        if trainer.outer is not None:
-            state.update({name: tensor.clone() for name, tensor in trainer.outer.state().items()})
-        state["fast_weights"] = torch.cat(trainer.engine.master_weights).clone()
+        state.update({name: tensor.clone() for name, tensor in trainer.outer.state().items()})
+        state["fast_weights"] = trainer.engine.weights.read()
         return trainer.start_step
 
     Trainer.train = look  # type: ignore[method-assign]
@@ -444,9 +441,7 @@ def restored_state(rank: int, world_size: int, arguments: list[str]) -> dict[str
     return state
 
 
-def test_fast_weights_are_folded_where_there_is_no_outer_optimizer(
-    four_replicas: Run, tmp_path: Path
-) -> None:
+def test_fast_weights_are_folded_where_there_are_no_rounds(four_replicas: Run, tmp_path: Path) -> None:
     run = four_replicas.copy(tmp_path / "run")
     run.change({"parallel": {"replicas": 3}, **saving(fewer_replicas="fold"), "noloco": {"enabled": False}})
     alone = four_replicas.copy(tmp_path / "alone")
