@@ -188,6 +188,7 @@ CONFIG: dict[str, Any] = {
         "num_attention_heads": 4,
         "seq_length": 16,
     },
+    "noloco": {"local_steps": 2},
     "data": {"text": "somewhere"},
     "training": {"train_iters": 2},
 }
@@ -366,7 +367,7 @@ def test_import_writes_a_config_for_that_model(tp_size: int, tmp_path: Path) -> 
     raw = json.loads(output.read_text())
     assert raw["training"] == {"train_iters": 2, "pretrained": str(folder)}
     assert raw["model"]["seq_length"] == 16
-    assert ModelConfig(**raw["model"]).padded_vocab_size() == {1: 259, 2: 260}[tp_size]
+    assert ModelConfig(**raw["model"]).architecture().padded_vocab_size == {1: 259, 2: 260}[tp_size]
     assert (raw["optimizer"], raw["data"]) == (CONFIG["optimizer"], CONFIG["data"])
 
 
