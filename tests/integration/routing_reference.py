@@ -99,6 +99,7 @@ class Case(NamedTuple):
                 "model": model,
                 "data": {"text": "python-stdlib"},
                 "training": {"train_iters": 1},
+                "noloco": {"enabled": False},
                 **changes,
             }
         )

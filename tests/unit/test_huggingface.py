@@ -177,6 +177,7 @@ CONFIG: dict[str, Any] = {
         "num_attention_heads": 4,
         "seq_length": 16,
     },
+    "noloco": {"local_steps": 2},
     "data": {"text": "somewhere"},
     "training": {"train_iters": 2},
 }
