@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from megatron_noloco.checkpoint.files import write_text
+from megatron_noloco.files import write_text
 from megatron_noloco.training.record import Evaluation, StepRecord
 
 
