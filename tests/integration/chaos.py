@@ -24,10 +24,11 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-import megatron_noloco.__main__ as entry
 from megatron_noloco.checkpoint import catalog
+from megatron_noloco.cli.main import main
 from megatron_noloco.engine.checkpoint import _TRUSTED
 from megatron_noloco.engine.replica import ReplicaEngine
+from megatron_noloco.job import leaving
 from tests.harness import RankFailedError, run_ranks
 from tests.integration.tiny import already_joined, metrics, tiny, write_config, write_text
 
@@ -144,14 +145,14 @@ def command(
 ) -> Outcome:
     """The command line on a rank of the harness."""
     already_joined()
-    entry._LATE_RANK_0_SECONDS = 0.0  # no launcher here that would end rank 0 before it spoke
+    leaving._LATE_RANK_0_SECONDS = 0.0  # no launcher here that would end rank 0 before it spoke
     os.environ["OMP_NUM_THREADS"] = "1"  # a pool of threads in a process that was forked would wait for ever
     for fault in faults:
         if fault.rank == rank:
             _arm(fault)
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = entry.main(arguments)
+        code = main(arguments)
     return Outcome(code, out.getvalue(), err.getvalue())
 
 

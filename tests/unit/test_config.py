@@ -1,6 +1,5 @@
 """The config room: every rule as one edit to a good file and the words the user reads for it."""
 
-import argparse
 import copy
 import dataclasses
 import json
@@ -12,10 +11,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from megatron_noloco.cli.main import main
 from megatron_noloco.config import (
     ConfigError,
     RunConfig,
-    cli,
     describe,
     explain,
     load_config,
@@ -237,7 +236,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         },
         "model.seq_length 30 does not divide by parallel.tensor_model_parallel_size 4",
     ),
-    ({"parallel.sequence_parallel": True}, "parallel.sequence_parallel needs parallel.tensor_model_parallel_size > 1"),
+    (
+        {"parallel.sequence_parallel": True},
+        "parallel.sequence_parallel needs parallel.tensor_model_parallel_size > 1",
+    ),
     ({"model.recompute_granularity": "full"}, 'recompute_granularity "full" needs model.recompute_method'),
     ({"model.recompute_method": "block"}, "model.recompute_method has a meaning only with"),
     (
@@ -546,22 +548,20 @@ def test_the_papers_global_batches() -> None:
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    cli.add_arguments(parser)
     path = tmp_path / "run.json"
     path.write_text(json.dumps(GOOD))
 
-    assert cli.run(parser.parse_args(["--explain"])) == 0
+    assert main(["config", "--explain"]) == 0
     assert "noloco.local_steps" in capsys.readouterr().out
-    assert cli.run(parser.parse_args(["--check", str(path), "--world-size", "8"])) == 0
+    assert main(["config", "--check", str(path), "--world-size", "8"]) == 0
     assert capsys.readouterr().out.startswith(f"{path}: ok\ntopology: 4 replicas")
-    assert cli.run(parser.parse_args(["--check", str(path), "--world-size", "7"])) == 2
+    assert main(["config", "--check", str(path), "--world-size", "7"]) == 2
     assert capsys.readouterr().err.startswith(f"{path}: 7 ranks are not 4 replicas")
     path.write_text(json.dumps(edited({"parallel.replicas": "auto"})))
-    assert cli.run(parser.parse_args(["--check", str(path)])) == 0
+    assert main(["config", "--check", str(path)]) == 0
     assert capsys.readouterr().out == f"{path}: ok\n"
     path.write_text("{")
-    assert cli.run(parser.parse_args(["--check", str(path)])) == 2
+    assert main(["config", "--check", str(path)]) == 2
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
 

@@ -11,12 +11,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_noloco.__main__ import main
+from megatron_noloco.cli.huggingface import parse_size
+from megatron_noloco.cli.main import main
 from megatron_noloco.config import ModelConfig
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.huggingface import llama as huggingface
 from megatron_noloco.huggingface import safetensors_file
-from megatron_noloco.huggingface.cli import parse_size
 from megatron_noloco.huggingface.safetensors_file import Slot
 from megatron_noloco.model.shards import merge_shards, take_shard
 
