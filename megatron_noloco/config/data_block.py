@@ -25,10 +25,6 @@ class DataConfig(Block):
     valid_data_path: Paths | None = Field(
         default=None, description="Like data_path, for validation; goes together with train_data_path."
     )
-    data_cache_path: Annotated[str, Field(min_length=1)] | None = Field(
-        default=None,
-        description="Folder for the indices of Megatron datasets; null: a folder cache beside each dataset.",
-    )
     tokenizer_type: Literal["byte", "HuggingFaceTokenizer"] = Field(
         default="byte", description='How text becomes tokens: "byte" needs no file.'
     )

@@ -17,6 +17,7 @@ from megatron_noloco.config.blocks import (
 from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.config.wording import ConfigError, Problem, problems_of
 from megatron_noloco.plans.topology import Topology
+from megatron_noloco.spec.data import Blend, IndexedSource, Source, Split, TextSource, TokenizerChoice
 
 BLOCKS: dict[str, type[Block]] = {
     "noloco": NolocoConfig,
@@ -109,6 +110,22 @@ class RunConfig:
     def replica_batch(self) -> int:
         """Samples one replica consumes per local step (DeepSpeed's train_batch_size)."""
         return int(self.deepspeed["train_batch_size"])
+
+    @property
+    def source(self) -> Source:
+        """What is read."""
+        data, split = self.data, Split.parse(self.data.split)
+        if data.text is not None:
+            return TextSource(data.text, split)
+        if data.data_path is not None:
+            return IndexedSource(Blend.parse(data.data_path), None, split)
+        assert data.train_data_path is not None, "check_data wants one of the three"
+        validation = None if data.valid_data_path is None else Blend.parse(data.valid_data_path)
+        return IndexedSource(Blend.parse(data.train_data_path), validation, None)
+
+    @property
+    def tokenizer(self) -> TokenizerChoice:
+        return TokenizerChoice(self.data.tokenizer_type, self.data.tokenizer_model)
 
     @property
     def precision(self) -> Literal["fp32", "bf16", "fp16"]:

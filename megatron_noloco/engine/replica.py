@@ -66,10 +66,6 @@ class ReplicaEngine:
         """Round the master weights to the working precision and gather them over the lanes of the replica."""
         self._optimizer.update_lp_params()
 
-    def reads(self, routes: Routes) -> set[tuple[int, int]]:
-        """(replica, microbatch) of all that `train_batch` will read on this rank."""
-        return self.pipeline.reads(routes, self.microbatches)
-
     def train_batch(self, read: ReadMicrobatch, routes: Routes) -> StepResult:
         """One local step: forward and backward over all microbatches, then the inner optimizer."""
         self._deepspeed.module.train()

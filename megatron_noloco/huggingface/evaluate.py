@@ -88,7 +88,7 @@ def _datasets(model: Model, data: str | None) -> list[SampleDataset]:
     config, seq_length = model.config, model.config.model.seq_length
     if data is not None:
         return [whole_dataset(data, model.tokenizer, model.vocab_size, seq_length)]
-    return list(validation_datasets(config.data, model.tokenizer, model.vocab_size, seq_length))
+    return list(validation_datasets(config.source, model.tokenizer, model.vocab_size, seq_length))
 
 
 def open_model(path: Path, data: str | None, seq_length: int | None) -> Model:

@@ -48,7 +48,7 @@ class Source:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Raises ValueError when its files are gone."""
-        return build_tokenizer(self.config.data)
+        return build_tokenizer(self.config.tokenizer)
 
     def losses(self) -> dict[int, dict[str, float]]:
         """What the last evaluation before the checkpoint measured, by replica."""

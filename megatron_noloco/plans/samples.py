@@ -65,11 +65,12 @@ class BlendedOrder:
     @cached_property
     def _cycle(self) -> tuple[np.ndarray, np.ndarray]:
         """Whose turn it is at each place of the cycle, and how many turns that part had before in the cycle."""
-        share = np.array(self.slots) / sum(self.slots)
-        taken = np.zeros(len(share), dtype=np.int64)
+        shares = [slots / sum(self.slots) for slots in self.slots]
+        taken = [0] * len(shares)
         turns, before = (np.empty(sum(self.slots), dtype=np.int64) for _ in range(2))
         for place in range(len(turns)):
-            turn = int(np.argmax(share * (place + 1) - taken))  # who is furthest behind
+            behind = [share * (place + 1) - had for share, had in zip(shares, taken, strict=True)]
+            turn = behind.index(max(behind))
             turns[place], before[place] = turn, taken[turn]
             taken[turn] += 1
         return turns, before

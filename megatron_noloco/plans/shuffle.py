@@ -15,11 +15,11 @@ class Shuffle:
     """A permutation of 0..size-1, determined by (seed, stream, counters).
 
     A balanced Feistel network of four rounds permutes the 4**h numbers of 2h bits, 4**h >= size. A result outside
-    0..size-1 goes through the network again until it is inside: cycle walking, which makes a permutation of the
-    smaller set of any permutation of the larger (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA
-    2002, section 3). At most four passes are expected, since 4**h <= 4 * size. The round function is the finaliser
-    of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) of the half
-    XOR the round's key. It need not withstand an attacker, only look random.
+    0..size-1 goes through the network again until it is inside: cycle walking, which turns a permutation of the
+    larger set into one of the smaller (Black and Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002).
+    At most four passes are expected, since 4**h <= 4 * size. The round function is the finaliser of SplitMix64
+    (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014) of half XOR round key.
+    It need not withstand an attacker, only look random.
     """
 
     size: int

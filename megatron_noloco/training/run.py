@@ -15,9 +15,9 @@ import torch.distributed as dist
 from megatron_noloco.checkpoint.resume import Start, find_start
 from megatron_noloco.config import RunConfig, describe, parameter_count
 from megatron_noloco.config.deepspeed_keys import TORCH_OPTIMIZERS
-from megatron_noloco.data.datasets import Datasets, build_datasets
+from megatron_noloco.data.datasets import Datasets, Needs, build_datasets
+from megatron_noloco.data.loader import Reader, StepLoader
 from megatron_noloco.data.microbatches import MicrobatchSource, ValidationSource
-from megatron_noloco.data.prefetch import Prefetcher
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_noloco.huggingface import llama as huggingface
 from megatron_noloco.job.world import (
@@ -67,7 +67,7 @@ def prepare(config: RunConfig, environ: Mapping[str, str]) -> Prepared:
     if config.training.pretrained is not None:
         huggingface.check_fits(Path(config.training.pretrained), config.model)
     _check_writable(Path(config.training.output_dir))
-    tokenizer = build_tokenizer(config.data)
+    tokenizer = build_tokenizer(config.tokenizer)
     vocab_size = config.model.vocab_size or tokenizer.vocab_size
     if vocab_size < tokenizer.vocab_size:
         raise ValueError(
@@ -81,17 +81,14 @@ def prepare(config: RunConfig, environ: Mapping[str, str]) -> Prepared:
             f"parallel.tensor_model_parallel_size {tp_size}; make it a multiple of {tp_size}"
         )
     plan = BatchPlan(topology.replicas, topology.dp, config.microbatches, config.micro_batch_size)
-    evaluates = config.training.eval_iters > 0
-    seq_length = config.model.seq_length
-    datasets = build_datasets(
-        config.data,
-        tokenizer,
-        vocab_size,
-        seq_length,
-        plan.global_batch,
-        evaluates,
-        config.training.seed,
+    needs = Needs(
+        vocab_size=vocab_size,
+        seq_length=config.model.seq_length,
+        global_batch=plan.global_batch,
+        seed=config.training.seed,
+        evaluates=config.training.eval_iters > 0,
     )
+    datasets = build_datasets(config.source, tokenizer, needs)
     count = None if config.training.eval_full else config.training.eval_iters
     at_once = (
         topology.pp if config.parallel.virtual_pipeline_model_parallel_size > 1 else 1
@@ -187,7 +184,9 @@ def train(prepared: Prepared, transport: Transport, start: Start, progress: str 
     routing = Routing(topology.replicas, config.microbatches, training.seed, interval)
     plan = replace(prepared.plan, start_step=start.step, start_sample=start.sample)
     order = prepared.datasets.order(training.seed)
-    source = Prefetcher(MicrobatchSource(prepared.datasets.train, order, plan), groups.position.dp)
+    source = MicrobatchSource(prepared.datasets.train, order, plan)
+    reader = Reader.at(topology, groups.position, config.parallel.virtual_pipeline_model_parallel_size)
+    loader = StepLoader(source, routing, settings.local_steps, reader)
     evaluator = Evaluator(
         engine, outer, averaging, routing, prepared.validation, config.training.eval_mean_model
     )
@@ -196,11 +195,11 @@ def train(prepared: Prepared, transport: Transport, start: Start, progress: str 
         checkpointer.restore(start.folder, start.manifest)
     console = _console(prepared, transport, start, progress) if dist.get_rank() == 0 else None
     monitor = Monitor(config, groups, plan, console, start.counters)
-    trainer = Trainer(config, engine, outer, routing, source, evaluator, checkpointer, stopping, monitor)
+    trainer = Trainer(config, engine, outer, loader, start.step, evaluator, checkpointer, stopping, monitor)
     try:
         done = trainer.train()
     finally:
-        source.close()
+        loader.close()
         failed_save = checkpointer.close()
         monitor.close()
     if failed_save is not None:

@@ -1,15 +1,11 @@
 """The loop."""
 
-from functools import partial
-
 from megatron_noloco.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.config import RunConfig
-from megatron_noloco.data.prefetch import Prefetcher
+from megatron_noloco.data.loader import StepLoader
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.outer.optimizer import OuterOptimizer
-from megatron_noloco.pipeline.pipeline import ReadMicrobatch
-from megatron_noloco.plans.routing import Routes, Routing
 from megatron_noloco.training.evaluate import Evaluator
 from megatron_noloco.training.monitor import Monitor
 
@@ -26,8 +22,8 @@ class Trainer:
         config: RunConfig,
         engine: ReplicaEngine,
         outer: OuterOptimizer | None,
-        routing: Routing,
-        source: Prefetcher,
+        loader: StepLoader,
+        start_step: int,
         evaluator: Evaluator,
         checkpointer: Checkpointer,
         stopping: Stopping,
@@ -37,13 +33,12 @@ class Trainer:
         self.local_steps = config.noloco.local_steps
         self.engine = engine
         self.outer = outer
-        self.routing = routing
-        self.source = source
+        self.loader = loader
+        self.start_step = start_step
         self.evaluator = evaluator
         self.checkpointer = checkpointer
         self.stopping = stopping
         self.monitor = monitor
-        self.start_step = source.plan.start_step
 
     def train(self) -> int:
         """Train to the end, or until asked to stop; returns the steps done."""
@@ -51,14 +46,11 @@ class Trainer:
             if self.stopping.before_step(step):
                 self._leave(step)
                 return step
-            round_index = step // self.local_steps
-            if step + 1 < self.training.train_iters:
-                self.source.announce(step + 1, self.engine.reads(self._routes(step + 1)))
-            waited = self.source.wait_seconds
-            result = self.engine.train_batch(self._reader(step), self._routes(step))
-            self.monitor.local_step(result, self.source.wait_seconds - waited)
+            waited = self.loader.wait_seconds
+            result = self.engine.train_batch(*self.loader.step(step))
+            self.monitor.local_step(result, self.loader.wait_seconds - waited)
             if self.outer is not None and _due(step + 1, self.local_steps):
-                report = self.outer.run_round(round_index)
+                report = self.outer.run_round(step // self.local_steps)
                 self.engine.refresh_working_weights()
                 self.monitor.round(report)
             self.monitor.log_if_due(step + 1)
@@ -71,13 +63,6 @@ class Trainer:
         self.monitor.log_rest(done)
         if self.checkpointer.saved_step != done:
             self._save(done)
-
-    def _routes(self, step: int) -> Routes:
-        return self.routing.routes(step, step // self.local_steps)
-
-    def _reader(self, step: int) -> ReadMicrobatch:
-        """Reads (replica, microbatch) of this step."""
-        return partial(self.source.microbatch, step)
 
     def _evaluate_if_due(self, done: int) -> None:
         due = _due(done, self.training.eval_interval) or done == self.training.train_iters
