@@ -1,6 +1,6 @@
-# Sourced by the launch scripts: which Python, which mpirun, and a check of the config before anything starts.
+# Sourced by the launch scripts: finds Python and mpirun, and checks the config before anything starts.
 #   PYTHON  the interpreter; default: the active virtual environment's, else .venv's, else python3
-#   MPIRUN  the mpirun that belongs to it; default: the one beside the interpreter, else the one on PATH
+#   MPIRUN  the mpirun to use; default: the one beside the interpreter, else the one on PATH
 # shellcheck shell=sh disable=SC2034  # the scripts that source this read its variables
 root=$(cd "$(dirname "$0")/.." && pwd)
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" # the package need not be installed
@@ -11,24 +11,24 @@ if [ -z "${PYTHON:-}" ]; then
     done
 fi
 
-usage() { # prints the head of the script itself
+usage() { # prints the comment at the top of the script
     sed -n '2,/^[^#]/{/^#/s/^# \{0,1\}//p;}' "$0" >&2
     exit 2
 }
 
-check_config() { # CONFIG RANKS: errors go to stderr, one line each; a good file is not announced
+check_config() { # CONFIG RANKS: one line per error on stderr, nothing for a valid file
     "$PYTHON" -m megatron_noloco config --check "$1" --world-size "$2" >/dev/null
 }
 
-wait_for_job() { # PID: until this background process has ended; sets code to its exit code
+wait_for_job() { # PID: waits until this background process has ended; sets code to its exit code
     code=0
     while kill -0 "$1" 2>/dev/null; do # a signal ends `wait` before the job is done
         wait "$1" && code=0 || code=$?
     done
 }
 
-# Sets mpirun; mpi (openmpi | other); mpi_options, the words that every launch needs; and mpi_unbuffered, the
-# words that make a rank's output appear at once instead of by whole lines, as a progress bar needs it.
+# Sets mpirun; mpi (openmpi | other); mpi_options, the options of every launch; and mpi_unbuffered, the options that
+# print a rank's output at once instead of line by line, which a progress bar needs.
 find_mpirun() {
     mpirun=${MPIRUN:-$(dirname "$(command -v "$PYTHON")")/mpirun}
     [ -x "$mpirun" ] || mpirun=$(command -v mpirun) || {
@@ -38,8 +38,8 @@ find_mpirun() {
     mpi=other mpi_options='' mpi_unbuffered=''
     mpi_version=$("$mpirun" --version 2>&1)
     case $mpi_version in *"Open MPI"*)
-        mpi=openmpi mpi_options="--bind-to none" # else each process is tied to one core
-        if [ "$(id -u)" = 0 ]; then # Open MPI refuses root unless told twice
+        mpi=openmpi mpi_options="--bind-to none" # otherwise each process is bound to one core
+        if [ "$(id -u)" = 0 ]; then # Open MPI refuses to run as root unless both are set
             export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
         fi
         case $mpi_version in *"Open MPI) "[1-4].*) ;; *) mpi_unbuffered="--output :raw" ;; esac

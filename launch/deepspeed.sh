@@ -1,10 +1,10 @@
 #!/bin/sh
-# Train under DeepSpeed's launcher, on one host or on several; exchanges go over torch.distributed.
+# Train under DeepSpeed's launcher, on one host or several; exchanges use torch.distributed.
 #   usage: launch/deepspeed.sh N CONFIG [options of `train`]
 #   N         processes on this host, or on each host of HOSTFILE; one per GPU
 #   HOSTFILE  lines like "node1 slots=8": DeepSpeed reaches the hosts by ssh, through pdsh
-#   HOSTS     how many hosts HOSTFILE names
-#   PORT      for the processes to find each other, default 29500; two jobs on a host need two
+#   HOSTS     the number of hosts in HOSTFILE
+#   PORT      rendezvous port, default 29500; two jobs on a host need different ports
 #   NIC       the network interface to use, such as eth0; without it gloo and NCCL each choose
 set -eu
 # shellcheck source=launch/common.sh
@@ -14,15 +14,15 @@ ranks=$1 config=$2
 shift 2
 check_config "$config" $((ranks * ${HOSTS:-1}))
 
-if [ -n "${NIC:-}" ]; then # as words of the command: DeepSpeed carries no such variables to other hosts
+if [ -n "${NIC:-}" ]; then # on the command line: DeepSpeed does not pass these variables to other hosts
     set -- --no_python env "GLOO_SOCKET_IFNAME=$NIC" "NCCL_SOCKET_IFNAME=$NIC" \
         "$PYTHON" -u -m megatron_noloco train --config "$config" "$@"
 else
     set -- --module megatron_noloco train --config "$config" "$@"
 fi
-# Asked to stop, DeepSpeed's runner leaves at once and its ranks train on: the signal is for all of them. They finish
-# their step and save, for which DeepSpeed gives them 30 s. A second Ctrl-C ends them at once.
-# --no_local_rank: else DeepSpeed puts --local_rank=K before `train`; the environment says the same.
+# On a signal, DeepSpeed's runner exits at once while its ranks continue. So all of them receive it here: they finish
+# their step and save, within the 30 s that DeepSpeed allows. A second Ctrl-C ends them at once.
+# --no_local_rank: otherwise DeepSpeed inserts --local_rank=K before `train`; LOCAL_RANK has the same value.
 setsid "$PYTHON" -m deepspeed.launcher.runner ${HOSTFILE:+--hostfile "$HOSTFILE"} --num_gpus "$ranks" \
     --master_port "${PORT:-29500}" --log_level warning --no_local_rank "$@" </dev/null &
 job=$!

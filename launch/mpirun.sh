@@ -1,11 +1,11 @@
 #!/bin/sh
-# Train under mpirun, on one host or on several.
+# Train under mpirun, on one host or several.
 #   usage: launch/mpirun.sh N CONFIG [options of `train`]
-#   N         processes in all: replicas x stages x lanes x shards, one per GPU
-#   HOSTFILE  lines like "node1 slots=8"; without it everything runs on this host, several processes to a core
+#   N         all processes: replicas x pipeline x data x tensor parallel sizes, one per GPU
+#   HOSTFILE  lines like "node1 slots=8"; without it all processes run on this host, possibly several per core
 #   NIC       the network interface to use, such as eth0 or ib0; without it MPI, gloo and NCCL each choose
-#   MPI_OPTIONS  more words for mpirun, such as "--mca btl_tcp_progress_thread 1"
-# On several hosts the repository and the Python environment must lie at the same path everywhere.
+#   MPI_OPTIONS  more options of mpirun, such as "--mca btl_tcp_progress_thread 1"
+# On several hosts the repository and the Python environment must have the same path everywhere.
 set -eu
 # shellcheck source=launch/common.sh
 . "$(dirname "$0")/common.sh"
@@ -16,22 +16,22 @@ check_config "$config" "$ranks"
 find_mpirun
 
 if [ -n "${NIC:-}" ]; then export GLOO_SOCKET_IFNAME="$NIC" NCCL_SOCKET_IFNAME="$NIC"; fi
-hostfile='' # the option; HOSTFILE itself may have spaces in it
+hostfile='' # the option; HOSTFILE itself may contain spaces
 if [ "$mpi" = openmpi ]; then
     mpi_options="$mpi_options${NIC:+ --mca btl_tcp_if_include $NIC}"
-    if [ -n "${HOSTFILE:-}" ]; then # ssh does not carry the environment over: name what must travel
+    if [ -n "${HOSTFILE:-}" ]; then # ssh does not pass the environment: name the variables
         hostfile=--hostfile
         mpi_options="$mpi_options -x PYTHONPATH"
         mpi_options="$mpi_options${NIC:+ -x GLOO_SOCKET_IFNAME -x NCCL_SOCKET_IFNAME}"
     else
         mpi_options="$mpi_options --oversubscribe"
     fi
-else # MPICH and its kin
+else # MPICH and its derivatives
     mpi_options="${NIC:+ -iface $NIC}"
     if [ -n "${HOSTFILE:-}" ]; then hostfile=-f; fi
 fi
 
-# mpirun gives every rank a terminal of its own: only here can it be seen whether a person is watching.
+# mpirun gives every rank a terminal of its own, so only this script can see whether the output is a terminal.
 progress=lines
 if [ -t 1 ]; then
     progress=bar
@@ -39,9 +39,9 @@ if [ -t 1 ]; then
     columns=$(stty size 0<&1 2>/dev/null | cut -d ' ' -f 2)
     if [ "${columns:-0}" -gt 0 ]; then export COLUMNS="$columns"; fi
 fi
-# Asked to stop, mpirun kills its ranks within a second, but it passes SIGUSR1 on to all of them: they finish
-# their step, save and end the job. A second Ctrl-C ends it at once. setsid keeps the terminal's own Ctrl-C away.
-# shellcheck disable=SC2086  # options are words
+# On SIGINT or SIGTERM mpirun kills its ranks within a second, but it forwards SIGUSR1 to all of them: they finish
+# their step, save and end the job. A second Ctrl-C ends it at once. With setsid, Ctrl-C does not reach mpirun directly.
+# shellcheck disable=SC2086  # several options in one variable
 setsid "$mpirun" $mpi_options ${hostfile:+"$hostfile" "$HOSTFILE"} ${MPI_OPTIONS:-} -n "$ranks" \
     "$PYTHON" -m megatron_noloco train --config "$config" --progress "$progress" "$@" </dev/null &
 job=$!

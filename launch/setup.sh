@@ -1,8 +1,8 @@
 #!/bin/sh
-# Make the virtual environment .venv with everything in requirements.txt; safe to run again.
+# Create the virtual environment .venv with everything in requirements.txt; can be run again.
 #   usage: launch/setup.sh        (or: make setup)
 #   PYTHON  the interpreter to use, default python3; it must be 3.11, 3.12 or 3.13
-# Needs only Python with its venv module: no compiler, no MPI, no GPU, no root.
+# Needs only Python with its venv module: no compiler, MPI, GPU or root.
 set -eu
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -24,7 +24,7 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     "$python" -m venv --clear "$venv"
 fi
 
-# --- torch first: the default build for Linux brings gigabytes of CUDA libraries that a CPU never uses -------
+# --- torch first: the default build for Linux includes gigabytes of CUDA libraries that a CPU does not need --
 torch=$(grep '^torch[<>=]' requirements.txt)
 
 if ! version_of torch >/dev/null 2>&1; then
@@ -43,11 +43,11 @@ fi
 system_mpi_works() {
     system_mpirun=$(command -v mpirun) || return 1
     case $system_mpirun in "$venv"/*) return 1 ;; esac
-    [ ! -x "$venv/bin/mpirun" ] || return 1 # the wheel is there already
+    [ ! -x "$venv/bin/mpirun" ] || return 1 # the wheel is installed already
     pip_install "$(grep '^mpi4py' requirements.txt)"
     [ "$(id -u)" != 0 ] || export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
     "$venv/bin/python" -c 'from mpi4py import MPI' >/dev/null 2>&1 || return 1
-    # Two ranks that see each other prove that mpirun and the library belong together.
+    # Two ranks that both count 2 show that mpirun and the library match.
     count='from mpi4py import MPI; print(MPI.COMM_WORLD.size)'
     seen=$(timeout 60 "$system_mpirun" -n 2 "$venv/bin/python" -c "$count" 2>/dev/null | tr -d '[:space:]')
     [ "$seen" = 22 ]
@@ -61,7 +61,7 @@ if system_mpi_works; then
 else
     pip_install -r requirements.txt
 fi
-# The repository itself: importable from any folder, edited in place.
+# The repository itself: importable from any folder, and editable.
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 echo "$PWD" >"$site/megatron_noloco.pth"
 touch "$venv/.installed"

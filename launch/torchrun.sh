@@ -1,8 +1,8 @@
 #!/bin/sh
-# Train under torchrun, on one host or on several; no MPI is needed: exchanges go over torch.distributed.
+# Train under torchrun, on one host or several, without MPI: exchanges use torch.distributed.
 #   usage: launch/torchrun.sh N CONFIG [options of `train`]
-#   N      processes on each host, one per GPU; N x NNODES = replicas x stages x lanes x shards
-#   NNODES, RENDEZVOUS  on several hosts: their number and HOST:PORT of one of them; start this script on each
+#   N      processes on each host, one per GPU; N x NNODES = replicas x pipeline x data x tensor parallel sizes
+#   NNODES, RENDEZVOUS  on several hosts: their number, and HOST:PORT of one of them; start this script on each
 #   NIC    the network interface to use, such as eth0; without it gloo and NCCL each choose
 set -eu
 # shellcheck source=launch/common.sh
@@ -13,14 +13,14 @@ shift 2
 check_config "$config" $((ranks * ${NNODES:-1}))
 
 if [ -n "${NIC:-}" ]; then export GLOO_SOCKET_IFNAME="$NIC" NCCL_SOCKET_IFNAME="$NIC"; fi
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # what torchrun would set, without its warning
-# Asked to stop, the ranks finish their step and save; torchrun would kill them after 30 s.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # torchrun sets the same, with a warning
+# On a signal the ranks finish their step and save; by default torchrun kills them after 30 s.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
 if [ "${NNODES:-1}" -gt 1 ]; then
     where="--nnodes $NNODES --rdzv-backend c10d --rdzv-endpoint ${RENDEZVOUS:?set it to HOST:PORT of one host}"
 else
     where=--standalone
 fi
-# shellcheck disable=SC2086  # options are words
+# shellcheck disable=SC2086  # several options in one variable
 exec "$PYTHON" -m torch.distributed.run $where --nproc-per-node "$ranks" \
     -m megatron_noloco train --config "$config" "$@"

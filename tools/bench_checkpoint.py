@@ -1,11 +1,11 @@
-"""What a checkpoint costs, against plain `torch.save` of the same tensors in the same run.
+"""Time and size of a checkpoint, relative to plain `torch.save` of the same tensors in the same run.
 
     python -m tools.bench_checkpoint --hidden-size 384 --layers 6
 
-One process: one replica of one rank, after one local step (so that Adam has its state). Each repeat runs all ways
-in turn, so that noise of the machine meets them alike. "torch.save" writes one file, without checksums or fsync;
-"torch.save and fsync" makes it as safe from a power cut as ours. "async pause" is how long training stands still
-when the save goes on in the background, "async until written" when the files are there. Prints one JSON object.
+One process: one replica of one rank, after one local step (so that Adam has its state). Each repeat runs all
+variants in turn, so that noise of the machine affects them alike. "torch.save" writes one file, without checksums
+or fsync; "torch.save and fsync" is as safe from a power cut as "sync". "async pause" is how long an asynchronous
+save pauses training, "async until written" the time until its files exist. Prints one JSON object.
 """
 
 import argparse
@@ -27,15 +27,16 @@ from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.config import RunConfig
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.job.world import World, join
+from megatron_noloco.job.join import join
+from megatron_noloco.job.launcher import World
 from megatron_noloco.model.stage import build_stage
-from megatron_noloco.outer.averaging import GroupAveraging
-from megatron_noloco.outer.optimizer import OuterOptimizer
-from megatron_noloco.pipeline import cpu, quieten
+from megatron_noloco.outer import OuterOptimizer, OuterSettings
+from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import build_groups
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.samples import BatchPlan
+from megatron_noloco.quiet import quieten
 from megatron_noloco.training.record import SaveReport
 from megatron_noloco.transport.torch_dist import TorchTransport
 
@@ -66,7 +67,7 @@ def main() -> None:
         plain_bytes = (Path(folder) / "plain.pt").stat().st_size
         (step,) = catalog.steps(waiting.checkpoints)
         written = {path.name: path.stat().st_size for path in step.rglob("*") if path.is_file()}
-    parameters = sum(master.numel() for master in waiting.engine.master_weights)
+    parameters = waiting.engine.weights.length
     medians = {name: statistics.median(times) for name, times in seconds.items()}
     report = {
         "parameters": parameters,
@@ -103,19 +104,15 @@ def build(options: argparse.Namespace, folder: Path, asynchronous: bool) -> Chec
                 "seq_length": SEQUENCE,
             },
             "data": {"text": "none is read"},
-            "training": {
-                "train_iters": 1,
-                "output_dir": str(folder),
-                "async_save": asynchronous,
-                "keep_last": 1,
-            },
+            "training": {"train_iters": 1, "output_dir": str(folder)},
+            "checkpoint": {"async_save": asynchronous, "keep_last": 1},
         }
     )
     topology = config.topology(1)
     groups = build_groups(topology, routed=False, tied=False)
     engine = ReplicaEngine(config, groups, build_stage(config, groups, VOCABULARY))
-    averaging = GroupAveraging(TorchTransport(), topology, config.noloco.deadline_seconds)
-    outer = OuterOptimizer(engine.master_weights, averaging, Grouping(1, 1, 0, False), config.noloco)
+    place, grouping = topology.place(0), Grouping(1, 1, seed=0)
+    outer = OuterOptimizer(engine.weights, TorchTransport(), place, grouping, OuterSettings())
     routes = Routing(1, config.microbatches, 0, "off").straight()
     engine.train_batch(read, routes)
     return Checkpointer(config, engine, outer, BatchPlan(1, 1, 1, 1))

@@ -1,12 +1,12 @@
-"""How long an export takes, against copying the same bytes in the same run, and how much memory it needs.
+"""Time of an export relative to copying the same bytes in the same run, and its memory.
 
     python -m tools.bench_convert                                   # 1.3B parameters: 11 GB under --folder
     python -m tools.bench_convert --layers 4 --hidden 512 --dtype bfloat16
 
-Writes a checkpoint of random weights (replicas x 2 stages x 2 shards), then measures in turn, `--repeats`
-times: copying the weight files with `shutil.copyfile`, and exporting them in a process of its own. All files
-are synced to the disk within the time. The check of the logits, which needs both models in memory, is left
-out. Prints one JSON object.
+Writes a checkpoint of random weights (replicas x pipeline 2 x tensor 2), then measures in turn, `--repeats`
+times: copying the weight files with `shutil.copyfile`, and exporting them in a separate process. Both times
+include syncing the files to the disk. The check of the logits, which needs both models in memory, is not
+made. Prints one JSON object.
 """
 
 import argparse
@@ -82,7 +82,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     ratios = [there / here for there, here in zip(seconds["convert"], seconds["copy"], strict=True)]
     return {
-        "parameters": parameter_count(config.model, options.vocabulary),
+        "parameters": parameter_count(config.architecture()),
         "replicas": options.replicas,
         "dtype": options.dtype,
         "read_gb": round(sum(file.stat().st_size for file in weights) / 1e9, 3),
@@ -159,7 +159,9 @@ def make_config(options: argparse.Namespace) -> RunConfig:
                 "vocab_size": options.vocabulary,
             },
             "data": {"text": "none"},
-            "training": {"train_iters": 1, "eval_iters": 0},
+            "training": {"train_iters": 1},
+            "noloco": {"enabled": False},
+            "evaluation": {"iters": 0},
         }
     )
 
@@ -185,7 +187,7 @@ def stage_layout(config: RunConfig, stage: int) -> list[tuple[str, list[int]]]:
     model = config.model
     hidden, ffn = model.hidden_size, model.ffn_hidden_size
     attention = model.num_attention_heads * model.head_size
-    vocabulary = [model.padded_vocab_size(), hidden]
+    vocabulary = [config.architecture().padded_vocab_size, hidden]
     layer = {
         "input_layernorm.weight": [hidden],
         "self_attention.linear_proj.weight": [hidden, attention],

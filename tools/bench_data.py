@@ -1,12 +1,12 @@
-"""What the data path costs: preprocessing over its bare tokenizer, and waiting for data in the quickstart.
+"""Speed of preprocessing relative to its bare tokenizer, and waiting for data in the quickstart.
 
     python tools/bench_data.py --megabytes 64 --steps 20
 
 The tokenizer is a byte-level BPE of 8192 tokens trained here, unless --tokenizer-model names one; the text is
-Python's standard library, over and over, as JSON lines. "Raw" is the same tokenizer's own batch call in as many
-processes, on texts already in memory. Preprocessing counts everything but the import of Megatron-core, which is
-given apart. Both run --repeats times in turn; medians. On a busy machine believe the CPU seconds of all processes
-(of raw, without getting ready). Prints one JSON object.
+Python's standard library, repeated, as JSON lines. "Raw" is the same tokenizer's own batch call in as many
+processes, on texts already in memory. Preprocessing includes everything but the import of Megatron-core, which is
+reported separately. Both run --repeats times in turn; medians. On a busy machine, compare the CPU seconds of all
+processes (for raw, without its preparation). Prints one JSON object.
 """
 
 import argparse
@@ -151,8 +151,9 @@ def encode_share(path: Path, encoding: Encoding, index: int, workers: int, ready
 def data_wait(folder: Path, steps: int) -> dict[str, Any]:
     """The share of a step that the slowest rank of a replica waits for data, after the first record."""
     config = json.loads((ROOT / "configs" / "quickstart.json").read_text())
-    config["training"] |= {"train_iters": steps, "log_interval": 5, "eval_iters": 0}
-    config["training"] |= {"output_dir": str(folder / "run"), "tensorboard": False}
+    config["training"] |= {"train_iters": steps, "log_interval": 5}
+    config["training"] |= {"output_dir": str(folder / "run")}
+    config |= {"evaluation": {"iters": 0}, "tensorboard": {"enabled": False}, "noloco": {"local_steps": 5}}
     config["scheduler"]["params"] |= {"total_num_steps": steps, "warmup_num_steps": 2}
     (folder / "run.json").write_text(json.dumps(config))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8"]
@@ -161,9 +162,11 @@ def data_wait(folder: Path, steps: int) -> dict[str, Any]:
     records = []
     for path in (folder / "run").glob("replica_*/metrics.jsonl"):
         records += [json.loads(line) for line in path.read_text().splitlines()[1:]]
-    shares = [record["data_wait_seconds"] / record["seconds_per_step"] for record in records]
+    shares = [record["data/wait_seconds"] / record["speed/seconds_per_step"] for record in records]
     return {
-        "seconds_per_step": round(statistics.median(record["seconds_per_step"] for record in records), 4),
+        "seconds_per_step": round(
+            statistics.median(record["speed/seconds_per_step"] for record in records), 4
+        ),
         "data_wait_share_median": round(statistics.median(shares), 6),
         "data_wait_share_largest": round(max(shares), 6),
     }

@@ -1,12 +1,13 @@
-"""How fast a pair swap through MpiTransport is, against raw MPI calls on the same bytes in the same run.
+"""How fast a pair's exchange is over MPI: its messages alone, and with the mean; against raw MPI calls.
 
     mpirun --oversubscribe --bind-to none -n 2 python tools/bench_exchange.py --megabytes 64
 
-Ranks 2i and 2i+1 are a pair. Each repeat runs all ways in turn, so that noise of the machine meets them
-alike; a time is that of the slowest rank. Rank 0 prints one JSON object.
+Ranks 2i and 2i+1 are a pair. Each repeat runs all ways in turn, on the same bytes, so that noise of the machine
+meets them alike; a time is that of the slowest rank. Rank 0 prints one JSON object.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import time
@@ -16,6 +17,8 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from megatron_noloco.outer import Channel, Exchange
+from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.mpi import MpiTransport, mpi_library
 from megatron_noloco.transport.protocol import Message
 
@@ -58,7 +61,7 @@ def main() -> None:
 
 
 def make_ways(world: MPI.Comm, elements: int, chunk_bytes: int) -> dict[str, Callable[[], None]]:
-    """The ways to be compared, each of which brings the partner's vector here (Allreduce: the pair's sum)."""
+    """The ways to be compared, each of which brings the partner's vector here (or the pair's mean, or sum)."""
     transport = MpiTransport(chunk_bytes=chunk_bytes)
     partner = transport.rank ^ 1
     pair = world.Split(color=transport.rank // 2)
@@ -67,10 +70,19 @@ def make_ways(world: MPI.Comm, elements: int, chunk_bytes: int) -> dict[str, Cal
     fits = raw_outgoing.nbytes < 2**31  # one raw call can carry no more
 
     def swap() -> None:
-        flight = transport.post([Message(partner, outgoing)], [Message(partner, incoming)], tag=1)
+        flight = transport.post([Message(partner, outgoing)], [Message(partner, incoming)], tag=2**20)
         for _ in flight.arrivals(DEADLINE_SECONDS):
             pass
         flight.finish(DEADLINE_SECONDS)
+
+    place = Place(transport.rank, transport.world_size)
+    exchange = Exchange(transport, place, Channel.ROUNDS, DEADLINE_SECONDS, stretch=elements)
+    group, numbers = tuple(sorted((transport.rank, partner))), itertools.count()
+
+    def mean() -> None:
+        exchange.begin(outgoing, group, next(numbers), "a measurement")
+        for _ in exchange.finish():
+            pass
 
     def sendrecv() -> None:
         world.Sendrecv(
@@ -80,7 +92,12 @@ def make_ways(world: MPI.Comm, elements: int, chunk_bytes: int) -> dict[str, Cal
     def allreduce() -> None:
         pair.Allreduce(raw_outgoing, raw_incoming)
 
-    return {TRANSPORT: swap, **({"sendrecv": sendrecv} if fits else {}), "allreduce_of_pair": allreduce}
+    return {
+        TRANSPORT: swap,
+        "exchange": mean,
+        **({"sendrecv": sendrecv} if fits else {}),
+        "allreduce_of_pair": allreduce,
+    }
 
 
 def measure(ways: dict[str, Callable[[], None]], world: MPI.Comm, repeats: int) -> dict[str, list[float]]:

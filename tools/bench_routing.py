@@ -1,12 +1,12 @@
-"""What routing costs: the time of a batch on routes that cross replicas, over that of straight pipelines.
+"""Time of a batch on routes that cross replicas, relative to straight pipelines.
 
     python -m tools.bench_routing --repeats 60
 
-Starts its ranks itself (forked, gloo, one machine) and builds real stages; forward and backward of a batch are
-timed, without the optimizer, which knows nothing of routes. Each repeat runs all ways once, in an order that
-rotates, so that noise of the machine meets them alike; a time is that of the slowest rank. "off" is this project's
-communicator inside each replica, "off again" the same once more: how far their ratio is from 1 is what noise
-does. "core" is Megatron-core's own communicator. Prints one JSON object.
+Starts its ranks itself (forked, gloo, one machine) and builds real stages. Forward and backward of a batch are
+timed, without the optimizer, which does not depend on routes. Each repeat runs all variants once, in an order that
+rotates, so that noise of the machine affects them alike; a time is that of the slowest rank. "off" is the routed
+communicator inside each replica, "off again" the same once more: the deviation of their ratio from 1 is noise.
+"core" is Megatron-core's own communicator. Prints one JSON object.
 """
 
 import argparse
@@ -40,14 +40,15 @@ INTERVALS = ("round", "step", "microbatch")
 
 
 class CoreCommunicator(P2PCommunicator):
-    """Megatron-core's, told nothing of routes."""
+    """Megatron-core's, without routes."""
 
     def __init__(self, groups: Groups, stage: Stage) -> None:
         super().__init__(groups.pp, stage.config)
-        self.device, self.vpp, self.wait_seconds = torch.device("cpu"), 1, 0.0
+        self.device, self.vpp = torch.device("cpu"), 1
+        self.wait_seconds, self.bytes_to_others = 0.0, 0
 
     def begin(self, *_: Any) -> None:
-        """It always talks to the same two neighbours."""
+        """It always communicates with the same two stages."""
 
 
 def main() -> None:
@@ -93,6 +94,7 @@ def configuration(options: argparse.Namespace) -> RunConfig:
             },
             "data": {"text": "python-stdlib"},
             "training": {"train_iters": 1},
+            "noloco": {"enabled": False},
         }
     )
 

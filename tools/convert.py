@@ -3,7 +3,7 @@
     python tools/convert.py export runs/quickstart --output my-llama
     python tools/convert.py import my-llama --config configs/quickstart.json --output finetune.json
 
-The same as `python -m megatron_noloco export|import`, for those who look here first.
+The same as `python -m megatron_noloco export|import`.
 """
 
 import sys

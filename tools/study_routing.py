@@ -1,11 +1,11 @@
-"""What routing does to the replicas: spread and validation loss for every interval, with rounds and without.
+"""The effect of routing on spread and validation loss, for every interval, with rounds and without.
 
     nice -n 10 python -m tools.study_routing --output runs/study_routing --plot docs/routing.png
 
 Trains 4 replicas x 2 stages of a very small Llama, once per method ("noloco": rounds; "none": routing alone),
-routing interval and seed, one run after the other, each with the real trainer under mpirun. A run that is
-finished is not repeated, so an interrupted study goes on where it stopped. Runs of one seed start from the same
-weights and read the same samples in the same order: only the routes differ, so they are compared pair by pair.
+routing interval and seed, one run after the other, each with the real trainer under mpirun. Finished runs are not
+repeated, so an interrupted study can be continued. Runs of one seed start from the same weights and read the same
+samples in the same order: only the routes differ, so they are compared pair by pair.
 
 Prints one JSON object and writes it to OUTPUT/study.json; the plot is a PNG.
 """
@@ -83,7 +83,7 @@ def main() -> None:
 
 
 def configuration(run: Run, options: argparse.Namespace, output_dir: str) -> dict[str, Any]:
-    """The quickstart's settings on a smaller model."""
+    """The settings of the quickstart with a smaller model."""
     schedule = {"total_num_steps": options.steps, "warmup_num_steps": options.steps // 10}
     return {
         "train_micro_batch_size_per_gpu": 4,
@@ -100,7 +100,7 @@ def configuration(run: Run, options: argparse.Namespace, output_dir: str) -> dic
         },
         "gradient_clipping": 1.0,
         "noloco": {
-            "method": run.method,
+            "enabled": run.method != "none",
             "local_steps": options.local_steps,
             "outer_momentum": 0.5,
             "outer_lr": 0.7,
@@ -121,11 +121,10 @@ def configuration(run: Run, options: argparse.Namespace, output_dir: str) -> dic
             "train_iters": options.steps,
             "seed": run.seed,
             "log_interval": options.eval_interval,
-            "eval_interval": options.eval_interval,
-            "eval_iters": 16,
             "output_dir": output_dir,
-            "tensorboard": False,
         },
+        "evaluation": {"interval": options.eval_interval, "iters": 16},
+        "tensorboard": {"enabled": False},
     }  # fmt: skip
 
 
@@ -167,7 +166,10 @@ def read_history(folder: Path) -> list[Evaluation]:
     rows = map(json.loads, (folder / "replica_00" / "metrics.jsonl").read_text().splitlines())
     return [
         Evaluation(
-            row["step"], statistics.fmean(row["replica_losses"]), row["mean_model_loss"], row["spread"]
+            row["step"],
+            statistics.fmean(row["validation/replica_losses"]),
+            row["validation/mean_model_loss"],
+            row["validation/spread"],
         )
         for row in rows
         if row["kind"] == "evaluation"

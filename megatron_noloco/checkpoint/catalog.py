@@ -29,9 +29,7 @@ class Manifest:
     position: Position
     config: dict[str, Any]
     files: dict[str, FileRecord]
-    layout: list[
-        tuple[str, list[int]]
-    ]  # of this rank's parameters, in the order of the flat weights
+    layout: list[tuple[str, list[int]]]  # of this rank's parameters, in the order of the flat weights
     counters: dict[str, float] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:

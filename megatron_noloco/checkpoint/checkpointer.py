@@ -21,7 +21,7 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.files import write_whole
 from megatron_noloco.model.dropout import random_state, set_random_state
-from megatron_noloco.outer.optimizer import OuterOptimizer
+from megatron_noloco.outer import Rounds
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.training.record import SaveReport
 
@@ -39,10 +39,10 @@ class Checkpointer:
         self,
         config: RunConfig,
         engine: ReplicaEngine,
-        outer: OuterOptimizer | None,
+        outer: Rounds,
         plan: BatchPlan,
     ) -> None:
-        self.training = config.training
+        self.settings = config.checkpoint
         self.config = config
         self.engine = engine
         self.outer = outer
@@ -61,12 +61,12 @@ class Checkpointer:
         self.saved_step = step
         states = self.engine.collect_state()
         tensors = self._tensors()
-        if self.training.async_save:
+        if self.settings.async_save:
             states, tensors = _snapshot(states), _snapshot(tensors)
         files: dict[str, Write] = {name: partial(torch.save, state) for name, state in states.items()}
         files[f"{catalog.rank_name(self.position)}.safetensors"] = partial(save_file, tensors)
         self._writing = self._writer.submit(self._write, step, files, counters)
-        error = None if self.training.async_save else self.wait()
+        error = None if self.settings.async_save else self.wait()
         pause_seconds = time.perf_counter() - started
         if error_before is not None:
             return SaveReport(step_before, pause_seconds, error_before)
@@ -104,15 +104,11 @@ class Checkpointer:
             layout=self.engine.parameter_layout(),
             counters=counters,
         ).write(folder)
-        catalog.publish(self.checkpoints, step_folder, topology.world_size, self.training.keep_last)
+        catalog.publish(self.checkpoints, step_folder, topology.world_size, self.settings.keep_last)
 
     def _tensors(self) -> dict[str, Tensor]:
         """What DeepSpeed's files do not hold."""
-        if self.outer is not None:
-            state = self.outer.state()
-        else:  # the same name, so that readers of checkpoints need not know the method
-            state = {"slow_weights": torch.cat([master.cpu() for master in self.engine.master_weights])}
-        return {name: tensor.cpu() for name, tensor in (state | random_state()).items()}
+        return {name: tensor.cpu() for name, tensor in (self.outer.state() | random_state()).items()}
 
     def restore(self, folder: Path, saved: Manifest) -> None:
         """Take up the state of this rank's source in `folder`, which was verified; see training/resume."""
@@ -125,20 +121,17 @@ class Checkpointer:
             set_random_state(tensors)  # a clone keeps the dropout of its own place
         if "outer_momentum" not in tensors:  # written by method "none": the outer optimizer starts here
             tensors["outer_momentum"] = torch.zeros_like(tensors["slow_weights"])
-        if self.training.fewer_replicas == "fold" and replicas < saved.topology.replicas:
+        if self.settings.fewer_replicas == "fold" and replicas < saved.topology.replicas:
             shift = elastic.shift_of_mean(folder, self.position, saved.topology.replicas, replicas)
             for name, value in shift.items():
                 tensors[name] += value
             self._shift_fast_weights(shift["slow_weights"])
-        if self.outer is not None:
-            self.outer.restore(tensors)
+        self.outer.restore(tensors)
 
-    @torch.no_grad()
     def _shift_fast_weights(self, shift: Tensor) -> None:
-        masters = self.engine.master_weights
-        for master, part in zip(masters, shift.split([m.numel() for m in masters]), strict=True):
-            master.add_(part.to(master.device))
-        self.engine.refresh_working_weights()
+        fast = self.engine.weights.read().add_(shift)
+        with self.engine.weights.writing() as write:
+            write(0, fast)
 
     def close(self) -> str | None:
         error = self.wait()

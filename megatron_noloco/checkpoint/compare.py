@@ -21,6 +21,9 @@ _FIXED = (
 )
 _IRRELEVANT = (
     "training",
+    "checkpoint",
+    "evaluation",
+    "tensorboard",
     "parallel.replicas",
     "noloco.deadline_seconds",
     "noloco.transport",
@@ -39,7 +42,7 @@ def changes(saved: dict[str, Any], config: RunConfig) -> list[str]:
     if refused:
         raise ValueError(
             "\n".join(
-                f'{line}; a resume cannot change it: change it back, or set training.load to "none"'
+                f'{line}; a resume cannot change it: change it back, or set checkpoint.load to "none"'
                 for line in refused
             )
         )

@@ -15,6 +15,7 @@ from megatron_noloco.checkpoint.catalog import Manifest
 from megatron_noloco.checkpoint.files import DamagedCheckpointError, verify
 from megatron_noloco.checkpoint.vector import FlatVector
 from megatron_noloco.plans.topology import Position
+from megatron_noloco.spec.method import active_method
 
 _BLOCK = 1 << 20  # elements of every replica in memory at a time
 
@@ -44,6 +45,7 @@ def find_step_folder(path: Path) -> Path:
 
 def report(folder: Path, manifests: list[Manifest]) -> list[str]:
     first = manifests[0]
+    noloco = first.config["noloco"]
     topology = first.topology
     seq_length = first.config["model"]["seq_length"]
     size = sum(record.bytes for manifest in manifests for record in manifest.files.values())
@@ -58,9 +60,9 @@ def report(folder: Path, manifests: list[Manifest]) -> list[str]:
         f"step: {first.step} of {first.config['training']['train_iters']}",
         f"consumed by all replicas: {first.consumed_samples} samples, "
         f"{first.consumed_samples * seq_length} tokens",
-        f"topology: {topology.replicas} replicas x pipeline {topology.pp} x data {topology.dp} x "
+        f"parallel: {topology.replicas} replicas x pipeline {topology.pp} x data {topology.dp} x "
         f"tensor {topology.tp} = {topology.world_size} ranks",
-        f"method: {first.config['noloco']['method']}",
+        f"method: {active_method(noloco['enabled'], noloco['method'])}",
         f"parameters: {parameters} per replica",
         f"size: {size / 1e6:.1f} MB, {size / (parameters * topology.replicas):.1f} bytes per parameter",
         f"integrity: {sum(len(manifest.files) for manifest in manifests)} files whole, checksums match",

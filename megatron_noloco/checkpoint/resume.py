@@ -42,11 +42,11 @@ class Start:
 def find_start(config: RunConfig, topology: Topology) -> Start:
     """Every rank calls it, before the first step, and gets the same step.
 
-    Raises ValueError when `training.load` names a checkpoint that is not whole, or when the config does not fit
+    Raises ValueError when `checkpoint.load` names a checkpoint that is not whole, or when the config does not fit
     the one that would be continued.
     """
     at = topology.position(dist.get_rank())
-    load = config.training.load
+    load = config.checkpoint.load
     checkpoints = Path(config.training.output_dir) / "checkpoints"
     if load == "none":
         return _start_over(checkpoints)
@@ -56,13 +56,13 @@ def find_start(config: RunConfig, topology: Topology) -> Start:
     )
     notes: list[str] = []
     for folder in map(Path, candidates):
-        manifest, problem = _examine(folder, topology, at, config.training.fewer_replicas == "fold")
+        manifest, problem = _examine(folder, topology, at, config.checkpoint.fewer_replicas == "fold")
         problems = [text for text in _everybodys(problem) if text]
         if not problems:
             assert manifest is not None
             return _continue(config, topology, folder, manifest, notes, explicit)
         if explicit:
-            raise ValueError(f"training.load: {problems[0]}")
+            raise ValueError(f"checkpoint.load: {problems[0]}")
         notes.append(f"not used: {problems[0]}")
     start = _start_over(checkpoints)
     return Start(None, None, notes + start.notes)
@@ -96,7 +96,7 @@ def _continue(
     lines = [f"continuing from {folder}: step {saved.step}, {saved.consumed_samples} samples consumed"]
     lines += notes
     lines += [f"changed: {line}" for line in changed]
-    fold = config.training.fewer_replicas == "fold"
+    fold = config.checkpoint.fewer_replicas == "fold"
     lines += elastic.what_happened(saved.topology.replicas, topology.replicas, fold)
     own_folder = Path(config.training.output_dir) / "checkpoints"
     newer = [path for path in catalog.steps(own_folder) if (catalog.step_of(path) or 0) > saved.step]

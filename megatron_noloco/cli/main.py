@@ -20,7 +20,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         return args.run(args)
     except Exception as error:
-        exit_code = report(error, args.command)
+        exit_code = report(error)
     abandon_job(exit_code)
     return exit_code
 

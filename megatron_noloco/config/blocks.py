@@ -1,18 +1,22 @@
-"""The blocks of the user's file that are ours, but for `data`; DeepSpeed's keys stand beside them."""
+"""The blocks of the user's file that are ours, but for `model` and `data`; DeepSpeed's keys stand beside them."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from megatron_noloco.spec.method import ActiveMethod, Method, active_method
+
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
-Method = Literal["noloco", "diloco", "none"]
 
 
 class Block(BaseModel):
     """Strict: "10" is not 10 and true is not 1, because a guess that is wrong costs days of training."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    # Keys that DeepSpeed has in a block of this name and that do nothing here, each with the reason.
+    NOT_HERE: ClassVar[dict[str, str]] = {}
 
 
 class RoutingConfig(Block):
@@ -23,10 +27,12 @@ class RoutingConfig(Block):
 
 
 class NolocoConfig(Block):
-    enabled: bool = Field(default=True, description='false is the same as method "none".')
+    enabled: bool = Field(
+        default=True, description="Whether replicas average at all; false: each trains on its own."
+    )
     method: Method = Field(
         default="noloco",
-        description='With whom a replica averages: "noloco" a random group, "diloco" all, "none" nobody.',
+        description='With whom a replica averages: "noloco" a random group, "diloco" all replicas.',
     )
     local_steps: Positive = Field(default=50, description="k: inner optimizer steps between two rounds.")
     outer_momentum: float = Field(
@@ -67,9 +73,9 @@ class NolocoConfig(Block):
     )
 
     @property
-    def active_method(self) -> Method:
-        """The method that runs: `enabled: false` is "none"."""
-        return self.method if self.enabled else "none"
+    def active_method(self) -> ActiveMethod:
+        """The method in force; "none" where `enabled` is false."""
+        return active_method(self.enabled, self.method)
 
     @property
     def gamma(self) -> float:
@@ -87,114 +93,63 @@ class ParallelConfig(Block):
     replicas: Positive | Literal["auto"] = Field(
         default="auto", description='Full copies of the model; "auto" is as many as the ranks allow.'
     )
-    tensor_model_parallel_size: Positive = Field(default=1, description="Slices of every layer.")
-    pipeline_model_parallel_size: Positive = Field(default=1, description="Pipeline stages of a replica.")
+    tensor_model_parallel_size: Positive = Field(
+        default=1, description="tp: ranks that each layer's weights are split over."
+    )
+    pipeline_model_parallel_size: Positive = Field(default=1, description="pp: pipeline stages of a replica.")
     virtual_pipeline_model_parallel_size: Positive = Field(
-        default=1, description="Model chunks per stage, interleaved."
+        default=1, description="Model chunks per stage, for the interleaved schedule."
     )
     data_parallel_size: Positive = Field(
-        default=1, description="Synchronous data parallelism inside a replica."
+        default=1,
+        description="dp: synchronous data parallelism inside a replica; gradients are averaged every step.",
     )
     sequence_parallel: bool = Field(
         default=False,
-        description="Split the sequence over tensor-parallel ranks outside attention and MLP.",
-    )
-
-
-class ModelConfig(Block):
-    num_layers: Positive = Field(description="Transformer layers.")
-    hidden_size: Positive = Field(description="Width of the residual stream.")
-    ffn_hidden_size: Positive = Field(description="Width inside the gated MLP.")
-    num_attention_heads: Positive = Field(description="Query heads.")
-    num_query_groups: Positive | None = Field(
-        default=None, description="Key/value heads; null means one per query head."
-    )
-    kv_channels: Positive | None = Field(
-        default=None, description="Width of one head; null means hidden_size / num_attention_heads."
-    )
-    seq_length: Positive = Field(description="Tokens in a sample.")
-    vocab_size: Positive | None = Field(
-        default=None, description="Vocabulary before padding; null means the tokenizer's."
-    )
-    make_vocab_size_divisible_by: Positive = Field(
-        default=128,
-        description="The vocabulary is padded to a multiple of this, whatever the tensor-parallel size.",
-    )
-    rotary_base: Annotated[float, Field(gt=0)] = Field(
-        default=10000.0, description="Base of the rotary embedding."
-    )
-    norm_epsilon: float = Field(default=1e-5, gt=0, description="Epsilon of RMSNorm.")
-    untie_embeddings_and_output_weights: bool = Field(
-        default=True, description="Whether the output layer has weights of its own."
-    )
-    init_method_std: float = Field(
-        default=0.02, gt=0, description="Standard deviation of the initial weights."
-    )
-    hidden_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the residual branches.")
-    attention_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the attention weights.")
-    recompute_granularity: Literal["full", "selective"] | None = Field(
-        default=None,
-        description='Activations computed again in backward: "full" layers, "selective" attention.',
-    )
-    recompute_method: Literal["uniform", "block"] | None = Field(
-        default=None,
-        description='With "full": recompute all layers in equal units, or only the first of a stage.',
-    )
-    recompute_num_layers: Positive | None = Field(
-        default=None,
-        description='Layers per unit ("uniform") or recomputed layers per model chunk ("block").',
-    )
-    transformer_impl: Literal["auto", "local", "transformer_engine"] = Field(
-        default="auto",
-        description='Megatron layer specs; "auto" is Transformer Engine where it is installed.',
+        description="Split the sequence over the tensor-parallel ranks outside attention and MLP.",
     )
 
     @property
-    def query_groups(self) -> int:
-        return self.num_query_groups or self.num_attention_heads
-
-    @property
-    def head_size(self) -> int:
-        return self.kv_channels or self.hidden_size // self.num_attention_heads
-
-    def padded_vocab_size(self, tokenizer_vocab: int | None = None) -> int:
-        """Rows of the embedding: `vocab_size`, else the tokenizer's, rounded up.
-
-        Independent of tensor parallelism, so that the model (and its checkpoint) does not depend on the topology.
-        """
-        vocab = self.vocab_size or tokenizer_vocab
-        if vocab is None:
-            raise ValueError(
-                "the vocabulary is not known: model.vocab_size is null and no tokenizer was asked"
-            )
-        if tokenizer_vocab is not None and vocab < tokenizer_vocab:
-            raise ValueError(f"model.vocab_size {vocab} is less than the tokenizer's {tokenizer_vocab}")
-        return -(-vocab // self.make_vocab_size_divisible_by) * self.make_vocab_size_divisible_by
+    def world_size(self) -> int | None:
+        """Ranks of the whole run; None where `replicas` is "auto"."""
+        if self.replicas == "auto":
+            return None
+        return self.replicas * (
+            self.pipeline_model_parallel_size * self.data_parallel_size * self.tensor_model_parallel_size
+        )
 
 
 class TrainingConfig(Block):
     train_iters: Positive = Field(description="Local steps of the whole run.")
     seed: NonNegative = Field(default=1234, description="Seed of weights, sample order, groups and routes.")
     log_interval: Positive = Field(default=10, description="Local steps between two log lines.")
-    eval_interval: NonNegative = Field(
-        default=0, description="Local steps between two evaluations; 0: at the end only."
-    )
-    eval_iters: NonNegative = Field(
-        default=10,
-        description="Microbatches per evaluation and dataset (virtual stages: rounded up to a multiple of the "
-        "stages); 0 switches evaluation off.",
-    )
-    eval_full: bool = Field(
-        default=False, description="Whether an evaluation takes all of the validation split, not eval_iters."
-    )
-    eval_mean_model: bool = Field(
-        default=True,
-        description="Whether the mean of the replicas is evaluated too; needs their weights exchanged.",
-    )
     output_dir: str = Field(
         default="runs/default", min_length=1, description="Folder for logs and checkpoints."
     )
-    tensorboard: bool = Field(default=True, description="Whether scalars are also written for TensorBoard.")
+    pretrained: str | None = Field(
+        default=None,
+        description="Folder of a Hugging Face Llama whose weights every replica starts from; null: random.",
+    )
+    exit_duration_minutes: Annotated[float, Field(gt=0)] | None = Field(
+        default=None, description="Save and exit after so many minutes; null: never."
+    )
+
+
+class CheckpointConfig(Block):
+    """Replaces DeepSpeed's block of the same name: DeepSpeed writes no checkpoints here."""
+
+    NOT_HERE: ClassVar[dict[str, str]] = dict.fromkeys(
+        (
+            "tag_validation",
+            "checkpoint_serialization",
+            "writer",
+            "load_universal",
+            "use_node_local_storage",
+            "parallel_write",
+        ),
+        "checkpoints are written by megatron_noloco, not by DeepSpeed; delete it",
+    )
+
     save_interval: NonNegative = Field(
         default=0, description="Local steps between two checkpoints; 0: only when the run is asked to stop."
     )
@@ -205,16 +160,43 @@ class TrainingConfig(Block):
     load: str = Field(
         default="auto",
         min_length=1,
-        description='"auto": continue from the newest sound checkpoint in output_dir; "none"; or a step folder.',
-    )
-    pretrained: str | None = Field(
-        default=None,
-        description="Folder of a Hugging Face Llama whose weights every replica starts from; null: random.",
+        description='"auto": continue from the newest sound checkpoint in training.output_dir; "none": start '
+        "anew; or a step folder.",
     )
     fewer_replicas: Literal["drop", "fold"] = Field(
         default="drop",
         description="Resumed with fewer replicas: forget the others, or fold them into the mean of those kept.",
     )
-    exit_duration_minutes: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="Save and exit after so many minutes; null: never."
+
+
+class EvaluationConfig(Block):
+    interval: NonNegative = Field(
+        default=0, description="Local steps between two evaluations; 0: at the end only."
+    )
+    iters: NonNegative = Field(
+        default=10,
+        description="Microbatches per evaluation and dataset (virtual stages: rounded up to a multiple of the "
+        "stages); 0 switches evaluation off.",
+    )
+    full: bool = Field(
+        default=False, description="Whether an evaluation takes all of the validation split, not iters."
+    )
+    mean_model: bool = Field(
+        default=True,
+        description="Whether the mean of the replicas is evaluated too; needs their weights exchanged.",
+    )
+
+
+class TensorBoardConfig(Block):
+    """Replaces DeepSpeed's block of the same name, whose monitor would write for global rank 0 only."""
+
+    NOT_HERE: ClassVar[dict[str, str]] = {
+        "output_path": "events are written to training.output_dir/replica_XX; set training.output_dir",
+        "job_name": "events are written to training.output_dir/replica_XX; set training.output_dir",
+    }
+
+    enabled: bool = Field(
+        default=True,
+        description="Whether scalars are also written for TensorBoard, in a folder per replica under "
+        "training.output_dir.",
     )

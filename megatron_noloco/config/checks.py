@@ -1,18 +1,18 @@
 """Rules between fields: what cannot work, with the equation and its numbers."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
-from megatron_noloco.config.blocks import (
-    ModelConfig,
-    NolocoConfig,
-    ParallelConfig,
-    TrainingConfig,
-)
+from megatron_noloco.config.blocks import EvaluationConfig, NolocoConfig, ParallelConfig, TrainingConfig
 from megatron_noloco.config.data_block import DataConfig
+from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.config.wording import count
+from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.stability import spread_factor
 from megatron_noloco.plans.topology import Topology
+from megatron_noloco.spec.architecture import Architecture
+from megatron_noloco.spec.data import Split
 
 # rho of a configuration on the brink is computed as 1 minus a rounding error.
 _STABLE_BELOW = 1 - 1e-9
@@ -60,7 +60,10 @@ def _check_stages(model: ModelConfig, parallel: ParallelConfig, microbatches: in
             f"{count(layers // (stages * chunks), 'layer')} of a model chunk"
         )
     if chunks > 1 and stages == 1:
-        yield f"parallel.virtual_pipeline_model_parallel_size {chunks} needs parallel.pipeline_model_parallel_size > 1"
+        yield (
+            f"parallel.virtual_pipeline_model_parallel_size {chunks} needs "
+            "parallel.pipeline_model_parallel_size > 1"
+        )
     elif chunks > 1 and microbatches % stages:
         yield (
             f"with virtual stages the microbatches must divide into the stages: "
@@ -75,19 +78,29 @@ def _check_tensor_parallel(model: ModelConfig, parallel: ParallelConfig) -> Iter
         "model.num_query_groups": model.query_groups,
         "model.ffn_hidden_size": model.ffn_hidden_size,
     }
-    if model.vocab_size is not None:
-        sizes["the padded vocabulary"] = model.padded_vocab_size()
     if parallel.sequence_parallel:
         sizes["model.seq_length"] = model.seq_length
     for name, size in sizes.items():
         if size % tp_size:
             quotient = f"{size} / {tp_size} = {size / tp_size:.2f}"
             yield f"{name} {size} does not divide by parallel.tensor_model_parallel_size {tp_size} ({quotient})"
+    if model.vocab_size is not None:
+        yield from check_vocabulary(model.architecture(), parallel)
     if parallel.sequence_parallel and tp_size == 1:
         yield "parallel.sequence_parallel needs parallel.tensor_model_parallel_size > 1"
 
 
-def check_data(data: DataConfig, training: TrainingConfig) -> Iterator[str]:
+def check_vocabulary(architecture: Architecture, parallel: ParallelConfig) -> Iterator[str]:
+    rows, tp_size = architecture.padded_vocab_size, parallel.tensor_model_parallel_size
+    if rows % tp_size:
+        yield (
+            f"the padded vocabulary {rows} does not divide by parallel.tensor_model_parallel_size {tp_size} "
+            f"({rows} / {tp_size} = {rows / tp_size:.2f}); "
+            f"make model.make_vocab_size_divisible_by a multiple of {tp_size}"
+        )
+
+
+def check_data(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[str]:
     given = [name for name in ("text", "data_path", "train_data_path") if getattr(data, name) is not None]
     if not given:
         yield "data.text is missing (or data.data_path, or data.train_data_path): nothing says what is read"
@@ -99,17 +112,17 @@ def check_data(data: DataConfig, training: TrainingConfig) -> Iterator[str]:
         yield 'data.tokenizer_model needs data.tokenizer_type "HuggingFaceTokenizer"'
     elif data.tokenizer_type != "byte" and data.tokenizer_model is None:
         yield f'data.tokenizer_type "{data.tokenizer_type}" needs data.tokenizer_model, a folder with its files'
-    if not training.eval_iters:
+    if not evaluation.iters:
         return
     if data.train_data_path is not None and data.valid_data_path is None:
         yield (
-            f"data.valid_data_path is missing, and training.eval_iters is {training.eval_iters}; set it to 0 "
+            f"data.valid_data_path is missing, and evaluation.iters is {evaluation.iters}; set it to 0 "
             "or give text for validation"
         )
-    elif data.train_data_path is None and data.split_weights[1] == 0:
+    elif data.train_data_path is None and Split.parse(data.split).validation == 0:
         yield (
-            f'data.split "{data.split}" leaves no text for validation, and training.eval_iters is '
-            f"{training.eval_iters}; set it to 0 or give validation a weight"
+            f'data.split "{data.split}" leaves no text for validation, and evaluation.iters is '
+            f"{evaluation.iters}; set it to 0 or give validation a weight"
         )
 
 
@@ -129,6 +142,15 @@ def check_method(noloco: NolocoConfig, replicas: int | None) -> Iterator[str]:
         yield f"noloco.group_size {n} is more than the {count(replicas, 'replica')} there are"
 
 
+def check_rounds(noloco: NolocoConfig, training: TrainingConfig, replicas: int | None) -> Iterator[str]:
+    """Whether there is a round at all; a resumed run is compared by all of its steps, not by those left."""
+    if noloco.enabled and replicas != 1 and noloco.local_steps > training.train_iters:
+        yield (
+            f"noloco.local_steps {noloco.local_steps} is more than training.train_iters {training.train_iters}: "
+            "the run would end before its first round; lower it, or set noloco.enabled to false"
+        )
+
+
 def _stable_suggestion(alpha: float, gamma: float, n: int) -> str:
     """The nearest stable setting to two digits: less momentum if that suffices, else another gamma."""
     for hundredths in range(min(99, int(alpha * 100)), -1, -1):
@@ -139,17 +161,9 @@ def _stable_suggestion(alpha: float, gamma: float, n: int) -> str:
     return f"no outer_momentum is stable with this gamma; consensus_weight {nearest:.2f} is with this alpha"
 
 
-def check_loss_scale(
-    noloco: NolocoConfig, parallel: ParallelConfig, deepspeed: dict[str, Any]
-) -> Iterator[str]:
+def check_loss_scale(routing: Routing, deepspeed: dict[str, Any]) -> Iterator[str]:
     fp16 = deepspeed.get("fp16", {})
-    dynamic = fp16.get("enabled", False) and not fp16.get("loss_scale", 0)
-    if (
-        dynamic
-        and noloco.routing.interval != "off"
-        and parallel.pipeline_model_parallel_size > 1
-        and parallel.replicas != 1
-    ):
+    if routing.active and fp16.get("enabled", False) and not fp16.get("loss_scale", 0):
         yield (
             "fp16 with a dynamic loss scale does not go together with routing: replicas with different "
             "loss scales would exchange gradients; set a static fp16.loss_scale, or use bf16, or set "
@@ -161,28 +175,30 @@ def lay_out(parallel: ParallelConfig, world_size: int) -> Topology:
     """The topology of `world_size` ranks; raises ValueError with the equation when they do not fit."""
     if world_size < 1:
         raise ValueError(f"a run needs at least 1 rank, not {world_size}")
-    stages, dp_size, tp_size = (
+    one = Topology(
+        1,
         parallel.pipeline_model_parallel_size,
         parallel.data_parallel_size,
         parallel.tensor_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size,
+        parallel.sequence_parallel,
     )
-    replica_size = stages * dp_size * tp_size
-    inside = f"pipeline {stages} x data {dp_size} x tensor {tp_size}"
-    fitting, rest = divmod(world_size, replica_size)
+    size, inside = one.replica_size, f"pipeline {one.pp} x data {one.dp} x tensor {one.tp}"
+    fitting, rest = divmod(world_size, size)
     ranks = count(world_size, "rank")
     if parallel.replicas == "auto":
         if rest:
-            nearest = [size for size in (world_size - rest, world_size - rest + replica_size) if size]
+            near = [n for n in (world_size - rest, world_size - rest + size) if n]
             raise ValueError(
-                f"{ranks} do not divide into replicas of {inside} = {count(replica_size, 'rank')}; "
-                f"start {' or '.join(map(str, nearest))} ranks"
+                f"{ranks} do not divide into replicas of {inside} = {count(size, 'rank')}; "
+                f"start {' or '.join(map(str, near))} ranks"
             )
-        return Topology(fitting, stages, dp_size, tp_size)
-    needed = parallel.replicas * replica_size
+        return replace(one, replicas=fitting)
+    needed = parallel.replicas * size
     if needed != world_size:
         other = "" if rest else f", or set parallel.replicas to {fitting}"
         raise ValueError(
             f"{ranks} {'is' if world_size == 1 else 'are'} not {count(parallel.replicas, 'replica')} x "
             f"{inside} = {needed}; start {count(needed, 'rank')}{other}"
         )
-    return Topology(parallel.replicas, stages, dp_size, tp_size)
+    return replace(one, replicas=parallel.replicas)

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from megatron_noloco.config.blocks import Block
+from megatron_noloco.spec.data import Blend, IndexedSource, Source, Split, TextSource, TokenizerChoice
 
 Paths = Annotated[str, Field(min_length=1)] | list[str | float]
 
@@ -33,55 +34,34 @@ class DataConfig(Block):
         description="Folder of a Hugging Face fast tokenizer (with a tokenizer.json); null for bytes.",
     )
     split: str = Field(
-        default="949,50,1", description="Weights of the train, validation and test parts, Megatron's way."
+        default="949,50,1",
+        description="Weights of the train, validation and test parts, Megatron's way; left-out ones are zero.",
     )
 
     @field_validator("data_path", "train_data_path", "valid_data_path")
     @classmethod
-    def _weights_and_prefixes(cls, paths: Paths | None) -> Paths | None:
+    def _is_a_blend(cls, paths: Paths | None) -> Paths | None:
         if paths is not None:
-            blend_of(paths)
+            Blend.parse(paths)
         return paths
 
     @field_validator("split")
     @classmethod
-    def _three_weights(cls, split: str) -> str:
-        parts = split.split(",")
-        try:
-            weights = [float(part) for part in parts]
-        except ValueError:
-            weights = []
-        if len(weights) != 3 or not all(0 <= weight < float("inf") for weight in weights) or weights[0] == 0:
-            raise ValueError(
-                "must be three weights >= 0 for train, validation and test, the first > 0, "
-                f'such as "949,50,1", got {split!r}'
-            )
+    def _is_a_split(cls, split: str) -> str:
+        Split.parse(split)
         return split
 
     @property
-    def split_weights(self) -> tuple[float, float, float]:
-        train, validation, test = (float(part) for part in self.split.split(","))
-        return train, validation, test
+    def source(self) -> Source:
+        """What is read, of the fields that say it."""
+        if self.text is not None:
+            return TextSource(self.text, Split.parse(self.split))
+        if self.data_path is not None:
+            return IndexedSource(Blend.parse(self.data_path), None, Split.parse(self.split))
+        assert self.train_data_path is not None  # one of the three is there: checks.check_data
+        validation = None if self.valid_data_path is None else Blend.parse(self.valid_data_path)
+        return IndexedSource(Blend.parse(self.train_data_path), validation, None)
 
-
-def blend_of(paths: Paths) -> list[tuple[str, float]]:
-    """Prefixes and their weights, which add up to 1; raises ValueError."""
-    if isinstance(paths, str):
-        return [(paths, 1.0)]
-    if len(paths) == 1 and isinstance(paths[0], str):
-        return [(paths[0], 1.0)]
-    try:
-        weights = [float(weight) for weight in paths[::2]]
-    except ValueError:
-        weights = []
-    prefixes = [prefix for prefix in paths[1::2] if isinstance(prefix, str) and prefix]
-    if (
-        not weights
-        or len(weights) != len(prefixes)
-        or not all(0 < weight < float("inf") for weight in weights)
-    ):
-        raise ValueError(
-            'must be one prefix, or weights > 0 and prefixes in turn, like ["0.3", "prefixA", "0.7", "prefixB"], '
-            f"got {paths!r}"
-        )
-    return [(prefix, weight / sum(weights)) for prefix, weight in zip(prefixes, weights, strict=True)]
+    @property
+    def tokenizer(self) -> TokenizerChoice:
+        return TokenizerChoice(self.tokenizer_type, self.tokenizer_model)

@@ -1,4 +1,5 @@
-"""The keys DeepSpeed 0.19 reads, so that a misspelt one is an error: DeepSpeed ignores what it does not know.
+"""The keys DeepSpeed 0.19 reads and has no model for, so that a misspelt one is an error: it ignores what it does
+not know.
 
 Gathered from deepspeed/runtime/config.py and the config modules it calls; a contract test reads the installed
 sources again and fails when a DeepSpeed upgrade brings a key that is missing here.
@@ -43,36 +44,6 @@ REMOVED = _words("""
     amp compression_training curriculum_learning eigenvalue elasticity graph_harvesting nebula
     progressive_layer_drop quantize_training sparse_attention sparse_gradients
     """)
-
-SUB_BLOCKS = {
-    "optimizer": frozenset({"type", "params", "legacy_fusion"}),
-    "scheduler": frozenset({"type", "params"}),
-    "bf16": _words("""
-        enabled immediate_grad_update check_grad_overflow bf16_master_weights_and_grads bf16_optimizer_states
-        """),
-    "fp16": _words("""
-        enabled auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis
-        min_loss_scale fp16_master_weights_and_grads
-        """),
-    "data_types": frozenset({"grad_accum_dtype", "param_dtype", "buffer_dtype", "keep_in_fp32_modules"}),
-    "zero_optimization": _words("""
-        stage contiguous_gradients reduce_scatter reduce_bucket_size use_multi_rank_bucket_allreduce
-        allgather_partitions allgather_bucket_size overlap_comm compute_grad_norm load_from_fp32_weights
-        elastic_checkpoint offload_param offload_optimizer zenflow sub_group_size cpu_offload_param
-        cpu_offload_use_pin_memory cpu_offload stage3_prefetch_bucket_size prefetch_bucket_size
-        stage3_param_persistence_threshold param_persistence_threshold
-        stage3_model_persistence_threshold model_persistence_threshold
-        stage3_max_live_parameters max_live_parameters stage3_max_reuse_distance max_reuse_distance
-        stage3_gather_16bit_weights_on_model_save gather_16bit_weights_on_model_save
-        stage3_module_granularity_threshold module_granularity_threshold
-        stage3_use_all_reduce_for_fetch_params use_all_reduce_for_fetch_params
-        stage3_allgather_sequential allgather_sequential stage3_gather_fp16_weights_on_model_save
-        ignore_unused_parameters legacy_stage1 round_robin_gradients parameter_alignment
-        zero_hpz_partition_size zero_quantized_weights zero_quantized_nontrainable_weights
-        zero_quantized_gradients memory_efficient_linear pipeline_loading_checkpoint override_module_apply
-        log_trace_cache_warnings enable_sanity_checks save_muon_momentum_buffer_in_memory leaf_module
-        """),
-}
 
 # What the optimizers take, under DeepSpeed's names for its own and torch's for the others.
 _ADAM = _words("""

@@ -1,23 +1,25 @@
 """Every field in words, from the models themselves: what `config --explain` shows cannot grow stale."""
 
 import textwrap
-from collections.abc import Iterator
 
-from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from megatron_noloco.config.deepspeed_keys import NOT_HERE, TOP_LEVEL
 from megatron_noloco.config.run_config import BLOCKS
-from megatron_noloco.config.wording import expected_value, shown
+from megatron_noloco.config.wording import expected_value, fields_of, shown
 
 WIDTH = 100
 
 _BLOCK_SENTENCES = {
     "noloco": "The method: rounds between replicas, and routing.",
     "model": "The model, in Megatron's words.",
-    "parallel": "The topology: ranks = replicas x pipeline x data x tensor parallel sizes.",
+    "parallel": "The parallel layout: ranks = replicas x pipeline x data x tensor parallel sizes.",
     "data": "What is read.",
     "training": "The run.",
+    "checkpoint": "What is saved, and where a run continues. Replaces DeepSpeed's block of the same name.",
+    "evaluation": "Loss on the validation split.",
+    "tensorboard": "Replaces DeepSpeed's block of the same name.",
 }
 
 _DEEPSPEED = """\
@@ -33,29 +35,23 @@ def explain() -> str:
     """Every field of every block: dotted name, default, what it accepts, and its sentence."""
     parts = []
     for name, model in BLOCKS.items():
-        rows = list(_rows(name, model))
+        rows = [_row(dotted, field) for dotted, field in fields_of(name, model)]
         column = max(len(dotted) for dotted, _, _ in rows) + 2
         lines = [f"{name}: {_BLOCK_SENTENCES[name]}"]
         for dotted, default, sentence in rows:
             lines.append(f"  {dotted:<{column}}{default}")
             lines += _wrapped(sentence, " " * (column + 2))
         parts.append("\n".join(lines))
-    known = "Known keys: " + ", ".join(sorted(TOP_LEVEL - NOT_HERE.keys())) + "."
+    known = "Known keys: " + ", ".join(sorted(TOP_LEVEL - NOT_HERE.keys() - BLOCKS.keys())) + "."
     parts.append("\n".join(["DeepSpeed's keys:", *_wrapped(_DEEPSPEED, "  "), *_wrapped(known, "  ")]))
     return "\n\n".join(parts) + "\n"
 
 
-def _rows(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, str, str]]:
-    aliases = {name: alias for alias, name in getattr(model, "ALIASES", {}).items()}
-    for name, field in model.model_fields.items():
-        dotted = f"{prefix}.{name}"
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from _rows(dotted, field.annotation)
-            continue
-        required = field.default is PydanticUndefined
-        default = "required" if required else f"default {shown(field.default).replace(chr(39), chr(34))}"
-        alias = f" Also accepted as parallel.{aliases[name]}." if name in aliases else ""
-        yield dotted, f"{expected_value(field)}; {default}", f"{field.description}{alias}"
+def _row(dotted: str, field: FieldInfo) -> tuple[str, str, str]:
+    default = "required"
+    if field.default is not PydanticUndefined:
+        default = f"default {shown(field.default).replace(chr(39), chr(34))}"
+    return dotted, f"{expected_value(field)}; {default}", field.description or ""
 
 
 def _wrapped(text: str, indent: str) -> list[str]:

@@ -23,6 +23,8 @@ def load_config(path: str | Path) -> RunConfig:
         return RunConfig.from_dict(_read(Path(path)))
     except ConfigError as error:
         raise ConfigError(f"{path}: {problem}" for problem in error.problems) from None
+    except RecursionError:
+        raise ConfigError([f"{path}: objects or lists are nested too deeply"]) from None
 
 
 def _read(path: Path) -> dict[str, Any]:

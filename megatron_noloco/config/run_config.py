@@ -1,23 +1,28 @@
-"""The whole configuration of a run: our five blocks and what DeepSpeed is given."""
+"""The whole configuration of a run: our blocks and what DeepSpeed is given; and the values it stands for."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import ValidationError
 
 from megatron_noloco.config import checks, deepspeed_block
 from megatron_noloco.config.blocks import (
     Block,
-    ModelConfig,
+    CheckpointConfig,
+    EvaluationConfig,
     NolocoConfig,
     ParallelConfig,
+    TensorBoardConfig,
     TrainingConfig,
 )
 from megatron_noloco.config.data_block import DataConfig
-from megatron_noloco.config.wording import ConfigError, Problem, problems_of
+from megatron_noloco.config.model_block import ModelConfig
+from megatron_noloco.config.wording import ConfigError, Problem, fields_of, problems_of
+from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.spec.data import Blend, IndexedSource, Source, Split, TextSource, TokenizerChoice
+from megatron_noloco.spec.architecture import Architecture, Compute, Precision
+from megatron_noloco.spec.data import Source, TokenizerChoice
 
 BLOCKS: dict[str, type[Block]] = {
     "noloco": NolocoConfig,
@@ -25,15 +30,19 @@ BLOCKS: dict[str, type[Block]] = {
     "parallel": ParallelConfig,
     "data": DataConfig,
     "training": TrainingConfig,
+    "checkpoint": CheckpointConfig,
+    "evaluation": EvaluationConfig,
+    "tensorboard": TensorBoardConfig,
 }
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """A configuration that has passed every check that needs no ranks; `topology` makes the others.
+    """A configuration that has passed every check that needs neither ranks nor a tokenizer.
 
-    `deepspeed` holds the file's other top-level keys with every "auto" resolved and all three batch numbers
-    filled in: it can be handed to DeepSpeed (which must see a world of this replica's data parallelism) as it is.
+    `topology` and `architecture` make the others. `deepspeed` holds the file's other top-level keys with every
+    "auto" resolved and all three batch numbers filled in: it can be handed to DeepSpeed (which must see a world of
+    this replica's data parallelism) as it is.
     """
 
     noloco: NolocoConfig
@@ -41,6 +50,9 @@ class RunConfig:
     parallel: ParallelConfig
     data: DataConfig
     training: TrainingConfig
+    checkpoint: CheckpointConfig
+    evaluation: EvaluationConfig
+    tensorboard: TensorBoardConfig
     deepspeed: dict[str, Any]
 
     def __post_init__(self) -> None:
@@ -51,21 +63,24 @@ class RunConfig:
     def _problems(self) -> Iterator[str]:
         replicas = self.parallel.replicas if self.parallel.replicas != "auto" else None
         yield from checks.check_method(self.noloco, replicas)
+        yield from checks.check_rounds(self.noloco, self.training, replicas)
         yield from checks.check_model(self.model)
         yield from checks.check_parallel(self.model, self.parallel, self.microbatches)
-        yield from checks.check_data(self.data, self.training)
-        yield from checks.check_loss_scale(self.noloco, self.parallel, self.deepspeed)
+        yield from checks.check_data(self.data, self.evaluation)
+        # As many replicas as there will be ranks for: more than one.
+        yield from checks.check_loss_scale(self._routing(replicas or 2), self.deepspeed)
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> "RunConfig":
         """The configuration in a parsed JSON object; raises ConfigError with all problems in file order."""
-        problems = deepspeed_block.check_top_level(raw, tuple(BLOCKS))
+        names = [name for block, model in BLOCKS.items() for name, _ in fields_of(block, model)]
+        problems = deepspeed_block.check_top_level(raw, tuple(BLOCKS), names)
         blocks: dict[str, Any] = {}
         for name, model in BLOCKS.items():
             try:
                 blocks[name] = _parse(name, model, raw)
             except ValidationError as error:
-                problems += problems_of(error, model, name, raw.get(name))
+                problems += problems_of(error, model, name, [*BLOCKS, *names])
             except KeyError:
                 required = [key for key, field in model.model_fields.items() if field.is_required()]
                 problems.append(Problem((name,), f"{name} is missing (an object with {', '.join(required)})"))
@@ -96,6 +111,51 @@ class RunConfig:
             raise ConfigError(problems)
         return topology
 
+    def routing(self, topology: Topology) -> Routing:
+        """The plan of routes; `active` says whether any microbatch leaves its replica."""
+        return self._routing(topology.replicas)
+
+    def _routing(self, replicas: int) -> Routing:
+        stages = self.parallel.pipeline_model_parallel_size
+        return Routing(replicas, self.microbatches, self.training.seed, self.noloco.routing.interval, stages)
+
+    def architecture(self, tokenizer_vocab: int = 0) -> Architecture:
+        """The model for a tokenizer of `tokenizer_vocab` tokens (0: not known, `model.vocab_size` decides).
+
+        Raises ConfigError when the vocabulary is too small, or does not divide over the tensor-parallel ranks.
+        """
+        try:
+            architecture = self.model.architecture(tokenizer_vocab)
+        except ValueError as error:
+            raise ConfigError([str(error)]) from None
+        problems = list(checks.check_vocabulary(architecture, self.parallel))
+        if problems:
+            raise ConfigError(problems)
+        return architecture
+
+    @property
+    def compute(self) -> Compute:
+        """How the model is computed."""
+        model = self.model
+        return Compute(
+            precision=self.precision,
+            hidden_dropout=model.hidden_dropout,
+            attention_dropout=model.attention_dropout,
+            recompute_granularity=model.recompute_granularity,
+            recompute_method=model.recompute_method,
+            recompute_num_layers=model.recompute_num_layers,
+            transformer_impl=model.transformer_impl,
+        )
+
+    @property
+    def source(self) -> Source:
+        """What is read."""
+        return self.data.source
+
+    @property
+    def tokenizer(self) -> TokenizerChoice:
+        return self.data.tokenizer
+
     @property
     def micro_batch_size(self) -> int:
         """Samples in a microbatch."""
@@ -112,23 +172,7 @@ class RunConfig:
         return int(self.deepspeed["train_batch_size"])
 
     @property
-    def source(self) -> Source:
-        """What is read."""
-        data, split = self.data, Split.parse(self.data.split)
-        if data.text is not None:
-            return TextSource(data.text, split)
-        if data.data_path is not None:
-            return IndexedSource(Blend.parse(data.data_path), None, split)
-        assert data.train_data_path is not None, "check_data wants one of the three"
-        validation = None if data.valid_data_path is None else Blend.parse(data.valid_data_path)
-        return IndexedSource(Blend.parse(data.train_data_path), validation, None)
-
-    @property
-    def tokenizer(self) -> TokenizerChoice:
-        return TokenizerChoice(self.data.tokenizer_type, self.data.tokenizer_model)
-
-    @property
-    def precision(self) -> Literal["fp32", "bf16", "fp16"]:
+    def precision(self) -> Precision:
         if self.deepspeed.get("bf16", {}).get("enabled", False):
             return "bf16"
         return "fp16" if self.deepspeed.get("fp16", {}).get("enabled", False) else "fp32"
@@ -137,10 +181,6 @@ class RunConfig:
     def zero_stage(self) -> int:
         """The ZeRO stage that runs: always 1, since a 0 in the file is run as 1."""
         return int(self.deepspeed["zero_optimization"]["stage"])
-
-    def padded_vocab_size(self, vocab: int | None = None) -> int:
-        """Rows of the embedding for a tokenizer of `vocab` tokens."""
-        return self.model.padded_vocab_size(vocab)
 
 
 def _parse(name: str, model: type[Block], raw: dict[str, Any]) -> Block:

@@ -1,52 +1,52 @@
 """The banner: what a run will do, in numbers a person can check before the first step."""
 
-from megatron_noloco.config.blocks import ModelConfig
+from megatron_noloco.config.blocks import NolocoConfig
 from megatron_noloco.config.run_config import RunConfig
 from megatron_noloco.config.wording import count
+from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.stability import rounds_to_halve, spread_factor
 from megatron_noloco.plans.topology import Topology
+from megatron_noloco.spec.architecture import Architecture
 
 
-def parameter_count(model: ModelConfig, vocab: int | None = None) -> int:
-    """Weights of the whole model (a Llama without biases), the padded vocabulary included.
-
-    Args:
-        vocab: tokens of the tokenizer; not needed where the model says its vocabulary itself.
-    """
-    tables = 2 if model.untie_embeddings_and_output_weights else 1
-    return _body_count(model) + tables * model.padded_vocab_size(vocab) * model.hidden_size
-
-
-def _body_count(model: ModelConfig) -> int:
-    """All weights but the embedding and the output layer."""
-    hidden, head = model.hidden_size, model.head_size
-    queries, keys_and_values = model.num_attention_heads * head, 2 * model.query_groups * head
+def parameter_count(architecture: Architecture) -> int:
+    """Weights of the whole model (a Llama without biases), the padded vocabulary included."""
+    hidden, head = architecture.hidden_size, architecture.kv_channels
+    queries, keys_and_values = (
+        architecture.num_attention_heads * head,
+        2 * architecture.num_query_groups * head,
+    )
     attention = hidden * (queries + keys_and_values) + queries * hidden
-    mlp = 3 * hidden * model.ffn_hidden_size  # gate, up, down
-    return model.num_layers * (attention + mlp + 2 * hidden) + hidden
+    mlp = 3 * hidden * architecture.ffn_hidden_size  # gate, up, down
+    tables = 1 if architecture.tied_embeddings else 2
+    layers = architecture.num_layers * (attention + mlp + 2 * hidden)
+    return layers + hidden + tables * architecture.padded_vocab_size * hidden
 
 
-def describe(config: RunConfig, topology: Topology, vocab: int | None = None) -> list[str]:
+def describe(config: RunConfig, topology: Topology, architecture: Architecture | None = None) -> list[str]:
     """The lines of the banner, each `label: what it is`.
 
     Args:
-        vocab: tokens of the tokenizer, where it is already known.
+        architecture: None while the tokenizer, and so the vocabulary, is not known.
     """
-    return [
-        f"topology: {_topology(topology)}",
+    lines = [
+        f"parallel: {_layout(topology)}",
         f"batch per replica: {_replica_batch(config, topology)}",
         f"batch in total: {_total_batch(config, topology)}",
-        f"method: {_method(config, topology)}",
-        f"routing: {_routing(config, topology)}",
+        f"method: {_method(config.noloco, topology.replicas)}",
+        f"routing: {_routing(config.routing(topology))}",
         f"precision: {config.precision}, ZeRO stage {config.zero_stage} over the data-parallel ranks of a replica",
-        f"parameters: {_parameters(config.model, vocab)}",
     ]
+    if architecture is not None:
+        rows = architecture.padded_vocab_size
+        lines.append(f"parameters: {parameter_count(architecture):,} (padded vocabulary {rows:,})")
+    return lines
 
 
-def _topology(topology: Topology) -> str:
+def _layout(topology: Topology) -> str:
     parts = (
         count(topology.replicas, "replica"),
-        f"pipeline {topology.pp}",
+        f"pipeline {topology.pp}" + (f" ({topology.vpp} virtual stages each)" if topology.vpp > 1 else ""),
         f"data {topology.dp}",
         f"tensor {topology.tp}",
     )
@@ -70,8 +70,7 @@ def _total_batch(config: RunConfig, topology: Topology) -> str:
     )
 
 
-def _method(config: RunConfig, topology: Topology) -> str:
-    noloco, replicas = config.noloco, topology.replicas
+def _method(noloco: NolocoConfig, replicas: int) -> str:
     method = noloco.active_method
     if method == "none":
         return "none (no rounds" + ("; the replicas do not average)" if replicas > 1 else ")")
@@ -88,22 +87,9 @@ def _method(config: RunConfig, topology: Topology) -> str:
     )
 
 
-def _routing(config: RunConfig, topology: Topology) -> str:
-    interval = config.noloco.routing.interval
-    if interval == "off":
+def _routing(routing: Routing) -> str:
+    if routing.active:
+        return f"reshuffled every {routing.interval}"
+    if routing.interval == "off":
         return "off"
-    if topology.pp == 1:
-        return f"{interval}, without effect (1 stage)"
-    if topology.replicas == 1:
-        return f"{interval}, without effect (1 replica)"
-    return f"reshuffled every {interval}"
-
-
-def _parameters(model: ModelConfig, vocab: int | None) -> str:
-    if model.vocab_size is None and vocab is None:
-        tables = 2 if model.untie_embeddings_and_output_weights else 1
-        return (
-            f"{_body_count(model):,} + {tables} x {model.hidden_size} per token of the padded vocabulary "
-            "(the tokenizer's)"
-        )
-    return f"{parameter_count(model, vocab):,} (padded vocabulary {model.padded_vocab_size(vocab):,})"
+    return f"{routing.interval}, without effect ({'1 stage' if routing.pp == 1 else '1 replica'})"

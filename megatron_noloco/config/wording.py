@@ -1,9 +1,10 @@
 """How fields and mistakes are put into words, once, for error lines and for `config --explain`."""
 
 import difflib
+import enum
 import json
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -40,17 +41,55 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else plural}"
 
 
-def unknown_key(path: Path, known: Iterable[str], hint: str = "") -> Problem:
-    """A misspelt key, with the nearest known one of the same block."""
+def fields_of(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
+    """The dotted name and the definition of every field of a block, those of inner blocks included."""
+    for name, field in model.model_fields.items():
+        inner = _inner_model(field)
+        if inner is not None:
+            yield from fields_of(f"{prefix}.{name}", inner)
+        else:
+            yield f"{prefix}.{name}", field
+
+
+def unknown_key(path: Path, known: Iterable[str], elsewhere: Iterable[str] = ()) -> Problem:
+    """A misspelt key, with the one that is meant: of the same block, or of another.
+
+    Args:
+        known: the keys of the same block.
+        elsewhere: dotted names of other blocks.
+    """
+    meant = _at_another_place(path[-1].lower(), elsewhere) or nearest(path, known)
+    hint = f"; did you mean {meant}?" if meant else ""
+    return Problem(path, f"{dotted(path)} is not a known key{hint}")
+
+
+def nearest(path: Path, known: Iterable[str]) -> str:
+    """The spelling in `known` that is nearest to the last name of a path, with the path; "" if none is near."""
     spellings = {key.lower(): key for key in known}
     near = difflib.get_close_matches(path[-1].lower(), spellings, n=1)
-    if near:
-        hint = f"did you mean {dotted((*path[:-1], spellings[near[0]]))}?"
-    return Problem(path, f"{dotted(path)} is not a known key" + (f"; {hint}" if hint else ""))
+    return dotted((*path[:-1], spellings[near[0]])) if near else ""
+
+
+def _at_another_place(name: str, elsewhere: Iterable[str]) -> str:
+    """Fields of this very name, or of this name with block and field read as one: eval_iters, evaluation.iters."""
+    words = name.split("_")
+
+    def is_meant(key: str) -> bool:
+        if key.rpartition(".")[2] == name:
+            return True
+        theirs = key.replace(".", "_").split("_")
+        return len(theirs) == len(words) and all(map(str.startswith, theirs, words))
+
+    return " or ".join(list(filter(is_meant, elsewhere))[:2])
 
 
 def wrong_value(path: Path, expected: str, value: Any) -> Problem:
     return Problem(path, f"{dotted(path)}: must be {expected}, got {shown(value)}")
+
+
+def is_size(value: Any) -> bool:
+    """Whether a value from the file is a finite number >= 0."""
+    return type(value) in (int, float) and 0 <= value < float("inf")
 
 
 def shown(value: Any) -> str:
@@ -79,7 +118,17 @@ def _expected(annotation: Any, metadata: Iterable[Any]) -> str:
         return " or ".join(_expected(option, metadata) for option in get_args(annotation))
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "an object with " + ", ".join(annotation.model_fields)
-    names = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
+        return "one of " + ", ".join(json.dumps(member.value) for member in annotation)
+    names = {
+        list: "a list",
+        dict: "an object",
+        int: "an integer",
+        float: "a number",
+        bool: "true or false",
+        str: "text",
+        type(None): "null",
+    }
     bounds = " and ".join(filter(None, map(_bound, metadata)))
     return f"{names[annotation]} {bounds}".rstrip()
 
@@ -99,28 +148,34 @@ def _bound(entry: Any) -> str:
     return ""
 
 
-def problems_of(error: ValidationError, model: type[BaseModel], block: str, raw: Any) -> list[Problem]:
-    """pydantic's errors about one block as our lines; the branches of a union give one line, not one each."""
+def problems_of(
+    error: ValidationError, model: type[BaseModel], block: str, elsewhere: Iterable[str] = ()
+) -> list[Problem]:
+    """pydantic's errors about one block as our lines; the branches of a union give one line, not one each.
+
+    Args:
+        elsewhere: dotted names of other blocks, one of which may be meant by an unknown key.
+    """
     found: dict[tuple[Path, str], Problem] = {}
     for entry in error.errors(include_url=False):
-        problem = _problem(entry, model, block, raw)
+        problem = _problem(entry, model, block, list(elsewhere))
         found.setdefault((problem.path, problem.text), problem)
     return list(found.values())
 
 
-def _problem(entry: Any, model: type[BaseModel], block: str, raw: Any) -> Problem:
+def _problem(entry: Any, model: type[BaseModel], block: str, elsewhere: list[str]) -> Problem:
     path: Path = (block,)
-    owner, field = model, None
+    owner: type[BaseModel] | None = model
+    field = None
     for name in map(str, entry["loc"]):
-        if name not in owner.model_fields:
-            if entry["type"] == "extra_forbidden":
-                return unknown_key((*path, name), [*owner.model_fields, *getattr(owner, "ALIASES", {})])
+        fields = _by_name_and_alias(owner) if owner is not None else {}
+        if entry["type"] == "extra_forbidden" and name == str(entry["loc"][-1]) and owner is not None:
+            return _extra((*path, name), owner, fields, elsewhere)
+        if name not in fields:
             break  # the branch of a union: the field is what the user knows
-        field = owner.model_fields[name]
-        path = (*path, _as_written(owner, name, raw) if len(path) == 1 else name)
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            owner = field.annotation
-    if entry["type"] == "value_error":
+        field, path = fields[name], (*path, name)
+        owner = _inner_model(field)
+    if entry["type"] in ("value_error", "assertion_error"):
         return Problem(path, f"{dotted(path)}: {entry['ctx']['error']}")
     if field is None:
         return wrong_value(path, "an object with " + ", ".join(model.model_fields), entry["input"])
@@ -129,9 +184,22 @@ def _problem(entry: Any, model: type[BaseModel], block: str, raw: Any) -> Proble
     return wrong_value(path, expected_value(field), entry["input"])
 
 
-def _as_written(owner: type[BaseModel], name: str, raw: Any) -> str:
-    """The alias under which the user gave a field, so that the line shows a key that is in the file."""
-    for alias, target in getattr(owner, "ALIASES", {}).items():
-        if target == name and isinstance(raw, dict) and alias in raw:
-            return str(alias)
-    return name
+def _extra(path: Path, owner: type[BaseModel], fields: Iterable[str], elsewhere: list[str]) -> Problem:
+    reason = getattr(owner, "NOT_HERE", {}).get(path[-1])
+    if reason is not None:
+        return Problem(path, f"{dotted(path)} has no effect here: {reason}")
+    if path[-1] in fields:
+        return Problem(path, f"{dotted(path)} is given twice, also under its other name")
+    return unknown_key(path, fields, elsewhere)
+
+
+def _by_name_and_alias(owner: type[BaseModel]) -> dict[str, FieldInfo]:
+    return owner.model_fields | {f.alias: f for f in owner.model_fields.values() if f.alias is not None}
+
+
+def _inner_model(field: FieldInfo) -> type[BaseModel] | None:
+    """The model of a field that holds one, which may be optional."""
+    for annotation in (field.annotation, *get_args(field.annotation)):
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            return annotation
+    return None

@@ -18,6 +18,7 @@ from megatron_noloco.spec.data import Split
 
 STANDARD_LIBRARY = "python-stdlib"
 PIECE_BYTES = 1 << 19  # of a text that is encoded at once
+_CHOICES = f'give a text file, a folder of text files, or "{STANDARD_LIBRARY}"'
 
 _SPLIT_BY_FILE_FROM = 20  # files; with fewer, whole files make too coarse a split
 _NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -60,7 +61,7 @@ def load_corpus(text: str, split: Split, tokenizer: Tokenizer) -> Corpus:
         name = f"{text} {platform.python_version()}"
         folder, paths = _library_folder(), standard_library_files()
     else:
-        path = Path(text).expanduser()
+        path = find_text(text)
         name = text
         folder, paths = path if path.is_dir() else path.parent, text_files(path)
     documents = [Document(path.relative_to(folder).as_posix(), path.read_bytes()) for path in paths]
@@ -82,17 +83,22 @@ def standard_library_files() -> list[Path]:
     return _readable(path for path in files_below(folder, _NOT_SOURCES) if path.suffix == ".py")
 
 
+def find_text(text: str) -> Path:
+    """The file or folder that `data.text` names; raises ValueError when it is not there."""
+    path = _library_folder() if text == STANDARD_LIBRARY else Path(text).expanduser()
+    if not path.exists():
+        raise ValueError(f"data.text: no file or folder at {path} (looked from cwd {Path.cwd()}); {_CHOICES}")
+    return path
+
+
 def text_files(path: Path) -> list[Path]:
     """`path` itself, or every file in that folder, however deep, that holds UTF-8 text.
 
     Hidden files and folders (.git, editors' backups) and empty files are left out.
     """
-    choices = f'give a text file, a folder of text files, or "{STANDARD_LIBRARY}"'
-    if not path.exists():
-        raise ValueError(f"data.text: no file or folder at {path} (looked from cwd {Path.cwd()}); {choices}")
     files = _readable(files_below(path) if path.is_dir() else [path])
     if not files:
-        raise ValueError(f"data.text: no UTF-8 text in {path}; {choices}")
+        raise ValueError(f"data.text: no UTF-8 text in {path}; {_CHOICES}")
     return files
 
 

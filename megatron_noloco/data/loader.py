@@ -35,10 +35,9 @@ class Reader:
     last_chunk: int  # the number of the last chunk; with virtual stages a rank holds several
 
     @classmethod
-    def at(cls, topology: Topology, position: Position, vpp: int = 1) -> "Reader":
-        """The rank at `position`; `vpp`: model chunks per stage."""
+    def at(cls, topology: Topology, position: Position) -> "Reader":
         first, last = position.stage == 0, position.stage == topology.pp - 1
-        return cls(position.replica, position.dp, first, last, topology.pp * vpp - 1)
+        return cls(position.replica, position.dp, first, last, topology.pp * topology.vpp - 1)
 
     def addresses(self, routes: Routes, microbatches: int) -> set[Address]:
         """All that this rank reads: tokens of its own replica, and labels of what is routed to it."""

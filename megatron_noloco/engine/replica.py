@@ -1,6 +1,5 @@
 """One replica: Megatron-core's pipeline drives forward and backward, DeepSpeed everything after."""
 
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,36 +16,27 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.engine.checkpoint import CheckpointableEngine
 from megatron_noloco.engine.mpu import ReplicaMpu
 from megatron_noloco.engine.quiet import quiet
+from megatron_noloco.engine.weights import MasterWeights
+from megatron_noloco.metrics import LAST, Record, Reduction, unrecorded
+from megatron_noloco.metrics.reduction import largest, total
 from megatron_noloco.model.stage import Stage
 from megatron_noloco.pipeline.groups import Groups, ProcessGroup
 from megatron_noloco.pipeline.pipeline import MicrobatchLoss, Pipeline, ReadMicrobatch
 from megatron_noloco.plans.routing import Routes
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """What one local step did on this rank."""
-
-    losses: list[MicrobatchLoss]  # empty but on the last stage
-    learning_rate: float
-    grad_norm: float  # of the replica (all stages and shards), before clipping
-    loss_scale: float
-    skipped: bool  # fp16 overflow: the weights did not move
-    hop_wait_seconds: float  # spent waiting for activations and their gradients
-    hop_bytes: int  # of those, what this rank sent to other replicas
-
-
 class ReplicaEngine:
-    """Trains this rank's stage of one replica, one local step at a time."""
+    """Trains this rank's stage of one replica, one local step at a time, and records the step's numbers."""
 
-    def __init__(self, config: RunConfig, groups: Groups, stage: Stage) -> None:
+    def __init__(self, config: RunConfig, groups: Groups, stage: Stage, record: Record = unrecorded) -> None:
         self.groups = groups
+        self.record = record
         self.microbatches = config.microbatches
         self._tied = stage.tied_weight if groups.tied_embedding is not None else None
         if self._tied is not None and not groups.first_stage:
             self._tied.ds_pipe_replicated = True  # type: ignore[attr-defined]  # counts once in the norm
         self._deepspeed = _build_deepspeed(config, groups, stage)
-        self.pipeline = Pipeline(stage, groups, config.micro_batch_size, config.model.seq_length)
+        self.pipeline = Pipeline(stage, groups, config.micro_batch_size, config.model.seq_length, record)
         if config.precision == "fp16":
             stage.config.grad_scale_func = lambda loss: loss * self._optimizer.loss_scale
 
@@ -55,36 +45,26 @@ class ReplicaEngine:
         return self._deepspeed.optimizer
 
     @property
-    def master_weights(self) -> list[Tensor]:
-        """The fp32 weights this rank owns (1/lanes of its stage and shard), as flat tensors. Live, not copies."""
-        optimizer = self._optimizer
-        if isinstance(optimizer, BF16_Optimizer):
-            return [part.detach() for part in optimizer.fp32_groups_flat_partition]
-        return [part.detach() for part in optimizer.single_partition_of_fp32_groups]
+    def weights(self) -> MasterWeights:
+        """This rank's master weights; live."""
+        return MasterWeights(self._optimizer)
 
-    def refresh_working_weights(self) -> None:
-        """Round the master weights to the working precision and gather them over the lanes of the replica."""
-        self._optimizer.update_lp_params()
+    def train_batch(self, read: ReadMicrobatch, routes: Routes) -> list[MicrobatchLoss]:
+        """One local step: forward and backward over all microbatches, then the inner optimizer.
 
-    def train_batch(self, read: ReadMicrobatch, routes: Routes) -> StepResult:
-        """One local step: forward and backward over all microbatches, then the inner optimizer."""
+        Returns the losses on the last stage, an empty list elsewhere.
+        """
         self._deepspeed.module.train()
-        hops = self.pipeline.communicator
-        waited, sent = hops.wait_seconds, hops.bytes_to_others
         losses = self.pipeline.run(read, routes, self.microbatches)
         self._complete_gradients()
-        learning_rate = float(self._optimizer.param_groups[0]["lr"])
+        self.record("train/learning_rate", float(self._optimizer.param_groups[0]["lr"]), LAST)
         self._deepspeed.allreduce_gradients()
         self._deepspeed.step()
-        return StepResult(
-            losses=losses,
-            learning_rate=learning_rate,
-            grad_norm=float(self._deepspeed.get_global_grad_norm()),
-            loss_scale=float(getattr(self._optimizer, "loss_scale", 1.0)),
-            skipped=bool(getattr(self._optimizer, "overflow", False)),
-            hop_wait_seconds=hops.wait_seconds - waited,
-            hop_bytes=hops.bytes_to_others - sent,
-        )
+        skipped = int(getattr(self._optimizer, "overflow", False))  # fp16: the weights did not move
+        self.record("train/grad_norm", self._deepspeed.get_global_grad_norm(), LAST)  # before clipping
+        self.record("train/loss_scale", float(getattr(self._optimizer, "loss_scale", 1.0)), LAST)
+        self.record("train/skipped_steps", skipped, Reduction(total, largest))
+        return losses
 
     @torch.no_grad()
     def evaluate(self, read: ReadMicrobatch, routes: Routes, microbatches: int) -> list[MicrobatchLoss]:

@@ -128,6 +128,7 @@ def _open_hugging_face(folder: Path, data: str, seq_length: int | None) -> Model
             },
             "data": {"text": data},
             "training": {"train_iters": 1},
+            "noloco": {"enabled": False},
         }
     )
     tokenizer = FastTokenizer(folder)
@@ -140,7 +141,7 @@ def _open_hugging_face(folder: Path, data: str, seq_length: int | None) -> Model
                     huggingface.from_hf,
                     read=theirs,
                     model=config.model,
-                    padded_vocab_size=config.padded_vocab_size(),
+                    padded_vocab_size=config.architecture().padded_vocab_size,
                 )
             ]
 

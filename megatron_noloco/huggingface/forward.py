@@ -8,9 +8,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.job.world import join, read_world
-from megatron_noloco.model import quieten
+from megatron_noloco.job.join import join
+from megatron_noloco.job.launcher import read_world
 from megatron_noloco.plans.topology import Topology
+from megatron_noloco.quiet import quieten
 
 
 class WholeModel:
@@ -26,7 +27,7 @@ class WholeModel:
             join(read_world({}), "gloo")
         cpu.prepare()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self._tied = not config.model.untie_embeddings_and_output_weights
+        self._tied = config.architecture(vocab_size).tied_embeddings
         self._groups = build_groups(Topology(), routed=False)
         stage = build_stage(_as_one_rank(config), self._groups, vocab_size)
         self._chunk = cast(Llama, stage.to(self.device).eval().chunks[0])

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_noloco.config import ModelConfig
+from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.huggingface.folder import HuggingFaceWeights, read_object
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)$")

@@ -5,8 +5,9 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
 from typing import NoReturn
+
+from megatron_noloco.job.launcher import may_be_first
 
 USAGE_ERROR = 2  # the person who started it can put it right
 FAILURE = 1
@@ -41,15 +42,10 @@ def usage_error(error: ValueError | OSError) -> int:
     return USAGE_ERROR
 
 
-def may_be_first(environ: Mapping[str, str]) -> bool:
-    rank_variables = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
-    return all(environ.get(name, "0") == "0" for name in rank_variables)
-
-
 def abandon_job(exit_code: int) -> None:
     """End the other ranks too, which would wait for this one for ever; returns where the launcher does it."""
     if "mpi4py.MPI" not in sys.modules:
         return
-    from megatron_noloco.transport import mpi  # imports torch: not for a mistake in the command line
+    from megatron_noloco.job import mpi  # imports torch: not for a mistake in the command line
 
     mpi.abort(exit_code)

@@ -3,13 +3,13 @@
 SIGTERM, SIGUSR1 (Slurm's warning), one Ctrl-C or `exit_duration_minutes` ask for it; one rank that is asked is
 enough. The ranks then agree through the job's key-value store:
 
-1. Whoever is asked writes a request; the others look for one once a second.
+1. A rank that is asked writes a request; the others look for one once a second.
 2. A rank that knows of the request writes how many steps it has begun, and begins no more ...
 3. ... until every rank has written. All stop after the largest of these numbers.
 
 A thread of its own does the looking and the writing, because the step in progress may need a rank that already
-stands still: a pipeline stage, or a partner whose round is some steps ahead. So every number is there soon,
-whatever the steps wait for, and then everybody can finish all steps that anybody has begun. A rank that
+stands still: a pipeline stage, or a partner whose round is some steps ahead. So every number is written soon,
+whatever the steps wait for, and then all ranks can finish every step that one of them has begun. A rank that
 reaches the end writes that.
 """
 
@@ -36,7 +36,7 @@ class Stopping:
         self._asked: str | None = None
         self._lock = threading.Lock()  # for the two numbers below
         self._begun = 0
-        self._told: int | None = None  # the number of steps begun that the others know
+        self._announced: int | None = None  # the number of steps begun that the others know
         self._last_step: int | None = None
         self._failure: Exception | None = None
         self._agreed = threading.Event()  # or failed to
@@ -57,7 +57,7 @@ class Stopping:
         if self._asked is not None:
             self._look_now.set()
         with self._lock:
-            if self._told is None:
+            if self._announced is None:
                 self._begun = done + 1
             if done < self._begun:
                 return False
@@ -73,9 +73,9 @@ class Stopping:
                 if self._closing:
                     return
             with self._lock:
-                self._tell(self._begun)
-            self._last_step = self._largest_told()
-        except RuntimeError as error:  # the store is gone, and rank 0 with it; or somebody did not answer
+                self._announce(self._begun)
+            self._last_step = self._largest_announced()
+        except RuntimeError as error:  # the store is gone, and rank 0 with it; or a rank did not answer
             self._failure = error
         finally:
             self._agreed.set()
@@ -84,13 +84,13 @@ class Stopping:
         if self._deadline is not None and time.monotonic() >= self._deadline and self._asked is None:
             self._asked = "exit_duration_minutes"
         if self._asked is not None:
-            # The first request stands, so that all ranks tell the same reason.
+            # The first request stands, so that all ranks have the same reason.
             self.reason = self._store.compare_set(_REQUEST, "", self._asked).decode()
         elif self._store.check([_REQUEST]):
             self.reason = self._store.get(_REQUEST).decode()
         return self.reason is not None
 
-    def _largest_told(self) -> int:
+    def _largest_announced(self) -> int:
         names = [f"stop/begun/{rank}" for rank in range(dist.get_world_size())]
         deadline = time.monotonic() + _PATIENCE_SECONDS
         while not self._store.check(names):  # waiting in the store would keep this process's others from it
@@ -99,8 +99,8 @@ class Stopping:
             time.sleep(_AGREE_SECONDS)
         return max(int(self._store.get(name)) for name in names)
 
-    def _tell(self, begun: int) -> None:
-        self._told = begun
+    def _announce(self, begun: int) -> None:
+        self._announced = begun
         self._store.set(f"stop/begun/{dist.get_rank()}", str(begun))
 
     def close(self, done: int) -> None:
@@ -108,8 +108,8 @@ class Stopping:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         with self._lock:
-            if self._told is None:
-                self._tell(done)
+            if self._announced is None:
+                self._announce(done)
         self._closing = True
         self._look_now.set()
         self._watcher.join()

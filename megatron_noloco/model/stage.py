@@ -147,7 +147,7 @@ def build_stage(config: RunConfig, groups: Groups, vocab_size: int) -> Stage:
     """This rank's part of the model, with its initial weights, on the host.
 
     Args:
-        vocab_size: entries of the tokenizer; the embedding holds `config.padded_vocab_size(vocab_size)` rows.
+        vocab_size: entries of the tokenizer; the embedding holds more rows, see `ModelConfig.architecture`.
     """
     seed_dropout(config.training.seed, groups)
     core_config = transformer_config(config, groups)
@@ -175,11 +175,12 @@ def _build_chunk(
     if not transformer_engine:
         count = get_num_layers_to_build(core_config, vp_stage, groups.position.stage)
         block = TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
-    tied = not config.model.untie_embeddings_and_output_weights
+    architecture = config.architecture(vocab_size)
+    tied = architecture.tied_embeddings
     chunk = Llama(
         config=core_config,
         transformer_layer_spec=block,
-        vocab_size=config.padded_vocab_size(vocab_size),
+        vocab_size=architecture.padded_vocab_size,
         max_sequence_length=config.model.seq_length,
         pre_process=groups.first_stage and index == 0,
         post_process=groups.last_stage and index == vpp - 1,
@@ -188,7 +189,7 @@ def _build_chunk(
         rotary_base=config.model.rotary_base,
         pg_collection=groups.collection,
         vp_stage=vp_stage,
-        real_vocab_size=config.model.vocab_size or vocab_size,
+        real_vocab_size=architecture.vocab_size,
     )
     layer_offset = get_transformer_layer_offset(core_config, vp_stage, groups.position.stage)
     if config.training.pretrained is None:
@@ -203,7 +204,7 @@ def _build_chunk(
         )
     else:
         with HuggingFaceWeights(Path(config.training.pretrained)) as theirs:
-            padded = config.padded_vocab_size(vocab_size)
+            padded = architecture.padded_vocab_size
             read = partial(huggingface.from_hf, read=theirs, model=config.model, padded_vocab_size=padded)
             weights.load(chunk, groups, layer_offset, tied, read)
     return chunk

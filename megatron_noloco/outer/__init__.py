@@ -1,1 +1,29 @@
-"""The method: what happens between replicas, once every k local steps. Knows torch and a transport, no engine."""
+"""The method as a library: what happens between replicas, in anybody's training loop.
+
+Needs torch and numpy only. A loop makes an `OuterOptimizer` and calls `after_local_step` after each step of its
+own optimizer; see `examples/plain_torch.py`.
+"""
+
+from megatron_noloco.outer.exchange import Channel, Exchange, MeanPiece, PartnerTimeoutError
+from megatron_noloco.outer.mean import ExchangeReport
+from megatron_noloco.outer.mean_model import MeanModel
+from megatron_noloco.outer.no_rounds import NoRounds, Rounds
+from megatron_noloco.outer.optimizer import OuterOptimizer, RoundReport
+from megatron_noloco.outer.settings import OuterSettings
+from megatron_noloco.outer.weights import TorchWeights, Weights
+
+__all__ = [
+    "Channel",
+    "Exchange",
+    "ExchangeReport",
+    "MeanModel",
+    "MeanPiece",
+    "NoRounds",
+    "OuterOptimizer",
+    "OuterSettings",
+    "PartnerTimeoutError",
+    "RoundReport",
+    "Rounds",
+    "TorchWeights",
+    "Weights",
+]

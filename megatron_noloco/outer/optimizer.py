@@ -9,9 +9,10 @@ For replica i of a group G of n replicas (NoLoCo, arXiv 2506.10911, Eq. 1-3; the
 
 | symbol | here                   | meaning                                              |
 |--------|------------------------|------------------------------------------------------|
-| theta  | master_weights         | fast weights: what the inner optimizer moved         |
+| theta  | weights                | fast weights: what the inner optimizer moved         |
 | phi    | slow_weights           | the replica's weights after its last round           |
-| delta  | momentum               | velocity of the outer optimizer                      |
+| Delta  |                        | outer gradient (pseudo-gradient)                     |
+| delta  | momentum               | outer momentum buffer                                |
 | alpha  | outer_momentum         |                                                      |
 | beta   | outer_lr               |                                                      |
 | gamma  | consensus_weight       |                                                      |
@@ -33,9 +34,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_noloco.config import NolocoConfig
-from megatron_noloco.outer.averaging import ExchangeReport, GroupAveraging, buffer_beside
+from megatron_noloco.outer.exchange import STRETCH, Channel, Exchange
+from megatron_noloco.outer.mean import ExchangeReport
+from megatron_noloco.outer.memory import HOST, buffer
+from megatron_noloco.outer.settings import OuterSettings
+from megatron_noloco.outer.weights import Weights
 from megatron_noloco.plans.grouping import Grouping
+from megatron_noloco.plans.topology import Place
+from megatron_noloco.transport.protocol import Transport
+
+_AT_ONCE = 1 << 20  # elements of c formed at a time: they stay in cache
 
 
 @dataclass(frozen=True)
@@ -48,100 +56,112 @@ class RoundReport:
 
 
 class OuterOptimizer:
-    """Holds one rank's slow weights and outer momentum, as flat fp32 vectors, and runs rounds.
+    """Holds one rank's slow weights and outer momentum buffer, and runs rounds.
+
+    All replicas must start from equal weights, and call `after_local_step` after each of their local steps.
 
     Args:
-        master_weights: flat fp32 tensors on any device; read and overwritten in each round.
-        slow_weights: "host" keeps phi and delta in (pinned) host memory, "device" beside the master weights.
+        weights: the fast weights, read and overwritten in each round. As they are now they become the first slow
+            weights.
+        transport: carries the exchanges.
+        place: of this rank.
+        grouping: the groups of each round; the same on all ranks.
+        settings: the same on all ranks.
+
+    Attributes:
+        slow_weights: phi, fp32, shape [weights.length].
+        momentum: delta, likewise.
+
+    Three vectors of memory in all, and what an exchange needs: the third holds the combined vector during a round,
+    and the fast weights while others are `evaluating` in their place.
     """
 
     def __init__(
         self,
-        master_weights: list[Tensor],
-        averaging: GroupAveraging,
+        weights: Weights,
+        transport: Transport,
+        place: Place,
         grouping: Grouping,
-        settings: NolocoConfig,
+        settings: OuterSettings,
     ) -> None:
-        self.master_weights = master_weights
-        self.averaging = averaging
+        if grouping.replicas != place.replicas:
+            raise ValueError(f"the grouping is one of {grouping.replicas} replicas, not {place.replicas}")
+        self.weights = weights
+        self.place = place
         self.grouping = grouping
-        self.outer_momentum = settings.outer_momentum
-        self.outer_lr = settings.outer_lr
-        self.consensus_weight = settings.gamma
-        length = sum(master.numel() for master in master_weights)
-        home = master_weights[0] if settings.slow_weights == "device" else torch.empty(0)
-        self.slow_weights = buffer_beside(home, length)
-        for part, master in self._parts(self.slow_weights):
-            part.copy_(master)
-        self.momentum = buffer_beside(home, length).zero_()
-        self._combined = buffer_beside(home if averaging.transport.device_buffers else torch.empty(0), length)
+        self.settings = settings
+        length = weights.length
+        home = weights.device if settings.slow_weights == "device" else HOST
+        self.slow_weights = buffer(length, home)
+        weights.read_into(self.slow_weights)
+        self.momentum = buffer(length, home).zero_()
+        self._spare = buffer(length, home if transport.device_buffers else HOST)
+        # A pair has its whole vectors under way at once; in a larger group that would cost two more of them.
+        stretch = max(1, length) if grouping.group_size <= 2 else STRETCH
+        self._exchange = Exchange(transport, place, Channel.ROUNDS, settings.deadline_seconds, stretch)
+
+    def after_local_step(self, done: int) -> RoundReport | None:
+        """Run a round when one is due.
+
+        Args:
+            done: local steps done since the beginning of the training, this one included.
+
+        Returns None when no round is due, which is every `local_steps` steps. Raises as `run_round` does.
+        """
+        if done % self.settings.local_steps:
+            return None
+        return self.run_round(done // self.settings.local_steps - 1)
 
     @torch.no_grad()
     def run_round(self, round_index: int) -> RoundReport:
-        """Exchange with this round's group and move the slow and the master weights.
+        """Exchange with this round's group and move the slow and the fast weights.
 
-        The caller refreshes the working weights. Raises PartnerTimeoutError: the group's round is then
-        incomplete, and the run has to go back to its last checkpoint.
+        Raises PartnerTimeoutError: the group's round is then incomplete, and training has to go back to its
+        last checkpoint.
         """
+        group = self.grouping.group(self.place.replica, round_index, self.place.stage)
         self._combine()
-        self._step(round_index)
-        for part, master in self._parts(self.slow_weights):
-            master.copy_(part)
-        report = self.averaging.report
+        self._exchange.begin(self._spare, group, round_index, f"round {round_index}")
+        with self.weights.writing() as write:
+            for start, stop, mean in self._exchange.finish():
+                # Piece by piece while it is in cache: several passes over memory become one.
+                phi, delta = self.slow_weights[start:stop], self.momentum[start:stop]
+                delta.mul_(self.settings.outer_momentum).add_(mean.to(delta.device))
+                delta.sub_(phi, alpha=self.settings.gamma)
+                phi.add_(delta)
+                write(start, phi)
+        report = self._exchange.report
         # For gamma = beta, c / gamma is theta itself; otherwise the point phi + (beta / gamma) * Delta near it.
-        scale = self.consensus_weight or self.outer_lr
+        scale = self.settings.gamma or self.settings.outer_lr
         return RoundReport(round_index, report, report.standard_deviation / scale)
 
-    def _step(self, round_index: int) -> None:
-        averaging = self.averaging
-        at = averaging.topology.position(averaging.transport.rank)
-        group = self.grouping.group(at.replica, round_index, at.stage)
-        pieces = averaging.mean(self._combined, group, round_index, f"round {round_index}")
-        for start, stop, mean in pieces:
-            phi, delta = self.slow_weights[start:stop], self.momentum[start:stop]
-            # Chunk by chunk while it is in cache: three passes over memory become one.
-            delta.mul_(self.outer_momentum).add_(mean.to(delta.device))
-            delta.sub_(phi, alpha=self.consensus_weight)
-            phi.add_(delta)
-
     @contextmanager
-    def master_weights_aside(self) -> Iterator[Tensor]:
-        """The master weights may be overwritten inside; gives the slow weights, where they can be sent from.
+    def evaluating(self) -> Iterator[Tensor]:
+        """Inside, other weights may stand in the place of the fast ones; on leaving these are back.
 
-        Needs no memory: between rounds the send buffer is free for the slow weights, and their place for the
-        master weights.
+        Gives the slow weights, not to be written. Makes no copy of the model. No round may run inside.
         """
-        self._combined.copy_(self.slow_weights)
-        for part, master in self._parts(self.slow_weights):
-            part.copy_(master)
-        try:
-            yield self._combined
-        finally:
-            for part, master in self._parts(self.slow_weights):
-                master.copy_(part)
-            self.slow_weights.copy_(self._combined)
+        with self.weights.kept_in(self._spare):
+            yield self.slow_weights
 
     def state(self) -> dict[str, Tensor]:
-        """What a resume needs of the outer optimizer; live tensors."""
+        """What a resume needs of the outer optimizer: "slow_weights" and "outer_momentum"; live tensors."""
         return {"slow_weights": self.slow_weights, "outer_momentum": self.momentum}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Take up what `state` returned."""
+        """Continue from what `state` returned; the fast weights are restored by whoever saved them."""
         self.slow_weights.copy_(state["slow_weights"])
         self.momentum.copy_(state["outer_momentum"])
 
     def _combine(self) -> None:
-        beta, pull = self.outer_lr, self.consensus_weight - self.outer_lr
-        for (combined, master), (phi, _) in zip(
-            self._parts(self._combined), self._parts(self.slow_weights), strict=True
-        ):
-            if phi.device == master.device:
-                combined.copy_(master * beta if pull == 0 else torch.add(master * beta, phi, alpha=pull))
-            else:
-                combined.copy_(master)
-                combined.mul_(beta).add_(phi, alpha=pull)
-
-    def _parts(self, flat: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Views of a flat vector, each beside the master weights it stands for."""
-        sizes = [master.numel() for master in self.master_weights]
-        return zip(flat.split(sizes), self.master_weights, strict=True)
+        """c = beta * theta + (gamma - beta) * phi, formed where phi lies."""
+        pull = self.settings.gamma - self.settings.outer_lr
+        for start in range(0, len(self._spare), _AT_ONCE):
+            phi, combined = (vector[start : start + _AT_ONCE] for vector in (self.slow_weights, self._spare))
+            piece = combined if combined.device == phi.device else torch.empty_like(phi)
+            self.weights.read_into(piece, start)
+            piece.mul_(self.settings.outer_lr)
+            if pull:
+                piece.add_(phi, alpha=pull)
+            if piece is not combined:
+                combined.copy_(piece)

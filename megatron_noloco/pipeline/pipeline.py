@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func, get_schedule_table
 from torch import Tensor
 
+from megatron_noloco.metrics import MEAN, SUM, TOTAL, Record, unrecorded
 from megatron_noloco.model.stage import Stage
 from megatron_noloco.pipeline.groups import Groups, ProcessGroup
 from megatron_noloco.plans.routing import Routes
@@ -46,11 +47,13 @@ class RoutedCommunicator(P2PCommunicator):
         self.device = (
             torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
         )
+        # Since `begin`; of activations and gradients, sent and received.
         self.wait_seconds = 0.0
-        self.bytes_to_others = 0  # activations and gradients sent to other replicas
+        self.bytes_to_others = 0  # other replicas
 
     def begin(self, routes: Routes, microbatches: int) -> None:
-        """Lay out whom to talk to, in order, for the next pass of the schedule over `microbatches`."""
+        """Lay out with whom to exchange, in order, in the next pass of the schedule over `microbatches`."""
+        self.wait_seconds, self.bytes_to_others = 0.0, 0
         me, stages = self.groups.position, self.groups.topology.pp
         last_boundary = stages * self.vpp - 1
 
@@ -137,8 +140,16 @@ def schedule_order(microbatches: int, vpp: int, stages: int) -> list[tuple[int, 
 class Pipeline:
     """Runs one batch through this rank's stage: forward and backward, or forward only."""
 
-    def __init__(self, stage: Stage, groups: Groups, micro_batch_size: int, seq_length: int) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        groups: Groups,
+        micro_batch_size: int,
+        seq_length: int,
+        record: Record = unrecorded,
+    ) -> None:
         self.stage = stage
+        self.record = record
         self.groups = groups
         self.communicator = RoutedCommunicator(groups, stage)
         self.micro_batch_size = micro_batch_size
@@ -178,7 +189,7 @@ class Pipeline:
         self.communicator.begin(routes, microbatches)
         chunks = list(self.stage.chunks)
         # Every chunk meets the microbatches in ascending order.
-        return self._schedule(
+        losses: list[MicrobatchLoss] = self._schedule(
             forward_step_func=forward_step,
             data_iterator=[iter(range(microbatches)) for _ in chunks],
             model=chunks,
@@ -189,3 +200,17 @@ class Pipeline:
             p2p_communicator=self.communicator,
             pg_collection=groups.collection,
         )
+        if not forward_only:
+            self._record(losses)
+        return losses
+
+    def _record(self, losses: list[MicrobatchLoss]) -> None:
+        """What this pass cost and showed; all tensor-parallel ranks have the same losses, so one records them."""
+        self.record("routing/wait_seconds", self.communicator.wait_seconds, MEAN)
+        self.record("total/routed_bytes", self.communicator.bytes_to_others, TOTAL)
+        at = self.groups.position
+        for origin, loss in losses if at.tp == 0 else []:
+            self.record("train/loss", loss, MEAN)
+            self.record(f"origin/loss of {origin}", loss, MEAN)
+            self.record(f"origin/microbatches of {origin}", 1, SUM)
+            self.record("routing/share", int(origin != at.replica), MEAN)

@@ -65,10 +65,16 @@ class Routing:
     microbatches: int
     seed: int
     interval: RoutingInterval
+    pp: int = 2  # stages of a replica; with one there is no boundary
+
+    @property
+    def active(self) -> bool:
+        """Whether any microbatch ever leaves its replica."""
+        return self.interval != "off" and self.replicas > 1 and self.pp > 1
 
     def routes(self, step: int, round_index: int) -> Routes:
         """The routes of the microbatches of one step, which belongs to the local phase of `round_index`."""
-        if self.interval == "off" or self.replicas == 1:
+        if not self.active:
             return self.straight()
         match self.interval:
             case "round":

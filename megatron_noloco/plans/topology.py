@@ -16,31 +16,73 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Topology:
-    """The shape of a run.
+class Place:
+    """One rank as the outer optimizer sees it: which replica, among how many, and where its counterparts are.
 
-    `pp` stages of a pipeline, `dp` synchronous data-parallel copies inside a replica, `tp` tensor-parallel slices.
+    All that `outer` knows of a topology. A replica of one rank is `Place(replica, replicas)`.
+
+    Attributes:
+        replica: this rank's replica, from 0.
+        replicas: how many there are.
+        stage: its pipeline stage; groups may be drawn for every stage on its own.
+        rank: its rank in the transport; by default the first rank of the replica.
+        ranks_per_replica: replicas are contiguous blocks of this many ranks.
+    """
+
+    replica: int
+    replicas: int
+    stage: int = 0
+    rank: int = -1
+    ranks_per_replica: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.replica < self.replicas:
+            raise ValueError(
+                f"replica {self.replica} must lie between 0 and replicas - 1 = {self.replicas - 1}"
+            )
+        if self.rank == -1:
+            object.__setattr__(self, "rank", self.replica * self.ranks_per_replica)
+        if self.rank // self.ranks_per_replica != self.replica:
+            raise ValueError(
+                f"rank {self.rank} is not in replica {self.replica} of {self.ranks_per_replica} ranks each"
+            )
+
+    def rank_of(self, replica: int) -> int:
+        """The rank at the same place in another replica: the only kind of rank this one exchanges with."""
+        return replica * self.ranks_per_replica + self.rank % self.ranks_per_replica
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The parallel layout of a run.
+
     rank = ((replica * pp + stage) * dp + dp_rank) * tp + tp_rank, so the tensor-parallel ranks of a stage are
     neighbours (one node) and a replica is a contiguous block of ranks.
+
+    Attributes:
+        replicas: copies of the model that meet only in rounds.
+        pp: pipeline stages of a replica.
+        dp: synchronous data-parallel copies inside a replica.
+        tp: tensor-parallel slices of a stage.
+        vpp: model chunks per stage (Megatron's interleaved schedule); these need no further ranks.
+        sequence_parallel: whether activations are split over the tensor-parallel ranks outside attention and MLP.
     """
 
     replicas: int = 1
     pp: int = 1
     dp: int = 1
     tp: int = 1
+    vpp: int = 1
+    sequence_parallel: bool = False
 
     def __post_init__(self) -> None:
-        for name, size in (
-            ("replicas", self.replicas),
-            ("pp", self.pp),
-            ("dp", self.dp),
-            ("tp", self.tp),
-        ):
-            if size < 1:
+        for name in ("replicas", "pp", "dp", "tp", "vpp"):
+            if (size := getattr(self, name)) < 1:
                 raise ValueError(f"{name} must be at least 1, not {size}")
 
     @property
     def world_size(self) -> int:
+        """Ranks of all replicas together."""
         return self.replicas * self.replica_size
 
     @property
@@ -64,6 +106,7 @@ class Topology:
         replica, stage, dp, tp = np.unravel_index(rank, self.grid.shape)
         return Position(int(replica), int(stage), int(dp), int(tp))
 
-    def counterpart(self, rank: int, replica: int) -> int:
-        """The rank with the same stage, dp and tp place in another replica: the only kind gossiped with."""
-        return replica * self.replica_size + rank % self.replica_size
+    def place(self, rank: int) -> Place:
+        """What the outer optimizer of `rank` needs to know; raises ValueError as `position` does."""
+        at = self.position(rank)
+        return Place(at.replica, self.replicas, at.stage, rank, self.replica_size)

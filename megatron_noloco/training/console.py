@@ -2,7 +2,7 @@
 
 import math
 import os
-import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rich.console import Console as Terminal
@@ -12,7 +12,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from megatron_noloco.training.record import Evaluation, SaveReport, StepRecord, partner_text
+from megatron_noloco.job.launcher import on_a_terminal
+from megatron_noloco.metrics.writers import Row
+from megatron_noloco.training.record import SaveReport
+from megatron_noloco.training.shown import ROUND_FIGURES, STEP_FIGURES, log_line, texts, validation_lines
 
 
 @dataclass(frozen=True)
@@ -30,13 +33,11 @@ class Console:
     """A live progress bar on a terminal, Megatron's log lines anywhere else."""
 
     def __init__(self, mode: str, total_steps: int, start_step: int, facts: RunFacts) -> None:
-        # OpenMPI gives every rank a terminal of its own, whatever mpirun's output goes to.
-        seen = sys.stdout.isatty() and "OMPI_COMM_WORLD_RANK" not in os.environ
-        bar = mode == "bar" or (mode == "auto" and seen)
+        bar = mode == "bar" or (mode == "auto" and on_a_terminal(os.environ))
         self.terminal = Terminal(force_terminal=bar, highlight=False, soft_wrap=not bar)
         self.facts = facts
-        self.evaluation_result: Evaluation | None = None
-        self.last_record: StepRecord | None = None
+        self.last_evaluation: Row | None = None
+        self.last_steps: Row | None = None
         self.start_step = start_step
         self.total_steps = total_steps
         self.steps_seconds = 0.0
@@ -58,41 +59,23 @@ class Console:
         for line in lines:
             self.terminal.print(line, markup=False)
 
-    def step(self, record: StepRecord) -> None:
-        previous = self.last_record.step if self.last_record else self.start_step
-        self.steps_seconds += record.seconds_per_step * (record.step - previous)
-        self.last_record = record
+    def write(self, row: Row) -> None:
+        """A row of the metrics of rank 0's replica."""
+        if row["kind"] == "evaluation":
+            self.last_evaluation = row
+            self.say(*validation_lines(row, self.facts.unigram_entropy))
+            return
+        previous = self.last_steps["step"] if self.last_steps else self.start_step
+        self.steps_seconds += row["speed/seconds_per_step"] * (row["step"] - previous)
+        self.last_steps = row
         if self._live is None:
-            self.say(record.line())
+            self.say(log_line(row, self.total_steps))
             return
         self._live.start()
-        self._progress.update(self._task, completed=record.step)
-        self._step_figures.plain = (
-            f"loss {record.loss:.3f}  learning rate {record.learning_rate:.2e}  "
-            f"{record.tokens_per_second:.0f} tokens/s"
-        )
-        if record.round is not None:
-            exchange = record.round
-            self._round_figures.plain = (
-                f"round {exchange.index} {partner_text(exchange.partners)}  "
-                f"exchange {1000 * exchange.exchange_seconds:.0f} ms (wait {1000 * exchange.wait_seconds:.0f})  "
-                f"sent {record.sent_bytes / 1e6:.0f} MB  spread {exchange.spread:.1e}"
-            )
-
-    def evaluation(self, step: int, evaluation: Evaluation) -> None:
-        self.evaluation_result = evaluation
-        losses = " ".join(f"{loss:.4f}" for loss in evaluation.replica_losses)
-        spread = "" if math.isnan(evaluation.spread) else f" | spread: {evaluation.spread:.3E}"
-        mean = evaluation.mean_model_loss
-        mean_model = "" if math.isnan(mean) else f"mean model: {mean:.4f}{spread} | "
-        self.say(
-            f" validation at iteration {step} | replicas: {losses} | {mean_model}"
-            f"unigram: {self.facts.unigram_entropy:.4f} |",
-            *(
-                f"   {dataset.name} | replicas: {' '.join(f'{loss:.4f}' for loss in dataset.replica_losses)} |"
-                for dataset in evaluation.datasets
-            ),
-        )
+        self._progress.update(self._task, completed=row["step"])
+        self._step_figures.plain = "  ".join(texts(STEP_FIGURES, row))
+        if "round/index" in row:
+            self._round_figures.plain = "  ".join(texts(ROUND_FIGURES, row))
 
     def saved(self, report: SaveReport) -> None:
         self.say(f" checkpoint at iteration {report.step} | pause (ms): {1000 * report.pause_seconds:.1f} |")
@@ -103,39 +86,42 @@ class Console:
 
     def summary(self, done: int, stopped_by: str | None) -> None:
         """The closing table, and what to do next."""
-        record, evaluation, facts = self.last_record, self.evaluation_result, self.facts
+        facts = self.facts
         if stopped_by is not None:
             self.say(
                 f"stopped after iteration {done} ({stopped_by}); {facts.how_to_continue} continues from there"
             )
-            return
-        if record is None:
+        elif self.last_steps is None:
             self.say(
                 f"nothing to do: iteration {self.start_step} of {self.total_steps} is already reached; "
                 f"raise training.train_iters to go on, or remove {facts.output_dir} to start over"
             )
-            return
-        table = Table(title="What this run did", title_justify="left", show_header=False)
-        if evaluation is not None:
-            for replica, loss in enumerate(evaluation.replica_losses):
-                table.add_row(f"validation loss, replica {replica}", f"{loss:.4f} nats per token")
-            if len(evaluation.replica_losses) > 1 and not math.isnan(evaluation.mean_model_loss):
-                table.add_row(
-                    "validation loss, mean model", f"{evaluation.mean_model_loss:.4f} nats per token"
-                )
-        if not math.isnan(facts.unigram_entropy):
-            table.add_row("unigram entropy of the corpus", f"{facts.unigram_entropy:.4f} nats per token")
-        table.add_row("sent per replica, in exchanges", f"{record.sent_bytes / 1e6:.1f} MB")
-        if record.hop_bytes:
-            table.add_row("sent per replica, routed activations", f"{record.hop_bytes / 1e6:.1f} MB")
-        synchronous = facts.synchronous_bytes_per_step * record.step
-        sent = record.sent_bytes + record.hop_bytes
+        else:
+            table = Table(title="What this run did", title_justify="left", show_header=False)
+            for figure in [*self._losses(), *self._costs(self.last_steps)]:
+                table.add_row(*figure)
+            self.terminal.print(table)
+            self.say(f"Files: {facts.output_dir} (one folder per replica)", f"Next:  {facts.next_command}")
+
+    def _losses(self) -> Iterator[tuple[str, str]]:
+        if self.last_evaluation is not None:
+            losses = self.last_evaluation["validation/replica_losses"]
+            mean = self.last_evaluation["validation/mean_model_loss"]
+            for replica, loss in enumerate(losses):
+                yield f"validation loss, replica {replica}", f"{loss:.4f} nats per token"
+            if len(losses) > 1 and not math.isnan(mean):
+                yield "validation loss, mean model", f"{mean:.4f} nats per token"
+        if not math.isnan(self.facts.unigram_entropy):
+            yield "unigram entropy of the corpus", f"{self.facts.unigram_entropy:.4f} nats per token"
+
+    def _costs(self, row: Row) -> Iterator[tuple[str, str]]:
+        exchanged, routed = row["total/sent_bytes"], row["total/routed_bytes"]
+        yield "sent per replica, in exchanges", f"{exchanged / 1e6:.1f} MB"
+        if routed:
+            yield "sent per replica, routed activations", f"{routed / 1e6:.1f} MB"
+        synchronous, sent = self.facts.synchronous_bytes_per_step * row["step"], exchanged + routed
         if synchronous and sent:
-            table.add_row(
-                "an all-reduce of every step would have sent",
-                f"{synchronous / 1e6:.1f} MB ({synchronous / sent:.1f} times as much)",
-            )
-        share = record.exchange_seconds / self.steps_seconds if self.steps_seconds else 0.0
-        table.add_row("share of training time in exchanges", f"{100 * share:.1f} %")
-        self.terminal.print(table)
-        self.say(f"Files: {facts.output_dir} (one folder per replica)", f"Next:  {facts.next_command}")
+            times = f"{synchronous / sent:.1f} times as much"
+            yield "an all-reduce of every step would have sent", f"{synchronous / 1e6:.1f} MB ({times})"
+        share = row["total/exchange_seconds"] / self.steps_seconds if self.steps_seconds else 0.0
+        yield "share of training time in exchanges", f"{100 * share:.1f} %"

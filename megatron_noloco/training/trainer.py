@@ -5,23 +5,20 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.data.loader import StepLoader
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.job.stopping import Stopping
-from megatron_noloco.outer.optimizer import OuterOptimizer
+from megatron_noloco.metrics import SLOWEST
+from megatron_noloco.outer import Rounds
 from megatron_noloco.training.evaluate import Evaluator
 from megatron_noloco.training.monitor import Monitor
 
 
 class Trainer:
-    """Counts steps, and decides what happens after each: a round, a log line, an evaluation, a checkpoint.
-
-    Args:
-        outer: None when replicas never meet (method "none").
-    """
+    """Counts steps, and decides what happens after each: a round, a log line, an evaluation, a checkpoint."""
 
     def __init__(
         self,
         config: RunConfig,
         engine: ReplicaEngine,
-        outer: OuterOptimizer | None,
+        outer: Rounds,
         loader: StepLoader,
         start_step: int,
         evaluator: Evaluator,
@@ -30,7 +27,8 @@ class Trainer:
         monitor: Monitor,
     ) -> None:
         self.training = config.training
-        self.local_steps = config.noloco.local_steps
+        self.save_interval = config.checkpoint.save_interval
+        self.evaluation = config.evaluation
         self.engine = engine
         self.outer = outer
         self.loader = loader
@@ -47,35 +45,33 @@ class Trainer:
                 self._leave(step)
                 return step
             waited = self.loader.wait_seconds
-            result = self.engine.train_batch(*self.loader.step(step))
-            self.monitor.local_step(result, self.loader.wait_seconds - waited)
-            if self.outer is not None and _due(step + 1, self.local_steps):
-                report = self.outer.run_round(step // self.local_steps)
-                self.engine.refresh_working_weights()
-                self.monitor.round(report)
-            self.monitor.log_if_due(step + 1)
+            self.engine.train_batch(*self.loader.step(step))
+            self.monitor.metrics.record("data/wait_seconds", self.loader.wait_seconds - waited, SLOWEST)
+            self.monitor.local_step(self.outer.after_local_step(step + 1))
+            if _due(step + 1, self.training.log_interval) or step + 1 == self.training.train_iters:
+                self.monitor.log(step + 1)
             self._evaluate_if_due(step + 1)
             self._save_if_due(step + 1)
         return max(self.start_step, self.training.train_iters)
 
     def _leave(self, done: int) -> None:
         """Asked to stop: lose nothing."""
-        self.monitor.log_rest(done)
+        self.monitor.log(done)
         if self.checkpointer.saved_step != done:
             self._save(done)
 
     def _evaluate_if_due(self, done: int) -> None:
-        due = _due(done, self.training.eval_interval) or done == self.training.train_iters
-        if self.training.eval_iters and due:
-            self.monitor.evaluation(done, self.evaluator.evaluate())
+        due = _due(done, self.evaluation.interval) or done == self.training.train_iters
+        if self.evaluation.iters and due:
+            self.monitor.evaluation(done, self.evaluator.evaluate(done))
 
     def _save_if_due(self, done: int) -> None:
-        interval = self.training.save_interval
+        interval = self.save_interval
         if _due(done, interval) or (interval and done == self.training.train_iters):
             self._save(done)
 
     def _save(self, done: int) -> None:
-        self.monitor.saved(self.checkpointer.save(done, self.monitor.counters))
+        self.monitor.saved(self.checkpointer.save(done, self.monitor.metrics.counters))
 
 
 def _due(done: int, interval: int) -> bool:

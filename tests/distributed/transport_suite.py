@@ -13,6 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_noloco.outer import Exchange
+from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.protocol import Arrival, ExchangeTimeoutError, Flight, Message, Transport
 from tests.harness import say
 
@@ -194,6 +196,23 @@ def an_unwanted_message_times_out(transport: Transport) -> None:
             assert torch.equal(incoming, pattern(0, BIG_ELEMENTS))
 
 
+def two_exchanges_are_under_way_at_once(transport: Transport) -> None:
+    """One among all, one of a pair, with the same number; finished in another order on every rank."""
+    place = Place(transport.rank, WORLD_SIZE)
+    all_three, pair = (Exchange(transport, place, channel, DEADLINE_SECONDS) for channel in (62, 63))
+    mine, ours = pattern(transport.rank, 100_001), pattern(transport.rank, 50_000)
+    group = (0, 1) if transport.rank < 2 else (2,)
+    all_three.begin(mine, (0, 1, 2), 0, "the exchange of all")
+    pair.begin(ours, group, 0, "the exchange of two")
+    means = [torch.zeros(100_001), torch.zeros(50_000)]
+    for which in (1, 0) if transport.rank else (0, 1):
+        for start, stop, mean in (all_three, pair)[which].finish():
+            means[which][start:stop] = mean
+    for found, members in zip(means, (range(WORLD_SIZE), group), strict=True):
+        expected = torch.stack([pattern(rank, len(found)) for rank in members]).mean(dim=0)
+        torch.testing.assert_close(found, expected)
+
+
 def assert_times_out(wait: Callable[[], object], rank: int, tag: int, seconds: float) -> None:
     started = time.monotonic()
     with pytest.raises(ExchangeTimeoutError, match=f"rank {rank}") as caught:
@@ -229,6 +248,7 @@ CASES: list[Callable[[Transport], None]] = [
     chunks_from_one_partner_do_not_wait_for_another,
     a_missed_deadline_names_the_rank,
     an_unwanted_message_times_out,
+    two_exchanges_are_under_way_at_once,
     refuses_what_it_cannot_carry,
 ]
 

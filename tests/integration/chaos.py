@@ -36,13 +36,14 @@ from tests.integration.tiny import already_joined, metrics, tiny, write_config, 
 EXACT = (
     "replica",
     "step",
-    "consumed_samples",
-    "learning_rate",
-    "loss",
-    "origin_losses",
-    "grad_norm",
-    "loss_scale",
-    "routed_share",
+    "train/consumed_samples",
+    "train/learning_rate",
+    "train/loss",
+    "train/grad_norm",
+    "train/loss_scale",
+    "routing/share",
+    "round/spread",
+    "round/partners",
 )
 
 
@@ -81,7 +82,7 @@ class Run:
         self.folder = folder
         ours = {
             "data": {"text": text or write_text(folder, 200_000)},
-            "training": {"output_dir": str(folder), "train_iters": 20, "eval_iters": 0},
+            "training": {"output_dir": str(folder), "train_iters": 20},
             "model": {"num_layers": 2},
             "gradient_accumulation_steps": 2,
         }
@@ -129,11 +130,7 @@ class Run:
         """Per replica and logged step, what must be the same in a run that was disturbed."""
         return [
             [
-                {name: row[name] for name in EXACT}
-                | {
-                    "spread": row["round"] and row["round"]["spread"],
-                    "partners": row["round"] and row["round"]["partners"],
-                }
+                {name: value for name, value in row.items() if name in EXACT or name.startswith("origin/")}
                 for row in rows
             ]
             for rows in metrics(self.folder)

@@ -30,7 +30,8 @@ GOOD: dict[str, Any] = {
         "seq_length": 16,
     },
     "data": {"text": "text.txt", "split": "8,2,0"},
-    "training": {"train_iters": 2, "eval_iters": 1},
+    "training": {"train_iters": 2},
+    "evaluation": {"iters": 1},
 }
 
 
@@ -82,11 +83,23 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "diverging gamma": ({"noloco": {"consensus_weight": 3.0}}, ("rho = ", ">= 1", "(gamma) 3.0")),
     "unknown method": (
         {"noloco": {"method": "no-loco"}},
-        ("noloco.method: must be one of", '"noloco"', '"diloco"', '"none"', "'no-loco'"),
+        ("noloco.method: must be one of", '"noloco"', '"diloco"', "'no-loco'"),
     ),
     "settings that the optimizer refuses": (
         {"optimizer": {"type": "SGD", "params": {"nesterov": True}}},
         ("optimizer.params: torch's SGD does not take them: Nesterov momentum requires a momentum",),
+    ),
+    "a key under its old block": (
+        {"training": {"save_interval": 5}},
+        ("training.save_interval is not a known key", "did you mean checkpoint.save_interval?"),
+    ),
+    "a run without a round": (
+        {"noloco": {"local_steps": 3}},
+        ("noloco.local_steps 3 is more than training.train_iters 2",),
+    ),
+    "a folder that cannot be made": (
+        {"training": {"output_dir": "/dev/null/run"}},
+        ("training.output_dir: cannot write in /dev/null/run", "Not a directory"),
     ),
     "missing data": (
         {"data": {"text": "/no/such/text"}},
@@ -100,7 +113,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"train_micro_batch_size_per_gpu": 200},
         ("corpus too small", "one global batch needs 400"),
     ),
-    "corpus too small to evaluate": ({"training": {"eval_iters": 1000}}, ("corpus too small", "need 2000")),
+    "corpus too small to evaluate": ({"evaluation": {"iters": 1000}}, ("corpus too small", "need 2000")),
 }
 
 
@@ -143,6 +156,28 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(whole, capture_output=True, text=True, timeout=60)
 
 
+@pytest.mark.parametrize(
+    "name", ["missing data", "a folder that cannot be made", "settings that the optimizer refuses"]
+)
+def test_a_check_finds_what_the_start_would(
+    folder: Path, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    changes, fragments = MISTAKES[name]
+    exit_code = main(["config", "--check", config_with(folder, changes)])
+    out, err = capfd.readouterr()
+    assert_one_line(exit_code, err, fragments)
+    assert out.startswith("parallel: 2 replicas")
+
+
+def test_a_check_leaves_nothing_behind(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    output_dir = folder / "runs" / "new"
+    assert (
+        main(["config", "--check", config_with(folder, {"training": {"output_dir": str(output_dir)}})]) == 0
+    )
+    assert "parameters: " in capfd.readouterr().out
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "text.txt"]
+
+
 def missing_file(folder: Path) -> str:
     return str(folder / "absent.json")
 
@@ -167,7 +202,7 @@ def one_rank_for_two_replicas(folder: Path) -> str:
         (missing_file, ("absent.json", "No such file")),
         (invalid_json, ("broken.json", "is not valid JSON: line 2, column 13")),
         (misspelt, ("config.json", "gradient_cliping is not a known key")),
-        (one_rank_for_two_replicas, ("1 rank is not 2 replicas x 1 stage x 1 lane x 1 shard = 2",)),
+        (one_rank_for_two_replicas, ("1 rank is not 2 replicas x pipeline 1 x data 1 x tensor 1 = 2",)),
     ],
 )
 def test_one_line_from_the_command(
@@ -196,7 +231,7 @@ def test_world_size_under_mpirun(folder: Path) -> None:
     finished = run_mpi(3, LATE, ["train", "--config", config_with(folder, changes)])
     assert finished.returncode == USAGE_ERROR, finished.stderr
     assert our_lines(finished.stderr, "do not divide") == [
-        "3 ranks do not divide into replicas of 2 stages x 1 lane x 1 shard = 2 ranks; start 2 or 4 ranks"
+        "3 ranks do not divide into replicas of pipeline 2 x data 1 x tensor 1 = 2 ranks; start 2 or 4 ranks"
     ]
 
 

@@ -49,10 +49,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "training": {
             "train_iters": STEPS,
             "log_interval": 2,
-            "eval_iters": 4,
-            "save_interval": STEPS,
             "output_dir": str(folder / "run"),
         },
+        "checkpoint": {"save_interval": STEPS},
+        "evaluation": {"iters": 4},
     }
     (folder / "run.json").write_text(json.dumps(config))
     finished = run_torchrun(
@@ -67,18 +67,23 @@ def rows(run: Path, kind: str) -> list[dict[str, Any]]:
     return [row for row in map(json.loads, lines) if row["kind"] == kind]
 
 
+def datasets(row: dict[str, Any]) -> list[str]:
+    before = "validation/replica_losses of "
+    return [name.removeprefix(before) for name in row if name.startswith(before)]
+
+
 def test_the_wait_for_data_is_written_down(run: Path) -> None:
-    assert all(0 <= row["data_wait_seconds"] < row["seconds_per_step"] for row in rows(run, "step"))
+    assert all(0 <= row["data/wait_seconds"] < row["speed/seconds_per_step"] for row in rows(run, "step"))
 
 
 def test_evaluation_is_per_dataset_and_in_the_blends_proportions(run: Path) -> None:
     (row,) = rows(run, "evaluation")
-    first, second = row["datasets"]
-    assert first["replica_losses"] != second["replica_losses"]
+    first, second = (row[f"validation/replica_losses of {name}"] for name in datasets(row))
+    assert first != second
     for replica in range(2):
-        parts = (dataset["replica_losses"][replica] for dataset in (first, second))
+        parts = (first[replica], second[replica])
         expected = sum(weight * loss for weight, loss in zip((0.25, 0.75), parts, strict=True))
-        assert row["replica_losses"][replica] == pytest.approx(expected, rel=1e-6)
+        assert row["validation/replica_losses"][replica] == pytest.approx(expected, rel=1e-6)
 
 
 def test_evaluate_finds_what_the_run_logged(run: Path) -> None:
@@ -90,7 +95,8 @@ def test_evaluate_finds_what_the_run_logged(run: Path) -> None:
         losses[model]
         for model in range(3)
         for losses in (
-            (*dataset["replica_losses"], dataset["mean_model_loss"]) for dataset in row["datasets"]
+            (*row[f"validation/replica_losses of {name}"], row[f"validation/mean_model_loss of {name}"])
+            for name in datasets(row)
         )
     ]
     assert found == pytest.approx(logged, abs=2e-4)

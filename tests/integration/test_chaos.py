@@ -25,7 +25,8 @@ CHANGES: dict[str, Any] = {
     "parallel": {"replicas": 2, "pipeline_model_parallel_size": 2},
     "noloco": {"local_steps": 4, "routing": {"interval": "step"}},
     "model": {"hidden_dropout": 0.1},
-    "training": {"train_iters": STEPS, "save_interval": 5},
+    "training": {"train_iters": STEPS},
+    "checkpoint": {"save_interval": 5},
 }
 TOUCHES_OF_A_SAVE = 18  # about: files and folders that one rank opens, makes and renames
 SAVE_MILLISECONDS = 40.0  # about
@@ -152,7 +153,7 @@ def test_a_launcher_asked_to_stop(
 ) -> None:
     """torchrun tells a failure although its ranks exit with 0."""
     run = undisturbed.clean(tmp_path)
-    run.change({"training": {"train_iters": 100_000, "save_interval": 200}})
+    run.change({"training": {"train_iters": 100_000}, "checkpoint": {"save_interval": 200}})
     process = launched(launcher(), run)
     process.send_signal(number)
     out, _ = process.communicate(timeout=120)

@@ -309,15 +309,14 @@ def test_fp16_with_a_static_scale() -> None:
 
 
 def write_and_refresh(rank: int, world_size: int, raw: dict[str, Any]) -> bool:
-    """Doubles the master weights and tells whether all working weights followed."""
+    """Doubles the master weights; returns whether all working weights followed."""
     from megatron_noloco.engine.replica import ReplicaEngine
 
     config, groups, stage = build(raw, world_size)
     engine = ReplicaEngine(config, groups, stage)
     before = weights_of(stage, groups)
-    for part in engine.master_weights:
-        part.mul_(2)
-    engine.refresh_working_weights()
+    with engine.weights.writing() as write:
+        write(0, 2 * engine.weights.read())
     after = weights_of(stage, groups)
     dist.barrier()
     return all(torch.equal(after[name], 2 * before[name]) for name in before)

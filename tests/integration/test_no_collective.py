@@ -71,7 +71,7 @@ def assert_exchanges_go_to_partners(ranks: Ranks, topology: Topology = STAGED) -
         expected = {}
         for index in range(rounds):
             group = grouping.group(topology.position(rank).replica, index)
-            expected[index] = {topology.counterpart(rank, other) for other in group} - {rank}
+            expected[index] = {topology.place(rank).rank_of(other) for other in group} - {rank}
         assert met == expected, f"rank {rank}"
     assert len({tuple(grouping.groups(index)) for index in range(rounds)}) > 1, "partners do change"
 
@@ -128,7 +128,7 @@ def test_over_mpi(tmp_path: Path, topology: Topology) -> None:
 
 
 def test_without_a_method_and_routes_no_message_leaves_a_replica(tmp_path: Path) -> None:
-    ranks = over_torch(tmp_path, "off", method="none")
+    ranks = over_torch(tmp_path, "off", enabled=False)
     assert_no_collective_spans_replicas(ranks)
     for rank, seen in enumerate(ranks):
         peers = {call["peer"] for call in seen["calls"]} - {None}

@@ -204,7 +204,7 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[
         {
             "parallel": {"pipeline_model_parallel_size": 2},
             "model": LOUD,
-            "noloco": {"method": "none"},
+            "noloco": {"enabled": False},
             "training": {"output_dir": str(folder)},
         }
     )
@@ -492,7 +492,9 @@ def finetuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "gradient_accumulation_steps": 2,
             "noloco": {"local_steps": 5},
             "data": {"text": str(folder / "text.txt")},
-            "training": {"train_iters": 20, "save_interval": 20, "eval_iters": 2, "output_dir": str(folder)},
+            "training": {"train_iters": 20, "output_dir": str(folder)},
+            "checkpoint": {"save_interval": 20},
+            "evaluation": {"iters": 2},
         },
     )
     run_ranks(2, run_whole, config)
@@ -501,7 +503,7 @@ def finetuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_fine_tuning_learns_and_the_result_passes_the_check(finetuned: Path, tmp_path: Path) -> None:
     for rows in metrics(finetuned):
-        losses = [row["loss"] for row in rows]
+        losses = [row["train/loss"] for row in rows]
         assert len(losses) == 20
         assert losses[-1] < losses[0] - 1
     command = [sys.executable, "tools/convert.py", "export", str(finetuned), "--output", str(tmp_path / "hf")]

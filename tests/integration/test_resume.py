@@ -67,14 +67,14 @@ RUNS: dict[str, tuple[dict[str, Any], int]] = {
         4,
     ),
     "2 lanes without outer optimizer, dropout": (
-        {"parallel": {"replicas": 1, "data_parallel_size": 2}, "noloco": {"method": "none"}, **DROPOUT},
+        {"parallel": {"replicas": 1, "data_parallel_size": 2}, "noloco": {"enabled": False}, **DROPOUT},
         2,
     ),
 }
 
 
-def saving(**training: Any) -> dict[str, Any]:
-    return {"training": {"save_interval": SAVED, **training}}
+def saving(train_iters: int = STEPS, **checkpoint: Any) -> dict[str, Any]:
+    return {"training": {"train_iters": train_iters}, "checkpoint": {"save_interval": SAVED, **checkpoint}}
 
 
 def codes(outcomes: list[Outcome]) -> list[int]:
@@ -190,19 +190,19 @@ def test_a_damaged_checkpoint_asked_for_by_name_is_refused(name: str, finished: 
     run = finished.copy(tmp_path / "run")
     damage, place, reason = DAMAGES[name]
     damage(run.step_folder(10))
-    outcomes = run_ranks(4, starts, run.arguments({"training": {"load": str(run.step_folder(10))}}))
+    outcomes = run_ranks(4, starts, run.arguments({"checkpoint": {"load": str(run.step_folder(10))}}))
     assert codes(outcomes) == [2] * 4
     # With a launcher, which these forked ranks lack, rank 0 alone would be heard.
     assert len({outcome.err for outcome in outcomes}) == 1
     assert len(outcomes[0].err.splitlines()) == 1
-    assert outcomes[0].err.startswith(f"training.load: {run.step_folder(10) / place}")
+    assert outcomes[0].err.startswith(f"checkpoint.load: {run.step_folder(10) / place}")
     assert reason in outcomes[0].err
     assert len(catalog.steps(run.checkpoints)) == 3, "nothing is set aside for a run that does not start"
 
 
 def test_an_older_checkpoint_can_be_asked_for(finished: Run, tmp_path: Path) -> None:
     run = finished.copy(tmp_path / "run")
-    outcomes = run_ranks(4, starts, run.arguments({"training": {"load": str(run.step_folder(5))}}))
+    outcomes = run_ranks(4, starts, run.arguments({"checkpoint": {"load": str(run.step_folder(5))}}))
     assert codes(outcomes) == [0] * 4
     assert f"continuing from {run.step_folder(5)}: step 5, 40 samples consumed" in outcomes[0].out
     assert [catalog.step_of(folder) for folder in catalog.steps(run.checkpoints)] == [5]
@@ -261,7 +261,7 @@ def test_a_full_disk_is_told_and_training_goes_on(tmp_path: Path) -> None:
     assert [catalog.is_complete(run.step_folder(step)) for step in (5, 10, 15)] == [True, False, True]
     assert [row["step"] for row in run.exact_metrics()[1]] == list(range(1, 16))
     (run.checkpoints / "latest").write_text("")
-    again = run_ranks(2, starts, run.arguments({"training": {"load": str(run.step_folder(5))}}))
+    again = run_ranks(2, starts, run.arguments({"checkpoint": {"load": str(run.step_folder(5))}}))
     assert codes(again) == [0, 0], "the older checkpoint is whole"
 
 
@@ -358,12 +358,10 @@ def test_a_new_learning_rate_is_used(precision: dict[str, Any], scheduler: Any, 
     assert "changed: noloco.local_steps: 4 in the checkpoint, 3 now" in resumed.out
     fresh.launch(1, changes=new)
     (rows,), (expected,) = run.exact_metrics(), fresh.exact_metrics()
-    rates = [row["learning_rate"] for row in rows]
-    assert rates[5:] == pytest.approx([row["learning_rate"] for row in expected[5:]], rel=1e-9)
-    assert rates[:5] != pytest.approx([row["learning_rate"] for row in expected[:5]], rel=0.1)
-    assert [row["partners"] is not None for row in rows] == [done in (4, 6) for done in range(1, 9)], (
-        "the new k"
-    )
+    rates = [row["train/learning_rate"] for row in rows]
+    assert rates[5:] == pytest.approx([row["train/learning_rate"] for row in expected[5:]], rel=1e-9)
+    assert rates[:5] != pytest.approx([row["train/learning_rate"] for row in expected[:5]], rel=0.1)
+    assert ["round/partners" in row for row in rows] == [done in (4, 6) for done in range(1, 9)], "the new k"
 
 
 # Another number of replicas
@@ -401,8 +399,8 @@ def test_another_number_of_replicas(replicas: int, mode: str, four_replicas: Run
     assert told == expected
     for rows in run.exact_metrics()[: min(replicas, 4)]:
         last, first = rows[SAVED - 1], rows[SAVED]
-        assert first["consumed_samples"] - last["consumed_samples"] == replicas * 4
-        assert abs(first["loss"] - last["loss"]) < 0.5, "the loss at random weights is 2 above"
+        assert first["train/consumed_samples"] - last["train/consumed_samples"] == replicas * 4
+        assert abs(first["train/loss"] - last["train/loss"]) < 0.5, "the loss at random weights is 2 above"
 
 
 @pytest.mark.parametrize(("replicas", "mode"), [(6, "drop"), (2, "drop"), (3, "fold")])
@@ -434,9 +432,8 @@ def restored_state(rank: int, world_size: int, arguments: list[str]) -> dict[str
     state: dict[str, torch.Tensor] = {}
 
     def look(trainer: Trainer) -> int:
-        if trainer.outer is not None:
-            state.update({name: tensor.clone() for name, tensor in trainer.outer.state().items()})
-        state["fast_weights"] = torch.cat(trainer.engine.master_weights).clone()
+        state.update({name: tensor.clone() for name, tensor in trainer.outer.state().items()})
+        state["fast_weights"] = trainer.engine.weights.read()
         return trainer.start_step
 
     Trainer.train = look  # type: ignore[method-assign]
@@ -444,11 +441,9 @@ def restored_state(rank: int, world_size: int, arguments: list[str]) -> dict[str
     return state
 
 
-def test_fast_weights_are_folded_where_there_is_no_outer_optimizer(
-    four_replicas: Run, tmp_path: Path
-) -> None:
+def test_fast_weights_are_folded_where_there_are_no_rounds(four_replicas: Run, tmp_path: Path) -> None:
     run = four_replicas.copy(tmp_path / "run")
-    run.change({"parallel": {"replicas": 3}, **saving(fewer_replicas="fold"), "noloco": {"method": "none"}})
+    run.change({"parallel": {"replicas": 3}, **saving(fewer_replicas="fold"), "noloco": {"enabled": False}})
     alone = four_replicas.copy(tmp_path / "alone")
     folded = [state["fast_weights"] for state in run_ranks(3, restored_state, run.arguments())]
     unfolded = [state["fast_weights"] for state in run_ranks(4, restored_state, alone.arguments())]

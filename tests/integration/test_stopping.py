@@ -132,7 +132,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     runs = {"2x2": Run(folder / "2x2", TWO_BY_TWO, text), "4x1": Run(folder / "4x1", FOUR, text)}
     for run in runs.values():
         run.change({"training": {"train_iters": STEPS}})
-        run.launch(4, changes={"training": {"save_interval": STEPS}})
+        run.launch(4, changes={"checkpoint": {"save_interval": STEPS}})
     return runs
 
 
@@ -161,7 +161,7 @@ def test_stopped_and_continued_bit_for_bit(name: str, straight: dict[str, Run], 
 
 
 def continues(run: Run, whole: Run, step: int) -> None:
-    outcomes = run.launch(4, changes={"training": {"save_interval": STEPS}})
+    outcomes = run.launch(4, changes={"checkpoint": {"save_interval": STEPS}})
     assert f"continuing from {run.step_folder(step)}" in outcomes[0].out
     assert_same_state(run.step_folder(STEPS), whole.step_folder(STEPS))
     assert run.exact_metrics() == whole.exact_metrics()
@@ -170,11 +170,12 @@ def continues(run: Run, whole: Run, step: int) -> None:
 def test_a_run_whose_time_is_over(straight: dict[str, Run], tmp_path: Path) -> None:
     whole = straight["2x2"]
     run = whole.clean(tmp_path)
-    outcomes = run.launch(4, changes={"training": {"exit_duration_minutes": 0.001, "save_interval": 1}})
+    changes = {"training": {"exit_duration_minutes": 0.001}, "checkpoint": {"save_interval": 1}}
+    outcomes = run.launch(4, changes=changes)
     assert [outcome.code for outcome in outcomes] == [0] * 4
     last = outcomes[0].out.splitlines()[-1]
     assert last.startswith("stopped after iteration ")
     assert "(exit_duration_minutes); the same command continues from there" in last
-    run.launch(4, changes={"training": {"save_interval": STEPS}})
+    run.launch(4, changes={"checkpoint": {"save_interval": STEPS}})
     assert_same_state(run.step_folder(STEPS), whole.step_folder(STEPS))
     assert run.exact_metrics() == whole.exact_metrics()

@@ -13,7 +13,14 @@ from tests.integration.tiny import metrics, tiny, write_config, write_text
 from tests.two_hosts import NAMES, NIC, TwoHosts, two_hosts
 
 PATIENCE_SECONDS = 300
-FIGURES = ("step", "loss", "grad_norm", "learning_rate", "sent_bytes", "hop_bytes")
+FIGURES = (
+    "step",
+    "train/loss",
+    "train/grad_norm",
+    "train/learning_rate",
+    "total/sent_bytes",
+    "total/routed_bytes",
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,10 +37,10 @@ def write_run(folder: Path) -> str:
         "data": {"text": write_text(folder)},
         "training": {
             "train_iters": 4,
-            "eval_iters": 1,
-            "save_interval": 4,
             "output_dir": str(folder / "run"),
         },
+        "checkpoint": {"save_interval": 4},
+        "evaluation": {"iters": 1},
     }
     return write_config(folder, tiny(changes))
 
@@ -65,7 +72,7 @@ def launch(hosts: TwoHosts, name: str, script: str, ranks: int, config: str, **e
 def crossed(hosts: TwoHosts, before: int, folder: Path) -> bool:
     """Whether the first host, which is the first replica, sent what that replica says it sent to the other."""
     last = metrics(folder / "run")[0][-1]
-    return hosts.sent_bytes(NAMES[0]) - before >= last["sent_bytes"] + last["hop_bytes"] > 0
+    return hosts.sent_bytes(NAMES[0]) - before >= last["total/sent_bytes"] + last["total/routed_bytes"] > 0
 
 
 def test_mpirun_with_a_hostfile(

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.engine.replica import ReplicaEngine
+from megatron_noloco.metrics import Reduction
 from megatron_noloco.model.stage import Stage, build_stage
 from megatron_noloco.model.weights import global_name
 from megatron_noloco.pipeline import cpu
@@ -58,7 +60,9 @@ TINY: dict[str, Any] = {
         "make_vocab_size_divisible_by": 32,
     },
     "data": {"text": "somewhere", "split": "9,1,0"},
-    "training": {"train_iters": 6, "log_interval": 1, "eval_iters": 0, "tensorboard": False},
+    "training": {"train_iters": 6, "log_interval": 1},
+    "evaluation": {"iters": 0},
+    "tensorboard": {"enabled": False},
 }
 
 
@@ -83,8 +87,7 @@ def build(raw: dict[str, Any], world_size: int) -> tuple[RunConfig, Groups, Stag
     """This rank's stage, without an engine."""
     config = RunConfig.from_dict(raw)
     topology = config.topology(world_size)
-    tied = not config.model.untie_embeddings_and_output_weights
-    groups = build_groups(topology, routed=False, tied=tied)
+    groups = build_groups(topology, routed=False, tied=config.architecture(VOCABULARY).tied_embeddings)
     return config, groups, build_stage(config, groups, VOCABULARY)
 
 
@@ -102,23 +105,34 @@ def microbatch(
     return samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
 
 
+class Recorded(defaultdict[str, list[float]]):
+    """A `Record`: everything that was recorded, by name, in order."""
+
+    def __init__(self) -> None:
+        super().__init__(list)
+
+    def __call__(self, name: str, value: Any, reduction: Reduction, weight: float = 1.0) -> None:
+        self[name].append(float(value))
+
+
 def train(rank: int, world_size: int, raw: dict[str, Any], steps: int) -> dict[str, Any]:
     """Local steps of every replica, without rounds; what this rank saw, picklable."""
     config, groups, stage = build(raw, world_size)
-    engine = ReplicaEngine(config, groups, stage)
+    recorded = Recorded()
+    engine = ReplicaEngine(config, groups, stage, recorded)
     routes = Routing(groups.topology.replicas, config.microbatches, 0, "off").straight()
-    results = [
+    losses = [
         engine.train_batch(
             lambda replica, index, step=step: microbatch(config, groups, step, replica, index), routes
         )
         for step in range(steps)
     ]
     return {
-        "losses": [[float(loss.loss) for loss in result.losses] for result in results],
-        "grad_norms": [result.grad_norm for result in results],
-        "learning_rates": [result.learning_rate for result in results],
+        "losses": [[float(loss.loss) for loss in of_step] for of_step in losses],
+        "grad_norms": recorded["train/grad_norm"],
+        "learning_rates": recorded["train/learning_rate"],
         "weights": weights_of(stage, groups),
-        "master": torch.cat(engine.master_weights).clone(),
+        "master": engine.weights.read(),
     }
 
 
@@ -169,9 +183,9 @@ def run_whole(rank: int, world_size: int, config: str) -> dict[str, Any]:
     trainer = train_by_command(config)
     dist.barrier()
     return {
-        "master": torch.cat(trainer.engine.master_weights).clone(),
-        "slow": None if trainer.outer is None else trainer.outer.slow_weights.clone(),
-        "momentum": None if trainer.outer is None else trainer.outer.momentum.clone(),
+        "master": trainer.engine.weights.read(),
+        "slow": trainer.outer.state()["slow_weights"].clone(),
+        "momentum": trainer.outer.state().get("outer_momentum"),
     }
 
 

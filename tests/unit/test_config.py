@@ -20,9 +20,12 @@ from megatron_noloco.config import (
     load_config,
     parameter_count,
 )
-from megatron_noloco.config.data_block import blend_of
 from megatron_noloco.config.run_config import BLOCKS
+from megatron_noloco.config.wording import fields_of
 from megatron_noloco.plans.topology import Topology
+from megatron_noloco.spec.architecture import Architecture, Compute
+from megatron_noloco.spec.data import Blend, IndexedSource, Split, TextSource, TokenizerChoice
+from megatron_noloco.training import preflight
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "configs").glob("*.json"))
@@ -46,6 +49,7 @@ GOOD: dict[str, Any] = {
 }
 FP16 = {"fp16": {"enabled": True}}
 COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}}
+DEFAULT_WARM_UP = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}
 
 
 def edited(edits: dict[str, Any]) -> dict[str, Any]:
@@ -76,6 +80,37 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"gradient_cliping": 1.0}, "gradient_cliping is not a known key; did you mean gradient_clipping?"),
     ({"trainning": {}}, "did you mean training?"),
     ({"zzz": 1}, "zzz is not a known key"),
+    (
+        {"training.save_interval": 5},
+        "training.save_interval is not a known key; did you mean checkpoint.save_in",
+    ),
+    (
+        {"training.eval_interval": 5},
+        "training.eval_interval is not a known key; did you mean evaluation.interv",
+    ),
+    ({"training.eval_iters": 5}, "did you mean evaluation.iters?"),
+    ({"training.eval_mean_model": True}, "did you mean evaluation.mean_model?"),
+    ({"training.tensorboard": True}, "training.tensorboard is not a known key; did you mean tensorboard?"),
+    ({"train_iters": 5}, "train_iters is not a known key; did you mean training.train_iters?"),
+    ({"model.interval": 5}, "did you mean noloco.routing.interval or evaluation.interval?"),
+    ({"checkpoint.save_intervall": 5}, "did you mean checkpoint.save_interval?"),
+    ({"checkpoint.tag_validation": "FAIL"}, "checkpoint.tag_validation has no effect here: checkpoints are"),
+    (
+        {"tensorboard.output_path": "x"},
+        "tensorboard.output_path has no effect here: events are written to train",
+    ),
+    ({"tensorboard.job_name": "x"}, "tensorboard.job_name has no effect here"),
+    ({"tensorboard": True}, "tensorboard: must be an object with enabled, got true"),
+    ({"wandb.enable": True}, "wandb.enable is not a known key; did you mean wandb.enabled?"),
+    ({"comms_logger.prof_al": True}, "did you mean comms_logger.prof_all?"),
+    (
+        {"zero_optimization.leaf_module": {"clases": []}},
+        "did you mean zero_optimization.leaf_module.classes?",
+    ),
+    (
+        {"zero_optimization.stage3_max_live_parameter": 1},
+        "did you mean zero_optimization.stage3_max_live_par",
+    ),
     ({"optimizer.parms": {}}, "did you mean optimizer.params?"),
     ({"bf16.enable": True}, "bf16.enable is not a known key; did you mean bf16.enabled?"),
     ({"fp16.los_scale": 1}, "did you mean fp16.loss_scale?"),
@@ -85,7 +120,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "scheduler.params.warmup_steps is not",
     ),
     ({"elasticity": {}}, "elasticity was removed from DeepSpeed"),
-    ({"pipeline": {"pipeline_model_parallel_size": 2}}, "use parallel.stages"),
+    ({"pipeline": {"stages": 2}}, "use parallel.pipeline_model_parallel_size"),
     ({"activation_checkpointing": {}}, "use model.recompute_granularity"),
     # what is missing
     ({"training": MISSING}, "training is missing (an object with train_iters)"),
@@ -107,8 +142,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"noloco.deadline_seconds": 0}, "noloco.deadline_seconds: must be a number > 0, got 0"),
     (
         {"noloco.method": "nolocko"},
-        'noloco.method: must be one of "noloco", "diloco", "none", got \'nolocko\'',
+        'noloco.method: must be one of "noloco", "diloco", got \'nolocko\'',
     ),
+    ({"noloco.method": "none"}, "noloco.method: must be one of"),
+    ({"model.family": "bloom"}, "model.family: must be \"llama\", got 'bloom'"),
     ({"noloco.routing.interval": "often"}, '"round", "step", "microbatch", "off", got \'often\''),
     ({"noloco.routing": "off"}, "noloco.routing: must be an object with interval, got 'off'"),
     ({"noloco": True}, "noloco: must be an object with enabled, method"),
@@ -117,14 +154,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"parallel.pipeline_model_parallel_size": 0},
         "pipeline_model_parallel_size: must",
     ),
-    ({"data.split": "1,2"}, "data.split: must be three weights"),
-    ({"data.split": "0,1,1"}, "data.split: must be three weights"),
-    ({"data.split": "9,x,1"}, "data.split: must be three weights"),
+    ({"data.split": "1,2,3,4"}, "data.split: must be up to three weights"),
+    ({"data.split": "0,1,1"}, "data.split: must be up to three weights"),
+    ({"data.split": "9,x,1"}, "data.split: must be up to three weights"),
+    ({"data.split": "1"}, "leaves no text for validation"),
     ({"data.split": "10,0,0"}, "leaves no text for validation"),
     ({"data.text": ""}, "data.text: must be text that is not empty or null, got ''"),
     ({"data.data_path": "prefix"}, "data.text and data.data_path both say what is read"),
     ({"data.valid_data_path": "b"}, "data.valid_data_path goes together with data.train_data_path"),
-    ({"data": {"train_data_path": "a"}}, "data.valid_data_path is missing, and training.eval_iters is 10"),
+    ({"data": {"train_data_path": "a"}}, "data.valid_data_path is missing, and evaluation.iters is 10"),
     ({"data": {"data_path": ["0.5", "a", "b"]}}, "data.data_path: must be one prefix, or weights > 0 and"),
     ({"data": {"data_path": ["a", "b"]}}, "data.data_path: must be one prefix, or weights > 0 and"),
     ({"data": {"data_path": [0, "a"]}}, "data.data_path: must be one prefix, or weights > 0 and"),
@@ -136,10 +174,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data.tokenizer_type": "HuggingFaceTokenizer"}, "needs data.tokenizer_model, a folder with its files"),
     ({"data.tokenizer_model": "x"}, 'data.tokenizer_model needs data.tokenizer_type "HuggingFaceTokenizer"'),
     # DeepSpeed's part
-    ({"train_batch_size": 9}, "gradient_accumulation_steps 2 x parallel.lanes 1 = 8 (per replica)"),
+    (
+        {"train_batch_size": 9},
+        "gradient_accumulation_steps 2 x parallel.data_parallel_size 1 = 8 (per replica)",
+    ),
     (
         {"train_batch_size": 6, "gradient_accumulation_steps": "auto"},
-        "train_batch_size 6 does not divide by train_micro_batch_size_per_gpu 4 x parallel.lanes 1 = 4",
+        "train_batch_size 6 does not divide by train_micro_batch_size_per_gpu 4 x parallel.data_parallel_size 1",
     ),
     (
         {"train_micro_batch_size_per_gpu": MISSING},
@@ -166,7 +207,35 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"zero_optimization.compute_grad_norm": False}, "the norm is logged, and clipped by; leave it out"),
     ({"zero_optimization.offload_optimizer": {"device": "cpu"}}, "offload_optimizer is not supported"),
-    ({"zero_optimization.reduce_bucket_size": "big"}, "reduce_bucket_size: must be a number >= 0"),
+    (
+        {"zero_optimization.reduce_bucket_size": "big"},
+        "reduce_bucket_size: must be an integer > 0, got 'big'",
+    ),
+    ({"zero_optimization.reduce_bucket_size": "1000"}, "must be an integer > 0, got '1000'"),
+    ({"zero_optimization.reduce_bucket_size": 0}, "must be an integer > 0, got 0"),
+    ({"zero_optimization.allgather_bucket_size": 1.5}, "must be an integer >= 0, got 1.5"),
+    ({"zero_optimization.overlap_comm": 1}, "zero_optimization.overlap_comm: must be true or false or null"),
+    (
+        {"zero_optimization.stage3_max_live_parameters": "x"},
+        "stage3_max_live_parameters: must be an integer >= 0",
+    ),
+    (
+        {"zero_optimization": {"max_live_parameters": 5, "stage3_max_live_parameters": 5}},
+        "zero_optimization.max_live_parameters is given twice, also under its other name",
+    ),
+    ({"fp16": {"loss_scale": "128"}}, "fp16.loss_scale: must be a number, got '128'"),
+    ({"fp16": {"loss_scale": -1}}, "fp16.loss_scale must be >= 0 (0 enables dynamic loss scaling)"),
+    ({"fp16": {"enabled": True, "loss_scale_window": 0}}, "fp16.loss_scale_window must be > 0 when dynamic"),
+    ({"csv_monitor.output_path": 3}, "csv_monitor.output_path: must be text, got 3"),
+    ({"timers": {"throughput": {"enabled": "no"}}}, "timers.throughput.enabled: must be true or false"),
+    ({"compile": {"passes": ["z9"]}}, "compile.passes"),
+    (
+        {"data_types": {"grad_accum_dtype": "int8"}},
+        'must be one of "fp32", "bf16", "fp16" or null, got \'int8\'',
+    ),
+    ({"data_types": {"grad_acum_dtype": "fp32"}}, "did you mean data_types.grad_accum_dtype?"),
+    ({"bf16": True}, "bf16: must be an object, got true"),
+    ({"optimizer": "auto"}, "optimizer: must be an object, got 'auto'"),
     (
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "ten"}}},
         "scheduler.params.warmup_num_steps: must be a number, got 'ten'",
@@ -178,13 +247,21 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"scheduler.type": ["WarmupLR"]}, 'scheduler.type: must be text, got ["WarmupLR"]'),
     ({"scheduler": {"type": "WarmupCosineLR"}}, "scheduler.params.total_num_steps is missing"),
     (
+        {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_num_steps": 11}}},
+        "scheduler.params.warmup_num_steps 11 is more than scheduler.params.total_num_steps 10",
+    ),
+    (
+        {"scheduler": DEFAULT_WARM_UP},
+        "warmup_num_steps 1000 (DeepSpeed's default) is more than scheduler.params.total_num_steps 10",
+    ),
+    (
         {"zero_optimization.round_robin_gradients": True},
         "zero_optimization.round_robin_gradients changes the order",
     ),
     ({"zero_optimization.stage": 2}, "zero_optimization.stage 2 is not supported, use 0 or 1"),
     ({"zero_optimization.stage": "one"}, "zero_optimization.stage: must be 0 or 1, got 'one'"),
     ({"bf16.enabled": True, **FP16}, "bf16 and fp16 are both enabled"),
-    ({"bf16.enabled": 1}, "bf16.enabled: must be true, false"),
+    ({"bf16.enabled": 1}, "bf16.enabled: must be true or false, got 1"),
     (
         {"bf16": {"enabled": True, "immediate_grad_update": False}, "data_types.grad_accum_dtype": "fp32"},
         "needs bf16.immediate_grad_update",
@@ -238,7 +315,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"parallel.sequence_parallel": True},
-        "parallel.sequence_parallel needs parallel.tensor_model_parallel_size > 1",
+        "sequence_parallel needs parallel.tensor_model_parallel_size > 1",
     ),
     ({"model.recompute_granularity": "full"}, 'recompute_granularity "full" needs model.recompute_method'),
     ({"model.recompute_method": "block"}, "model.recompute_method has a meaning only with"),
@@ -251,6 +328,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "model.recompute_num_layers 3 is more than the 2 layers of a model chunk",
     ),
     # the method
+    (
+        {"noloco.local_steps": 11},
+        "noloco.local_steps 11 is more than training.train_iters 10: the run would end before its first round",
+    ),
     (
         {"noloco.outer_momentum": 0.9},
         "rho = 1.098 >= 1 for outer_momentum (alpha) 0.9, consensus_weight (gamma) 0.7",
@@ -279,6 +360,8 @@ def test_a_wrong_file_is_refused_in_one_line(tmp_path: Path, edits: dict[str, An
         ('{"noloco": {"local_steps": 1, "local_steps": 2}}', "noloco.local_steps is given more than once"),
         ('{"noloco": {}, "noloco": {}}', "noloco is given more than once"),
         ("{}", "model is missing"),
+        ('{"model": ' * 2000 + "1" + "}" * 2000, "objects or lists are nested too deeply"),
+        ("[" * 2000 + "]" * 2000, "objects or lists are nested too deeply"),
     ],
 )
 def test_a_file_that_is_not_one_json_object(tmp_path: Path, text: str, fragment: str) -> None:
@@ -321,16 +404,33 @@ def test_the_suggested_momentum_is_the_largest_stable_one() -> None:
         config(noloco__outer_momentum=suggested + 0.01)
 
 
-def test_blends_are_prefixes_and_weights_that_add_up_to_one() -> None:
-    blend = ["0.3", "a", 0.9, "b"]
-    assert blend_of(config(data={"data_path": blend}).data.data_path) == [("a", 0.25), ("b", 0.75)]
-    assert blend_of("a") == blend_of(["a"]) == [("a", 1.0)]
+def test_what_is_read() -> None:
+    assert config().source == TextSource("python-stdlib", Split(0.949, 0.05, 0.001))
+    assert config(data__split="3,1").source == TextSource("python-stdlib", Split(0.75, 0.25, 0.0))
+    blend = Blend((("a", 0.25), ("b", 0.75)))
+    indexed = config(data={"data_path": ["0.3", "a", 0.9, "b"], "split": "1,1"})
+    assert indexed.source == IndexedSource(blend, None, Split(0.5, 0.5, 0.0))
+    whole = {"train_data_path": "a", "valid_data_path": ["a"]}
+    single = Blend((("a", 1.0),))
+    assert config(data=whole).source == IndexedSource(single, single, None)
+
+
+def test_the_tokenizer() -> None:
+    assert config().tokenizer == TokenizerChoice("byte", None)
+    choice = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "folder"}
+    assert config(data={"text": "t", **choice}).tokenizer == TokenizerChoice(*choice.values())
 
 
 def test_the_stability_rule_is_noloco_s_alone() -> None:
     config(noloco__outer_momentum=0.9, noloco__method="diloco")
     config(noloco__outer_momentum=0.9, noloco__enabled=False)
     config(noloco__outer_momentum=0.9, parallel__replicas=1)
+
+
+def test_a_run_without_rounds_may_be_short() -> None:
+    config(noloco__local_steps=11, noloco__enabled=False)
+    config(noloco__local_steps=11, parallel__replicas=1)
+    config(noloco__local_steps=10)
 
 
 @pytest.mark.parametrize(
@@ -364,13 +464,32 @@ def test_every_auto_is_resolved() -> None:
         bf16={"enabled": "auto"},
         fp16={"enabled": "auto", "loss_scale": "auto"},
         zero_optimization={"stage": "auto", "reduce_bucket_size": "auto"},
-        scheduler={"type": "WarmupCosineLR", "params": {"total_num_steps": "auto"}},
+        scheduler={"type": "WarmupCosineLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 10}},
     )
     assert "auto" not in json.dumps(run.deepspeed)
     assert run.deepspeed["gradient_clipping"] == 1.0
     assert run.deepspeed["zero_optimization"] == {"stage": 1}
     assert run.deepspeed["scheduler"]["params"]["total_num_steps"] == 10
     assert run.precision == "fp32"
+
+
+def test_deepspeed_s_own_spellings_pass() -> None:
+    """Numbers as its users write them, and every alias of a field."""
+    zero = {"reduce_bucket_size": 5e8, "stage3_prefetch_bucket_size": 1e6, "max_live_parameters": 5}
+    run = config(
+        zero_optimization={**zero, "overlap_comm": None, "leaf_module": {"classes": ["a.B"]}},
+        fp16={"enabled": True, "loss_scale": 128.0},
+        wandb={"enabled": False, "group": None},
+        timers={"throughput": {"enabled": False}},
+        data_types={"grad_accum_dtype": "fp16"},
+    )
+    assert run.deepspeed["zero_optimization"] == {
+        **zero,
+        "overlap_comm": None,
+        "leaf_module": {"classes": ["a.B"]},
+        "stage": 1,
+    }
+    assert run.deepspeed["fp16"]["loss_scale"] == 128.0
 
 
 @pytest.mark.parametrize("zero", [{"stage": 0}, {"stage": 1}, {}, True, False])
@@ -387,20 +506,11 @@ def test_precision() -> None:
     assert config().precision == "fp32"
 
 
-def test_aliases_are_the_same_fields() -> None:
-    aliased = {
-        "replicas": 4,
-        "pipeline_model_parallel_size": 2,
-        "tensor_model_parallel_size": 2,
-        "virtual_pipeline_model_parallel_size": 2,
-    }
-    plain = {
-        "replicas": 4,
-        "pipeline_model_parallel_size": 2,
-        "tensor_model_parallel_size": 2,
-        "virtual_pipeline_model_parallel_size": 2,
-    }
-    assert config(parallel=aliased).parallel == config(parallel=plain).parallel
+def test_tensorboard_and_checkpoint_are_ours_alone() -> None:
+    run = config(tensorboard={"enabled": False}, checkpoint={"save_interval": 5})
+    assert not run.tensorboard.enabled
+    assert config().tensorboard.enabled
+    assert not {"tensorboard", "checkpoint"} & run.deepspeed.keys()
 
 
 def test_method_and_gamma() -> None:
@@ -414,9 +524,24 @@ def test_method_and_gamma() -> None:
 
 def test_topology() -> None:
     assert config().topology(8) == Topology(replicas=4, pp=2)
-    auto = config(parallel__replicas="auto", parallel__lanes=3)
+    auto = config(parallel__replicas="auto", parallel__data_parallel_size=3)
     assert auto.topology(12) == Topology(replicas=2, pp=2, dp=3)
     assert auto.topology(6) == Topology(replicas=1, pp=2, dp=3)
+    sizes = {
+        "virtual_pipeline_model_parallel_size": 2,
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+    }
+    whole = config(parallel={"pipeline_model_parallel_size": 2, **sizes})
+    assert whole.topology(8) == Topology(replicas=2, pp=2, tp=2, vpp=2, sequence_parallel=True)
+    assert (whole.parallel.world_size, config().parallel.world_size) == (None, 8)
+
+
+def test_routing() -> None:
+    assert config().routing(Topology(4, 2)).active
+    assert not config().routing(Topology(1, 2)).active
+    assert not config(parallel__pipeline_model_parallel_size=1).routing(Topology(4, 1)).active
+    assert not config(noloco__routing={"interval": "off"}).routing(Topology(4, 2)).active
 
 
 @pytest.mark.parametrize(
@@ -425,7 +550,7 @@ def test_topology() -> None:
         (
             {"parallel.replicas": 3},
             8,
-            "8 ranks are not 3 replicas x 2 stages x 1 lane x 1 shard = 6; start 6 ranks, "
+            "8 ranks are not 3 replicas x pipeline 2 x data 1 x tensor 1 = 6; start 6 ranks, "
             "or set parallel.replicas to 4",
         ),
         ({"parallel.replicas": 3}, 7, "= 6; start 6 ranks"),
@@ -433,7 +558,7 @@ def test_topology() -> None:
         (
             {"parallel.replicas": "auto"},
             7,
-            "7 ranks do not divide into replicas of 2 stages x 1 lane x 1 shard = 2 ranks; start 6 or 8",
+            "7 ranks do not divide into replicas of pipeline 2 x data 1 x tensor 1 = 2 ranks; start 6 or 8",
         ),
         ({"parallel.replicas": "auto"}, 0, "at least 1 rank"),
         (
@@ -450,13 +575,47 @@ def test_ranks_that_do_not_fit(edits: dict[str, Any], world_size: int, line: str
 
 
 def test_padded_vocabulary() -> None:
-    assert config().padded_vocab_size(257) == 384
-    assert config(model__vocab_size=1000).padded_vocab_size() == 1024
-    assert config(model__vocab_size=1000, parallel__shards=2).padded_vocab_size(300) == 1024
-    with pytest.raises(ValueError, match="100 is less than the tokenizer's 257"):
-        config(model__vocab_size=100).padded_vocab_size(257)
-    with pytest.raises(ValueError, match="not known"):
-        config().padded_vocab_size()
+    def sizes(run: RunConfig, tokenizer_vocab: int = 0) -> tuple[int, int]:
+        architecture = run.architecture(tokenizer_vocab)
+        return architecture.vocab_size, architecture.padded_vocab_size
+
+    assert sizes(config(), 257) == (257, 384)
+    assert sizes(config(model__vocab_size=1000)) == (1000, 1024)
+    assert sizes(config(model__vocab_size=1000, parallel__tensor_model_parallel_size=2), 300) == (1000, 1024)
+    with pytest.raises(ConfigError, match="100 is smaller than the tokenizer's 257; set it to 257 or leave"):
+        config(model__vocab_size=100).architecture(257)
+    with pytest.raises(ConfigError, match="no tokenizer to take it from"):
+        config().architecture()
+    odd = config(parallel__tensor_model_parallel_size=4, model__make_vocab_size_divisible_by=3)
+    with pytest.raises(ConfigError, match="padded vocabulary 258 does not divide by parallel"):
+        odd.architecture(257)
+
+
+def test_the_architecture_and_how_it_is_computed() -> None:
+    run = config(
+        model__untie_embeddings_and_output_weights=False,
+        model__num_query_groups=2,
+        model__hidden_dropout=0.1,
+        bf16__enabled=True,
+    )
+    assert run.architecture(257) == Architecture(
+        family="llama",
+        num_layers=4,
+        hidden_size=64,
+        ffn_hidden_size=128,
+        num_attention_heads=4,
+        num_query_groups=2,
+        kv_channels=16,
+        seq_length=32,
+        vocab_size=257,
+        padded_vocab_size=384,
+        rotary_base=10000.0,
+        norm_epsilon=1e-5,
+        tied_embeddings=True,
+        init_method_std=0.02,
+    )
+    assert config().architecture(257).num_query_groups == 4
+    assert run.compute == Compute(precision="bf16", hidden_dropout=0.1)
 
 
 def test_a_config_is_frozen_and_reads_itself_back() -> None:
@@ -484,22 +643,22 @@ def test_parameter_count_is_that_of_llama() -> None:
         "num_attention_heads": 32,
         "seq_length": 4096,
     }
-    assert parameter_count(config(model=llama2).model, 32000) == 6_738_415_616
+    assert parameter_count(config(model=llama2).architecture(32000)) == 6_738_415_616
     llama3 = llama2 | {"ffn_hidden_size": 14336, "num_query_groups": 8, "vocab_size": 128256}
-    assert parameter_count(config(model=llama3).model) == 8_030_261_248
+    assert parameter_count(config(model=llama3).architecture()) == 8_030_261_248
 
 
 def test_the_banner_says_the_numbers() -> None:
     run = config()
-    text = "\n".join(describe(run, run.topology(8), vocab=256))
+    text = "\n".join(describe(run, run.topology(8), run.architecture(256)))
     for part in (
-        "4 replicas x 2 stages x 1 lane x 1 shard = 8 ranks",
-        "4 per microbatch x 2 microbatches x 1 lane = 8 samples; x 32 = 256 tokens",
+        "parallel: 4 replicas x pipeline 2 x data 1 x tensor 1 = 8 ranks",
+        "4 per microbatch x 2 microbatches x 1 data-parallel = 8 samples; x 32 = 256 tokens",
         "4 replicas x 8 = 32 samples; x 32 = 1,024 tokens",
         "noloco, k = 5, alpha = 0.5, beta = 0.7, gamma = 0.7, n = 2; rho = 0.700",
         "reshuffled every round",
         "fp32",
-        f"{parameter_count(run.model, 256):,}",
+        f"parameters: {parameter_count(run.architecture(256)):,} (padded vocabulary 256)",
     ):
         assert part in text
     one_stage = config(parallel={"replicas": 4})
@@ -511,27 +670,19 @@ def test_the_banner_says_the_numbers() -> None:
 def test_explain_mentions_every_field() -> None:
     words = " ".join(explain().split())
     for block, model in BLOCKS.items():
-        for name, field in model.model_fields.items():
-            assert f"{block}.{name}" in words
-            if name == "routing":
-                continue
+        for name, field in fields_of(block, model):
+            assert name in words
             assert field.description
             assert " ".join(field.description.split()) in words
     assert "noloco.routing.interval" in words
-    assert "parallel.tensor_model_parallel_size" in words
+    assert "Replaces DeepSpeed's block of the same name" in words
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_shipped_configs_parse(path: Path) -> None:
     run = load_config(path)
-    assert isinstance(run.parallel.replicas, int)
-    size = (
-        run.parallel.replicas
-        * run.parallel.pipeline_model_parallel_size
-        * run.parallel.data_parallel_size
-        * run.parallel.tensor_model_parallel_size
-    )
-    assert describe(run, run.topology(size), vocab=257 if run.model.vocab_size is None else None)
+    assert run.parallel.world_size is not None
+    assert describe(run, run.topology(run.parallel.world_size), run.architecture(257))
 
 
 def test_every_expected_config_is_shipped() -> None:
@@ -547,29 +698,48 @@ def test_the_papers_global_batches() -> None:
         assert run.parallel.replicas * run.replica_batch * run.model.seq_length == expected
 
 
-def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "run.json"
     path.write_text(json.dumps(GOOD))
 
-    assert main(["config", "--explain"]) == 0
-    assert "noloco.local_steps" in capsys.readouterr().out
-    assert main(["config", "--check", str(path), "--world-size", "8"]) == 0
-    assert capsys.readouterr().out.startswith(f"{path}: ok\ntopology: 4 replicas")
-    assert main(["config", "--check", str(path), "--world-size", "7"]) == 2
-    assert capsys.readouterr().err.startswith(f"{path}: 7 ranks are not 4 replicas")
+    def run(*arguments: str, problem: str = "") -> tuple[int, str, str]:
+        def check_start(config: RunConfig) -> tuple[None, Architecture]:
+            if problem:
+                raise ValueError(problem)
+            return None, config.architecture(257)
+
+        monkeypatch.setattr(preflight, "check_start", check_start)
+        code = main(["config", *arguments])
+        return code, *capsys.readouterr()
+
+    code, out, _ = run("--explain")
+    assert code == 0
+    assert "noloco.local_steps" in out
+    code, out, _ = run("--check", str(path), "--world-size", "8")
+    assert code == 0
+    assert out.startswith(f"{path}: ok\nparallel: 4 replicas x pipeline 2 x data 1 x tensor 1 = 8 ranks\n")
+    assert "padded vocabulary 384" in out
+    code, _, err = run("--check", str(path), "--world-size", "7")
+    assert code == 2
+    assert err.startswith(f"{path}: 7 ranks are not 4 replicas")
+    code, out, err = run("--check", str(path), problem="no data\nno folder")
+    assert (code, err) == (2, f"{path}: no data\n{path}: no folder\n")
+    assert out.startswith("parallel: 4 replicas"), "what the file says is still worth knowing"
     path.write_text(json.dumps(edited({"parallel.replicas": "auto"})))
-    assert main(["config", "--check", str(path)]) == 0
-    assert capsys.readouterr().out == f"{path}: ok\n"
+    assert run("--check", str(path)) == (0, f"{path}: ok\n", "")
     path.write_text("{")
-    assert main(["config", "--check", str(path)]) == 2
-    out, err = capsys.readouterr()
-    assert (out, err.count("\n")) == ("", 1)
+    code, out, err = run("--check", str(path))
+    assert (code, out, err.count("\n")) == (2, "", 1)
 
 
-def test_loading_imports_no_engine() -> None:
+def test_the_room_imports_no_engine_but_to_check_deepspeed_s_blocks() -> None:
     code = (
-        "import sys; from megatron_noloco.config import load_config; load_config(sys.argv[1]);"
-        "sys.exit(bool({'torch', 'deepspeed', 'megatron', 'mpi4py'} & sys.modules.keys()))"
+        "import sys; from megatron_noloco.config import load_config, explain; explain();"
+        "engines = {'torch', 'deepspeed', 'megatron', 'mpi4py'}; assert not engines & sys.modules.keys();"
+        "load_config(sys.argv[1]); assert {'torch', 'deepspeed'} == engines & sys.modules.keys()"
     )
     command = [sys.executable, "-c", code, str(ROOT / "configs" / "quickstart.json")]
-    assert subprocess.run(command, cwd=ROOT, timeout=60).returncode == 0
+    finished = subprocess.run(command, cwd=ROOT, timeout=60, capture_output=True, text=True)
+    assert (finished.returncode, finished.stdout, finished.stderr) == (0, "", "")

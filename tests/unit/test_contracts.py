@@ -57,7 +57,7 @@ def pins(lines: list[str]) -> dict[str, str]:
 @pytest.mark.parametrize("package", PINNED)
 def test_the_installed_version_is_the_pinned_one(package: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    pinned = pins(project["dependencies"])[package]
+    pinned = pins(project["optional-dependencies"]["trainer"])[package]
     assert version(package) == pinned, "everything below was read in the pinned version"
     for name in ("requirements.txt", "requirements-gpu.txt"):
         if (ROOT / name).exists():

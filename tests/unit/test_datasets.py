@@ -61,7 +61,7 @@ def build(
     **data: Any,
 ) -> Datasets:
     """`data`: as in a config's block of that name."""
-    config = RunConfig.from_dict(run_config(data, eval_iters=0))
+    config = RunConfig.from_dict(run_config(data, iters=0))
     needs = Needs(vocab, seq_length, global_batch, seed, evaluates)
     return build_datasets(config.source, build_tokenizer(config.tokenizer), needs)
 
@@ -150,23 +150,25 @@ class TestIndexed:
             build(data_path="a", vocab=70)
 
 
-def run_config(data: dict[str, Any], **training: Any) -> dict[str, Any]:
+def run_config(data: dict[str, Any], **evaluation: Any) -> dict[str, Any]:
     sizes = {"num_layers": 1, "hidden_size": 8, "ffn_hidden_size": 8, "num_attention_heads": 2}
     return {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW"},
         "model": {**sizes, "seq_length": SEQ},
         "data": data,
-        "training": {"train_iters": 1, **training},
+        "training": {"train_iters": 1},
+        "evaluation": evaluation,
+        "noloco": {"enabled": False},
     }
 
 
 @pytest.mark.parametrize(
-    ("training", "microbatches"),
-    [({"eval_iters": 1}, [1, 1]), ({"eval_full": True}, [2, 2]), ({"eval_iters": 0}, [])],
+    ("evaluation", "microbatches"),
+    [({"iters": 1}, [1, 1]), ({"full": True}, [2, 2]), ({"iters": 0}, [])],
 )
-def test_a_run_measures_on_each_dataset(training: dict[str, Any], microbatches: list[int]) -> None:
-    config = RunConfig.from_dict(run_config({"data_path": [1, "a", 3, "b"], "split": "8,1,1"}, **training))
+def test_a_run_measures_on_each_dataset(evaluation: dict[str, Any], microbatches: list[int]) -> None:
+    config = RunConfig.from_dict(run_config({"data_path": [1, "a", 3, "b"], "split": "8,1,1"}, **evaluation))
     validation = prepare(config, {}).validation
     assert list(map(len, validation)) == microbatches
     assert [source.weight for source in validation] == [0.25, 0.75][: len(validation)]
@@ -191,7 +193,7 @@ def test_a_run_measures_on_each_dataset(training: dict[str, Any], microbatches: 
         (
             {"data_path": "a"},
             {"make_vocab_size_divisible_by": 1, "tensor_model_parallel_size": 2},
-            "vocabulary 257 does not divide into parallel.tensor_model_parallel_size 2; make it a multiple of 2",
+            "the padded vocabulary 257 does not divide by parallel.tensor_model_parallel_size 2 ",
         ),
     ],
 )
@@ -416,12 +418,12 @@ class TestStepLoader:
 
     @pytest.mark.parametrize(("pp", "vpp"), [(1, 1), (3, 1), (2, 2)])
     def test_only_the_ends_of_a_pipeline_read(self, pp: int, vpp: int) -> None:
-        routes, topology = self.routing.routes(5, 2), Topology(replicas=3, pp=pp)
+        routes, topology = self.routing.routes(5, 2), Topology(replicas=3, pp=pp, vpp=vpp)
         origins = {(routes.origin(pp * vpp - 1, 1, microbatch), microbatch) for microbatch in range(2)}
         for stage in range(pp):
             expected = {(1, 0), (1, 1)} if stage == 0 else set()
             expected |= origins if stage == pp - 1 else set()
-            reader = Reader.at(topology, Position(replica=1, stage=stage, dp=0, tp=0), vpp)
+            reader = Reader.at(topology, Position(replica=1, stage=stage, dp=0, tp=0))
             assert reader.addresses(routes, 2) == expected
 
     def test_it_reads_one_step_ahead_in_another_thread_and_counts_the_wait(

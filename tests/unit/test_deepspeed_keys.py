@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_noloco.config import deepspeed_keys as keys
+from megatron_noloco.config.blocks import CheckpointConfig
+from megatron_noloco.config.deepspeed_models import CHECKED
 
 # Where a function's `param_dict` (or `ds_config`) is the user's whole file.
 READERS = {
@@ -62,20 +64,6 @@ def read_keys(tree: ast.AST, dictionaries: set[str]) -> Iterator[ast.expr]:
                 yield key
 
 
-def model_fields(path: Path, class_name: str) -> set[str]:
-    """The field names, and aliases, of a pydantic class, from its text."""
-    names = set()
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    body = next(node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == class_name)
-    for node in body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-            names.add(node.target.id)
-            for keyword in node.value.keywords if isinstance(node.value, ast.Call) else ():
-                if keyword.arg == "alias" and isinstance(keyword.value, ast.Constant):
-                    names.add(str(keyword.value.value))
-    return names
-
-
 def test_every_key_deepspeed_reads_is_known() -> None:
     root = sources()
     constants = string_constants(root)
@@ -104,16 +92,23 @@ def test_removed_keys_are_deepspeeds() -> None:
     assert {key.value for key in table.keys if isinstance(key, ast.Constant)} == keys.REMOVED
 
 
-@pytest.mark.parametrize(
-    ("block", "module", "class_name"),
-    [
-        ("bf16", "runtime/precision_config.py", "DeepSpeedBF16Config"),
-        ("fp16", "runtime/precision_config.py", "DeepSpeedFP16Config"),
-        ("zero_optimization", "runtime/zero/config.py", "DeepSpeedZeroConfig"),
-    ],
-)
-def test_every_key_of_a_sub_block_is_known(block: str, module: str, class_name: str) -> None:
-    assert model_fields(sources() / module, class_name) == keys.SUB_BLOCKS[block]
+def test_every_checked_block_is_deepspeeds() -> None:
+    assert CHECKED <= keys.TOP_LEVEL
+
+
+def test_the_checkpoint_keys_of_deepspeed_are_refused() -> None:
+    """Its block has the name of ours."""
+    constants = ast.parse((sources() / "runtime/constants.py").read_text(encoding="utf-8"))
+    values = {
+        node.targets[0].id: node.value.value
+        for node in constants.body
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Constant)
+    }
+    names = ("LOAD_UNIVERSAL_CHECKPOINT", "USE_NODE_LOCAL_STORAGE_CHECKPOINT", "CHECKPOINT_PARALLEL_WRITE")
+    assert {values[name] for name in names} <= CheckpointConfig.NOT_HERE.keys()
+    assert not CheckpointConfig.NOT_HERE.keys() & CheckpointConfig.model_fields.keys()
 
 
 def test_the_parameters_of_every_schedule_are_known() -> None:
@@ -131,4 +126,3 @@ def test_the_parameters_of_every_schedule_are_known() -> None:
 def test_the_lists_do_not_contradict_each_other() -> None:
     assert keys.NOT_HERE.keys() <= keys.TOP_LEVEL
     assert not keys.REMOVED & keys.TOP_LEVEL
-    assert keys.SUB_BLOCKS.keys() <= keys.TOP_LEVEL

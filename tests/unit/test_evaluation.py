@@ -1,4 +1,4 @@
-"""Evaluation: what the replicas tell each other, what it costs, and what becomes of the figures of a blend."""
+"""Evaluation: what the replicas send each other, what it costs, and what becomes of the figures of a blend."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,10 +11,16 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_noloco.config import NolocoConfig
-from megatron_noloco.outer import averaging as averaging_module
-from megatron_noloco.outer.averaging import GroupAveraging, PartnerTimeoutError
-from megatron_noloco.outer.optimizer import OuterOptimizer
+from megatron_noloco.outer import (
+    Channel,
+    Exchange,
+    MeanModel,
+    NoRounds,
+    OuterOptimizer,
+    OuterSettings,
+    PartnerTimeoutError,
+    TorchWeights,
+)
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.training.evaluate import Evaluator
@@ -22,7 +28,18 @@ from megatron_noloco.training.record import Evaluation
 from megatron_noloco.transport.loopback import LoopbackTransport, loopback_world
 
 CHUNK_BYTES = 64
-PIECES = (30, 13)  # elements of a replica's master weights
+PIECES = (30, 13)  # elements of a replica's weights
+
+
+class Refreshed(TorchWeights):
+    """Remembers the first element of each piece whenever it is refreshed."""
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        super().__init__(parameters)
+        self.seen: list[list[float]] = []
+
+    def refresh(self) -> None:
+        self.seen.append([float(part[0]) for part in self.parts()])
 
 
 class Replica:
@@ -37,6 +54,7 @@ class Replica:
         weights: Sequence[float] = (1.0,),
         mean_model: bool = True,
         deadline_seconds: float = 20.0,
+        stretch: int = 1 << 24,
     ) -> None:
         value = float(transport.rank)
         self.masters = [torch.full((length,), value) for length in PIECES]
@@ -49,23 +67,26 @@ class Replica:
 
         transport.post = listen  # type: ignore[method-assign]
         topology = Topology(replicas)
-        self.averaging = GroupAveraging(transport, topology, deadline_seconds)
-        self.outer = None
+        place = topology.place(transport.rank)
+        self.weights = Refreshed(self.masters)
+        self.outer: Any = NoRounds(self.weights)
         if method != "none":
-            settings = NolocoConfig()
-            self.outer = OuterOptimizer(self.masters, self.averaging, Grouping(replicas, 2, 0), settings)
+            grouping, settings = Grouping(replicas, 2, 0), OuterSettings()
+            self.outer = OuterOptimizer(self.weights, transport, place, grouping, settings)
             self.outer.slow_weights += 10.0  # an evaluation between rounds: fast and slow weights differ
-        self.refreshed: list[list[float]] = []
         engine: Any = SimpleNamespace(
             groups=SimpleNamespace(topology=topology, position=topology.position(transport.rank)),
-            master_weights=self.masters,
-            refresh_working_weights=lambda: self.refreshed.append([float(part[0]) for part in self.masters]),
+        )
+        losses, means = (
+            Exchange(transport, place, channel, deadline_seconds, stretch)
+            for channel in (Channel.LOSSES, Channel.MEAN_MODEL)
         )
         sources: Any = [
             SimpleNamespace(weight=weight, dataset=SimpleNamespace(name=f"dataset {place}"))
             for place, weight in enumerate(weights)
         ]
-        self.evaluator = Evaluator(engine, self.outer, self.averaging, Any, sources, mean_model)
+        in_place = MeanModel(self.outer, means) if mean_model else None
+        self.evaluator = Evaluator(engine, Any, sources, losses, in_place)
         measured: Any = self.evaluator
         measured._loss = lambda source: sources.index(source) + loss(self.masters)
 
@@ -80,28 +101,26 @@ def evaluate(replicas: int, **options: Any) -> tuple[list[Replica], list[Evaluat
         for transport in loopback_world(replicas, CHUNK_BYTES)
     ]
     with ThreadPoolExecutor(replicas) as threads:
-        return fleet, list(threads.map(lambda replica: replica.evaluator.evaluate(), fleet))
+        return fleet, list(threads.map(lambda replica: replica.evaluator.evaluate(1), fleet))
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 4])
 @pytest.mark.parametrize("stretch", [7, 1 << 24])
 def test_the_mean_model_is_the_mean_of_the_slow_weights_and_leaves_no_trace(
-    replicas: int, stretch: int, monkeypatch: pytest.MonkeyPatch
+    replicas: int, stretch: int
 ) -> None:
-    monkeypatch.setattr(averaging_module, "_STRETCH", stretch)
     own = torch.arange(replicas, dtype=torch.float32)
-    fleet, evaluations = evaluate(replicas)
+    fleet, evaluations = evaluate(replicas, stretch=stretch)
     for rank, (replica, evaluation) in enumerate(zip(fleet, evaluations, strict=True)):
         assert evaluation.replica_losses == own.tolist()
         assert evaluation.mean_model_loss == pytest.approx(10 + float(own.mean()))
         assert evaluation.spread == pytest.approx(float(own.std()))
         assert evaluation.datasets == []
         assert all(bool((part == rank).all()) for part in replica.masters)
-        assert replica.outer is not None
         assert bool((replica.outer.slow_weights == 10 + rank).all())
         # The model computes with the mean, then again with its own weights.
-        assert replica.refreshed[0] == pytest.approx([10 + float(own.mean())] * 2)
-        assert replica.refreshed[1:] == [[rank, rank]]
+        assert replica.weights.seen[0] == pytest.approx([10 + float(own.mean())] * 2)
+        assert replica.weights.seen[1:] == [[rank, rank]]
 
 
 def test_every_weight_of_the_mean_model_is_in_its_place() -> None:
@@ -111,18 +130,17 @@ def test_every_weight_of_the_mean_model_is_in_its_place() -> None:
     ]
     draw = torch.Generator().manual_seed(0)
     for replica in fleet:
-        assert replica.outer is not None
         replica.outer.slow_weights.copy_(torch.randn(43, generator=draw))
-    mean = torch.stack([replica.outer.slow_weights for replica in fleet if replica.outer]).mean(dim=0)
+    mean = torch.stack([replica.outer.slow_weights for replica in fleet]).mean(dim=0)
     with ThreadPoolExecutor(3) as threads:
-        evaluations = list(threads.map(lambda replica: replica.evaluator.evaluate(), fleet))
+        evaluations = list(threads.map(lambda replica: replica.evaluator.evaluate(1), fleet))
     expected = float(mean @ torch.arange(43.0))
     assert [evaluation.mean_model_loss for evaluation in evaluations] == pytest.approx(
         [expected] * 3, rel=1e-5
     )
 
 
-def test_without_an_outer_optimizer_the_fast_weights_are_averaged() -> None:
+def test_without_rounds_the_fast_weights_are_averaged() -> None:
     fleet, evaluations = evaluate(2, method="none")
     assert [evaluation.mean_model_loss for evaluation in evaluations] == [0.5, 0.5]
     assert [[float(part[0]) for part in replica.masters] for replica in fleet] == [[0.0, 0.0], [1.0, 1.0]]
@@ -139,7 +157,7 @@ def test_without_the_mean_model_no_weights_travel() -> None:
 
 @pytest.mark.parametrize("replicas", [2, 4])
 @pytest.mark.parametrize("figure", [math.nan, math.inf])
-def test_a_diverged_replica_is_told_as_such_and_spoils_no_other(replicas: int, figure: float) -> None:
+def test_a_diverged_replica_is_reported_as_such_and_spoils_no_other(replicas: int, figure: float) -> None:
     _, evaluations = evaluate(replicas, loss=lambda w: figure if float(w[0][0]) == 1 else float(w[0][0]))
     for evaluation in evaluations:
         losses = evaluation.replica_losses
@@ -147,7 +165,7 @@ def test_a_diverged_replica_is_told_as_such_and_spoils_no_other(replicas: int, f
         assert [*losses[:1], *losses[2:]] == [0.0, 2.0, 3.0][: replicas - 1]
 
 
-def test_a_blend_is_told_by_dataset_and_in_proportion() -> None:
+def test_a_blend_is_reported_by_dataset_and_in_proportion() -> None:
     _, evaluations = evaluate(2, weights=(0.25, 0.75))
     for evaluation in evaluations:
         assert evaluation.replica_losses == [0.75, 1.75]
@@ -177,15 +195,15 @@ class Allocations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("replicas", [2, 4])
-def test_no_further_copy_of_the_model_is_made(replicas: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(averaging_module, "_STRETCH", 8)
-    fleet = [Replica(transport, replicas, first) for transport in loopback_world(replicas, CHUNK_BYTES)]
+def test_no_further_copy_of_the_model_is_made(replicas: int) -> None:
+    fleet = [
+        Replica(transport, replicas, first, stretch=8) for transport in loopback_world(replicas, CHUNK_BYTES)
+    ]
 
     def largest(replica: Replica) -> int:
-        assert replica.outer is not None
         replica.outer.run_round(0)
         with Allocations() as allocations:
-            replica.evaluator.evaluate()
+            replica.evaluator.evaluate(1)
         return allocations.largest
 
     with ThreadPoolExecutor(replicas) as threads:
@@ -196,4 +214,4 @@ def test_a_replica_that_is_gone_is_named() -> None:
     here, _ = loopback_world(2, CHUNK_BYTES)
     replica = Replica(here, 2, first, deadline_seconds=0.05)
     with pytest.raises(PartnerTimeoutError, match=r"^replica 0: no answer from partner 1 .* an evaluation "):
-        replica.evaluator.evaluate()
+        replica.evaluator.evaluate(1)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron_noloco.cli.huggingface import parse_size
 from megatron_noloco.cli.main import main
-from megatron_noloco.config import ModelConfig
+from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.huggingface import llama as huggingface
 from megatron_noloco.huggingface import safetensors_file

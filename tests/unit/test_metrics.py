@@ -1,12 +1,273 @@
-"""The rows a replica leaves behind: readable by everybody, also after a crash and from a diverged run."""
+"""How recorded numbers become rows; and rows that stay readable, also after a crash and from a diverged run."""
 
+import errno
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_noloco.training.metrics import ReplicaFiles
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_noloco.metrics import (
+    LAST,
+    LAST_MAX,
+    LAST_SUM,
+    MEAN,
+    RMS,
+    SLOWEST,
+    SUM,
+    TOTAL,
+    Metrics,
+    Reduction,
+)
+from megatron_noloco.metrics.writers import ReplicaFiles
 from megatron_noloco.training.record import DatasetLosses, Evaluation
+from megatron_noloco.training.shown import (
+    ROUND_FIGURES,
+    STEP_FIGURES,
+    log_line,
+    texts,
+    validation_lines,
+)
+from tests.harness import run_ranks
+
+
+class Rows(list[dict[str, Any]]):
+    """A writer that keeps what it is given."""
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        self.append(dict(row))
+
+    def close(self) -> None: ...
+
+
+def begin(counters: Mapping[str, float] | None = None) -> tuple[Metrics, Rows]:
+    rows = Rows()
+    assert dist.group.WORLD is not None
+    return Metrics(0, dist.group.WORLD, [rows], counters), rows
+
+
+# Reductions: three ranks, an interval of two local steps
+
+# What rank r records in step s.
+VALUES = [[1.0, 10.0], [2.0, 20.0], [6.0, 60.0]]
+REDUCED = {
+    "LAST": (LAST, 60.0),
+    "LAST_MAX": (LAST_MAX, 60.0),
+    "LAST_SUM": (LAST_SUM, 90.0),
+    "MEAN": (MEAN, 99 / 6),
+    "SUM": (SUM, 99.0),
+    "SLOWEST": (SLOWEST, 33.0),
+    "TOTAL": (TOTAL, 99.0),
+    "RMS": (RMS, math.sqrt((10**2 + 20**2 + 60**2) / 3)),
+}
+
+
+def reduce_all(rank: int, world_size: int) -> dict[str, Any]:
+    metrics, rows = begin()
+    for value in VALUES[rank]:
+        for name, (reduction, _) in REDUCED.items():
+            metrics.record(name, value, reduction)
+    metrics.write_steps(2, 2)
+    return rows[0]
+
+
+def test_every_reduction_over_steps_and_ranks() -> None:
+    rows = run_ranks(3, reduce_all)
+    assert rows[0] == rows[1] == rows[2]
+    assert rows[0].pop("kind") == "step"
+    assert (rows[0].pop("step"), rows[0].pop("replica")) == (2, 0)
+    assert rows[0] == {name: pytest.approx(expected) for name, (_, expected) in REDUCED.items()}
+
+
+def reduce_unevenly(rank: int, world_size: int) -> dict[str, Any]:
+    """Ranks record different names, and a different number of times."""
+    metrics, rows = begin()
+    if rank == 1:
+        metrics.record("losses", 1.0, MEAN)
+    if rank == 2:
+        for value in (5.0, 6.0, 7.0):
+            metrics.record("losses", value, MEAN)
+    metrics.record("spread", [math.nan, 3.0, 4.0][rank], RMS, [0, 1, 3][rank])
+    metrics.record("byes", math.nan, RMS, 0)
+    metrics.record("partners", [rank], LAST)
+    metrics.write_steps(1, 1)
+    return rows[0]
+
+
+def test_weights_and_ranks_that_record_nothing() -> None:
+    for row in run_ranks(3, reduce_unevenly):
+        assert row["losses"] == 19 / 4
+        assert row["spread"] == math.sqrt((9 + 3 * 16) / 4)
+        assert math.isnan(row["byes"])
+        assert row["partners"] == [2]
+
+
+def intervals(rank: int, world_size: int) -> Rows:
+    metrics, rows = begin()
+    for step in (1, 2, 3, 4):
+        metrics.record("every step", step, SUM)
+        if step == 2:
+            metrics.record("once", step, LAST)
+        if step % 2 == 0:
+            metrics.write_steps(step, 2)
+    return rows
+
+
+def test_a_row_is_about_its_own_interval() -> None:
+    (rows,) = run_ranks(1, intervals)
+    assert [row["every step"] for row in rows] == [3, 7]
+    assert ["once" in row for row in rows] == [True, False]
+
+
+def count_over_a_resume(rank: int, world_size: int) -> list[Any]:
+    """Saved between two rows, and continued from there; the other counters are kept, too."""
+    metrics, before = begin({"something else": 7.0})
+    for step in (1, 2, 3):
+        metrics.record("bytes", 10**rank, TOTAL)
+        if step == 2:
+            metrics.write_steps(step, 2)
+    metrics.count("validation_loss", 1.5)
+    metrics.count("something else", None)
+    saved = json.loads(json.dumps(metrics.counters))
+    resumed, after = begin(saved)
+    resumed.record("bytes", 0, TOTAL)
+    resumed.write_steps(4, 1)
+    return [before[0]["bytes"], saved, after[0]["bytes"]]
+
+
+def test_a_total_survives_a_resume() -> None:
+    for rank, (before, saved, after) in enumerate(run_ranks(2, count_over_a_resume)):
+        assert (before, after) == (22, 33)
+        assert saved == {"bytes": 3 * 10**rank, "validation_loss": 1.5}
+
+
+def record_tensors(rank: int, world_size: int) -> list[Any]:
+    """Reading a tensor's value is what waits for a device."""
+    reads: list[Tensor] = []
+    for name in ("item", "__float__", "__int__", "__bool__", "tolist", "__format__"):
+        original = getattr(Tensor, name)
+        setattr(
+            Tensor, name, lambda self, *args, original=original: reads.append(self) or original(self, *args)
+        )
+    metrics, rows = begin()
+    for value in (1.0, 2.0, 6.0):
+        for name, reduction in (("mean", MEAN), ("last", LAST), ("total", TOTAL), ("slowest", SLOWEST)):
+            metrics.record(name, torch.tensor(value), reduction)
+    while_recording = len(reads)
+    metrics.write_steps(3, 3)
+    return [while_recording, len(reads) > 0, rows[0], metrics.counters]
+
+
+def test_tensors_are_not_read_before_a_row_is_written() -> None:
+    ((while_recording, afterwards, row, counters),) = run_ranks(1, record_tensors)
+    assert while_recording == 0
+    assert afterwards
+    assert [row[name] for name in ("mean", "last", "total", "slowest")] == [3.0, 6.0, 9.0, 3.0]
+    assert counters == {"total": 9.0}
+
+
+def record_differently(rank: int, world_size: int) -> str:
+    metrics, _ = begin()
+    metrics.record("loss", 1.0, MEAN)
+    metrics.record("loss", 1.0, Reduction(MEAN.steps, MEAN.ranks))  # the same
+    with pytest.raises(ValueError) as caught:
+        metrics.record("loss", 1.0, SUM)
+    return str(caught.value)
+
+
+def test_a_name_has_one_reduction() -> None:
+    (message,) = run_ranks(1, record_differently)
+    assert message.startswith("metric 'loss' has two reductions: ")
+
+
+# How they read
+
+STEP = {
+    "kind": "step",
+    "step": 20,
+    "replica": 0,
+    "train/consumed_samples": 640,
+    "speed/seconds_per_step": 0.1234,
+    "speed/tokens_per_second": 5186.4,
+    "train/learning_rate": 0.003,
+    "train/loss": 2.34567,
+    "train/grad_norm": 0.98765,
+    "train/loss_scale": 1.0,
+    "train/skipped_steps": 0,
+    "routing/share": 0.0,
+    "routing/wait_seconds": 0.01,
+    "data/wait_seconds": 0.001,
+    "total/sent_bytes": 2_500_000,
+}
+ROUND = {
+    "round/index": 1,
+    "round/partners": [3],
+    "round/exchange_seconds": 0.0123,
+    "round/wait_seconds": 0.0045,
+    "round/sent_bytes": 1_480_000,
+    "round/spread": 0.00123,
+    "round/poisoned_elements": 0,
+}
+PLAIN = (
+    " iteration  20/200 | consumed samples: 640 | elapsed time per iteration (ms): 123.4 | "
+    "tokens per second: 5186 | learning rate: 3.000E-03 | lm loss: 2.3457 | grad norm: 0.988 |"
+)
+EXCHANGE = " exchange (ms): 12.3 wait (ms): 4.5 sent (MB): 1.48 |"
+
+
+@pytest.mark.parametrize(
+    ("more", "text"),
+    [
+        ({}, ""),
+        (
+            {"train/loss_scale": 65536.0, "train/skipped_steps": 2},
+            " loss scale: 65536 | skipped iterations: 2 |",
+        ),
+        (
+            {"routing/share": 0.75, "data/wait_seconds": 0.002},
+            " routed: 75 % hop wait (ms): 10.0 | data wait (ms): 2.0 |",
+        ),
+        (ROUND, f" round 1 partner 3 |{EXCHANGE} spread: 1.230E-03 |"),
+        (ROUND | {"round/partners": [], "round/spread": math.nan}, f" round 1 bye |{EXCHANGE}"),
+        (
+            ROUND | {"round/partners": [2, 3], "round/poisoned_elements": 16},
+            f" round 1 partners 2,3 |{EXCHANGE} spread: 1.230E-03 | poisoned elements: 16 |",
+        ),
+    ],
+)
+def test_the_log_line(more: dict[str, Any], text: str) -> None:
+    assert log_line(STEP | more, 200) == PLAIN + text
+
+
+def test_the_figures_under_the_bar() -> None:
+    assert "  ".join(texts(STEP_FIGURES, STEP)) == "loss 2.346  learning rate 3.00e-03  5186 tokens/s"
+    assert "  ".join(texts(ROUND_FIGURES, STEP | ROUND)) == (
+        "round 1 partner 3  exchange 12 ms (wait 4)  sent 2 MB  spread 1.2e-03"
+    )
+
+
+def test_the_lines_of_an_evaluation() -> None:
+    nan = math.nan
+    datasets = [DatasetLosses("a", [2.0, 4.0], nan), DatasetLosses("b", [1.0, 2.0], nan)]
+    for spread, mean_model, middle in (
+        (0.25, 3.0, "mean model: 3.0000 | spread: 2.500E-01 | "),
+        (nan, 3.0, "mean model: 3.0000 | "),
+        (nan, nan, ""),
+    ):
+        evaluation = Evaluation([1.5, 3.0], mean_model, spread, datasets)
+        assert validation_lines({"step": 8, **evaluation.numbers(0)}, 3.5) == [
+            f" validation at iteration 8 | replicas: 1.5000 3.0000 | {middle}unigram: 3.5000 |",
+            "   a | replicas: 2.0000 4.0000 |",
+            "   b | replicas: 1.0000 2.0000 |",
+        ]
+
+
+# Files
 
 
 def _refuse(constant: str) -> None:
@@ -21,26 +282,27 @@ def _rows(folder: Path) -> list[dict[str, Any]]:
 def _write_evaluations(folder: Path, start_step: int, steps: list[int], loss: float = 2.0) -> None:
     files = ReplicaFiles(folder, tensorboard=False, start_step=start_step)
     for step in steps:
-        files.evaluation(step, 0, Evaluation([loss, 3.0], loss, math.nan))
+        files.write({"kind": "evaluation", "step": step, "validation/loss": loss})
     files.close()
 
 
 def test_a_diverged_replica_leaves_json(tmp_path: Path) -> None:
     nan = math.nan
     files = ReplicaFiles(tmp_path, tensorboard=True, start_step=0)
-    files.evaluation(5, 0, Evaluation([nan, 3.0], nan, nan, [DatasetLosses("a", [math.inf, 3.0], nan)]))
+    evaluation = Evaluation([nan, 3.0], nan, nan, [DatasetLosses("a", [math.inf, 3.0], nan)])
+    files.write({"kind": "evaluation", "step": 5, **evaluation.numbers(0)})
     files.close()
     (row,) = _rows(tmp_path)
-    assert row["replica_losses"] == [None, 3.0]
-    assert row["mean_model_loss"] is None
-    assert row["datasets"] == [{"name": "a", "replica_losses": [None, 3.0], "mean_model_loss": None}]
+    assert row["validation/replica_losses"] == [None, 3.0]
+    assert row["validation/mean_model_loss"] is None
+    assert row["validation/replica_losses of a"] == [None, 3.0]
 
 
 def test_a_resumed_run_keeps_the_rows_up_to_its_start_and_continues(tmp_path: Path) -> None:
     _write_evaluations(tmp_path, 0, [10, 20, 30])
     _write_evaluations(tmp_path, 20, [30, 40], loss=1.0)
     assert [row["step"] for row in _rows(tmp_path)] == [10, 20, 30, 40]
-    assert [row["replica_losses"][0] for row in _rows(tmp_path)] == [2.0, 2.0, 1.0, 1.0]
+    assert [row["validation/loss"] for row in _rows(tmp_path)] == [2.0, 2.0, 1.0, 1.0]
 
 
 def test_rows_that_a_crash_has_damaged_are_dropped(tmp_path: Path) -> None:
@@ -50,3 +312,34 @@ def test_rows_that_a_crash_has_damaged_are_dropped(tmp_path: Path) -> None:
     _write_evaluations(tmp_path, 20, [30])
     assert [row["step"] for row in _rows(tmp_path)] == [10, 30]
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_tensorboard_has_every_number_under_its_name(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    files = ReplicaFiles(tmp_path, tensorboard=True, start_step=0)
+    files.write(STEP | ROUND)
+    files.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    expected = (STEP | ROUND).keys() - {"kind", "step", "replica", "round/partners"}
+    assert set(events.Tags()["scalars"]) == expected
+    (loss,) = events.Scalars("train/loss")
+    assert (loss.step, loss.value) == (20, pytest.approx(2.34567))
+
+
+class FullDisk:
+    def write(self, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    close = write
+
+
+def test_a_full_disk_does_not_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = ReplicaFiles(tmp_path, tensorboard=False, start_step=0)
+    files._jsonl.close()
+    files._jsonl = FullDisk()  # type: ignore[assignment]
+    files.write(STEP)
+    files.write(STEP)
+    assert capsys.readouterr().err == (
+        f"{tmp_path}: No space left on device; training goes on without its log\n"
+    )

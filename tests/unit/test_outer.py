@@ -13,12 +13,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_noloco.config import NolocoConfig
-from megatron_noloco.outer.averaging import ExchangeReport, GroupAveraging, PartnerTimeoutError
-from megatron_noloco.outer.optimizer import OuterOptimizer, RoundReport
+from megatron_noloco.outer import (
+    Exchange,
+    ExchangeReport,
+    NoRounds,
+    OuterOptimizer,
+    OuterSettings,
+    PartnerTimeoutError,
+    RoundReport,
+    TorchWeights,
+)
+from megatron_noloco.outer.exchange import CHANNELS
 from megatron_noloco.plans.draws import Stream, draw_words
 from megatron_noloco.plans.grouping import Group, Grouping
-from megatron_noloco.plans.topology import Topology
+from megatron_noloco.plans.topology import Place, Topology
 from megatron_noloco.transport.loopback import LoopbackTransport, loopback_world
 from megatron_noloco.transport.protocol import Flight, Message
 
@@ -49,14 +57,15 @@ class Fleet:
     def __init__(self, start: Tensor, group_size: int, *, seed: int = 0, **method: Any) -> None:
         """`start` are the weights of each replica, shape [replicas, elements]."""
         self.replicas = len(start)
-        self.settings = NolocoConfig(**method)
+        self.settings = OuterSettings(**{"deadline_seconds": 20.0, **method})
         self.grouping = Grouping(self.replicas, group_size, seed)
         self.transports = [Listening(inner) for inner in loopback_world(self.replicas, CHUNK_BYTES)]
         self.masters = [[part.clone() for part in row.tensor_split([5])] for row in start]
         self.outer = [
             OuterOptimizer(
-                master,
-                GroupAveraging(transport, Topology(self.replicas), deadline_seconds=20),
+                TorchWeights(master),
+                transport,
+                Place(transport.rank, self.replicas),
                 self.grouping,
                 self.settings,
             )
@@ -281,15 +290,15 @@ def test_the_spread_seen_by_the_groups_is_unbiased(replicas: int, group_size: in
 
 
 def average(
-    vectors: Tensor, group: Group, whom: Callable[[GroupAveraging, Tensor], Any] | None = None
+    vectors: Tensor, group: Group, whom: Callable[[Exchange, Tensor], Any] | None = None, **options: Any
 ) -> tuple[list[Any], list[ExchangeReport]]:
     """What the members of `group` take for the mean of their rows of `vectors`, and their reports."""
 
     def member(transport: LoopbackTransport) -> tuple[Any, ExchangeReport]:
-        averaging = GroupAveraging(transport, Topology(len(vectors)), deadline_seconds=20)
+        exchange = Exchange(transport, Place(transport.rank, len(vectors)), 5, deadline_seconds=20, **options)
         vector = vectors[transport.rank].clone()
-        found = whom(averaging, vector) if whom else averaging.whole_mean(vector, group, 3, "a test")
-        return found, averaging.report
+        found = whom(exchange, vector) if whom else exchange.whole_mean(vector, group, 3, "a test")
+        return found, exchange.report
 
     transports = loopback_world(len(vectors), CHUNK_BYTES)
     with ThreadPoolExecutor(len(group)) as threads:
@@ -307,17 +316,19 @@ def test_members_use_bitwise_the_same_mean(group: Group, elements: int) -> None:
 
 
 @pytest.mark.parametrize("group", [(0,), (0, 1), (0, 1, 2), (0, 1, 2, 3)])
-def test_pieces_cover_every_element_once(group: Group) -> None:
+@pytest.mark.parametrize("stretch", [7, 1000])
+def test_pieces_cover_every_element_once(group: Group, stretch: int) -> None:
     vectors = noise(len(group), 101, seed=15)
 
-    def pieces(averaging: GroupAveraging, vector: Tensor) -> tuple[Tensor, Tensor]:
+    def pieces(exchange: Exchange, vector: Tensor) -> tuple[Tensor, Tensor]:
         times, mean = torch.zeros(101), torch.zeros(101)
-        for start, stop, piece in averaging.mean(vector, group, 3, "a test"):
+        exchange.begin(vector, group, 3, "a test")
+        for start, stop, piece in exchange.finish():
             times[start:stop] += 1
             mean[start:stop] = piece
         return times, mean
 
-    found, _ = average(vectors, group, pieces)
+    found, _ = average(vectors, group, pieces, stretch=stretch)
     for times, mean in found:
         assert torch.equal(times, torch.ones(101))
         assert_close(mean, vectors.mean(dim=0))
@@ -366,14 +377,167 @@ def test_a_poisoned_replica_does_not_poison_a_larger_group() -> None:
 def test_a_missing_partner_is_named(group_size: int) -> None:
     topology = Topology(replicas=group_size, pp=2)
     transport = loopback_world(topology.world_size)[1]  # replica 0, stage 1
-    averaging = GroupAveraging(transport, topology, deadline_seconds=0.05)
-    grouping = Grouping(group_size, group_size, seed=0)
-    outer = OuterOptimizer([torch.ones(4)], averaging, grouping, NolocoConfig())
+    grouping, settings = Grouping(group_size, group_size, seed=0), OuterSettings(deadline_seconds=0.05)
+    outer = OuterOptimizer(TorchWeights([torch.ones(4)]), transport, topology.place(1), grouping, settings)
     with pytest.raises(PartnerTimeoutError) as caught:
         outer.run_round(7)
     message = str(caught.value)
     assert message.startswith("replica 0: no answer from partner 1 (rank 3) in round 7 after 0.")
     assert message.endswith(" s (noloco.deadline_seconds)")
+
+
+@pytest.mark.parametrize("group", [(0, 1), (0, 1, 2)])
+def test_two_exchanges_under_way_do_not_mix(group: Group) -> None:
+    """Same ranks, same number, different channels; the one begun first is finished last."""
+    first, second = noise(3, 101, seed=20), noise(3, 60, seed=21)
+
+    def both(exchange: Exchange, vector: Tensor) -> list[Tensor]:
+        other = Exchange(exchange.transport, exchange.place, exchange.channel + 1, deadline_seconds=20)
+        exchange.begin(vector, group, 3, "the first")
+        other.begin(second[exchange.place.replica].clone(), group, 3, "the second")
+        means = [torch.empty(101), torch.empty(60)]
+        for which in (1, 0):
+            for start, stop, mean in (exchange, other)[which].finish():
+                means[which][start:stop] = mean
+        assert exchange.report.bytes_sent > other.report.bytes_sent > 0
+        return means
+
+    found, _ = average(first, group, both)
+    for one, other in found:
+        assert torch.equal(one, average(first, group)[0][0])
+        assert torch.equal(other, average(second, group)[0][0])
+
+
+def test_every_exchange_has_tags_of_its_own() -> None:
+    tags: list[int] = []
+    (here, _) = loopback_world(2)
+    here.post = lambda sends, receives, tag: tags.append(tag)  # type: ignore[method-assign, assignment, misc]
+    for channel in range(CHANNELS):
+        for number in range(3):
+            Exchange(here, Place(0, 2), channel).begin(torch.ones(2), (0, 1), number, "a test")
+    assert len({tag + phase for tag in tags for phase in range(2)}) == 2 * 3 * CHANNELS
+
+
+def test_an_exchange_is_begun_and_finished_in_turn() -> None:
+    exchange = Exchange(loopback_world(2)[0], Place(0, 2), 0)
+    with pytest.raises(RuntimeError, match="begin comes before finish"):
+        next(exchange.finish())
+    exchange.begin(torch.ones(3), (0,), 0, "round 0")
+    with pytest.raises(RuntimeError, match="round 0 is still under way: finish it before round 1 begins"):
+        exchange.begin(torch.ones(3), (0,), 1, "round 1")
+    assert [mean.tolist() for _, _, mean in exchange.finish()] == [[1.0, 1.0, 1.0]]
+    with pytest.raises(ValueError, match=r"replica 0 is not in group \[1\]"):
+        exchange.begin(torch.ones(3), (1,), 1, "round 1")
+
+
+def test_what_arrives_after_the_deadline_changes_no_later_exchange() -> None:
+    here, there = loopback_world(2)
+    exchange = Exchange(here, Place(0, 2), 0, deadline_seconds=0.05)
+    exchange.begin(torch.zeros(3), (0, 1), 0, "round 0")
+    with pytest.raises(PartnerTimeoutError):
+        list(exchange.finish())
+    exchange.begin(torch.zeros(3), (0,), 1, "round 1")
+    late = Exchange(there, Place(1, 2), 0, deadline_seconds=20)
+    late.whole_mean(torch.ones(3), (0, 1), 0, "round 0")
+    assert [mean.tolist() for _, _, mean in exchange.finish()] == [[0.0, 0.0, 0.0]]
+
+
+# The weights
+
+
+def test_torch_weights_are_one_vector_in_the_order_of_the_parameters() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1).to(torch.bfloat16))
+    weights = TorchWeights(model.parameters())
+    flat = torch.cat([parameter.detach().flatten().float() for parameter in model.parameters()])
+    assert weights.length == len(flat) == 11
+    assert torch.equal(weights.read(), flat)
+    middle = torch.empty(5)
+    weights.read_into(middle, 4)
+    assert torch.equal(middle, flat[4:9])
+    with weights.writing() as write:
+        write(5, torch.arange(5.0))
+    flat[5:10] = torch.arange(5.0)
+    assert torch.equal(weights.read(), flat)
+    assert model[1].weight.dtype == torch.bfloat16
+    with (
+        pytest.raises(ValueError, match="elements 9 to 12 lie outside a vector of 11"),
+        weights.writing() as w,
+    ):
+        w(9, torch.ones(3))
+
+
+@pytest.mark.parametrize("wrong", [[], [torch.ones(2, dtype=torch.int64)], [torch.ones(2, 3).t()]])
+def test_torch_weights_refuse_what_they_cannot_hold(wrong: list[Tensor]) -> None:
+    with pytest.raises(ValueError):
+        TorchWeights(wrong)
+
+
+class Refreshed(TorchWeights):
+    times = 0
+
+    def refresh(self) -> None:
+        self.times += 1
+
+
+def test_leaving_refreshes_what_depends_on_the_weights_but_not_after_an_exception() -> None:
+    weights, kept = Refreshed([torch.ones(3)]), torch.empty(3)
+    with weights.kept_in(kept):
+        with weights.writing() as write:
+            write(0, torch.zeros(3))
+        assert (weights.times, weights.read().tolist()) == (1, [0.0] * 3)
+    assert (weights.times, weights.read().tolist()) == (2, [1.0] * 3)
+    with pytest.raises(ValueError, match="outside"), weights.kept_in(kept), weights.writing() as write:
+        write(0, torch.zeros(4))
+    assert (weights.times, weights.read().tolist()) == (2, [1.0] * 3)
+
+
+# In a loop
+
+
+def test_rounds_come_every_k_local_steps_and_are_counted_from_zero() -> None:
+    fleet = Fleet(noise(1, 4, seed=22), 1, local_steps=3)
+    reports = [fleet.outer[0].after_local_step(done) for done in range(1, 8)]
+    assert [report and report.round_index for report in reports] == [None, None, 0, None, None, 1, None]
+
+
+def test_state_continues_a_run() -> None:
+    one, other = (Fleet(noise(1, 6, seed=seed), 1) for seed in (23, 24))
+    one.train(noise(1, 6, seed=25))
+    one.meet(0)
+    other.outer[0].restore(one.outer[0].state())
+    for fleet in (one, other):
+        fleet.train(noise(1, 6, seed=26))
+        fleet.meet(1)
+    assert torch.equal(one.phi, other.phi)
+    assert torch.equal(one.delta, other.delta)
+
+
+def test_without_rounds_the_weights_are_all_there_is() -> None:
+    parameter = torch.arange(4.0)
+    alone = NoRounds(TorchWeights([parameter]))
+    assert [alone.after_local_step(done) for done in range(1, 200)] == [None] * 199
+    with alone.evaluating() as slow:
+        parameter.zero_()
+        assert slow.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert parameter.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert {name: tensor.tolist() for name, tensor in alone.state().items()} == {"slow_weights": [0, 1, 2, 3]}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"local_steps": 0},
+        {"outer_momentum": 1.0},
+        {"outer_lr": 0.0},
+        {"consensus_weight": -0.1},
+        {"deadline_seconds": 0.0},
+        {"slow_weights": "disk"},
+    ],
+)
+def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(ValueError, match=f"^{name} must be .*, not "):
+        OuterSettings(**wrong)
 
 
 # Golden history

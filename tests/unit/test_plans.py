@@ -16,7 +16,7 @@ from megatron_noloco.plans.draws import Stream, draw_permutation, draw_words
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.samples import BatchPlan, SampleOrder
 from megatron_noloco.plans.stability import rounds_to_halve, spread_factor
-from megatron_noloco.plans.topology import Position, Topology
+from megatron_noloco.plans.topology import Place, Position, Topology
 
 GOLDEN_DRAWS = Path(__file__).parents[1] / "golden" / "draws.json"
 UPDATE_GOLDEN = "NOLOCO_UPDATE_GOLDEN"
@@ -131,18 +131,29 @@ class TestTopology:
         assert {topology.position(rank).stage for rank in range(4)} == {0}
         assert [topology.position(rank).replica for rank in range(48)] == [0] * 16 + [1] * 16 + [2] * 16
 
-    def test_counterpart_differs_in_its_replica_only(self) -> None:
+    def test_counterparts_differ_in_their_replica_only(self) -> None:
         topology = Topology(replicas=3, pp=2, dp=2, tp=2)
         for rank in range(topology.world_size):
-            here = topology.position(rank)
-            assert topology.counterpart(rank, here.replica) == rank
+            here, place = topology.position(rank), topology.place(rank)
+            assert (place.replica, place.replicas, place.stage) == (here.replica, 3, here.stage)
+            assert place.rank_of(here.replica) == place.rank == rank
             for replica in range(3):
-                there = topology.position(topology.counterpart(rank, replica))
+                there = topology.position(place.rank_of(replica))
                 assert there == Position(replica, here.stage, here.dp, here.tp)
 
+    def test_a_replica_of_one_rank_needs_no_topology(self) -> None:
+        assert Place(2, 4) == Topology(replicas=4).place(2)
+
+    def test_virtual_stages_and_sequence_parallelism_need_no_ranks(self) -> None:
+        assert Topology(replicas=2, pp=2, tp=2, vpp=3, sequence_parallel=True).world_size == 8
+
     def test_nonsense_is_refused(self) -> None:
-        with pytest.raises(ValueError, match="lanes must be at least 1, not 0"):
+        with pytest.raises(ValueError, match="dp must be at least 1, not 0"):
             Topology(dp=0)
+        with pytest.raises(ValueError, match="replica 4 must lie between 0 and replicas - 1 = 3"):
+            Place(4, 4)
+        with pytest.raises(ValueError, match="rank 3 is not in replica 0 of 2 ranks each"):
+            Place(0, 2, rank=3, ranks_per_replica=2)
         with pytest.raises(ValueError, match="rank 4 is outside a world of 4"):
             Topology(replicas=4).position(4)
 

@@ -1,0 +1,110 @@
+"""DeepSpeed's blocks `optimizer` and `scheduler`, which it hands to constructors without a look."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_noloco.config import deepspeed_keys as keys
+from megatron_noloco.config.wording import Path, Problem, is_size, nearest, shown, unknown_key, wrong_value
+
+_WARMUP_DEFAULT = 1000  # DeepSpeed's warmup_num_steps
+
+
+def check(values: dict[str, Any], given: bool) -> Iterator[Problem]:
+    """What is wrong with the two blocks, which are objects; completes them where DeepSpeed needs it.
+
+    Args:
+        given: whether the file has an optimizer; one that is no object is no longer in `values`.
+    """
+    if "optimizer" in values:
+        yield from _form("optimizer", values["optimizer"])
+        yield from _optimizer(values)
+    elif not given:
+        text = 'optimizer is missing (such as {"type": "AdamW", "params": {"lr": 3e-4}})'
+        yield Problem(("optimizer",), text)
+    if "scheduler" in values:
+        yield from _form("scheduler", values["scheduler"])
+        yield from _scheduler(values["scheduler"])
+
+
+def _form(block: str, value: dict[str, Any]) -> Iterator[Problem]:
+    """The form {type, params}; params that are no object are dropped."""
+    known = ("type", "params", "legacy_fusion") if block == "optimizer" else ("type", "params")
+    yield from (unknown_key((block, name), known) for name in value if name not in known)
+    if "type" not in value:
+        yield Problem((block,), f"{block}.type is missing (text)")
+    elif not isinstance(value["type"], str):
+        yield wrong_value((block, "type"), "text", value["type"])
+    if not isinstance(value.setdefault("params", {}), dict):  # DeepSpeed unpacks it, also when it is missing
+        yield wrong_value((block, "params"), "an object", value["params"])
+        value["params"] = {}
+
+
+def _optimizer(values: dict[str, Any]) -> Iterator[Problem]:
+    name, params = values["optimizer"].get("type"), values["optimizer"]["params"]
+    known = keys.DEEPSPEED_OPTIMIZERS | keys.TORCH_OPTIMIZERS
+    if isinstance(name, str) and not {name, name.lower()} & known:
+        yield _unknown_type("optimizer", name, ["AdamW", "Adam", "Lion", *sorted(keys.TORCH_OPTIMIZERS)])
+    if name in keys.TORCH_OPTIMIZERS:
+        values["zero_allow_untested_optimizer"] = True  # as it calls all but Adam and Lion
+    if "max_grad_norm" in params:
+        text = "optimizer.params.max_grad_norm: use the top-level gradient_clipping"
+        yield Problem(("optimizer",), text)
+    allowed = keys.OPTIMIZER_PARAMS.get(str(name).lower(), frozenset(params))
+    for key, value in params.items():
+        path = ("optimizer", "params", key)
+        if key == "max_grad_norm" or value == "auto":
+            continue  # reported already
+        if key not in allowed:
+            yield unknown_key(path, allowed)
+        else:
+            yield from _optimizer_value(path, value)
+
+
+def _optimizer_value(path: Path, value: Any) -> Iterator[Problem]:
+    if path[-1] == "betas":
+        if not (isinstance(value, list) and len(value) == 2 and all(is_size(b) and b < 1 for b in value)):
+            yield wrong_value(path, "two numbers from 0 to below 1", value)
+    elif path[-1] in keys.OPTIMIZER_SWITCHES:
+        if type(value) is not bool:
+            yield wrong_value(path, "true or false", value)
+    elif not is_size(value):
+        yield wrong_value(path, "a number >= 0", value)
+
+
+def _scheduler(scheduler: dict[str, Any]) -> Iterator[Problem]:
+    name, params = scheduler.get("type"), scheduler["params"]
+    if not isinstance(name, str):
+        return
+    if name not in keys.SCHEDULES:
+        yield _unknown_type("scheduler", name, list(keys.SCHEDULES))
+        return
+    known = keys.SCHEDULES[name]
+    for key, value in params.items():
+        path = ("scheduler", "params", key)
+        if key not in known:
+            yield unknown_key(path, known)
+        elif key != "warmup_type" and value != "auto" and type(value) not in (int, float, bool):
+            yield wrong_value(path, "a number", value)
+    if "total_num_steps" in known:
+        yield from _warm_up(params)
+
+
+def _warm_up(params: dict[str, Any]) -> Iterator[Problem]:
+    if "total_num_steps" not in params:
+        text = 'scheduler.params.total_num_steps is missing (a number or "auto")'
+        yield Problem(("scheduler",), text)
+        return
+    total, warm_up = params["total_num_steps"], params.get("warmup_num_steps", _WARMUP_DEFAULT)
+    if is_size(total) and is_size(warm_up) and warm_up > total:
+        default = "" if "warmup_num_steps" in params else " (DeepSpeed's default)"
+        yield Problem(
+            ("scheduler",),
+            f"scheduler.params.warmup_num_steps {warm_up}{default} is more than "
+            f"scheduler.params.total_num_steps {total}",
+        )
+
+
+def _unknown_type(block: str, name: str, known: list[str]) -> Problem:
+    meant = nearest((name,), known)
+    hint = f"did you mean {meant}?" if meant else "known are " + ", ".join(known)
+    return Problem((block,), f"{block}.type: {shown(name)} is not a known {block}; {hint}")

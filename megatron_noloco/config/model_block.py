@@ -1,0 +1,98 @@
+"""The block `model`, in Megatron's words, and the architecture it stands for."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from megatron_noloco.config.blocks import Block, Positive
+from megatron_noloco.spec.architecture import Architecture
+
+
+class ModelConfig(Block):
+    family: Literal["llama"] = Field(default="llama", description="Which kind of model.")
+    num_layers: Positive = Field(description="Transformer layers.")
+    hidden_size: Positive = Field(description="Width of the residual stream.")
+    ffn_hidden_size: Positive = Field(description="Width inside the gated MLP.")
+    num_attention_heads: Positive = Field(description="Query heads.")
+    num_query_groups: Positive | None = Field(
+        default=None, description="Key/value heads; null means one per query head."
+    )
+    kv_channels: Positive | None = Field(
+        default=None, description="Width of one head; null means hidden_size / num_attention_heads."
+    )
+    seq_length: Positive = Field(description="Tokens in a sample.")
+    vocab_size: Positive | None = Field(
+        default=None, description="Vocabulary before padding; null means the tokenizer's."
+    )
+    make_vocab_size_divisible_by: Positive = Field(
+        default=128,
+        description="The vocabulary is padded to a multiple of this, whatever the tensor-parallel size.",
+    )
+    rotary_base: Annotated[float, Field(gt=0)] = Field(
+        default=10000.0, description="Base of the rotary embedding."
+    )
+    norm_epsilon: float = Field(default=1e-5, gt=0, description="Epsilon of RMSNorm.")
+    untie_embeddings_and_output_weights: bool = Field(
+        default=True, description="Whether the output layer has weights of its own."
+    )
+    init_method_std: float = Field(
+        default=0.02, gt=0, description="Standard deviation of the initial weights."
+    )
+    hidden_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the residual branches.")
+    attention_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the attention weights.")
+    recompute_granularity: Literal["full", "selective"] | None = Field(
+        default=None,
+        description='Activations computed again in backward: "full" layers, "selective" attention.',
+    )
+    recompute_method: Literal["uniform", "block"] | None = Field(
+        default=None,
+        description='With "full": recompute all layers in equal units, or only the first of a stage.',
+    )
+    recompute_num_layers: Positive | None = Field(
+        default=None,
+        description='Layers per unit ("uniform") or recomputed layers per model chunk ("block").',
+    )
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = Field(
+        default="auto",
+        description='Megatron layer specs; "auto" is Transformer Engine where it is installed.',
+    )
+
+    @property
+    def query_groups(self) -> int:
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def head_size(self) -> int:
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    def architecture(self, tokenizer_vocab: int = 0) -> Architecture:
+        """The architecture for a tokenizer of `tokenizer_vocab` tokens; 0: none is known, `vocab_size` decides.
+
+        Padding does not depend on tensor parallelism, so that the model (and its checkpoint) does not depend on
+        the topology. Raises ValueError when the vocabulary is not known or smaller than the tokenizer's.
+        """
+        vocab = self.vocab_size or tokenizer_vocab
+        if not vocab:
+            raise ValueError("model.vocab_size is null, and there is no tokenizer to take it from")
+        if vocab < tokenizer_vocab:
+            raise ValueError(
+                f"model.vocab_size {vocab} is smaller than the tokenizer's {tokenizer_vocab}; "
+                f"set it to {tokenizer_vocab} or leave it out"
+            )
+        multiple = self.make_vocab_size_divisible_by
+        return Architecture(
+            family=self.family,
+            num_layers=self.num_layers,
+            hidden_size=self.hidden_size,
+            ffn_hidden_size=self.ffn_hidden_size,
+            num_attention_heads=self.num_attention_heads,
+            num_query_groups=self.query_groups,
+            kv_channels=self.head_size,
+            seq_length=self.seq_length,
+            vocab_size=vocab,
+            padded_vocab_size=-(-vocab // multiple) * multiple,
+            rotary_base=self.rotary_base,
+            norm_epsilon=self.norm_epsilon,
+            tied_embeddings=not self.untie_embeddings_and_output_weights,
+            init_method_std=self.init_method_std,
+        )

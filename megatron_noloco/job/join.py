@@ -1,0 +1,157 @@
+"""How the processes of a job find each other: torch.distributed's default group, and the transport."""
+
+import ipaddress
+import os
+import socket
+from datetime import timedelta
+from typing import Literal
+
+import torch.distributed as dist
+
+from megatron_noloco.job import launcher, mpi
+from megatron_noloco.job.launcher import World
+from megatron_noloco.transport.mpi import MpiTransport
+from megatron_noloco.transport.protocol import Transport
+from megatron_noloco.transport.torch_dist import TorchTransport
+
+_PATIENCE = timedelta(minutes=30)  # a cluster does not start all its processes at once
+_LOCAL_HOST = "127.0.0.1"
+
+
+def ranks_on_this_host() -> int:
+    """A collective over all ranks, for the start only."""
+    names: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(names, socket.gethostname())
+    return names.count(socket.gethostname())
+
+
+def join(world: World, backend: str) -> None:
+    """Make torch.distributed's default group over `world`, and set the variables that DeepSpeed reads.
+
+    `backend` is "gloo" on the CPU, "cpu:gloo,cuda:nccl" on GPUs. MASTER_ADDR and MASTER_PORT, where the user
+    gives them, are kept; under torchrun and deepspeed they are the launcher's. Raises ValueError when the ranks
+    cannot be brought together.
+    """
+    try:
+        _join(world, backend)
+    except RuntimeError as error:  # a DistError, but not in every torch
+        reason = str(error).splitlines()[0]
+        raise ValueError(
+            f"rank {world.rank} of {world.world_size} cannot join the others ({reason}); is MASTER_PORT free on "
+            "rank 0's host, and does MASTER_ADDR lead there?"
+        ) from None
+
+
+def _join(world: World, backend: str) -> None:
+    launcher.export(world, os.environ)
+    if world.launcher in ("torchrun", "deepspeed", "environment"):
+        dist.init_process_group(backend, timeout=_PATIENCE)
+        return
+    if world.launcher in ("mpirun", "srun") and _mpi_world_fits(world):
+        store = _store_found_by_mpi(world)
+    elif world.world_size == 1:
+        store = dist.TCPStore(_LOCAL_HOST, 0, 1, is_master=True, timeout=_PATIENCE)
+    else:
+        store = _store_found_by_name(world)
+    os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = store.host, str(store.port)
+    dist.init_process_group(
+        backend, store=store, rank=world.rank, world_size=world.world_size, timeout=_PATIENCE
+    )
+
+
+def _mpi_world_fits(world: World) -> bool:
+    """Whether MPI connects exactly the ranks of `world`.
+
+    Raises ValueError when the launcher says so but MPI itself does not: mpi4py then runs on another MPI
+    library than the one mpirun belongs to, and every process sees a world of one.
+    """
+    if not mpi.available() or mpi.world_size(os.environ) != world.world_size:
+        return False
+    size = mpi.started_world_size()
+    if size != world.world_size:
+        raise ValueError(
+            f"{world.launcher} started {world.world_size} ranks but MPI sees a world of {size}: mpi4py runs "
+            f"on {mpi.library()}; use the mpirun of that library, or install mpi4py for yours"
+        )
+    return True
+
+
+def _store_found_by_mpi(world: World) -> dist.TCPStore:
+    """Rank 0 opens a store on a port that the system picks, so none is taken twice, and shares its address."""
+    same_host = len(set(mpi.share_with_all(socket.gethostname()))) == 1
+    if world.rank == 0:
+        address = os.environ.get("MASTER_ADDR") or (_LOCAL_HOST if same_host else _reachable_address())
+        store = _serve(world, address, int(os.environ.get("MASTER_PORT", "0")))
+        mpi.share_with_all(f"{address} {store.port}")
+        return store
+    address, port = mpi.share_with_all("")[0].split()
+    return _connect(world, address, int(port))
+
+
+def _store_found_by_name(world: World) -> dist.TCPStore:
+    """Without MPI every rank works out alone where rank 0 is: from MASTER_*, or from Slurm's job."""
+    address = os.environ.get("MASTER_ADDR") or _host_of_rank_0(world)
+    port = int(os.environ.get("MASTER_PORT", launcher.slurm_port(os.environ)))
+    return _serve(world, address, port) if world.rank == 0 else _connect(world, address, port)
+
+
+def _serve(world: World, address: str, port: int) -> dist.TCPStore:
+    return dist.TCPStore(address, port, world.world_size, True, _PATIENCE, wait_for_workers=False)
+
+
+def _connect(world: World, address: str, port: int) -> dist.TCPStore:
+    return dist.TCPStore(address, port, world.world_size, False, _PATIENCE, wait_for_workers=False)
+
+
+def _host_of_rank_0(world: World) -> str:
+    host = launcher.slurm_first_host(os.environ) if world.launcher == "srun" else None
+    if host is None:
+        raise ValueError(
+            f"rank {world.rank} of {world.world_size} under {world.launcher} cannot find rank 0: MPI does "
+            f"not connect these ranks and MASTER_ADDR is not set; export MASTER_ADDR, the host of rank 0"
+        )
+    return host
+
+
+def _reachable_address() -> str:
+    """An address of this host that other hosts can use, as far as this host can tell; else its name."""
+    name = socket.gethostname()
+    try:
+        found = [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, socket.AF_INET)]
+    except OSError:
+        found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("10.255.255.255", 9))  # sends nothing: only asks which interface leads outside
+            found.append(probe.getsockname()[0])
+        except OSError:
+            pass  # a host without a default route still has its name
+    return next((address for address in found if not ipaddress.ip_address(address).is_loopback), name)
+
+
+def choose_transport(kind: Literal["auto", "mpi", "torch"], world: World) -> Transport:
+    """The transport for the exchange; every rank calls this after `join`, at the same place.
+
+    "auto" is MPI where the launcher connected all ranks by MPI, else torch. Raises ValueError when "mpi" is
+    asked for and MPI does not connect the ranks of `world`.
+    """
+    if kind not in ("auto", "mpi", "torch"):
+        raise ValueError(f'transport "{kind}" is unknown; it must be "auto", "mpi" or "torch"')
+    if kind == "torch":
+        return TorchTransport()
+    if kind == "auto":
+        by_mpi = world.launcher in ("mpirun", "srun") and _mpi_world_fits(world)
+        return MpiTransport() if by_mpi else TorchTransport()
+    if not mpi.available():
+        raise ValueError(
+            'transport "mpi" needs mpi4py, which is not installed; use "torch" or install mpi4py'
+        )
+    size = mpi.world_size(os.environ)
+    if size == world.world_size:
+        size = mpi.started_world_size()
+    if size != world.world_size:
+        raise ValueError(
+            f'transport "mpi": MPI sees a world of {size} but {world.launcher} started {world.world_size} '
+            f'ranks; launch with mpirun, or set the transport to "auto" or "torch"'
+        )
+    return MpiTransport()

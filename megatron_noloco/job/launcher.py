@@ -1,0 +1,184 @@
+"""The launchers' environment variables: the only file that names them."""
+
+import subprocess
+import sys
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import Literal
+
+Launcher = Literal["single", "torchrun", "deepspeed", "environment", "mpirun", "srun"]
+Environ = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class World:
+    """The place of one process; `environment` is an unknown launcher that sets torch's variables."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    launcher: Launcher
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The environment variables in which a launcher writes a process's place."""
+
+    rank: str
+    local_rank: str
+    world_size: str
+
+
+_TORCH = _Names("RANK", "LOCAL_RANK", "WORLD_SIZE")
+_OPEN_MPI = _Names("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE")
+_HYDRA = _Names("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE")  # MPICH and Intel MPI
+_SLURM = _Names("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
+
+
+def read_world(environ: Environ) -> World:
+    """The place that the launcher's variables give this process; one alone when there are none.
+
+    Launchers nest (srun starts mpirun's daemons, mpirun may start torchrun), so the innermost is looked for
+    first. Raises ValueError when variables are missing or contradict one another.
+    """
+    if _by_torchrun(environ):
+        return _read("torchrun", _TORCH, environ)
+    if _by_deepspeed(environ):
+        return _read("deepspeed", _TORCH, environ)
+    if _OPEN_MPI.rank in environ:
+        return _agreeing_with_torch(_read("mpirun", _OPEN_MPI, environ), _OPEN_MPI, environ)
+    if _HYDRA.rank in environ and _HYDRA.local_rank in environ:
+        return _agreeing_with_torch(_read("mpirun", _HYDRA, environ), _HYDRA, environ)
+    if _SLURM.rank in environ and _SLURM.world_size in environ:
+        # A batch script has SLURM_PROCID as well; only srun counts the tasks of a step.
+        return _agreeing_with_torch(_read("srun", _SLURM, environ), _SLURM, environ)
+    if _HYDRA.rank in environ:
+        return _agreeing_with_torch(_read("mpirun", _HYDRA, environ), _HYDRA, environ)
+    if any(name in environ for name in (_TORCH.rank, _TORCH.local_rank, _TORCH.world_size)):
+        return _read("environment", _TORCH, environ)
+    return World(rank=0, local_rank=0, world_size=1, launcher="single")
+
+
+def _by_torchrun(environ: Environ) -> bool:
+    return "TORCHELASTIC_RUN_ID" in environ
+
+
+def _by_deepspeed(environ: Environ) -> bool:
+    return "CROSS_RANK" in environ and "LOCAL_SIZE" in environ  # only DeepSpeed's own launcher sets these
+
+
+def _read(launcher: Launcher, names: _Names, environ: Environ) -> World:
+    values = {}
+    for name in (names.rank, names.local_rank, names.world_size):
+        text = environ.get(name)
+        if text is None:
+            raise ValueError(
+                f"environment: {name} is not set although {_present(names, environ)}; "
+                f"set {names.rank}, {names.local_rank} and {names.world_size}, or none of them"
+            )
+        if not text.isdecimal():
+            raise ValueError(f"environment: {name}={text!r} is not a number; it must be 0, 1, 2, ...")
+        values[name] = int(text)
+    world = World(values[names.rank], values[names.local_rank], values[names.world_size], launcher)
+    if world.world_size < 1:
+        raise ValueError(f"environment: {names.world_size}=0; a world has at least one rank")
+    for name, rank in ((names.rank, world.rank), (names.local_rank, world.local_rank)):
+        if rank >= world.world_size:
+            raise ValueError(
+                f"environment: {name}={rank} but {names.world_size}={world.world_size}; "
+                f"{name} must lie between 0 and {world.world_size - 1}"
+            )
+    return world
+
+
+def _present(names: _Names, environ: Environ) -> str:
+    present = [name for name in (names.rank, names.local_rank, names.world_size) if name in environ]
+    return " and ".join(f"{name}={environ[name]}" for name in present)
+
+
+def _agreeing_with_torch(world: World, names: _Names, environ: Environ) -> World:
+    """`world`, unless torch's variables are set too and say otherwise: a leftover of another launch."""
+    for theirs, ours, value in (
+        (_TORCH.rank, names.rank, world.rank),
+        (_TORCH.local_rank, names.local_rank, world.local_rank),
+        (_TORCH.world_size, names.world_size, world.world_size),
+    ):
+        if environ.get(theirs, str(value)) != str(value):
+            raise ValueError(
+                f"environment: {theirs}={environ[theirs]} but {ours}={value} under {world.launcher}; "
+                f"unset {theirs} (it is set for you)"
+            )
+    return world
+
+
+def export(world: World, environ: MutableMapping[str, str]) -> None:
+    """Set torch's variables, which DeepSpeed reads."""
+    for name, value in (
+        (_TORCH.rank, world.rank),
+        (_TORCH.local_rank, world.local_rank),
+        (_TORCH.world_size, world.world_size),
+    ):
+        environ[name] = str(value)
+
+
+def mpi_world_size(environ: Environ) -> int | None:
+    """How many ranks MPI connects, as the variables say; 1 without an MPI launcher, None where only MPI knows.
+
+    The latter is a PMIx launcher that gives no size (`srun --mpi=pmix`).
+    """
+    if _by_torchrun(environ) or _by_deepspeed(environ):
+        return 1  # perhaps itself under mpirun, whose variables are then not about this process
+    for names in (_OPEN_MPI, _HYDRA):
+        if names.world_size in environ:
+            return int(environ[names.world_size])
+    return None if "PMIX_RANK" in environ else 1
+
+
+def may_be_first(environ: Environ) -> bool:
+    """Whether no launcher calls this process another rank than 0; for when `read_world` cannot be asked."""
+    return all(environ.get(names.rank, "0") == "0" for names in (_TORCH, _OPEN_MPI, _HYDRA, _SLURM))
+
+
+def on_a_terminal(environ: Environ) -> bool:
+    """Whether a person sees stdout on a terminal.
+
+    Open MPI gives every rank a terminal of its own, whatever mpirun's output goes to.
+    """
+    return sys.stdout.isatty() and _OPEN_MPI.rank not in environ
+
+
+def slurm_first_host(environ: Environ) -> str | None:
+    """The host of rank 0 of this step of a Slurm job; None outside of Slurm.
+
+    Raises ValueError when Slurm cannot say.
+    """
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST")
+    if not nodes:
+        return None
+    command = ["scontrol", "show", "hostnames", nodes]
+    try:
+        listing = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ValueError(
+            f"`{' '.join(command)}` failed ({error}); export MASTER_ADDR, the host of rank 0, before srun"
+        ) from None
+    return listing.stdout.split()[0]
+
+
+def slurm_port(environ: Environ) -> int:
+    """A port that all ranks derive alike; jobs (and steps of a job) that share a host get different ones."""
+    job, step = environ.get("SLURM_JOB_ID", "0"), environ.get("SLURM_STEP_ID", "0")
+    # Below the ports that systems hand out by themselves.
+    return 15000 + (int(job) * 31 + int(step)) % 15000
+
+
+def local_device(world: World, devices: int) -> int:
+    """Which GPU is this process's; a launcher may show each process its own alone. Raises ValueError."""
+    if devices == 1:
+        return 0
+    if world.local_rank >= devices:
+        raise ValueError(
+            f"rank {world.rank}: local rank {world.local_rank}, but this host has {devices} GPUs; start one "
+            "process per GPU"
+        )
+    return world.local_rank

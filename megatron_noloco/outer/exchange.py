@@ -1,0 +1,234 @@
+"""The exchange: a group of replicas computes the mean of one vector, in messages between two ranks.
+
+A pair swaps its vectors, one message each way. A larger group of n uses two phases, as the bandwidth-optimal
+all-reduce of Patarasuk and Yuan does ("Bandwidth optimal all-reduce algorithms for clusters of workstations", J.
+Parallel Distrib. Comput. 69(2), 2009: reduce-scatter, then all-gather), but by direct messages instead of a ring:
+
+1. Each member owns 1/n of the elements. It receives them from the other members and averages them.
+2. It sends the mean of its elements to the other members.
+
+A member sends 2 (n-1)/n vectors, the least possible; sending the vector to everybody would cost n-1. In both
+schemes all members use bitwise the same mean, which the method's recursion of the mean rests on (docs/method.md).
+
+Tags. Every message of an exchange has the tag
+
+    tag = (number * CHANNELS + channel) * PHASES + phase
+
+with the exchange's channel, the number given to `begin` (of the round, or of the evaluation), and phase 0 or 1.
+So exchanges of different channels, or of one channel and different numbers, never take each other's messages.
+"""
+
+import time
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_noloco.outer.mean import ExchangeReport, finite_mean
+from megatron_noloco.outer.memory import HOST, buffer
+from megatron_noloco.plans.grouping import Group
+from megatron_noloco.plans.topology import Place
+from megatron_noloco.transport.protocol import ExchangeTimeoutError, Flight, Message, Transport
+
+STRETCH = 1 << 24  # elements that are under way at a time by default: 64 MiB
+CHANNELS = 64
+PHASES = 2
+
+
+class Channel(IntEnum):
+    """The channels in use; the others, up to CHANNELS - 1, are free."""
+
+    ROUNDS = 0
+    MEAN_MODEL = 1
+    LOSSES = 2
+
+
+class PartnerTimeoutError(RuntimeError):
+    """A partner did not answer within the deadline; says who, in which exchange, after how many seconds."""
+
+
+class MeanPiece(NamedTuple):
+    """The mean over the group of elements start..stop of the vector; valid until the next piece is asked for."""
+
+    start: int
+    stop: int
+    mean: Tensor
+
+
+class Exchange:
+    """Averages this rank's vector with its counterparts (`Place.rank_of`) in the replica's group.
+
+    Owns the memory that messages arrive in, its tags and its report, so that several exchanges of one rank may be
+    under way at once, each on a channel of its own. One exchange has one vector under way at a time.
+
+    Args:
+        transport: carries the messages.
+        place: of this rank; its rank is the transport's.
+        channel: 0 to CHANNELS - 1, the same for the counterparts and different from this rank's other exchanges.
+        deadline_seconds: how long to wait for a member, from when its message was posted.
+        stretch: elements that are under way at a time, the same for the counterparts. The exchange's buffers hold
+            one such stretch for a pair, two for a larger group. `begin` posts the first stretch.
+
+    Attributes:
+        report: of the exchange begun last; complete when `finish` is exhausted.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        place: Place,
+        channel: int,
+        deadline_seconds: float = 600.0,
+        stretch: int = STRETCH,
+    ) -> None:
+        if not 0 <= channel < CHANNELS:
+            raise ValueError(f"channel {channel} must lie between 0 and {CHANNELS - 1}")
+        if place.rank != transport.rank:
+            raise ValueError(
+                f"the place is that of rank {place.rank}, the transport that of {transport.rank}"
+            )
+        self.transport = transport
+        self.place = place
+        self.channel = channel
+        self.deadline_seconds = deadline_seconds
+        self.stretch = stretch
+        self.report = ExchangeReport(group=())
+        self._what = ""
+        self._tag = 0
+        self._vector: Tensor | None = None  # under way
+        self._posted: Iterator[MeanPiece] = iter(())
+        self._outbox = self._inbox = self._slices = torch.empty(0)
+
+    def begin(self, vector: Tensor, group: Group, number: int, what: str) -> None:
+        """Post the messages of this rank, and return without waiting for any.
+
+        Args:
+            vector: fp32, flat, on any device; not to be written until `finish` is exhausted. It is copied,
+                stretch by stretch, when it lies where the transport cannot send from.
+            group: the replicas to average over, ascending, this one included.
+            number: the same in the whole group, different from that of earlier exchanges on this channel.
+            what: the exchange, as an error names it.
+
+        Raises RuntimeError when the exchange begun before is not finished, ValueError when this replica is
+        not in the group.
+        """
+        if self._vector is not None:
+            raise RuntimeError(f"{self._what} is still under way: finish it before {what} begins")
+        if self.place.replica not in group:
+            raise ValueError(f"{what}: replica {self.place.replica} is not in group {list(group)}")
+        self.report = ExchangeReport(group)
+        self._what = what
+        self._tag = (number * CHANNELS + self.channel) * PHASES
+        self._posted = self._post(vector[: self.stretch])
+        self._vector = vector
+
+    def finish(self) -> Iterator[MeanPiece]:
+        """Yield the mean in pieces, each element once, as chunks land.
+
+        Raises RuntimeError when nothing was begun, PartnerTimeoutError when a member does not answer within the
+        deadline. The exchange is then over, and may be begun again.
+        """
+        if self._vector is None:
+            raise RuntimeError("nothing is under way: begin comes before finish")
+        vector, posted, complete = self._vector, self._posted, False
+        try:
+            for first in range(0, len(vector), self.stretch):
+                if first:
+                    posted = self._post(vector[first : first + self.stretch])
+                for start, stop, mean in posted:
+                    yield MeanPiece(first + start, first + stop, mean)
+            complete = True
+        except ExchangeTimeoutError as error:
+            partner = error.rank // self.place.ranks_per_replica
+            raise PartnerTimeoutError(
+                f"replica {self.place.replica}: no answer from partner {partner} (rank {error.rank}) in "
+                f"{self._what} after {error.waited_seconds:.1f} s (noloco.deadline_seconds)"
+            ) from error
+        finally:
+            self._vector = None
+            if not complete:
+                # What arrives late must land in memory of its own, which the transport keeps.
+                self._outbox = self._inbox = self._slices = torch.empty(0)
+            self.report.seconds = time.perf_counter() - self.report.started
+
+    def whole_mean(self, vector: Tensor, group: Group, number: int, what: str) -> Tensor:
+        """`begin` and `finish` in one; the mean in new memory, shaped like the vector."""
+        whole = torch.empty_like(vector)
+        self.begin(vector, group, number, what)
+        for start, stop, mean in self.finish():
+            whole[start:stop] = mean
+        return whole
+
+    def _post(self, part: Tensor) -> Iterator[MeanPiece]:
+        """Post the first messages of one stretch; its pieces are collected by iterating."""
+        group = self.report.group
+        if part.device.type != "cpu" and not self.transport.device_buffers:
+            self._outbox = _at_least(self._outbox, len(part), HOST)
+            part = self._outbox[: len(part)].copy_(part)
+        self._inbox = _at_least(self._inbox, len(part), part.device)
+        match len(group):
+            case 1:
+                return iter([MeanPiece(0, len(part), self._inbox[: len(part)].copy_(part))])
+            case 2:
+                return self._swap(part, group[1] if group[0] == self.place.replica else group[0])
+            case _:
+                return self._share(part, group)
+
+    def _swap(self, vector: Tensor, partner: int) -> Iterator[MeanPiece]:
+        rank, inbox = self.place.rank_of(partner), self._inbox[: len(vector)]
+        flight = self.transport.post([Message(rank, vector)], [Message(rank, inbox)], self._tag)
+        self.report.bytes_sent += vector.nbytes
+
+        def pieces() -> Iterator[MeanPiece]:
+            for _, start, stop in flight.arrivals(self.deadline_seconds):
+                mine, theirs = vector[start:stop], inbox[start:stop]
+                yield MeanPiece(start, stop, finite_mean([mine, theirs], theirs, self.report))
+            self._end(flight)
+
+        return pieces()
+
+    def _share(self, vector: Tensor, group: Group) -> Iterator[MeanPiece]:
+        ranks = [self.place.rank_of(member) for member in group]
+        me = group.index(self.place.replica)
+        others = [member for member in range(len(group)) if member != me]
+        bounds = [len(vector) * member // len(group) for member in range(len(group) + 1)]
+        parts = [slice(bounds[member], bounds[member + 1]) for member in range(len(group))]
+        width = bounds[me + 1] - bounds[me]
+        self._slices = _at_least(self._slices, len(group) * width, vector.device)
+        slices = list(self._slices[: len(group) * width].view(len(group), width))
+        slices[me] = vector[parts[me]]
+        inbox = self._inbox
+        flight = self.transport.post(
+            [Message(ranks[j], vector[parts[j]]) for j in others],
+            [Message(ranks[j], slices[j]) for j in others],
+            self._tag,
+        )
+
+        def pieces() -> Iterator[MeanPiece]:
+            for _ in flight.arrivals(self.deadline_seconds):
+                pass
+            mean = finite_mean(slices, inbox[parts[me]], self.report)
+            self._end(flight)
+            handing_out = self.transport.post(
+                [Message(ranks[j], mean) for j in others],
+                [Message(ranks[j], inbox[parts[j]]) for j in others],
+                self._tag + 1,
+            )
+            self.report.bytes_sent += vector.nbytes - slices[me].nbytes + len(others) * mean.nbytes
+            yield MeanPiece(parts[me].start, parts[me].stop, mean)
+            for message, start, stop in handing_out.arrivals(self.deadline_seconds):
+                first = parts[others[message]].start
+                yield MeanPiece(first + start, first + stop, inbox[first + start : first + stop])
+            self._end(handing_out)
+
+        return pieces()
+
+    def _end(self, flight: Flight) -> None:
+        flight.finish(self.deadline_seconds)
+        self.report.wait_seconds += flight.wait_seconds
+
+
+def _at_least(held: Tensor, length: int, device: torch.device) -> Tensor:
+    return held if len(held) >= length and held.device == device else buffer(length, device)

@@ -1,0 +1,58 @@
+"""The mean of a chunk over a group, what to do where a member is not finite, and what the chunk shows."""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from megatron_noloco.plans.grouping import Group
+
+
+@dataclass
+class ExchangeReport:
+    """What one exchange cost and showed, on this rank."""
+
+    group: Group  # this replica included
+    bytes_sent: int = 0
+    wait_seconds: float = 0.0  # idle, inside `Exchange.finish`
+    seconds: float = 0.0  # from `begin` to the end of `finish`
+    squared_deviation: float = 0.0  # sum over elements of the unbiased variance over the group
+    compared_elements: int = 0
+    poisoned_elements: int = 0  # in chunks where some member was not finite
+    started: float = field(default_factory=time.perf_counter, repr=False)
+
+    @property
+    def standard_deviation(self) -> float:
+        """Over the group, root mean square over the compared elements; nan for a bye."""
+        if not self.compared_elements:
+            return math.nan
+        return math.sqrt(self.squared_deviation / self.compared_elements)
+
+
+def finite_mean(members: Sequence[Tensor], out: Tensor, report: ExchangeReport) -> Tensor:
+    """The mean of the members' chunks, each of shape [elements], in the order given: equal inputs, equal bits.
+
+    A chunk in which a member holds NaN or infinity is averaged over the members that are finite there (where none
+    is: the first), so that a poisoned replica does not spread. The deviation of finite chunks and the
+    number of poisoned elements are added to `report`.
+
+    Returns `out`, which may be one of the members.
+    """
+    if len(members) == 2:
+        difference = members[0] - members[1]
+        deviation = float(torch.dot(difference, difference)) / 2
+        mean = torch.add(*members, out=out).mul_(0.5) if math.isfinite(deviation) else out
+    else:
+        total = torch.stack(tuple(members))
+        deviation = float(total.var(dim=0).sum())
+        mean = torch.mean(total, dim=0, out=out) if math.isfinite(deviation) else out
+    if math.isfinite(deviation):
+        report.squared_deviation += deviation
+        report.compared_elements += len(out)
+        return mean
+    report.poisoned_elements += len(out)
+    finite = [member for member in members if bool(torch.isfinite(member).all())] or [members[0]]
+    return out.copy_(torch.stack(finite).mean(dim=0))

@@ -1,0 +1,39 @@
+"""The mean model: the mean of all replicas' slow weights, put in the place of the fast ones to be evaluated."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from megatron_noloco.outer.exchange import Exchange
+from megatron_noloco.outer.no_rounds import Rounds
+
+
+class MeanModel:
+    """Exchanges the slow weights among all replicas; every rank must do so together.
+
+    Args:
+        outer: whose weights.
+        exchange: on a channel of its own (`Channel.MEAN_MODEL`). Its stretch bounds the memory that this takes.
+    """
+
+    def __init__(self, outer: Rounds, exchange: Exchange) -> None:
+        self.outer = outer
+        self.exchange = exchange
+
+    @contextmanager
+    def in_place(self, number: int, what: str = "an evaluation") -> Iterator[float]:
+        """Inside, the weights are those of the mean model; on leaving they are the replica's own again.
+
+        Gives the spread: the standard deviation of the slow weights over the replicas, root mean square over
+        the elements. Raises PartnerTimeoutError when a replica does not answer; the weights are then put back.
+
+        Args:
+            number: of this evaluation, the same on all ranks; local steps done will do.
+            what: the exchange, as an error names it.
+        """
+        everyone = tuple(range(self.exchange.place.replicas))
+        with self.outer.evaluating() as slow_weights:
+            self.exchange.begin(slow_weights, everyone, number, what)
+            with self.outer.weights.writing() as write:
+                for start, _, mean in self.exchange.finish():
+                    write(start, mean)
+            yield self.exchange.report.standard_deviation

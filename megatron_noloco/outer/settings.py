@@ -1,0 +1,44 @@
+"""The numbers of the method."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class OuterSettings:
+    """Raises ValueError for numbers out of range.
+
+    Attributes:
+        local_steps: k, inner optimizer steps between two rounds.
+        outer_momentum: alpha in [0, 1), the share of the outer momentum buffer kept from round to round.
+        outer_lr: beta > 0, the weight of the group's mean outer gradient.
+        consensus_weight: gamma >= 0, the pull towards the group's mean slow weights; None is `outer_lr`.
+            Replicas stay together where `plans.stability.spread_factor` is below 1.
+        deadline_seconds: how long to wait for a member of the group in a round.
+        slow_weights: "host" keeps slow weights and outer momentum in (pinned) host memory, "device" beside the
+            weights.
+    """
+
+    local_steps: int = 50
+    outer_momentum: float = 0.5
+    outer_lr: float = 0.7
+    consensus_weight: float | None = None
+    deadline_seconds: float = 600.0
+    slow_weights: Literal["host", "device"] = "host"
+
+    def __post_init__(self) -> None:
+        for name, sound, range_ in (
+            ("local_steps", self.local_steps >= 1, "at least 1"),
+            ("outer_momentum", 0 <= self.outer_momentum < 1, "at least 0 and below 1"),
+            ("outer_lr", self.outer_lr > 0, "above 0"),
+            ("consensus_weight", self.gamma >= 0, "None or at least 0"),
+            ("deadline_seconds", self.deadline_seconds > 0, "above 0"),
+            ("slow_weights", self.slow_weights in ("host", "device"), '"host" or "device"'),
+        ):
+            if not sound:
+                raise ValueError(f"{name} must be {range_}, not {getattr(self, name)!r}")
+
+    @property
+    def gamma(self) -> float:
+        """The consensus weight in force."""
+        return self.outer_lr if self.consensus_weight is None else self.consensus_weight

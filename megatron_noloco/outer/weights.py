@@ -1,0 +1,123 @@
+"""The weights of one rank as one flat vector: all that the outer optimizer knows of a model or an engine."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+Write = Callable[[int, Tensor], None]
+"""write(start, piece): elements start..start + len(piece) of the vector become those of `piece` (fp32, flat)."""
+
+
+class Weights(ABC):
+    """Live tensors seen as one flat fp32 vector, which is read and overwritten in pieces.
+
+    A subclass names the tensors (`parts`) and what depends on them (`refresh`). Counterparts in other replicas
+    must have the same number of elements in the same order.
+    """
+
+    @abstractmethod
+    def parts(self) -> Sequence[Tensor]:
+        """The live tensors, without gradient, each flat: shape [elements]. Their order is that of the vector."""
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Recompute what depends on the tensors. Called on leaving `writing`; may be a collective."""
+
+    @property
+    def length(self) -> int:
+        """Elements of the vector."""
+        return sum(part.numel() for part in self.parts())
+
+    @property
+    def device(self) -> torch.device:
+        """Where the (first) tensor lies."""
+        return self.parts()[0].device
+
+    @torch.no_grad()
+    def read_into(self, flat: Tensor, start: int = 0) -> None:
+        """Fill `flat` (fp32, shape [n], any device) with elements start..start + n."""
+        for part, place in _overlaps(self.parts(), start, len(flat)):
+            flat[place].copy_(part)
+
+    def read(self) -> Tensor:
+        """A copy of the whole vector in host memory."""
+        flat = torch.empty(self.length, dtype=torch.float32)
+        self.read_into(flat)
+        return flat
+
+    @contextmanager
+    def writing(self) -> Iterator[Write]:
+        """Overwrite any elements with the function it gives; what depends on them is refreshed on leaving.
+
+        After an exception nothing is refreshed: a refresh may be a collective, which other ranks would not join.
+        """
+        parts = self.parts()
+
+        @torch.no_grad()
+        def write(start: int, piece: Tensor) -> None:
+            for part, place in _overlaps(parts, start, len(piece)):
+                part.copy_(piece[place])
+
+        yield write
+        self.refresh()
+
+    @contextmanager
+    def kept_in(self, flat: Tensor) -> Iterator[None]:
+        """Inside, the weights may be overwritten; on leaving they are as before.
+
+        They are put back after an exception too, but then not refreshed, as in `writing`.
+
+        Args:
+            flat: fp32, shape [length], on any device; holds the weights meanwhile.
+        """
+        self.read_into(flat)
+        with self.writing() as write:
+            try:
+                yield
+            finally:
+                write(0, flat)
+
+
+class TorchWeights(Weights):
+    """The parameters of a torch model, of any floating dtype.
+
+    Parameters in bf16 or fp16 round what is written to them, and in the next round this rounding counts as a part
+    of the outer gradient. Prefer fp32 parameters (with autocast).
+
+    Raises ValueError for no parameters, and for one that is not floating or not contiguous.
+    """
+
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        self.parameters = list(parameters)
+        if not self.parameters:
+            raise ValueError("there are no parameters to average")
+        for index, parameter in enumerate(self.parameters):
+            if not (parameter.is_floating_point() and parameter.is_contiguous()):
+                raise ValueError(
+                    f"parameter {index}, of shape {list(parameter.shape)} and {parameter.dtype}, must be floating "
+                    f"and contiguous"
+                )
+
+    def parts(self) -> list[Tensor]:
+        return [parameter.detach().view(-1) for parameter in self.parameters]
+
+    def refresh(self) -> None:
+        """Nothing depends on them."""
+
+
+def _overlaps(parts: Sequence[Tensor], start: int, length: int) -> Iterator[tuple[Tensor, slice]]:
+    """Views of the tensors that hold elements start..start + length, each with its place among those.
+
+    Raises ValueError when the vector has no such elements.
+    """
+    end, stop = 0, start + length
+    for part in parts:
+        begin, end = end, end + part.numel()
+        first, last = max(start, begin), min(stop, end)
+        if first < last:
+            yield part[first - begin : last - begin], slice(first - start, last - start)
+    if not 0 <= start <= stop <= end:
+        raise ValueError(f"elements {start} to {stop} lie outside a vector of {end}")

@@ -1,0 +1,154 @@
+"""The library on its own: the wheel, installed with no extra into an empty environment, runs the example there."""
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib.metadata import distribution
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from torch import Tensor
+
+from megatron_noloco.plans.grouping import Grouping
+from tests.harness import REPOSITORY, run_ranks
+
+EXAMPLE = REPOSITORY / "examples" / "plain_torch.py"
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment with our wheel, torch, numpy and what these require, and nothing else."""
+    folder = tmp_path_factory.mktemp("empty")
+    source, venv = folder / "source", folder / "venv"
+    shutil.copytree(REPOSITORY / "megatron_noloco", source / "megatron_noloco")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(REPOSITORY / name, source)
+    pip = (sys.executable, "-m", "pip", "-q", "--disable-pip-version-check")
+    call(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source))
+    call(sys.executable, "-m", "venv", "--without-pip", str(venv))
+    (wheel,) = folder.glob("*.whl")
+    call(*pip, "--python", str(venv / "bin" / "python"), "install", "--no-deps", "--no-index", str(wheel))
+    (site,) = venv.glob("lib/python*/site-packages")
+    for name in with_requirements({"torch", "numpy"}):
+        link_into(site, name)
+    return venv / "bin"
+
+
+def call(*command: str, code: int = 0) -> str:
+    """What a command prints, on stdout and stderr, outside the repository and without our environment."""
+    environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RANK")}
+    finished = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, cwd=Path(command[0]).parent, env=environ
+    )
+    assert finished.returncode == code, finished.stdout + finished.stderr
+    return finished.stdout + finished.stderr
+
+
+def with_requirements(names: set[str]) -> set[str]:
+    """These installed packages, and all that they need without any extra."""
+    found: set[str] = set()
+    while names:
+        found |= names
+        texts = [text for name in names for text in distribution(name).requires or []]
+        needed = [Requirement(text) for text in texts]
+        names = {
+            need.name for need in needed if need.marker is None or need.marker.evaluate({"extra": ""})
+        } - found
+    return found
+
+
+def link_into(site: Path, name: str) -> None:
+    """Make an installed package importable from another environment."""
+    files = distribution(name).files or []
+    tops = {file.parts[0] for file in files if file.parts[0] not in ("..", "__pycache__")}
+    for top in tops:
+        if not (site / top).exists() and not top.endswith(".pth"):
+            (site / top).symlink_to(Path(str(distribution(name).locate_file(top))))
+
+
+def test_the_example_runs_where_only_torch_and_numpy_are_installed(environment: Path) -> None:
+    said = call(str(environment / "python"), str(EXAMPLE))
+    losses = [
+        float(loss) for loss in re.findall(r"^step \d+: loss (\S+), partner \[\d\], spread \d", said, re.M)
+    ]
+    assert len(losses) == 20
+    assert losses[-1] < 0.1 * losses[0]
+
+
+def test_the_library_imports_nothing_of_the_trainer(environment: Path) -> None:
+    script = (
+        "import megatron_noloco, megatron_noloco.outer, megatron_noloco.plans.stability\n"
+        "import megatron_noloco.transport.loopback, megatron_noloco.transport.torch_dist, sys\n"
+        "import megatron_noloco.transport.mpi\n"  # imports mpi4py when it is used
+        "print(megatron_noloco.__file__)\n"
+        "print([name for name in ('deepspeed', 'megatron', 'pydantic', 'mpi4py') if name in sys.modules])\n"
+    )
+    where, imported = call(str(environment / "python"), "-c", script).splitlines()
+    assert where.startswith(str(environment.parent))
+    assert imported == "[]"
+
+
+def test_the_command_says_how_to_install_the_trainer(environment: Path) -> None:
+    for command in (
+        [str(environment / "megatron-noloco")],
+        [str(environment / "python"), "-m", "megatron_noloco"],
+    ):
+        (line,) = call(*command, "train", "--config", "any.json", code=2).splitlines()
+        assert line.startswith(
+            "megatron_noloco: this command needs packages that are not installed (deepspeed, megatron, pydantic, "
+        )
+        assert line.endswith("; pip install 'megatron-noloco[trainer]'")
+
+
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("plain_torch", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def reference(replicas: int) -> Tensor:
+    """The example's final weights, shape [replicas, elements]: all replicas here, Eq. 1-3 of arXiv 2506.10911."""
+    plain = example()
+    built = [plain.build() for _ in range(replicas)]
+    draws = [torch.Generator().manual_seed(1 + replica) for replica in range(replicas)]
+    alpha, beta, gamma = 0.5, 0.7, 0.7
+    phi = torch.stack([vector(model) for model, _ in built]).double()
+    delta = torch.zeros_like(phi)
+    for step in range(plain.STEPS):
+        for (model, optimizer), draw in zip(built, draws, strict=True):
+            plain.local_step(model, optimizer, draw)
+        if (step + 1) % plain.SETTINGS.local_steps:
+            continue
+        gradient = torch.stack([vector(model) for model, _ in built]).double() - phi
+        updated = torch.empty_like(delta)
+        for group in Grouping(replicas, 2, plain.SEED).groups(step // plain.SETTINGS.local_steps):
+            members = list(group)
+            pull = phi[members] - phi[members].mean(dim=0)
+            updated[members] = alpha * delta[members] + beta * gradient[members].mean(dim=0) - gamma * pull
+        delta, phi = updated, phi + updated
+        for (model, _), row in zip(built, phi.float(), strict=True):
+            torch.nn.utils.vector_to_parameters(row, model.parameters())
+    return torch.stack([vector(model) for model, _ in built])
+
+
+def vector(model: torch.nn.Module) -> Tensor:
+    return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+@pytest.mark.parametrize("replicas", [3, 4])
+def test_the_example_takes_the_outer_steps_of_the_paper(replicas: int) -> None:
+    found = torch.stack(run_ranks(replicas, lambda rank, world_size: example().train(rank, world_size)))
+    expected = reference(replicas)
+    start = vector(example().build()[0])
+    assert (expected - start).norm() > 1
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
+    assert (found - expected).norm() < 1e-3 * (expected - expected.mean(dim=0)).norm()
