@@ -28,8 +28,9 @@ from safetensors.torch import save_file
 
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.catalog import Manifest
-from megatron_noloco.checkpoint.files import write_whole
+from megatron_noloco.checkpoint.files import FileRecord
 from megatron_noloco.config import RunConfig
+from megatron_noloco.files import write_whole
 from megatron_noloco.huggingface.export import export
 from megatron_noloco.huggingface.source import open_source
 from megatron_noloco.model.families import Parameter, table_of
@@ -177,7 +178,8 @@ def write_checkpoint(checkpoints: Path, config: RunConfig, replicas: int) -> Pat
         layout = stage_layout(architecture, position.stage)
         length = sum(torch.Size(shape).numel() for _, shape in layout)
         name = f"{catalog.rank_name(position)}.safetensors"
-        record = write_whole(folder / name, lambda path, length=length: write_random(path, length))
+        write_whole(folder / name, lambda path, length=length: write_random(path, length))
+        record = FileRecord.of(folder / name)
         Manifest(1, 1, topology, position, config.to_dict(), {name: record}, layout, {}).write(folder)
     return step_folder
 

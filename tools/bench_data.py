@@ -31,6 +31,7 @@ from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.preprocess.encode import Encoding
 from megatron_noloco.preprocess.inputs import find_inputs
 from megatron_noloco.preprocess.preprocess import Job, preprocess
+from megatron_noloco.spec.data import TokenizerChoice
 
 BATCH = 64  # texts per raw call
 
@@ -52,7 +53,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = options.tokenizer_model or train_tokenizer(folder)
-        encoding = Encoding("HuggingFaceTokenizer", str(model), ("text",), append_eod=True)
+        encoding = Encoding(TokenizerChoice("HuggingFaceTokenizer", str(model)), ("text",), append_eod=True)
         report["text_megabytes"] = write_text(folder / "text.jsonl", options.megabytes)
         report |= compare(folder, encoding, options.workers, options.repeats, report["text_megabytes"])
         if options.steps:
@@ -139,7 +140,7 @@ def raw_seconds(path: Path, encoding: Encoding, workers: int) -> tuple[float, fl
 
 def encode_share(path: Path, encoding: Encoding, index: int, workers: int, ready: Any, results: Any) -> None:
     texts = [json.loads(line)["text"] for line in path.read_bytes().splitlines()[index::workers]]
-    tokenizer = build_tokenizer(encoding)._tokenizer  # type: ignore[attr-defined]  # without what we add to it
+    tokenizer = build_tokenizer(encoding.tokenizer)._tokenizer  # type: ignore[attr-defined]  # without what we add to it
     ready.wait()
     started, cpu_before = time.monotonic(), time.process_time()  # one clock for all processes
     for first in range(0, len(texts), BATCH):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron_noloco.__main__ import run
+from megatron_noloco.cli.main import run
 
 COMMANDS = ("export", "import")
 

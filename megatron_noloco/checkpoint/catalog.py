@@ -12,8 +12,8 @@ from megatron_noloco.checkpoint.files import (
     FORMAT,
     DamagedCheckpointError,
     FileRecord,
-    write_text,
 )
+from megatron_noloco.files import write_text
 from megatron_noloco.plans.topology import Position, Topology
 
 _STEP = re.compile(r"step_(\d{8,})$")

@@ -16,9 +16,10 @@ from torch.utils._pytree import tree_map
 
 from megatron_noloco.checkpoint import catalog, elastic
 from megatron_noloco.checkpoint.catalog import Manifest
-from megatron_noloco.checkpoint.files import FileRecord, write_whole
+from megatron_noloco.checkpoint.files import FileRecord
 from megatron_noloco.config import RunConfig
 from megatron_noloco.engine.replica import ReplicaEngine
+from megatron_noloco.files import write_whole
 from megatron_noloco.model.dropout import random_state, set_random_state
 from megatron_noloco.outer import Rounds
 from megatron_noloco.plans.samples import BatchPlan
@@ -90,7 +91,8 @@ class Checkpointer:
         folder.mkdir(parents=True, exist_ok=True)
         records: dict[str, FileRecord] = {}
         for name, write in files.items():
-            records[name] = write_whole(folder / name, write)
+            write_whole(folder / name, write)
+            records[name] = FileRecord.of(folder / name)
         topology = self.engine.groups.topology
         Manifest(
             step=step,

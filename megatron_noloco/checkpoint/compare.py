@@ -27,7 +27,6 @@ _IRRELEVANT = (
     "parallel.replicas",
     "noloco.deadline_seconds",
     "noloco.transport",
-    "data.data_cache_path",
 )
 
 
@@ -36,7 +35,7 @@ def changes(saved: dict[str, Any], config: RunConfig) -> list[str]:
     refused, allowed = [], []
     for name, before, after in _differences(saved, config.to_dict()):
         line = f"{name}: {before!r} in the checkpoint, {after!r} now"
-        if _within(name, _FIXED) and name not in _IRRELEVANT:
+        if _within(name, _FIXED):
             refused.append(line)
         elif not _within(name, _IRRELEVANT):
             allowed.append(line)

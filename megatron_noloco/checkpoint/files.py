@@ -1,9 +1,6 @@
-"""Files that are whole or absent: written aside, synced, renamed, and described by a manifest."""
+"""Files as a manifest describes them, and whether they still are what it says."""
 
 import hashlib
-import os
-import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,39 +17,9 @@ class FileRecord:
     bytes: int
     sha256: str
 
-
-def write_whole(path: Path, write: Callable[[Path], None]) -> FileRecord:
-    """Let `write` fill a temporary file, then put it in place; a crash leaves the old file or none."""
-    # Ranks on several hosts may have the same process id, and write `latest` at the same time.
-    partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
-    try:
-        write(partial)
-        record = FileRecord(partial.stat().st_size, checksum(partial))
-        with partial.open("rb") as file:
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-    sync_folder(path.parent)
-    return record
-
-
-def write_text(path: Path, text: str) -> None:
-    """A small text file, whole or not at all."""
-
-    def fill(partial: Path) -> None:
-        partial.write_text(text)
-
-    write_whole(path, fill)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make renames in `folder` survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    @classmethod
+    def of(cls, path: Path) -> "FileRecord":
+        return cls(path.stat().st_size, checksum(path))
 
 
 def checksum(path: Path) -> str:

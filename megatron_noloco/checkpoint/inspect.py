@@ -4,7 +4,6 @@ Reads manifests and safetensors only, a piece of the replicas' vectors at a time
 """
 
 import math
-import sys
 from pathlib import Path
 
 import torch
@@ -20,18 +19,13 @@ from megatron_noloco.spec.method import active_method
 _BLOCK = 1 << 24  # elements in memory at a time, of all replicas together
 
 
-def run(path: str) -> int:
-    """The exit code: 0, or 2 when there is no whole checkpoint at that place."""
-    try:
-        folder = find_step_folder(Path(path))
-        manifests = catalog.read_manifests(folder)
-        for manifest in manifests:
-            verify(catalog.replica_folder(folder, manifest.position.replica), manifest.files)
-    except DamagedCheckpointError as error:
-        sys.stderr.write(f"{error}\n")
-        return 2
-    sys.stdout.write("\n".join(report(folder, manifests)) + "\n")
-    return 0
+def inspect(path: str) -> list[str]:
+    """Lines about the checkpoint at `path`; raises DamagedCheckpointError when there is no complete one."""
+    folder = find_step_folder(Path(path))
+    manifests = catalog.read_manifests(folder)
+    for manifest in manifests:
+        verify(catalog.replica_folder(folder, manifest.position.replica), manifest.files)
+    return report(folder, manifests)
 
 
 def find_step_folder(path: Path) -> Path:

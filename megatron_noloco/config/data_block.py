@@ -1,6 +1,5 @@
 """The block `data`: what is read, and how it becomes tokens."""
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
@@ -26,10 +25,6 @@ class DataConfig(Block):
     )
     valid_data_path: Paths | None = Field(
         default=None, description="Like data_path, for validation; goes together with train_data_path."
-    )
-    data_cache_path: Annotated[str, Field(min_length=1)] | None = Field(
-        default=None,
-        description="Folder for the indices of Megatron datasets; null: a folder cache beside each dataset.",
     )
     tokenizer_type: Literal["byte", "HuggingFaceTokenizer"] = Field(
         default="byte", description='How text becomes tokens: "byte" needs no file.'
@@ -59,14 +54,13 @@ class DataConfig(Block):
     @property
     def source(self) -> Source:
         """What is read, of the fields that say it."""
-        cache = None if self.data_cache_path is None else Path(self.data_cache_path)
         if self.text is not None:
             return TextSource(self.text, Split.parse(self.split))
         if self.data_path is not None:
-            return IndexedSource(Blend.parse(self.data_path), None, Split.parse(self.split), cache)
+            return IndexedSource(Blend.parse(self.data_path), None, Split.parse(self.split))
         assert self.train_data_path is not None  # one of the three is there: checks.check_data
         validation = None if self.valid_data_path is None else Blend.parse(self.valid_data_path)
-        return IndexedSource(Blend.parse(self.train_data_path), validation, None, cache)
+        return IndexedSource(Blend.parse(self.train_data_path), validation, None)
 
     @property
     def tokenizer(self) -> TokenizerChoice:

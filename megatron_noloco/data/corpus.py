@@ -2,30 +2,28 @@
 
 import hashlib
 import io
-import math
 import os
 import platform
 import sysconfig
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import astuple, dataclass
 from itertools import islice
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
 from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
-from megatron_noloco.preprocess.inputs import read_piece
+from megatron_noloco.spec.data import Split
 
 STANDARD_LIBRARY = "python-stdlib"
-SPLITS = ("train", "validation", "test")
+PIECE_BYTES = 1 << 19  # of a text that is encoded at once
 _CHOICES = f'give a text file, a folder of text files, or "{STANDARD_LIBRARY}"'
 
 _SPLIT_BY_FILE_FROM = 20  # files; with fewer, whole files make too coarse a split
 _NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _PIECES_AT_ONCE = 16
 _COUNT_AT_ONCE = 1 << 20  # tokens; bincount widens its input to 8 bytes each
-
-Weights = tuple[float, float, float]
 
 
 @dataclass(frozen=True)
@@ -48,16 +46,17 @@ class Corpus:
     test: np.ndarray
 
 
-def load_corpus(text: str, split: str, tokenizer: Tokenizer) -> Corpus:
+def load_corpus(text: str, split: Split, tokenizer: Tokenizer) -> Corpus:
     """Reads and tokenizes a whole corpus; every rank that sees the same files gets the same arrays.
 
     Args:
         text: a text file, a folder of text files, or "python-stdlib": the sources of Python's standard
             library on this machine. Those differ between Python versions, so ranks on machines with
             different Pythons would disagree about the data: `Corpus.name` carries the version.
-        split: weights of training, validation and test, "949,50,1"; left-out weights are zero.
+        split: of the files, or of each file where there are fewer than 20.
+
+    Raises ValueError where there is no text, or none for training or for validation with a share above zero.
     """
-    weights = _parse_split(split)
     if text == STANDARD_LIBRARY:
         name = f"{text} {platform.python_version()}"
         folder, paths = _library_folder(), standard_library_files()
@@ -67,11 +66,11 @@ def load_corpus(text: str, split: str, tokenizer: Tokenizer) -> Corpus:
         folder, paths = path if path.is_dir() else path.parent, text_files(path)
     documents = [Document(path.relative_to(folder).as_posix(), path.read_bytes()) for path in paths]
     by_file = len(documents) >= _SPLIT_BY_FILE_FROM
-    parts = _split_by_file(documents, weights) if by_file else _split_by_position(documents, weights)
-    for split_name, weight, part in zip(SPLITS[:2], weights, parts, strict=False):
-        if weight > 0 and not part:
+    parts = _split_by_file(documents, split) if by_file else _split_by_position(documents, split)
+    for split_name, share, part in zip(("train", "validation"), astuple(split), parts, strict=False):
+        if share > 0 and not part:
             raise ValueError(
-                f'data.split: "{split}" leaves the {split_name} split of {name} empty '
+                f"data.split: a share of {share:.4g} leaves the {split_name} split of {name} empty "
                 f"({len(documents)} files, {_megabytes(documents):.3g} MB); raise its weight or add text"
             )
     train, validation, test = (_join(part, tokenizer) for part in parts)
@@ -81,7 +80,7 @@ def load_corpus(text: str, split: str, tokenizer: Tokenizer) -> Corpus:
 def standard_library_files() -> list[Path]:
     """The sources of Python's own standard library, without its tests: text that every machine has."""
     folder = _library_folder()
-    return _readable(path for path in _walk(folder, _NOT_SOURCES) if path.suffix == ".py")
+    return _readable(path for path in files_below(folder, _NOT_SOURCES) if path.suffix == ".py")
 
 
 def find_text(text: str) -> Path:
@@ -97,24 +96,29 @@ def text_files(path: Path) -> list[Path]:
 
     Hidden files and folders (.git, editors' backups) and empty files are left out.
     """
-    files = _readable(_walk(path, set()) if path.is_dir() else [path])
+    files = _readable(files_below(path) if path.is_dir() else [path])
     if not files:
         raise ValueError(f"data.text: no UTF-8 text in {path}; {_CHOICES}")
     return files
 
 
-def _library_folder() -> Path:
-    return Path(sysconfig.get_paths()["stdlib"])
-
-
-def _walk(folder: Path, skipped: set[str]) -> list[Path]:
-    """Regular files below `folder`, outside hidden and `skipped` folders, in order of relative POSIX path."""
+def files_below(folder: Path, skipped: Collection[str] = ()) -> list[Path]:
+    """Files below `folder`, outside hidden and `skipped` folders, none hidden, in order of relative POSIX path."""
     found: list[Path] = []
     for parent, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
         paths = [Path(parent, name) for name in files if not name.startswith(".")]
         found += [path for path in paths if path.is_file()]
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+
+
+def read_piece(file: IO[bytes]) -> bytes:
+    """`PIECE_BYTES` of a text, and on to the end of the line; empty at the end of the file."""
+    return file.read(PIECE_BYTES) + file.readline()
+
+
+def _library_folder() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
 
 
 def _readable(paths: Iterable[Path]) -> list[Path]:
@@ -130,35 +134,22 @@ def _is_text(content: bytes) -> bool:
     return len(content) > 0
 
 
-def _parse_split(split: str) -> Weights:
-    try:
-        weights = [float(weight) for weight in split.split(",")]
-    except ValueError:
-        weights = []
-    if not 1 <= len(weights) <= 3 or not all(0 <= w < math.inf for w in weights) or sum(weights) == 0:
-        raise ValueError(f'data.split: "{split}" is not up to three weights >= 0, like "949,50,1"')
-    train, validation, test = weights + [0.0] * (3 - len(weights))
-    return train, validation, test
-
-
-def _split_by_file(documents: list[Document], weights: Weights) -> list[list[bytes]]:
+def _split_by_file(documents: list[Document], split: Split) -> list[list[bytes]]:
     """Whole files to splits, each by a hash of its name: adding a file moves no other file."""
     parts: list[list[bytes]] = [[], [], []]
-    total = sum(weights)
     for document in documents:
         digest = hashlib.sha256(os.fsencode(document.name)).digest()
-        point = int.from_bytes(digest[:6], "big") / 2**48 * total  # 48 bits: exact, and below total
-        parts[(point >= weights[0]) + (point >= weights[0] + weights[1])].append(document.text)
+        point = int.from_bytes(digest[:6], "big") / 2**48  # 48 bits: exact, and below 1
+        parts[(point >= split.train) + (point >= split.train + split.validation)].append(document.text)
     return parts
 
 
-def _split_by_position(documents: list[Document], weights: Weights) -> list[list[bytes]]:
+def _split_by_position(documents: list[Document], split: Split) -> list[list[bytes]]:
     """The beginning of each file to training, what follows to validation, its end to test."""
     parts: list[list[bytes]] = [[], [], []]
-    total = sum(weights)
     for document in documents:
         size = len(document.text)
-        ends = (size * weights[0] / total, size * (weights[0] + weights[1]) / total)
+        ends = (size * split.train, size * (split.train + split.validation))
         cuts = [0, *(_character_start(document.text, round(end)) for end in ends), size]
         for part, start, stop in zip(parts, cuts, cuts[1:], strict=False):
             if start < stop:

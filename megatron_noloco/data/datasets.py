@@ -1,4 +1,4 @@
-"""What a run reads, put together from its config."""
+"""The datasets of a run, put together from its source."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -9,20 +9,30 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.data.corpus import Corpus, count_tokens, load_corpus, unigram_cross_entropy
 from megatron_noloco.data.dataset import JoinedDataset, SampleDataset, TokenDataset
 from megatron_noloco.data.indexed import IndexedTokens
 from megatron_noloco.data.shuffled import ShuffledDataset
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.plans.samples import BlendedOrder, SampleOrder
-from megatron_noloco.spec.data import Blend, Split
+from megatron_noloco.spec.data import IndexedSource, Source, Split, TextSource
 
 _SPLITS = ("training", "validation")
 _TRAINING, _VALIDATION = range(2)
 _Open = Callable[[str], IndexedTokens]
 
 _LOOKED_AT = 1 << 24  # tokens per dataset that are looked at before a run; all of a smaller one
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a run needs of its datasets."""
+
+    vocab_size: int  # of the model, without padding; it may be more than the tokenizer's
+    seq_length: int
+    global_batch: int  # training samples that a local step of all replicas consumes
+    seed: int  # of the order in which the sequences of an indexed dataset are laid end to end
+    evaluates: bool = True  # whether validation samples are needed
 
 
 @dataclass(frozen=True)
@@ -69,61 +79,45 @@ class Datasets:
         return unigram_cross_entropy(np.asarray(seen), np.asarray(measured))
 
 
-def build_datasets(
-    config: DataConfig,
-    tokenizer: Tokenizer,
-    vocab_size: int,
-    seq_length: int,
-    global_batch: int,
-    evaluates: bool,
-    seed: int,
-) -> Datasets:
-    """The datasets of a run whose every step consumes `global_batch` training samples; ValueError if it cannot be.
+def build_datasets(source: Source, tokenizer: Tokenizer, needs: Needs) -> Datasets:
+    """The datasets of a run; raises ValueError with one clear line if it cannot be.
 
     A training split smaller than one global batch is refused: a single step would see a sample twice.
-
-    Args:
-        vocab_size: of the model, without padding; more than the tokenizer's where the config says so.
-        evaluates: whether validation samples are needed.
-        seed: in which order the documents of an indexed dataset are laid end to end.
     """
-    if config.text is not None:
-        corpus = load_corpus(config.text, config.split, tokenizer)
+    if isinstance(source, TextSource):
+        corpus = load_corpus(source.text, source.split, tokenizer)
         name = f"the training split of {corpus.name}"
-        training = [Part(TokenDataset(corpus.train, seq_length, name), 1.0)]
-        validation = _validation_of_corpus(corpus, seq_length) if evaluates else []
+        training = [Part(TokenDataset(corpus.train, needs.seq_length, name), 1.0)]
+        validation = _validation_of_corpus(corpus, needs.seq_length) if needs.evaluates else []
         about = (
             f"{corpus.name}, {corpus.files} files, {corpus.megabytes:.1f} MB, {len(corpus.train)} training and "
             f"{len(corpus.validation)} validation tokens"
         )
     else:
         opened = cache(IndexedTokens)  # both splits are often of one dataset, whose index may be long
-        training = _indexed_training(config, seq_length, seed, opened)
-        validation = _indexed_validation(config, seq_length, opened) if evaluates else []
+        training = _indexed_training(source, needs, opened)
+        validation = _indexed_validation(source, needs.seq_length, opened) if needs.evaluates else []
         about = f"{_about(training, 'training')}; {_about(validation, 'validation')}"
-    datasets = Datasets(training, validation, about, vocab_size)
+    datasets = Datasets(training, validation, about, needs.vocab_size)
     for part in training + validation:
-        _check_ids(part.dataset, vocab_size)
-    if len(datasets.train) < global_batch:
+        _check_ids(part.dataset, needs.vocab_size)
+    if len(datasets.train) < needs.global_batch:
         tokens = sum(len(part.dataset.tokens) for part in training)
         raise ValueError(
             f"corpus too small: {datasets.train.name} has {tokens} tokens = {len(datasets.train)} samples of "
-            f"{seq_length}, one global batch needs {global_batch}"
+            f"{needs.seq_length}, one global batch needs {needs.global_batch}"
         )
-    for part in training:
-        if isinstance(part.dataset, ShuffledDataset):
-            part.dataset.load_indices()
     return datasets
 
 
 def validation_datasets(
-    config: DataConfig, tokenizer: Tokenizer, vocab_size: int, seq_length: int
+    source: Source, tokenizer: Tokenizer, vocab_size: int, seq_length: int
 ) -> list[TokenDataset]:
     """What a run measures on, without what it learns from; raises ValueError."""
-    if config.text is not None:
-        parts = _validation_of_corpus(load_corpus(config.text, config.split, tokenizer), seq_length)
+    if isinstance(source, TextSource):
+        parts = _validation_of_corpus(load_corpus(source.text, source.split, tokenizer), seq_length)
     else:
-        parts = _indexed_validation(config, seq_length, IndexedTokens)
+        parts = _indexed_validation(source, seq_length, IndexedTokens)
     for part in parts:
         _check_ids(part.dataset, vocab_size)
     return [part.dataset for part in parts]
@@ -132,7 +126,7 @@ def validation_datasets(
 def whole_dataset(data: str, tokenizer: Tokenizer, vocab_size: int, seq_length: int) -> TokenDataset:
     """All tokens of a text file, a folder of them, or an indexed dataset's prefix; raises ValueError."""
     indexed = Path(f"{data}.idx").exists()
-    tokens = IndexedTokens(data).tokens if indexed else load_corpus(data, "1", tokenizer).train
+    tokens = IndexedTokens(data).tokens if indexed else load_corpus(data, Split(1, 0, 0), tokenizer).train
     dataset = TokenDataset(tokens, seq_length, data)
     _check_ids(dataset, vocab_size)
     return dataset
@@ -142,52 +136,48 @@ def _validation_of_corpus(corpus: Corpus, seq_length: int) -> list[Part]:
     return [Part(TokenDataset(corpus.validation, seq_length, f"the validation split of {corpus.name}"), 1.0)]
 
 
-def _indexed_training(config: DataConfig, seq_length: int, seed: int, opened: _Open) -> list[Part]:
-    cache = Path(config.data_cache_path) if config.data_cache_path is not None else None
-    return [
-        Part(ShuffledDataset(*split, seq_length, name, seed, cache), weight)
-        for split, name, weight in _splits(config, _TRAINING, opened)
-    ]
+def _indexed_training(source: IndexedSource, needs: Needs, opened: _Open) -> list[Part]:
+    parts = []
+    for indexed, (first, stop), name, weight in _splits(source, _TRAINING, opened):
+        tokens, offsets = indexed.part(first, stop), indexed.offsets[first : stop + 1]
+        parts.append(Part(ShuffledDataset(tokens, offsets, needs.seq_length, name, needs.seed), weight))
+    return parts
 
 
-def _indexed_validation(config: DataConfig, seq_length: int, opened: _Open) -> list[Part]:
+def _indexed_validation(source: IndexedSource, seq_length: int, opened: _Open) -> list[Part]:
     """In the order of the files: every run measures on the same samples."""
     return [
-        Part(TokenDataset(indexed.part(first, stop), seq_length, name), weight)
-        for (indexed, first, stop), name, weight in _splits(config, _VALIDATION, opened)
+        Part(TokenDataset(indexed.part(*bounds), seq_length, name), weight)
+        for indexed, bounds, name, weight in _splits(source, _VALIDATION, opened)
     ]
 
 
 def _splits(
-    config: DataConfig, split: int, opened: _Open
-) -> Iterator[tuple[tuple[IndexedTokens, int, int], str, float]]:
-    """A dataset, the sequences of it that belong to `split`, what to call them, and their weight in the blend."""
-    if config.train_data_path is not None:
-        whole = (config.train_data_path, config.valid_data_path)[split]
-        if whole is None:
-            raise ValueError("data.valid_data_path is missing: nothing to measure on (evaluate: give --data)")
-        for prefix, weight in Blend.parse(whole).parts:
-            indexed = opened(prefix)
-            yield (indexed, 0, len(indexed.lengths)), prefix, weight
-        return
-    assert config.data_path is not None
-    shares = astuple(Split.parse(config.split))
-    for prefix, weight in Blend.parse(config.data_path).parts:
+    source: IndexedSource, split: int, opened: _Open
+) -> Iterator[tuple[IndexedTokens, tuple[int, int], str, float]]:
+    """A dataset, the bounds of its sequences that belong to `split`, their name, and their weight in the blend."""
+    blend = source.train if source.split is not None else (source.train, source.validation)[split]
+    if blend is None:
+        raise ValueError("data.valid_data_path is missing: nothing to measure on (evaluate: give --data)")
+    for prefix, weight in blend.parts:
         indexed = opened(prefix)
-        first, stop = split_bounds(shares, len(indexed.lengths))[split : split + 2]
+        sequences = len(indexed.lengths)
+        if source.split is None:
+            yield indexed, (0, sequences), prefix, weight
+            continue
+        first, stop = split_bounds(source.split, sequences)[split : split + 2]
         name = f"the {_SPLITS[split]} split of {prefix}"
         if not len(indexed.part(first, stop)):
             raise ValueError(
-                f'data.split: "{config.split}" leaves {name} empty ({len(indexed.lengths)} sequences); '
-                "raise its weight, or give data.train_data_path and data.valid_data_path"
+                f"data.split: a share of {astuple(source.split)[split]:.4g} leaves {name} empty ({sequences} "
+                "sequences); raise its weight, or give data.train_data_path and data.valid_data_path"
             )
-        yield (indexed, first, stop), name, weight
+        yield indexed, (first, stop), name, weight
 
 
-def split_bounds(weights: tuple[float, float, float], sequences: int) -> list[int]:
+def split_bounds(split: Split, sequences: int) -> list[int]:
     """First sequence of train, validation and test, and the end: Megatron's rounding, so the same splits."""
-    shares = [weight / sum(weights) for weight in weights]
-    bounds = [0, *(round(share * sequences) for share in accumulate(shares))]
+    bounds = [0, *(round(share * sequences) for share in accumulate(astuple(split)))]
     return [*bounds[:-1], sequences]
 
 

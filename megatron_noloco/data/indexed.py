@@ -1,22 +1,58 @@
 """Megatron's indexed datasets: `PREFIX.bin`, all tokens one after the other, and `PREFIX.idx`, where texts begin.
 
-Written by Megatron-core's own builder. Read here, without it: importing megatron.core takes seconds, and its
-reader takes a damaged file for a good one.
+Read and written here, without Megatron-core: importing that takes seconds in every process, and its reader takes a
+damaged file for a good one. The format is that of its `datasets/indexed_dataset.py`; tests compare both ways.
 """
 
+import shutil
 import struct
-import warnings
+from array import array
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 _MAGIC = b"MMIDIDX\x00\x00"
+_VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the tokens' type, sequences, documents + 1
 _DTYPES: dict[int, type[np.generic]] = {
     1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16,
 }  # fmt: skip
 _UINT16_BELOW = 65500  # tokens; Megatron's own bound
+_COPY_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class _Index:
+    """The contents of an .idx file."""
+
+    dtype: np.dtype
+    lengths: np.ndarray  # tokens of each sequence, int32 [sequences]
+    pointers: np.ndarray  # the byte of the .bin file where each sequence begins, int64 [sequences]
+    document_bounds: np.ndarray  # the first sequence of each document, and the end, int64 [documents + 1]
+
+    @classmethod
+    def read(cls, path: Path) -> "_Index":
+        """Views of the file; raises ValueError unless it is one of ours and of full length."""
+        index = np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.zeros(0, np.uint8)
+        if index[:9].tobytes() != _MAGIC or len(index) < _HEADER.size:
+            raise ValueError(f"{path}: not a Megatron index (it does not begin with MMIDIDX)")
+        _, version, code, sequences, bounds = _HEADER.unpack(index[: _HEADER.size].tobytes())
+        if version != _VERSION or code not in _DTYPES:
+            raise ValueError(f"{path}: version {version} with token type {code} is not known")
+        needed = _HEADER.size + sequences * (4 + 8) + bounds * 8
+        if len(index) < needed:
+            raise ValueError(
+                f"{path}: {len(index)} bytes, {sequences} sequences need {needed}; it is cut short"
+            )
+        starts = [_HEADER.size + sequences * size for size in (0, 4, 4 + 8)]
+        return cls(
+            np.dtype(_DTYPES[code]),
+            np.frombuffer(index, np.int32, sequences, starts[0]),
+            np.frombuffer(index, np.int64, sequences, starts[1]),
+            np.frombuffer(index, np.int64, bounds, starts[2]),
+        )
 
 
 class IndexedTokens:
@@ -35,35 +71,18 @@ class IndexedTokens:
                     f"{path}: no such file (looked from cwd {Path.cwd()}); give the prefix that "
                     'tools/preprocess_data.py wrote, without ".bin"'
                 )
-        index = (
-            np.memmap(idx_path, dtype=np.uint8, mode="r")
-            if idx_path.stat().st_size
-            else np.zeros(0, np.uint8)
-        )
-        if index[:9].tobytes() != _MAGIC or len(index) < _HEADER.size:
-            raise ValueError(f"{idx_path}: not a Megatron index (it does not begin with MMIDIDX)")
-        _, version, code, sequences, bounds = _HEADER.unpack(index[: _HEADER.size].tobytes())
-        if version != 1 or code not in _DTYPES:
-            raise ValueError(f"{idx_path}: version {version} with token type {code} is not known")
-        self.dtype = np.dtype(_DTYPES[code])
-        needed = _HEADER.size + sequences * (4 + 8) + bounds * 8
-        if len(index) < needed:
-            raise ValueError(
-                f"{idx_path}: {len(index)} bytes, {sequences} sequences need {needed}; it is cut short"
-            )
-        self.lengths = _view(index, np.int32, _HEADER.size, sequences)
-        pointers = _view(index, np.int64, _HEADER.size + 4 * sequences, sequences)
-        self.document_bounds = _view(index, np.int64, _HEADER.size + 12 * sequences, bounds)
+        index = _Index.read(idx_path)
+        self.dtype, self.lengths, self.document_bounds = index.dtype, index.lengths, index.document_bounds
+        sequences, size = len(self.lengths), bin_path.stat().st_size
         tokens = int(self.lengths.sum(dtype=np.int64))
-        size = bin_path.stat().st_size
         if size != tokens * self.dtype.itemsize:
             raise ValueError(
-                f"{bin_path}: {size} bytes, its index tells of {tokens} tokens x {self.dtype.itemsize} = "
+                f"{bin_path}: {size} bytes, its index says {tokens} tokens x {self.dtype.itemsize} = "
                 f"{tokens * self.dtype.itemsize}; it is cut short, or belongs to another index"
             )
         if not tokens:
             raise ValueError(f"{bin_path}: holds no tokens ({sequences} sequences)")
-        if not np.array_equal(pointers, self.offsets[:-1] * self.dtype.itemsize):
+        if not np.array_equal(index.pointers, self.offsets[:-1] * self.dtype.itemsize):
             raise ValueError(f"{idx_path}: its sequences do not lie one after the other")
         if self.document_bounds[:1] != 0 or self.document_bounds[-1:] != sequences:
             raise ValueError(
@@ -73,21 +92,17 @@ class IndexedTokens:
 
     @cached_property
     def offsets(self) -> np.ndarray:
-        """Where each sequence begins in `tokens`, and where the last one ends, shape [sequences + 1]."""
+        """Where each sequence begins in `tokens`, and where the last one ends, int64 [sequences + 1]."""
         return np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
 
     @property
     def document_lengths(self) -> np.ndarray:
-        """Tokens of each document."""
+        """Tokens of each document, int64 [documents]."""
         return np.diff(self.offsets[self.document_bounds])
 
     def part(self, first: int, stop: int) -> np.ndarray:
         """The tokens of sequences `first` to `stop`, as a view of the file."""
         return self.tokens[self.offsets[first] : self.offsets[stop]]
-
-
-def _view(index: np.ndarray, dtype: type[np.generic], start: int, count: int) -> np.ndarray:
-    return np.frombuffer(index, dtype=dtype, count=count, offset=start)
 
 
 def token_dtype(vocab_size: int) -> type[np.generic]:
@@ -96,28 +111,38 @@ def token_dtype(vocab_size: int) -> type[np.generic]:
 
 
 class IndexedWriter:
-    """Writes one prefix; until `finish` has returned there is no index, so nobody takes it for whole."""
+    """Writes one prefix; there is no index until `finish` has returned, so nothing reads half a dataset."""
 
     def __init__(self, prefix: Path, vocab_size: int) -> None:
-        with warnings.catch_warnings(action="ignore"):  # that Transformer Engine and apex are not there
-            from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
-        from torch import from_numpy  # here: processes that only encode should not import torch
-
         self.prefix = prefix
-        self._as_tensor = from_numpy
-        self._builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=token_dtype(vocab_size))
+        self._dtype = token_dtype(vocab_size)
+        self._tokens = Path(f"{prefix}.bin").open("wb")  # noqa: SIM115  # closed by finish
+        self._lengths, self._bounds = array("i"), array("q", [0])
 
     def add(self, tokens: np.ndarray, ends_document: bool) -> None:
-        """One sequence, and whether its document ends with it."""
-        self._builder.add_item(self._as_tensor(tokens))
+        """One sequence, shape [tokens], and whether its document ends with it."""
+        self._tokens.write(tokens.astype(self._dtype).data)
+        self._lengths.append(len(tokens))
         if ends_document:
-            self._builder.end_document()
+            self._bounds.append(len(self._lengths))
 
     def add_prefix(self, prefix: Path) -> None:
         """All that was written under another prefix."""
-        self._builder.add_index(str(prefix))
+        index = _Index.read(Path(f"{prefix}.idx"))
+        assert index.dtype == self._dtype, "another vocabulary"
+        self._bounds.extend((index.document_bounds[1:] + len(self._lengths)).tolist())
+        self._lengths.extend(index.lengths.tolist())
+        with Path(f"{prefix}.bin").open("rb") as file:
+            shutil.copyfileobj(file, self._tokens, _COPY_BYTES)
 
     def finish(self) -> None:
-        partial = f"{self.prefix}.idx.partial"
-        self._builder.finalize(partial)
-        Path(partial).replace(f"{self.prefix}.idx")
+        self._tokens.close()
+        code = next(code for code, dtype in _DTYPES.items() if dtype is self._dtype)
+        lengths = np.array(self._lengths, dtype=np.int32)
+        begins = np.cumsum(lengths, dtype=np.int64) - lengths
+        partial = Path(f"{self.prefix}.idx.partial")
+        with partial.open("wb") as file:
+            file.write(_HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(self._bounds)))
+            for part in (lengths, begins * np.dtype(self._dtype).itemsize, np.array(self._bounds)):
+                file.write(part.tobytes())
+        partial.replace(f"{self.prefix}.idx")

@@ -6,6 +6,8 @@ from typing import Protocol
 
 import numpy as np
 
+from megatron_noloco.spec.data import TokenizerChoice
+
 BYTES = 256
 END_OF_DOCUMENT = "<|endoftext|>"  # as exported; in text it is only text
 
@@ -32,16 +34,6 @@ class Tokenizer(Protocol):
     def save(self, folder: Path, max_length: int) -> None:
         """Write the files that `AutoTokenizer.from_pretrained` reads."""
         ...
-
-
-class TokenizerChoice(Protocol):
-    """Where a tokenizer is chosen: the data block of a config, or a command line."""
-
-    @property
-    def tokenizer_type(self) -> str: ...
-
-    @property
-    def tokenizer_model(self) -> str | None: ...
 
 
 def build_tokenizer(choice: TokenizerChoice) -> Tokenizer:

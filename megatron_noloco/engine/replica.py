@@ -49,10 +49,6 @@ class ReplicaEngine:
         """This rank's master weights; live."""
         return MasterWeights(self._optimizer)
 
-    def reads(self, routes: Routes) -> set[tuple[int, int]]:
-        """(replica, microbatch) of all that `train_batch` will read on this rank."""
-        return self.pipeline.reads(routes, self.microbatches)
-
     def train_batch(self, read: ReadMicrobatch, routes: Routes) -> list[MicrobatchLoss]:
         """One local step: forward and backward over all microbatches, then the inner optimizer.
 

@@ -101,7 +101,7 @@ def open_model(path: Path, data: str | None, seq_length: int | None) -> Model:
         names.append("mean model")
         sets.append(source.replicas)
     sizes = (source.tokenizer, architecture.vocab_size, architecture.seq_length)
-    datasets = [whole_dataset(data, *sizes)] if data else validation_datasets(source.config.data, *sizes)
+    datasets = [whole_dataset(data, *sizes)] if data else validation_datasets(source.config.source, *sizes)
 
     @contextmanager
     def open_sets() -> Iterator[list[Read]]:

@@ -28,7 +28,7 @@ def import_folder(folder: Path, template: dict[str, Any]) -> dict[str, Any]:
     run = RunConfig.from_dict(raw)
     with PretrainedWeights(folder, architecture) as weights:
         weights.check()
-    check_tokenizer(folder, build_tokenizer(run.data), architecture.vocab_size)
+    check_tokenizer(folder, build_tokenizer(run.tokenizer), architecture.vocab_size)
     return raw
 
 

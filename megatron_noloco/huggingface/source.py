@@ -30,7 +30,7 @@ class Source:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Raises ValueError when its files are gone."""
-        return build_tokenizer(self.config.data)
+        return build_tokenizer(self.config.tokenizer)
 
     @cached_property
     def architecture(self) -> Architecture:

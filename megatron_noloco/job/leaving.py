@@ -44,6 +44,8 @@ def usage_error(error: ValueError | OSError) -> int:
 
 def abandon_job(exit_code: int) -> None:
     """End the other ranks too, which would wait for this one for ever; returns where the launcher does it."""
+    if "mpi4py.MPI" not in sys.modules:
+        return
     from megatron_noloco.job import mpi  # imports torch: not for a mistake in the command line
 
     mpi.abort(exit_code)

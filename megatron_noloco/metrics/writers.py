@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from megatron_noloco.files import write_text
+
 Row = Mapping[str, Any]  # "kind", "step", "replica", and numbers (or lists of numbers) by name
 
 
@@ -33,9 +35,7 @@ class ReplicaFiles:
         rows = path.read_text().splitlines(keepends=True) if path.exists() else []
         kept = [row for row in rows if _step_of(row) <= start_step]
         if kept != rows:
-            partial = path.with_suffix(".partial")
-            partial.write_text("".join(kept))
-            partial.replace(path)
+            write_text(path, "".join(kept))
         self._jsonl: TextIO = path.open("a", buffering=1)
         self._board: Any = None
         if tensorboard:

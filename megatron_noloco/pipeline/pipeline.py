@@ -158,19 +158,6 @@ class Pipeline:
         self._last_chunk = groups.topology.pp * virtual - 1
         self._schedule = get_forward_backward_func(groups.topology.pp, virtual if virtual > 1 else None)
 
-    def reads(self, routes: Routes, microbatches: int) -> set[tuple[int, int]]:
-        """(replica, microbatch) of all that `run` will read on this rank."""
-        replica = self.groups.position.replica
-        addresses: set[tuple[int, int]] = set()
-        if any(chunk.pre_process for chunk in self.stage.chunks):
-            addresses |= {(replica, microbatch) for microbatch in range(microbatches)}
-        if any(chunk.post_process for chunk in self.stage.chunks):
-            addresses |= {
-                (routes.origin(self._last_chunk, replica, microbatch), microbatch)
-                for microbatch in range(microbatches)
-            }
-        return addresses
-
     def run(
         self, read: ReadMicrobatch, routes: Routes, microbatches: int, forward_only: bool = False
     ) -> list[MicrobatchLoss]:

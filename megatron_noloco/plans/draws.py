@@ -18,6 +18,7 @@ class Stream(IntEnum):
     SAMPLES = 3
     WEIGHTS = 4
     DROPOUT = 5
+    DOCUMENTS = 6
 
 
 def draw_words(count: int, seed: int, stream: Stream, *counters: int) -> np.ndarray:

@@ -6,9 +6,9 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_noloco.plans.draws import Stream, draw_words
+from megatron_noloco.plans.draws import Stream
+from megatron_noloco.plans.shuffle import Shuffle
 
-_FEISTEL_ROUNDS = 4
 _BLEND_RESOLUTION = 10_000
 
 
@@ -16,8 +16,7 @@ _BLEND_RESOLUTION = 10_000
 class SampleOrder:
     """An endless sequence of sample ids in which every epoch visits each of `samples` exactly once.
 
-    Each epoch has a permutation of its own, evaluated per element by a small Feistel network (with cycle
-    walking where `samples` is not a power of four): no table, so the order of a trillion samples costs nothing.
+    Each epoch has a `Shuffle` of its own: no table, so the order of a trillion samples costs nothing.
     """
 
     samples: int
@@ -35,32 +34,9 @@ class SampleOrder:
         ids = np.empty(count, dtype=np.int64)
         for epoch in np.unique(epochs):
             chosen = epochs == epoch
-            ids[chosen] = self._permute(offsets[chosen], int(epoch))
+            counters = (int(epoch), self.part) if self.part else (int(epoch),)
+            ids[chosen] = Shuffle(self.samples, self.seed, Stream.SAMPLES, counters).at(offsets[chosen])
         return ids
-
-    def _permute(self, offsets: np.ndarray, epoch: int) -> np.ndarray:
-        half_bits = max(1, ((self.samples - 1).bit_length() + 1) // 2)
-        mask = np.uint64((1 << half_bits) - 1)
-        shift = np.uint64(half_bits)
-        counters = (epoch, self.part) if self.part else (epoch,)
-        keys = draw_words(_FEISTEL_ROUNDS, self.seed, Stream.SAMPLES, *counters)
-        values = offsets.astype(np.uint64)
-        outside = np.ones(len(values), dtype=bool)
-        while outside.any():  # cycle walking: the network permutes 4**half_bits >= samples values
-            walking = values[outside]
-            left, right = walking >> shift, walking & mask
-            for key in keys:
-                left, right = right, left ^ (_mix(right ^ key) & mask)
-            values[outside] = (left << shift) | right
-            outside = values >= self.samples
-        return values.astype(np.int64)
-
-
-def _mix(words: np.ndarray) -> np.ndarray:
-    """A bijective scrambler of 64-bit words (the SplitMix64 finaliser)."""
-    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return words ^ (words >> np.uint64(31))
 
 
 @dataclass(frozen=True)
@@ -89,11 +65,12 @@ class BlendedOrder:
     @cached_property
     def _cycle(self) -> tuple[np.ndarray, np.ndarray]:
         """Whose turn it is at each place of the cycle, and how many turns that part had before in the cycle."""
-        share = np.array(self.slots) / sum(self.slots)
-        taken = np.zeros(len(share), dtype=np.int64)
+        shares = [slots / sum(self.slots) for slots in self.slots]
+        taken = [0] * len(shares)
         turns, before = (np.empty(sum(self.slots), dtype=np.int64) for _ in range(2))
         for place in range(len(turns)):
-            turn = int(np.argmax(share * (place + 1) - taken))  # who is furthest behind
+            behind = [share * (place + 1) - had for share, had in zip(shares, taken, strict=True)]
+            turn = behind.index(max(behind))
             turns[place], before[place] = turn, taken[turn]
             taken[turn] += 1
         return turns, before

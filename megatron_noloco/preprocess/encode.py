@@ -10,14 +10,14 @@ import numpy as np
 
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_noloco.preprocess.inputs import Bite
+from megatron_noloco.spec.data import TokenizerChoice
 
 
 @dataclass(frozen=True)
 class Encoding:
     """How records become documents."""
 
-    tokenizer_type: str
-    tokenizer_model: str | None
+    tokenizer: TokenizerChoice
     json_keys: tuple[str, ...]
     append_eod: bool
 
@@ -35,7 +35,7 @@ def encode(bite: Bite, encoding: Encoding) -> dict[str, Encoded]:
     """The bite's sequences by key; raises ValueError that names file and line of what cannot be read."""
     keys = encoding.json_keys
     rows = list(_rows(bite, keys))
-    tokenizer = _tokenizer(encoding)
+    tokenizer = _tokenizer(encoding.tokenizer)
     return {
         key: _encode([row[column] for row in rows], bite, encoding, tokenizer)
         for column, key in enumerate(keys)
@@ -106,6 +106,6 @@ def _encode(texts: list[str], bite: Bite, encoding: Encoding, tokenizer: Tokeniz
 
 
 @cache
-def _tokenizer(encoding: Encoding) -> Tokenizer:
+def _tokenizer(choice: TokenizerChoice) -> Tokenizer:
     """Built once per process."""
-    return build_tokenizer(encoding)
+    return build_tokenizer(choice)

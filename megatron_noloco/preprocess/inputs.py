@@ -3,14 +3,15 @@
 import codecs
 import gzip
 import io
-import os
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
-BITE_BYTES = 1 << 19  # of text handed to a worker at once
+from megatron_noloco.data.corpus import PIECE_BYTES, files_below, read_piece
+
+BITE_BYTES = PIECE_BYTES  # of text handed to a worker at once
 _COMPRESSED = (".gz", ".zst")
 _COMPRESSED_BYTES = 1 << 16  # read at once
 _JSON_LINES = (".jsonl", ".json", ".ndjson")
@@ -69,21 +70,11 @@ def find_inputs(paths: Iterable[str]) -> list[Input]:
         path = Path(given).expanduser()
         if not path.exists():
             raise ValueError(f"--input {given}: no such file or folder (looked from cwd {Path.cwd()})")
-        found += [(file, path) for file in _files_below(path)] if path.is_dir() else [(path, None)]
+        found += [(file, path) for file in files_below(path)] if path.is_dir() else [(path, None)]
     inputs = [Input(*file, number) for number, file in enumerate(found)]
     if not any(item.bytes for item in inputs):
         raise ValueError(f"--input {' '.join(paths)}: holds no files with text")
     return inputs
-
-
-def _files_below(folder: Path) -> list[Path]:
-    found: list[Path] = []
-    for parent, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        found += [Path(parent, name) for name in files if not name.startswith(".")]
-    return sorted(
-        (path for path in found if path.is_file()), key=lambda path: path.relative_to(folder).as_posix()
-    )
 
 
 def read_bites(item: Input, columns: list[str]) -> Iterator[Bite]:
@@ -188,11 +179,6 @@ def _is_text(item: Input) -> bool:
         except UnicodeDecodeError:
             return False
     return True
-
-
-def read_piece(file: IO[bytes]) -> bytes:
-    """Half a megabyte, up to the end of a line; empty at the end."""
-    return file.read(BITE_BYTES) + file.readline()
 
 
 def _read_parquet(item: Input, columns: list[str]) -> Iterator[Bite]:

@@ -1,8 +1,8 @@
 """Text to Megatron's indexed datasets: several processes encode, one writes, in the order of the inputs.
 
-What comes of every 256 MB of input is a part, written under a name of its own in `PREFIX.partial/` and marked as
-done by its JSON file. A run that was stopped goes on after its last done part. At the end the parts become
-`PREFIX_KEY_document.bin` and, last of all, `.idx`: who finds an index finds a whole dataset.
+Every 256 MB of input become a part, written under a name of its own in `PREFIX.partial/` and marked as done by its
+JSON file. A run that was stopped continues after its last done part. At the end the parts become
+`PREFIX_KEY_document.bin` and, last of all, `.idx`: where there is an index, the dataset is whole.
 """
 
 import ctypes
@@ -22,6 +22,7 @@ from signal import SIG_IGN, SIGINT, SIGKILL, signal
 
 from megatron_noloco.data.indexed import IndexedWriter
 from megatron_noloco.data.tokenizer import build_tokenizer
+from megatron_noloco.files import put_in_place, write_text
 from megatron_noloco.preprocess.encode import Encoded, Encoding, encode
 from megatron_noloco.preprocess.inputs import BITE_BYTES, Bite, Input, read_bites
 
@@ -48,15 +49,15 @@ class Job:
         return self.prefix.with_name(f"{self.prefix.name}.partial")
 
     def fingerprint(self) -> dict[str, object]:
-        """What must not have changed for parts to be taken over."""
+        """What must be the same for parts of an earlier run to be used."""
         files = [[str(i.path.resolve()), i.bytes, i.path.stat().st_mtime_ns] for i in self.inputs]
         facts = {"encoding": asdict(self.encoding), "tokenizer": self._tokenizer_digests()}
         return json.loads(json.dumps({**facts, "files": files, "bite": BITE_BYTES}))
 
     def _tokenizer_digests(self) -> list[str]:
-        if self.encoding.tokenizer_model is None:
+        if self.encoding.tokenizer.tokenizer_model is None:
             return []
-        model = Path(self.encoding.tokenizer_model)
+        model = Path(self.encoding.tokenizer.tokenizer_model)
         files = sorted(model.glob("*.json")) if model.is_dir() else [model]
         return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
 
@@ -97,7 +98,7 @@ def check(job: Job) -> None:
                 f"--output-prefix {job.prefix} lies in the input folder {folder}: what is written there would "
                 "be read as text; give a prefix outside of it"
             )
-    build_tokenizer(job.encoding)
+    build_tokenizer(job.encoding.tokenizer)
 
 
 def preprocess(job: Job, advance: Callable[[int], None]) -> Tally:
@@ -105,8 +106,8 @@ def preprocess(job: Job, advance: Callable[[int], None]) -> Tally:
 
     Raises ValueError for an input that cannot be read; the parts done before it stay.
     """
-    vocab_size = build_tokenizer(job.encoding).vocab_size
-    _take_up(job)
+    vocab_size = build_tokenizer(job.encoding.tokenizer).vocab_size
+    _keep_parts_of_this_job(job)
     tally, parts, place = Tally(), 0, (0, 0)
     while (done := _done(job, parts)).exists():
         note = json.loads(done.read_text())
@@ -117,7 +118,7 @@ def preprocess(job: Job, advance: Callable[[int], None]) -> Tally:
         encoded = encoder.encode(_bites(job, place))
         for first in encoded:
             part, place = _write_part(job, parts, chain([first], encoded), vocab_size, advance)
-            _write_json(_done(job, parts), {"tally": asdict(part), "place": place})
+            write_text(_done(job, parts), json.dumps({"tally": asdict(part), "place": place}))
             tally.add(part)
             parts += 1
     if not tally.documents:
@@ -127,12 +128,12 @@ def preprocess(job: Job, advance: Callable[[int], None]) -> Tally:
     return tally
 
 
-def _take_up(job: Job) -> None:
-    """Keep the parts of a run of the same job, remove those of any other."""
+def _keep_parts_of_this_job(job: Job) -> None:
+    """Those that a run of the same job left; those of any other are removed."""
     if not _goes_on(job):
         shutil.rmtree(job.folder, ignore_errors=True)
         job.folder.mkdir()
-        _write_json(job.folder / _NOTES, job.fingerprint())
+        write_text(job.folder / _NOTES, json.dumps(job.fingerprint()))
 
 
 def _goes_on(job: Job) -> bool:
@@ -190,9 +191,7 @@ def _publish(job: Job, parts: int, vocab_size: int) -> None:
         for suffix in (".bin", ".idx"):
             source = Path(f"{whole}{suffix}")
             if source.exists():  # else a run that was stopped here had moved it already
-                _sync(source)
-                source.replace(f"{job.output(key)}{suffix}")
-                _sync(job.prefix.parent)
+                put_in_place(source, Path(f"{job.output(key)}{suffix}"))
     shutil.rmtree(job.folder)
 
 
@@ -204,20 +203,6 @@ def _part(job: Job, index: int, key: str) -> Path:
     return job.folder / f"{index:05d}_{key}"
 
 
-def _write_json(path: Path, content: dict[str, object]) -> None:
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(content))
-    partial.replace(path)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 class _Encoder:
     """Encodes bites in order; with several workers, in other processes. Use as a context manager."""
 
@@ -226,7 +211,9 @@ class _Encoder:
         self._ahead = _AHEAD * workers
         # spawn: this process may have threads (a progress bar's), which a fork would copy in mid-air
         spawn = get_context("spawn")
-        self._pool = ProcessPoolExecutor(workers, spawn, _begin_worker) if workers > 1 else None
+        self._pool = None
+        if workers > 1:
+            self._pool = ProcessPoolExecutor(workers, spawn, _begin_worker, (os.getpid(),))
 
     def __enter__(self) -> "_Encoder":
         return self
@@ -249,8 +236,10 @@ class _Encoder:
             yield earliest, future.result()
 
 
-def _begin_worker() -> None:
-    """Ctrl-C, which reaches workers too, is for the process they work for; when that is gone they go as well."""
+def _begin_worker(parent: int) -> None:
+    """Ctrl-C, which reaches workers too, is for the process they work for; when that ends they end as well."""
     signal(SIGINT, SIG_IGN)
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, SIGKILL)
+    if os.getppid() != parent:  # it ended before the line above
+        os.kill(os.getpid(), SIGKILL)

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,6 @@ class IndexedSource:
     train: Blend
     validation: Blend | None  # None: not given; with `split` it is the same blend as `train`
     split: Split | None  # None: `train` and `validation` are read whole
-    cache: Path | None  # folder for indices; None: a folder `cache` beside each dataset
 
 
 Source = TextSource | IndexedSource

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from megatron_noloco.checkpoint.resume import Start, find_start
 from megatron_noloco.config import RunConfig, describe
-from megatron_noloco.data.datasets import Datasets, build_datasets
+from megatron_noloco.data.datasets import Datasets, Needs, build_datasets
+from megatron_noloco.data.loader import Reader, StepLoader
 from megatron_noloco.data.microbatches import MicrobatchSource, ValidationSource
-from megatron_noloco.data.prefetch import Prefetcher
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.huggingface.folder import PretrainedWeights
 from megatron_noloco.job.join import choose_transport, join, ranks_on_this_host
@@ -68,15 +68,14 @@ def prepare(config: RunConfig, environ: Mapping[str, str]) -> Prepared:
     tokenizer, architecture = check_start(config)
     plan = BatchPlan(topology.replicas, topology.dp, config.microbatches, config.micro_batch_size)
     evaluation = config.evaluation
-    datasets = build_datasets(
-        config.data,
-        tokenizer,
-        architecture.vocab_size,
-        architecture.seq_length,
-        plan.global_batch,
-        evaluation.iters > 0,
-        config.training.seed,
+    needs = Needs(
+        vocab_size=architecture.vocab_size,
+        seq_length=architecture.seq_length,
+        global_batch=plan.global_batch,
+        seed=config.training.seed,
+        evaluates=evaluation.iters > 0,
     )
+    datasets = build_datasets(config.source, tokenizer, needs)
     count = None if evaluation.full else evaluation.iters
     at_once = topology.pp if topology.vpp > 1 else 1  # what that schedule takes
     validation = [
@@ -139,7 +138,8 @@ def train(prepared: Prepared, transport: Transport, start: Start, progress: str 
     outer = _outer(config, engine.weights, transport, place)
     plan = replace(prepared.plan, start_step=start.step, start_sample=start.sample)
     order = prepared.datasets.order(training.seed)
-    source = Prefetcher(MicrobatchSource(prepared.datasets.train, order, plan), at.dp, metrics.record)
+    source = MicrobatchSource(prepared.datasets.train, order, plan)
+    loader = StepLoader(source, routing, settings.local_steps, Reader.at(topology, at))
     losses, means = (
         Exchange(transport, place, channel, settings.deadline_seconds)
         for channel in (Channel.LOSSES, Channel.MEAN_MODEL)
@@ -150,11 +150,11 @@ def train(prepared: Prepared, transport: Transport, start: Start, progress: str 
     if start.folder is not None and start.manifest is not None:
         checkpointer.restore(start.folder, start.manifest)
     monitor = Monitor(metrics, plan, plan.replica_batch * config.model.seq_length, console)
-    trainer = Trainer(config, engine, outer, routing, source, evaluator, checkpointer, stopping, monitor)
+    trainer = Trainer(config, engine, outer, loader, start.step, evaluator, checkpointer, stopping, monitor)
     try:
         done = trainer.train()
     finally:
-        source.close()
+        loader.close()
         failed_save = checkpointer.close()
         monitor.close()
     if failed_save is not None:

@@ -1,15 +1,12 @@
 """The loop."""
 
-from functools import partial
-
 from megatron_noloco.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.config import RunConfig
-from megatron_noloco.data.prefetch import Prefetcher
+from megatron_noloco.data.loader import StepLoader
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.job.stopping import Stopping
+from megatron_noloco.metrics import SLOWEST
 from megatron_noloco.outer import Rounds
-from megatron_noloco.pipeline.pipeline import ReadMicrobatch
-from megatron_noloco.plans.routing import Routes, Routing
 from megatron_noloco.training.evaluate import Evaluator
 from megatron_noloco.training.monitor import Monitor
 
@@ -22,8 +19,8 @@ class Trainer:
         config: RunConfig,
         engine: ReplicaEngine,
         outer: Rounds,
-        routing: Routing,
-        source: Prefetcher,
+        loader: StepLoader,
+        start_step: int,
         evaluator: Evaluator,
         checkpointer: Checkpointer,
         stopping: Stopping,
@@ -32,16 +29,14 @@ class Trainer:
         self.training = config.training
         self.save_interval = config.checkpoint.save_interval
         self.evaluation = config.evaluation
-        self.local_steps = config.noloco.local_steps
         self.engine = engine
         self.outer = outer
-        self.routing = routing
-        self.source = source
+        self.loader = loader
+        self.start_step = start_step
         self.evaluator = evaluator
         self.checkpointer = checkpointer
         self.stopping = stopping
         self.monitor = monitor
-        self.start_step = source.plan.start_step
 
     def train(self) -> int:
         """Train to the end, or until asked to stop; returns the steps done."""
@@ -49,9 +44,9 @@ class Trainer:
             if self.stopping.before_step(step):
                 self._leave(step)
                 return step
-            if step + 1 < self.training.train_iters:
-                self.source.announce(step + 1, self.engine.reads(self._routes(step + 1)))
-            self.engine.train_batch(self._reader(step), self._routes(step))
+            waited = self.loader.wait_seconds
+            self.engine.train_batch(*self.loader.step(step))
+            self.monitor.metrics.record("data/wait_seconds", self.loader.wait_seconds - waited, SLOWEST)
             self.monitor.local_step(self.outer.after_local_step(step + 1))
             if _due(step + 1, self.training.log_interval) or step + 1 == self.training.train_iters:
                 self.monitor.log(step + 1)
@@ -64,13 +59,6 @@ class Trainer:
         self.monitor.log(done)
         if self.checkpointer.saved_step != done:
             self._save(done)
-
-    def _routes(self, step: int) -> Routes:
-        return self.routing.routes(step, step // self.local_steps)
-
-    def _reader(self, step: int) -> ReadMicrobatch:
-        """Reads (replica, microbatch) of this step."""
-        return partial(self.source.microbatch, step)
 
     def _evaluate_if_due(self, done: int) -> None:
         due = _due(done, self.evaluation.interval) or done == self.training.train_iters

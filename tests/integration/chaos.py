@@ -24,8 +24,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-import megatron_noloco.__main__ as entry
 from megatron_noloco.checkpoint import catalog
+from megatron_noloco.cli.main import main
 from megatron_noloco.engine.checkpoint import _TRUSTED
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.job import leaving
@@ -149,7 +149,7 @@ def command(
             _arm(fault)
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = entry.main(arguments)
+        code = main(arguments)
     return Outcome(code, out.getvalue(), err.getvalue())
 
 

@@ -3,7 +3,7 @@
 import os
 import time
 
-from megatron_noloco.__main__ import run
+from megatron_noloco.cli.main import run
 
 if __name__ == "__main__":
     if os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("RANK")) == "0":

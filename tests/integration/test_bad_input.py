@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megatron_noloco.__main__ import main
+from megatron_noloco.cli.main import main
 from tests.harness import run_mpi, run_torchrun
 
 USAGE_ERROR = 2

@@ -101,7 +101,7 @@ def test_the_command_says_how_to_install_the_trainer(environment: Path) -> None:
     ):
         (line,) = call(*command, "train", "--config", "any.json", code=2).splitlines()
         assert line.startswith(
-            "megatron_noloco: the trainer is not installed (deepspeed, megatron, pydantic, "
+            "megatron_noloco: this command needs packages that are not installed (deepspeed, megatron, pydantic, "
         )
         assert line.endswith("; pip install 'megatron-noloco[trainer]'")
 

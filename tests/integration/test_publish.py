@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from megatron_noloco.__main__ import main
 from megatron_noloco.checkpoint.checkpointer import Checkpointer
+from megatron_noloco.cli.main import main
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.huggingface import check, export

@@ -1,6 +1,5 @@
 """The config room: every rule as one edit to a good file and the words the user reads for it."""
 
-import argparse
 import copy
 import dataclasses
 import json
@@ -12,10 +11,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from megatron_noloco.cli.main import main
 from megatron_noloco.config import (
     ConfigError,
     RunConfig,
-    cli,
     describe,
     explain,
     load_config,
@@ -26,6 +25,7 @@ from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.spec.architecture import Architecture, Compute
 from megatron_noloco.spec.data import Blend, IndexedSource, Split, TextSource, TokenizerChoice
+from megatron_noloco.training import preflight
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "configs").glob("*.json"))
@@ -409,10 +409,10 @@ def test_what_is_read() -> None:
     assert config(data__split="3,1").source == TextSource("python-stdlib", Split(0.75, 0.25, 0.0))
     blend = Blend((("a", 0.25), ("b", 0.75)))
     indexed = config(data={"data_path": ["0.3", "a", 0.9, "b"], "split": "1,1"})
-    assert indexed.source == IndexedSource(blend, None, Split(0.5, 0.5, 0.0), None)
-    whole = {"train_data_path": "a", "valid_data_path": ["a"], "data_cache_path": "c"}
+    assert indexed.source == IndexedSource(blend, None, Split(0.5, 0.5, 0.0))
+    whole = {"train_data_path": "a", "valid_data_path": ["a"]}
     single = Blend((("a", 1.0),))
-    assert config(data=whole).source == IndexedSource(single, single, None, Path("c"))
+    assert config(data=whole).source == IndexedSource(single, single, None)
 
 
 def test_the_tokenizer() -> None:
@@ -698,19 +698,20 @@ def test_the_papers_global_batches() -> None:
         assert run.parallel.replicas * run.replica_batch * run.model.seq_length == expected
 
 
-def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    parser = argparse.ArgumentParser()
-    cli.add_arguments(parser)
+def test_command_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "run.json"
     path.write_text(json.dumps(GOOD))
 
     def run(*arguments: str, problem: str = "") -> tuple[int, str, str]:
-        def check_start(config: RunConfig) -> Architecture:
+        def check_start(config: RunConfig) -> tuple[None, Architecture]:
             if problem:
                 raise ValueError(problem)
-            return config.architecture(257)
+            return None, config.architecture(257)
 
-        code = cli.run(parser.parse_args([*arguments]), check_start)
+        monkeypatch.setattr(preflight, "check_start", check_start)
+        code = main(["config", *arguments])
         return code, *capsys.readouterr()
 
     code, out, _ = run("--explain")

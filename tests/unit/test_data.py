@@ -1,6 +1,9 @@
 """Data: the same text gives the same microbatches to whoever asks."""
 
+import hashlib
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +22,7 @@ from megatron_noloco.data.dataset import TokenDataset
 from megatron_noloco.data.microbatches import MicrobatchSource, ValidationSource
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.plans.samples import BatchPlan, SampleOrder
+from megatron_noloco.spec.data import Blend, Split
 
 SPLIT = "949,50,1"
 END = ByteTokenizer.end_of_document
@@ -30,7 +34,7 @@ def stdlib() -> Corpus:
 
 
 def load(text: str, split: str) -> Corpus:
-    return load_corpus(text, split, ByteTokenizer())
+    return load_corpus(text, Split.parse(split), ByteTokenizer())
 
 
 def write_files(folder: Path, count: int) -> None:
@@ -152,13 +156,55 @@ class TestCorpus:
     @pytest.mark.parametrize(("split", "empty"), [("1,1000000", "train"), ("1000000,1", "validation")])
     def test_an_empty_split_is_refused(self, tmp_path: Path, files: int, split: str, empty: str) -> None:
         write_files(tmp_path, files)
-        with pytest.raises(ValueError, match=f'data.split: "{split}" leaves the {empty} split of .* empty'):
+        with pytest.raises(
+            ValueError, match=f"data.split: a share of 1e-06 leaves the {empty} split of .* empty"
+        ):
             load(str(tmp_path), split)
 
-    @pytest.mark.parametrize("split", ["", "a,b", "1,-1", "0,0,0", "1,1,1,1", "inf,1", "nan"])
-    def test_a_split_is_weights(self, split: str) -> None:
-        with pytest.raises(ValueError, match=r"data\.split: .*949,50,1"):
-            load(STANDARD_LIBRARY, split)
+    def test_a_file_goes_where_the_weights_as_written_send_it(self, tmp_path: Path) -> None:
+        """Shares of 1 give the same files as weights of 1000 do."""
+        names = [f"{index}.txt" for index in range(3000)]
+        for name in names:
+            (tmp_path / name).write_text(f"{name}\n")
+        corpus = load(str(tmp_path), SPLIT)
+        points = {
+            name: int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48 * 1000
+            for name in names
+        }
+
+        def between(start: float, stop: float) -> set[str]:
+            return {name for name, point in points.items() if start <= point < stop}
+
+        found = [
+            set(ByteTokenizer().decode(p).split()) for p in (corpus.train, corpus.validation, corpus.test)
+        ]
+        assert found == [between(0, 949), between(949, 999), between(999, 1000)]
+        assert all(found)
+
+
+@pytest.mark.parametrize(
+    ("parse", "wrong", "example"),
+    [
+        *(
+            (Split.parse, split, "949,50,1")
+            for split in ["", "a,b", "1,-1", "0,1,1", "1,1,1,1", "inf,1", "nan"]
+        ),
+        *(
+            (Blend.parse, blend, "prefixB")
+            for blend in ([], ["a", "b"], ["1", "a", "1"], [0, "a"], ["1", ""], ["a", "1"], [1])
+        ),
+    ],
+)
+def test_what_is_no_split_and_no_blend(parse: Callable[[Any], Any], wrong: Any, example: str) -> None:
+    with pytest.raises(ValueError, match=f"^must be .*{example}.*, got ") as caught:
+        parse(wrong)
+    assert "\n" not in str(caught.value)
+
+
+def test_splits_and_blends() -> None:
+    assert Split.parse("1,3") == Split(0.25, 0.75, 0)
+    assert Blend.parse("a") == Blend.parse(["a"]) == Blend((("a", 1.0),))
+    assert Blend.parse(["1", "a", 3, "b"]) == Blend((("a", 0.25), ("b", 0.75)))
 
 
 class TestDatasets:

@@ -13,21 +13,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_noloco.__main__ import main
+from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
-from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.data import corpus as corpus_module
 from megatron_noloco.data import datasets as datasets_module
 from megatron_noloco.data.corpus import load_corpus
 from megatron_noloco.data.dataset import JoinedDataset, TokenDataset
-from megatron_noloco.data.datasets import Datasets, build_datasets, split_bounds
+from megatron_noloco.data.datasets import Datasets, Needs, build_datasets, split_bounds
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.indexed import IndexedWriter
+from megatron_noloco.data.loader import Reader, StepLoader
 from megatron_noloco.data.microbatches import MicrobatchSource, ValidationSource
-from megatron_noloco.data.prefetch import Prefetcher
 from megatron_noloco.data.tokenizer import build_tokenizer
+from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.samples import BatchPlan, BlendedOrder, SampleOrder
-from megatron_noloco.preprocess import inputs
+from megatron_noloco.plans.topology import Position, Topology
+from megatron_noloco.spec.data import Split, TokenizerChoice
 from megatron_noloco.training.run import prepare
 from tests.unit.test_preprocess import make_tokenizer
 
@@ -59,8 +60,10 @@ def build(
     seed: int = 0,
     **data: Any,
 ) -> Datasets:
-    config = DataConfig(**data)
-    return build_datasets(config, build_tokenizer(config), vocab, seq_length, global_batch, evaluates, seed)
+    """`data`: as in a config's block of that name."""
+    config = RunConfig.from_dict(run_config(data, iters=0))
+    needs = Needs(vocab, seq_length, global_batch, seed, evaluates)
+    return build_datasets(config.source, build_tokenizer(config.tokenizer), needs)
 
 
 class TestIndexed:
@@ -87,7 +90,7 @@ class TestIndexed:
             convert_split_vector_to_split_matrix,
         )
 
-        ours = split_bounds(weights, sequences)
+        ours = split_bounds(Split.parse(",".join(map(str, weights))), sequences)
         shares = [weight / sum(weights) for weight in weights]
         for index, bounds in enumerate(convert_split_vector_to_split_matrix(shares)):
             if bounds is not None:
@@ -124,7 +127,7 @@ class TestIndexed:
             (
                 {"data_path": "a", "split": "999,1,0"},
                 {},
-                "leaves the validation split of a empty .40 sequences",
+                "data.split: a share of 0.001 leaves the validation split of a empty .40 sequences",
             ),
             ({"data_path": "a"}, {"vocab": 70}, "training split of a holds token 74, the vocabulary has 70"),
             (
@@ -153,7 +156,7 @@ def run_config(data: dict[str, Any], **evaluation: Any) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW"},
         "model": {**sizes, "seq_length": SEQ},
-        "data": {"split": "8,1,1", **data},
+        "data": data,
         "training": {"train_iters": 1},
         "evaluation": evaluation,
         "noloco": {"enabled": False},
@@ -165,7 +168,7 @@ def run_config(data: dict[str, Any], **evaluation: Any) -> dict[str, Any]:
     [({"iters": 1}, [1, 1]), ({"full": True}, [2, 2]), ({"iters": 0}, [])],
 )
 def test_a_run_measures_on_each_dataset(evaluation: dict[str, Any], microbatches: list[int]) -> None:
-    config = RunConfig.from_dict(run_config({"data_path": [1, "a", 3, "b"]}, **evaluation))
+    config = RunConfig.from_dict(run_config({"data_path": [1, "a", 3, "b"], "split": "8,1,1"}, **evaluation))
     validation = prepare(config, {}).validation
     assert list(map(len, validation)) == microbatches
     assert [source.weight for source in validation] == [0.25, 0.75][: len(validation)]
@@ -174,7 +177,7 @@ def test_a_run_measures_on_each_dataset(evaluation: dict[str, Any], microbatches
 @pytest.mark.parametrize(
     ("data", "model", "line"),
     [
-        ({"data_path": "cut"}, {}, "cut.bin: 30 bytes, its index tells of 20 tokens x 2 = 40"),
+        ({"data_path": "cut"}, {}, "cut.bin: 30 bytes, its index says 20 tokens x 2 = 40"),
         ({"data_path": "foreign"}, {}, "foreign.idx: not a Megatron index"),
         ({"data_path": "a", "split": "1,1,0"}, {}, "one sample needs seq_length + 1 = 301"),
         (
@@ -191,11 +194,6 @@ def test_a_run_measures_on_each_dataset(evaluation: dict[str, Any], microbatches
             {"data_path": "a"},
             {"make_vocab_size_divisible_by": 1, "tensor_model_parallel_size": 2},
             "vocabulary 257 does not divide by parallel.tensor_model_parallel_size 2; make it a multiple of 2",
-        ),
-        (
-            {"data_path": "a", "split": "8,1,1", "data_cache_path": "a.idx"},
-            {"seq_length": SEQ},
-            "data.data_cache_path: cannot write a.idx/a-8-seed1234-",
         ),
     ],
 )
@@ -242,7 +240,7 @@ class TestText:
         (tmp_path / "text" / "a.txt").write_text(text)
         data = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tmp_path)}
         built = build(text=str(tmp_path / "text"), split="8,1,1", vocab=300, **data)
-        tokenizer = build_tokenizer(DataConfig(text="x", **data))
+        tokenizer = build_tokenizer(TokenizerChoice(**data))
         parts = [parts[0].dataset.tokens for parts in (built.training, built.validation)]
         assert text.startswith("".join(map(tokenizer.decode, parts)))
         assert parts[0][-1] == parts[1][-1] == tokenizer.end_of_document
@@ -254,12 +252,12 @@ class TestText:
         (tmp_path / "text").mkdir()
         (tmp_path / "text" / "a.txt").write_text("".join(lines[:40]))
         (tmp_path / "text" / "b.txt").write_text("".join(lines[40:]))
-        monkeypatch.setattr(inputs, "BITE_BYTES", 10)  # and on to the end of the line
+        monkeypatch.setattr(corpus_module, "PIECE_BYTES", 10)  # and on to the end of the line
         monkeypatch.setattr(corpus_module, "_PIECES_AT_ONCE", 7)
         ids = [tokenizer.encode(line).tolist() for line in lines]
         end = [tokenizer.end_of_document]
         expected = [token for line in [*ids[:40], end, *ids[40:], end] for token in line]
-        assert load_corpus(str(tmp_path / "text"), "1", tokenizer).train.tolist() == expected
+        assert load_corpus(str(tmp_path / "text"), Split(1, 0, 0), tokenizer).train.tolist() == expected
 
     def test_no_validation_where_nothing_is_evaluated(self, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_text("0123456789")
@@ -308,7 +306,7 @@ class TestBlendedOrder:
         plain = SampleOrder(size, seed=3).ids(first, count)
         assert np.array_equal(self.order([(size, 1)]).ids(first, count), plain)
 
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=20, deadline=None)
     @given(blend=blends, count=st.integers(1, 300))
     def test_every_part_is_read_epoch_by_epoch(self, blend: list[tuple[int, int]], count: int) -> None:
         """Of each part: a sample comes again only when all its others have come."""
@@ -323,7 +321,7 @@ class TestBlendedOrder:
         assert ids.min() >= 0
         assert ids.max() < base
 
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=20, deadline=None)
     @given(blend=blends, count=st.integers(1, 300))
     def test_proportions_hold_at_any_place(self, blend: list[tuple[int, int]], count: int) -> None:
         order = self.order(blend)
@@ -333,8 +331,8 @@ class TestBlendedOrder:
         shares = np.array([weight for _, weight in blend]) / sum(weight for _, weight in blend)
         assert np.all(np.abs(taken - shares * count) <= len(blend) + 0.001 * count)
 
-    @settings(max_examples=50, deadline=None)
-    @given(blend=blends, cuts=st.lists(st.integers(0, 10_000), min_size=2, max_size=6, unique=True))
+    @settings(max_examples=20, deadline=None)
+    @given(blend=blends, cuts=st.lists(st.integers(0, 1_000), min_size=2, max_size=6, unique=True))
     def test_pieces_make_up_the_whole(self, blend: list[tuple[int, int]], cuts: list[int]) -> None:
         """A resume at any place reads what an unbroken run reads."""
         order, cuts = self.order(blend), sorted(cuts)
@@ -385,44 +383,84 @@ def test_every_sample_once_per_epoch_over_all_replicas_and_resizes(
         assert len(set(epoch)) == len(epoch)
 
 
-class TestPrefetch:
+class TestStepLoader:
+    """Three replicas of two stages, two data-parallel ranks; routes of every step."""
+
+    topology = Topology(replicas=3, pp=2, dp=2)
+    plan = BatchPlan(3, 2, 2, 2)
+    routing = Routing(3, 2, seed=1, interval="microbatch")
+
     def source(self) -> MicrobatchSource:
         dataset = TokenDataset(np.arange(30 * 4 + 1), seq_length=4)
-        return MicrobatchSource(dataset, SampleOrder(len(dataset), seed=1), BatchPlan(3, 2, 2, 2))
+        return MicrobatchSource(dataset, SampleOrder(len(dataset), seed=1), self.plan)
+
+    def loader(self, source: MicrobatchSource, stage: int) -> StepLoader:
+        reader = Reader.at(self.topology, Position(replica=2, stage=stage, dp=1, tp=0))
+        return StepLoader(source, self.routing, local_steps=2, reader=reader)
 
     def test_it_reads_what_the_source_reads(self) -> None:
         source = self.source()
-        prefetcher = Prefetcher(source, dp=1)
-        for step in range(3):
-            prefetcher.announce(step + 1, [(0, 0), (2, 1)])
-            for address in ((0, 0), (2, 1), (1, 1)):  # the last one comes unannounced
-                for ours, direct in zip(
-                    prefetcher.microbatch(step, *address),
-                    source.microbatch(step, address[0], 1, address[1]),
-                    strict=True,
-                ):
-                    assert torch.equal(ours, direct)
-        prefetcher.close()
+        first, last = self.loader(source, 0), self.loader(source, 1)
+        for step in range(4):
+            (read_tokens, routes), (read_labels, same_routes) = first.step(step), last.step(step)
+            assert routes == same_routes == self.routing.routes(step, step // 2)
+            for microbatch in range(2):
+                origin = routes.origin(1, 2, microbatch)
+                for read, replica in ((read_tokens, 2), (read_labels, origin)):
+                    read_now = zip(
+                        read(replica, microbatch),
+                        source.microbatch(step, replica, 1, microbatch),
+                        strict=True,
+                    )
+                    assert all(torch.equal(ours, direct) for ours, direct in read_now)
+        first.close()
+        last.close()
 
-    def test_it_reads_in_another_thread_and_counts_the_wait(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        source, threads, go = self.source(), [], threading.Event()
+    @pytest.mark.parametrize(("pp", "vpp"), [(1, 1), (3, 1), (2, 2)])
+    def test_only_the_ends_of_a_pipeline_read(self, pp: int, vpp: int) -> None:
+        routes, topology = self.routing.routes(5, 2), Topology(replicas=3, pp=pp, vpp=vpp)
+        origins = {(routes.origin(pp * vpp - 1, 1, microbatch), microbatch) for microbatch in range(2)}
+        for stage in range(pp):
+            expected = {(1, 0), (1, 1)} if stage == 0 else set()
+            expected |= origins if stage == pp - 1 else set()
+            reader = Reader.at(topology, Position(replica=1, stage=stage, dp=0, tp=0))
+            assert reader.addresses(routes, 2) == expected
+
+    def test_it_reads_one_step_ahead_in_another_thread_and_counts_the_wait(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        source, go = self.source(), threading.Event()
+        steps: list[int] = []
+        threads = set()
         read = source.microbatch
 
         def slow(*address: int) -> Any:
-            threads.append(threading.current_thread())
+            steps.append(address[0])
+            threads.add(threading.current_thread())
             go.wait(5)
             return read(*address)
 
         monkeypatch.setattr(source, "microbatch", slow)
-        waited: list[Any] = []
-        prefetcher = Prefetcher(source, 0, lambda name, value, reduction, weight=1.0: waited.append(value))
-        prefetcher.announce(1, [(0, 0)])  # returns at once
-        assert waited == []
+        loader = self.loader(source, 0)
+        given = loader.step(2)  # returns at once
+        assert loader.wait_seconds == 0
         threading.Timer(0.05, go.set).start()
-        prefetcher.microbatch(1, 0, 0)
-        assert threads == [thread for thread in threads if thread is not threading.main_thread()] != []
-        assert 0.02 < sum(waited) < 5
-        prefetcher.close()
+        given.read(2, 0)
+        assert 0.02 < loader.wait_seconds < 5
+        loader.step(3).read(2, 1)
+        loader.close()
+        assert steps[:4] == [2, 2, 3, 3]
+        assert set(steps[4:]) <= {4}
+        assert threading.main_thread() not in threads
+
+    def test_what_cannot_be_read_is_raised_where_it_is_needed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        source = self.source()
+        monkeypatch.setattr(source, "microbatch", lambda *_: 1 / 0)
+        loader = self.loader(source, 0)
+        given = loader.step(0)
+        with pytest.raises(ZeroDivisionError):
+            given.read(2, 0)
+        loader.close()
 
 
 def test_validation_takes_all_when_asked() -> None:

@@ -12,10 +12,10 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_noloco.__main__ import main
+from megatron_noloco.cli.huggingface import parse_size
+from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import ByteTokenizer
-from megatron_noloco.huggingface.cli import parse_size
 from megatron_noloco.huggingface.export import distribute
 from megatron_noloco.huggingface.folder import read_architecture
 from megatron_noloco.huggingface.pretrained import check_fits, model_block

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_noloco.__main__ import main
+from megatron_noloco.cli.main import main
 from megatron_noloco.data.indexed import IndexedWriter
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from tests.harness import run_command

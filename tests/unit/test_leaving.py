@@ -11,7 +11,7 @@ from tests.harness import REPOSITORY
 
 PROGRAM = """
 import atexit, os, sys
-import megatron_noloco.__main__ as entry
+import megatron_noloco.cli.main as entry
 
 class Freed:
     def __del__(self):

@@ -18,16 +18,23 @@ import zstandard
 from pyarrow import parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from megatron_noloco.data import corpus
 from megatron_noloco.data.indexed import IndexedTokens, IndexedWriter
 from megatron_noloco.data.tokenizer import build_tokenizer
+from megatron_noloco.files import put_in_place
 from megatron_noloco.preprocess import inputs, preprocess
 from megatron_noloco.preprocess.encode import Encoding
 from megatron_noloco.preprocess.inputs import find_inputs
 from megatron_noloco.preprocess.preprocess import Job
+from megatron_noloco.spec.data import TokenizerChoice
 
 ROOT = Path(__file__).parents[2]
 TEXTS = ["One.\n", "", "Größe, 大きさ\n\n", "two three " * 40]
-BYTES = Encoding("byte", None, ("text",), append_eod=True)
+BYTES = Encoding(TokenizerChoice("byte"), ("text",), append_eod=True)
+
+
+def fast_encoding(folder: Path) -> Encoding:
+    return Encoding(TokenizerChoice("HuggingFaceTokenizer", str(folder)), ("text",), append_eod=True)
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +79,7 @@ def documents(indexed: IndexedTokens) -> list[list[int]]:
 
 
 def expected(texts: list[str], encoding: Encoding = BYTES) -> list[list[int]]:
-    tokenizer = build_tokenizer(encoding)
+    tokenizer = build_tokenizer(encoding.tokenizer)
     end = [tokenizer.end_of_document] if encoding.append_eod else []
     return [tokenizer.encode(text).tolist() + end for text in texts if text]
 
@@ -80,7 +87,7 @@ def expected(texts: list[str], encoding: Encoding = BYTES) -> list[list[int]]:
 def test_megatron_core_reads_it_token_for_token(tmp_path: Path, fast: Path) -> None:
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-    encoding = Encoding("HuggingFaceTokenizer", str(fast), ("text",), append_eod=True)
+    encoding = fast_encoding(fast)
     run(tmp_path, [write_jsonl(tmp_path / "a.jsonl", TEXTS)], encoding)
     theirs = IndexedDataset(str(tmp_path / "out_text_document"))
     assert theirs.index.dtype == np.uint16
@@ -136,7 +143,7 @@ def test_a_folder_of_text(tmp_path: Path) -> None:
 def test_a_long_text_is_one_document_of_several_sequences(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inputs, "BITE_BYTES", 50)
+    monkeypatch.setattr(corpus, "PIECE_BYTES", 50)
     text = "".join(f"line {number} of a long text\n" for number in range(30))
     (tmp_path / "a.txt").write_text(text)
     (tmp_path / "b.txt").write_text("short")
@@ -148,7 +155,7 @@ def test_a_long_text_is_one_document_of_several_sequences(
 def test_one_dataset_per_key_and_no_ends(tmp_path: Path) -> None:
     rows = [{"title": "T1", "body": "B1"}, {"title": None, "body": "B2"}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    encoding = Encoding("byte", None, ("title", "body"), append_eod=False)
+    encoding = Encoding(TokenizerChoice("byte"), ("title", "body"), append_eod=False)
     job = Job(find_inputs([str(tmp_path / "a.jsonl")]), tmp_path / "out", encoding, 1)
     tally = preprocess.preprocess(job, lambda _: None)
     assert (tally.documents, tally.tokens, tally.empty) == (3, 6, 1)
@@ -186,6 +193,7 @@ def test_one_large_file_goes_on_where_it_was(
         lines = write_jsonl(tmp_path / "source", texts).read_bytes()
         path.write_bytes(gzip.compress(lines) if kind.endswith("gz") else lines)
     monkeypatch.setattr(inputs, "BITE_BYTES", 50_000)
+    monkeypatch.setattr(corpus, "PIECE_BYTES", 50_000)
     (tmp_path / "whole").mkdir()
     with monkeypatch.context() as patch:
         all_places = noted(patch)
@@ -244,7 +252,7 @@ class TestStopped:
         fast = tmp_path / "tokenizer"
         fast.mkdir()
         make_tokenizer(fast)
-        encoding = Encoding("HuggingFaceTokenizer", str(fast), ("text",), append_eod=True)
+        encoding = fast_encoding(fast)
         inputs = find_inputs([str(write_jsonl(tmp_path / "a.jsonl", ["two"]))])
         before = Job(inputs, tmp_path / "out", encoding, 1).fingerprint()
         make_tokenizer(fast, vocab_size=270)
@@ -283,7 +291,7 @@ def test_workers_go_with_their_process(tmp_path: Path, notice: signal.Signals) -
     assert not [child for child in children if _runs(child)]
     if notice == signal.SIGTERM:
         assert process.returncode == 130
-        assert without_torch(said) == "stopped; the same command goes on after the last finished part\n"
+        assert without_torch(said) == "stopped; the same command continues after the last finished part\n"
 
 
 def without_torch(said: str) -> str:
@@ -310,18 +318,23 @@ def test_wherever_publishing_is_stopped_an_index_means_a_whole_dataset(
     job = Job(
         find_inputs([str(tmp_path / f"{number}.jsonl") for number in range(2)]),
         tmp_path / "out",
-        Encoding("byte", None, keys, append_eod=False),
+        Encoding(TokenizerChoice("byte"), keys, append_eod=False),
         1,
     )
     stops = 0
     while True:
         calls = iter(range(100))
 
-        def sync(path: Path, calls: Any = calls, last: int = stops) -> None:
+        def stopped_before_or_after(
+            finished: Path, path: Path, calls: Any = calls, last: int = stops
+        ) -> None:
+            if next(calls) == last:
+                raise KeyboardInterrupt
+            put_in_place(finished, path)
             if next(calls) == last:
                 raise KeyboardInterrupt
 
-        monkeypatch.setattr(preprocess, "_sync", sync)
+        monkeypatch.setattr(preprocess, "put_in_place", stopped_before_or_after)
         preprocess.check(job)
         try:
             preprocess.preprocess(job, lambda _: None)
@@ -336,7 +349,7 @@ def test_wherever_publishing_is_stopped_an_index_means_a_whole_dataset(
         if not stopped:
             break
         preprocess.check(job)  # the same job may go on
-        monkeypatch.setattr(preprocess, "_sync", lambda path: None)
+        monkeypatch.setattr(preprocess, "put_in_place", put_in_place)
         preprocess.preprocess(job, lambda _: None)
         assert all(len(documents(IndexedTokens(str(job.output(key))))) == 2 for key in keys)
         for path in tmp_path.glob("out*"):
@@ -351,9 +364,9 @@ def test_what_a_tokenizer_remembers_of_its_model_does_not_cut_texts(tmp_path: Pa
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=9)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    encoding = Encoding("HuggingFaceTokenizer", str(tmp_path), ("text",), append_eod=True)
-    ids = build_tokenizer(encoding).encode("two three four five")
-    assert build_tokenizer(encoding).decode(ids) == "two three four five"
+    encoding = fast_encoding(tmp_path)
+    ids = build_tokenizer(encoding.tokenizer).encode("two three four five")
+    assert build_tokenizer(encoding.tokenizer).decode(ids) == "two three four five"
     assert len(ids) != 9
 
 
@@ -362,7 +375,7 @@ def test_a_broken_tokenizer_config(tmp_path: Path, content: str) -> None:
     make_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(content)
     with pytest.raises(ValueError, match=r"tokenizer_config\.json: not a JSON object$"):
-        build_tokenizer(Encoding("HuggingFaceTokenizer", str(tmp_path), ("text",), append_eod=True))
+        build_tokenizer(TokenizerChoice("HuggingFaceTokenizer", str(tmp_path)))
 
 
 def test_the_tool_with_two_workers(tmp_path: Path, fast: Path) -> None:
@@ -373,22 +386,13 @@ def test_the_tool_with_two_workers(tmp_path: Path, fast: Path) -> None:
     command += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(fast)]
     first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (first.returncode, without_torch(first.stderr)) == (0, "")
-    encoding = Encoding("HuggingFaceTokenizer", str(fast), ("text",), append_eod=True)
+    encoding = fast_encoding(fast)
     indexed = IndexedTokens(str(tmp_path / "out_text_document"))
     assert documents(indexed) == expected(texts, encoding)
     assert first.stdout.startswith(f"100 documents, {len(indexed.tokens)} tokens\n")
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (again.returncode, again.stderr.count("\n")) == (2, 1)
     assert "out_text_document.idx exists already" in again.stderr
-
-
-def test_encoding_and_reading_import_no_engine() -> None:
-    """Importing megatron.core takes seconds, in every worker and on every rank."""
-    code = (
-        "import sys, megatron_noloco.preprocess.preprocess, megatron_noloco.data.datasets;"
-        "sys.exit(bool({'torch', 'megatron', 'transformers'} & sys.modules.keys()))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0
 
 
 def test_a_bad_line_met_by_a_worker_is_one_line(tmp_path: Path) -> None:
@@ -417,11 +421,11 @@ BAD_INPUTS: list[tuple[str, bytes, dict[str, Any], str]] = [
     ("a.txt", b"\xff\xfe", {}, r"a\.txt: not UTF-8 text"),
     ("a.txt", b"", {}, r"holds no files with text"),
     ("a.txt", b"x", {"json_keys": ("a", "b")}, r"a\.txt is plain text, which has no keys"),
-    ("a.txt", b"x", {"tokenizer_type": "HuggingFaceTokenizer"}, r"needs tokenizer_model"),
+    ("a.txt", b"x", {"tokenizer": TokenizerChoice("HuggingFaceTokenizer")}, r"needs tokenizer_model"),
     (
         "a.txt",
         b"x",
-        {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "/nowhere"},
+        {"tokenizer": TokenizerChoice("HuggingFaceTokenizer", "/nowhere")},
         r"tokenizer_model /nowhere: no tokenizer\.json there",
     ),
 ]
@@ -432,7 +436,7 @@ def test_bad_input_is_one_line(
     tmp_path: Path, name: str, content: bytes, edits: dict[str, Any], line: str
 ) -> None:
     (tmp_path / name).write_bytes(content)
-    options = {"tokenizer_type": "byte", "tokenizer_model": None, "json_keys": ("text",)} | edits
+    options = {"tokenizer": TokenizerChoice("byte"), "json_keys": ("text",)} | edits
     with pytest.raises(ValueError, match=line) as caught:
         run(tmp_path, [tmp_path / name], Encoding(append_eod=True, **options))
     assert "\n" not in str(caught.value)
@@ -474,7 +478,7 @@ class TestDamage:
     @pytest.mark.parametrize(
         ("suffix", "keep", "line"),
         [
-            ("bin", 27, r"p\.bin: 27 bytes, its index tells of 7 tokens x 4 = 28; it is cut short"),
+            ("bin", 27, r"p\.bin: 27 bytes, its index says 7 tokens x 4 = 28; it is cut short"),
             ("bin", 0, r"p\.bin: 0 bytes"),
             ("idx", 60, r"p\.idx: 60 bytes, 2 sequences need 82; it is cut short"),
             ("idx", 20, r"p\.idx: not a Megatron index"),
@@ -513,7 +517,7 @@ class TestFastTokenizer:
     def test_it_is_the_tokenizer_that_transformers_loads(self, tmp_path: Path, fast: Path) -> None:
         from transformers import AutoTokenizer
 
-        ours = build_tokenizer(Encoding("HuggingFaceTokenizer", str(fast), ("text",), append_eod=True))
+        ours = build_tokenizer(TokenizerChoice("HuggingFaceTokenizer", str(fast)))
         ours.save(tmp_path, max_length=64)
         theirs = AutoTokenizer.from_pretrained(tmp_path)
         text = "two three <end> Größe\n"
@@ -524,7 +528,7 @@ class TestFastTokenizer:
 
     def test_broken_files(self, tmp_path: Path) -> None:
         def build() -> None:
-            build_tokenizer(Encoding("HuggingFaceTokenizer", str(tmp_path), ("text",), append_eod=True))
+            build_tokenizer(TokenizerChoice("HuggingFaceTokenizer", str(tmp_path)))
 
         make_tokenizer(tmp_path)
         (tmp_path / "tokenizer_config.json").unlink()

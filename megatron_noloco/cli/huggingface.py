@@ -3,11 +3,11 @@
 import argparse
 import json
 import re
-import sys
 import tempfile
 from pathlib import Path
 
-from megatron_noloco.config import load_config
+from megatron_noloco.cli.errors import StoppedError
+from megatron_noloco.cli.output import say
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -58,17 +58,17 @@ def _export(args: argparse.Namespace) -> int:
     source = open_source(Path(args.checkpoint), args.combine)
     output = Path(args.output)
     export(source, output, args.dtype, parse_size(args.max_shard_size))
-    _say(*source.losses_report())
+    say(*source.losses_report())
     difference = check_export(source, output)
-    _say(f"logits: largest difference from the trainer's own {difference:.1e} (must be below {TOLERANCE:g})")
+    say(f"logits: largest difference from the trainer's own {difference:.1e} (must be below {TOLERANCE:g})")
     if not difference < TOLERANCE:  # NaN is no agreement either
-        sys.stderr.write(f"{output}: the exported model is not the trained one; left marked as unfinished\n")
-        return 1
-    _say(f"exported {source.folder} to {output}")
+        raise StoppedError(f"{output}: the exported model is not the trained one; left marked as unfinished")
+    say(f"exported {source.folder} to {output}")
     return 0
 
 
 def _import(args: argparse.Namespace) -> int:
+    from megatron_noloco.config import load_config
     from megatron_noloco.huggingface.pretrained import import_folder
 
     load_config(args.config)  # for its messages, which name the file
@@ -76,8 +76,8 @@ def _import(args: argparse.Namespace) -> int:
     raw = import_folder(Path(args.folder), template)
     Path(args.output).write_text(json.dumps(raw, indent=2) + "\n")
     if raw["data"] != template["data"]:
-        _say("data.tokenizer_model: the model's own; a dataset in data_path must have been made with it")
-    _say(f"{args.output}: trains on from {args.folder}")
+        say("data.tokenizer_model: the model's own; a dataset in data_path must have been made with it")
+    say(f"{args.output}: trains on from {args.folder}")
     return 0
 
 
@@ -106,7 +106,7 @@ def _evaluate(args: argparse.Namespace) -> int:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     model = open_model(Path(args.model), args.data, args.seq_length)
     for figures in evaluate(model, args.samples):
-        _say(
+        say(
             f"{figures.model} on {figures.dataset}: loss {figures.loss:.4f} nats per token, "
             f"perplexity {figures.perplexity:.4f} ({figures.tokens} tokens)"
         )
@@ -119,7 +119,3 @@ def parse_size(text: str) -> int:
     if match is None or int(match[1]) == 0:
         raise ValueError(f'--max-shard-size: {text!r} is not a size; write it like "500MB"')
     return int(match[1]) * UNITS[(match[2] or "").upper()]
-
-
-def _say(*lines: str) -> None:
-    sys.stdout.write("".join(f"{line}\n" for line in lines))

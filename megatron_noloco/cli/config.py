@@ -1,0 +1,58 @@
+"""The command `config`: what may stand in a file, and whether a run can start from one."""
+
+import argparse
+import sys
+
+from megatron_noloco.cli.output import say
+
+
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    config = commands.add_parser("config", help="explain or check a config file")
+    action = config.add_mutually_exclusive_group(required=True)
+    action.add_argument("--explain", action="store_true", help="every field: type, bounds, default, meaning")
+    action.add_argument(
+        "--check", metavar="FILE", help="check a file, and that what it names is there; starts nothing"
+    )
+    config.add_argument("--world-size", type=int, metavar="N", help="with --check: also check for N ranks")
+    config.set_defaults(run=_config)
+
+
+def _config(args: argparse.Namespace) -> int:
+    from megatron_noloco.config import explain
+
+    if args.explain:
+        sys.stdout.write(explain())
+        return 0
+    try:
+        _check(args.check, args.world_size)
+    except ValueError as error:
+        named = args.check + ": "
+        raise ValueError("\n".join(named + p.removeprefix(named) for p in str(error).splitlines())) from None
+    return 0
+
+
+def _check(path: str, world_size: int | None) -> None:
+    """Write the banner of a run; raises ValueError when the file is wrong, or a run could not start from it.
+
+    The banner is written also when only the start would fail: on another machine it may not.
+    """
+    from megatron_noloco.config import describe, load_config
+
+    config = load_config(path)
+    world_size = config.parallel.world_size if world_size is None else world_size
+    topology = None if world_size is None else config.topology(world_size)
+
+    from megatron_noloco.training import preflight  # imports torch: only for a sound config
+
+    architecture = config.architecture() if config.model.vocab_size is not None else None
+    problem = None
+    try:
+        architecture = preflight.check_start(config)[1]
+    except ValueError as error:
+        problem = error
+    say(
+        *([] if problem else [f"{path}: ok"]),
+        *([] if topology is None else describe(config, topology, architecture)),
+    )
+    if problem is not None:
+        raise problem

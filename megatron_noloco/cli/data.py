@@ -1,0 +1,91 @@
+"""The commands `data preprocess` and `data inspect`."""
+
+import argparse
+import os
+import signal
+import sys
+from pathlib import Path
+
+from megatron_noloco.cli.output import say
+
+_PREPROCESS = """Text to Megatron's indexed datasets, PREFIX_KEY_document.{bin,idx}.
+
+Inputs are JSON lines (.jsonl, .json, .ndjson: one document per line), Parquet (.parquet: one per row) and text
+(anything else: one per file), the first and the last also as .gz or .zst; folders are searched. A run that was
+stopped continues where it was when it is started again with the same arguments.
+"""
+_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+
+
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    data = commands.add_parser("data", help="make a Megatron dataset from text, or look into one")
+    subcommands = data.add_subparsers(dest="data_command", required=True)
+    preprocess = subcommands.add_parser(
+        "preprocess",
+        help="text to an indexed dataset",
+        description=_PREPROCESS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    preprocess.add_argument("--input", nargs="+", required=True, help="files or folders")
+    preprocess.add_argument("--output-prefix", required=True, type=Path, help="path without suffix")
+    preprocess.add_argument(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        help="keys (Parquet: columns) that hold text; a dataset each",
+    )
+    preprocess.add_argument(
+        "--append-eod", action="store_true", help="end each document with the end-of-document token"
+    )
+    preprocess.add_argument("--workers", type=int, default=1, help="processes that encode")
+    preprocess.set_defaults(run=_preprocess)
+    inspect = subcommands.add_parser("inspect", help="documents, tokens, lengths, and the first documents")
+    inspect.add_argument("prefix", help="path of the .bin and .idx files without their suffix")
+    inspect.add_argument("--samples", type=int, default=3, help="documents to show (default: 3)")
+    inspect.set_defaults(run=_inspect)
+    for parser in (preprocess, inspect):
+        parser.add_argument("--tokenizer-type", choices=("byte", "HuggingFaceTokenizer"), default="byte")
+        parser.add_argument("--tokenizer-model", help="folder with a tokenizer.json")
+
+
+def _preprocess(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+    from megatron_noloco.preprocess.encode import Encoding
+    from megatron_noloco.preprocess.inputs import find_inputs
+    from megatron_noloco.preprocess.preprocess import Job, check, preprocess
+    from megatron_noloco.spec.data import TokenizerChoice
+
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are what is parallel
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's notice is a Ctrl-C
+    tokenizer = TokenizerChoice(args.tokenizer_type, args.tokenizer_model)
+    encoding = Encoding(tokenizer, tuple(args.json_keys), args.append_eod)
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    try:
+        job = Job(find_inputs(args.input), args.output_prefix, encoding, args.workers)
+        check(job)
+        with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
+            task = progress.add_task("preprocess", total=sum(item.bytes for item in job.inputs))
+            tally = preprocess(job, lambda read_bytes: progress.advance(task, read_bytes))
+    except KeyboardInterrupt:
+        sys.stderr.write("stopped; the same command continues after the last finished part\n")
+        return _INTERRUPTED
+    left_out = [f"{tally.empty} empty documents"] * bool(tally.empty)
+    left_out += [f"{tally.not_text} files that are not UTF-8 text"] * bool(tally.not_text)
+    notes = f"; left out: {', '.join(left_out)}" if left_out else ""
+    say(f"{tally.documents} documents, {tally.tokens} tokens{notes}")
+    say(*(str(job.output(key)) for key in args.json_keys))
+    return 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from megatron_noloco.data.indexed import IndexedTokens
+    from megatron_noloco.data.tokenizer import build_tokenizer
+    from megatron_noloco.preprocess.inspect import report
+    from megatron_noloco.spec.data import TokenizerChoice
+
+    tokenizer = build_tokenizer(TokenizerChoice(args.tokenizer_type, args.tokenizer_model))
+    say(*report(IndexedTokens(args.prefix), tokenizer, args.samples))
+    return 0

@@ -1,0 +1,47 @@
+"""What a command's errors come to: a line on stderr, or a traceback, and the exit code."""
+
+import sys
+import traceback
+from importlib.util import find_spec
+
+from megatron_noloco.job.leaving import FAILURE, usage_error
+
+# What each extra installs, by the names that are imported. `pip install .` alone installs torch and numpy.
+_EXTRAS = {
+    "trainer": ("deepspeed", "megatron", "pydantic", "rich", "safetensors", "tensorboard"),
+    "mpi": ("mpi4py",),
+    "huggingface": ("transformers",),
+    "data": ("pyarrow", "tokenizers", "zstandard"),
+}
+
+
+class StoppedError(Exception):
+    """A command cannot go on, through no mistake in its input or in this program; the message says why."""
+
+
+def report(error: Exception) -> int:
+    """Write what there is to say about `error` to stderr; returns the exit code.
+
+    2 for what the person who started the command can put right: one line per problem, from one rank of the job.
+    1 for everything else: a line where the reason is known, else a traceback.
+    """
+    if isinstance(error, ModuleNotFoundError):
+        error = _missing_extra(error) or error
+    if isinstance(error, ValueError | OSError):
+        return usage_error(error)
+    if isinstance(error, StoppedError):
+        sys.stderr.write(f"{error}\n")
+    else:
+        traceback.print_exception(error)
+    return FAILURE
+
+
+def _missing_extra(error: ModuleNotFoundError) -> ValueError | None:
+    for extra, packages in _EXTRAS.items():
+        if (error.name or "").partition(".")[0] in packages:
+            missing = [name for name in packages if find_spec(name) is None]
+            return ValueError(
+                f"megatron_noloco: this command needs packages that are not installed ({', '.join(missing)}); "
+                f"pip install 'megatron-noloco[{extra}]'"
+            )
+    return None

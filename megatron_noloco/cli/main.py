@@ -1,0 +1,49 @@
+"""All commands, and what becomes of their errors: `python -m megatron_noloco COMMAND`."""
+
+import argparse
+from typing import NoReturn
+
+from megatron_noloco import __version__
+from megatron_noloco.cli import config, data, huggingface, train
+from megatron_noloco.cli.errors import report
+from megatron_noloco.job.leaving import abandon_job, leave
+
+
+def run(arguments: list[str] | None = None) -> NoReturn:
+    """`main`, then leave the process with its exit code."""
+    leave(main(arguments))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit code of a command; `arguments` are the process's own by default."""
+    args = _parser().parse_args(arguments)
+    try:
+        return args.run(args)
+    except Exception as error:
+        exit_code = report(error)
+    abandon_job(exit_code)
+    return exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="megatron_noloco", description="Train Llamas with NoLoCo.")
+    parser.add_argument("--version", action="version", version=__version__)
+    # `deepspeed` passes it to every process, before `train`; the environment says the same.
+    parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
+    commands = parser.add_subparsers(dest="command", required=True)
+    train.add_command(commands)
+    config.add_command(commands)
+    data.add_command(commands)
+    inspect = commands.add_parser("inspect", help="what a checkpoint holds, and whether it is complete")
+    inspect.add_argument("checkpoint", help="a step folder, or a run's output_dir (its latest checkpoint)")
+    inspect.set_defaults(run=_inspect)
+    huggingface.add_commands(commands)
+    return parser
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from megatron_noloco.checkpoint.inspect import inspect
+    from megatron_noloco.cli.output import say
+
+    say(*inspect(args.checkpoint))
+    return 0

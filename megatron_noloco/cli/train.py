@@ -1,0 +1,33 @@
+"""The command `train`."""
+
+import argparse
+import os
+
+from megatron_noloco.cli.errors import StoppedError
+from megatron_noloco.job.leaving import FAILURE
+
+
+def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    train = commands.add_parser("train", help="train from one JSON file")
+    train.add_argument("--config", required=True, help="the run's JSON")
+    train.add_argument(
+        "--progress", choices=("auto", "bar", "lines"), default="auto", help="auto: a bar on a terminal"
+    )
+    train.set_defaults(run=_train)
+
+
+def _train(args: argparse.Namespace) -> int:
+    from megatron_noloco.config import load_config
+
+    config = load_config(args.config)
+
+    from megatron_noloco.training import run  # imports torch: only for a sound config
+
+    prepared = run.prepare(config, os.environ)
+    joined = run.join_job(prepared)
+    try:
+        return 0 if run.train(prepared, *joined, args.progress) else FAILURE
+    except run.PartnerTimeoutError as error:
+        raise StoppedError(str(error)) from None
+    except (ValueError, OSError) as error:  # input was checked before: this needs a traceback
+        raise RuntimeError("training failed") from error
