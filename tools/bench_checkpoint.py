@@ -37,6 +37,7 @@ from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.quiet import quieten
+from megatron_noloco.training.prepare import checkpoint_settings
 from megatron_noloco.training.record import SaveReport
 from megatron_noloco.transport.torch_dist import TorchTransport
 
@@ -111,12 +112,12 @@ def build(options: argparse.Namespace, folder: Path, asynchronous: bool) -> Chec
     topology = config.topology(1)
     groups = build_groups(topology, routed=False, tied=False)
     stage = build_stage(config.architecture(VOCABULARY), config.compute, groups, config.training.seed)
-    engine = ReplicaEngine(config, groups, stage)
+    engine = ReplicaEngine(stage, groups, config.deepspeed)
     place, grouping = topology.place(0), Grouping(1, 1, seed=0)
     outer = OuterOptimizer(engine.weights, TorchTransport(), place, grouping, OuterSettings())
     routes = Routing(1, config.microbatches, 0, "off").straight()
     engine.train_batch(read, routes)
-    return Checkpointer(config, engine, outer, BatchPlan(1, 1, 1, 1))
+    return Checkpointer(checkpoint_settings(config), engine, outer, BatchPlan(1, 1, 1, 1))
 
 
 def read(replica: int, microbatch: int) -> tuple[Tensor, Tensor]:

@@ -17,13 +17,12 @@ from torch.utils._pytree import tree_map
 from megatron_noloco.checkpoint import catalog, elastic
 from megatron_noloco.checkpoint.catalog import Manifest
 from megatron_noloco.checkpoint.files import FileRecord
-from megatron_noloco.config import RunConfig
+from megatron_noloco.checkpoint.settings import CheckpointSettings, SaveReport
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.files import write_whole
 from megatron_noloco.model.dropout import random_state, set_random_state
 from megatron_noloco.outer import Rounds
 from megatron_noloco.plans.samples import BatchPlan
-from megatron_noloco.training.record import SaveReport
 
 Write = Callable[[Path], None]
 
@@ -37,17 +36,15 @@ class Checkpointer:
 
     def __init__(
         self,
-        config: RunConfig,
+        settings: CheckpointSettings,
         engine: ReplicaEngine,
         outer: Rounds,
         plan: BatchPlan,
     ) -> None:
-        self.settings = config.checkpoint
-        self.config = config
+        self.settings = settings
         self.engine = engine
         self.outer = outer
         self.plan = plan
-        self.checkpoints = Path(config.training.output_dir) / "checkpoints"
         self.position = engine.groups.position
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
@@ -86,7 +83,7 @@ class Checkpointer:
         return None
 
     def _write(self, step: int, files: dict[str, Write], counters: dict[str, float]) -> None:
-        step_folder = catalog.step_folder(self.checkpoints, step)
+        step_folder = catalog.step_folder(self.settings.folder, step)
         folder = catalog.replica_folder(step_folder, self.position.replica)
         folder.mkdir(parents=True, exist_ok=True)
         records: dict[str, FileRecord] = {}
@@ -99,19 +96,19 @@ class Checkpointer:
             consumed_samples=self.plan.consumed(step),
             topology=topology,
             position=self.position,
-            config=self.config.to_dict(),
+            config=self.settings.run,
             files=records,
             layout=self.engine.parameter_layout(),
             counters=counters,
         ).write(folder)
-        catalog.publish(self.checkpoints, step_folder, topology.world_size, self.settings.keep_last)
+        catalog.publish(self.settings.folder, step_folder, topology.world_size, self.settings.keep_last)
 
     def _tensors(self) -> dict[str, Tensor]:
         """What DeepSpeed's files do not hold."""
         return {name: tensor.cpu() for name, tensor in (self.outer.state() | random_state()).items()}
 
     def restore(self, folder: Path, saved: Manifest) -> None:
-        """Take up the state of this rank's source in `folder`, which was verified; see training/resume."""
+        """Continue from the state of this rank's source in `folder`, which was verified; see `resume`."""
         replicas = self.engine.groups.topology.replicas
         source = elastic.source_replica(self.position.replica, saved.topology.replicas)
         source_folder = catalog.replica_folder(folder, source)
@@ -119,9 +116,9 @@ class Checkpointer:
         tensors = load_file(source_folder / f"{catalog.rank_name(self.position)}.safetensors")
         if source == self.position.replica:
             set_random_state(tensors)  # a clone keeps the dropout of its own place
-        if "outer_momentum" not in tensors:  # written by method "none": the outer optimizer starts here
+        if "outer_momentum" not in tensors:  # written without rounds: the outer optimizer starts here
             tensors["outer_momentum"] = torch.zeros_like(tensors["slow_weights"])
-        if self.settings.fewer_replicas == "fold" and replicas < saved.topology.replicas:
+        if self.settings.fold and replicas < saved.topology.replicas:
             shift = elastic.shift_of_mean(folder, self.position, saved.topology.replicas, replicas)
             for name, value in shift.items():
                 tensors[name] += value

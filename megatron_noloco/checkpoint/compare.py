@@ -3,8 +3,6 @@
 from collections.abc import Iterator
 from typing import Any
 
-from megatron_noloco.config import RunConfig
-
 # Dotted names, or the blocks above them. A change would load other weights, or repeat and skip samples.
 _FIXED = (
     "model",
@@ -30,10 +28,10 @@ _IRRELEVANT = (
 )
 
 
-def changes(saved: dict[str, Any], config: RunConfig) -> list[str]:
-    """Lines telling which settings changed and are taken over; raises ValueError for those that must not."""
+def changes(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """A line for each setting of a run's JSON that changed; raises ValueError for those that must not."""
     refused, allowed = [], []
-    for name, before, after in _differences(saved, config.to_dict()):
+    for name, before, after in _differences(saved, now):
         line = f"{name}: {before!r} in the checkpoint, {after!r} now"
         if _within(name, _FIXED):
             refused.append(line)

@@ -1,4 +1,4 @@
-"""Where a run starts: from nothing, or from the newest checkpoint that is whole.
+"""Where a run starts: from nothing, or from the newest sound checkpoint.
 
 The one moment, before the first step, at which all ranks must agree about files; they do it over
 torch.distributed's default group.
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_noloco.checkpoint import catalog, compare, elastic
 from megatron_noloco.checkpoint.catalog import Manifest
 from megatron_noloco.checkpoint.files import DamagedCheckpointError, verify
-from megatron_noloco.config import RunConfig
+from megatron_noloco.checkpoint.settings import CheckpointSettings
 from megatron_noloco.plans.topology import Position, Topology
 
 
@@ -39,15 +39,14 @@ class Start:
         return self.manifest.counters if self.manifest else {}
 
 
-def find_start(config: RunConfig, topology: Topology) -> Start:
+def find_start(settings: CheckpointSettings, topology: Topology) -> Start:
     """Every rank calls it, before the first step, and gets the same step.
 
-    Raises ValueError when `checkpoint.load` names a checkpoint that is not whole, or when the config does not fit
-    the one that would be continued.
+    Raises ValueError when `checkpoint.load` names a checkpoint that is not complete, or when the config does not
+    fit the one that would be continued.
     """
     at = topology.position(dist.get_rank())
-    load = config.checkpoint.load
-    checkpoints = Path(config.training.output_dir) / "checkpoints"
+    load, checkpoints = settings.load, settings.folder
     if load == "none":
         return _start_over(checkpoints)
     explicit = load != "auto"
@@ -56,11 +55,11 @@ def find_start(config: RunConfig, topology: Topology) -> Start:
     )
     notes: list[str] = []
     for folder in map(Path, candidates):
-        manifest, problem = _examine(folder, topology, at, config.checkpoint.fewer_replicas == "fold")
+        manifest, problem = _examine(folder, topology, at, settings.fold)
         problems = [text for text in _everybodys(problem) if text]
         if not problems:
             assert manifest is not None
-            return _continue(config, topology, folder, manifest, notes, explicit)
+            return _continue(settings, topology, folder, manifest, notes)
         if explicit:
             raise ValueError(f"checkpoint.load: {problems[0]}")
         notes.append(f"not used: {problems[0]}")
@@ -81,7 +80,7 @@ def _examine(folder: Path, topology: Topology, at: Position, fold: bool) -> tupl
         if fold and at.replica == 0:  # those that nobody continues enter the mean
             needed += range(topology.replicas, saved.replicas)
         for replica in needed:
-            for dp in range(saved.dp):  # DeepSpeed reads the optimizer files of all lanes
+            for dp in range(saved.dp):  # DeepSpeed reads the optimizer files of all dp ranks
                 manifest = manifests[saved.rank(Position(replica, at.stage, dp, at.tp))]
                 verify(catalog.replica_folder(folder, replica), manifest.files)
         return manifests[saved.rank(Position(source, at.stage, at.dp, at.tp))], ""
@@ -90,18 +89,16 @@ def _examine(folder: Path, topology: Topology, at: Position, fold: bool) -> tupl
 
 
 def _continue(
-    config: RunConfig, topology: Topology, folder: Path, saved: Manifest, notes: list[str], explicit: bool
+    settings: CheckpointSettings, topology: Topology, folder: Path, saved: Manifest, notes: list[str]
 ) -> Start:
-    changed = compare.changes(saved.config, config)
+    changed = compare.changes(saved.config, settings.run)
     lines = [f"continuing from {folder}: step {saved.step}, {saved.consumed_samples} samples consumed"]
     lines += notes
     lines += [f"changed: {line}" for line in changed]
-    fold = config.checkpoint.fewer_replicas == "fold"
-    lines += elastic.what_happened(saved.topology.replicas, topology.replicas, fold)
-    own_folder = Path(config.training.output_dir) / "checkpoints"
-    newer = [path for path in catalog.steps(own_folder) if (catalog.step_of(path) or 0) > saved.step]
-    if explicit and folder.parent.resolve() != own_folder.resolve():
-        newer = catalog.steps(own_folder)
+    lines += elastic.what_happened(saved.topology.replicas, topology.replicas, settings.fold)
+    newer = catalog.steps(settings.folder)  # than the step continued from, where that lies in this folder
+    if folder.parent.resolve() == settings.folder.resolve():
+        newer = [path for path in newer if (catalog.step_of(path) or 0) > saved.step]
     lines += _set_aside(newer)
     return Start(folder, saved, lines)
 

@@ -42,12 +42,12 @@ def _check(path: str, world_size: int | None) -> None:
     world_size = config.parallel.world_size if world_size is None else world_size
     topology = None if world_size is None else config.topology(world_size)
 
-    from megatron_noloco.training import preflight  # imports torch: only for a sound config
+    from megatron_noloco.training.prepare import check_start  # imports torch: only for a sound config
 
     architecture = config.architecture() if config.model.vocab_size is not None else None
     problem = None
     try:
-        architecture = preflight.check_start(config)[1]
+        architecture = check_start(config)[1]
     except ValueError as error:
         problem = error
     say(

@@ -21,13 +21,18 @@ def _train(args: argparse.Namespace) -> int:
 
     config = load_config(args.config)
 
-    from megatron_noloco.training import run  # imports torch: only for a sound config
+    from megatron_noloco.training.prepare import join_job, prepare  # import torch: only for a sound config
 
-    prepared = run.prepare(config, os.environ)
-    joined = run.join_job(prepared)
+    prepared = prepare(config, os.environ)
+    joined = join_job(prepared)
+
+    # Imports Megatron-core and DeepSpeed, which takes seconds: only for a run that can start.
+    from megatron_noloco.outer import PartnerTimeoutError
+    from megatron_noloco.training.build import build
+
     try:
-        return 0 if run.train(prepared, *joined, args.progress) else FAILURE
-    except run.PartnerTimeoutError as error:
+        return 0 if build(prepared, *joined, args.progress).train() else FAILURE
+    except PartnerTimeoutError as error:
         raise StoppedError(str(error)) from None
     except (ValueError, OSError) as error:  # input was checked before: this needs a traceback
         raise RuntimeError("training failed") from error

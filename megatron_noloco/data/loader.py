@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from megatron_noloco.data.microbatches import MicrobatchSource
+from megatron_noloco.metrics import SLOWEST, Record, unrecorded
 from megatron_noloco.plans.routing import Routes, Routing
 from megatron_noloco.plans.topology import Position, Topology
 
@@ -53,12 +54,20 @@ class Reader:
 class StepLoader:
     """Microbatches and routes, step by step; a thread reads one step ahead.
 
-    `wait_seconds` counts what the training loop has waited for data so far.
+    Args:
+        local_steps: k, from round to round.
+        record: takes what the training loop waits for data, as "data/wait_seconds".
     """
 
-    def __init__(self, source: MicrobatchSource, routing: Routing, local_steps: int, reader: Reader) -> None:
-        """`local_steps`: in a round."""
-        self.wait_seconds = 0.0
+    def __init__(
+        self,
+        source: MicrobatchSource,
+        routing: Routing,
+        local_steps: int,
+        reader: Reader,
+        record: Record = unrecorded,
+    ) -> None:
+        self._record = record
         self._source = source
         self._routing = routing
         self._local_steps = local_steps
@@ -89,5 +98,5 @@ class StepLoader:
     def _read(self, step: int, replica: int, microbatch: int) -> Microbatch:
         started = time.perf_counter()
         held = self._steps[step][replica, microbatch].result()
-        self.wait_seconds += time.perf_counter() - started
+        self._record("data/wait_seconds", time.perf_counter() - started, SLOWEST)
         return held

@@ -61,6 +61,10 @@ class Stage(nn.Module):
         self.chunks = nn.ModuleList(chunks)
         self.config = config
 
+    @property
+    def architecture(self) -> Architecture:
+        return cast(Chunk, self.chunks[0]).architecture
+
     def named_rows(self) -> Iterator[tuple[Parameter, nn.Parameter]]:
         """Every parameter with its row of the family's table, chunk by chunk."""
         for chunk in self.chunks:
@@ -79,7 +83,7 @@ class Stage(nn.Module):
     def tied_weight(self) -> nn.Parameter | None:
         """This stage's copy of an embedding that the output layer shares; None where there is none."""
         first, last = cast(Chunk, self.chunks[0]), cast(Chunk, self.chunks[-1])
-        if not first.architecture.tied_embeddings:
+        if not self.architecture.tied_embeddings:
             return None
         holder = first if first.pre_process else last
         return cast(nn.Parameter | None, holder.shared_embedding_or_output_weight())

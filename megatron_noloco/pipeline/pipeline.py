@@ -1,30 +1,16 @@
-"""Megatron-core's pipeline schedules, unchanged, with routes between the replicas.
+"""One batch through this rank's stage, by Megatron-core's schedules."""
 
-Core's schedules ask a `P2PCommunicator` to send to "next" and receive from "previous"; ours decides who that
-is. Why it cannot deadlock: all replicas of a stage run the same schedule, so each performs the same sequence
-of operations, and at every boundary and microbatch the routes are a permutation. Relabelling, for one
-microbatch, the replicas of every stage along its route therefore turns the routed run into replicas that each
-run alone: wherever an unrouted pipeline has a send, the routed one has the same send at the same point of the
-sender's program, matched by a receive at the same point of the receiver's. Between two ranks, messages of one
-direction match in the order of posting; activations and gradients travel in two groups, so that with two
-stages, where next and previous are the same stage, the directions cannot be taken for each other.
-"""
-
-import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-import torch
-import torch.distributed as dist
-from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.pipeline_parallel.schedules import get_forward_backward_func, get_schedule_table
-from torch import Tensor
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
 
 from megatron_noloco.metrics import MEAN, SUM, TOTAL, Record, unrecorded
-from megatron_noloco.model.stage import Stage
-from megatron_noloco.pipeline.groups import Groups, ProcessGroup
+from megatron_noloco.pipeline.communicator import RoutedCommunicator
+from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.plans.routing import Routes
-from megatron_noloco.plans.topology import Position
 
 # (replica, microbatch) -> tokens and labels, both int64 [micro_batch_size, seq_length]
 ReadMicrobatch = Callable[[int, int], tuple[Tensor, Tensor]]
@@ -37,104 +23,11 @@ class MicrobatchLoss(NamedTuple):
     loss: Tensor
 
 
-class RoutedCommunicator(P2PCommunicator):
-    """Decides, microbatch by microbatch, with which replica's neighbouring stage this stage talks."""
+class Stage(Protocol):
+    """What the pipeline needs of a stage: its model chunks, more than one when the schedule is interleaved."""
 
-    def __init__(self, groups: Groups, stage: Stage) -> None:
-        super().__init__(groups.pp, stage.config)
-        self.groups = groups
-        self.vpp = len(stage.chunks)
-        self.device = (
-            torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
-        )
-        # Since `begin`; of activations and gradients, sent and received.
-        self.wait_seconds = 0.0
-        self.bytes_to_others = 0  # other replicas
-
-    def begin(self, routes: Routes, microbatches: int) -> None:
-        """Lay out with whom to exchange, in order, in the next pass of the schedule over `microbatches`."""
-        self.wait_seconds, self.bytes_to_others = 0.0, 0
-        me, stages = self.groups.position, self.groups.topology.pp
-        last_boundary = stages * self.vpp - 1
-
-        def rank(replica: int, stage: int) -> int:
-            return self.groups.topology.rank(Position(replica, stage % stages, me.dp, me.tp))
-
-        def receivers(order: list[tuple[int, int]]) -> Iterator[int]:
-            for microbatch, chunk in order:
-                boundary = chunk * stages + me.stage
-                if boundary < last_boundary:
-                    yield rank(routes.next_replica(boundary, me.replica, microbatch), me.stage + 1)
-
-        def senders(order: list[tuple[int, int]]) -> Iterator[int]:
-            for microbatch, chunk in order:
-                boundary = chunk * stages + me.stage - 1
-                if boundary >= 0:
-                    yield rank(routes.previous_replica(boundary, me.replica, microbatch), me.stage - 1)
-
-        forward = schedule_order(microbatches, self.vpp, stages)
-        backward = [(microbatch, self.vpp - 1 - chunk) for microbatch, chunk in forward]
-        self._send_next, self._recv_prev = receivers(forward), senders(forward)
-        self._send_prev, self._recv_next = senders(backward), receivers(backward)
-
-    def _communicate(
-        self,
-        *,
-        tensor_send_next: Tensor | None,
-        tensor_send_prev: Tensor | None,
-        recv_prev: bool,
-        recv_next: bool,
-        tensor_shape: Any,
-        wait_on_reqs: bool = True,
-    ) -> tuple[Tensor | None, Tensor | None, None]:
-        """Carry out one combined send/receive of the schedule; all operations are posted before any is awaited.
-
-        `send_forward_recv_backward` concerns two microbatches, hence two different replicas.
-        """
-        assert wait_on_reqs, "overlapped p2p is off: core frees outputs that would still be under way"
-        received_prev = self._empty(tensor_shape) if recv_prev else None
-        received_next = self._empty(tensor_shape) if recv_next else None
-        forward, backward = self.groups.forward_hops, self.groups.backward_hops
-        requests: list[Any] = []
-        requests += self._post(tensor_send_next, self._send_next, received_prev, self._recv_prev, forward)
-        requests += self._post(tensor_send_prev, self._send_prev, received_next, self._recv_next, backward)
-        started = time.perf_counter()
-        for request in requests:
-            request.wait()
-        self.wait_seconds += time.perf_counter() - started
-        for received in (received_prev, received_next):
-            if received is not None:
-                received.requires_grad_()
-        return received_prev, received_next, None
-
-    def _post(
-        self,
-        outgoing: Tensor | None,
-        receivers: Iterator[int],
-        incoming: Tensor | None,
-        senders: Iterator[int],
-        group: ProcessGroup,
-    ) -> list[Any]:
-        operations = []
-        if outgoing is not None:
-            receiver = next(receivers)
-            if self.groups.topology.position(receiver).replica != self.groups.position.replica:
-                self.bytes_to_others += outgoing.nbytes
-            # detach: gloo must not see a tensor that autograd may free or version-check
-            operations.append(dist.P2POp(dist.isend, outgoing.detach().contiguous(), receiver, group))
-        if incoming is not None:
-            operations.append(dist.P2POp(dist.irecv, incoming, next(senders), group))
-        return dist.batch_isend_irecv(operations) if operations else []
-
-    def _empty(self, shape: Any) -> Tensor:
-        return torch.empty(tuple(shape), dtype=self.config.pipeline_dtype, device=self.device)
-
-
-def schedule_order(microbatches: int, vpp: int, stages: int) -> list[tuple[int, int]]:
-    """The (microbatch, model chunk) pairs in the order in which a stage computes their forward passes."""
-    if vpp == 1:
-        return [(microbatch, 0) for microbatch in range(microbatches)]
-    return get_schedule_table(microbatches, vpp, stages)
+    chunks: nn.ModuleList
+    config: TransformerConfig
 
 
 class Pipeline:
@@ -151,7 +44,7 @@ class Pipeline:
         self.stage = stage
         self.record = record
         self.groups = groups
-        self.communicator = RoutedCommunicator(groups, stage)
+        self.communicator = RoutedCommunicator(groups, stage.config)
         self.micro_batch_size = micro_batch_size
         self.seq_length = seq_length
         virtual = self.communicator.vpp

@@ -12,9 +12,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
+from megatron_noloco.checkpoint.settings import SaveReport
 from megatron_noloco.job.launcher import on_a_terminal
 from megatron_noloco.metrics.writers import Row
-from megatron_noloco.training.record import SaveReport
 from megatron_noloco.training.shown import log_line, round_figures, step_figures, validation_lines
 
 

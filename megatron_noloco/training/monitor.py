@@ -6,12 +6,13 @@ import time
 
 import torch.distributed as dist
 
+from megatron_noloco.checkpoint.settings import SaveReport
 from megatron_noloco.metrics import LAST, LAST_MAX, LAST_SUM, MEAN, RMS, TOTAL, Metrics, Reduction
 from megatron_noloco.metrics.reduction import largest, last
 from megatron_noloco.outer import ExchangeReport, RoundReport
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.training.console import Console
-from megatron_noloco.training.record import Evaluation, SaveReport
+from megatron_noloco.training.record import Evaluation
 
 _NOTHING = ExchangeReport(group=())  # what a local step without a round sends
 
@@ -87,6 +88,11 @@ class Monitor:
         elif self.console is not None:
             self.console.saved(report)
         self._interval_started = time.perf_counter()
+
+    def summary(self, done: int, stopped_by: str | None) -> None:
+        """The closing table; `stopped_by` says why a run ends early."""
+        if self.console is not None:
+            self.console.summary(done, stopped_by)
 
     def close(self) -> None:
         self.metrics.close()

@@ -1,4 +1,4 @@
-"""What an evaluation and a save report."""
+"""What an evaluation reports."""
 
 import math
 from dataclasses import dataclass, field
@@ -40,12 +40,3 @@ class Evaluation:
             row[f"validation/replica_losses of {dataset.name}"] = dataset.replica_losses
             row[f"validation/mean_model_loss of {dataset.name}"] = dataset.mean_model_loss
         return row
-
-
-@dataclass(frozen=True)
-class SaveReport:
-    """How a save went on this rank; `error` is None when the files are safe (or still being written)."""
-
-    step: int
-    pause_seconds: float  # training stood still
-    error: str | None

@@ -5,9 +5,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_noloco.training.run import Run
 from tests.harness import say
 from tests.integration.spy import Spy
-from tests.integration.tiny import already_joined, train_by_command
+from tests.integration.tiny import already_joined, trained
 
 
 def spied_rank(rank: int, world_size: int, config: str, plant: bool = False) -> dict[str, Any]:
@@ -15,14 +16,14 @@ def spied_rank(rank: int, world_size: int, config: str, plant: bool = False) -> 
     already_joined()
     spy = Spy()
     spy.listen_to_torch()
-    trainer = train_by_command(config)
+    run = trained(config)
     if plant:
         dist.barrier()
-    return _told(spy, trainer)
+    return _told(spy, run)
 
 
-def _told(spy: Spy, trainer: Any) -> dict[str, Any]:
-    groups = trainer.engine.groups
+def _told(spy: Spy, run: Run) -> dict[str, Any]:
+    groups = run.engine.groups
     hops = [groups.forward_hops.group_name, groups.backward_hops.group_name]
     return {"rank": dist.get_rank(), "calls": spy.report(), "hops": hops}
 
@@ -31,4 +32,4 @@ if __name__ == "__main__":
     spy = Spy()
     spy.listen_to_mpi()
     spy.listen_to_torch()
-    say(_told(spy, train_by_command(sys.argv[1])))
+    say(_told(spy, trained(sys.argv[1])))

@@ -320,7 +320,7 @@ def write_and_refresh(rank: int, world_size: int, raw: dict[str, Any]) -> bool:
     from megatron_noloco.engine.replica import ReplicaEngine
 
     config, groups, stage = build(raw, world_size)
-    engine = ReplicaEngine(config, groups, stage)
+    engine = ReplicaEngine(stage, groups, config.deepspeed)
     before = weights_of(stage)
     with engine.weights.writing() as write:
         write(0, 2 * engine.weights.read())

@@ -27,10 +27,12 @@ from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.huggingface import check, export
 from megatron_noloco.huggingface.folder import read_architecture
 from megatron_noloco.model.stage import Stage
+from megatron_noloco.outer import NoRounds
 from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Position
+from megatron_noloco.training.prepare import checkpoint_settings
 from tests.harness import REPOSITORY, run_ranks
 from tests.integration.tiny import build, metrics, microbatch, run_whole, tiny, weights_of, write_config
 
@@ -44,7 +46,7 @@ def save(
 ) -> dict[str, Any]:
     """Local steps and a checkpoint; what the trainer's own model says about TOKENS, and this rank's weights."""
     config, groups, stage = build(raw, world_size)
-    engine = ReplicaEngine(config, groups, stage)
+    engine = ReplicaEngine(stage, groups, config.deepspeed)
     topology, at = groups.topology, groups.position
     routes = Routing(topology.replicas, config.microbatches, 0, "off").straight()
     for step in range(steps):
@@ -55,7 +57,7 @@ def save(
     if losses is not None:
         counters = {"validation_loss": losses[at.replica], "mean_model_loss": 1.25, "evaluated_step": steps}
     plan = BatchPlan(topology.replicas, topology.dp, config.microbatches, config.micro_batch_size)
-    checkpointer = Checkpointer(config, engine, None, plan)
+    checkpointer = Checkpointer(checkpoint_settings(config), engine, NoRounds(engine.weights), plan)
     report = checkpointer.save(steps, counters)
     assert report.error is None
     checkpointer.close()

@@ -17,11 +17,11 @@ from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.checkpoint.files import checksum
 from megatron_noloco.engine.replica import ReplicaEngine
+from megatron_noloco.training import run as run_module
 from megatron_noloco.training.record import SaveReport
-from megatron_noloco.training.trainer import Trainer
 from tests.harness import run_ranks
 from tests.integration.chaos import Fault, Outcome, Run, assert_same_state, command
-from tests.integration.tiny import write_text
+from tests.integration.tiny import already_joined, build_run, write_text
 from tests.unit.test_checkpoint_files import DAMAGES
 
 STEPS, SAVED = 20, 10
@@ -164,7 +164,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def starts(rank: int, world_size: int, arguments: list[str]) -> Outcome:
     """The command, but the training ends where it starts."""
-    Trainer.train = lambda trainer: trainer.start_step  # type: ignore[method-assign]
+    run_module.Run._loop = lambda run: run.start_step  # type: ignore[method-assign]
     return command(rank, world_size, arguments)
 
 
@@ -429,16 +429,10 @@ def test_what_each_replica_continues_from(
 
 def restored_state(rank: int, world_size: int, arguments: list[str]) -> dict[str, torch.Tensor]:
     """What a rank begins its first step with."""
-    state: dict[str, torch.Tensor] = {}
-
-    def look(trainer: Trainer) -> int:
-        state.update({name: tensor.clone() for name, tensor in trainer.outer.state().items()})
-        state["fast_weights"] = trainer.engine.weights.read()
-        return trainer.start_step
-
-    Trainer.train = look  # type: ignore[method-assign]
-    assert command(rank, world_size, arguments).code == 0
-    return state
+    already_joined()
+    run = build_run(arguments[arguments.index("--config") + 1])
+    state = {name: tensor.clone() for name, tensor in run.outer.state().items()}
+    return {**state, "fast_weights": run.engine.weights.read()}
 
 
 def test_fast_weights_are_folded_where_there_are_no_rounds(four_replicas: Run, tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_noloco.cli.main import main
-from megatron_noloco.config import RunConfig
+from megatron_noloco.config import RunConfig, load_config
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.huggingface.folder import PretrainedWeights
@@ -25,7 +24,9 @@ from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import Groups, build_groups
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.samples import BatchPlan
-from megatron_noloco.training.trainer import Trainer
+from megatron_noloco.training.build import build as build_parts
+from megatron_noloco.training.prepare import join_job, prepare
+from megatron_noloco.training.run import Run
 
 cpu.prepare()
 
@@ -122,7 +123,7 @@ def train(rank: int, world_size: int, raw: dict[str, Any], steps: int) -> dict[s
     """Local steps of every replica, without rounds; what this rank saw, picklable."""
     config, groups, stage = build(raw, world_size)
     recorded = Recorded()
-    engine = ReplicaEngine(config, groups, stage, recorded)
+    engine = ReplicaEngine(stage, groups, config.deepspeed, recorded)
     routes = Routing(groups.topology.replicas, config.microbatches, 0, "off").straight()
     losses = [
         engine.train_batch(
@@ -156,33 +157,28 @@ def already_joined() -> None:
     dist.init_process_group = lambda *_, **__: None
 
 
-def train_by_command(config: str) -> Trainer:
-    """The command `train` in this process; returns the trainer, which the command keeps to itself."""
-    trainers: list[Trainer] = []
-    train_to_the_end = Trainer.train
+def build_run(config: str) -> Run:
+    """What the command `train` builds from a file, before the first step."""
+    prepared = prepare(load_config(config), os.environ)
+    return build_parts(prepared, *join_job(prepared), progress="lines")
 
-    def remember(trainer: Trainer) -> Any:
-        trainers.append(trainer)
-        return train_to_the_end(trainer)
 
-    Trainer.train = remember  # type: ignore[method-assign]
-    try:
-        exit_code = main(["train", "--config", config, "--progress", "lines"])
-    finally:
-        Trainer.train = train_to_the_end  # type: ignore[method-assign]
-    assert exit_code == 0, "the reason stands on stderr"
-    return trainers[0]
+def trained(config: str) -> Run:
+    """A run from a file, after its last step."""
+    run = build_run(config)
+    assert run.train()
+    return run
 
 
 def run_whole(rank: int, world_size: int, config: str) -> dict[str, Any]:
-    """`train` on a rank of the harness; weights at the end."""
+    """A run on a rank of the harness; weights at the end."""
     already_joined()
-    trainer = train_by_command(config)
+    run = trained(config)
     dist.barrier()
     return {
-        "master": trainer.engine.weights.read(),
-        "slow": trainer.outer.state()["slow_weights"].clone(),
-        "momentum": trainer.outer.state().get("outer_momentum"),
+        "master": run.engine.weights.read(),
+        "slow": run.outer.state()["slow_weights"].clone(),
+        "momentum": run.outer.state().get("outer_momentum"),
     }
 
 

@@ -349,7 +349,7 @@ class TestChangesOfTheConfig:
     def changes(edits: dict[str, dict[str, Any]]) -> list[str]:
         saved = RunConfig.from_dict(CONFIG).to_dict()
         now = {block: {**CONFIG.get(block, {}), **values} for block, values in edits.items()}
-        return compare.changes(saved, RunConfig.from_dict({**CONFIG, **now}))
+        return compare.changes(saved, RunConfig.from_dict({**CONFIG, **now}).to_dict())
 
     def test_nothing_changed(self) -> None:
         assert self.changes({}) == []

@@ -25,7 +25,7 @@ from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.spec.architecture import Architecture, Compute
 from megatron_noloco.spec.data import Blend, IndexedSource, Split, TextSource, TokenizerChoice
-from megatron_noloco.training import preflight
+from megatron_noloco.training import prepare
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "configs").glob("*.json"))
@@ -710,7 +710,7 @@ def test_command_line(
                 raise ValueError(problem)
             return None, config.architecture(257)
 
-        monkeypatch.setattr(preflight, "check_start", check_start)
+        monkeypatch.setattr(prepare, "check_start", check_start)
         code = main(["config", *arguments])
         return code, *capsys.readouterr()
 

@@ -1,0 +1,144 @@
+"""From a prepared config to a run: puts the parts together. Imports Megatron-core and DeepSpeed."""
+
+import os
+import sys
+from contextlib import nullcontext
+from dataclasses import fields, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_noloco.checkpoint.checkpointer import Checkpointer
+from megatron_noloco.checkpoint.resume import Start
+from megatron_noloco.config import RunConfig, describe
+from megatron_noloco.data.loader import Reader, StepLoader
+from megatron_noloco.data.microbatches import MicrobatchSource
+from megatron_noloco.engine.replica import ReplicaEngine
+from megatron_noloco.huggingface.folder import PretrainedWeights
+from megatron_noloco.job.stopping import Stopping
+from megatron_noloco.metrics import Metrics
+from megatron_noloco.metrics.writers import ReplicaFiles, Writer
+from megatron_noloco.model.families import table_of
+from megatron_noloco.model.stage import Stage, build_stage
+from megatron_noloco.outer import (
+    Channel,
+    Exchange,
+    MeanModel,
+    NoRounds,
+    OuterOptimizer,
+    OuterSettings,
+    Rounds,
+    Weights,
+)
+from megatron_noloco.pipeline import cpu
+from megatron_noloco.pipeline.groups import PATIENCE, Groups, build_groups
+from megatron_noloco.plans.grouping import Grouping
+from megatron_noloco.plans.topology import Place
+from megatron_noloco.training.console import Console, RunFacts
+from megatron_noloco.training.evaluate import Evaluator
+from megatron_noloco.training.monitor import Monitor
+from megatron_noloco.training.prepare import Prepared, checkpoint_settings
+from megatron_noloco.training.run import Run, Schedule
+from megatron_noloco.transport.protocol import Transport
+
+
+def build(prepared: Prepared, transport: Transport, start: Start, progress: str = "auto") -> Run:
+    """This rank's part of the run, in the state that `start` names."""
+    config, topology = prepared.config, prepared.topology
+    stopping = Stopping(config.training.exit_duration_minutes)
+    groups, stage = _model(prepared)
+    at, place, routing = groups.position, topology.place(transport.rank), config.routing(topology)
+    plan = replace(prepared.plan, start_step=start.step, start_sample=start.sample)
+
+    console = _console(prepared, transport, start, progress) if dist.get_rank() == 0 else None
+    writers: list[Writer] = [console] if console is not None else []
+    if groups.last_stage and at.dp == 0 and at.tp == 0:
+        folder = Path(config.training.output_dir) / f"replica_{at.replica:02d}"
+        writers.append(ReplicaFiles(folder, config.tensorboard.enabled, start.step))
+    metrics = Metrics(at.replica, groups.replica, writers, start.counters)
+
+    engine = ReplicaEngine(stage, groups, config.deepspeed, metrics.record)
+    outer = _outer(config, engine.weights, transport, place)
+    order = prepared.datasets.order(config.training.seed)
+    source = MicrobatchSource(prepared.datasets.train, order, plan)
+    reader = Reader.at(topology, at)
+    checkpointer = Checkpointer(checkpoint_settings(config), engine, outer, plan)
+    if start.folder is not None and start.manifest is not None:
+        checkpointer.restore(start.folder, start.manifest)
+
+    deadline_seconds = config.noloco.deadline_seconds
+    losses, means = (
+        Exchange(transport, place, channel, deadline_seconds)
+        for channel in (Channel.LOSSES, Channel.MEAN_MODEL)
+    )
+    mean_model = MeanModel(outer, means) if config.evaluation.mean_model else None
+    return Run(
+        schedule=_schedule(config),
+        start_step=start.step,
+        engine=engine,
+        outer=outer,
+        loader=StepLoader(source, routing, config.noloco.local_steps, reader, metrics.record),
+        evaluator=Evaluator(engine, routing, prepared.validation, losses, mean_model),
+        checkpointer=checkpointer,
+        monitor=Monitor(metrics, plan, plan.replica_batch * prepared.architecture.seq_length, console),
+        stopping=stopping,
+    )
+
+
+def _model(prepared: Prepared) -> tuple[Groups, Stage]:
+    config, architecture = prepared.config, prepared.architecture
+    cpu.prepare()
+    # A neighbour may be waiting for its partner.
+    patience = PATIENCE + timedelta(seconds=config.noloco.deadline_seconds)
+    routed = config.routing(prepared.topology).active
+    groups = build_groups(prepared.topology, routed, architecture.tied_embeddings, patience)
+    pretrained = config.training.pretrained
+    with PretrainedWeights(Path(pretrained), architecture) if pretrained else nullcontext() as read:
+        return groups, build_stage(architecture, config.compute, groups, config.training.seed, read)
+
+
+def _outer(config: RunConfig, weights: Weights, transport: Transport, place: Place) -> Rounds:
+    """The outer optimizer of this rank, or what stands in for it where there are no rounds."""
+    noloco = config.noloco
+    if not noloco.enabled:
+        return NoRounds(weights)
+    group_size, per_stage = noloco.group_size_among(place.replicas), noloco.grouping == "stage"
+    grouping = Grouping(place.replicas, group_size, config.training.seed, per_stage)
+    numbers = {field.name: getattr(noloco, field.name) for field in fields(OuterSettings)}
+    return OuterOptimizer(weights, transport, place, grouping, OuterSettings(**numbers))
+
+
+def _schedule(config: RunConfig) -> Schedule:
+    return Schedule(
+        steps=config.training.train_iters,
+        log_interval=config.training.log_interval,
+        save_interval=config.checkpoint.save_interval,
+        evaluation_interval=config.evaluation.interval,
+        evaluates=config.evaluation.iters > 0,
+    )
+
+
+def _console(prepared: Prepared, transport: Transport, start: Start, progress: str) -> Console:
+    config, topology = prepared.config, prepared.topology
+    training = config.training
+    # What one replica sends when a step's gradients go through a ring all-reduce over the replicas.
+    gradient_bytes = table_of(prepared.architecture).parameter_count * (
+        4 if config.precision == "fp32" else 2
+    )
+    facts = RunFacts(
+        unigram_entropy=prepared.datasets.unigram_entropy,
+        synchronous_bytes_per_step=2 * (topology.replicas - 1) / topology.replicas * gradient_bytes,
+        output_dir=str(Path(training.output_dir).resolve()),
+        how_to_continue="the same command"
+        + ("" if config.checkpoint.load == "auto" else ' with checkpoint.load "auto"'),
+        next_command=f"{os.path.relpath(sys.executable)} -m tensorboard.main --logdir {training.output_dir}",
+    )
+    console = Console(progress, training.train_iters, start.step, facts)
+    console.say(
+        *describe(config, topology, prepared.architecture),
+        f"data: {prepared.datasets.about}",
+        f"started by {prepared.world.launcher}; exchanges over {transport.name}",
+        *start.notes,
+    )
+    return console

@@ -1,0 +1,154 @@
+"""The start of a run: what one process checks and reads alone, and how it then joins the others."""
+
+import os
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_noloco.checkpoint.resume import Start, find_start
+from megatron_noloco.checkpoint.settings import CheckpointSettings
+from megatron_noloco.config import RunConfig
+from megatron_noloco.config.deepspeed_keys import TORCH_OPTIMIZERS
+from megatron_noloco.data.corpus import find_text
+from megatron_noloco.data.datasets import Datasets, Needs, build_datasets
+from megatron_noloco.data.indexed import IndexedTokens
+from megatron_noloco.data.microbatches import ValidationSource
+from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_noloco.huggingface.pretrained import check_fits
+from megatron_noloco.job.join import choose_transport, join, ranks_on_this_host
+from megatron_noloco.job.launcher import World, local_device, read_world
+from megatron_noloco.plans.samples import BatchPlan
+from megatron_noloco.plans.topology import Topology
+from megatron_noloco.quiet import quieten
+from megatron_noloco.spec.architecture import Architecture
+from megatron_noloco.spec.data import Source, TextSource
+from megatron_noloco.transport.protocol import Transport
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything about a run that one process can know."""
+
+    config: RunConfig
+    world: World
+    topology: Topology
+    architecture: Architecture
+    datasets: Datasets
+    plan: BatchPlan
+    validation: list[ValidationSource]  # one per dataset of the blend
+
+
+def prepare(config: RunConfig, environ: Mapping[str, str]) -> Prepared:
+    """Check the config against the launch and the data; raises ValueError with one clear line."""
+    quieten()
+    world = read_world(environ)
+    topology = config.topology(world.world_size)
+    tokenizer, architecture = check_start(config)
+    plan = BatchPlan(topology.replicas, topology.dp, config.microbatches, config.micro_batch_size)
+    evaluation = config.evaluation
+    needs = Needs(
+        vocab_size=architecture.vocab_size,
+        seq_length=architecture.seq_length,
+        global_batch=plan.global_batch,
+        seed=config.training.seed,
+        evaluates=evaluation.iters > 0,
+    )
+    datasets = build_datasets(config.source, tokenizer, needs)
+    count = None if evaluation.full else evaluation.iters
+    at_once = topology.pp if topology.vpp > 1 else 1  # what that schedule takes
+    validation = [
+        ValidationSource(part.dataset, config.micro_batch_size, count, part.weight, at_once)
+        for part in datasets.validation
+    ]
+    return Prepared(config, world, topology, architecture, datasets, plan, validation)
+
+
+def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
+    """The tokenizer and the model of a run that this machine could start; `config --check` calls it, too.
+
+    Changes nothing on disk. Data is looked for, not read. Raises ValueError, one line per problem.
+    """
+    _check_arithmetic(config)
+    _check_optimizer(config.deepspeed["optimizer"])
+    _check_writable(Path(config.training.output_dir))
+    tokenizer = build_tokenizer(config.tokenizer)
+    architecture = config.architecture(tokenizer.vocab_size)
+    if config.training.pretrained is not None:
+        check_fits(Path(config.training.pretrained), architecture)
+    _check_source(config.source)
+    return tokenizer, architecture
+
+
+def join_job(prepared: Prepared) -> tuple[Transport, Start]:
+    """Join the job, open the transport, find where to start.
+
+    Raises ValueError when the others or the transport cannot be had, or the checkpoint to continue from does not
+    fit, OSError when it cannot be read. Other ranks may then be waiting for this one: `job.leaving.abandon_job`.
+    """
+    world, cuda = prepared.world, torch.cuda.is_available()
+    if cuda:
+        world = replace(world, local_rank=local_device(world, torch.cuda.device_count()))
+        torch.cuda.set_device(world.local_rank)
+    join(world, "cpu:gloo,cuda:nccl" if cuda else "gloo")
+    if not cuda and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_on_this_host()))
+    transport = choose_transport(prepared.config.noloco.transport, world)
+    return transport, find_start(checkpoint_settings(prepared.config), prepared.topology)
+
+
+def checkpoint_settings(config: RunConfig) -> CheckpointSettings:
+    """What the run wants of its checkpoints."""
+    checkpoint = config.checkpoint
+    return CheckpointSettings(
+        folder=Path(config.training.output_dir) / "checkpoints",
+        run=config.to_dict(),
+        keep_last=checkpoint.keep_last,
+        async_save=checkpoint.async_save,
+        load=checkpoint.load,
+        fold=checkpoint.fewer_replicas == "fold",
+    )
+
+
+def _check_arithmetic(config: RunConfig) -> None:
+    if config.precision != "fp16" or torch.cuda.is_available():
+        return
+    if not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        raise ValueError(
+            "fp16.enabled: this machine has no GPU, and its CPU no fp16 arithmetic; use bf16 or fp32"
+        )
+
+
+def _check_optimizer(optimizer: Mapping[str, Any]) -> None:
+    """What only the optimizer itself knows, such as that SGD's Nesterov needs momentum."""
+    name = optimizer["type"]
+    if name.lower() == "lion" and not torch.cuda.is_available():
+        raise ValueError("optimizer.type: DeepSpeed's Lion needs a GPU; use AdamW")
+    if name in TORCH_OPTIMIZERS:
+        try:
+            getattr(torch.optim, name)([torch.zeros(1)], **optimizer["params"])
+        except (ValueError, RuntimeError) as error:
+            raise ValueError(f"optimizer.params: torch's {name} does not take them: {error}") from None
+
+
+def _check_writable(output_dir: Path) -> None:
+    """Now, not at the first log line or checkpoint; in the folder itself, or in that which will hold it."""
+    folder = output_dir.absolute()
+    try:
+        there = next(path for path in (folder, *folder.parents) if path.exists())
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise ValueError(f"training.output_dir: cannot write in {output_dir}: {error.strerror}") from None
+
+
+def _check_source(source: Source) -> None:
+    if isinstance(source, TextSource):
+        find_text(source.text)
+        return
+    for blend in filter(None, (source.train, source.validation)):
+        for prefix, _ in blend.parts:
+            IndexedTokens(prefix)
