@@ -12,7 +12,6 @@ made. Prints one JSON object.
 import argparse
 import json
 import os
-import resource
 import shutil
 import statistics
 import subprocess
@@ -25,19 +24,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.catalog import Manifest
 from megatron_noloco.checkpoint.files import FileRecord
-from megatron_noloco.config import RunConfig, parameter_count
+from megatron_noloco.config import RunConfig
 from megatron_noloco.files import write_whole
-from megatron_noloco.huggingface import safetensors_file
-from megatron_noloco.huggingface.export import export, open_source
-from megatron_noloco.huggingface.safetensors_file import Slot
-from megatron_noloco.model.shards import sharded_dimension
+from megatron_noloco.huggingface.export import export
+from megatron_noloco.huggingface.source import open_source
+from megatron_noloco.model.families import Parameter, table_of
 from megatron_noloco.plans.topology import Topology
+from megatron_noloco.spec.architecture import Architecture
 
-STAGES, SHARDS = 2, 2
+STAGES, TP = 2, 2
 CONVERT = "--convert"  # the program calls itself, to measure one conversion's memory
 
 
@@ -82,7 +82,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     ratios = [there / here for there, here in zip(seconds["convert"], seconds["copy"], strict=True)]
     return {
-        "parameters": parameter_count(config.architecture()),
+        "parameters": table_of(config.architecture(options.vocabulary)).parameter_count,
         "replicas": options.replicas,
         "dtype": options.dtype,
         "read_gb": round(sum(file.stat().st_size for file in weights) / 1e9, 3),
@@ -136,7 +136,8 @@ def timed(seconds: list[float], cpu_seconds: list[float]) -> Iterator[None]:
 
 
 def peak_rss() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    """Of this program alone; getrusage counts what the program that started it had in memory."""
+    return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 
 
 # A checkpoint as the ranks of a run would leave it, but for DeepSpeed's files and the outer momentum
@@ -149,7 +150,7 @@ def make_config(options: argparse.Namespace) -> RunConfig:
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": STAGES,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-            "parallel": {"pipeline_model_parallel_size": STAGES, "tensor_model_parallel_size": SHARDS},
+            "parallel": {"pipeline_model_parallel_size": STAGES, "tensor_model_parallel_size": TP},
             "model": {
                 "num_layers": options.layers,
                 "hidden_size": hidden,
@@ -167,13 +168,14 @@ def make_config(options: argparse.Namespace) -> RunConfig:
 
 
 def write_checkpoint(checkpoints: Path, config: RunConfig, replicas: int) -> Path:
-    topology = Topology(replicas, STAGES, 1, SHARDS)
+    topology = Topology(replicas, STAGES, 1, TP)
+    architecture = config.architecture(config.model.vocab_size or 0)
     step_folder = catalog.step_folder(checkpoints, 1)
     for rank in range(topology.world_size):
         position = topology.position(rank)
         folder = catalog.replica_folder(step_folder, position.replica)
         folder.mkdir(parents=True, exist_ok=True)
-        layout = stage_layout(config, position.stage)
+        layout = stage_layout(architecture, position.stage)
         length = sum(torch.Size(shape).numel() for _, shape in layout)
         name = f"{catalog.rank_name(position)}.safetensors"
         write_whole(folder / name, lambda path, length=length: write_random(path, length))
@@ -182,40 +184,23 @@ def write_checkpoint(checkpoints: Path, config: RunConfig, replicas: int) -> Pat
     return step_folder
 
 
-def stage_layout(config: RunConfig, stage: int) -> list[tuple[str, list[int]]]:
-    """Names and shapes of one shard's parameters of a stage, in the order Megatron-core defines them."""
-    model = config.model
-    hidden, ffn = model.hidden_size, model.ffn_hidden_size
-    attention = model.num_attention_heads * model.head_size
-    vocabulary = [config.architecture().padded_vocab_size, hidden]
-    layer = {
-        "input_layernorm.weight": [hidden],
-        "self_attention.linear_proj.weight": [hidden, attention],
-        "self_attention.linear_qkv.weight": [attention + 2 * model.query_groups * model.head_size, hidden],
-        "pre_mlp_layernorm.weight": [hidden],
-        "mlp.linear_fc1.weight": [2 * ffn, hidden],
-        "mlp.linear_fc2.weight": [hidden, ffn],
-    }
-    full = {"embedding.word_embeddings.weight": vocabulary} if stage == 0 else {}
-    for index in range(model.num_layers // STAGES):
-        full |= {f"decoder.layers.{index}.{name}": shape for name, shape in layer.items()}
-    if stage == STAGES - 1:
-        full |= {"decoder.final_layernorm.weight": [hidden], "output_layer.weight": vocabulary}
-    return [(f"chunks.0.{name}", tp(name, shape)) for name, shape in full.items()]
+def stage_layout(architecture: Architecture, stage: int) -> list[tuple[str, list[int]]]:
+    """Names and shapes of a rank's parameters, in the order Megatron-core defines them."""
+    first_layer = stage * architecture.num_layers // STAGES
+    layers = range(first_layer, first_layer + architecture.num_layers // STAGES)
 
+    def is_here(parameter: Parameter) -> bool:
+        if parameter.layer is None:
+            return stage == (0 if parameter.name.startswith("embedding.") else STAGES - 1)
+        return parameter.layer in layers
 
-def tp(name: str, shape: list[int]) -> list[int]:
-    dimension = sharded_dimension(name)
-    return [size // SHARDS if place == dimension else size for place, size in enumerate(shape)]
+    return [(p.name, list(p.slice_shape(TP))) for p in table_of(architecture) if is_here(p)]
 
 
 def write_random(path: Path, length: int) -> None:
-    """One vector, in pieces; the same million random numbers again and again, which no copy can profit from."""
+    """One vector: the same million random numbers again and again, which no copy can profit from."""
     piece = torch.randn(min(length, 1 << 20))
-    with path.open("wb") as file:
-        file.write(safetensors_file.header([Slot("slow_weights", (length,), torch.float32)]))
-        for start in range(0, length, len(piece)):
-            file.write(memoryview(piece[: length - start].numpy()))
+    save_file({"slow_weights": piece.repeat(-(-length // len(piece)))[:length].contiguous()}, path)
 
 
 if __name__ == "__main__":

@@ -64,10 +64,10 @@ def main() -> None:
     parser.add_argument("--seq-length", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=40, help=f"timed repeats, after {WARM_UPS} to warm up")
     options = parser.parse_args()
-    if options.replicas < 2 or options.pp < 2:
+    if options.replicas < 2 or options.stages < 2:
         raise SystemExit("there is nothing to route with fewer than 2 replicas of 2 stages")
     config = configuration(options)
-    ranks = options.replicas * options.pp
+    ranks = options.replicas * options.stages
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
             run_rank, args=(ranks, folder, config, options.repeats), nprocs=ranks, start_method="fork"
@@ -82,7 +82,7 @@ def configuration(options: argparse.Namespace) -> RunConfig:
             "train_micro_batch_size_per_gpu": options.micro_batch_size,
             "gradient_accumulation_steps": options.microbatches,
             "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
-            "parallel": {"replicas": options.replicas, "pipeline_model_parallel_size": options.pp},
+            "parallel": {"replicas": options.replicas, "pipeline_model_parallel_size": options.stages},
             "model": {
                 "num_layers": options.layers,
                 "hidden_size": options.hidden,
@@ -115,7 +115,7 @@ def make_ways(config: RunConfig, topology: Topology) -> dict[str, Callable[[int]
     cpu.prepare()
     p2p_communication.torch = cpu._HostTorch()  # core's communicator asks for the current CUDA device
     inside, across = build_groups(topology, routed=False), build_groups(topology, routed=True)
-    stage = build_stage(config, inside, VOCABULARY)
+    stage = build_stage(config.architecture(VOCABULARY), config.compute, inside, config.training.seed)
     shape = (config.micro_batch_size, config.model.seq_length)
     batch = torch.randint(VOCABULARY, shape), torch.randint(VOCABULARY, shape)
 

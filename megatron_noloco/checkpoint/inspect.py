@@ -4,7 +4,6 @@ Reads manifests and safetensors only, a piece of the replicas' vectors at a time
 """
 
 import math
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -17,7 +16,7 @@ from megatron_noloco.checkpoint.vector import FlatVector
 from megatron_noloco.plans.topology import Position
 from megatron_noloco.spec.method import active_method
 
-_BLOCK = 1 << 20  # elements of every replica in memory at a time
+_BLOCK = 1 << 24  # elements in memory at a time, of all replicas together
 
 
 def inspect(path: str) -> list[str]:
@@ -89,17 +88,14 @@ def _stage_spread(folder: Path, manifests: list[Manifest], stage: int) -> float:
     for dp in range(topology.dp):
         for tp in range(topology.tp):
             name = f"{catalog.rank_name(Position(0, stage, dp, tp))}.safetensors"
-            with ExitStack() as stack:
-                vectors = [
-                    stack.enter_context(
-                        FlatVector(catalog.replica_folder(folder, replica) / name, "slow_weights")
-                    )
-                    for replica in range(topology.replicas)
-                ]
-                length = vectors[0].length
-                for start in range(0, length, _BLOCK):
-                    squares += _variance([v.read(start, min(start + _BLOCK, length)) for v in vectors])
-                count += length
+            vectors = [
+                FlatVector(catalog.replica_folder(folder, replica) / name, "slow_weights")
+                for replica in range(topology.replicas)
+            ]
+            length, block = vectors[0].length, max(_BLOCK // topology.replicas, 1 << 20)
+            for start in range(0, length, block):
+                squares += _variance([v.read(start, min(start + block, length)) for v in vectors])
+            count += length
     return math.sqrt(squares / count)
 
 

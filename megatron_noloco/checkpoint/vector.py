@@ -1,33 +1,32 @@
-"""One flat vector in a safetensors file, read piece by piece.
+"""One flat vector in a safetensors file, read piece by piece."""
 
-Not memory-mapped: pages of a mapped file count as the process's memory, and reading a model through them
-would show (and on a small machine be) the size of the model.
-"""
-
-import json
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from torch import Tensor
 
+_PIECE = 1 << 24  # elements read with the file opened once
 
+
+@dataclass(frozen=True)
 class FlatVector:
-    """Numbers in fp32 under one name of a file; use as a context manager."""
+    """Numbers in fp32 under one name of a file.
 
-    def __init__(self, path: Path, name: str) -> None:
-        self._file = path.open("rb")
-        header_bytes = int.from_bytes(self._file.read(8), "little")
-        entry = json.loads(self._file.read(header_bytes))[name]
-        assert entry["dtype"] == "F32", f"{path}: {name} is {entry['dtype']}"
-        first, last = entry["data_offsets"]
-        self._start = 8 + header_bytes + first
-        self.length = (last - first) // 4
+    The file is opened again for every piece. The library maps it into memory, and what was read of a mapped file
+    counts as memory of the process until the map is closed: 1.6 GB read through one open file were 1.6 GB in use,
+    read like this 64 MB. Opening takes 7 ms.
+    """
 
-    def __enter__(self) -> "FlatVector":
-        return self
+    path: Path
+    name: str
 
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
+    @cached_property
+    def length(self) -> int:
+        with safe_open(self.path, framework="pt") as file:
+            return int(file.get_slice(self.name).get_shape()[0])
 
     def read(self, start: int, stop: int) -> Tensor:
         """Elements `start` to `stop`, in memory of their own."""
@@ -37,6 +36,7 @@ class FlatVector:
 
     def read_into(self, piece: Tensor, start: int) -> None:
         """Fill `piece` with the elements from `start` on."""
-        self._file.seek(self._start + 4 * start)
-        read_bytes = self._file.readinto(piece.numpy())  # type: ignore[arg-type]
-        assert read_bytes == piece.nbytes, f"{self._file.name}: ends early"
+        for part in piece.split(_PIECE):
+            with safe_open(self.path, framework="pt") as file:
+                part.copy_(file.get_slice(self.name)[start : start + len(part)])
+            start += len(part)

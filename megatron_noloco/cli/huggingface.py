@@ -24,7 +24,7 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     export.set_defaults(run=_export)
 
     import_ = commands.add_parser("import", help="Hugging Face folder -> a config that trains on from it")
-    import_.add_argument("folder", help="a Hugging Face Llama with safetensors")
+    import_.add_argument("folder", help="a Hugging Face model with safetensors")
     import_.add_argument("--config", required=True, help="the run's JSON; its model block is replaced")
     import_.add_argument("--output", required=True, help="the JSON to write")
     import_.set_defaults(run=_import)
@@ -52,12 +52,13 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 def _export(args: argparse.Namespace) -> int:
     from megatron_noloco.huggingface.check import TOLERANCE, check_export
-    from megatron_noloco.huggingface.export import export, losses_report, open_source
+    from megatron_noloco.huggingface.export import export
+    from megatron_noloco.huggingface.source import open_source
 
     source = open_source(Path(args.checkpoint), args.combine)
     output = Path(args.output)
     export(source, output, args.dtype, parse_size(args.max_shard_size))
-    say(*losses_report(source))
+    say(*source.losses_report())
     difference = check_export(source, output)
     say(f"logits: largest difference from the trainer's own {difference:.1e} (must be below {TOLERANCE:g})")
     if not difference < TOLERANCE:  # NaN is no agreement either
@@ -67,35 +68,23 @@ def _export(args: argparse.Namespace) -> int:
 
 
 def _import(args: argparse.Namespace) -> int:
-    from megatron_noloco.config import RunConfig, load_config
-    from megatron_noloco.data.tokenizer import build_tokenizer
-    from megatron_noloco.huggingface import llama as huggingface
-    from megatron_noloco.huggingface.tokenizer import check_tokenizer, with_tokenizer_of
+    from megatron_noloco.config import load_config
+    from megatron_noloco.huggingface.pretrained import import_folder
 
-    folder = Path(args.folder)
-    template = load_config(args.config)
-    raw = json.loads(Path(args.config).read_text())
-    raw["model"] = {
-        **raw.get("model", {}),
-        **huggingface.model_block(folder),
-        "seq_length": template.model.seq_length,
-        "make_vocab_size_divisible_by": template.parallel.tensor_model_parallel_size,
-    }
-    raw["training"]["pretrained"] = str(folder.resolve())
-    raw["data"] = with_tokenizer_of(folder, raw["data"])
-    config = RunConfig.from_dict(raw)
-    huggingface.check_fits(folder, config.model)
-    check_tokenizer(folder, build_tokenizer(config.tokenizer), config.model.vocab_size or 0)
+    load_config(args.config)  # for its messages, which name the file
+    template = json.loads(Path(args.config).read_text(encoding="utf-8-sig"))
+    raw = import_folder(Path(args.folder), template)
     Path(args.output).write_text(json.dumps(raw, indent=2) + "\n")
-    if raw["data"].get("tokenizer_model") != template.data.tokenizer_model:
+    if raw["data"] != template["data"]:
         say("data.tokenizer_model: the model's own; a dataset in data_path must have been made with it")
-    say(f"{args.output}: trains on from {folder}")
+    say(f"{args.output}: trains on from {args.folder}")
     return 0
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from megatron_noloco.huggingface.export import export, open_source
+    from megatron_noloco.huggingface.export import export
     from megatron_noloco.huggingface.generate import generate
+    from megatron_noloco.huggingface.source import open_source
 
     options = (args.prompt, args.tokens, args.temperature, args.seed)
     if args.hf:
@@ -116,7 +105,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     model = open_model(Path(args.model), args.data, args.seq_length)
-    for figures in evaluate(model, args.data, args.samples):
+    for figures in evaluate(model, args.samples):
         say(
             f"{figures.model} on {figures.dataset}: loss {figures.loss:.4f} nats per token, "
             f"perplexity {figures.perplexity:.4f} ({figures.tokens} tokens)"

@@ -4,6 +4,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from megatron_noloco.config import deepspeed_keys
 from megatron_noloco.spec.method import ActiveMethod, Method, active_method
 
 Positive = Annotated[int, Field(ge=1)]
@@ -139,15 +140,7 @@ class CheckpointConfig(Block):
     """Replaces DeepSpeed's block of the same name: DeepSpeed writes no checkpoints here."""
 
     NOT_HERE: ClassVar[dict[str, str]] = dict.fromkeys(
-        (
-            "tag_validation",
-            "checkpoint_serialization",
-            "writer",
-            "load_universal",
-            "use_node_local_storage",
-            "parallel_write",
-        ),
-        "checkpoints are written by megatron_noloco, not by DeepSpeed; delete it",
+        deepspeed_keys.CHECKPOINT, "checkpoints are written by megatron_noloco, not by DeepSpeed; delete it"
     )
 
     save_interval: NonNegative = Field(
@@ -190,10 +183,10 @@ class EvaluationConfig(Block):
 class TensorBoardConfig(Block):
     """Replaces DeepSpeed's block of the same name, whose monitor would write for global rank 0 only."""
 
-    NOT_HERE: ClassVar[dict[str, str]] = {
-        "output_path": "events are written to training.output_dir/replica_XX; set training.output_dir",
-        "job_name": "events are written to training.output_dir/replica_XX; set training.output_dir",
-    }
+    NOT_HERE: ClassVar[dict[str, str]] = dict.fromkeys(
+        ("output_path", "job_name"),
+        "events are written to training.output_dir/replica_XX; set training.output_dir",
+    )
 
     enabled: bool = Field(
         default=True,

@@ -51,7 +51,7 @@ def resolve(
         *deepspeed_optimizer.check(values, "optimizer" in raw),
         *_zero(values),
     ]
-    for block in sorted(deepspeed_models.CHECKED & values.keys()):
+    for block in sorted(keys.CHECKED & values.keys()):
         problems += deepspeed_models.problems_in(block, values[block])
     return values, [*problems, *_precision(values)]
 
@@ -89,7 +89,7 @@ def _old_names(values: dict[str, Any]) -> Iterator[Problem]:
 
 def _objects(values: dict[str, Any]) -> Iterator[Problem]:
     """A block that is no object would make every later question fail: it is reported and dropped."""
-    for block in sorted((deepspeed_models.CHECKED | {"optimizer", "scheduler"}) & values.keys()):
+    for block in sorted((keys.CHECKED | {"optimizer", "scheduler"}) & values.keys()):
         if not isinstance(values[block], dict):
             if values[block] != AUTO or block == "optimizer":
                 yield wrong_value((block,), "an object", values[block])
@@ -108,7 +108,7 @@ def _autos(values: dict[str, Any], train_iters: int | None) -> Iterator[Problem]
             elif value == AUTO:
                 text = f'{block}.params.{name}: "auto" has no meaning here; give a number'
                 yield Problem((block,), text)
-    for block in deepspeed_models.CHECKED & values.keys():
+    for block in keys.CHECKED & values.keys():
         values[block] = {name: value for name, value in values[block].items() if value != AUTO}
     for key in [key for key, value in values.items() if value == AUTO]:
         del values[key]

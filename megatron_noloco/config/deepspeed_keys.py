@@ -45,6 +45,16 @@ REMOVED = _words("""
     progressive_layer_drop quantize_training sparse_attention sparse_gradients
     """)
 
+# The blocks for which DeepSpeed has a pydantic model, or we have: see deepspeed_models.
+CHECKED = _words("""
+    zero_optimization bf16 fp16 data_types wandb csv_monitor comet comms_logger timers compile
+    """)
+
+# What DeepSpeed reads in its block `checkpoint`, whose name ours has.
+CHECKPOINT = _words("""
+    tag_validation checkpoint_serialization writer load_universal use_node_local_storage parallel_write
+    """)
+
 # What the optimizers take, under DeepSpeed's names for its own and torch's for the others.
 _ADAM = _words("""
     lr betas eps weight_decay amsgrad bias_correction torch_adam adam_w_mode fp32_optimizer_states set_grad_none

@@ -17,21 +17,6 @@ from megatron_noloco.config.blocks import Block
 from megatron_noloco.config.wording import Problem, problems_of
 from megatron_noloco.quiet import quieten
 
-# The blocks for which there is a model.
-CHECKED = frozenset(
-    {
-        "zero_optimization",
-        "bf16",
-        "fp16",
-        "data_types",
-        "wandb",
-        "csv_monitor",
-        "comet",
-        "comms_logger",
-        "timers",
-        "compile",
-    }
-)
 _Float = Literal["fp32", "bf16", "fp16"]
 
 

@@ -1,11 +1,12 @@
 """The block `model`, in Megatron's words, and the architecture it stands for."""
 
+from dataclasses import fields
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from megatron_noloco.config.blocks import Block, Positive
-from megatron_noloco.spec.architecture import Architecture
+from megatron_noloco.spec.architecture import Architecture, Compute, Precision
 
 
 class ModelConfig(Block):
@@ -80,19 +81,17 @@ class ModelConfig(Block):
                 f"set it to {tokenizer_vocab} or leave it out"
             )
         multiple = self.make_vocab_size_divisible_by
-        return Architecture(
-            family=self.family,
-            num_layers=self.num_layers,
-            hidden_size=self.hidden_size,
-            ffn_hidden_size=self.ffn_hidden_size,
-            num_attention_heads=self.num_attention_heads,
-            num_query_groups=self.query_groups,
-            kv_channels=self.head_size,
-            seq_length=self.seq_length,
-            vocab_size=vocab,
-            padded_vocab_size=-(-vocab // multiple) * multiple,
-            rotary_base=self.rotary_base,
-            norm_epsilon=self.norm_epsilon,
-            tied_embeddings=not self.untie_embeddings_and_output_weights,
-            init_method_std=self.init_method_std,
-        )
+        as_written = self.model_dump(include={field.name for field in fields(Architecture)})
+        settled = {
+            "num_query_groups": self.query_groups,
+            "kv_channels": self.head_size,
+            "vocab_size": vocab,
+            "padded_vocab_size": -(-vocab // multiple) * multiple,
+            "tied_embeddings": not self.untie_embeddings_and_output_weights,
+        }
+        return Architecture(**{**as_written, **settled})
+
+    def compute(self, precision: Precision) -> Compute:
+        """How this model is computed with numbers of `precision`."""
+        names = {field.name for field in fields(Compute)} - {"precision"}
+        return Compute(precision=precision, **self.model_dump(include=names))

@@ -136,16 +136,7 @@ class RunConfig:
     @property
     def compute(self) -> Compute:
         """How the model is computed."""
-        model = self.model
-        return Compute(
-            precision=self.precision,
-            hidden_dropout=model.hidden_dropout,
-            attention_dropout=model.attention_dropout,
-            recompute_granularity=model.recompute_granularity,
-            recompute_method=model.recompute_method,
-            recompute_num_layers=model.recompute_num_layers,
-            transformer_impl=model.transformer_impl,
-        )
+        return self.model.compute(self.precision)
 
     @property
     def source(self) -> Source:

@@ -3,24 +3,11 @@
 from megatron_noloco.config.blocks import NolocoConfig
 from megatron_noloco.config.run_config import RunConfig
 from megatron_noloco.config.wording import count
+from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.stability import rounds_to_halve, spread_factor
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.spec.architecture import Architecture
-
-
-def parameter_count(architecture: Architecture) -> int:
-    """Weights of the whole model (a Llama without biases), the padded vocabulary included."""
-    hidden, head = architecture.hidden_size, architecture.kv_channels
-    queries, keys_and_values = (
-        architecture.num_attention_heads * head,
-        2 * architecture.num_query_groups * head,
-    )
-    attention = hidden * (queries + keys_and_values) + queries * hidden
-    mlp = 3 * hidden * architecture.ffn_hidden_size  # gate, up, down
-    tables = 1 if architecture.tied_embeddings else 2
-    layers = architecture.num_layers * (attention + mlp + 2 * hidden)
-    return layers + hidden + tables * architecture.padded_vocab_size * hidden
 
 
 def describe(config: RunConfig, topology: Topology, architecture: Architecture | None = None) -> list[str]:
@@ -39,7 +26,7 @@ def describe(config: RunConfig, topology: Topology, architecture: Architecture |
     ]
     if architecture is not None:
         rows = architecture.padded_vocab_size
-        lines.append(f"parameters: {parameter_count(architecture):,} (padded vocabulary {rows:,})")
+        lines.append(f"parameters: {table_of(architecture).parameter_count:,} (padded vocabulary {rows:,})")
     return lines
 
 

@@ -95,8 +95,8 @@ class ReplicaEngine:
             scheduler.step(scheduler.last_batch_iteration)  # the rate of the step reached, by this schedule
 
     def parameter_layout(self) -> list[tuple[str, list[int]]]:
-        """Name (within this rank's stage) and shape of each parameter, in the order of the flat weights."""
-        names = {parameter: name for name, parameter in self._deepspeed.module.named_parameters()}
+        """Name (in the unsplit model) and shape of each parameter, in the order of the flat weights."""
+        names = {parameter: row.name for row, parameter in self.pipeline.stage.named_rows()}
         bit16_groups = getattr(self._optimizer, "bf16_groups", None) or self._optimizer.bit16_groups
         return [(names[parameter], list(parameter.shape)) for group in bit16_groups for parameter in group]
 

@@ -1,1 +1,1 @@
-"""What people do with a trained ensemble: one model out of many, in Hugging Face's format, and text out of it."""
+"""Everything Hugging Face: folders read and written, the check of an export, text, evaluation by a whole model."""

@@ -1,17 +1,13 @@
 """The model card of an export: how this model came about, in figures."""
 
 import json
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from megatron_noloco.huggingface.export import Source
+from megatron_noloco.checkpoint.inspect import stage_spreads
+from megatron_noloco.huggingface.source import Source
 
 
-def model_card(source: "Source") -> str:
-    from megatron_noloco.checkpoint.inspect import stage_spreads
-    from megatron_noloco.huggingface.export import losses_report
-
-    manifest, config = source.manifests[0], source.config
+def model_card(source: Source) -> str:
+    manifest, family = source.manifests[0], source.architecture.family
     topology = manifest.topology
     what = (
         f"the mean of {topology.replicas} replicas' slow weights"
@@ -21,18 +17,18 @@ def model_card(source: "Source") -> str:
     lines = [
         "---",
         "library_name: transformers",
-        "tags: [llama, noloco]",
+        f"tags: [{family}, noloco]",
         "---",
-        f"# A Llama trained with {config.noloco.active_method}",
+        f"# A {family.capitalize()} trained with {source.config.noloco.active_method}",
         "",
         f"This model is {what}, trained with megatron_noloco (NoLoCo, arXiv 2506.10911).",
         "",
         f"- local steps: {manifest.step}",
-        f"- tokens, all replicas together: {manifest.consumed_samples * config.model.seq_length}",
+        f"- tokens, all replicas together: {manifest.consumed_samples * source.architecture.seq_length}",
         f"- replicas x pipeline x data x tensor parallel sizes: {topology.replicas} x {topology.pp} x "
         f"{topology.dp} x {topology.tp}",
     ]
-    lines += [f"- {line}" for line in losses_report(source)]
+    lines += [f"- {line}" for line in source.losses_report()]
     if topology.replicas > 1:
         lines += [
             f"- spread between the replicas, stage {stage}: {spread:.3E}"

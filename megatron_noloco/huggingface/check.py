@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_noloco.checkpoint.reader import CheckpointReader
-from megatron_noloco.huggingface.export import DTYPES, UNFINISHED, Source
+from megatron_noloco.huggingface.export import DTYPES, UNFINISHED
 from megatron_noloco.huggingface.forward import WholeModel
+from megatron_noloco.huggingface.source import Source
 
 TOLERANCE = 1e-4  # largest difference of a logit, both models in fp32
 
@@ -20,8 +20,8 @@ def check_export(source: Source, output: Path) -> float:
     assembled from the checkpoint's own tensors, not from the exported ones, rounded as the export rounds them.
     """
     tokens = torch.randint(
-        source.vocab_size,
-        (2, min(64, source.config.model.seq_length)),
+        source.architecture.vocab_size,
+        (2, min(64, source.architecture.seq_length)),
         generator=torch.Generator().manual_seed(0),
     )
     difference = float((_logits_there(output, tokens) - _logits_here(source, output, tokens)).abs().max())
@@ -42,12 +42,7 @@ def _logits_there(output: Path, tokens: Tensor) -> Tensor:
 
 def _logits_here(source: Source, output: Path, tokens: Tensor) -> Tensor:
     """Megatron-core's forward pass, as one rank, in fp32."""
-    rounding = DTYPES[_dtype(output)]
-    model = WholeModel(source.config, source.vocab_size)
-    with CheckpointReader(source.folder, source.manifests) as reader:
-        model.load(lambda name: reader.read(name, source.replicas).to(rounding))
-    return model.logits(tokens)[..., : source.vocab_size]
-
-
-def _dtype(output: Path) -> str:
-    return str(json.loads((output / "config.json").read_text())["dtype"])
+    rounding = DTYPES[json.loads((output / "config.json").read_text())["dtype"]]
+    model, reader = WholeModel(source.architecture), source.reader()
+    model.load(lambda name: reader.read(name, source.replicas).to(rounding))
+    return model.logits(tokens)[..., : source.architecture.vocab_size]

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face folder: its JSON and its safetensors, read one tensor at a time."""
+"""A Hugging Face folder: its architecture from config.json, its weights from safetensors, one tensor at a time."""
 
 import json
 from contextlib import ExitStack
@@ -8,37 +8,54 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_noloco.model.families import architecture_of, table_of
+from megatron_noloco.spec.architecture import Architecture
 
-class HuggingFaceWeights:
-    """Reads single tensors from a folder of safetensors, memory-mapped; use as a context manager."""
 
-    def __init__(self, folder: Path) -> None:
+def read_architecture(folder: Path) -> Architecture:
+    """What the folder's config describes; raises ValueError, in one line, where no model of ours can be that."""
+    path = folder / "config.json"
+    theirs = read_object(path, "give the folder of a Hugging Face model")
+    try:
+        return architecture_of(theirs)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+class PretrainedWeights:
+    """The weights of a folder as parameters of an architecture, memory-mapped; use as a context manager."""
+
+    def __init__(self, folder: Path, architecture: Architecture) -> None:
         self.folder = folder
+        self._table = table_of(architecture)
         self._where = _find_tensors(folder)
         self._stack = ExitStack()
         self._open: dict[str, Any] = {}
 
-    def __enter__(self) -> "HuggingFaceWeights":
+    def __enter__(self) -> "PretrainedWeights":
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def __call__(self, name: str) -> Tensor:
-        """Raises ValueError when the tensor or its file is missing, or cannot be read."""
-        file = self._file(name)
-        try:
-            return file.get_tensor(name)
-        except SafetensorError as error:
-            raise ValueError(f"{self._path(name)}: {error}") from None
+        """The full parameter of that name in the unsplit model, in the folder's precision.
 
-    def check(self, name: str, shape: list[int]) -> None:
-        """Raises ValueError unless the tensor is there, of this shape, and holds plain floating-point numbers."""
-        file = self._file(name)
-        try:
-            header = file.get_slice(name)
-        except SafetensorError as error:
-            raise ValueError(f"{self._path(name)}: {error}") from None
+        Raises ValueError when a tensor or its file is missing, or cannot be read.
+        """
+        return self._table.find(name).from_hf(self._tensor)
+
+    def check(self) -> None:
+        """Raise ValueError unless all tensors are there, of their shapes, in plain floating-point numbers.
+
+        Reads the headers of the files only.
+        """
+        for parameter in self._table:
+            for name, shape in parameter.hf_shapes.items():
+                self._check(name, list(shape))
+
+    def _check(self, name: str, shape: list[int]) -> None:
+        header = self._get(name, "get_slice")
         if header.get_dtype() not in ("F32", "BF16", "F16"):
             raise ValueError(
                 f"{self._path(name)}: {name} is {header.get_dtype()}; "
@@ -47,19 +64,22 @@ class HuggingFaceWeights:
         if header.get_shape() != shape:
             raise ValueError(f"{self._path(name)}: {name} is {header.get_shape()}, not {shape}")
 
-    def _path(self, name: str) -> Path:
-        return self.folder / self._where[name]
+    def _tensor(self, name: str) -> Tensor:
+        return self._get(name, "get_tensor")
 
-    def _file(self, name: str) -> Any:
+    def _get(self, name: str, how: str) -> Any:
         if name not in self._where:
             raise ValueError(f"{self.folder}: no tensor {name}")
         path = self._path(name)
-        if path.name not in self._open:
-            try:
+        try:
+            if path.name not in self._open:
                 self._open[path.name] = self._stack.enter_context(safe_open(path, framework="pt"))
-            except (OSError, SafetensorError) as error:
-                raise ValueError(f"{path}: {error}") from None
-        return self._open[path.name]
+            return getattr(self._open[path.name], how)(name)
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    def _path(self, name: str) -> Path:
+        return self.folder / self._where[name]
 
 
 def _find_tensors(folder: Path) -> dict[str, str]:

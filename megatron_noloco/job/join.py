@@ -81,26 +81,25 @@ def _store_found_by_mpi(world: World) -> dist.TCPStore:
     same_host = len(set(mpi.share_with_all(socket.gethostname()))) == 1
     if world.rank == 0:
         address = os.environ.get("MASTER_ADDR") or (_LOCAL_HOST if same_host else _reachable_address())
-        store = _serve(world, address, int(os.environ.get("MASTER_PORT", "0")))
+        store = _store(world, address, int(os.environ.get("MASTER_PORT", "0")))
         mpi.share_with_all(f"{address} {store.port}")
         return store
     address, port = mpi.share_with_all("")[0].split()
-    return _connect(world, address, int(port))
+    return _store(world, address, int(port))
 
 
 def _store_found_by_name(world: World) -> dist.TCPStore:
     """Without MPI every rank works out alone where rank 0 is: from MASTER_*, or from Slurm's job."""
     address = os.environ.get("MASTER_ADDR") or _host_of_rank_0(world)
     port = int(os.environ.get("MASTER_PORT", launcher.slurm_port(os.environ)))
-    return _serve(world, address, port) if world.rank == 0 else _connect(world, address, port)
+    return _store(world, address, port)
 
 
-def _serve(world: World, address: str, port: int) -> dist.TCPStore:
-    return dist.TCPStore(address, port, world.world_size, True, _PATIENCE, wait_for_workers=False)
-
-
-def _connect(world: World, address: str, port: int) -> dist.TCPStore:
-    return dist.TCPStore(address, port, world.world_size, False, _PATIENCE, wait_for_workers=False)
+def _store(world: World, address: str, port: int) -> dist.TCPStore:
+    """Rank 0 serves it, the others connect to it."""
+    return dist.TCPStore(
+        address, port, world.world_size, world.rank == 0, timeout=_PATIENCE, wait_for_workers=False
+    )
 
 
 def _host_of_rank_0(world: World) -> str:

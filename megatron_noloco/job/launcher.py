@@ -4,7 +4,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Launcher = Literal["single", "torchrun", "deepspeed", "environment", "mpirun", "srun"]
 Environ = Mapping[str, str]
@@ -19,9 +19,13 @@ class World:
     world_size: int
     launcher: Launcher
 
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """In the order of a launcher's variables."""
+        return self.rank, self.local_rank, self.world_size
 
-@dataclass(frozen=True)
-class _Names:
+
+class _Names(NamedTuple):
     """The environment variables in which a launcher writes a process's place."""
 
     rank: str
@@ -54,7 +58,7 @@ def read_world(environ: Environ) -> World:
         return _agreeing_with_torch(_read("srun", _SLURM, environ), _SLURM, environ)
     if _HYDRA.rank in environ:
         return _agreeing_with_torch(_read("mpirun", _HYDRA, environ), _HYDRA, environ)
-    if any(name in environ for name in (_TORCH.rank, _TORCH.local_rank, _TORCH.world_size)):
+    if any(name in environ for name in _TORCH):
         return _read("environment", _TORCH, environ)
     return World(rank=0, local_rank=0, world_size=1, launcher="single")
 
@@ -69,40 +73,32 @@ def _by_deepspeed(environ: Environ) -> bool:
 
 def _read(launcher: Launcher, names: _Names, environ: Environ) -> World:
     values = {}
-    for name in (names.rank, names.local_rank, names.world_size):
+    for name in names:
         text = environ.get(name)
         if text is None:
+            present = " and ".join(f"{other}={environ[other]}" for other in names if other in environ)
             raise ValueError(
-                f"environment: {name} is not set although {_present(names, environ)}; "
+                f"environment: {name} is not set although {present}; "
                 f"set {names.rank}, {names.local_rank} and {names.world_size}, or none of them"
             )
         if not text.isdecimal():
             raise ValueError(f"environment: {name}={text!r} is not a number; it must be 0, 1, 2, ...")
         values[name] = int(text)
-    world = World(values[names.rank], values[names.local_rank], values[names.world_size], launcher)
-    if world.world_size < 1:
+    size = values[names.world_size]
+    if size < 1:
         raise ValueError(f"environment: {names.world_size}=0; a world has at least one rank")
-    for name, rank in ((names.rank, world.rank), (names.local_rank, world.local_rank)):
-        if rank >= world.world_size:
+    for name in (names.rank, names.local_rank):
+        if values[name] >= size:
             raise ValueError(
-                f"environment: {name}={rank} but {names.world_size}={world.world_size}; "
-                f"{name} must lie between 0 and {world.world_size - 1}"
+                f"environment: {name}={values[name]} but {names.world_size}={size}; "
+                f"{name} must lie between 0 and {size - 1}"
             )
-    return world
-
-
-def _present(names: _Names, environ: Environ) -> str:
-    present = [name for name in (names.rank, names.local_rank, names.world_size) if name in environ]
-    return " and ".join(f"{name}={environ[name]}" for name in present)
+    return World(values[names.rank], values[names.local_rank], size, launcher)
 
 
 def _agreeing_with_torch(world: World, names: _Names, environ: Environ) -> World:
     """`world`, unless torch's variables are set too and say otherwise: a leftover of another launch."""
-    for theirs, ours, value in (
-        (_TORCH.rank, names.rank, world.rank),
-        (_TORCH.local_rank, names.local_rank, world.local_rank),
-        (_TORCH.world_size, names.world_size, world.world_size),
-    ):
+    for theirs, ours, value in zip(_TORCH, names, world.place, strict=True):
         if environ.get(theirs, str(value)) != str(value):
             raise ValueError(
                 f"environment: {theirs}={environ[theirs]} but {ours}={value} under {world.launcher}; "
@@ -113,12 +109,7 @@ def _agreeing_with_torch(world: World, names: _Names, environ: Environ) -> World
 
 def export(world: World, environ: MutableMapping[str, str]) -> None:
     """Set torch's variables, which DeepSpeed reads."""
-    for name, value in (
-        (_TORCH.rank, world.rank),
-        (_TORCH.local_rank, world.local_rank),
-        (_TORCH.world_size, world.world_size),
-    ):
-        environ[name] = str(value)
+    environ.update(zip(_TORCH, map(str, world.place), strict=True))
 
 
 def mpi_world_size(environ: Environ) -> int | None:

@@ -31,4 +31,4 @@ __all__ = [
     "Record",
     "Reduction",
     "unrecorded",
-]
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""The model: a Llama stage built from Megatron-core, its process groups, and its pipeline schedule.
+"""The model: tables of model families, and the stage that Megatron-core builds from one.
 
-The only room that imports megatron.core; it never imports megatron.training (global arguments).
+It never imports megatron.training (global arguments). This file imports no torch, so that `families` needs none.
 """

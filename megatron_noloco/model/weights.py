@@ -1,78 +1,74 @@
-"""Initial weights as a plan: a function of (seed, parameter name), whatever the topology.
+"""Weights of a model chunk, by the table of its family.
 
-Every replica starts from the same weights because it draws the same ones, not because somebody broadcast
-them; and a model split into stages and shards starts from exactly the weights of the unsplit one.
+Initial weights are a plan: a function of (seed, parameter name), whatever the topology. Every replica starts from
+the same weights because it draws the same ones, not because they were broadcast; and a model split into stages
+and tensor-parallel slices starts from exactly the weights of the unsplit one.
 """
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
-from megatron_noloco.model.shards import global_name, sharded_dimension, take_shard
-from megatron_noloco.pipeline.groups import Groups
+from megatron_noloco.model.families import Parameter, Table, table_of
 from megatron_noloco.plans.draws import Stream, draw_words
+from megatron_noloco.spec.architecture import Architecture
 
-EMBEDDING = "embedding.word_embeddings.weight"
-OUTPUT = "output_layer.weight"
-
-
-@torch.no_grad()
-def load(
-    chunk: nn.Module, groups: Groups, layer_offset: int, tied: bool, read: Callable[[str], Tensor]
-) -> None:
-    """Fill a model chunk with its part of a model whose full tensors `read` gives by global name.
-
-    Raises ValueError when a tensor has another shape.
-    """
-    for name, parameter in chunk.named_parameters():
-        full = read(EMBEDDING if tied and name == OUTPUT else global_name(name, layer_offset))
-        part = take_shard(full, name, groups.position.tp, groups.topology.tp)
-        if part.shape != parameter.shape:
-            raise ValueError(
-                f"{name}: {list(part.shape)} does not fit a parameter of {list(parameter.shape)}"
-            )
-        parameter.copy_(part)
-        _mark(parameter, name)
+Read = Callable[[str], Tensor]  # the full tensor of a parameter, by its name in the unsplit model
 
 
-@torch.no_grad()
-def initialise(
-    chunk: nn.Module, groups: Groups, *, seed: int, std: float, num_layers: int, layer_offset: int, tied: bool
-) -> None:
-    """Fill a model chunk with its part of the seed's initial weights, and mark what is sharded.
+def initial_weights(architecture: Architecture, seed: int) -> Read:
+    """The initial weights, fp32, drawn parameter by parameter; see `Parameter.init` for the distributions."""
+    table, std = table_of(architecture), architecture.init_method_std
 
-    Normal with standard deviation `std`; projections back into the residual stream get
-    std / sqrt(2 * num_layers) (GPT-2's rule, Megatron's default); norms are ones. When `tied`, the output
-    matrix of the last stage is drawn as what it is: a copy of the embedding.
-    """
-    tp, tp_size = groups.position.tp, groups.topology.tp
-    for name, parameter in chunk.named_parameters():
-        dimension = sharded_dimension(name)
-        if dimension is None:
-            parameter.fill_(1.0)
-            continue
-        full_size = list(parameter.shape)
-        full_size[dimension] *= tp_size
-        residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
-        drawn_name = EMBEDDING if tied and name == OUTPUT else global_name(name, layer_offset)
-        full = _draw(full_size, drawn_name, seed)
-        full.mul_(std / (2 * num_layers) ** 0.5 if residual else std)
-        parameter.copy_(take_shard(full, name, tp, tp_size))
-        _mark(parameter, name)
+    def read(name: str) -> Tensor:
+        parameter = table.find(name)
+        if parameter.init in ("ones", "zeros"):
+            return torch.full(parameter.shape, float(parameter.init == "ones"))
+        residual = parameter.init == "residual"
+        scale = std / (2 * architecture.num_layers) ** 0.5 if residual else std
+        return _draw(parameter.shape, parameter.name, seed).mul_(scale)
+
+    return read
 
 
-def _mark(parameter: nn.Parameter, name: str) -> None:
-    """Tell core and DeepSpeed what is sharded: the gradient norm adds up its parts."""
-    dimension = sharded_dimension(name)
-    if dimension is not None and not hasattr(parameter, "tensor_model_parallel"):
-        set_tensor_model_parallel_attributes(parameter, True, dimension, 1)
-
-
-def _draw(size: list[int], name: str, seed: int) -> Tensor:
+def _draw(shape: tuple[int, ...], name: str, seed: int) -> Tensor:
     """Standard normal fp32 numbers that depend on (seed, name) alone."""
     digest = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
     word = int(draw_words(1, seed, Stream.WEIGHTS, digest)[0])
-    return torch.randn(size, generator=torch.Generator().manual_seed(word % 2**63))
+    return torch.randn(shape, generator=torch.Generator().manual_seed(word % 2**63))
+
+
+def match(chunk: GPTModel, table: Table, first_layer: int) -> Iterator[tuple[Parameter, nn.Parameter]]:
+    """Every parameter of a model chunk with its row of the table; `first_layer` layers lie before the chunk.
+
+    Raises ValueError when a parameter has no row, or a row of the chunk's layers (of the model, where the chunk is
+    all of it) has no parameter: the table describes another model than was built.
+    """
+    pairs = [(table.find(name, first_layer), parameter) for name, parameter in chunk.named_parameters()]
+    found = {row.name for row, _ in pairs}
+    whole, layers = chunk.pre_process and chunk.post_process, {row.layer for row, _ in pairs}
+    for row in table:
+        expected = whole or (row.layer is not None and row.layer in layers)
+        if expected and row.same_as is None and row.name not in found:
+            raise ValueError(
+                f"the table of the model's family has a row {row.name}, but no parameter was built"
+            )
+    yield from pairs
+
+
+@torch.no_grad()
+def fill(parameter: nn.Parameter, row: Parameter, read: Read, tp: int, tp_size: int) -> None:
+    """Give a parameter its slice of the full tensor; raises ValueError when that has another shape."""
+    part = row.slice(read(row.source), tp, tp_size)
+    if part.shape != parameter.shape:
+        raise ValueError(
+            f"{row.name}: {list(part.shape)} does not fit a parameter of {list(parameter.shape)}"
+        )
+    parameter.copy_(part)
+    # Core and DeepSpeed must know what is cut: the gradient norm adds up its slices.
+    if row.tp_dim is not None and not hasattr(parameter, "tensor_model_parallel"):
+        set_tensor_model_parallel_attributes(parameter, True, row.tp_dim, 1)

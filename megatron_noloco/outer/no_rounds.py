@@ -32,7 +32,7 @@ class NoRounds:
         return {"slow_weights": self.weights.read()}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Nothing: the fast weights are restored by whoever saved them."""
+        """Nothing, as in the outer optimizer for the fast weights: restore them before."""
 
 
 Rounds = OuterOptimizer | NoRounds

@@ -149,7 +149,7 @@ class OuterOptimizer:
         return {"slow_weights": self.slow_weights, "outer_momentum": self.momentum}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Continue from what `state` returned; the fast weights are restored by whoever saved them."""
+        """Continue from what `state` returned. The fast weights are not in it: restore them before."""
         self.slow_weights.copy_(state["slow_weights"])
         self.momentum.copy_(state["outer_momentum"])
 

@@ -15,7 +15,7 @@ from rich.text import Text
 from megatron_noloco.job.launcher import on_a_terminal
 from megatron_noloco.metrics.writers import Row
 from megatron_noloco.training.record import SaveReport
-from megatron_noloco.training.shown import ROUND_FIGURES, STEP_FIGURES, log_line, texts, validation_lines
+from megatron_noloco.training.shown import log_line, round_figures, step_figures, validation_lines
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,9 @@ class Console:
             return
         self._live.start()
         self._progress.update(self._task, completed=row["step"])
-        self._step_figures.plain = "  ".join(texts(STEP_FIGURES, row))
+        self._step_figures.plain = step_figures(row)
         if "round/index" in row:
-            self._round_figures.plain = "  ".join(texts(ROUND_FIGURES, row))
+            self._round_figures.plain = round_figures(row)
 
     def saved(self, report: SaveReport) -> None:
         self.say(f" checkpoint at iteration {report.step} | pause (ms): {1000 * report.pause_seconds:.1f} |")

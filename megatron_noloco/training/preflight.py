@@ -12,7 +12,7 @@ from megatron_noloco.config.deepspeed_keys import TORCH_OPTIMIZERS
 from megatron_noloco.data.corpus import find_text
 from megatron_noloco.data.indexed import IndexedTokens
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
-from megatron_noloco.huggingface import llama as huggingface
+from megatron_noloco.huggingface.pretrained import check_fits
 from megatron_noloco.spec.architecture import Architecture
 from megatron_noloco.spec.data import Source, TextSource
 
@@ -24,11 +24,11 @@ def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
     """
     _check_arithmetic(config)
     _check_optimizer(config.deepspeed["optimizer"])
-    if config.training.pretrained is not None:
-        huggingface.check_fits(Path(config.training.pretrained), config.model)
     _check_writable(Path(config.training.output_dir))
     tokenizer = build_tokenizer(config.tokenizer)
     architecture = config.architecture(tokenizer.vocab_size)
+    if config.training.pretrained is not None:
+        check_fits(Path(config.training.pretrained), architecture)
     _check_source(config.source)
     return tokenizer, architecture
 

@@ -3,6 +3,7 @@
 import os
 import sys
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
@@ -11,15 +12,17 @@ import torch
 import torch.distributed as dist
 
 from megatron_noloco.checkpoint.resume import Start, find_start
-from megatron_noloco.config import RunConfig, describe, parameter_count
+from megatron_noloco.config import RunConfig, describe
 from megatron_noloco.data.datasets import Datasets, Needs, build_datasets
 from megatron_noloco.data.loader import Reader, StepLoader
 from megatron_noloco.data.microbatches import MicrobatchSource, ValidationSource
 from megatron_noloco.data.tokenizer import Tokenizer
+from megatron_noloco.huggingface.folder import PretrainedWeights
 from megatron_noloco.job.join import choose_transport, join, ranks_on_this_host
 from megatron_noloco.job.launcher import World, local_device, read_world
 from megatron_noloco.metrics import Metrics
 from megatron_noloco.metrics.writers import ReplicaFiles, Writer
+from megatron_noloco.model.families import table_of
 from megatron_noloco.outer import (
     Channel,
     Exchange,
@@ -122,8 +125,10 @@ def train(prepared: Prepared, transport: Transport, start: Start, progress: str 
     routing = config.routing(topology)
     # A neighbour may be waiting for its partner.
     patience = PATIENCE + timedelta(seconds=settings.deadline_seconds)
-    groups = build_groups(topology, routing.active, prepared.architecture.tied_embeddings, patience)
-    stage = build_stage(config, groups, prepared.tokenizer.vocab_size)
+    architecture, pretrained = prepared.architecture, training.pretrained
+    groups = build_groups(topology, routing.active, architecture.tied_embeddings, patience)
+    with PretrainedWeights(Path(pretrained), architecture) if pretrained else nullcontext() as read:
+        stage = build_stage(architecture, config.compute, groups, training.seed, read)
     console = _console(prepared, transport, start, progress) if dist.get_rank() == 0 else None
     at = groups.position
     writers = _writers(prepared, at, start.step, console)
@@ -207,6 +212,6 @@ def _banner(prepared: Prepared, transport: Transport) -> list[str]:
 
 def _synchronous_bytes_per_step(prepared: Prepared) -> float:
     """What one replica sends when a step's gradients go through a ring all-reduce over the replicas."""
-    config, replicas = prepared.config, prepared.topology.replicas
-    gradient_bytes = parameter_count(prepared.architecture) * (4 if config.precision == "fp32" else 2)
-    return 2 * (replicas - 1) / replicas * gradient_bytes
+    replicas = prepared.topology.replicas
+    parameters = table_of(prepared.architecture).parameter_count
+    return 2 * (replicas - 1) / replicas * parameters * (4 if prepared.config.precision == "fp32" else 2)

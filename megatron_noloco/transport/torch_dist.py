@@ -80,7 +80,7 @@ class TorchTransport:
 
 
 def _start(operation: Callable[..., dist.Work | None], chunk: Chunk, **arguments: Any) -> _Started:
-    """Gloo refuses at once to talk to a rank it knows is dead; that is told by the flight, like any death."""
+    """Gloo refuses at once to send to a rank it knows is dead; the flight reports that, as any lost connection."""
     try:
         work = operation(chunk.data, **arguments)
     except RuntimeError as error:

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
 from megatron_noloco.config import RunConfig
+from megatron_noloco.model.families import Parameter, table_of
 from megatron_noloco.model.stage import Stage, build_stage
-from megatron_noloco.pipeline import cpu, weights
+from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import Groups, build_groups
 from megatron_noloco.pipeline.pipeline import MicrobatchLoss
 from megatron_noloco.plans.routing import Routes, Routing
@@ -31,9 +31,9 @@ class Case(NamedTuple):
     """What is run; everything else about it is fixed."""
 
     replicas: int
-    stages: int
+    pp: int
     microbatches: int
-    tp_size: int = 1
+    tp: int = 1
     vpp: int = 1
     layers_per_chunk: int = 1
     micro_batch_size: int = 1
@@ -43,7 +43,7 @@ class Case(NamedTuple):
 
     @property
     def topology(self) -> Topology:
-        return Topology(self.replicas, self.pp, dp=1, tp=self.tp)
+        return Topology(self.replicas, self.pp, 1, self.tp, self.vpp, self.sequence_parallel)
 
     @property
     def chunks(self) -> int:
@@ -99,6 +99,7 @@ class Case(NamedTuple):
                 "model": model,
                 "data": {"text": "python-stdlib"},
                 "training": {"train_iters": 1},
+                "noloco": {"enabled": False},
                 **changes,
             }
         )
@@ -137,45 +138,27 @@ def build_own_stage(case: Case, routed: bool = True, **changes: Any) -> tuple[Ru
     cpu.prepare()
     config = case.config(**changes)
     groups = build_groups(case.topology, routed, case.tied)
-    stage = build_stage(config, groups, VOCABULARY)
-    draw_weights(stage, groups, groups.position.replica, case.tied)
+    architecture = config.architecture(VOCABULARY)
+    stage = build_stage(architecture, config.compute, groups, BASE_SEED + groups.position.replica)
+    spread_norms(stage, groups.position.replica)
     return config, groups, stage
 
 
-def draw_weights(stage: Stage, groups: Groups, replica: int, tied: bool) -> None:
-    """Weights that no other replica has; norms, which start as ones everywhere, differ as well."""
-    for index, chunk in enumerate(stage.chunks):
-        weights.initialise(
-            chunk,
-            groups,
-            seed=BASE_SEED + replica,
-            std=INITIAL_STD,
-            num_layers=stage.config.num_layers,
-            layer_offset=layer_offset(stage, groups, index),
-            tied=tied,
-        )
-        with torch.no_grad():
-            for parameter in chunk.parameters():
-                if parameter.dim() == 1:
-                    parameter.add_(0.1 * (replica + 1) * torch.linspace(-1, 1, parameter.numel()))
+@torch.no_grad()
+def spread_norms(stage: Stage, replica: int) -> None:
+    """Norms start as ones everywhere; afterwards no two replicas have the same."""
+    for parameter in stage.parameters():
+        if parameter.dim() == 1:
+            parameter.add_(0.1 * (replica + 1) * torch.linspace(-1, 1, parameter.numel()))
 
 
-def layer_offset(stage: Stage, groups: Groups, chunk_index: int) -> int:
-    vp_stage = chunk_index if len(stage.chunks) > 1 else None
-    return get_transformer_layer_offset(stage.config, vp_stage, groups.position.stage)
-
-
-def named_parameters(stage: Stage, groups: Groups) -> dict[str, nn.Parameter]:
+def named_parameters(stage: Stage) -> dict[str, nn.Parameter]:
     """This rank's part, by the names of the unsplit model."""
-    return {
-        weights.global_name(name, layer_offset(stage, groups, index)): parameter
-        for index, chunk in enumerate(stage.chunks)
-        for name, parameter in chunk.named_parameters()
-    }
+    return {row.name: parameter for row, parameter in stage.named_rows()}
 
 
-def named_gradients(stage: Stage, groups: Groups) -> Gradients:
-    return {name: gradient_of(parameter) for name, parameter in named_parameters(stage, groups).items()}
+def named_gradients(stage: Stage) -> Gradients:
+    return {name: gradient_of(parameter) for name, parameter in named_parameters(stage).items()}
 
 
 def gradient_of(parameter: nn.Parameter) -> Tensor:
@@ -184,9 +167,13 @@ def gradient_of(parameter: nn.Parameter) -> Tensor:
     return parameter.grad.clone()
 
 
-def expected_part(full: Gradients, name: str, position: Position, tp_size: int) -> Tensor:
+def expected_part(full: Gradients, name: str, position: Position, case: Case) -> Tensor:
     """What a rank should find for one of its parameters."""
-    return weights.take_shard(full[name], name, position.tp, tp_size)
+    return row_of(case, name).slice(full[name], position.tp, case.tp)
+
+
+def row_of(case: Case, name: str) -> Parameter:
+    return table_of(case.config().architecture(VOCABULARY)).find(name)
 
 
 class Expected(NamedTuple):
@@ -224,12 +211,13 @@ def norm(gradients: Gradients) -> float:
 def _whole_models(case: Case) -> list[Any]:
     unsplit = case.unsplit()
     config = unsplit.config()
+    architecture = config.architecture(VOCABULARY)
     cpu.prepare()
     groups = build_groups(unsplit.topology, routed=False)
     models = []
     for replica in range(case.replicas):
-        stage = build_stage(config, groups, VOCABULARY)
-        draw_weights(stage, groups, replica, case.tied)
+        stage = build_stage(architecture, config.compute, groups, BASE_SEED + replica)
+        spread_norms(stage, replica)
         models.append(stage.chunks[0])
     return models
 
@@ -277,5 +265,5 @@ def observed(stage: Stage, groups: Groups, losses: list[MicrobatchLoss]) -> Obse
     """What this rank hands to the test; the barrier keeps it from leaving while others still need it."""
     dist.barrier()
     return Observed(
-        groups.position, named_gradients(stage, groups), [(one.origin, float(one.loss)) for one in losses]
+        groups.position, named_gradients(stage), [(one.origin, float(one.loss)) for one in losses]
     )

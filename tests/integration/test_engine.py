@@ -10,11 +10,17 @@ from torch import Tensor
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.config.deepspeed_keys import SCHEDULES, TORCH_OPTIMIZERS
-from megatron_noloco.model.weights import EMBEDDING, OUTPUT, sharded_dimension, take_shard
+from megatron_noloco.model.families import Table, table_of
 from tests.harness import run_ranks
-from tests.integration.tiny import build, microbatch, tiny, train, weights_of
+from tests.integration.tiny import VOCABULARY, build, microbatch, tiny, train, weights_of
 
 STEPS = 5
+EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+
+
+def table(tied: bool = False) -> Table:
+    raw = tiny({"model": {"untie_embeddings_and_output_weights": not tied}})
+    return table_of(RunConfig.from_dict(raw).architecture(VOCABULARY))
 
 
 def run(changes: dict[str, Any] | None = None, ranks: int = 1, steps: int = STEPS) -> list[dict[str, Any]]:
@@ -65,7 +71,7 @@ def plain_torch(rank: int, world_size: int, raw: dict[str, Any], rates: list[flo
         optimizer.param_groups[0]["lr"] = rate
         optimizer.step()
         optimizer.zero_grad()
-    return weights_of(stage, groups)
+    return weights_of(stage)
 
 
 def distance_from_plain_torch(changes: dict[str, Any]) -> float:
@@ -165,7 +171,7 @@ def test_with_sequence_parallelism_shards_keep_one_copy_of_the_norms(precision: 
     first, second = run(
         {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}, **precision}, 2
     )
-    norms = [name for name in first["weights"] if sharded_dimension(name) is None]
+    norms = [name for name in first["weights"] if table().find(name).tp_dim is None]
     assert len(norms) == 2 * 4 + 1
     for name in norms:
         assert torch.equal(first["weights"][name], second["weights"][name]), name
@@ -173,8 +179,8 @@ def test_with_sequence_parallelism_shards_keep_one_copy_of_the_norms(precision: 
 
 
 def initial_weights(rank: int, world_size: int, raw: dict[str, Any]) -> dict[str, Tensor]:
-    _, groups, stage = build(raw, world_size)
-    return weights_of(stage, groups)
+    _, _, stage = build(raw, world_size)
+    return weights_of(stage)
 
 
 @pytest.mark.parametrize(
@@ -200,9 +206,10 @@ def test_initial_weights_do_not_depend_on_the_topology(
     for rank, weights in enumerate(run_ranks(ranks, initial_weights, raw)):
         at = topology.position(rank)
         for name, weight in weights.items():
-            # The last stage's copy of a tied embedding has the output layer's name.
-            full = whole[EMBEDDING if tied and name == OUTPUT else name]
-            assert torch.equal(weight, take_shard(full, name, at.tp, topology.tp)), (rank, name)
+            row = table(tied).find(
+                name
+            )  # the last stage's copy of a tied embedding has the output layer's name
+            assert torch.equal(weight, row.slice(whole[row.source], at.tp, topology.tp)), (rank, name)
         met |= weights.keys()
     assert met >= whole.keys()
 
@@ -314,10 +321,10 @@ def write_and_refresh(rank: int, world_size: int, raw: dict[str, Any]) -> bool:
 
     config, groups, stage = build(raw, world_size)
     engine = ReplicaEngine(config, groups, stage)
-    before = weights_of(stage, groups)
+    before = weights_of(stage)
     with engine.weights.writing() as write:
         write(0, 2 * engine.weights.read())
-    after = weights_of(stage, groups)
+    after = weights_of(stage)
     dist.barrier()
     return all(torch.equal(after[name], 2 * before[name]) for name in before)
 

@@ -48,7 +48,7 @@ def test_two_replicas_of_noloco_are_diloco(tmp_path: Path, text: str) -> None:
 
 def test_routed_losses_are_booked_to_their_origin(tmp_path: Path, text: str) -> None:
     """In the first step all replicas have the same weights: routes change who computes a loss, not the loss."""
-    shape = {"parallel": {"replicas": 3, "pipeline_model_parallel_size": 2}, "training": {"train_iters": 1}}
+    shape = {"parallel": {"replicas": 3, "pipeline_model_parallel_size": 2}, "training": {"train_iters": 2}}
     rows = {}
     for interval in ("off", "microbatch"):
         routing = {"noloco": {"routing": {"interval": interval}}}

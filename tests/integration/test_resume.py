@@ -235,7 +235,7 @@ def test_no_pickle_is_executed(name: str, finished: Run, tmp_path: Path) -> None
     touched = tmp_path / "touched"
     folder = catalog.replica_folder(run.step_folder(15), 0)
     torch.save({"module": Malice(str(touched))}, folder / name)
-    manifest = folder / "stage_00_lane_00_shard_00.json"
+    manifest = folder / "stage_00_dp_00_tp_00.json"
     content = json.loads(manifest.read_text())
     content["files"][name] = {"bytes": (folder / name).stat().st_size, "sha256": checksum(folder / name)}
     manifest.write_text(json.dumps(content))
@@ -376,7 +376,7 @@ def four_replicas(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def flat(run: Run, step: int, replicas: range, name: str) -> torch.Tensor:
-    file = "stage_00_lane_00_shard_00.safetensors"
+    file = "stage_00_dp_00_tp_00.safetensors"
     folders = (catalog.replica_folder(run.step_folder(step), replica) for replica in replicas)
     return torch.stack([load_file(folder / file)[name] for folder in folders])
 
@@ -460,7 +460,7 @@ def test_damage_in_a_replica_that_nobody_continues(mode: str, four_replicas: Run
     """Dropped, it does not matter; folded, it would enter the mean."""
     run = four_replicas.copy(tmp_path / "run")
     run.change({"parallel": {"replicas": 2}, **saving(fewer_replicas=mode)})
-    file = run.step_folder(SAVED) / "replica_03" / "stage_00_lane_00_shard_00.safetensors"
+    file = run.step_folder(SAVED) / "replica_03" / "stage_00_dp_00_tp_00.safetensors"
     content = bytearray(file.read_bytes())
     content[-5] ^= 1
     file.write_bytes(content)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.model.stage import Stage, transformer_config
-from megatron_noloco.model.weights import EMBEDDING, OUTPUT, sharded_dimension
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import Groups, build_groups
 from megatron_noloco.pipeline.pipeline import Pipeline
@@ -23,6 +22,7 @@ from megatron_noloco.plans.routing import Routes, Routing
 from tests.harness import run_ranks
 from tests.integration.routing_reference import (
     SEQ_LENGTH,
+    VOCABULARY,
     Case,
     Expected,
     Observed,
@@ -37,6 +37,7 @@ from tests.integration.routing_reference import (
     read,
     reference,
     reference_step,
+    row_of,
 )
 from tests.integration.tiny import Recorded
 
@@ -86,9 +87,9 @@ def check_gradients(case: Case, ranks: list[Observed], expected: Expected) -> No
     for rank in ranks:
         full = expected.gradients[rank.position.replica]
         for name, gradient in rank.gradients.items():
-            if case.sequence_parallel and sharded_dimension(name) is None:
+            if case.sequence_parallel and row_of(case, name).tp_dim is None:
                 gradient = sum_over_shards(name, rank, ranks)  # the engine sums them
-            part = expected_part(full, name, rank.position, case.tp)
+            part = expected_part(full, name, rank.position, case)
             error = float((gradient - part).norm() / part.norm())
             assert error < TOLERANCE, f"{name} of {rank.position}: relative error {error:.1e}"
     # Together the ranks hold every parameter of every replica.
@@ -130,7 +131,7 @@ def evaluate_straight(rank: int, world_size: int, case: Case, routes_of: dict[st
     _, groups, stage = build_own_stage(case)
     pipeline = Pipeline(stage, groups, case.micro_batch_size, SEQ_LENGTH)
     pipeline.run(reader(case), routes_of["microbatch"], case.microbatches)
-    before = named_gradients(stage, groups)
+    before = named_gradients(stage)
     with torch.no_grad():
         losses = pipeline.run(reader(case), routes_of["off"], case.microbatches, forward_only=True)
     seen = observed(stage, groups, losses)
@@ -171,10 +172,10 @@ def compare_with_core(rank: int, world_size: int, case: Case, interval: str) -> 
     routes = Routing(case.replicas, case.microbatches, 0, interval).routes(3, 3)  # type: ignore[arg-type]
     pipeline = Pipeline(stage, groups, case.micro_batch_size, SEQ_LENGTH)
     ours = [float(one.loss) for one in pipeline.run(reader(case), routes, case.microbatches)]
-    our_gradients = named_gradients(stage, groups)
+    our_gradients = named_gradients(stage)
     stage.zero_grad()
     assert run_core(case, groups, stage) == ours
-    for name, gradient in named_gradients(stage, groups).items():
+    for name, gradient in named_gradients(stage).items():
         assert torch.equal(gradient, our_gradients[name]), f"{name} of {groups.position}"
     dist.barrier()
 
@@ -246,7 +247,7 @@ def train_clipped_step(rank: int, world_size: int, case: Case, routes: Routes) -
     engine = ReplicaEngine(config, groups, stage)
     engine.train_batch(reader(case), routes)
     dist.barrier()
-    moved = {name: parameter.detach().clone() for name, parameter in named_parameters(stage, groups).items()}
+    moved = {name: parameter.detach().clone() for name, parameter in named_parameters(stage).items()}
     return groups.position, moved
 
 
@@ -268,8 +269,7 @@ def test_a_clipped_step_moves_each_replica_along_its_own_gradient(case: Case) ->
     for position, moved in run_ranks(case.topology.world_size, train_clipped_step, case, routes):
         full = expected[position.replica]
         for name, found in moved.items():
-            tied_name = EMBEDDING if case.tied and name == OUTPUT else name
-            part = expected_part(full, tied_name, position, case.tp)
+            part = expected_part(full, row_of(case, name).source, position, case)
             error = float((found - part).norm() / part.norm())
             assert error < TOLERANCE, f"{name} of {position}: relative error {error:.1e}"
 
@@ -308,9 +308,11 @@ class Parrot(nn.Module):
 def train_long(rank: int, world_size: int, case: Case, steps: int, interval: str) -> int:
     cpu.prepare()
     groups = build_groups(case.topology, routed=True)
-    config = transformer_config(case.config(), groups)
+    run = case.config()
+    config = transformer_config(run.architecture(VOCABULARY), run.compute, groups.topology)
     stage = Stage([Parrot(groups, config)], config)  # type: ignore[list-item]
-    pipeline = Pipeline(stage, groups, case.micro_batch_size, SEQ_LENGTH)
+    recorded = Recorded()
+    pipeline = Pipeline(stage, groups, case.micro_batch_size, SEQ_LENGTH, recorded)
     routing = Routing(case.replicas, case.microbatches, seed=1, interval=interval)  # type: ignore[arg-type]
     crossed = hops = 0
 
@@ -337,7 +339,7 @@ def train_long(rank: int, world_size: int, case: Case, steps: int, interval: str
             [weight] = stage.parameters()
             assert float(gradient_of(weight)) == pytest.approx(mean_square, rel=TOLERANCE)
     message_bytes = SEQ_LENGTH * case.micro_batch_size * config.hidden_size * 4
-    assert pipeline.communicator.bytes_to_others == hops * message_bytes
+    assert sum(recorded["total/routed_bytes"]) == hops * message_bytes
     dist.barrier()
     return crossed
 

@@ -4,6 +4,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,15 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported: 
 
 import torch
 import torch.distributed as dist
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor
 
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.engine.replica import ReplicaEngine
+from megatron_noloco.huggingface.folder import PretrainedWeights
 from megatron_noloco.metrics import Reduction
 from megatron_noloco.model.stage import Stage, build_stage
-from megatron_noloco.model.weights import global_name
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import Groups, build_groups
 from megatron_noloco.plans.routing import Routing
@@ -87,8 +87,11 @@ def build(raw: dict[str, Any], world_size: int) -> tuple[RunConfig, Groups, Stag
     """This rank's stage, without an engine."""
     config = RunConfig.from_dict(raw)
     topology = config.topology(world_size)
-    groups = build_groups(topology, routed=False, tied=config.architecture(VOCABULARY).tied_embeddings)
-    return config, groups, build_stage(config, groups, VOCABULARY)
+    architecture = config.architecture(VOCABULARY)
+    groups = build_groups(topology, routed=False, tied=architecture.tied_embeddings)
+    pretrained = config.training.pretrained
+    with PretrainedWeights(Path(pretrained), architecture) if pretrained else nullcontext() as read:
+        return config, groups, build_stage(architecture, config.compute, groups, config.training.seed, read)
 
 
 def microbatch(
@@ -131,20 +134,14 @@ def train(rank: int, world_size: int, raw: dict[str, Any], steps: int) -> dict[s
         "losses": [[float(loss.loss) for loss in of_step] for of_step in losses],
         "grad_norms": recorded["train/grad_norm"],
         "learning_rates": recorded["train/learning_rate"],
-        "weights": weights_of(stage, groups),
+        "weights": weights_of(stage),
         "master": engine.weights.read(),
     }
 
 
-def weights_of(stage: Stage, groups: Groups) -> dict[str, Tensor]:
+def weights_of(stage: Stage) -> dict[str, Tensor]:
     """This rank's part of every weight, by the name it has in the unsplit model."""
-    virtual = len(stage.chunks) > 1
-    found = {}
-    for index, chunk in enumerate(stage.chunks):
-        offset = get_transformer_layer_offset(stage.config, index if virtual else None, groups.position.stage)
-        for name, parameter in chunk.named_parameters():
-            found[global_name(name, offset)] = parameter.detach().clone()
-    return found
+    return {row.name: parameter.detach().clone() for row, parameter in stage.named_rows()}
 
 
 def write_config(folder: Path, raw: dict[str, Any]) -> str:

@@ -69,7 +69,7 @@ def write_rank(step_folder: Path, rank: int, topology: Topology = TOPOLOGY) -> N
 
 
 def flat(folder: Path, replica: int, stage: int, name: str) -> np.ndarray:
-    file = catalog.replica_folder(folder, replica) / f"stage_{stage:02d}_lane_00_shard_00.safetensors"
+    file = catalog.replica_folder(folder, replica) / f"stage_{stage:02d}_dp_00_tp_00.safetensors"
     return load_file(file)[name].astype(np.float64)
 
 
@@ -109,7 +109,7 @@ class TestWholeFiles:
         assert [file.read_text() for file in tmp_path.iterdir()] == ["first"]
 
 
-STAGE_FILE = "replica_01/stage_01_lane_00_shard_00"
+STAGE_FILE = "replica_01/stage_01_dp_00_tp_00"
 
 
 def truncate(folder: Path) -> None:
@@ -141,7 +141,7 @@ DAMAGES: dict[str, Damage] = {
     ),
     "missing replica folder": (
         lambda folder: shutil.rmtree(folder / "replica_01"),
-        "replica_01/stage_00_lane_00_shard_00.json",
+        "replica_01/stage_00_dp_00_tp_00.json",
         "No such file",
     ),
     "missing manifest": (
@@ -195,10 +195,21 @@ class TestInspect:
         size = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
         assert told["step"] == "10 of 20"
         assert told["consumed by all replicas"] == "120 samples, 1920 tokens"
-        assert told["topology"] == "3 replicas x 2 stages x 1 lanes x 1 shards = 6 ranks"
+        assert told["parallel"] == "3 replicas x pipeline 2 x data 1 x tensor 1 = 6 ranks"
+        assert told["method"] == "noloco"
         assert told["parameters"] == f"{sum(SIZES)} per replica"
         assert told["size"] == f"{size / 1e6:.1f} MB, {size / (3 * sum(SIZES)):.1f} bytes per parameter"
         assert told["integrity"] == "6 files whole, checksums match"
+
+    def test_a_run_without_rounds_has_no_method(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        folder = write_checkpoint(tmp_path / "checkpoints", 10)
+        for path in folder.rglob("*.json"):
+            raw = json.loads(path.read_text())
+            raw["config"]["noloco"]["enabled"] = False
+            path.write_text(json.dumps(raw))
+        assert "method: none" in inspect(folder, capsys)[1]
 
     def test_spread_is_numpys(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         folder = write_checkpoint(tmp_path, 10)
@@ -386,6 +397,9 @@ class TestChangesOfTheConfig:
             self.changes(
                 {
                     "training": {"train_iters": 40},
+                    "checkpoint": {"save_interval": 3},
+                    "evaluation": {"full": True},
+                    "tensorboard": {"enabled": False},
                     "parallel": {"replicas": 6, "pipeline_model_parallel_size": 2},
                 }
             )

@@ -18,10 +18,10 @@ from megatron_noloco.config import (
     describe,
     explain,
     load_config,
-    parameter_count,
 )
 from megatron_noloco.config.run_config import BLOCKS
 from megatron_noloco.config.wording import fields_of
+from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.spec.architecture import Architecture, Compute
 from megatron_noloco.spec.data import Blend, IndexedSource, Split, TextSource, TokenizerChoice
@@ -643,9 +643,9 @@ def test_parameter_count_is_that_of_llama() -> None:
         "num_attention_heads": 32,
         "seq_length": 4096,
     }
-    assert parameter_count(config(model=llama2).architecture(32000)) == 6_738_415_616
+    assert table_of(config(model=llama2).architecture(32000)).parameter_count == 6_738_415_616
     llama3 = llama2 | {"ffn_hidden_size": 14336, "num_query_groups": 8, "vocab_size": 128256}
-    assert parameter_count(config(model=llama3).architecture()) == 8_030_261_248
+    assert table_of(config(model=llama3).architecture(257)).parameter_count == 8_030_261_248
 
 
 def test_the_banner_says_the_numbers() -> None:
@@ -658,7 +658,7 @@ def test_the_banner_says_the_numbers() -> None:
         "noloco, k = 5, alpha = 0.5, beta = 0.7, gamma = 0.7, n = 2; rho = 0.700",
         "reshuffled every round",
         "fp32",
-        f"parameters: {parameter_count(run.architecture(256)):,} (padded vocabulary 256)",
+        f"parameters: {table_of(run.architecture(256)).parameter_count:,} (padded vocabulary 256)",
     ):
         assert part in text
     one_stage = config(parallel={"replicas": 4})

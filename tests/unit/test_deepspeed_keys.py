@@ -9,7 +9,7 @@ import pytest
 
 from megatron_noloco.config import deepspeed_keys as keys
 from megatron_noloco.config.blocks import CheckpointConfig
-from megatron_noloco.config.deepspeed_models import CHECKED
+from megatron_noloco.config.deepspeed_models import _models
 
 # Where a function's `param_dict` (or `ds_config`) is the user's whole file.
 READERS = {
@@ -93,7 +93,8 @@ def test_removed_keys_are_deepspeeds() -> None:
 
 
 def test_every_checked_block_is_deepspeeds() -> None:
-    assert CHECKED <= keys.TOP_LEVEL
+    assert keys.CHECKED <= keys.TOP_LEVEL
+    assert _models().keys() == keys.CHECKED
 
 
 def test_the_checkpoint_keys_of_deepspeed_are_refused() -> None:
@@ -107,8 +108,8 @@ def test_the_checkpoint_keys_of_deepspeed_are_refused() -> None:
         and isinstance(node.value, ast.Constant)
     }
     names = ("LOAD_UNIVERSAL_CHECKPOINT", "USE_NODE_LOCAL_STORAGE_CHECKPOINT", "CHECKPOINT_PARALLEL_WRITE")
-    assert {values[name] for name in names} <= CheckpointConfig.NOT_HERE.keys()
-    assert not CheckpointConfig.NOT_HERE.keys() & CheckpointConfig.model_fields.keys()
+    assert {values[name] for name in names} <= keys.CHECKPOINT
+    assert not keys.CHECKPOINT & CheckpointConfig.model_fields.keys()
 
 
 def test_the_parameters_of_every_schedule_are_known() -> None:

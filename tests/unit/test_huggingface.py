@@ -1,7 +1,8 @@
-"""The table of names and shapes, both ways, and what is refused of a Hugging Face folder."""
+"""Conversion to and from Hugging Face, and what is refused of a folder."""
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,21 @@ from torch import Tensor
 
 from megatron_noloco.cli.huggingface import parse_size
 from megatron_noloco.cli.main import main
-from megatron_noloco.config.model_block import ModelConfig
+from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import ByteTokenizer
-from megatron_noloco.huggingface import llama as huggingface
-from megatron_noloco.huggingface import safetensors_file
-from megatron_noloco.huggingface.safetensors_file import Slot
-from megatron_noloco.model.shards import merge_shards, take_shard
+from megatron_noloco.huggingface.export import distribute
+from megatron_noloco.huggingface.folder import read_architecture
+from megatron_noloco.huggingface.pretrained import check_fits, model_block
+from megatron_noloco.model.families import FAMILIES, Parameter, table_of
+from megatron_noloco.spec.architecture import Architecture
 
 HEADS, HEAD_SIZE, HIDDEN, FFN, LAYERS, VOCABULARY = 4, 6, 20, 24, 2, 259
 
 
-def make_model(groups: int | None = 2, tied: bool = False, multiple: int = 128) -> ModelConfig:
+def make_model(groups: int = 2, tied: bool = False, multiple: int = 128) -> Architecture:
     """Sizes that are all different, so that no two can be mistaken for one another."""
-    return ModelConfig(
+    return Architecture(
+        family="llama",
         num_layers=LAYERS,
         hidden_size=HIDDEN,
         ffn_hidden_size=FFN,
@@ -34,53 +37,60 @@ def make_model(groups: int | None = 2, tied: bool = False, multiple: int = 128) 
         kv_channels=HEAD_SIZE,
         seq_length=32,
         vocab_size=VOCABULARY,
-        make_vocab_size_divisible_by=multiple,
-        untie_embeddings_and_output_weights=not tied,
+        padded_vocab_size=-(-VOCABULARY // multiple) * multiple,
+        rotary_base=10000.0,
+        norm_epsilon=1e-5,
+        tied_embeddings=tied,
+        init_method_std=0.02,
     )
 
 
-def our_shapes(model: ModelConfig) -> dict[str, list[int]]:
+def our_shapes(model: Architecture) -> dict[str, tuple[int, ...]]:
     """The parameters of the unsplit model as Megatron-core has them."""
-    rows = model.padded_vocab_size()
-    shapes = {"embedding.word_embeddings.weight": [rows, HIDDEN], "decoder.final_layernorm.weight": [HIDDEN]}
+    rows = model.padded_vocab_size
+    shapes = {"embedding.word_embeddings.weight": (rows, HIDDEN), "decoder.final_layernorm.weight": (HIDDEN,)}
     for layer in range(LAYERS):
         start = f"decoder.layers.{layer}."
         shapes |= {
-            start + "input_layernorm.weight": [HIDDEN],
-            start + "self_attention.linear_qkv.weight": [
-                (HEADS + 2 * model.query_groups) * HEAD_SIZE,
+            start + "input_layernorm.weight": (HIDDEN,),
+            start + "self_attention.linear_qkv.weight": (
+                (HEADS + 2 * model.num_query_groups) * HEAD_SIZE,
                 HIDDEN,
-            ],
-            start + "self_attention.linear_proj.weight": [HIDDEN, HEADS * HEAD_SIZE],
-            start + "pre_mlp_layernorm.weight": [HIDDEN],
-            start + "mlp.linear_fc1.weight": [2 * FFN, HIDDEN],
-            start + "mlp.linear_fc2.weight": [HIDDEN, FFN],
+            ),
+            start + "self_attention.linear_proj.weight": (HIDDEN, HEADS * HEAD_SIZE),
+            start + "pre_mlp_layernorm.weight": (HIDDEN,),
+            start + "mlp.linear_fc1.weight": (2 * FFN, HIDDEN),
+            start + "mlp.linear_fc2.weight": (HIDDEN, FFN),
         }
-    if model.untie_embeddings_and_output_weights:
-        shapes["output_layer.weight"] = [rows, HIDDEN]
+    if not model.tied_embeddings:
+        shapes["output_layer.weight"] = (rows, HIDDEN)
     return shapes
 
 
-def random_weights(model: ModelConfig) -> dict[str, Tensor]:
+def random_weights(model: Architecture) -> dict[str, Tensor]:
     """Ours; rows that pad the vocabulary are zero, as an import makes them."""
     generator = torch.Generator().manual_seed(0)
     weights = {name: torch.randn(shape, generator=generator) for name, shape in our_shapes(model).items()}
     for name, tensor in weights.items():
-        if tensor.size(0) == model.padded_vocab_size():
+        if tensor.size(0) == model.padded_vocab_size:
             weights[name][VOCABULARY:] = 0
     return weights
 
 
-def exported(weights: dict[str, Tensor], model: ModelConfig) -> dict[str, Tensor]:
-    pairs = (huggingface.to_hf(name, tensor, model, VOCABULARY) for name, tensor in weights.items())
+def exported(weights: dict[str, Tensor], model: Architecture) -> dict[str, Tensor]:
+    table = table_of(model)
+    pairs = (table.find(name).to_hf(tensor).items() for name, tensor in weights.items())
     return {name: tensor.contiguous() for pair in pairs for name, tensor in pair}
 
 
-def write_folder(folder: Path, model: ModelConfig) -> Path:
+def hf_config(model: Architecture) -> dict[str, Any]:
+    return FAMILIES["llama"].hf_config(model, "bfloat16", 256)
+
+
+def write_folder(folder: Path, model: Architecture) -> Path:
     """A Hugging Face folder in one file, without a tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = huggingface.hf_config(model, VOCABULARY, "float32", 256)
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(hf_config(model)))
     save_file(exported(random_weights(model), model), folder / "model.safetensors")
     return folder
 
@@ -90,79 +100,58 @@ def write_folder(folder: Path, model: ModelConfig) -> Path:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("multiple", [1, 128], ids=["unpadded", "padded"])
-@pytest.mark.parametrize("groups", [1, 2, HEADS, None])
-def test_there_and_back_is_the_identity(groups: int | None, multiple: int, tied: bool) -> None:
+@pytest.mark.parametrize("groups", [1, 2, HEADS])
+def test_there_and_back_is_the_identity(groups: int, multiple: int, tied: bool) -> None:
     model = make_model(groups, tied, multiple)
     weights = random_weights(model)
     theirs = exported(weights, model)
     assert theirs["model.embed_tokens.weight"].shape == (VOCABULARY, HIDDEN)
     for name, tensor in weights.items():
-        back = huggingface.from_hf(name, theirs.__getitem__, model, model.padded_vocab_size())
+        back = table_of(model).find(name).from_hf(theirs.__getitem__)
         assert torch.equal(back, tensor), name
 
 
 def test_queries_keys_and_values_of_a_group_lie_together() -> None:
     """Row r of ours is filled with r: where it went can be read off."""
-    model = make_model(groups=2)
     rows = (HEADS + 4) * HEAD_SIZE
     ours = torch.arange(rows).float().view(-1, 1).expand(rows, HIDDEN).contiguous()
-    name = "decoder.layers.0.self_attention.linear_qkv.weight"
-    q, k, v = (tensor[:, 0].tolist() for _, tensor in huggingface.to_hf(name, ours, model, VOCABULARY))
+    parameter = table_of(make_model(groups=2)).find("decoder.layers.0.self_attention.linear_qkv.weight")
+    q, k, v = (tensor[:, 0].tolist() for tensor in parameter.to_hf(ours).values())
     d = HEAD_SIZE
     assert q == [*range(2 * d), *range(4 * d, 6 * d)]
     assert k == [*range(2 * d, 3 * d), *range(6 * d, 7 * d)]
     assert v == [*range(3 * d, 4 * d), *range(7 * d, 8 * d)]
 
 
-@pytest.mark.parametrize("name", ["input_layernorm", "mlp"])
-def test_norms_fused_by_transformer_engine_have_names_too(name: str) -> None:
-    ours = {
-        "input_layernorm": "decoder.layers.3.self_attention.linear_qkv.layer_norm_weight",
-        "mlp": "decoder.layers.3.mlp.linear_fc1.layer_norm_weight",
-    }[name]
-    theirs = {
-        "input_layernorm": "model.layers.3.input_layernorm.weight",
-        "mlp": "model.layers.3.post_attention_layernorm.weight",
-    }[name]
-    assert [found for found, _ in huggingface.to_hf(ours, torch.ones(HIDDEN), make_model(), VOCABULARY)] == [
-        theirs
-    ]
-
-
-@pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_shards_merge_to_what_was_cut(tp_size: int) -> None:
-    for name, tensor in random_weights(make_model(groups=HEADS)).items():
-        parts = [take_shard(tensor, name, tp, tp_size) for tp in range(tp_size)]
-        assert torch.equal(merge_shards(parts, name), tensor), name
-
-
-def test_a_shard_of_the_gated_mlp_has_its_part_of_both_halves() -> None:
-    name = "decoder.layers.0.mlp.linear_fc1.weight"
-    full = torch.arange(8).float().view(8, 1)  # gate 0-3, up 4-7
-    assert take_shard(full, name, 1, 2).flatten().tolist() == [2, 3, 6, 7]
+@pytest.mark.parametrize("groups", [1, 2, HEADS])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_shapes_there_are_those_of_the_converted_tensors(groups: int, tied: bool) -> None:
+    model = make_model(groups, tied)
+    expected = {name: shape for row in table_of(model) for name, shape in row.hf_shapes.items()}
+    found = exported(random_weights(model), model)
+    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == expected
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**hf_config(model)))
+    assert {name: tuple(tensor.shape) for name, tensor in theirs.named_parameters()} == expected
 
 
 # The configuration
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("groups", [1, 2, HEADS, None])
-def test_the_model_block_of_our_config_is_the_model(tmp_path: Path, groups: int | None, tied: bool) -> None:
-    model = make_model(groups, tied)
-    (tmp_path / "config.json").write_text(
-        json.dumps(huggingface.hf_config(model, VOCABULARY, "bfloat16", 256))
-    )
-    block = huggingface.model_block(tmp_path)
-    written_out = model.model_copy(update={"num_query_groups": model.query_groups})
-    assert ModelConfig(**block, make_vocab_size_divisible_by=128) == written_out
+@pytest.mark.parametrize("groups", [1, 2, HEADS])
+def test_our_config_describes_the_model(tmp_path: Path, groups: int, tied: bool) -> None:
+    model = make_model(groups, tied, multiple=1)
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(model)))
+    assert read_architecture(tmp_path) == model
+    run = RunConfig.from_dict(CONFIG | {"model": model_block(model) | {"make_vocab_size_divisible_by": 1}})
+    assert run.architecture(VOCABULARY) == model
 
 
 def test_transformers_reads_the_same_sizes_out_of_our_config(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     model = make_model()
-    (tmp_path / "config.json").write_text(
-        json.dumps(huggingface.hf_config(model, VOCABULARY, "bfloat16", 256))
-    )
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(model)))
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     assert config.model_type == "llama"
     assert (config.head_dim, config.num_key_value_heads, config.vocab_size) == (HEAD_SIZE, 2, VOCABULARY)
@@ -173,7 +162,7 @@ def test_transformers_reads_the_same_sizes_out_of_our_config(tmp_path: Path) -> 
 def test_scaling_that_scales_nothing_is_accepted(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, make_model())
     change_config(rope_scaling={"rope_type": "default"})(folder)
-    assert huggingface.model_block(folder)["num_layers"] == LAYERS
+    assert read_architecture(folder).num_layers == LAYERS
 
 
 # What is refused: one line, exit code 2
@@ -188,6 +177,7 @@ CONFIG: dict[str, Any] = {
         "num_attention_heads": 4,
         "seq_length": 16,
     },
+    "noloco": {"local_steps": 2},
     "data": {"text": "somewhere"},
     "training": {"train_iters": 2},
 }
@@ -248,7 +238,11 @@ REFUSED: dict[str, tuple[Spoil, tuple[str, ...]]] = {
         change_config(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}),
         ("rope_scaling", "llama3"),
     ),
-    "a size missing": (change_config(num_hidden_layers=None), ("num_layers",)),
+    "a size missing": (
+        change_config(num_hidden_layers=None),
+        ("config.json", "num_hidden_layers is missing"),
+    ),
+    "not a size": (change_config(hidden_size="20"), ("config.json", "hidden_size is '20'", ">= 1")),
     "no config": (remove("config.json"), ("config.json", "No such file")),
     "broken config": (write("config.json", "{"), ("config.json", "not a JSON object")),
     "a list for a config": (write("config.json", "[1]"), ("config.json", "not a JSON object")),
@@ -366,41 +360,28 @@ def test_import_writes_a_config_for_that_model(tp_size: int, tmp_path: Path) -> 
     raw = json.loads(output.read_text())
     assert raw["training"] == {"train_iters": 2, "pretrained": str(folder)}
     assert raw["model"]["seq_length"] == 16
-    assert ModelConfig(**raw["model"]).padded_vocab_size() == {1: 259, 2: 260}[tp_size]
+    assert RunConfig.from_dict(raw).architecture(257).padded_vocab_size == {1: 259, 2: 260}[tp_size]
     assert (raw["optimizer"], raw["data"]) == (CONFIG["optimizer"], CONFIG["data"])
 
 
 def test_a_config_that_does_not_fit_the_folder_is_told_setting_by_setting(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, make_model())
-    huggingface.check_fits(folder, make_model())
-    other = make_model().model_copy(update={"num_layers": 3, "rotary_base": 5e5})
+    check_fits(folder, make_model())
+    other = replace(make_model(), num_layers=3, rotary_base=5e5)
     with pytest.raises(ValueError, match=r"num_layers is 3, but 2.*\n.*rotary_base is 500000.0, but 10000.0"):
-        huggingface.check_fits(folder, other)
+        check_fits(folder, other)
 
 
 # The files
 
 
-def test_tensors_are_written_as_safetensors_reads_them(tmp_path: Path) -> None:
-    generator = torch.Generator().manual_seed(0)
-    tensors = {
-        f"tensor {dtype} {rows}": torch.randn((rows, 3), generator=generator).to(dtype)
-        for dtype in (torch.float32, torch.bfloat16, torch.float16)
-        for rows in (1, 5)
-    }
-    slots = [Slot(name, tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()]
-    safetensors_file.write(tmp_path / "file", slots, iter(tensors.values()))
-    found = load_file(tmp_path / "file")
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())
-    with safe_open(tmp_path / "file", framework="pt") as file:
-        assert file.metadata() == {"format": "pt"}
-
-
 def test_files_hold_at_most_what_is_allowed_or_one_tensor() -> None:
-    slots = [Slot(str(size), (size,), torch.float16) for size in (3, 2, 4, 9, 1, 1, 1)]
-    files = safetensors_file.distribute(slots, 10)
-    assert [[slot.name for slot in file] for file in files] == [["3", "2"], ["4"], ["9"], ["1", "1", "1"]]
+    parameters = [
+        Parameter(str(n), (size,), hf=(f"{n}: {size}",)) for n, size in enumerate((3, 2, 4, 9, 1, 1, 1))
+    ]
+    files = distribute(parameters, itemsize=2, max_bytes=10)
+    sizes = [[name.split()[1] for name in file] for file in files]
+    assert sizes == [["3", "2"], ["4"], ["9"], ["1", "1", "1"]]
 
 
 @pytest.mark.parametrize(

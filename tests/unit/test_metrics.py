@@ -26,13 +26,7 @@ from megatron_noloco.metrics import (
 )
 from megatron_noloco.metrics.writers import ReplicaFiles
 from megatron_noloco.training.record import DatasetLosses, Evaluation
-from megatron_noloco.training.shown import (
-    ROUND_FIGURES,
-    STEP_FIGURES,
-    log_line,
-    texts,
-    validation_lines,
-)
+from megatron_noloco.training.shown import log_line, round_figures, step_figures, validation_lines
 from tests.harness import run_ranks
 
 
@@ -245,8 +239,8 @@ def test_the_log_line(more: dict[str, Any], text: str) -> None:
 
 
 def test_the_figures_under_the_bar() -> None:
-    assert "  ".join(texts(STEP_FIGURES, STEP)) == "loss 2.346  learning rate 3.00e-03  5186 tokens/s"
-    assert "  ".join(texts(ROUND_FIGURES, STEP | ROUND)) == (
+    assert step_figures(STEP) == "loss 2.346  learning rate 3.00e-03  5186 tokens/s"
+    assert round_figures(STEP | ROUND) == (
         "round 1 partner 3  exchange 12 ms (wait 4)  sent 2 MB  spread 1.2e-03"
     )
 

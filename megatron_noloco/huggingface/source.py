@@ -1,0 +1,104 @@
+"""The checkpoint that a model is made from, and which of its replicas make it up."""
+
+import math
+import re
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from megatron_noloco.checkpoint import catalog
+from megatron_noloco.checkpoint.catalog import Manifest
+from megatron_noloco.checkpoint.files import verify
+from megatron_noloco.checkpoint.inspect import find_step_folder
+from megatron_noloco.checkpoint.reader import CheckpointReader
+from megatron_noloco.config import RunConfig
+from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_noloco.plans.topology import Position
+from megatron_noloco.spec.architecture import Architecture
+
+
+@dataclass(frozen=True)
+class Source:
+    """A complete checkpoint, and the replicas whose mean is the model."""
+
+    folder: Path
+    manifests: list[Manifest]
+    config: RunConfig
+    replicas: list[int]
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Raises ValueError when its files are gone."""
+        return build_tokenizer(self.config.tokenizer)
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        return self.config.architecture(self.tokenizer.vocab_size)
+
+    def reader(self) -> CheckpointReader:
+        return CheckpointReader(self.folder, self.manifests, self.architecture)
+
+    def losses(self) -> dict[int, dict[str, float]]:
+        """What the last evaluation before the checkpoint measured, by replica."""
+        topology = self.manifests[0].topology
+        counters = {
+            replica: self.manifests[topology.rank(Position(replica, topology.pp - 1, 0, 0))].counters
+            for replica in range(topology.replicas)
+        }
+        return {replica: figures for replica, figures in counters.items() if "validation_loss" in figures}
+
+    def losses_report(self) -> list[str]:
+        """Replicas and their mean model side by side, as last evaluated."""
+        losses = self.losses()
+        lines = [
+            f"replica {replica}: validation loss {f['validation_loss']:.4f}" for replica, f in losses.items()
+        ]
+        means = {figures["mean_model_loss"] for figures in losses.values() if "mean_model_loss" in figures}
+        steps = {int(figures["evaluated_step"]) for figures in losses.values()}
+        lines += [
+            f"mean model: validation loss {mean:.4f} (at step {max(steps)})" for mean in sorted(means)[:1]
+        ]
+        return lines
+
+
+def open_source(path: Path, combine: str) -> Source:
+    """Raises ValueError when the checkpoint is incomplete or damaged, or `combine` asks for what it does not hold.
+
+    Args:
+        path: a step folder, or a run's `output_dir`.
+        combine: "mean" of all replicas, the "best" one by validation loss, or "replica=K".
+    """
+    folder = find_step_folder(path)
+    manifests = catalog.read_manifests(folder)
+    everyone = list(range(manifests[0].topology.replicas))
+    source = Source(folder, manifests, RunConfig.from_dict(manifests[0].config), everyone)
+    source = replace(source, replicas=_choose(source, combine))
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(lambda manifest: _verify_weights(folder, manifest), manifests))
+    return source
+
+
+def _verify_weights(folder: Path, manifest: Manifest) -> None:
+    """DeepSpeed's files are not read, and may be gone."""
+    weights = {name: record for name, record in manifest.files.items() if name.endswith(".safetensors")}
+    verify(catalog.replica_folder(folder, manifest.position.replica), weights)
+
+
+def _choose(source: Source, combine: str) -> list[int]:
+    """The replicas that make up the model; raises ValueError."""
+    if combine == "mean":
+        return source.replicas
+    if combine == "best":
+        losses = {replica: figures["validation_loss"] for replica, figures in source.losses().items()}
+        if len(losses) < len(source.replicas):
+            raise ValueError(
+                f"{source.folder}: no validation losses recorded; use --combine mean or replica=K"
+            )
+        return [min(losses, key=lambda replica: (math.isnan(losses[replica]), losses[replica]))]
+    match = re.fullmatch(r"replica=(\d+)", combine)
+    if match is None:
+        raise ValueError(f'--combine: {combine!r} is not known; use "mean", "best" or "replica=K"')
+    if int(match[1]) not in source.replicas:
+        raise ValueError(f"--combine {combine}: the checkpoint has replicas 0 to {source.replicas[-1]}")
+    return [int(match[1])]

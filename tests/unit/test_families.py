@@ -1,0 +1,235 @@
+"""Tables of model families: what follows from the rows, and that a new family is one file."""
+
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron_noloco.model.families import (
+    FAMILIES,
+    Family,
+    MegatronOptions,
+    Parameter,
+    Rows,
+    Table,
+    architecture_of,
+    table_of,
+)
+from megatron_noloco.model.families.llama import Llama
+from megatron_noloco.pipeline import cpu
+from megatron_noloco.pipeline.groups import build_groups
+from megatron_noloco.plans.topology import Topology
+from megatron_noloco.spec.architecture import Architecture, Compute
+from tests.harness import run_ranks
+
+QKV = "decoder.layers.{layer}.self_attention.linear_qkv."
+SMALL = Architecture(
+    family="llama",
+    num_layers=2,
+    hidden_size=16,
+    ffn_hidden_size=24,
+    num_attention_heads=4,
+    num_query_groups=2,
+    kv_channels=6,
+    seq_length=8,
+    vocab_size=30,
+    padded_vocab_size=32,
+    rotary_base=1e4,
+    norm_epsilon=1e-5,
+    tied_embeddings=False,
+    init_method_std=0.02,
+)
+
+
+# The file of a new family: Llama with biases on queries, keys and values, and another name for a norm
+
+
+class Toy(Llama):
+    name = "toy"
+
+    def rows(self, architecture: Architecture) -> Sequence[Parameter]:
+        rows = []
+        for row in super().rows(architecture):
+            if row.name.endswith("pre_mlp_layernorm.weight"):
+                row = replace(row, hf=("model.layers.{layer}.norm_before_mlp.scale",))
+            rows.append(row)
+            if row.name == QKV + "weight":
+                names = tuple(name.replace("weight", "bias") for name in row.hf)
+                rows.append(replace(row, name=QKV + "bias", shape=row.shape[:1], init="zeros", hf=names))
+        return rows
+
+    def megatron_options(self, architecture: Architecture) -> MegatronOptions:
+        options = super().megatron_options(architecture)
+        return replace(options, config=options.config | {"add_qkv_bias": True})
+
+    def hf_config(
+        self, architecture: Architecture, dtype: str, end_of_document: int | None
+    ) -> dict[str, Any]:
+        return super().hf_config(architecture, dtype, end_of_document) | {"model_type": "toy"}
+
+    def architecture(self, hf_config: Mapping[str, Any]) -> Architecture:
+        return super().architecture(hf_config)
+
+
+TOY = replace(SMALL, family="toy")
+
+
+@pytest.fixture
+def toy(monkeypatch: pytest.MonkeyPatch) -> Family:
+    monkeypatch.setitem(FAMILIES, "toy", Toy())
+    return FAMILIES["toy"]
+
+
+def test_one_file_is_enough_to_convert(toy: Family) -> None:
+    assert architecture_of(toy.hf_config(TOY, "float32", 29)) == replace(TOY, padded_vocab_size=30)
+    assert table_of(TOY).parameter_count == table_of(SMALL).parameter_count + 2 * 48
+    bias = table_of(TOY).find("decoder.layers.1.self_attention.linear_qkv.bias")
+    full = torch.arange(48.0)
+    theirs = bias.to_hf(full)
+    assert {name: tensor.shape for name, tensor in theirs.items()} == {
+        "model.layers.1.self_attn.q_proj.bias": (24,),
+        "model.layers.1.self_attn.k_proj.bias": (12,),
+        "model.layers.1.self_attn.v_proj.bias": (12,),
+    }
+    assert theirs["model.layers.1.self_attn.k_proj.bias"].tolist() == [*range(12, 18), *range(36, 42)]
+    assert torch.equal(bias.from_hf(theirs.__getitem__), full)
+    norm = table_of(TOY).find("decoder.layers.1.mlp.linear_fc1.layer_norm_weight")
+    assert list(norm.to_hf(torch.ones(16))) == ["model.layers.1.norm_before_mlp.scale"]
+
+
+def build_toy(rank: int, world_size: int, architecture: Architecture, fill: bool) -> dict[str, torch.Tensor]:
+    from megatron_noloco.model.stage import build_stage
+
+    FAMILIES["toy"] = Toy()
+    cpu.prepare()
+    groups = build_groups(Topology(tp=world_size), routed=False)
+    read = (lambda name: numbered(architecture, name)) if fill else None
+    stage = build_stage(architecture, Compute(), groups, 1, read)
+    return {row.name: parameter.detach().clone() for row, parameter in stage.named_rows()}
+
+
+def numbered(architecture: Architecture, name: str) -> torch.Tensor:
+    parameter = table_of(architecture).find(name)
+    return torch.arange(float(torch.Size(parameter.shape).numel())).view(parameter.shape)
+
+
+def test_one_file_is_enough_to_build_and_cut_the_model(toy: Family) -> None:
+    [whole] = run_ranks(1, build_toy, TOY, False)
+    bias = "decoder.layers.1.self_attention.linear_qkv.bias"
+    assert whole[bias].eq(0).all()
+    assert whole["decoder.layers.1.pre_mlp_layernorm.weight"].eq(1).all()
+    assert whole["decoder.layers.1.mlp.linear_fc1.weight"].std() == pytest.approx(0.02, rel=0.2)
+    assert {row.name for row in table_of(TOY)} == whole.keys()
+    ranks = run_ranks(2, build_toy, TOY, True)
+    for row in table_of(TOY):
+        assert torch.equal(row.merge([rank[row.name] for rank in ranks]), numbered(TOY, row.name)), row.name
+    assert ranks[1][bias].tolist() == list(range(24, 48)), "the second key/value group, whole"
+
+
+# The table and the model must be of one another
+
+
+class Forgetful(Toy):
+    """Has no row for a parameter of the model."""
+
+    def rows(self, architecture: Architecture) -> Sequence[Parameter]:
+        return [row for row in super().rows(architecture) if not row.name.endswith("bias")]
+
+
+class Boastful(Toy):
+    """Has a row for a parameter that the model lacks."""
+
+    def megatron_options(self, architecture: Architecture) -> MegatronOptions:
+        return Llama().megatron_options(architecture)
+
+
+class Headless(Toy):
+    """Like Boastful, outside the layers."""
+
+    def rows(self, architecture: Architecture) -> Sequence[Parameter]:
+        return [*super().rows(architecture), Parameter("head_norm.weight", (16,), init="ones")]
+
+
+def refusal(rank: int, world_size: int, family: Family) -> str:
+    from megatron_noloco.model.stage import build_stage
+
+    FAMILIES["toy"] = family
+    cpu.prepare()
+    groups = build_groups(Topology(pp=world_size), routed=False)
+    with pytest.raises(ValueError) as caught:
+        build_stage(TOY, Compute(), groups, 1)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks", "line"),
+    [
+        (Forgetful(), 2, "has a parameter decoder.layers.0.self_attention.linear_qkv.bias, but the table"),
+        (Boastful(), 2, "has a row decoder.layers.{rank}.self_attention.linear_qkv.bias, but no parameter"),
+        (Headless(), 1, "has a row head_norm.weight, but no parameter"),
+    ],
+    ids=["no row", "no parameter in a layer", "no parameter outside layers"],
+)
+def test_a_table_of_another_model_is_refused_when_it_is_built(family: Family, ranks: int, line: str) -> None:
+    for rank, found in enumerate(run_ranks(ranks, refusal, family)):
+        assert line.format(rank=rank) in found
+        assert "\n" not in found
+
+
+def test_rows_that_do_not_make_up_a_parameter_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"linear_fc1.*do not make up its 48 rows"):
+        Parameter("mlp.linear_fc1.weight", (48, 16), rows=Rows((24, 23)))
+
+
+# Llama's table
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+def test_slices_merge_to_what_was_cut(tp_size: int, tied: bool) -> None:
+    architecture = replace(SMALL, num_query_groups=4, tied_embeddings=tied)
+    for row in table_of(architecture):
+        full = torch.randn(row.shape)
+        slices = [row.slice(full, tp, tp_size) for tp in range(tp_size)]
+        assert {tuple(part.shape) for part in slices} == {row.slice_shape(tp_size)}
+        assert torch.equal(row.merge(slices), full), row.name
+        if row.is_stacked:
+            assert torch.equal(torch.cat(slices).view(row.shape), full), row.name
+
+
+def test_a_slice_of_the_gated_mlp_has_its_part_of_both_halves() -> None:
+    row = table_of(SMALL).find("decoder.layers.0.mlp.linear_fc1.weight")
+    full = torch.arange(48.0).view(-1, 1).expand(48, 16)  # gate 0-23, up 24-47
+    assert row.slice(full, 1, 2)[:, 0].tolist() == [*range(12, 24), *range(36, 48)]
+
+
+def test_a_chunk_finds_its_rows_by_its_own_numbers() -> None:
+    table = Table(tuple(Llama().rows(SMALL)), 2)
+    assert (
+        table.find("decoder.layers.0.mlp.linear_fc2.weight", 1).name
+        == "decoder.layers.1.mlp.linear_fc2.weight"
+    )
+    fused = table.find("decoder.layers.1.self_attention.linear_qkv.layer_norm_weight")
+    assert (fused.name, fused.hf) == (
+        "decoder.layers.1.input_layernorm.weight",
+        ("model.layers.1.input_layernorm.weight",),
+    )
+
+
+def test_a_tied_output_layer_is_a_copy_that_counts_once() -> None:
+    tied = replace(SMALL, tied_embeddings=True)
+    output = table_of(tied).find("output_layer.weight")
+    assert (output.source, output.hf) == ("embedding.word_embeddings.weight", ())
+    assert table_of(SMALL).parameter_count - table_of(tied).parameter_count == 32 * 16
+
+
+def test_tables_need_no_torch() -> None:
+    """`config --check` reads them, and must answer at once."""
+    code = (
+        "import sys, megatron_noloco.model.families, megatron_noloco.config; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
