@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from megatron_noloco.data.corpus import (
     STANDARD_LIBRARY,
     Corpus,
+    Document,
+    _split_by_file,
     load_corpus,
     standard_library_files,
     text_files,
@@ -161,25 +163,20 @@ class TestCorpus:
         ):
             load(str(tmp_path), split)
 
-    def test_a_file_goes_where_the_weights_as_written_send_it(self, tmp_path: Path) -> None:
+    def test_a_file_goes_where_the_weights_as_written_send_it(self) -> None:
         """Shares of 1 give the same files as weights of 1000 do."""
         names = [f"{index}.txt" for index in range(3000)]
-        for name in names:
-            (tmp_path / name).write_text(f"{name}\n")
-        corpus = load(str(tmp_path), SPLIT)
+        parts = _split_by_file([Document(name, name.encode()) for name in names], Split.parse(SPLIT))
         points = {
             name: int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48 * 1000
             for name in names
         }
-
-        def between(start: float, stop: float) -> set[str]:
-            return {name for name, point in points.items() if start <= point < stop}
-
-        found = [
-            set(ByteTokenizer().decode(p).split()) for p in (corpus.train, corpus.validation, corpus.test)
+        expected = [
+            [name.encode() for name in names if start <= points[name] < stop]
+            for start, stop in ((0, 949), (949, 999), (999, 1000))
         ]
-        assert found == [between(0, 949), between(949, 999), between(999, 1000)]
-        assert all(found)
+        assert parts == expected
+        assert all(expected)
 
 
 @pytest.mark.parametrize(

@@ -302,6 +302,7 @@ class TestBlendedOrder:
             tuple(size for size, _ in blend), tuple(weight / total for _, weight in blend), seed
         )
 
+    @settings(deadline=None)
     @given(size=st.integers(1, 100), first=st.integers(0, 10**9), count=st.integers(1, 50))
     def test_of_one_part_is_the_plain_order(self, size: int, first: int, count: int) -> None:
         plain = SampleOrder(size, seed=3).ids(first, count)
