@@ -194,7 +194,7 @@ def test_a_run_measures_on_each_dataset(evaluation: dict[str, Any], microbatches
         (
             {"data_path": "a"},
             {"make_vocab_size_divisible_by": 1, "tensor_model_parallel_size": 2},
-            "vocabulary 257 does not divide by parallel.tensor_model_parallel_size 2; make it a multiple of 2",
+            "vocabulary 257 does not divide by parallel.tensor_model_parallel_size 2",
         ),
     ],
 )
