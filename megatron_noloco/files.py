@@ -1,4 +1,4 @@
-"""Files that are whole or absent: written aside, synced, then renamed. Every room may use this."""
+"""Files that are complete or absent: written under another name, synced, then renamed. For every room."""
 
 import os
 import uuid
@@ -18,12 +18,12 @@ def write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """A small text file, whole or not at all."""
+    """A small text file, complete or not at all."""
     write_whole(path, lambda partial: partial.write_text(text))
 
 
 def put_in_place(finished: Path, path: Path) -> None:
-    """Rename a finished file so that a power cut leaves `path` whole, as it was, or absent."""
+    """Rename a finished file so that a power cut leaves `path` complete, as it was, or absent."""
     _sync(finished)
     finished.replace(path)
     _sync(path.parent)

@@ -1,4 +1,4 @@
-"""Keeps the engines' start-up chatter off the console."""
+"""The engines' start-up messages, kept off the console."""
 
 import logging
 import os
@@ -11,7 +11,7 @@ def quieten() -> None:
 
     warnings.filterwarnings("ignore", module=r"(megatron|deepspeed|apex)\b")
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    # It tells every process that there are CUDA's tools and no GPU.
+    # Every process would report that there are CUDA's tools and no GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     os.environ.setdefault("DS_LOG_LEVEL", "error")
     if not torch.cuda.is_available():

@@ -73,7 +73,7 @@ def step_folder(checkpoints: Path, step: int) -> Path:
 
 
 def step_of(folder: Path) -> int | None:
-    """The step a folder's name tells; None for anything else."""
+    """The step in a folder's name; None for anything else."""
     match = _STEP.match(folder.name)
     return int(match[1]) if match else None
 
@@ -117,7 +117,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def publish(checkpoints: Path, folder: Path, world_size: int, keep_last: int) -> None:
-    """Called by every rank after its manifest: whoever completes the step names it in `latest` and prunes.
+    """Called by every rank after its manifest: the rank that completes the step names it in `latest` and prunes.
 
     Two ranks that finish together both do it, with the same effect.
     """

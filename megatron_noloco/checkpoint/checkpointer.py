@@ -30,7 +30,7 @@ Write = Callable[[Path], None]
 class Checkpointer:
     """Writes this rank's files; never waits for another rank.
 
-    A save that fails (disk full, folder gone) is reported and training goes on: the last complete checkpoint
+    A save that fails (disk full, folder gone) is reported and training continues: the last complete checkpoint
     is still there.
     """
 

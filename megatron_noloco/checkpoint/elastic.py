@@ -46,7 +46,7 @@ def shift_of_mean(folder: Path, at: Position, saved_replicas: int, replicas: int
 
 
 def read_flat(folder: Path, replica: int, at: Position, name: str) -> Tensor:
-    """One flat vector of a saved replica's rank at the same stage, lane and shard; memory-mapped."""
+    """One flat vector of a saved replica's rank at the same stage, dp and tp place; memory-mapped."""
     path = replica_folder(folder, replica) / f"{rank_name(at)}.safetensors"
     with safe_open(path, framework="pt") as file:
         return file.get_tensor(name) if name in file.keys() else torch.zeros(1)  # noqa: SIM118

@@ -1,4 +1,4 @@
-"""`python -m megatron_noloco inspect CHECKPOINT`: what a checkpoint holds, and whether it is whole.
+"""`python -m megatron_noloco inspect CHECKPOINT`: what a checkpoint holds, and whether it is complete.
 
 Reads manifests and safetensors only, a piece of the replicas' vectors at a time.
 """
@@ -64,7 +64,7 @@ def report(folder: Path, manifests: list[Manifest]) -> list[str]:
         f"method: {active_method(noloco['enabled'], noloco['method'])}",
         f"parameters: {parameters} per replica",
         f"size: {size / 1e6:.1f} MB, {size / (parameters * topology.replicas):.1f} bytes per parameter",
-        f"integrity: {sum(len(manifest.files) for manifest in manifests)} files whole, checksums match",
+        f"integrity: {sum(len(manifest.files) for manifest in manifests)} files, all checksums match",
     ]
     for replica in range(topology.replicas):
         counters = manifests[topology.rank(Position(replica, topology.pp - 1, 0, 0))].counters

@@ -73,7 +73,7 @@ def _examine(folder: Path, topology: Topology, at: Position, fold: bool) -> tupl
         manifests = catalog.read_manifests(folder)
         saved = manifests[0].topology
         if (saved.pp, saved.dp, saved.tp) != (topology.pp, topology.dp, topology.tp):
-            # compare.changes tells which; any manifest holds the config it needs
+            # compare.changes names what changed; any manifest holds the config it needs
             return manifests[0], ""
         source = elastic.source_replica(at.replica, saved.replicas)
         needed = [source]

@@ -11,7 +11,7 @@ class CheckpointSettings:
     folder: holds a folder per saved step.
     run: the JSON of the run, as it is written into each manifest.
     keep_last: complete checkpoints that are kept.
-    async_save: whether training goes on while a copy of the state is being written.
+    async_save: whether training continues while a copy of the state is being written.
     load: "auto" (the newest sound checkpoint in `folder`), "none", or a step folder.
     fold: with fewer replicas than were saved, fold the others into the mean of those kept; else drop them.
     """

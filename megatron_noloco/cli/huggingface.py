@@ -23,7 +23,9 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     export.add_argument("--max-shard-size", default="500MB", help="largest weight file (default: 500MB)")
     export.set_defaults(run=_export)
 
-    import_ = commands.add_parser("import", help="Hugging Face folder -> a config that trains on from it")
+    import_ = commands.add_parser(
+        "import", help="Hugging Face folder -> the config of a run that starts from it"
+    )
     import_.add_argument("folder", help="a Hugging Face model with safetensors")
     import_.add_argument("--config", required=True, help="the run's JSON; its model block is replaced")
     import_.add_argument("--output", required=True, help="the JSON to write")
@@ -77,7 +79,7 @@ def _import(args: argparse.Namespace) -> int:
     Path(args.output).write_text(json.dumps(raw, indent=2) + "\n")
     if raw["data"] != template["data"]:
         say("data.tokenizer_model: the model's own; a dataset in data_path must have been made with it")
-    say(f"{args.output}: trains on from {args.folder}")
+    say(f"{args.output}: starts from {args.folder}")
     return 0
 
 

@@ -148,7 +148,7 @@ class CheckpointConfig(Block):
     )
     keep_last: Positive = Field(default=2, description="Complete checkpoints kept; older ones are removed.")
     async_save: bool = Field(
-        default=False, description="Whether training goes on while a copy of the state is being written."
+        default=False, description="Whether training continues while a copy of the state is being written."
     )
     load: str = Field(
         default="auto",

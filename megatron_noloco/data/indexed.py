@@ -56,13 +56,13 @@ class _Index:
 
 
 class IndexedTokens:
-    """The tokens under a prefix, memory-mapped, as one stream; whole or refused.
+    """The tokens under a prefix, memory-mapped, as one stream; incomplete files are refused.
 
     A document is one or more sequences (here: pieces of a long text); a sequence is never cut by a split.
     """
 
     def __init__(self, prefix: str) -> None:
-        """Raises ValueError, naming file and numbers, unless both files are whole and belong together."""
+        """Raises ValueError, naming file and numbers, unless both files are complete and belong together."""
         self.prefix = prefix
         bin_path, idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
         for path in (idx_path, bin_path):

@@ -1,4 +1,4 @@
-"""Microbatches as pure functions of their address: whoever knows the address can read the microbatch."""
+"""Microbatches as pure functions of their address: every rank that knows the address can read it."""
 
 import numpy as np
 import torch

@@ -1,1 +1,1 @@
-"""The engine: DeepSpeed, told that one replica is the whole world. The only room that imports deepspeed."""
+"""The engine: DeepSpeed, whose world is one replica. The only room that runs deepspeed."""

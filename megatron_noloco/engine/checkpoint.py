@@ -42,8 +42,8 @@ class CheckpointableEngine(DeepSpeedEngine):
     def collect_state(self) -> dict[str, Any]:
         """File name -> state, for the files this rank writes; live tensors, not copies.
 
-        Lane 0 of every stage and shard holds the module, learning-rate schedule and counters, every lane its
-        part of the optimizer state.
+        The dp rank 0 of every stage and tp rank holds the module, learning-rate schedule and counters, every dp
+        rank its part of the optimizer state.
         """
         files = self.checkpoint_engine = _Files()
         self._save_checkpoint("", "")
@@ -58,4 +58,4 @@ class CheckpointableEngine(DeepSpeedEngine):
         assert path is not None, f"DeepSpeed found no model states in {folder}"
 
     def _copy_recovery_script(self, save_path: str) -> None:
-        """DeepSpeed's zero_to_fp32.py does not know stages and shards; ours is `export`."""
+        """DeepSpeed's zero_to_fp32.py does not know pipeline and tensor parallelism; `export` does."""

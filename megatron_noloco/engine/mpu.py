@@ -6,11 +6,11 @@ from megatron_noloco.pipeline.groups import Groups, ProcessGroup
 
 
 class ReplicaMpu:
-    """Tells DeepSpeed that the lanes of this replica are all the data parallelism there is.
+    """Makes the data-parallel ranks of this replica all the data parallelism that DeepSpeed knows.
 
     Thereby no gradient all-reduce, broadcast, overflow check or ZeRO partition reaches another replica. The
-    model-parallel group holds the stages and shards of one lane, over which DeepSpeed adds up the squared
-    gradient norm; a parameter that all shards hold whole (a norm) counts on shard 0 of its stage only.
+    model-parallel group holds the stages and tp ranks of one dp rank, over which DeepSpeed adds up the squared
+    gradient norm; a parameter that all tp ranks hold in full (a norm) counts on tp rank 0 of its stage only.
     It must not offer `get_sequence_*` or `initialize_sequence_parallel`: DeepSpeed would switch to Ulysses.
     """
 

@@ -10,7 +10,7 @@ from deepspeed.utils import logger
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Only DeepSpeed's errors are heard inside; its logger is as before afterwards."""
+    """Inside, DeepSpeed prints errors only; afterwards its logger is as before."""
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:

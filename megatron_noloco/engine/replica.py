@@ -80,7 +80,7 @@ class ReplicaEngine:
         return self._deepspeed.collect_state()
 
     def restore_state(self, folder: Path) -> None:
-        """Take up the state in `folder`, but the hyperparameters of this run's config.
+        """Restore the state in `folder`, with the hyperparameters of this run's config.
 
         DeepSpeed restores those of the checkpoint: a learning rate changed for the resume would be ignored.
         """

@@ -11,9 +11,9 @@ from megatron_noloco.spec.architecture import Architecture
 
 
 def import_folder(folder: Path, template: dict[str, Any]) -> dict[str, Any]:
-    """The JSON of a run that trains on from the folder: the template's, with the folder's model and tokenizer.
+    """The JSON of a run that starts from the folder: the template's, with the folder's model and tokenizer.
 
-    Moves no weights. Raises ValueError, in one line, when no run can train on from the folder.
+    Moves no weights. Raises ValueError, in one line, when no run can start from the folder.
     """
     before, architecture = RunConfig.from_dict(template), read_architecture(folder)
     model = {

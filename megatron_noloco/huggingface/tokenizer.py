@@ -10,7 +10,7 @@ _PROBE = "Byte by byte, \n\té 中"
 
 
 def with_tokenizer_of(folder: Path, data: dict[str, Any]) -> dict[str, Any]:
-    """The block `data` of a run that trains on from a Hugging Face model: in the model's tokens.
+    """The block `data` of a run that starts from a Hugging Face model: in the model's tokens.
 
     Unchanged where it names a tokenizer itself, and where the model has none or the byte-level one.
     """

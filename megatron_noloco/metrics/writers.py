@@ -66,7 +66,7 @@ class ReplicaFiles:
         except OSError as error:
             if not self._failed:
                 sys.stderr.write(
-                    f"{self._folder}: {error.strerror or error}; training goes on without its log\n"
+                    f"{self._folder}: {error.strerror or error}; training continues without its log\n"
                 )
             self._failed = True
 

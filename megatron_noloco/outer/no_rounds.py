@@ -1,4 +1,4 @@
-"""Replicas that never meet, behind the interface of the outer optimizer."""
+"""No rounds, behind the interface of the outer optimizer."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

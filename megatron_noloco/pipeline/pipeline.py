@@ -81,7 +81,7 @@ class Pipeline:
 
         self.communicator.begin(routes, microbatches)
         chunks = list(self.stage.chunks)
-        # Every chunk meets the microbatches in ascending order.
+        # Every chunk computes the microbatches in ascending order.
         losses: list[MicrobatchLoss] = self._schedule(
             forward_step_func=forward_step,
             data_iterator=[iter(range(microbatches)) for _ in chunks],

@@ -2,7 +2,7 @@
 
 Every 256 MB of input become a part, written under a name of its own in `PREFIX.partial/` and marked as done by its
 JSON file. A run that was stopped continues after its last done part. At the end the parts become
-`PREFIX_KEY_document.bin` and, last of all, `.idx`: where there is an index, the dataset is whole.
+`PREFIX_KEY_document.bin` and, last of all, `.idx`: where there is an index, the dataset is complete.
 """
 
 import ctypes

@@ -51,7 +51,7 @@ class Console:
             )
             self._task = self._progress.add_task("train", total=total_steps, completed=start_step)
             self._step_figures, self._round_figures = Text(), Text()
-            # mpirun passes on whole lines only: the blank one pushes the last figures out
+            # mpirun forwards complete lines only: the blank line flushes the last figures
             shown = Group(self._progress, self._step_figures, self._round_figures, Text())
             self._live = Live(shown, console=self.terminal, refresh_per_second=2)
 

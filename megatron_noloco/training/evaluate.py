@@ -1,8 +1,8 @@
 """Evaluation: the loss of every replica and of their mean model, on the same validation microbatches.
 
-The one documented place where all replicas meet. Nothing here happens between evaluations. Without the mean model
+The one place where all replicas communicate. Nothing here happens between evaluations. Without the mean model
 (`evaluation.mean_model` false) only losses are exchanged; without evaluations (`evaluation.iters` 0) the
-replicas never meet.
+replicas never communicate.
 """
 
 import math
@@ -18,7 +18,7 @@ from megatron_noloco.training.record import DatasetLosses, Evaluation
 
 
 class Evaluator:
-    """Evaluates on straight routes: whole replicas, as they would be used.
+    """Evaluates on straight routes: each replica with its own stages, as it would be used.
 
     Args:
         losses: the exchange of the replicas' losses.

@@ -82,7 +82,7 @@ class Monitor:
         """A failed save is reported by the rank on which it failed."""
         if report.error is not None:
             sys.stderr.write(
-                f"rank {dist.get_rank()}: the checkpoint of step {report.step} failed, training goes on: "
+                f"rank {dist.get_rank()}: the checkpoint of step {report.step} failed, training continues: "
                 f"{report.error}\n"
             )
         elif self.console is not None:

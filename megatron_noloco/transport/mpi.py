@@ -119,7 +119,7 @@ class MpiTransport:
 
         check_messages([*sends, *receives], self.rank, self.world_size, self.device_buffers)
         if any(message.buffer.is_cuda for message in [*sends, *receives]):
-            torch.cuda.current_stream().synchronize()  # MPI knows nothing of streams
+            torch.cuda.current_stream().synchronize()  # MPI does not order with CUDA streams
         self._flights[:] = [flight for flight in self._flights if flight.in_air()]
         tag %= self._tags
         incoming, outgoing = cut(receives, self._chunk_bytes), cut(sends, self._chunk_bytes)

@@ -28,7 +28,7 @@ def run(changes: dict[str, Any] | None = None, ranks: int = 1, steps: int = STEP
 
 
 def losses(ranks: list[dict[str, Any]]) -> Tensor:
-    """The replica's loss at each step: the mean over the microbatches of all its lanes."""
+    """The replica's loss at each step: the mean over the microbatches of all its dp ranks."""
     seen = torch.tensor([rank["losses"] for rank in ranks if rank["losses"][0]], dtype=torch.float64)
     return seen.mean(dim=(0, 2))
 
@@ -148,8 +148,8 @@ TOPOLOGIES = {
         2,
     ),
     "PP4": ({"parallel": {"pipeline_model_parallel_size": 4}}, 4),
-    "2 lanes": ({"parallel": {"data_parallel_size": 2}, "gradient_accumulation_steps": 2}, 2),
-    "2 lanes x PP2": (
+    "DP2": ({"parallel": {"data_parallel_size": 2}, "gradient_accumulation_steps": 2}, 2),
+    "DP2 x PP2": (
         {
             "parallel": {"data_parallel_size": 2, "pipeline_model_parallel_size": 2},
             "gradient_accumulation_steps": 2,
@@ -166,8 +166,8 @@ def test_topologies_train_alike(name: str) -> None:
 
 
 @pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
-def test_with_sequence_parallelism_shards_keep_one_copy_of_the_norms(precision: dict[str, Any]) -> None:
-    """Each sees other tokens, so without a sum over the shards their copies would drift apart."""
+def test_with_sequence_parallelism_tp_ranks_keep_one_copy_of_the_norms(precision: dict[str, Any]) -> None:
+    """Each sees other tokens, so without a sum over the tp ranks their copies would drift apart."""
     first, second = run(
         {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}, **precision}, 2
     )
@@ -262,7 +262,7 @@ def test_recompute_draws_the_same_dropout_again() -> None:
     assert torch.equal(plain["master"], again["master"])
 
 
-def test_dropout_runs_on_stages_and_shards() -> None:
+def test_dropout_runs_on_stages_and_tp() -> None:
     ranks = run(
         {
             "model": {"hidden_dropout": 0.1},
@@ -293,7 +293,7 @@ def test_bf16_stays_close_to_fp32() -> None:
     assert ranks[0]["losses"] != single()[0]["losses"]
 
 
-@pytest.mark.parametrize("name", ["TP2 x PP2 with sequence parallelism", "2 lanes", "PP2 x VP2"])
+@pytest.mark.parametrize("name", ["TP2 x PP2 with sequence parallelism", "DP2", "PP2 x VP2"])
 def test_bf16_topologies(name: str) -> None:
     changes, ranks = TOPOLOGIES[name]
     assert_same_training(run(changes | BF16, ranks), single_bf16(), 0.03)
@@ -330,6 +330,6 @@ def write_and_refresh(rank: int, world_size: int, raw: dict[str, Any]) -> bool:
 
 
 @pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
-def test_working_weights_follow_the_master_weights_over_lanes(precision: dict[str, Any]) -> None:
+def test_working_weights_follow_the_master_weights_over_dp(precision: dict[str, Any]) -> None:
     raw = tiny({"parallel": {"data_parallel_size": 2, "pipeline_model_parallel_size": 2}, **precision})
     assert run_ranks(4, write_and_refresh, raw) == [True] * 4

@@ -158,7 +158,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2},
         {"bf16": {"enabled": True}},
     ),
-    "bf16, tied, lanes": (
+    "bf16, tied, dp 2": (
         {"data_parallel_size": 2},
         {"bf16": {"enabled": True}, "model": {"untie_embeddings_and_output_weights": False}},
     ),
@@ -435,7 +435,7 @@ ROUND_TRIPS: dict[str, tuple[torch.dtype, dict[str, Any], dict[str, Any]]] = {
         {"tie_word_embeddings": True},
         {"parallel": {"pipeline_model_parallel_size": 2}},
     ),
-    "shards, odd vocabulary": (
+    "tp 2, odd vocabulary": (
         torch.float32,
         {"vocab_size": 259},
         {"parallel": {"tensor_model_parallel_size": 2}},

@@ -45,8 +45,8 @@ RUNS: dict[str, tuple[dict[str, Any], int]] = {
         },
         4,
     ),
-    "2 replicas x 2 lanes": ({"parallel": {"replicas": 2, "data_parallel_size": 2}, "noloco": noloco()}, 4),
-    "2 replicas x 2 shards, sequence parallel": (
+    "2 replicas x dp 2": ({"parallel": {"replicas": 2, "data_parallel_size": 2}, "noloco": noloco()}, 4),
+    "2 replicas x tp 2, sequence parallel": (
         {
             "parallel": {"replicas": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
             "noloco": noloco(),
@@ -62,11 +62,11 @@ RUNS: dict[str, tuple[dict[str, Any], int]] = {
         },
         4,
     ),
-    "2 replicas x 2 lanes, bf16, DiLoCo": (
+    "2 replicas x dp 2, bf16, DiLoCo": (
         {"parallel": {"replicas": 2, "data_parallel_size": 2}, "noloco": noloco(method="diloco"), **BF16},
         4,
     ),
-    "2 lanes without outer optimizer, dropout": (
+    "dp 2 without outer optimizer, dropout": (
         {"parallel": {"replicas": 1, "data_parallel_size": 2}, "noloco": {"enabled": False}, **DROPOUT},
         2,
     ),
@@ -257,7 +257,7 @@ def test_a_full_disk_is_told_and_training_goes_on(tmp_path: Path) -> None:
     outcomes = run_ranks(2, full_disk, run.arguments(), 1, 7, 12)
     assert codes(outcomes) == [0, 0]
     (told,) = outcomes[1].err.splitlines()
-    assert told.startswith("rank 1: the checkpoint of step 10 failed, training goes on: ")
+    assert told.startswith("rank 1: the checkpoint of step 10 failed, training continues: ")
     assert [catalog.is_complete(run.step_folder(step)) for step in (5, 10, 15)] == [True, False, True]
     assert [row["step"] for row in run.exact_metrics()[1]] == list(range(1, 16))
     (run.checkpoints / "latest").write_text("")

@@ -88,7 +88,7 @@ def check_gradients(case: Case, ranks: list[Observed], expected: Expected) -> No
         full = expected.gradients[rank.position.replica]
         for name, gradient in rank.gradients.items():
             if case.sequence_parallel and row_of(case, name).tp_dim is None:
-                gradient = sum_over_shards(name, rank, ranks)  # the engine sums them
+                gradient = sum_over_tp(name, rank, ranks)  # the engine sums them
             part = expected_part(full, name, rank.position, case)
             error = float((gradient - part).norm() / part.norm())
             assert error < TOLERANCE, f"{name} of {rank.position}: relative error {error:.1e}"
@@ -99,7 +99,7 @@ def check_gradients(case: Case, ranks: list[Observed], expected: Expected) -> No
         }
 
 
-def sum_over_shards(name: str, rank: Observed, ranks: list[Observed]) -> Tensor:
+def sum_over_tp(name: str, rank: Observed, ranks: list[Observed]) -> Tensor:
     at = rank.position
     parts = [
         other.gradients[name]

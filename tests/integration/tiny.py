@@ -98,7 +98,7 @@ def build(raw: dict[str, Any], world_size: int) -> tuple[RunConfig, Groups, Stag
 def microbatch(
     config: RunConfig, groups: Groups, step: int, replica: int, index: int
 ) -> tuple[Tensor, Tensor]:
-    """Counting modulo 40 from random numbers, which depend on the samples' places alone, not on the lanes."""
+    """Counting modulo 40 from random numbers, which depend on the samples' places alone, not on dp."""
     topology = groups.topology
     plan = BatchPlan(topology.replicas, topology.dp, config.microbatches, config.micro_batch_size)
     place = plan.first(step, replica, groups.position.dp, index)

@@ -199,7 +199,7 @@ class TestInspect:
         assert told["method"] == "noloco"
         assert told["parameters"] == f"{sum(SIZES)} per replica"
         assert told["size"] == f"{size / 1e6:.1f} MB, {size / (3 * sum(SIZES)):.1f} bytes per parameter"
-        assert told["integrity"] == "6 files whole, checksums match"
+        assert told["integrity"] == "6 files, all checksums match"
 
     def test_a_run_without_rounds_has_no_method(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -335,5 +335,5 @@ def test_a_full_disk_does_not_end_the_run(tmp_path: Path, capsys: pytest.Capture
     files.write(STEP)
     files.write(STEP)
     assert capsys.readouterr().err == (
-        f"{tmp_path}: No space left on device; training goes on without its log\n"
+        f"{tmp_path}: No space left on device; training continues without its log\n"
     )
