@@ -1,4 +1,4 @@
-"""Microbatches as pure functions of their address: whoever knows the address can read the microbatch."""
+"""Microbatches as pure functions of their address: any rank can read any microbatch."""
 
 import numpy as np
 import torch

@@ -365,7 +365,7 @@ plans = st.builds(
 def test_every_sample_once_per_epoch_over_all_replicas_and_resizes(
     runs: list[tuple[BatchPlan, int]], samples: int, seed: int
 ) -> None:
-    """A run that is stopped and goes on with other replicas, lanes and batches, as often as you like."""
+    """A run that is resumed any number of times, with other replicas, data-parallel ranks and batches."""
     order = SampleOrder(samples, seed)
     read: list[int] = []
     step, consumed = 0, 0
