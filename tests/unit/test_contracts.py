@@ -25,7 +25,6 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.lr_schedules import WarmupCosineLR
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from megatron.core import parallel_state
-from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.models.common.embeddings import rotary_pos_embedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -261,21 +260,6 @@ class TestEngine:
         )
         schedule.step()
         assert optimizer.param_groups[0]["lr"] == 0.5
-
-
-def test_data_shuffled_names_the_indices_as_megatron_looks_for_them() -> None:
-    """data/shuffled.py saves the indices itself: GPTDataset saves none without a folder, and finds them in one."""
-    source = inspect.getsource(GPTDataset._build_document_sample_shuffle_indices)
-    for line in (
-        'base = f"{self.unique_description_hash}-{type(self).__name__}-{self.index_split.name}"',
-        'get_path_to = lambda affix: os.path.join(path_to_cache, f"{base}-{affix}")',
-        'get_path_to("description.txt")',
-        'get_path_to("document_index.npy")',
-        'get_path_to("sample_index.npy")',
-        'get_path_to("shuffle_index.npy")',
-        "if not path_to_cache or (",
-    ):
-        assert line in source
 
 
 @pytest.mark.parametrize(

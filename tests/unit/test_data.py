@@ -1,4 +1,4 @@
-"""Data: the same text gives the same microbatches to whoever asks."""
+"""Data: the same text gives the same microbatches on every rank."""
 
 import hashlib
 from collections.abc import Callable
