@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.checkpoint.files import checksum
+from megatron_noloco.checkpoint.settings import SaveReport
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.training import run as run_module
-from megatron_noloco.training.record import SaveReport
 from tests.harness import run_ranks
 from tests.integration.chaos import Fault, Outcome, Run, assert_same_state, command
 from tests.integration.tiny import already_joined, build_run, write_text
