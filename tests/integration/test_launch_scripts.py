@@ -95,7 +95,7 @@ def test_a_launcher_explains_itself(script: str) -> None:
 def test_a_wrong_number_of_ranks_starts_nothing(script: str) -> None:
     code, said = launch(script, "6", str(REPOSITORY / "configs" / "quickstart.json"))
     assert code == 2
-    assert "6 ranks are not 4 replicas x 2 stages" in said
+    assert "6 ranks are not 4 replicas x pipeline 2" in said
     assert len(said.splitlines()) == 1
 
 

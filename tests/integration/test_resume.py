@@ -73,8 +73,10 @@ RUNS: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-def saving(train_iters: int = STEPS, **checkpoint: Any) -> dict[str, Any]:
-    return {"training": {"train_iters": train_iters}, "checkpoint": {"save_interval": SAVED, **checkpoint}}
+def saving(**checkpoint: Any) -> dict[str, Any]:
+    """Changes to the block `checkpoint`, and to train_iters where it is given."""
+    training = {name: checkpoint.pop(name) for name in ("train_iters",) if name in checkpoint}
+    return {"training": training, "checkpoint": {"save_interval": SAVED, **checkpoint}}
 
 
 def codes(outcomes: list[Outcome]) -> list[int]:
