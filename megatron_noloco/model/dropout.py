@@ -9,9 +9,9 @@ from megatron_noloco.plans.draws import Stream, draw_words
 
 
 def seed_dropout(seed: int, groups: Groups) -> None:
-    """Dropout draws differently in every replica, stage and lane, alike in the shards of a stage.
+    """Dropout draws differently in every replica, stage and data-parallel rank, alike in tensor-parallel ranks.
 
-    Where shards must differ, core forks to a generator of its own on CUDA; on a CPU that fork is a no-op.
+    Where the latter must differ, core forks to a generator of its own on CUDA; on a CPU that does nothing.
     """
     at = groups.position
     words = draw_words(1, seed, Stream.DROPOUT, at.replica, at.stage, at.dp)

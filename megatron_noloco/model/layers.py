@@ -44,7 +44,7 @@ class CausalAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: object | None = None,
     ) -> Tensor:
-        """query [tokens, batch, heads, channels]; key and value with the query groups of this shard as heads.
+        """query [tokens, batch, heads, channels]; key and value with this rank's query groups as heads.
 
         Returns [tokens, batch, heads * channels].
         """
@@ -70,7 +70,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Each shard sees other tokens: engine sums the gradient of such weights over the shards.
+        # Each tensor-parallel rank sees other tokens: the engine sums the gradients of such weights over them.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
