@@ -2,12 +2,13 @@
 PYTHON ?= python3
 INSTALLED := .venv/.installed
 
-.PHONY: help setup quickstart test checks clean
+.PHONY: help setup quickstart test checks contracts clean
 
 help:
 	@echo 'make quickstart   train a small Llama with 4 replicas on this machine (4 minutes on 2 cores)'
-	@echo 'make test         all tests but those marked slow'
+	@echo 'make test         all tests but those marked slow or contract'
 	@echo 'make checks       what to run before a commit: ruff, mypy, the unit tests'
+	@echo 'make contracts    what the code relies on in Megatron-core and DeepSpeed; after a change of versions'
 	@echo 'make setup        make .venv and install requirements.txt; the others do it when needed'
 	@echo 'make clean        remove .venv and caches; runs/ stays'
 
@@ -20,13 +21,16 @@ quickstart: $(INSTALLED)
 	@PYTHON='$(CURDIR)/.venv/bin/python' sh launch/quickstart.sh
 
 test: $(INSTALLED)
-	@.venv/bin/python -m pytest -m 'not slow'
+	@.venv/bin/python -m pytest -m 'not slow and not contract'
 
 checks: $(INSTALLED)
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	.venv/bin/python -m pytest -q -m 'not slow' tests/unit
+	.venv/bin/python -m pytest -q -m 'not slow and not contract' tests/unit
+
+contracts: $(INSTALLED)
+	.venv/bin/python -m pytest -q -m contract
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -41,6 +41,8 @@ from megatron.core.utils import GlobalMemoryBuffer
 from megatron_noloco.config.deepspeed_keys import OPTIMIZER_PARAMS, TORCH_OPTIMIZERS
 from megatron_noloco.pipeline.pipeline import RoutedCommunicator
 
+pytestmark = pytest.mark.contract
+
 ROOT = Path(__file__).parents[2]
 PINNED = ("megatron-core", "deepspeed")
 
