@@ -114,7 +114,6 @@ def draw(random: Random) -> tuple[dict[str, Any], int]:
         "evaluation": {
             "interval": one_of([0, 2, 3]),
             "iters": one_of([0, 2, 3]),
-            "full": one_of([True, False, False]),
             "mean_model": one_of([True, False]),
         },
         "tensorboard": {"enabled": one_of([True, False])},
