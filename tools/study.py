@@ -2,12 +2,12 @@
 
     nice python -m tools.study STUDY.json --output runs/study
 
-STUDY.json holds "base" (the trainer's JSON), "learning_rates", "seeds", and "runs": a name for each method, and its
+STUDY.json has "base" (the trainer's JSON), "learning_rates", "seeds", and "runs": a name for each method with its
 changes of the base as the simulator's `--set` takes them. "synchronous" and "alone" must be among the names: the
 benefit retained by a method with loss x is (alone - x) / (alone - synchronous), the share it keeps of what
 synchronous training of all replicas gains over one replica alone.
 
-Finished runs are in OUTPUT/results.jsonl and are not repeated, so an interrupted study can be continued. A run takes
+Finished runs are in OUTPUT/results.jsonl and are not repeated: an interrupted study can be continued. A run takes
 one core; `--jobs` runs several side by side.
 """
 
