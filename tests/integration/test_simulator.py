@@ -15,6 +15,7 @@ from tools.simulator.simulation import Simulation
 METHODS: dict[str, dict[str, Any]] = {
     "pairs": {"group_size": 2},
     "groups of 3 of 4": {"group_size": 3, "consensus_weight": 0.4},
+    "cycles": {"pairing": "cycle"},
     "DiLoCo": {"method": "diloco"},
     "no rounds": {"enabled": False},
 }

@@ -15,7 +15,6 @@ from megatron_noloco.data.datasets import Datasets, Needs, build_datasets
 from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.outer import NoRounds, OuterOptimizer, OuterSettings, Rounds, TorchWeights
-from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.loopback import loopback_world
@@ -75,11 +74,11 @@ class Simulation:
 
     def _outer(self) -> list[Rounds]:
         """The trainer's outer optimizers, one per replica, over messages between threads."""
-        noloco, seed = self.config.noloco, self.config.training.seed
+        noloco = self.config.noloco
         rows = [TorchWeights([row]) for row in self.weights]
         if not noloco.enabled:
             return [NoRounds(row) for row in rows]
-        grouping = Grouping(self.replicas, noloco.group_size_among(self.replicas), seed)
+        grouping = self.config.grouping(self.replicas)
         numbers = {field.name: getattr(noloco, field.name) for field in fields(OuterSettings)}
         return [
             OuterOptimizer(row, transport, Place(replica, self.replicas), grouping, OuterSettings(**numbers))
