@@ -145,8 +145,8 @@ def check_method(noloco: NolocoConfig, replicas: int | None) -> Iterator[str]:
     if max(factors, default=1) > n:
         yield (
             f'noloco.pairing "cycle" takes groups of {" and ".join(map(str, sorted(set(factors))))} for '
-            f"{count(replicas or 0, 'replica')} (the prime factors), more than noloco.group_size {n}; raise it, or "
-            'use "random"'
+            f"{count(replicas or 0, 'replica')} (the prime factors), more than noloco.group_size {n}; raise it "
+            'or use "random"'
         )
 
 
