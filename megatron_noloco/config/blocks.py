@@ -54,7 +54,7 @@ class NolocoConfig(Block):
     )
     pairing: Literal["random", "cycle"] = Field(
         default="random",
-        description='How groups are drawn: "random", or in a "cycle" that connects every replica to all; its rounds '
+        description='How groups are drawn: "random", or in a "cycle" that connects all replicas; its rounds '
         'have the prime factors of replicas as group sizes, none above n (method "noloco" only).',
     )
     grouping: Literal["replica", "stage"] = Field(
