@@ -52,6 +52,11 @@ class NolocoConfig(Block):
     group_size: Annotated[int, Field(ge=2)] = Field(
         default=2, description='n: replicas in a group; 2 is a pair (method "noloco" only).'
     )
+    pairing: Literal["random", "cycle"] = Field(
+        default="random",
+        description='How groups are drawn: "random", or in a "cycle" that connects all replicas; its rounds '
+        'have the prime factors of replicas as group sizes, none above n (method "noloco" only).',
+    )
     grouping: Literal["replica", "stage"] = Field(
         default="replica",
         description="Whether groups are drawn for whole replicas or for each stage on its own.",

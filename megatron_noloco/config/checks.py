@@ -8,6 +8,7 @@ from megatron_noloco.config.blocks import EvaluationConfig, NolocoConfig, Parall
 from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.config.wording import count
+from megatron_noloco.plans.grouping import prime_factors
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.stability import spread_factor
 from megatron_noloco.plans.topology import Topology
@@ -140,6 +141,13 @@ def check_method(noloco: NolocoConfig, replicas: int | None) -> Iterator[str]:
         )
     if replicas is not None and n > replicas:
         yield f"noloco.group_size {n} is more than the {count(replicas, 'replica')} there are"
+    factors = prime_factors(replicas) if replicas is not None and noloco.pairing == "cycle" else ()
+    if max(factors, default=1) > n:
+        yield (
+            f'noloco.pairing "cycle" takes groups of {" and ".join(map(str, sorted(set(factors))))} for '
+            f"{count(replicas or 0, 'replica')} (the prime factors), more than noloco.group_size {n}; raise it "
+            'or use "random"'
+        )
 
 
 def check_rounds(noloco: NolocoConfig, training: TrainingConfig, replicas: int | None) -> Iterator[str]:

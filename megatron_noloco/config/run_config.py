@@ -19,6 +19,7 @@ from megatron_noloco.config.blocks import (
 from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.config.wording import ConfigError, Problem, fields_of, problems_of
+from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.spec.architecture import Architecture, Compute, Precision
@@ -118,6 +119,13 @@ class RunConfig:
     def _routing(self, replicas: int) -> Routing:
         stages = self.parallel.pipeline_model_parallel_size
         return Routing(replicas, self.microbatches, self.training.seed, self.noloco.routing.interval, stages)
+
+    def grouping(self, replicas: int) -> Grouping:
+        """The plan of groups, of method "diloco" all replicas; meaningful where `noloco.enabled`."""
+        noloco = self.noloco
+        pairing = noloco.pairing if noloco.active_method == "noloco" and replicas > 1 else "random"
+        group_size, per_stage = noloco.group_size_among(replicas), noloco.grouping == "stage"
+        return Grouping(replicas, group_size, self.training.seed, per_stage, pairing)
 
     def architecture(self, tokenizer_vocab: int = 0) -> Architecture:
         """The model for a tokenizer of `tokenizer_vocab` tokens (0: not known, `model.vocab_size` decides).

@@ -4,8 +4,9 @@ from megatron_noloco.config.blocks import NolocoConfig
 from megatron_noloco.config.run_config import RunConfig
 from megatron_noloco.config.wording import count
 from megatron_noloco.model.families import table_of
+from megatron_noloco.plans.grouping import prime_factors
 from megatron_noloco.plans.routing import Routing
-from megatron_noloco.plans.stability import rounds_to_halve, spread_factor
+from megatron_noloco.plans.stability import cycle_spread_factor, rounds_to_halve, spread_factor
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.spec.architecture import Architecture
 
@@ -67,9 +68,13 @@ def _method(noloco: NolocoConfig, replicas: int) -> str:
     n = noloco.group_size_among(replicas)
     if method == "diloco":
         return f"{knobs}, n = {n} (all replicas)"
-    rho = spread_factor(noloco.outer_momentum, noloco.gamma, n)
+    rho, drawn = spread_factor(noloco.outer_momentum, noloco.gamma, n), f"n = {n}"
+    if noloco.pairing == "cycle":
+        factors = prime_factors(replicas)
+        rho = cycle_spread_factor(noloco.outer_momentum, noloco.gamma, factors)
+        drawn = f"cycles of {' x '.join(map(str, factors))}"
     return (
-        f"{knobs}, gamma = {noloco.gamma}, n = {n}; rho = {rho:.3f}: "
+        f"{knobs}, gamma = {noloco.gamma}, {drawn}; rho = {rho:.3f}: "
         f"{rounds_to_halve(rho):.1f} rounds halve the spread"
     )
 

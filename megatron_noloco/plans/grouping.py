@@ -1,35 +1,59 @@
 """Grouping: with whom a replica averages in a round, computed by every rank alone."""
 
 from dataclasses import dataclass
+from math import prod
+from typing import Literal
 
 from megatron_noloco.plans.draws import Stream, draw_permutation
 
 Group = tuple[int, ...]
+Pairing = Literal["random", "cycle"]
 
 
 @dataclass(frozen=True)
 class Grouping:
-    """Random groups of `group_size` replicas, drawn afresh each round.
+    """Groups of replicas, another division of all replicas in each round.
 
-    A random permutation of the replicas is cut into groups of `group_size`; when that does not divide
-    `replicas`, the rest is one smaller group, and a group of one is a bye. With `per_stage` every stage
-    draws for itself, so the stages of a replica gossip with different replicas.
-    `group_size == replicas` is DiLoCo: everybody in one group, every round.
+    "random": a random permutation of the replicas is cut into groups of `group_size`; when that does not divide
+    `replicas`, the rest is one smaller group, and a group of one is a bye. `group_size == replicas` is DiLoCo:
+    everybody in one group, every round.
+
+    "cycle": the replicas get random labels, and the prime factors of their number are taken in turn, one a round:
+    the groups of a round differ in one digit of the label (for R = 2^T: pairs i and i XOR 2^t). Plain averages
+    along the cycle would make all replicas equal after its T rounds, the least that groups of this size allow (a
+    hypercube, or hyper-hypercube; see Takezawa et al., arXiv 2305.11420). Then the labels are drawn afresh. Every
+    prime factor of `replicas` must be at most `group_size`.
+
+    With `per_stage` every stage draws for itself, so the stages of a replica gossip with different replicas.
     """
 
     replicas: int
     group_size: int
     seed: int
     per_stage: bool = False
+    pairing: Pairing = "random"
 
     def __post_init__(self) -> None:
         if not 1 <= self.group_size <= self.replicas:
             raise ValueError(f"group_size {self.group_size} must lie between 1 and replicas {self.replicas}")
+        if self.pairing == "cycle" and max(prime_factors(self.replicas), default=1) > self.group_size:
+            raise ValueError(
+                f'pairing "cycle" with groups of {self.group_size}: the prime factors of {self.replicas} '
+                f"replicas are {prime_factors(self.replicas)}, and none may be larger than the group"
+            )
 
     def groups(self, round_index: int, stage: int = 0) -> list[Group]:
         """The groups of a round, each in ascending order of replica."""
-        counters = (round_index, stage) if self.per_stage else (round_index,)
-        order = draw_permutation(self.replicas, self.seed, Stream.GROUPING, *counters).tolist()
+        factors = prime_factors(self.replicas) if self.pairing == "cycle" else ()
+        draw, place = divmod(round_index, len(factors)) if factors else (round_index, 0)
+        counters = (draw, stage) if self.per_stage else (draw,)
+        labels = draw_permutation(self.replicas, self.seed, Stream.GROUPING, *counters)
+        if factors:  # by the digit that differs, least significant first
+            digits = labels.reshape(-1, factors[place], prod(factors[:place]))
+            return [
+                tuple(sorted(group)) for group in digits.swapaxes(1, 2).reshape(-1, factors[place]).tolist()
+            ]
+        order = labels.tolist()
         return [
             tuple(sorted(order[start : start + self.group_size]))
             for start in range(0, self.replicas, self.group_size)
@@ -38,3 +62,14 @@ class Grouping:
     def group(self, replica: int, round_index: int, stage: int = 0) -> Group:
         """The group that contains `replica`, in ascending order, `replica` included."""
         return next(group for group in self.groups(round_index, stage) if replica in group)
+
+
+def prime_factors(number: int) -> tuple[int, ...]:
+    """In ascending order, with multiplicity; empty for 1."""
+    factors, rest, factor = [], number, 2
+    while rest > 1:
+        while rest % factor == 0:
+            factors.append(factor)
+            rest //= factor
+        factor += 1
+    return tuple(factors)

@@ -1,6 +1,8 @@
 """When replicas stay together: the exact factor by which gossip shrinks their spread."""
 
 import math
+from collections.abc import Sequence
+from itertools import product
 
 import numpy as np
 
@@ -27,6 +29,38 @@ def spread_factor(outer_momentum: float, consensus_weight: float, group_size: in
     pull = np.array([-gamma * a, alpha, 0.0])
     step = np.array([pull + np.array([1.0, 0.0, 0.0]) + pull + momentum, pull + momentum, momentum])
     return float(max(abs(np.linalg.eigvals(step))))
+
+
+def cycle_spread_factor(outer_momentum: float, consensus_weight: float, sizes: Sequence[int]) -> float:
+    """rho for pairing in cycles: the factor of the spread SQUARED per round, exact for any number of replicas.
+
+    Args:
+        sizes: of the groups of the rounds of one cycle; their product is the number of replicas.
+
+    Write x = phi - mean(phi) over the labels in characters of the digits. The round of digit t removes the group
+    means of the characters in which digit t takes part, and lets the others be, so that a character's (x, delta)
+    goes through
+
+        delta' = alpha delta - gamma x    if digit t takes part, else    delta' = alpha delta
+        x'     = x + delta'
+
+    A cycle is the product M of these maps. Labels are drawn afresh before each cycle, which spreads the second
+    moments evenly over all characters; so the moments follow the mean of M (x) M over the characters, of which
+    the product of (size - 1) over the digits that take part have the same M. rho is that mean's spectral radius,
+    to the power of 1 / len(sizes).
+    """
+    moments = np.zeros((4, 4))
+    for part in product((False, True), repeat=len(sizes)):
+        characters = (
+            math.prod(size - 1 for size, takes in zip(sizes, part, strict=True) if takes) if any(part) else 0
+        )
+        cycle = np.eye(2)
+        for takes in part:
+            pull = consensus_weight * takes
+            cycle = np.array([[1 - pull, outer_momentum], [-pull, outer_momentum]]) @ cycle
+        moments += characters * np.kron(cycle, cycle)
+    largest = max(abs(np.linalg.eigvals(moments / (math.prod(sizes) - 1))))
+    return float(largest ** (1 / len(sizes)))
 
 
 def rounds_to_halve(rho: float) -> float:

@@ -33,7 +33,6 @@ from megatron_noloco.outer import (
 )
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import PATIENCE, Groups, build_groups
-from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.training.console import Console, RunFacts
 from megatron_noloco.training.evaluate import Evaluator
@@ -103,8 +102,7 @@ def _outer(config: RunConfig, weights: Weights, transport: Transport, place: Pla
     noloco = config.noloco
     if not noloco.enabled:
         return NoRounds(weights)
-    group_size, per_stage = noloco.group_size_among(place.replicas), noloco.grouping == "stage"
-    grouping = Grouping(place.replicas, group_size, config.training.seed, per_stage)
+    grouping = config.grouping(place.replicas)
     numbers = {field.name: getattr(noloco, field.name) for field in fields(OuterSettings)}
     return OuterOptimizer(weights, transport, place, grouping, OuterSettings(**numbers))
 

@@ -82,6 +82,7 @@ def draw(random: Random) -> tuple[dict[str, Any], int]:
             "outer_momentum": one_of([0.5, 0.3, 0.0]),
             "consensus_weight": one_of([None, 0.3, 1.0]),
             "group_size": random.randint(2, max(2, replicas)),
+            "pairing": "cycle" if replicas in (2, 4) and one_of([True, False]) else "random",
             "grouping": one_of(["replica", "stage"]),
             "slow_weights": one_of(["host", "device"]),
             "routing": {"interval": one_of(["round", "step", "microbatch", "off"])},

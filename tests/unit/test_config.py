@@ -338,6 +338,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"noloco.consensus_weight": 0}, "no outer_momentum is stable with this gamma; consensus_weight 0.01 is"),
     ({"noloco.group_size": 5}, "noloco.group_size 5 is more than the 4 replicas"),
+    (
+        {"noloco.pairing": "cycle", "parallel.replicas": 6},
+        'noloco.pairing "cycle" takes groups of 2 and 3 for 6 replicas (the prime factors), more than',
+    ),
 ]
 
 

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_noloco.plans.draws import Stream, draw_permutation, draw_words
-from megatron_noloco.plans.grouping import Grouping
+from megatron_noloco.plans.grouping import Grouping, prime_factors
 from megatron_noloco.plans.samples import BatchPlan, SampleOrder
-from megatron_noloco.plans.stability import rounds_to_halve, spread_factor
+from megatron_noloco.plans.stability import cycle_spread_factor, rounds_to_halve, spread_factor
 from megatron_noloco.plans.topology import Place, Position, Topology
 
 GOLDEN_DRAWS = Path(__file__).parents[1] / "golden" / "draws.json"
@@ -274,3 +274,56 @@ class TestBatchPlan:
                 for microbatch in range(microbatches):
                     place = several.first(step, replica, dp, microbatch)
                     assert place == one.first(step, replica, 0, dp * microbatches + microbatch)
+
+
+class TestCycles:
+    @given(st.integers(2, 60), st.integers(0, 9), st.integers(0, 5))
+    @few
+    def test_plain_averages_along_a_cycle_make_all_replicas_equal(
+        self, replicas: int, seed: int, cycle: int
+    ) -> None:
+        factors = prime_factors(replicas)
+        grouping = Grouping(replicas, max(factors), seed, pairing="cycle")
+        weights = np.random.default_rng(seed).normal(size=replicas)
+        after = weights.copy()
+        for round_index in range(cycle * len(factors), (cycle + 1) * len(factors)):
+            groups = grouping.groups(round_index)
+            assert sorted(member for group in groups for member in group) == list(range(replicas))
+            for group in groups:
+                assert list(group) == sorted(group)
+                after[list(group)] = after[list(group)].mean()
+        np.testing.assert_allclose(after, weights.mean(), rtol=0, atol=1e-12)
+
+    def test_labels_are_drawn_afresh_each_cycle(self) -> None:
+        grouping = Grouping(16, 2, seed=0, pairing="cycle")
+        met = {tuple(grouping.groups(4 * cycle)) for cycle in range(10)}
+        assert len(met) == 10
+
+    def test_a_prime_factor_larger_than_the_group_is_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"prime factors of 6 replicas are \(2, 3\)"):
+            Grouping(6, 2, seed=0, pairing="cycle")
+        assert Grouping(6, 3, seed=0, pairing="cycle").group(0, 0)
+
+    def test_averaging_leaves_no_spread(self) -> None:
+        assert cycle_spread_factor(0.0, 1.0, (2, 2, 2)) == pytest.approx(0.0, abs=1e-9)
+
+    @pytest.mark.parametrize(("alpha", "gamma"), [(0.5, 0.7), (0.3, 0.7), (0.8, 0.35)])
+    @pytest.mark.parametrize("replicas", [8, 12])
+    def test_the_factor_is_that_of_a_simulation(self, alpha: float, gamma: float, replicas: int) -> None:
+        factors = prime_factors(replicas)
+        grouping = Grouping(replicas, max(factors), seed=1, pairing="cycle")
+        draw = np.random.default_rng(0)
+        phi, delta = draw.normal(size=(replicas, 4000)), np.zeros((replicas, 4000))
+        logs, cycles = [], 60
+        for round_index in range(cycles * len(factors)):
+            for group in map(list, grouping.groups(round_index)):
+                delta[group] = alpha * delta[group] - gamma * (phi[group] - phi[group].mean(axis=0))
+            phi = phi + delta
+            scale = phi.std()
+            logs.append(math.log(scale))
+            phi, delta = (phi - phi.mean(axis=0)) / scale, delta / scale
+        found = math.exp(2 * np.mean(logs[len(logs) // 4 :]))
+        assert found == pytest.approx(cycle_spread_factor(alpha, gamma, factors), abs=0.03)
+
+    def test_cycles_bring_replicas_together_faster_than_random_pairs(self) -> None:
+        assert cycle_spread_factor(0.5, 0.7, (2, 2, 2)) < spread_factor(0.5, 0.7, 2)

@@ -1,0 +1,63 @@
+"""Train many replicas of a small Llama in one process: how a method learns, without processes or a network.
+
+    python -m tools.simulate_convergence CONFIG --set parallel.replicas=8 --set noloco.local_steps=10
+
+Takes the trainer's JSON; `--set BLOCK.FIELD=VALUE` (JSON values) changes it. Uses the trainer's plans, data,
+initial weights and `megatron_noloco.outer`, and gives the trainer's losses to rounding. Prints one JSON object.
+"""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_noloco.config import RunConfig
+from tools.simulator.simulation import Simulation
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", type=Path, help="the JSON of a run")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="a change of the JSON"
+    )
+    parser.add_argument("--threads", type=int, help="of torch; default: all cores")
+    options = parser.parse_args()
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    raw = json.loads(options.config.read_text())
+    for change in options.set:
+        apply(raw, change)
+    try:
+        simulation = Simulation(RunConfig.from_dict(raw))
+    except ValueError as error:
+        sys.exit(str(error))
+    started, evaluations = time.perf_counter(), []
+    for evaluation in simulation.run():
+        evaluations.append(asdict(evaluation))
+        print(f"step {evaluation.step}: mean model {evaluation.mean_model_loss:.4f}", file=sys.stderr)
+    seconds = time.perf_counter() - started
+    print(json.dumps({"changes": options.set, "seconds": round(seconds, 1), "evaluations": evaluations}))
+
+
+def apply(raw: dict[str, Any], change: str) -> None:
+    """Set one field of a run's JSON, "block.field=value", in place; a value that is no JSON is text."""
+    path, _, text = change.partition("=")
+    *blocks, name = path.split(".")
+    for block in blocks:
+        raw = raw.setdefault(block, {})
+    try:
+        raw[name] = json.loads(text)
+    except json.JSONDecodeError:
+        raw[name] = text
+
+
+if __name__ == "__main__":
+    main()

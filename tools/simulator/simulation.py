@@ -1,0 +1,135 @@
+"""One simulated run: the JSON of the trainer, all replicas in this process."""
+
+import math
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron_noloco.config import RunConfig
+from megatron_noloco.data.dataset import SampleDataset
+from megatron_noloco.data.datasets import Datasets, Needs, build_datasets
+from megatron_noloco.data.microbatches import ValidationSource
+from megatron_noloco.data.tokenizer import build_tokenizer
+from megatron_noloco.outer import NoRounds, OuterOptimizer, OuterSettings, Rounds, TorchWeights
+from megatron_noloco.plans.samples import BatchPlan
+from megatron_noloco.plans.topology import Place
+from megatron_noloco.transport.loopback import loopback_world
+from tools.simulator.inner import LearningRate, StackedAdamW, clip
+from tools.simulator.llama import StackedLlama
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """After `step` local steps; losses in nats per token of the validation split."""
+
+    step: int
+    replica_losses: list[float]  # of the fast weights
+    mean_model_loss: float  # of the mean of the slow weights
+    spread: (
+        float  # standard deviation of the slow weights over the replicas, root mean square over the weights
+    )
+    sent_bytes: int  # in exchanges, per replica, so far
+
+
+class Simulation:
+    """Holds all replicas' weights as rows of one matrix and trains them by the trainer's plans.
+
+    Args:
+        config: a run of replicas of one rank each, without routes (one stage has none).
+
+    Raises ValueError for parallel sizes other than 1, `replicas` "auto", and settings of the inner optimizer that
+    are not simulated.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        if (
+            not isinstance(config.parallel.replicas, int)
+            or config.parallel.world_size != config.parallel.replicas
+        ):
+            raise ValueError(
+                "parallel: give a number of replicas, and no other parallel size: one process has them all"
+            )
+        if config.deepspeed["optimizer"]["type"] != "AdamW" or config.precision != "fp32":
+            raise ValueError("optimizer.type must be AdamW, and the precision fp32, in a simulation")
+        self.config = config
+        self.replicas = config.parallel.replicas
+        tokenizer = build_tokenizer(config.tokenizer)
+        architecture = config.architecture(tokenizer.vocab_size)
+        self.model = StackedLlama(architecture)
+        self.plan = BatchPlan(self.replicas, 1, config.microbatches, config.micro_batch_size)
+        seed = config.training.seed
+        needs = Needs(architecture.vocab_size, architecture.seq_length, self.plan.global_batch, seed)
+        self.datasets: Datasets = build_datasets(config.source, tokenizer, needs)
+        self.order = self.datasets.order(seed)
+        self.validation = _validation_samples(config, self.datasets)
+        self.weights = self.model.initial(seed).repeat(self.replicas, 1)
+        self.inner = StackedAdamW(self.weights, config.deepspeed["optimizer"].get("params", {}))
+        self.learning_rate = LearningRate(config.deepspeed)
+        self.outer = self._outer()
+        self.sent_bytes = 0
+
+    def _outer(self) -> list[Rounds]:
+        """The trainer's outer optimizers, one per replica, over messages between threads."""
+        noloco = self.config.noloco
+        rows = [TorchWeights([row]) for row in self.weights]
+        if not noloco.enabled:
+            return [NoRounds(row) for row in rows]
+        grouping = self.config.grouping(self.replicas)
+        numbers = {field.name: getattr(noloco, field.name) for field in fields(OuterSettings)}
+        return [
+            OuterOptimizer(row, transport, Place(replica, self.replicas), grouping, OuterSettings(**numbers))
+            for replica, (row, transport) in enumerate(zip(rows, loopback_world(self.replicas), strict=True))
+        ]
+
+    def run(self) -> Iterator[Evaluation]:
+        """Train to the end; yields every evaluation the trainer would make."""
+        steps, interval = self.config.training.train_iters, self.config.evaluation.interval
+        with ThreadPoolExecutor(self.replicas) as threads:  # members of a group wait for each other
+            for step in range(steps):
+                self._local_step(step)
+                reports = list(
+                    threads.map(lambda outer, done=step + 1: outer.after_local_step(done), self.outer)
+                )
+                self.sent_bytes += max(report.exchange.bytes_sent if report else 0 for report in reports)
+                if step + 1 == steps or (interval and (step + 1) % interval == 0):
+                    yield self.evaluate(step + 1)
+
+    def _local_step(self, step: int) -> None:
+        ids = self.order.ids(self.plan.consumed(step), self.plan.global_batch)
+        samples = _gather(self.datasets.train, ids).view(self.replicas, self.plan.replica_batch, -1)
+        self.weights.requires_grad_()
+        (gradients,) = torch.autograd.grad(self.model.losses(self.weights, samples).sum(), self.weights)
+        self.weights.requires_grad_(False)
+        clip(gradients, float(self.config.deepspeed.get("gradient_clipping", 0.0)))
+        self.inner.step(gradients, self.learning_rate.next())
+
+    @torch.no_grad()
+    def evaluate(self, step: int) -> Evaluation:
+        slow = torch.stack([outer.state()["slow_weights"] for outer in self.outer])
+        mean = slow.mean(dim=0, keepdim=True)
+        spread = float(slow.double().var(dim=0).mean().sqrt()) if self.replicas > 1 else math.nan
+        losses = self._validation_losses(self.weights)
+        return Evaluation(
+            step, losses.tolist(), float(self._validation_losses(mean)), spread, self.sent_bytes
+        )
+
+    def _validation_losses(self, weights: Tensor) -> Tensor:
+        """Mean over the validation microbatches, of each row of weights; shape [rows]."""
+        batches = self.validation.expand(len(weights), -1, -1, -1).unbind(1)
+        return torch.stack([self.model.losses(weights, batch) for batch in batches]).mean(dim=0)
+
+
+def _validation_samples(config: RunConfig, datasets: Datasets) -> Tensor:
+    """The trainer's validation microbatches, shape [microbatches, micro_batch_size, seq_length + 1]."""
+    (part,) = datasets.validation
+    source = ValidationSource(part.dataset, config.micro_batch_size, config.evaluation.iters)
+    pairs = [source.microbatch(index) for index in range(len(source))]
+    return torch.stack([torch.cat([tokens, labels[:, -1:]], dim=1) for tokens, labels in pairs])
+
+
+def _gather(dataset: SampleDataset, ids: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.stack([dataset[index] for index in ids.tolist()]))
