@@ -1,5 +1,6 @@
 """The simulator is the trainer: the same losses to rounding, from the same JSON."""
 
+import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 from megatron_noloco.config import RunConfig
 from tests.harness import run_ranks
 from tests.integration.tiny import metrics, run_whole, tiny, write_config, write_text
+from tools import study
 from tools.simulate_convergence import apply
 from tools.simulator.simulation import Simulation
 
@@ -73,3 +75,34 @@ def test_a_change_on_the_command_line() -> None:
         "noloco": {"local_steps": 5, "method": "diloco"},
         "optimizer": {"params": {"betas": [0.9, 0.99]}},
     }
+
+
+def test_a_study_compares_methods_at_their_best_learning_rates(tmp_path: Path) -> None:
+    base = tiny(
+        {
+            "noloco": {"local_steps": 2},
+            "parallel": {"replicas": 2},
+            "model": {"num_layers": 1},
+            "data": {"text": write_text(tmp_path)},
+            "training": {"train_iters": 4},
+            "evaluation": {"iters": 2},
+        }
+    )
+    one = ["parallel.replicas=1", "noloco.enabled=false"]
+    runs = {"synchronous": [*one, "gradient_accumulation_steps=8"], "alone": one, "NoLoCo": []}
+    plan = {"base": base, "learning_rates": [1e-6, 0.01], "seeds": [1, 2], "runs": runs}
+    keys = [study.Key(name, rate, seed) for name in runs for rate in (1e-6, 0.01) for seed in (1, 2)]
+    results = {key: study.simulate(study.configure(plan, key)) for key in keys}
+    rows = {row.name: row for row in study.table(results)}
+    assert {row.learning_rate for row in rows.values()} == {0.01}, "with the other one nothing is learnt"
+    assert (rows["alone"].benefit, rows["synchronous"].benefit) == (0, 1)
+    share = (rows["alone"].loss - rows["NoLoCo"].loss) / (rows["alone"].loss - rows["synchronous"].loss)
+    assert rows["NoLoCo"].benefit == pytest.approx(share)
+    assert rows["NoLoCo"].megabytes > rows["alone"].megabytes == 0
+    assert study.as_csv(rows.values()).count("\n") == 4
+
+    path = tmp_path / "results.jsonl"
+    rows_of = [json.dumps({**key._asdict(), **results[key]}) for key in keys]
+    path.write_text("\n".join(rows_of) + '\n{"name": "cut sho')
+    assert study.read(path) == results
+    assert study.run(plan, path, jobs=1) == results, "nothing is run again"

@@ -1,6 +1,5 @@
 """One simulated run: the JSON of the trainer, all replicas in this process."""
 
-import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
@@ -111,7 +110,7 @@ class Simulation:
     def evaluate(self, step: int) -> Evaluation:
         slow = torch.stack([outer.state()["slow_weights"] for outer in self.outer])
         mean = slow.mean(dim=0, keepdim=True)
-        spread = float(slow.double().var(dim=0).mean().sqrt()) if self.replicas > 1 else math.nan
+        spread = float(slow.double().var(dim=0).mean().sqrt()) if self.replicas > 1 else 0.0
         losses = self._validation_losses(self.weights)
         return Evaluation(
             step, losses.tolist(), float(self._validation_losses(mean)), spread, self.sent_bytes
