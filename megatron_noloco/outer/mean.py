@@ -4,11 +4,20 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_noloco.plans.grouping import Group
+
+
+class MeanPiece(NamedTuple):
+    """The mean over the group of elements start..stop of the vector; valid until the next piece is asked for."""
+
+    start: int
+    stop: int
+    mean: Tensor
 
 
 @dataclass
@@ -18,7 +27,7 @@ class ExchangeReport:
     group: Group  # this replica included
     bytes_sent: int = 0
     wait_seconds: float = 0.0  # idle, inside `Exchange.finish`
-    seconds: float = 0.0  # from `begin` to the end of `finish`
+    seconds: float = 0.0  # from `begin` until this rank has seen that everything is received and sent
     squared_deviation: float = 0.0  # sum over elements of the unbiased variance over the group
     compared_elements: int = 0
     poisoned_elements: int = 0  # in chunks where some member was not finite
