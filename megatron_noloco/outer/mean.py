@@ -31,6 +31,10 @@ class ExchangeReport:
     squared_deviation: float = 0.0  # sum over elements of the unbiased variance over the group
     compared_elements: int = 0
     poisoned_elements: int = 0  # in chunks where some member was not finite
+    squared_error: float = (
+        0.0  # of the code, likewise: the variance of rounding, s^2 / 12, of each coded element
+    )
+    resent_elements: int = 0  # sent in fp32 after the code, which could not hold them
     started: float = field(default_factory=time.perf_counter, repr=False)
 
     @property
@@ -39,6 +43,17 @@ class ExchangeReport:
         if not self.compared_elements:
             return math.nan
         return math.sqrt(self.squared_deviation / self.compared_elements)
+
+    @property
+    def payload_error(self) -> float:
+        """Expected error of the code over the standard deviation over the group; nan where that is zero.
+
+        The same as |error of the pull towards the mean| / |pull|, in the Euclidean norm: both terms have the same
+        factor, 1 - 1/n.
+        """
+        if not self.squared_deviation:
+            return math.nan
+        return math.sqrt(self.squared_error / self.squared_deviation)
 
 
 def finite_mean(members: Sequence[Tensor], out: Tensor, report: ExchangeReport) -> Tensor:
