@@ -32,6 +32,7 @@ from megatron_noloco.outer.exchange import STRETCH, Exchange
 from megatron_noloco.outer.mean import MeanPiece
 from megatron_noloco.outer.memory import Kept
 from megatron_noloco.outer.payload import BLOCK, CELLS, Codec, Coded, blocks_in, pieces, signs_of, wide_type
+from megatron_noloco.outer.steps import find_steps
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.protocol import Message, Transport
@@ -112,7 +113,7 @@ class CodedExchange(Exchange):
         def all_pieces() -> Iterator[MeanPiece | None]:
             yield from agreed
             steps = self._kept.take("steps", torch.float32, blocks)
-            codec.steps([sketches, their_sketches], steps)
+            find_steps([sketches, their_sketches], codec.bits, steps)
             steps.mul_(coded)
             mine, theirs = self._codes("my", blocks), self._codes("their", blocks)
             segments = []
@@ -151,7 +152,7 @@ class CodedExchange(Exchange):
         def all_pieces() -> Iterator[MeanPiece | None]:
             yield from sketched
             steps = self._kept.take("steps", torch.float32, blocks)
-            codec.steps([sketches[own], *theirs], steps[own])
+            find_steps([sketches[own], *theirs], codec.bits, steps[own])
             steps[own] *= coded[own]
             yield from self._hand_out([steps], own, at, _STEPS)
             mine = self._codes("my", blocks)

@@ -1,28 +1,24 @@
 """The exchange: a group of replicas computes the mean of one vector, in messages between two ranks.
 
 A pair swaps its vectors, one message each way. A larger group of n uses two phases, as the bandwidth-optimal
-all-reduce of Patarasuk and Yuan does ("Bandwidth optimal all-reduce algorithms for clusters of workstations",
-J. Parallel Distrib. Comput. 69(2), 2009: reduce-scatter, then all-gather), but by direct messages instead of a
-ring:
+all-reduce of Patarasuk and Yuan does ("Bandwidth optimal all-reduce algorithms for clusters of workstations", J.
+Parallel Distrib. Comput. 69(2), 2009: reduce-scatter, then all-gather), but by direct messages instead of a ring:
 
 1. Each member owns 1/n of the elements. It receives them from the other members and averages them.
 2. It sends the mean of its elements to the other members.
 
 A member sends 2 (n-1)/n vectors, the least possible; sending the vector to everybody would cost n-1. In both
-schemes all members use bitwise the same mean, which the method's recursion of the mean rests on
-(docs/method.md).
+schemes all members use bitwise the same mean, which the method's recursion of the mean rests on (docs/method.md).
 
 Tags. Every message of an exchange has the tag
 
     tag = (number * CHANNELS + channel) * PHASES + phase
 
-with the exchange's channel, the number given to `begin` (of the round, or of the evaluation), and phase 0 or 1,
-in a `CodedExchange` up to 5. So exchanges of different channels, or of one channel and different numbers, never
-take each other's messages.
+with the exchange's channel, the number given to `begin` (of the round, or of the evaluation), and the phase.
+So exchanges of different channels, or of one channel and different numbers, never take each other's messages.
 
-Between `begin` and `finish` the caller may compute, and call `progress` now and then. It collects what has
-landed, and posts what depends on it (the second phase, the next stretch), so that `finish` finds little left to
-wait for.
+Between `begin` and `finish` the caller may compute, and call `progress` now and then. It collects what has landed,
+and posts what depends on it (the second phase, the next stretch), so that `finish` finds little left to wait for.
 """
 
 import time
@@ -41,7 +37,7 @@ from megatron_noloco.transport.protocol import ExchangeTimeoutError, Message, Tr
 
 STRETCH = 1 << 24  # elements that are under way at a time by default: 64 MiB
 CHANNELS = 64
-PHASES = 6
+PHASES = 6  # of a coded exchange; else the first two
 
 
 class Channel(IntEnum):

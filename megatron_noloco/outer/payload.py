@@ -1,26 +1,20 @@
 """The code of an exchange in 16, 8 or 4 bits per element: integers on a common grid, modulo 2^bits.
 
-Members of a group agree on a step s for every block of BLOCK elements. Each rounds its vector to whole steps, n
-= round(c / s), and sends n modulo 2^bits. A receiver knows its own n, and so finds the difference to the
-sender's, m = n_theirs - n_mine, if |m| < 2^(bits-1): whatever the size of c, only the *difference* has to fit.
-This is Moniqua (Lu and De Sa, "Moniqua: Modulo Quantized Communication in Decentralized SGD", ICML 2020, arXiv
-2002.11787).
+Members of a group agree on a step s for every block of BLOCK elements (steps.py). Each rounds its vector to
+whole steps, n = round(c / s), and sends n modulo 2^bits. A receiver knows its own n, and so finds the
+difference to the sender's, m = n_theirs - n_mine, if |m| < 2^(bits-1): whatever the size of c, only the
+*difference* has to fit. This is Moniqua (Lu and De Sa, "Moniqua: Modulo Quantized Communication in
+Decentralized SGD", ICML 2020, arXiv 2002.11787).
 
 A member then moves by the mean difference to the group, mean = c + s * mean(m), instead of to a mean of rounded
 vectors, as in CHOCO-SGD (Koloskova et al., 2019, arXiv 1902.00340). The differences are integers that add up to
 zero over the group, so the sum of c over the group is kept exactly, whatever the rounding; an error of the code
 moves members against each other only, and the next round sees it as a part of their difference.
 
-The step comes from sketches. The sketch of a cell of 128 elements is their sum with random signs. The
-difference of two members' sketches has the expected square 128 sigma^2, sigma the root mean square of the
-difference of their elements (Alon, Matias and Szegedy, "The space complexity of approximating the frequency
-moments", 1996). The step is such that RANGE[bits] sigma fit into the code. Nothing has to be remembered from
-round to round for this.
-
-Whether the differences did fit is told by a checksum of each block, sum(w * n) modulo 2^32 with odd weights w:
-it must differ between two members by sum(w * m). A difference in one element that does not fit is always found;
-several in one block are missed with a probability of about 2^(bits-32). m is -m at the other end, element by
-element, so both ends come to the same verdict, and the sum is kept even where both are wrong.
+Whether the differences did fit is told by a checksum of each block, sum(w * n) modulo 2^32 with random odd
+weights w: it must differ between two members by sum(w * m). One difference that does not fit is always found,
+several in a block with a probability of about 1 - 2^(bits-32). m is -m at the other end, element by element, so
+both ends come to the same verdict, and a pair keeps the sum even where both are wrong.
 
 All results that members must agree on come from element-wise operations, which IEEE 754 makes equal everywhere.
 """
@@ -35,21 +29,18 @@ from megatron_noloco.plans.draws import Stream, draw_words
 
 BLOCK = 512  # elements with one step and one checksum
 CELLS = 4  # sketches of a block; element e belongs to cell e % CELLS
-RANGE = {16: 32.0, 8: 8.0, 4: 5.0}  # standard deviations of the difference that a code of so many bits holds
+BITS = (16, 8, 4)
 
 _CELL = BLOCK // CELLS
 _PIECE = 128  # blocks worked on at a time: 256 KiB of fp32 stay in cache
-_NEAR = 2  # blocks on each side whose sketches count for a block's step
 _LARGEST = 2.0**30  # of the integers, so that a sum over a group and int32 hold them
-_FINEST = 2.0**-22  # of the root mean square of c: a finer step is below the resolution of fp32
-_SMALLEST = 2.0**-100  # step where all is zero
 
 Coded = tuple[Tensor, Tensor]
 """Codes, uint8 of shape [blocks, bytes of a block], and checksums, int32 of shape [blocks]."""
 
 
 def blocks_in(elements: int) -> int:
-    """Blocks of a vector; the last one may be short, and is coded as if zeros followed."""
+    """Blocks of a vector. The last one may be short, and is coded as if zeros followed."""
     return -(-elements // BLOCK)
 
 
@@ -62,9 +53,9 @@ def message_bytes(elements: int, bits: int) -> int:
 
 
 def signs_of(number: int) -> Tensor:
-    """+1 and -1, shape [BLOCK // CELLS, 1]: those of the sketches of exchange `number`."""
-    words = draw_words(_CELL, 0, Stream.SKETCH, number)
-    return torch.from_numpy((words >> 63).astype("float32")).mul_(2).sub_(1).unsqueeze(1)
+    """+1 and -1, shape [BLOCK]: those of the sketches of exchange `number`."""
+    words = draw_words(BLOCK, 0, Stream.SKETCH, number)
+    return torch.from_numpy((words >> 63).astype("float32")).mul_(2).sub_(1)
 
 
 @cache
@@ -92,8 +83,8 @@ class Codec:
     """
 
     def __init__(self, bits: int) -> None:
-        if bits not in RANGE:
-            raise ValueError(f"a code has {', '.join(map(str, RANGE))} bits, not {bits}")
+        if bits not in BITS:
+            raise ValueError(f"a code has {', '.join(map(str, BITS))} bits, not {bits}")
         self.bits = bits
         self.block_bytes = BLOCK * bits // 8
         self._narrow = torch.int16 if bits == 16 else torch.int8
@@ -106,32 +97,12 @@ class Codec:
     def sketch(self, vector: Tensor, signs: Tensor, out: Tensor) -> None:
         """Fill `out`, fp32 of shape [blocks, CELLS]."""
         for piece, at in pieces(vector):
-            rows = self._rows(piece).view(-1, _CELL, CELLS).mul_(signs)
+            rows = self._rows(piece, signs).view(-1, _CELL, CELLS)
             width = _CELL
             while width > 1:  # in a fixed order, unlike torch.sum
                 width //= 2
                 rows[:, :width].add_(rows[:, width : 2 * width])
             out[at] = rows[:, 0]
-
-    def steps(self, sketches: Sequence[Tensor], out: Tensor) -> None:
-        """Fill `out`, [blocks], with the steps for members of these sketches; 0 where a member is not finite.
-
-        Two members may call it with the two sketches in either order, and get the same. Steps have 8 significant
-        bits: the product of a step and a difference is exact in fp32.
-        """
-        first, *others = sketches
-        for at in _slices(len(first), 64 * _PIECE):
-            apart = torch.zeros(len(out[at]))
-            size = _energy(first[at])
-            for other in others:
-                apart = torch.maximum(apart, _energy(first[at] - other[at]))
-                size += _energy(other[at])
-            finite = torch.isfinite(size) & torch.isfinite(apart)
-            apart, size = (torch.where(finite, energy, 0.0) for energy in (apart, size))
-            apart, size = (torch.maximum(energy, _mean_nearby(energy)) / BLOCK for energy in (apart, size))
-            step = apart.sqrt_().mul_(RANGE[self.bits] / (2 ** (self.bits - 1) - 1))
-            step = torch.maximum(step, size.div_(len(sketches)).sqrt_().mul_(_FINEST)).clamp_(min=_SMALLEST)
-            out[at] = step.mul_(1 + 2**-8).bfloat16().float().mul_(finite)
 
     def encode(self, vector: Tensor, steps: Tensor, codes: Tensor, checksums: Tensor) -> None:
         """Fill `codes`, uint8 of shape [blocks, block_bytes], and `checksums`, int32 of shape [blocks]."""
@@ -206,42 +177,29 @@ class Codec:
     def _whole_steps(self, piece: Tensor, steps: Tensor) -> Tensor:
         """n, int32 of shape [blocks, BLOCK]; a value that is not finite becomes any number."""
         inverse = torch.where(steps > 0, steps.reciprocal(), 0.0)
-        rows = self._rows(piece).mul_(inverse.unsqueeze(1)).round_().clamp_(-_LARGEST, _LARGEST)
+        rows = self._rows(piece, inverse.unsqueeze(1)).round_().clamp_(-_LARGEST, _LARGEST)
         return self._integers[: len(rows)].copy_(rows)
 
-    def _rows(self, piece: Tensor) -> Tensor:
-        """The piece, copied to shape [blocks, BLOCK], with zeros after its end."""
+    def _rows(self, piece: Tensor, factor: Tensor) -> Tensor:
+        """The piece times `factor`, in shape [blocks, BLOCK], with zeros after its end."""
         rows = self._floats[: blocks_in(len(piece))]
-        flat = rows.view(-1)
-        flat[: len(piece)] = piece
-        flat[len(piece) :] = 0.0
-        return rows
+        if len(piece) == rows.numel():
+            return torch.mul(piece.view(rows.shape), factor, out=rows)
+        rows.view(-1)[: len(piece)] = piece
+        rows.view(-1)[len(piece) :] = 0.0
+        return rows.mul_(factor)
 
     def _checksum(self, integers: Tensor, out: Tensor) -> Tensor:
         weighted = torch.mul(integers, _checksum_weights(), out=self._weighted[: len(integers)])
         return torch.sum(weighted, dim=1, dtype=torch.int32, out=out)
 
 
-def _energy(sketches: Tensor) -> Tensor:
-    """Expected to be the sum of the squares of a block's elements; shape [blocks]."""
-    square = sketches.square()
-    half = square[:, :2].add_(square[:, 2:])
-    return half[:, 0] + half[:, 1]
-
-
-def _mean_nearby(energy: Tensor) -> Tensor:
-    padded = torch.nn.functional.pad(energy, (_NEAR, _NEAR))
-    total = torch.zeros_like(energy)
-    for shift in range(2 * _NEAR + 1):
-        total += padded[shift : shift + len(energy)]
-    return total / (2 * _NEAR + 1)
-
-
 def pieces(vector: Tensor, blocks: int = _PIECE, first: int = 0) -> Iterator[tuple[Tensor, slice]]:
     """The vector in pieces of so many blocks, each with the numbers of its blocks, counted from `first`."""
-    for at in _slices(blocks_in(len(vector)), blocks):
+    for at in slices(blocks_in(len(vector)), blocks):
         yield vector[at.start * BLOCK : at.stop * BLOCK], slice(first + at.start, first + at.stop)
 
 
-def _slices(length: int, step: int) -> Iterator[slice]:
+def slices(length: int, step: int) -> Iterator[slice]:
+    """start..stop from 0 to `length`, of `step` each; the last one may be shorter."""
     return (slice(start, min(start + step, length)) for start in range(0, length, step))

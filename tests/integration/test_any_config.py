@@ -83,6 +83,7 @@ def draw(random: Random) -> tuple[dict[str, Any], int]:
             "consensus_weight": one_of([None, 0.3, 1.0]),
             "group_size": random.randint(2, max(2, replicas)),
             "grouping": one_of(["replica", "stage"]),
+            "payload": one_of(["fp32", "int16", "int8", "int4"]),
             "slow_weights": one_of(["host", "device"]),
             "routing": {"interval": one_of(["round", "step", "microbatch", "off"])},
             "transport": "torch",
