@@ -2,13 +2,15 @@
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from megatron_noloco.config import deepspeed_keys
 from megatron_noloco.spec.method import ActiveMethod, Method, active_method
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
+
+_ROUNDED = {"fp16": "6 %", "bf16": "50 %"}  # tools/bench_payload.py
 
 
 class Block(BaseModel):
@@ -70,6 +72,11 @@ class NolocoConfig(Block):
         gt=0,
         description="How long a replica waits for its group before the round counts as failed.",
     )
+    payload: Literal["fp32", "int16", "int8", "int4"] = Field(
+        default="fp32",
+        description="What an exchange sends per weight: fp32, or integers that tell the difference to the "
+        "partner. docs/exchange.md has bytes and errors.",
+    )
     slow_weights: Literal["host", "device"] = Field(
         default="host",
         description="Where slow weights and outer momentum live: host memory, or the accelerator's.",
@@ -77,6 +84,17 @@ class NolocoConfig(Block):
     routing: RoutingConfig = Field(
         default=RoutingConfig(), description="Which replicas a microbatch visits, stage by stage."
     )
+
+    @field_validator("payload", mode="before")
+    @classmethod
+    def _not_rounded(cls, payload: object) -> object:
+        if isinstance(payload, str) and payload in _ROUNDED:
+            raise ValueError(
+                f'"{payload}" rounds the weights themselves, so that its error grows with |weights| / |outer '
+                f'gradient|: at 300 it is {_ROUNDED[payload]} of the pull; "int16" takes the same bytes and has '
+                "0.05 % at any"
+            )
+        return payload
 
     @property
     def active_method(self) -> ActiveMethod:

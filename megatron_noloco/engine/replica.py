@@ -11,7 +11,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor
 
 from megatron_noloco.engine.build import build_deepspeed
-from megatron_noloco.engine.weights import MasterWeights
+from megatron_noloco.engine.weights import MasterWeights, bit16_groups
 from megatron_noloco.metrics import LAST, Record, Reduction, unrecorded
 from megatron_noloco.metrics.reduction import largest, total
 from megatron_noloco.model.stage import Stage
@@ -50,7 +50,11 @@ class ReplicaEngine:
     @property
     def weights(self) -> MasterWeights:
         """This rank's master weights; live."""
-        return MasterWeights(self._optimizer)
+        shared = self.groups.tp.size() > 1
+        copied = [parameter for row, parameter in self.stage.named_rows() if shared and row.tp_dim is None]
+        if self._tied is not None:
+            copied.append(self._tied)
+        return MasterWeights(self._optimizer, self.groups.position.dp, copied)
 
     def train_batch(self, read: ReadMicrobatch, routes: Routes) -> list[MicrobatchLoss]:
         """One local step: forward and backward over all microbatches, then the inner optimizer.
@@ -100,8 +104,8 @@ class ReplicaEngine:
     def parameter_layout(self) -> list[tuple[str, list[int]]]:
         """Name (in the unsplit model) and shape of each parameter, in the order of the flat weights."""
         names = {parameter: row.name for row, parameter in self.stage.named_rows()}
-        bit16_groups = getattr(self._optimizer, "bf16_groups", None) or self._optimizer.bit16_groups
-        return [(names[parameter], list(parameter.shape)) for group in bit16_groups for parameter in group]
+        groups = bit16_groups(self._optimizer)
+        return [(names[parameter], list(parameter.shape)) for group in groups for parameter in group]
 
     def _complete_gradients(self) -> None:
         """Sum what the schedule leaves partial over a stage's tensor-parallel ranks and between tied embeddings.

@@ -4,6 +4,7 @@ Needs torch and numpy only. A loop makes an `OuterOptimizer` and calls `after_lo
 own optimizer; see `examples/plain_torch.py`.
 """
 
+from megatron_noloco.outer.coded_exchange import CodedExchange, Coding
 from megatron_noloco.outer.exchange import Channel, Exchange, MeanPiece, PartnerTimeoutError
 from megatron_noloco.outer.mean import ExchangeReport
 from megatron_noloco.outer.mean_model import MeanModel
@@ -14,6 +15,8 @@ from megatron_noloco.outer.weights import TorchWeights, Weights
 
 __all__ = [
     "Channel",
+    "CodedExchange",
+    "Coding",
     "Exchange",
     "ExchangeReport",
     "MeanModel",

@@ -14,27 +14,30 @@ Tags. Every message of an exchange has the tag
 
     tag = (number * CHANNELS + channel) * PHASES + phase
 
-with the exchange's channel, the number given to `begin` (of the round, or of the evaluation), and phase 0 or 1.
+with the exchange's channel, the number given to `begin` (of the round, or of the evaluation), and the phase.
 So exchanges of different channels, or of one channel and different numbers, never take each other's messages.
+
+Between `begin` and `finish` the caller may compute, and call `progress` now and then. It collects what has landed,
+and posts what depends on it (the second phase, the next stretch), so that `finish` finds little left to wait for.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from enum import IntEnum
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_noloco.outer.mean import ExchangeReport, finite_mean
+from megatron_noloco.outer.mean import ExchangeReport, MeanPiece, finite_mean
 from megatron_noloco.outer.memory import HOST, buffer
+from megatron_noloco.outer.patience import PartnerTimeoutError, Patience
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.transport.protocol import ExchangeTimeoutError, Flight, Message, Transport
+from megatron_noloco.transport.protocol import ExchangeTimeoutError, Message, Transport
 
 STRETCH = 1 << 24  # elements that are under way at a time by default: 64 MiB
 CHANNELS = 64
-PHASES = 2
+PHASES = 6  # of a coded exchange; else the first two
 
 
 class Channel(IntEnum):
@@ -43,18 +46,6 @@ class Channel(IntEnum):
     ROUNDS = 0
     MEAN_MODEL = 1
     LOSSES = 2
-
-
-class PartnerTimeoutError(RuntimeError):
-    """A partner did not answer within the deadline; says who, in which exchange, after how many seconds."""
-
-
-class MeanPiece(NamedTuple):
-    """The mean over the group of elements start..stop of the vector; valid until the next piece is asked for."""
-
-    start: int
-    stop: int
-    mean: Tensor
 
 
 class Exchange:
@@ -67,7 +58,7 @@ class Exchange:
         transport: carries the messages.
         place: of this rank; its rank is the transport's.
         channel: 0 to CHANNELS - 1, the same for the counterparts and different from this rank's other exchanges.
-        deadline_seconds: how long to wait for a member, from when its message was posted.
+        deadline_seconds: how long to wait for a member, see `Patience`.
         stretch: elements that are under way at a time, the same for the counterparts. The exchange's buffers hold
             one such stretch for a pair, two for a larger group. `begin` posts the first stretch.
 
@@ -92,13 +83,13 @@ class Exchange:
         self.transport = transport
         self.place = place
         self.channel = channel
-        self.deadline_seconds = deadline_seconds
         self.stretch = stretch
         self.report = ExchangeReport(group=())
         self._what = ""
         self._tag = 0
-        self._vector: Tensor | None = None  # under way
-        self._posted: Iterator[MeanPiece] = iter(())
+        self._under_way = False
+        self._patience = Patience(deadline_seconds)
+        self._pieces: Generator[MeanPiece | None]
         self._outbox = self._inbox = self._slices = torch.empty(0)
 
     def begin(self, vector: Tensor, group: Group, number: int, what: str) -> None:
@@ -114,31 +105,50 @@ class Exchange:
         Raises RuntimeError when the exchange begun before is not finished, ValueError when this replica is
         not in the group.
         """
-        if self._vector is not None:
+        if self._under_way:
             raise RuntimeError(f"{self._what} is still under way: finish it before {what} begins")
         if self.place.replica not in group:
             raise ValueError(f"{what}: replica {self.place.replica} is not in group {list(group)}")
         self.report = ExchangeReport(group)
         self._what = what
         self._tag = (number * CHANNELS + self.channel) * PHASES
-        self._posted = self._post(vector[: self.stretch])
-        self._vector = vector
+        self._patience.work()
+        self._pieces = self._all_pieces(vector, self._post(vector[: self.stretch]))
+        self._under_way = True
+
+    def progress(self) -> Iterator[MeanPiece]:
+        """Yield the pieces of the mean that can be had by now, without waiting for any; none without `begin`.
+
+        Messages move meanwhile where the library moves them only when it is called. All members must use the
+        pieces of `progress` as they do those of `finish`, which yields the others.
+        """
+        while self._under_way and (piece := next(self._pieces, None)) is not None:
+            yield piece
 
     def finish(self) -> Iterator[MeanPiece]:
-        """Yield the mean in pieces, each element once, as chunks land.
+        """Yield the pieces of the mean that are left, each element once, as chunks land.
 
         Raises RuntimeError when nothing was begun, PartnerTimeoutError when a member does not answer within the
         deadline. The exchange is then over, and may be begun again.
         """
-        if self._vector is None:
+        if not self._under_way:
             raise RuntimeError("nothing is under way: begin comes before finish")
-        vector, posted, complete = self._vector, self._posted, False
+        self._patience.wait()
+        try:
+            yield from (piece for piece in self._pieces if piece is not None)
+        finally:
+            self._pieces.close()
+            self._under_way = False
+
+    def _all_pieces(self, vector: Tensor, posted: Iterator[MeanPiece | None]) -> Generator[MeanPiece | None]:
+        """None where the next piece has not landed and nobody waits."""
+        complete = False
         try:
             for first in range(0, len(vector), self.stretch):
                 if first:
                     posted = self._post(vector[first : first + self.stretch])
-                for start, stop, mean in posted:
-                    yield MeanPiece(first + start, first + stop, mean)
+                for piece in posted:
+                    yield piece and MeanPiece(first + piece.start, first + piece.stop, piece.mean)
             complete = True
         except ExchangeTimeoutError as error:
             partner = error.rank // self.place.ranks_per_replica
@@ -147,8 +157,8 @@ class Exchange:
                 f"{self._what} after {error.waited_seconds:.1f} s (noloco.deadline_seconds)"
             ) from error
         finally:
-            self._vector = None
             if not complete:
+                self._under_way = False
                 # What arrives late must land in memory of its own, which the transport keeps.
                 self._outbox = self._inbox = self._slices = torch.empty(0)
             self.report.seconds = time.perf_counter() - self.report.started
@@ -161,7 +171,7 @@ class Exchange:
             whole[start:stop] = mean
         return whole
 
-    def _post(self, part: Tensor) -> Iterator[MeanPiece]:
+    def _post(self, part: Tensor) -> Iterator[MeanPiece | None]:
         """Post the first messages of one stretch; its pieces are collected by iterating."""
         group = self.report.group
         if part.device.type != "cpu" and not self.transport.device_buffers:
@@ -176,20 +186,25 @@ class Exchange:
             case _:
                 return self._share(part, group)
 
-    def _swap(self, vector: Tensor, partner: int) -> Iterator[MeanPiece]:
+    def _swap(self, vector: Tensor, partner: int) -> Iterator[MeanPiece | None]:
         rank, inbox = self.place.rank_of(partner), self._inbox[: len(vector)]
         flight = self.transport.post([Message(rank, vector)], [Message(rank, inbox)], self._tag)
         self.report.bytes_sent += vector.nbytes
+        arrivals = self._patience.collect(flight)
 
-        def pieces() -> Iterator[MeanPiece]:
-            for _, start, stop in flight.arrivals(self.deadline_seconds):
+        def pieces() -> Iterator[MeanPiece | None]:
+            for arrival in arrivals:
+                if arrival is None:
+                    yield None
+                    continue
+                _, start, stop = arrival
                 mine, theirs = vector[start:stop], inbox[start:stop]
                 yield MeanPiece(start, stop, finite_mean([mine, theirs], theirs, self.report))
-            self._end(flight)
+            self.report.wait_seconds += flight.wait_seconds
 
         return pieces()
 
-    def _share(self, vector: Tensor, group: Group) -> Iterator[MeanPiece]:
+    def _share(self, vector: Tensor, group: Group) -> Iterator[MeanPiece | None]:
         ranks = [self.place.rank_of(member) for member in group]
         me = group.index(self.place.replica)
         others = [member for member in range(len(group)) if member != me]
@@ -205,12 +220,12 @@ class Exchange:
             [Message(ranks[j], slices[j]) for j in others],
             self._tag,
         )
+        arrivals = self._patience.collect(flight)
 
-        def pieces() -> Iterator[MeanPiece]:
-            for _ in flight.arrivals(self.deadline_seconds):
-                pass
+        def pieces() -> Iterator[MeanPiece | None]:
+            yield from (None for arrival in arrivals if arrival is None)
+            self.report.wait_seconds += flight.wait_seconds
             mean = finite_mean(slices, inbox[parts[me]], self.report)
-            self._end(flight)
             handing_out = self.transport.post(
                 [Message(ranks[j], mean) for j in others],
                 [Message(ranks[j], inbox[parts[j]]) for j in others],
@@ -218,16 +233,15 @@ class Exchange:
             )
             self.report.bytes_sent += vector.nbytes - slices[me].nbytes + len(others) * mean.nbytes
             yield MeanPiece(parts[me].start, parts[me].stop, mean)
-            for message, start, stop in handing_out.arrivals(self.deadline_seconds):
-                first = parts[others[message]].start
-                yield MeanPiece(first + start, first + stop, inbox[first + start : first + stop])
-            self._end(handing_out)
+            for arrival in self._patience.collect(handing_out):
+                if arrival is None:
+                    yield None
+                    continue
+                start, stop = (parts[others[arrival.message]].start + at for at in arrival[1:])
+                yield MeanPiece(start, stop, inbox[start:stop])
+            self.report.wait_seconds += handing_out.wait_seconds
 
         return pieces()
-
-    def _end(self, flight: Flight) -> None:
-        flight.finish(self.deadline_seconds)
-        self.report.wait_seconds += flight.wait_seconds
 
 
 def _at_least(held: Tensor, length: int, device: torch.device) -> Tensor:

@@ -4,11 +4,20 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron_noloco.plans.grouping import Group
+
+
+class MeanPiece(NamedTuple):
+    """The mean over the group of elements start..stop of the vector; valid until the next piece is asked for."""
+
+    start: int
+    stop: int
+    mean: Tensor
 
 
 @dataclass
@@ -18,10 +27,14 @@ class ExchangeReport:
     group: Group  # this replica included
     bytes_sent: int = 0
     wait_seconds: float = 0.0  # idle, inside `Exchange.finish`
-    seconds: float = 0.0  # from `begin` to the end of `finish`
+    seconds: float = 0.0  # from `begin` until this rank has seen that everything is received and sent
     squared_deviation: float = 0.0  # sum over elements of the unbiased variance over the group
     compared_elements: int = 0
     poisoned_elements: int = 0  # in chunks where some member was not finite
+    squared_error: float = (
+        0.0  # of the code, likewise: the variance of rounding, s^2 / 12, of each coded element
+    )
+    resent_elements: int = 0  # sent in fp32 after the code, which could not hold them
     started: float = field(default_factory=time.perf_counter, repr=False)
 
     @property
@@ -30,6 +43,17 @@ class ExchangeReport:
         if not self.compared_elements:
             return math.nan
         return math.sqrt(self.squared_deviation / self.compared_elements)
+
+    @property
+    def payload_error(self) -> float:
+        """Expected error of the code over the standard deviation over the group; nan where that is zero.
+
+        The same as |error of the pull towards the mean| / |pull|, in the Euclidean norm: both terms have the same
+        factor, 1 - 1/n.
+        """
+        if not self.squared_deviation:
+            return math.nan
+        return math.sqrt(self.squared_error / self.squared_deviation)
 
 
 def finite_mean(members: Sequence[Tensor], out: Tensor, report: ExchangeReport) -> Tensor:

@@ -1,5 +1,7 @@
 """Buffers of the outer optimizer."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -10,3 +12,22 @@ def buffer(length: int, device: torch.device) -> Tensor:
     """An fp32 vector; in host memory it is pinned where there is an accelerator, so that copies are fast."""
     pinned = device.type == "cpu" and torch.cuda.is_available()
     return torch.empty(length, dtype=torch.float32, device=device, pin_memory=pinned)
+
+
+class Kept:
+    """Named vectors in host memory that are kept from round to round."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Tensor] = {}
+
+    def take(self, name: str, dtype: torch.dtype, *shape: int) -> Tensor:
+        """The one of this name, allocated anew only when it was shorter or of another type."""
+        length = math.prod(shape)
+        held = self._held.get(name)
+        if held is None or len(held) < length or held.dtype != dtype:
+            held = self._held[name] = torch.empty(length, dtype=dtype)
+        return held[:length].view(shape)
+
+    def forget(self) -> None:
+        """Leave them to whoever still holds them."""
+        self._held.clear()

@@ -34,6 +34,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_noloco.outer.coded_exchange import CodedExchange, Coding
 from megatron_noloco.outer.exchange import STRETCH, Channel, Exchange
 from megatron_noloco.outer.mean import ExchangeReport
 from megatron_noloco.outer.memory import HOST, buffer
@@ -95,10 +96,18 @@ class OuterOptimizer:
         self.slow_weights = buffer(length, home)
         weights.read_into(self.slow_weights)
         self.momentum = buffer(length, home).zero_()
-        self._spare = buffer(length, home if transport.device_buffers else HOST)
+        bits = settings.payload_bits
+        self._spare = buffer(length, home if transport.device_buffers and bits is None else HOST)
         # A pair has its whole vectors under way at once; in a larger group that would cost two more of them.
         stretch = max(1, length) if grouping.group_size <= 2 else STRETCH
-        self._exchange = Exchange(transport, place, Channel.ROUNDS, settings.deadline_seconds, stretch)
+        deadline_seconds = settings.deadline_seconds
+        self._exchange = (
+            Exchange(transport, place, Channel.ROUNDS, deadline_seconds, stretch)
+            if bits is None
+            else CodedExchange(
+                transport, place, Channel.ROUNDS, deadline_seconds, Coding(bits, stretch, weights.copied())
+            )
+        )
 
     def after_local_step(self, done: int) -> RoundReport | None:
         """Run a round when one is due.

@@ -1,7 +1,9 @@
 """The numbers of the method."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
+
+Payload = Literal["fp32", "int16", "int8", "int4"]
 
 
 @dataclass(frozen=True)
@@ -15,6 +17,8 @@ class OuterSettings:
         consensus_weight: gamma >= 0, the pull towards the group's mean slow weights; None is `outer_lr`.
             Replicas stay together where `plans.stability.spread_factor` is below 1.
         deadline_seconds: how long to wait for a member of the group in a round.
+        payload: how the combined vector travels: "fp32", or coded as integers of 16, 8 or 4 bits per element; see
+            `payload`.
         slow_weights: "host" keeps slow weights and outer momentum in (pinned) host memory, "device" beside the
             weights.
     """
@@ -24,6 +28,7 @@ class OuterSettings:
     outer_lr: float = 0.7
     consensus_weight: float | None = None
     deadline_seconds: float = 600.0
+    payload: Payload = "fp32"
     slow_weights: Literal["host", "device"] = "host"
 
     def __post_init__(self) -> None:
@@ -33,10 +38,16 @@ class OuterSettings:
             ("outer_lr", self.outer_lr > 0, "above 0"),
             ("consensus_weight", self.gamma >= 0, "None or at least 0"),
             ("deadline_seconds", self.deadline_seconds > 0, "above 0"),
+            ("payload", self.payload in get_args(Payload), f"one of {get_args(Payload)}"),
             ("slow_weights", self.slow_weights in ("host", "device"), '"host" or "device"'),
         ):
             if not sound:
                 raise ValueError(f"{name} must be {range_}, not {getattr(self, name)!r}")
+
+    @property
+    def payload_bits(self) -> int | None:
+        """Of a code; None for fp32."""
+        return None if self.payload == "fp32" else int(self.payload.removeprefix("int"))
 
     @property
     def gamma(self) -> float:

@@ -26,6 +26,13 @@ class Weights(ABC):
     def refresh(self) -> None:
         """Recompute what depends on the tensors. Called on leaving `writing`; may be a collective."""
 
+    def copied(self) -> Sequence[tuple[int, int]]:
+        """Ranges start..stop of the vector of which other ranks of the replica hold copies.
+
+        An exchange gives copies that are equal bit for bit means that are.
+        """
+        return ()
+
     @property
     def length(self) -> int:
         """Elements of the vector."""

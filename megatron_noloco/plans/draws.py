@@ -19,6 +19,8 @@ class Stream(IntEnum):
     WEIGHTS = 4
     DROPOUT = 5
     DOCUMENTS = 6
+    SKETCH = 7
+    CHECKSUM = 8
 
 
 def draw_words(count: int, seed: int, stream: Stream, *counters: int) -> np.ndarray:

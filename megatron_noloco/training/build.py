@@ -136,7 +136,8 @@ def _console(prepared: Prepared, transport: Transport, start: Start, progress: s
     console.say(
         *describe(config, topology, prepared.architecture),
         f"data: {prepared.datasets.about}",
-        f"started by {prepared.world.launcher}; exchanges over {transport.name}",
+        f"started by {prepared.world.launcher}; exchanges over {transport.name}"
+        f"; while ranks compute, messages are moved by {transport.progress}",
         *start.notes,
     )
     return console

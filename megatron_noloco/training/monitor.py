@@ -55,6 +55,8 @@ class Monitor:
         record("round/sent_bytes", exchange.bytes_sent, LAST_SUM)
         record("round/spread", report.spread, RMS, exchange.compared_elements)
         record("round/poisoned_elements", exchange.poisoned_elements, LAST_SUM)
+        record("round/payload_error", exchange.payload_error, RMS, exchange.squared_deviation)
+        record("round/resent_elements", exchange.resent_elements, LAST_SUM)
 
     def log(self, done: int) -> None:
         """Write a row about the steps that none was written about yet, if any; on all ranks of a replica alike."""

@@ -75,11 +75,27 @@ class Landing:
     def collect(self, deadline_seconds: float) -> Iterator[Arrival]:
         """Yield what lands until nothing is owed; raise at the deadline, or on the first failure reported."""
         while self._owed:
-            outcome = self._next(deadline_seconds)
-            if isinstance(outcome, ConnectionError):
-                raise outcome
-            del self._owed[outcome]
-            yield outcome
+            yield self._settle(self._next(deadline_seconds))
+
+    def landed(self) -> list[Arrival]:
+        """What `collect` would yield without waiting; same failures."""
+        landed = []
+        while self._owed:
+            try:
+                landed.append(self._settle(self._reports.get_nowait()))
+            except queue.Empty:
+                break
+        return landed
+
+    def complete(self) -> bool:
+        """Whether nothing is owed any more."""
+        return not self._owed
+
+    def _settle(self, outcome: Arrival | ConnectionError) -> Arrival:
+        if isinstance(outcome, ConnectionError):
+            raise outcome
+        del self._owed[outcome]
+        return outcome
 
     def _next(self, deadline_seconds: float) -> Arrival | ConnectionError:
         started = time.monotonic()

@@ -65,6 +65,12 @@ class LoopbackFlight:
     def finish(self, deadline_seconds: float) -> None:
         del deadline_seconds  # nothing to wait for
 
+    def landed(self) -> list[Arrival]:
+        return self._landing.landed()
+
+    def done(self) -> bool:
+        return self._landing.complete()
+
     @property
     def wait_seconds(self) -> float:
         return self._landing.wait_seconds
@@ -75,6 +81,7 @@ class LoopbackTransport:
 
     name = "loopback"
     device_buffers = False
+    progress = "the thread that sends"
 
     def __init__(self, exchange: _Exchange, rank: int, world_size: int, chunk_bytes: int) -> None:
         self.rank = rank

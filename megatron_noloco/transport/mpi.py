@@ -4,7 +4,7 @@ import atexit
 import ctypes
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,12 @@ _COUNT_LIMIT = 2**31  # MPI counts are C ints
 _ALERT_SECONDS = 1e-3  # yield instead of napping: a chunk from this very host lands within it
 _SHORTEST_NAP_SECONDS = 50e-6
 _LONGEST_NAP_SECONDS = 1e-3
+# Library, the variable that turns its thread on, and what then moves messages. Open MPI's serves TCP only.
+_PROGRESS_THREADS = (
+    ("Open MPI", "OMPI_MCA_btl_tcp_progress_thread", "between hosts a thread of Open MPI"),
+    ("Intel(R) MPI", "I_MPI_ASYNC_PROGRESS", "a thread of Intel MPI"),
+    ("MPICH", "MPIR_CVAR_ASYNC_PROGRESS", "a thread of MPICH"),
+)
 
 
 class _Pending:
@@ -61,6 +67,13 @@ class MpiFlight:
         while self._sends.chunks:
             self._next(self._sends, deadline_seconds)
 
+    def landed(self) -> list[Arrival]:
+        return [chunk.arrival for chunk in self._receives.landed()]
+
+    def done(self) -> bool:
+        self._sends.landed()
+        return not (self._receives.chunks or self._sends.chunks)
+
     def in_air(self) -> bool:
         """Whether MPI may still touch our memory. An abandoned flight has no owner left to poll it: we do."""
         if self.abandoned:
@@ -96,6 +109,8 @@ class MpiTransport:
     that missed its deadline is never cancelled (MPI promises little about what then arrives): the flight
     stays on a list, with its buffers, until the partner answers after all. Give every exchange a tag of its
     own, so that a late message finds the old buffer and not the next one.
+
+    Raises ValueError for `chunk_bytes` out of range, and when MPI was started for processes of one thread only.
     """
 
     name = "mpi"
@@ -105,8 +120,14 @@ class MpiTransport:
             raise ValueError(f"chunk_bytes {chunk_bytes} must lie between 1 and {_COUNT_LIMIT - 1}")
         from mpi4py import MPI
 
+        if MPI.Query_thread() < MPI.THREAD_FUNNELED:
+            raise ValueError(
+                "MPI was started with THREAD_SINGLE, but gloo and the writer of checkpoints are threads; "
+                'leave mpi4py.rc.thread_level at "multiple", or set it to "funneled"'
+            )
         self._comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
         self._chunk_bytes = chunk_bytes
+        self.progress = progress_of(MPI.Get_library_version(), os.environ)
         self.device_buffers = torch.cuda.is_available() and gpu_buffers_supported()
         self._tags = (self._comm.Get_attr(MPI.TAG_UB) or 32767) + 1
         self._flights: list[MpiFlight] = []
@@ -146,6 +167,19 @@ def finalize(flights: list[MpiFlight]) -> None:
     if not MPI.Is_finalized():
         MPI.Finalize()
     flights.clear()
+
+
+def progress_of(library: str, environ: Mapping[str, str]) -> str:
+    """What moves messages while the ranks compute, in words: between calls of MPI, most libraries do nothing.
+
+    Args:
+        library: MPI's description of itself.
+        environ: where `mpirun --mca` and the users of MPICH and Intel MPI leave their settings.
+    """
+    for name, variable, what in _PROGRESS_THREADS:
+        if name in library and environ.get(variable, "0").lower() in ("1", "true", "yes", "on", "enable"):
+            return f"{what} ({variable})"
+    return "calls of MPI at every microbatch"
 
 
 def gpu_buffers_supported() -> bool:

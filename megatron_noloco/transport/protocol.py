@@ -4,6 +4,8 @@ flight = transport.post(sends, receives, tag)      # every chunk of every messag
 for arrival in flight.arrivals(deadline_seconds):  # act on each chunk as it lands
     ...
 flight.finish(deadline_seconds)                    # from here on the send buffers may be reused
+
+Whoever has something else to do meanwhile asks now and then for `flight.landed()`, until `flight.done()`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -57,6 +59,17 @@ class Flight(Protocol):
         """Return once the send buffers may be reused; same deadline, same error."""
         ...
 
+    def landed(self) -> list[Arrival]:
+        """The chunks that `arrivals` would yield without waiting; it does not yield them again.
+
+        Never blocks. Where messages move only inside the library's calls, this is such a call.
+        """
+        ...
+
+    def done(self) -> bool:
+        """Whether `arrivals` has nothing left to yield and `finish` would return at once. Never blocks."""
+        ...
+
     @property
     def wait_seconds(self) -> float:
         """Time spent idle inside `arrivals` and `finish` so far."""
@@ -73,6 +86,7 @@ class Transport(Protocol):
 
     name: str
     device_buffers: bool  # whether messages may lie in accelerator memory
+    progress: str  # what moves messages while this rank computes, in words
 
     @property
     def rank(self) -> int: ...

@@ -42,6 +42,13 @@ class TorchFlight:
         for _ in self._sent.collect(deadline_seconds):
             pass
 
+    def landed(self) -> list[Arrival]:
+        return self._received.landed()
+
+    def done(self) -> bool:
+        self._sent.landed()
+        return self._received.complete() and self._sent.complete()
+
     @property
     def wait_seconds(self) -> float:
         return self._received.wait_seconds + self._sent.wait_seconds
@@ -56,6 +63,7 @@ class TorchTransport:
 
     name = "torch"
     device_buffers = False
+    progress = "threads of gloo"
 
     def __init__(
         self, group: dist.ProcessGroup | None = None, chunk_bytes: int = DEFAULT_CHUNK_BYTES

@@ -213,6 +213,41 @@ def two_exchanges_are_under_way_at_once(transport: Transport) -> None:
         torch.testing.assert_close(found, expected)
 
 
+def landed_does_not_wait(transport: Transport) -> None:
+    """Nothing has landed before rank 1 is told to send; then asking alone brings everything."""
+    if transport.rank == 0:
+        incoming = torch.zeros(100_001)
+        flight = transport.post([], [Message(1, incoming)], tag=75)
+        assert flight.landed() == []
+        assert not flight.done()
+        swap(transport, 1, 1, tag=76)  # only now does rank 1 send
+        arrivals: list[Arrival] = []
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not flight.done() and time.monotonic() < deadline:
+            arrivals += flight.landed()
+        assert_covered(arrivals, [100_001])
+        assert torch.equal(incoming, pattern(1, 100_001))
+        assert complete(flight) == []
+        assert flight.wait_seconds == 0
+    elif transport.rank == 1:
+        swap(transport, 0, 1, tag=76)
+        complete(transport.post([Message(0, pattern(1, 100_001))], [], tag=75))
+
+
+def an_exchange_of_three_completes_without_waiting(transport: Transport) -> None:
+    exchange = Exchange(transport, Place(transport.rank, WORLD_SIZE), 61, DEADLINE_SECONDS, stretch=40_000)
+    exchange.begin(pattern(transport.rank, 100_001), (0, 1, 2), 0, "a test")
+    mean, seen = torch.zeros(100_001), 0
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while seen < 100_001 and time.monotonic() < deadline:
+        for start, stop, piece in exchange.progress():
+            mean[start:stop], seen = piece, seen + stop - start
+    assert list(exchange.finish()) == []
+    assert seen == 100_001
+    expected = torch.stack([pattern(rank, 100_001) for rank in range(WORLD_SIZE)]).mean(dim=0)
+    torch.testing.assert_close(mean, expected)
+
+
 def assert_times_out(wait: Callable[[], object], rank: int, tag: int, seconds: float) -> None:
     started = time.monotonic()
     with pytest.raises(ExchangeTimeoutError, match=f"rank {rank}") as caught:
@@ -249,6 +284,8 @@ CASES: list[Callable[[Transport], None]] = [
     a_missed_deadline_names_the_rank,
     an_unwanted_message_times_out,
     two_exchanges_are_under_way_at_once,
+    landed_does_not_wait,
+    an_exchange_of_three_completes_without_waiting,
     refuses_what_it_cannot_carry,
 ]
 

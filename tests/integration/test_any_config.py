@@ -84,6 +84,7 @@ def draw(random: Random) -> tuple[dict[str, Any], int]:
             "group_size": random.randint(2, max(2, replicas)),
             "pairing": "cycle" if replicas in (2, 4) and one_of([True, False]) else "random",
             "grouping": one_of(["replica", "stage"]),
+            "payload": one_of(["fp32", "int16", "int8", "int4"]),
             "slow_weights": one_of(["host", "device"]),
             "routing": {"interval": one_of(["round", "step", "microbatch", "off"])},
             "transport": "torch",

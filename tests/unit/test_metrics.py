@@ -206,6 +206,8 @@ ROUND = {
     "round/sent_bytes": 1_480_000,
     "round/spread": 0.00123,
     "round/poisoned_elements": 0,
+    "round/payload_error": 0.0,
+    "round/resent_elements": 0,
 }
 PLAIN = (
     " iteration  20/200 | consumed samples: 640 | elapsed time per iteration (ms): 123.4 | "
@@ -231,6 +233,10 @@ EXCHANGE = " exchange (ms): 12.3 wait (ms): 4.5 sent (MB): 1.48 |"
         (
             ROUND | {"round/partners": [2, 3], "round/poisoned_elements": 16},
             f" round 1 partners 2,3 |{EXCHANGE} spread: 1.230E-03 | poisoned elements: 16 |",
+        ),
+        (
+            ROUND | {"round/payload_error": 0.0289, "round/resent_elements": 512},
+            f" round 1 partner 3 |{EXCHANGE} spread: 1.230E-03 | payload error: 2.9E-02 |",
         ),
     ],
 )

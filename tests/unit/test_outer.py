@@ -39,8 +39,8 @@ class Listening:
     """A loopback transport that remembers what was sent, and to whom."""
 
     device_buffers = False
-
     name = "listening"
+    progress = "the thread that sends"
 
     def __init__(self, inner: LoopbackTransport) -> None:
         self.rank, self.world_size, self.inner = inner.rank, inner.world_size, inner

@@ -1,0 +1,150 @@
+"""What ways to send the combined vector of a pair cost: error, bytes, time to encode and decode on one core.
+
+    .venv/bin/python tools/bench_payload.py
+
+Two replicas have equal slow weights phi and outer gradients Delta of their own, both normally distributed, and
+c = 0.7 * (phi + Delta). The error is that of the pull towards the partner, mean - c, over its true size, in the
+Euclidean norm. fp16, bf16 and "plain int16 /256" (a scale for every 256 elements) round c itself, and both
+replicas use the mean of two rounded vectors. "int16", "int8" and "int4" are the payloads of `OuterSettings`.
+Prints JSON; GB are those of the fp32 vector.
+"""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from torch import Tensor
+
+from megatron_noloco.outer.payload import BLOCK, CELLS, Codec, blocks_in, message_bytes, pieces, signs_of
+from megatron_noloco.outer.steps import find_steps
+
+RATIOS = (3, 30, 300)
+OUTER_LR = 0.7
+SCALED = 256  # elements with one scale in the plain int16 code
+
+
+class Figures(NamedTuple):
+    """Of one way to send a vector to a partner; seconds are processor time of one thread."""
+
+    mean: Tensor  # what the first of the two takes for it
+    sent_again: float  # share of the elements
+    encode_seconds: float
+    decode_seconds: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--elements", type=int, default=1 << 22)
+    parser.add_argument("--repeats", type=int, default=5, help="the fastest counts")
+    parser.add_argument("--tails", choices=["normal", "laplace"], default="normal", help="of Delta")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    elements, repeats = options.elements // BLOCK * BLOCK, options.repeats
+
+    ways: dict[str, tuple[float, Callable[[Tensor, Tensor], Figures]]] = {
+        "fp16": (2, lambda c, d: plain(c, d, repeats, torch.Tensor.half)),
+        "bf16": (2, lambda c, d: plain(c, d, repeats, torch.Tensor.bfloat16)),
+        "plain int16 /256": (2 + 4 / SCALED, lambda c, d: plain(c, d, repeats, scaled)),
+    }
+    for bits in (16, 8, 4):
+        per_element = message_bytes(elements, bits) / elements
+        ways[f"int{bits}"] = (per_element, lambda c, d, bits=bits: coded(c, d, repeats, bits))
+    report = {name: measure(elements, options.tails, *way) for name, way in ways.items()}
+    print(json.dumps({"elements": elements, "tails": options.tails, "ways": report}, indent=1))
+
+
+def measure(
+    elements: int, tails: str, bytes_per_element: float, way: Callable[[Tensor, Tensor], Figures]
+) -> dict[str, object]:
+    errors = {}
+    for ratio in RATIOS:
+        draw = torch.Generator().manual_seed(ratio)
+        phi = ratio * torch.randn(elements, generator=draw)
+        mine, theirs = (OUTER_LR * (phi + outer_gradient(elements, tails, draw)) for _ in range(2))
+        figures = way(mine, theirs)
+        pull = (theirs.double() - mine.double()) / 2
+        error = figures.mean.double() - mine.double() - pull
+        errors[str(ratio)] = float(f"{error.norm() / pull.norm():.2g}")
+    gigabytes = 4 * elements / 1e9
+    return {
+        "error_at_phi_over_delta": errors,
+        "sent_again_in_fp32": round(figures.sent_again, 5),
+        "bytes_per_element": round(bytes_per_element + 4 * figures.sent_again, 4),
+        "encode_gb_per_second": round(gigabytes / figures.encode_seconds, 2),
+        "decode_gb_per_second": round(gigabytes / figures.decode_seconds, 2),
+    }
+
+
+def outer_gradient(elements: int, tails: str, draw: torch.Generator) -> Tensor:
+    """Of variance 1."""
+    if tails == "normal":
+        return torch.randn(elements, generator=draw)
+    uniform = torch.rand(elements, generator=draw).sub_(0.5)
+    return uniform.sign() * (1 - 2 * uniform.abs()).clamp_(min=1e-30).log() / -(2**0.5)
+
+
+def scaled(vector: Tensor) -> Tensor:
+    """Rounded to 16 bits of a scale; given back in fp32, because the scale has to be multiplied."""
+    rows = vector.view(-1, SCALED)
+    scale = rows.abs().amax(dim=1, keepdim=True) / (2**15 - 1)
+    return ((rows / scale).round_().to(torch.int16) * scale).view(-1)
+
+
+def plain(mine: Tensor, theirs: Tensor, repeats: int, code: Callable[[Tensor], Tensor]) -> Figures:
+    my_code, encode_seconds = fastest(lambda: code(mine), repeats)
+    their_code = code(theirs)
+    mean, decode_seconds = fastest(lambda: (my_code.float() + their_code.float()) / 2, repeats)
+    return Figures(mean, 0.0, encode_seconds, decode_seconds)
+
+
+def coded(mine: Tensor, theirs: Tensor, repeats: int, bits: int) -> Figures:
+    """As `CodedExchange` does it, without the messages."""
+    codec, blocks, signs = Codec(bits), blocks_in(len(mine)), signs_of(0)
+    sketches = torch.empty(2, blocks, CELLS)
+    steps = torch.empty(blocks)
+    codes = torch.empty(2, blocks, codec.block_bytes, dtype=torch.uint8)
+    checksums = torch.empty(2, blocks, dtype=torch.int32)
+    right = torch.empty(blocks, dtype=torch.bool)
+    mean = torch.empty_like(mine)
+
+    def encode() -> None:
+        codec.sketch(mine, signs, sketches[0])
+        find_steps([*sketches], bits, steps)
+        codec.encode(mine, steps, codes[0], checksums[0])
+
+    def decode() -> None:
+        for piece, at in pieces(mine):
+            coded = [(codes[side, at], checksums[side, at]) for side in range(2)]
+            m, right[at] = codec.differences(steps[at], coded[0], coded[1])
+            moved, _ = codec.from_difference(piece, m, steps[at] * right[at] / 2)
+            mean[at.start * BLOCK : at.stop * BLOCK] = moved
+
+    codec.sketch(theirs, signs, sketches[1])
+    _, encode_seconds = fastest(encode, repeats)
+    codec.encode(theirs, steps, codes[1], checksums[1])
+    _, decode_seconds = fastest(decode, repeats)
+    again = ~right.repeat_interleave(BLOCK)
+    mean[again] = (mine[again] + theirs[again]) / 2
+    return Figures(mean, float(again.float().mean()), encode_seconds, decode_seconds)
+
+
+def fastest(work: Callable[[], Any], repeats: int) -> tuple[Any, float]:
+    seconds = []
+    for _ in range(repeats):
+        started = time.thread_time()
+        outcome = work()
+        seconds.append(time.thread_time() - started)
+    return outcome, min(seconds)
+
+
+if __name__ == "__main__":
+    main()
