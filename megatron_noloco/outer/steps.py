@@ -6,9 +6,10 @@ Szegedy, "The space complexity of approximating the frequency moments", 1996). T
 sigma fit into the code. Sketches come anew with each exchange, with other signs, so nothing has to be remembered,
 or saved in a checkpoint, from round to round.
 
-RANGE. A large one makes the steps coarse, a small one lets more differences fall outside. On a transformer of 1.1 M
-weights trained with AdamW, 15 local steps a round (kurtosis of a block's differences 4 in the median, 8 in the worst
-tenth), 0 % of the blocks fell outside in 16 bits, 0.5 % in 8 bits, 2 % in 4 bits; with RANGE 5 it were 6 %.
+RANGE. A large one makes the steps coarse, a small one lets more differences fall outside. On a transformer of
+1.1 M weights trained with AdamW, 15 local steps a round, the differences of a block had a kurtosis of 4 in the
+median and 8 in the worst tenth; 0 % of the blocks fell outside in 16 bits, 0.5 % in 8 and 2 % in 4 (with RANGE 5:
+6 %).
 """
 
 from collections.abc import Sequence

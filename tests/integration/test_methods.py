@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from tests.harness import run_ranks
-from tests.integration.tiny import metrics, run_whole, tiny, write_config, write_text
+from tests.integration.tiny import already_joined, metrics, run_whole, tiny, trained, write_config, write_text
 
 TIMING = ("seconds_per_step", "tokens_per_second", "exchange_seconds", "wait_seconds")
 
@@ -44,6 +46,36 @@ def test_two_replicas_of_noloco_are_diloco(tmp_path: Path, text: str) -> None:
     for stage in range(2):
         assert torch.equal(noloco[stage]["master"], noloco[2 + stage]["master"]), "the replicas are one"
     assert noloco[0]["momentum"].abs().max() > 0
+
+
+def run_for_copies(rank: int, world_size: int, config: str) -> Tensor:
+    """The slow weights of which another rank of the replica has copies."""
+    already_joined()
+    run = trained(config)
+    dist.barrier()
+    slow = run.outer.state()["slow_weights"]
+    return torch.cat([slow[start:stop] for start, stop in run.engine.weights.copied()])
+
+
+@pytest.mark.parametrize(
+    ("shape", "tied"),
+    [({"tensor_model_parallel_size": 2}, False), ({"pipeline_model_parallel_size": 2}, True)],
+    ids=["norms of tp ranks", "tied embeddings"],
+)
+def test_copies_stay_bitwise_equal_with_a_coded_payload(
+    tmp_path: Path, text: str, shape: dict[str, int], tied: bool
+) -> None:
+    changes = {
+        "parallel": {"replicas": 2, **shape},
+        "noloco": {"payload": "int4"},
+        "model": {"untie_embeddings_and_output_weights": not tied},
+        "data": {"text": text},
+        "training": {"output_dir": str(tmp_path)},
+    }
+    copies = run_ranks(4, run_for_copies, write_config(tmp_path, tiny(changes)))
+    assert copies[0].numel() > 0
+    assert torch.equal(copies[0], copies[1])
+    assert torch.equal(copies[2], copies[3])
 
 
 def test_routed_losses_are_booked_to_their_origin(tmp_path: Path, text: str) -> None:
