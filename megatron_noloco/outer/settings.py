@@ -15,6 +15,7 @@ class OuterSettings:
         consensus_weight: gamma >= 0, the pull towards the group's mean slow weights; None is `outer_lr`.
             Replicas stay together where `plans.stability.spread_factor` is below 1.
         deadline_seconds: how long to wait for a member of the group in a round.
+        delay_steps: d <= local_steps, from the beginning of a round to its merge (see `delayed`); 0: no delay.
         slow_weights: "host" keeps slow weights and outer momentum in (pinned) host memory, "device" beside the
             weights.
     """
@@ -24,6 +25,7 @@ class OuterSettings:
     outer_lr: float = 0.7
     consensus_weight: float | None = None
     deadline_seconds: float = 600.0
+    delay_steps: int = 0
     slow_weights: Literal["host", "device"] = "host"
 
     def __post_init__(self) -> None:
@@ -33,6 +35,11 @@ class OuterSettings:
             ("outer_lr", self.outer_lr > 0, "above 0"),
             ("consensus_weight", self.gamma >= 0, "None or at least 0"),
             ("deadline_seconds", self.deadline_seconds > 0, "above 0"),
+            (
+                "delay_steps",
+                0 <= self.delay_steps <= self.local_steps,
+                f"from 0 to local_steps {self.local_steps}",
+            ),
             ("slow_weights", self.slow_weights in ("host", "device"), '"host" or "device"'),
         ):
             if not sound:
