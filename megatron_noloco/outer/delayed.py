@@ -27,10 +27,10 @@ What it changes, for any grouping:
 Sources. Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512, also apply the
 outer step some local steps late, but then mix: theta <- a * theta + (1 - a) * phi. That discards a part of the
 local steps taken meanwhile, and lets a part of theta_s - phi enter the next Delta as well. Kale et al., "Eager
-updates for overlapped communication and computation in DiLoCo", arXiv 2502.12996, take an outer step at once, from a
-mixture of the replica's own new Delta and the others' Deltas of the phase before. Here theta itself stands in until
-the mean is there: it contains the replica's own Delta with weight 1. Both papers average over all replicas; here
-only the group has to have reached step t.
+updates for overlapped communication and computation in DiLoCo", arXiv 2502.12996, take an outer step at once,
+from a mixture of the replica's own new Delta and the others' Deltas of the phase before. Here theta itself
+stands in until the mean is there: it contains the replica's own Delta with weight 1. Both papers average over
+all replicas; here only the group has to have reached step t.
 """
 
 from dataclasses import dataclass

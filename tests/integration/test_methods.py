@@ -9,7 +9,7 @@ import torch
 from tests.harness import run_ranks
 from tests.integration.tiny import metrics, run_whole, tiny, write_config, write_text
 
-TIMING = ("seconds_per_step", "tokens_per_second", "exchange_seconds", "wait_seconds")
+TIMING = ("seconds_per_step", "tokens_per_second", "exchange_seconds", "wait_seconds", "pause_seconds")
 
 
 @pytest.fixture(scope="module")
