@@ -26,7 +26,7 @@ def describe(config: RunConfig, topology: Topology, architecture: Architecture |
     ]
     if config.noloco.enabled:
         lines.append(f"overlap: {_overlap(config.noloco)}")
-        lines.append(f"outer state: {_outer_state(config.noloco, topology.replicas)}")
+        lines.append(f"outer state: {outer_state(config.noloco, topology.replicas)}")
     if architecture is not None:
         rows = architecture.padded_vocab_size
         lines.append(f"parameters: {table_of(architecture).parameter_count:,} (padded vocabulary {rows:,})")
@@ -89,7 +89,7 @@ def _overlap(noloco: NolocoConfig) -> str:
     return f"training goes on during an exchange; a round is merged {when}"
 
 
-def _outer_state(noloco: NolocoConfig, replicas: int) -> str:
+def outer_state(noloco: NolocoConfig, replicas: int) -> str:
     """What `outer` keeps beside the weights, all in fp32."""
     in_pairs = noloco.group_size_among(replicas) <= 2
     vectors = ["slow weights", "outer momentum", "combined vector"]

@@ -85,7 +85,10 @@ def draw(random: Random) -> tuple[dict[str, Any], int]:
             "grouping": one_of(["replica", "stage"]),
             "slow_weights": one_of(["host", "device"]),
             # not "auto", which is no function of the config: two runs may differ
-            "overlap": {"mode": one_of(["none", "delayed"]), "delay_steps": random.randint(0, local_steps)},
+            "overlap": {
+                "mode": one_of(["none", "delayed", "delayed"]),
+                "delay_steps": random.randint(0, local_steps),
+            },
             "routing": {"interval": one_of(["round", "step", "microbatch", "off"])},
             "transport": "torch",
         },

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron_noloco.config.blocks import NolocoConfig, OverlapConfig
+from megatron_noloco.config.summary import outer_state
 from megatron_noloco.outer import (
     Exchange,
     NoRounds,
@@ -20,10 +22,12 @@ from megatron_noloco.outer import (
     TorchWeights,
     patience,
 )
+from megatron_noloco.outer.exchange import STRETCH
 from megatron_noloco.plans.grouping import Group, Grouping
 from megatron_noloco.plans.stability import spread_factor
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.loopback import loopback_world
+from megatron_noloco.transport.mpi import progress_of
 from tests.unit.test_outer import CHUNK_BYTES, Diloco, Fleet, assert_close, noise
 
 K = 4
@@ -442,7 +446,30 @@ def test_the_deadline_counts_from_the_wait(monkeypatch: pytest.MonkeyPatch) -> N
     assert flight.deadline_seconds == 110.0
 
 
+@pytest.mark.parametrize(
+    ("library", "variable", "moved_by"),
+    [
+        ("Open MPI v5.0.11", "OMPI_MCA_btl_tcp_progress_thread", "between hosts a thread of Open MPI"),
+        ("MPICH Version: 5.0.2", "MPIR_CVAR_ASYNC_PROGRESS", "a thread of MPICH"),
+        ("Intel(R) MPI Library 2021.11", "I_MPI_ASYNC_PROGRESS", "a thread of Intel MPI"),
+    ],
+)
+def test_who_moves_messages_is_told_by_library_and_setting(
+    library: str, variable: str, moved_by: str
+) -> None:
+    floor = "calls of MPI at every microbatch"
+    assert progress_of(library, {variable: "1"}) == f"{moved_by} ({variable})"
+    assert progress_of(library, {variable: "0"}) == progress_of(library, {}) == floor
+    assert progress_of("Another MPI", {variable: "1"}) == floor
+
+
 # Memory
+
+
+def held(fleet: Training) -> list[Tensor]:
+    """The vectors that the outer optimizers keep from round to round."""
+    kept = [vars(outer._vectors) | vars(outer._exchange) for outer in fleet.outer]
+    return [value for values in kept for value in values.values() if isinstance(value, Tensor)]
 
 
 def test_nothing_is_allocated_from_round_to_round() -> None:
@@ -450,7 +477,17 @@ def test_nothing_is_allocated_from_round_to_round() -> None:
     fleet.run(2 * K + 2)
     places = []
     for _ in range(3):
-        vectors = [vars(outer._vectors) | vars(outer._exchange) for outer in fleet.outer]
-        places.append([x.data_ptr() for held in vectors for x in held.values() if isinstance(x, Tensor)])
+        places.append([vector.data_ptr() for vector in held(fleet)])
         fleet.run(K)
     assert all(before == after for before, after in pairwise(places))
+
+
+@pytest.mark.parametrize("delay_steps", [0, 2])
+def test_config_tells_the_bytes_of_the_outer_state(delay_steps: int) -> None:
+    fleet = training(2, delay_steps, elements=1000)
+    fleet.run(2 * K + 2)
+    noloco = NolocoConfig(overlap=OverlapConfig(mode="delayed", delay_steps=delay_steps))
+    told = outer_state(noloco, replicas=2)
+    assert told.startswith(f"{sum(vector.nbytes for vector in held(fleet)) // 2000} bytes per parameter (")
+    in_groups = outer_state(NolocoConfig(group_size=4), replicas=4)
+    assert f"at most {2 * 4 * STRETCH // 2**20} MiB to receive in" in in_groups
