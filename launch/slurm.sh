@@ -21,6 +21,9 @@ python=${PYTHON:-$root/.venv/bin/python} # change: or `module load` here, and PY
 # Exchanges use the slow network between islands; select its interface if a node has several.
 # export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0 OMPI_MCA_btl_tcp_if_include=eth0
 
+# Lets messages over TCP move while the ranks compute (noloco.overlap). Intel MPI: I_MPI_ASYNC_PROGRESS=1.
+export OMPI_MCA_btl_tcp_progress_thread=1
+
 "$python" -m megatron_noloco config --check "$config" --world-size "$SLURM_NTASKS"
 
 # `srun --mpi=list` shows what the site supports. Without pmix, or if mpi4py's library does not work with it, use

@@ -29,6 +29,19 @@ class RoutingConfig(Block):
     )
 
 
+class OverlapConfig(Block):
+    mode: Literal["none", "delayed"] = Field(
+        default="none",
+        description='"none": training waits for the exchange of a round; "delayed": it goes on meanwhile, and the '
+        "outcome is merged delay_steps local steps later.",
+    )
+    delay_steps: NonNegative | Literal["auto"] = Field(
+        default="auto",
+        description='d, at most local_steps (mode "delayed" only); "auto": the smallest d that hides the '
+        "exchanges of the first rounds, in which training waits.",
+    )
+
+
 class NolocoConfig(Block):
     enabled: bool = Field(
         default=True, description="Whether replicas average at all; false: each trains on its own."
@@ -81,6 +94,9 @@ class NolocoConfig(Block):
         default="host",
         description="Where slow weights and outer momentum live: host memory, or the accelerator's.",
     )
+    overlap: OverlapConfig = Field(
+        default=OverlapConfig(), description="Whether training goes on during an exchange."
+    )
     routing: RoutingConfig = Field(
         default=RoutingConfig(), description="Which replicas a microbatch visits, stage by stage."
     )
@@ -105,6 +121,21 @@ class NolocoConfig(Block):
     def gamma(self) -> float:
         """The consensus weight in force."""
         return self.outer_lr if self.consensus_weight is None else self.consensus_weight
+
+    @property
+    def delays(self) -> bool:
+        """Whether rounds are, sooner or later, merged some local steps after they began."""
+        return self.enabled and self.overlap.mode == "delayed" and self.overlap.delay_steps != 0
+
+    @property
+    def chooses_delay(self) -> bool:
+        """Whether the run itself finds out by how many local steps."""
+        return self.delays and self.overlap.delay_steps == "auto"
+
+    @property
+    def delay_steps(self) -> int:
+        """d of the first rounds."""
+        return self.overlap.delay_steps if self.delays and self.overlap.delay_steps != "auto" else 0
 
     def group_size_among(self, replicas: int) -> int:
         """How many of `replicas` average together in a round; 1 is nobody."""

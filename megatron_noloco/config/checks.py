@@ -159,6 +159,15 @@ def check_rounds(noloco: NolocoConfig, training: TrainingConfig, replicas: int |
         )
 
 
+def check_overlap(noloco: NolocoConfig) -> Iterator[str]:
+    """One exchange is under way at a time."""
+    if noloco.delay_steps > noloco.local_steps:
+        yield (
+            f"noloco.overlap.delay_steps {noloco.delay_steps} is more than noloco.local_steps "
+            f"{noloco.local_steps}: a round is merged before the next one begins; lower it"
+        )
+
+
 def _stable_suggestion(alpha: float, gamma: float, n: int) -> str:
     """The nearest stable setting to two digits: less momentum if that suffices, else another gamma."""
     for hundredths in range(min(99, int(alpha * 100)), -1, -1):

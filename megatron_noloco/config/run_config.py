@@ -65,6 +65,7 @@ class RunConfig:
         replicas = self.parallel.replicas if self.parallel.replicas != "auto" else None
         yield from checks.check_method(self.noloco, replicas)
         yield from checks.check_rounds(self.noloco, self.training, replicas)
+        yield from checks.check_overlap(self.noloco)
         yield from checks.check_model(self.model)
         yield from checks.check_parallel(self.model, self.parallel, self.microbatches)
         yield from checks.check_data(self.data, self.evaluation)

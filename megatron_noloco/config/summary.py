@@ -25,6 +25,9 @@ def describe(config: RunConfig, topology: Topology, architecture: Architecture |
         f"routing: {_routing(config.routing(topology))}",
         f"precision: {config.precision}, ZeRO stage {config.zero_stage} over the data-parallel ranks of a replica",
     ]
+    if config.noloco.enabled:
+        lines.append(f"overlap: {_overlap(config.noloco)}")
+        lines.append(f"outer state: {outer_state(config.noloco, topology.replicas)}")
     if architecture is not None:
         rows = architecture.padded_vocab_size
         lines.append(f"parameters: {table_of(architecture).parameter_count:,} (padded vocabulary {rows:,})")
@@ -76,6 +79,34 @@ def _method(noloco: NolocoConfig, replicas: int) -> str:
     return (
         f"{knobs}, gamma = {noloco.gamma}, {drawn}; rho = {rho:.3f}: "
         f"{rounds_to_halve(rho):.1f} rounds halve the spread"
+    )
+
+
+def _overlap(noloco: NolocoConfig) -> str:
+    if not noloco.delays:
+        return "none, training waits for every exchange"
+    when = f"{count(noloco.delay_steps, 'local step')} after it began"
+    if noloco.chooses_delay:
+        when = (
+            f"as many local steps after it began as hide the exchanges of the first rounds (auto, at most "
+            f"{noloco.local_steps})"
+        )
+    return f"training goes on during an exchange; a round is merged {when}"
+
+
+def outer_state(noloco: NolocoConfig, replicas: int) -> str:
+    """What `outer` keeps beside the weights, all in fp32."""
+    in_pairs = noloco.group_size_among(replicas) <= 2
+    vectors = ["slow weights", "outer momentum", "combined vector"]
+    vectors += ["received vector"] * in_pairs + ["snapshot"] * noloco.delays
+    return (
+        f"{4 * len(vectors)} bytes per parameter ({', '.join(f'{vector} 4' for vector in vectors)})"
+        + ("" if in_pairs else ", and at most 128 MiB to receive in")
+        + (
+            ""
+            if noloco.slow_weights == "host"
+            else "; slow weights, momentum and snapshot on the accelerator"
+        )
     )
 
 

@@ -20,11 +20,12 @@ from types import FrameType
 
 import torch.distributed as dist
 
+from megatron_noloco.job import agreement
+
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _LOOK_SECONDS = 1.0
-_AGREE_SECONDS = 0.1  # between two looks for the others' numbers
 _PATIENCE_SECONDS = 600.0  # for a rank whose process hangs
-_REQUEST = "stop/request"
+_REQUEST, _BEGUN = "stop/request", "stop/begun"
 
 
 class Stopping:
@@ -74,7 +75,7 @@ class Stopping:
                     return
             with self._lock:
                 self._announce(self._begun)
-            self._last_step = self._largest_announced()
+            self._last_step = agreement.largest_announced(_BEGUN)
         except RuntimeError as error:  # the store is gone, and rank 0 with it; or a rank did not answer
             self._failure = error
         finally:
@@ -90,18 +91,9 @@ class Stopping:
             self.reason = self._store.get(_REQUEST).decode()
         return self.reason is not None
 
-    def _largest_announced(self) -> int:
-        names = [f"stop/begun/{rank}" for rank in range(dist.get_world_size())]
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while not self._store.check(names):  # waiting in the store would keep this process's others from it
-            if time.monotonic() > deadline:
-                raise RuntimeError(f"a rank has not answered for {_PATIENCE_SECONDS:.0f} s")
-            time.sleep(_AGREE_SECONDS)
-        return max(int(self._store.get(name)) for name in names)
-
     def _announce(self, begun: int) -> None:
         self._announced = begun
-        self._store.set(f"stop/begun/{dist.get_rank()}", str(begun))
+        agreement.announce(_BEGUN, begun)
 
     def close(self, done: int) -> None:
         """At the end of the run, early or not; the rank that serves the store leaves last."""

@@ -20,6 +20,12 @@ class NoRounds:
         """None: no round is ever due."""
         return None
 
+    def progress(self) -> None:
+        """Nothing is ever under way."""
+
+    def land(self) -> None:
+        """Likewise."""
+
     @contextmanager
     def evaluating(self) -> Iterator[Tensor]:
         """As in the outer optimizer; gives the fast weights, for which it makes a copy in host memory."""
@@ -32,7 +38,14 @@ class NoRounds:
         return {"slow_weights": self.weights.read()}
 
     def restore(self, state: dict[str, Tensor]) -> None:
-        """Nothing, as in the outer optimizer for the fast weights: restore them before."""
+        """As in the outer optimizer, the fast weights are not in it: restore them before.
+
+        A round that was not merged yet is merged now.
+        """
+        if "correction" in state:
+            fast = self.weights.read().add_(state["correction"])
+            with self.weights.writing() as write:
+                write(0, fast)
 
 
 Rounds = OuterOptimizer | NoRounds

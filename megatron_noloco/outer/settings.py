@@ -19,6 +19,7 @@ class OuterSettings:
         deadline_seconds: how long to wait for a member of the group in a round.
         payload: how the combined vector travels: "fp32", or coded as integers of 16, 8 or 4 bits per element; see
             `payload`.
+        delay_steps: d <= local_steps, from the beginning of a round to its merge (see `delayed`); 0: no delay.
         slow_weights: "host" keeps slow weights and outer momentum in (pinned) host memory, "device" beside the
             weights.
     """
@@ -29,6 +30,7 @@ class OuterSettings:
     consensus_weight: float | None = None
     deadline_seconds: float = 600.0
     payload: Payload = "fp32"
+    delay_steps: int = 0
     slow_weights: Literal["host", "device"] = "host"
 
     def __post_init__(self) -> None:
@@ -39,6 +41,11 @@ class OuterSettings:
             ("consensus_weight", self.gamma >= 0, "None or at least 0"),
             ("deadline_seconds", self.deadline_seconds > 0, "above 0"),
             ("payload", self.payload in get_args(Payload), f"one of {get_args(Payload)}"),
+            (
+                "delay_steps",
+                0 <= self.delay_steps <= self.local_steps,
+                f"from 0 to local_steps {self.local_steps}",
+            ),
             ("slow_weights", self.slow_weights in ("host", "device"), '"host" or "device"'),
         ):
             if not sound:

@@ -31,7 +31,11 @@ class Stage(Protocol):
 
 
 class Pipeline:
-    """Runs one batch through this rank's stage: forward and backward, or forward only."""
+    """Runs one batch through this rank's stage: forward and backward, or forward only.
+
+    Attributes:
+        between_microbatches: called before each forward pass of a microbatch; by default it does nothing.
+    """
 
     def __init__(
         self,
@@ -47,6 +51,7 @@ class Pipeline:
         self.communicator = RoutedCommunicator(groups, stage.config)
         self.micro_batch_size = micro_batch_size
         self.seq_length = seq_length
+        self.between_microbatches: Callable[[], None] = lambda: None
         virtual = self.communicator.vpp
         self._last_chunk = groups.topology.pp * virtual - 1
         self._schedule = get_forward_backward_func(groups.topology.pp, virtual if virtual > 1 else None)
@@ -64,6 +69,7 @@ class Pipeline:
         replica = groups.position.replica
 
         def forward_step(order: Iterator[int], chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            self.between_microbatches()
             microbatch = next(order)
             origin, tokens, labels = replica, None, None
             if chunk.pre_process:

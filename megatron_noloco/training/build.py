@@ -35,8 +35,9 @@ from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import PATIENCE, Groups, build_groups
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.training.console import Console, RunFacts
+from megatron_noloco.training.delay import DelayChoice
 from megatron_noloco.training.evaluate import Evaluator
-from megatron_noloco.training.monitor import Monitor
+from megatron_noloco.training.monitor import DELAY_STEPS, Monitor
 from megatron_noloco.training.prepare import Prepared, checkpoint_settings
 from megatron_noloco.training.run import Run, Schedule
 from megatron_noloco.transport.protocol import Transport
@@ -59,12 +60,14 @@ def build(prepared: Prepared, transport: Transport, start: Start, progress: str 
 
     engine = ReplicaEngine(stage, groups, config.deepspeed, metrics.record)
     outer = _outer(config, engine.weights, transport, place)
+    engine.pipeline.between_microbatches = outer.progress
     order = prepared.datasets.order(config.training.seed)
     source = MicrobatchSource(prepared.datasets.train, order, plan)
     reader = Reader.at(topology, at)
     checkpointer = Checkpointer(checkpoint_settings(config), engine, outer, plan)
     if start.folder is not None and start.manifest is not None:
         checkpointer.restore(start.folder, start.manifest)
+    delay = _delay(config, outer, start)
 
     deadline_seconds = config.noloco.deadline_seconds
     losses, means = (
@@ -82,6 +85,7 @@ def build(prepared: Prepared, transport: Transport, start: Start, progress: str 
         checkpointer=checkpointer,
         monitor=Monitor(metrics, plan, plan.replica_batch * prepared.architecture.seq_length, console),
         stopping=stopping,
+        delay=delay,
     )
 
 
@@ -105,6 +109,17 @@ def _outer(config: RunConfig, weights: Weights, transport: Transport, place: Pla
     grouping = config.grouping(place.replicas)
     numbers = {field.name: getattr(noloco, field.name) for field in fields(OuterSettings)}
     return OuterOptimizer(weights, transport, place, grouping, OuterSettings(**numbers))
+
+
+def _delay(config: RunConfig, outer: Rounds, start: Start) -> DelayChoice | None:
+    """None where there is nothing to choose: the config says it, or the checkpoint that is continued."""
+    if not config.noloco.chooses_delay or isinstance(outer, NoRounds):
+        return None
+    local_steps = config.noloco.local_steps
+    if DELAY_STEPS not in start.counters:
+        return DelayChoice(outer, start.step // local_steps)
+    outer.delay_steps = min(int(start.counters[DELAY_STEPS]), local_steps)
+    return None
 
 
 def _schedule(config: RunConfig) -> Schedule:

@@ -123,5 +123,5 @@ class Console:
         if synchronous and sent:
             times = f"{synchronous / sent:.1f} times as much"
             yield "an all-reduce of every step would have sent", f"{synchronous / 1e6:.1f} MB ({times})"
-        share = row["total/exchange_seconds"] / self.steps_seconds if self.steps_seconds else 0.0
+        share = row["total/pause_seconds"] / self.steps_seconds if self.steps_seconds else 0.0
         yield "share of training time in exchanges", f"{100 * share:.1f} %"

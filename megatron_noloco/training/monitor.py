@@ -14,6 +14,7 @@ from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.training.console import Console
 from megatron_noloco.training.record import Evaluation
 
+DELAY_STEPS = "delay_steps"  # the counter that keeps what the run chose in its checkpoints
 _NOTHING = ExchangeReport(group=())  # what a local step without a round sends
 
 
@@ -44,19 +45,30 @@ class Monitor:
         self._steps += 1
         record = self.metrics.record
         exchange = _NOTHING if report is None else report.exchange
+        pause_seconds = 0.0 if report is None else report.pause_seconds
         record("total/sent_bytes", exchange.bytes_sent, TOTAL)
-        record("total/exchange_seconds", exchange.seconds, Reduction(last, largest, per="run"))
+        record("total/pause_seconds", pause_seconds, Reduction(last, largest, per="run"))
         if report is None:
             return
         record("round/index", report.round_index, LAST)
         record("round/partners", [other for other in exchange.group if other != self.metrics.replica], LAST)
         record("round/exchange_seconds", exchange.seconds, LAST_MAX)
         record("round/wait_seconds", exchange.wait_seconds, LAST_MAX)
+        record("round/pause_seconds", pause_seconds, LAST_MAX)
         record("round/sent_bytes", exchange.bytes_sent, LAST_SUM)
         record("round/spread", report.spread, RMS, exchange.compared_elements)
         record("round/poisoned_elements", exchange.poisoned_elements, LAST_SUM)
         record("round/payload_error", exchange.payload_error, RMS, exchange.squared_deviation)
         record("round/resent_elements", exchange.resent_elements, LAST_SUM)
+
+    def delay_chosen(self, done: int, delay_steps: int) -> None:
+        """From the round after step `done` on, rounds are merged so many local steps after they began."""
+        self.metrics.count(DELAY_STEPS, delay_steps)
+        if self.console is not None:
+            steps = "1 local step" if delay_steps == 1 else f"{delay_steps} local steps"
+            self.console.say(
+                f" overlap from iteration {done} on | a round is merged {steps} after it began |"
+            )
 
     def log(self, done: int) -> None:
         """Write a row about the steps that none was written about yet, if any; on all ranks of a replica alike."""

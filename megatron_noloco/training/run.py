@@ -1,6 +1,7 @@
 """A run: its parts, and the loop."""
 
 import sys
+import time
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -10,6 +11,7 @@ from megatron_noloco.data.loader import StepLoader
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.outer import Rounds
+from megatron_noloco.training.delay import DelayChoice
 from megatron_noloco.training.evaluate import Evaluator
 from megatron_noloco.training.monitor import Monitor
 
@@ -51,6 +53,7 @@ class Run:
     checkpointer: Checkpointer
     monitor: Monitor
     stopping: Stopping
+    delay: DelayChoice | None = None  # where the run itself chooses delay_steps, and has not yet
 
     def train(self) -> bool:
         """Train to the end, or until asked to stop.
@@ -60,6 +63,7 @@ class Run:
         """
         try:
             done = self._loop()
+            self.outer.land()  # a partner may still be waiting for our messages
         finally:
             self.loader.close()
             failed_save = self.checkpointer.close()
@@ -78,8 +82,9 @@ class Run:
                 self._leave(step)
                 return step
             done = step + 1
+            started = time.perf_counter()
             self.engine.train_batch(*self.loader.step(step))
-            self.monitor.local_step(self.outer.after_local_step(done))
+            self._round(done, time.perf_counter() - started)
             if self.schedule.logs(done):
                 self.monitor.log(done)
             if self.schedule.evaluates_after(done):
@@ -87,6 +92,16 @@ class Run:
             if self.schedule.saves(done):
                 self._save(done)
         return max(self.start_step, self.schedule.steps)
+
+    def _round(self, done: int, step_seconds: float) -> None:
+        """What follows every local step: a round, a part of one, or nothing."""
+        chosen = self.delay.before_round(done, step_seconds) if self.delay else None
+        if chosen is not None:
+            self.monitor.delay_chosen(done, chosen)
+        report = self.outer.after_local_step(done)
+        self.monitor.local_step(report)
+        if self.delay and report:
+            self.delay.after_round(report)
 
     def _leave(self, done: int) -> None:
         """Asked to stop: nothing is lost."""

@@ -67,7 +67,7 @@ def draw(random: Random) -> tuple[dict[str, Any], int]:
     replicas, stages, dp_size, tp_size = sizes
     virtual = one_of([1, 2]) if stages > 1 else 1
     recompute = one_of([{}, {"recompute_granularity": "selective"}, *_full_recompute()])
-    bf16 = one_of([True, False])
+    bf16, local_steps = one_of([True, False]), one_of([1, 2, 3])
     changes = {
         "train_micro_batch_size_per_gpu": one_of([1, 2]),
         "gradient_accumulation_steps": one_of([1, 2]) * (stages if virtual > 1 else one_of([1, 2])),
@@ -78,7 +78,7 @@ def draw(random: Random) -> tuple[dict[str, Any], int]:
         "noloco": {
             "enabled": one_of([True, True, True, False]),
             "method": one_of(["noloco", "diloco"]),
-            "local_steps": one_of([1, 2, 3]),
+            "local_steps": local_steps,
             "outer_momentum": one_of([0.5, 0.3, 0.0]),
             "consensus_weight": one_of([None, 0.3, 1.0]),
             "group_size": random.randint(2, max(2, replicas)),
@@ -86,6 +86,11 @@ def draw(random: Random) -> tuple[dict[str, Any], int]:
             "grouping": one_of(["replica", "stage"]),
             "payload": one_of(["fp32", "int16", "int8", "int4"]),
             "slow_weights": one_of(["host", "device"]),
+            # not "auto", which is no function of the config: two runs may differ
+            "overlap": {
+                "mode": one_of(["none", "delayed", "delayed"]),
+                "delay_steps": random.randint(0, local_steps),
+            },
             "routing": {"interval": one_of(["round", "step", "microbatch", "off"])},
             "transport": "torch",
         },

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.harness import run_ranks
 from tests.integration.tiny import already_joined, metrics, run_whole, tiny, trained, write_config, write_text
 
-TIMING = ("seconds_per_step", "tokens_per_second", "exchange_seconds", "wait_seconds")
+TIMING = ("seconds_per_step", "tokens_per_second", "exchange_seconds", "wait_seconds", "pause_seconds")
 
 
 @pytest.fixture(scope="module")

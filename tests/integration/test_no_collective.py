@@ -127,6 +127,15 @@ def test_over_mpi(tmp_path: Path, topology: Topology) -> None:
         assert assert_hops_follow_the_routes(ranks, "round")
 
 
+@pytest.mark.parametrize("delay_steps", [1, LOCAL_STEPS, "auto"])
+def test_with_overlap(tmp_path: Path, delay_steps: int | str) -> None:
+    """Partners only, however late the outcome is merged, and however the delay is chosen."""
+    ranks = over_torch(tmp_path, "round", overlap={"mode": "delayed", "delay_steps": delay_steps})
+    assert_no_collective_spans_replicas(ranks)
+    assert_exchanges_go_to_partners(ranks)
+    assert assert_hops_follow_the_routes(ranks, "round")
+
+
 def test_without_a_method_and_routes_no_message_leaves_a_replica(tmp_path: Path) -> None:
     ranks = over_torch(tmp_path, "off", enabled=False)
     assert_no_collective_spans_replicas(ranks)

@@ -66,6 +66,18 @@ RUNS: dict[str, tuple[dict[str, Any], int]] = {
         {"parallel": {"replicas": 2, "data_parallel_size": 2}, "noloco": noloco(method="diloco"), **BF16},
         4,
     ),
+    "4 replicas, saved while an exchange is under way": (
+        {"parallel": {"replicas": 4}, "noloco": noloco(overlap={"mode": "delayed", "delay_steps": 3})},
+        4,
+    ),
+    "3 replicas in one group x 2 stages, bf16, saved while an exchange is under way": (
+        {
+            "parallel": {"replicas": 3, "pipeline_model_parallel_size": 2},
+            "noloco": noloco(group_size=3, overlap={"mode": "delayed", "delay_steps": K}),
+            **BF16,
+        },
+        6,
+    ),
     "dp 2 without outer optimizer, dropout": (
         {"parallel": {"replicas": 1, "data_parallel_size": 2}, "noloco": {"enabled": False}, **DROPOUT},
         2,

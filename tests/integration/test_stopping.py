@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_noloco.checkpoint import catalog
-from megatron_noloco.job import stopping
+from megatron_noloco.job import agreement, stopping
 from megatron_noloco.job.stopping import Stopping
 from tests.harness import run_ranks
 from tests.integration.chaos import Fault, Run, assert_same_state
@@ -23,6 +23,10 @@ TWO_BY_TWO: dict[str, Any] = {
     "noloco": {"local_steps": 8, "routing": {"interval": "step"}},
     "model": {"hidden_dropout": 0.1},
 }
+DELAYED: dict[str, Any] = {
+    "parallel": {"replicas": 4},
+    "noloco": {"local_steps": 8, "overlap": {"mode": "delayed", "delay_steps": 7}},
+}
 FOUR: dict[str, Any] = {"parallel": {"replicas": 4}, "noloco": {"local_steps": 8}}
 
 
@@ -30,7 +34,7 @@ FOUR: dict[str, Any] = {"parallel": {"replicas": 4}, "noloco": {"local_steps": 8
 def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiny steps take milliseconds: a rank that looks once a second would see the end first."""
     monkeypatch.setattr(stopping, "_LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(stopping, "_AGREE_SECONDS", 0.01)
+    monkeypatch.setattr(agreement, "_LOOK_SECONDS", 0.01)
 
 
 # The agreement alone
@@ -130,6 +134,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     folder = tmp_path_factory.mktemp("straight")
     text = write_text(folder, 200_000)
     runs = {"2x2": Run(folder / "2x2", TWO_BY_TWO, text), "4x1": Run(folder / "4x1", FOUR, text)}
+    runs["4x1, delayed"] = Run(folder / "4x1, delayed", DELAYED, text)
     for run in runs.values():
         run.change({"training": {"train_iters": STEPS}})
         run.launch(4, changes={"checkpoint": {"save_interval": STEPS}})
@@ -140,6 +145,11 @@ REQUESTS = {
     "first stage": ("2x2", [Fault(0, 5, signal.SIGTERM)], "SIGTERM"),
     "last stage": ("2x2", [Fault(3, 5, signal.SIGUSR1)], "SIGUSR1"),
     "everybody": ("2x2", [Fault(rank, 5, signal.SIGTERM) for rank in range(4)], "SIGTERM"),
+    "one of four, most likely while an exchange is under way": (
+        "4x1, delayed",
+        [Fault(1, 9, signal.SIGTERM)],
+        "SIGTERM",
+    ),
     "one of four, in the middle of a round": ("4x1", [Fault(2, 5, signal.SIGINT)], "SIGINT"),
 }
 

@@ -139,6 +139,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"noloco.outer_lr": float("nan")}, "noloco.outer_lr: must be a number > 0, got NaN"),
     ({"noloco.consensus_weight": -0.1}, "must be a number >= 0 or null, got -0.1"),
     ({"noloco.group_size": 1}, "noloco.group_size: must be an integer >= 2, got 1"),
+    ({"noloco.overlap": {"mode": "eager"}}, 'noloco.overlap.mode: must be one of "none", "delayed", got'),
+    ({"noloco.overlap": {"delay_steps": -1}}, 'delay_steps: must be an integer >= 0 or "auto", got -1'),
+    ({"noloco.overlap": {"delay": 1}}, "did you mean noloco.overlap.delay_steps?"),
+    (
+        {"noloco.overlap": {"mode": "delayed", "delay_steps": 6}},
+        "noloco.overlap.delay_steps 6 is more than noloco.local_steps 5: a round is merged before the next one",
+    ),
     ({"noloco.deadline_seconds": 0}, "noloco.deadline_seconds: must be a number > 0, got 0"),
     (
         {"noloco.method": "nolocko"},
@@ -669,6 +676,27 @@ def test_the_banner_says_the_numbers() -> None:
     assert "without effect (1 stage)" in "\n".join(describe(one_stage, one_stage.topology(4)))
     one_replica = config(parallel={"replicas": 1, "pipeline_model_parallel_size": 2})
     assert "without effect (1 replica)" in "\n".join(describe(one_replica, one_replica.topology(2)))
+
+
+@pytest.mark.parametrize(
+    ("overlap", "text", "state"),
+    [
+        ({}, "none, training waits for every exchange", 16),
+        ({"delay_steps": 3}, "none, training waits for every exchange", 16),
+        ({"mode": "delayed", "delay_steps": 0}, "none, training waits for every exchange", 16),
+        ({"mode": "delayed", "delay_steps": 1}, "is merged 1 local step after it began", 20),
+        ({"mode": "delayed"}, "the exchanges of the first rounds (auto, at most 5)", 20),
+    ],
+)
+def test_the_banner_says_what_overlap_costs(overlap: dict[str, Any], text: str, state: int) -> None:
+    run = config(noloco__overlap=overlap)
+    lines = describe(run, run.topology(8))
+    assert text in "\n".join(line for line in lines if line.startswith("overlap: "))
+    (line,) = [line for line in lines if line.startswith("outer state: ")]
+    assert line.startswith(f"outer state: {state} bytes per parameter (slow weights 4, outer momentum 4, ")
+    assert ("snapshot 4" in line) == (state == 20)
+    off = config(noloco__enabled=False, noloco__overlap=overlap)
+    assert not any("overlap" in line or "outer state" in line for line in describe(off, off.topology(8)))
 
 
 def test_explain_mentions_every_field() -> None:

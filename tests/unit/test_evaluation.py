@@ -73,7 +73,7 @@ class Replica:
         if method != "none":
             grouping, settings = Grouping(replicas, 2, 0), OuterSettings()
             self.outer = OuterOptimizer(self.weights, transport, place, grouping, settings)
-            self.outer.slow_weights += 10.0  # an evaluation between rounds: fast and slow weights differ
+            self.outer.slow_weights.add_(10.0)  # an evaluation between rounds: fast and slow weights differ
         engine: Any = SimpleNamespace(
             groups=SimpleNamespace(topology=topology, position=topology.position(transport.rank)),
         )

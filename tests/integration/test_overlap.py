@@ -1,0 +1,130 @@
+"""Training that goes on during an exchange: how the delay is chosen, when messages move, what a resume does."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from megatron_noloco.checkpoint.catalog import read_manifests
+from megatron_noloco.engine.replica import ReplicaEngine
+from megatron_noloco.outer import ExchangeReport, OuterSettings, RoundReport
+from megatron_noloco.plans.routing import Routing
+from megatron_noloco.training.delay import DelayChoice
+from tests.harness import run_ranks
+from tests.integration.chaos import Run
+from tests.integration.tiny import build, metrics, microbatch, tiny
+
+K = 4
+
+
+def report_of(round_index: int, seconds: float) -> RoundReport:
+    return RoundReport(round_index, ExchangeReport((0,), seconds=seconds), 0.0, 0.0)
+
+
+def chooses(rank: int, world_size: int, exchange_seconds: list[float], rounds_before: int) -> list[Any]:
+    """Local steps of one second; the delay in force in each round, and when it was said."""
+    outer: Any = SimpleNamespace(settings=OuterSettings(local_steps=K), delay_steps=0)
+    choice, found = DelayChoice(outer, rounds_before), []
+    for done in range(rounds_before * K + 1, (rounds_before + 6) * K + 1):
+        said = choice.before_round(done, 1.0 if done > 1 else 50.0)  # the first step is slow
+        if done % K == 0:
+            found.append((outer.delay_steps, said))
+            choice.after_round(report_of(done // K - 1, exchange_seconds[rank]))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("exchange_seconds", "expected"),
+    [([0.1, 0.2, 0.0], 1), ([0.5, 2.1, 0.3], 3), ([0.1, 99.0, 0.1], K)],
+    ids=["short", "of two steps and a bit", "longer than a local phase"],
+)
+def test_all_ranks_take_the_largest_delay_from_the_same_round_on(
+    exchange_seconds: list[float], expected: int
+) -> None:
+    ranks = run_ranks(3, chooses, exchange_seconds, 5)
+    assert ranks == [[(0, None)] * 3 + [(expected, expected)] + [(expected, None)] * 2] * 3
+
+
+def test_the_slow_first_step_does_not_shorten_the_delay() -> None:
+    assert run_ranks(1, chooses, [2.5], 0)[0][-1] == (3, None)
+
+
+def counted(rank: int, world_size: int, raw: dict[str, Any]) -> int:
+    config, groups, stage = build(raw, world_size)
+    engine = ReplicaEngine(stage, groups, config.deepspeed)
+    calls: list[None] = []
+    engine.pipeline.between_microbatches = lambda: calls.append(None)
+    engine.train_batch(
+        lambda replica, index: microbatch(config, groups, 0, replica, index),
+        Routing(1, config.microbatches, 0, "off").straight(),
+    )
+    return len(calls)
+
+
+@pytest.mark.parametrize(("stages", "virtual"), [(1, 1), (2, 1), (2, 2)])
+def test_messages_may_move_at_every_microbatch(stages: int, virtual: int) -> None:
+    raw = tiny(
+        {
+            "gradient_accumulation_steps": 4,
+            "parallel": {
+                "pipeline_model_parallel_size": stages,
+                "virtual_pipeline_model_parallel_size": virtual,
+            },
+        }
+    )
+    assert run_ranks(stages, counted, raw) == [4 * virtual] * stages
+
+
+def said(lines: str) -> list[str]:
+    return [line for line in lines.splitlines() if line.startswith(" overlap from iteration")]
+
+
+def test_a_resume_keeps_the_delay_that_the_run_chose(tmp_path: Path) -> None:
+    changes = {
+        "parallel": {"replicas": 2},
+        "noloco": {"local_steps": 2, "overlap": {"mode": "delayed"}},
+        "training": {"train_iters": 20},
+        "checkpoint": {"save_interval": 9},
+    }
+    run = Run(tmp_path, changes)
+    (line,) = said(run.launch(2, changes={"training": {"train_iters": 9}})[0].out)
+    assert line.startswith(" overlap from iteration 8 on | a round is merged ")
+
+    def delays() -> set[float]:
+        """According to the newest checkpoint."""
+        folder = max(run.checkpoints.glob("step_*"))
+        return {manifest.counters["delay_steps"] for manifest in read_manifests(folder)}
+
+    (chosen,) = delays()
+    resumed = run.launch(2)
+    assert [outcome.code for outcome in resumed] == [0, 0]
+    assert said(resumed[0].out) == []
+    assert delays() == {chosen}
+    for replica in metrics(run.folder):
+        merged = {row["step"]: row["round/index"] for row in replica if "round/index" in row}
+        waited = {2: 0, 4: 1, 6: 2}
+        assert merged == waited | {8 + 2 * r + chosen: 3 + r for r in range(7) if 8 + 2 * r + chosen <= 20}
+
+
+@pytest.mark.parametrize("replicas", [2, 3, 6])
+def test_a_correction_is_merged_with_another_number_of_replicas(replicas: int, tmp_path: Path) -> None:
+    """Saved while an exchange is under way: every replica, also one that is a clone, merges what it continues."""
+    run = Run(
+        tmp_path,
+        {
+            "parallel": {"replicas": 4},
+            "noloco": {"local_steps": K, "overlap": {"mode": "delayed", "delay_steps": 3}},
+            "checkpoint": {"save_interval": K + 1, "fewer_replicas": "fold"},
+            "training": {"train_iters": K + 1},
+        },
+    )
+    run.launch(4)
+    run.change({"parallel": {"replicas": replicas}, "training": {"train_iters": 2 * K}})
+    outcomes = run.launch(replicas)
+    assert [(outcome.code, outcome.err) for outcome in outcomes] == [(0, "")] * replicas
+    for rows in metrics(run.folder)[:replicas]:
+        assert {row["step"]: row["round/index"] for row in rows if "round/index" in row} == {K + 3: 0}
+    manifest = json.loads(next(run.step_folder(2 * K).glob("replica_00/*.json")).read_text())
+    assert manifest["step"] == 2 * K

@@ -1,0 +1,186 @@
+"""How much of an exchange training still notices when it goes on meanwhile, and how much slower its steps become.
+
+    mpirun --oversubscribe --bind-to none -n 2 python -m tools.bench_overlap --megabytes 64
+    torchrun --nproc-per-node 2 -m tools.bench_overlap --megabytes 64
+
+Every rank is a replica. A local step is matrix products on one core, in `--microbatches` parts between which
+messages may move, as in the trainer; its length is `--step-over-exchange` times that of an exchange that training
+waits for, measured first. A repeat runs in turn: k local steps alone, with a round that training waits for
+("none"), with one that is merged d steps later ("delayed"). All times are those of the slowest rank:
+
+    all         the k steps and what the round adds to them
+    pause       spent in calls of the outer optimizer
+    wait        of it, waiting for messages
+    in_the_air  the first d local steps of a round; under "alone" the same steps without one
+
+Rank 0 prints one JSON object. Between ranks of one machine the processor itself is the network: no wait is left,
+but copying and arithmetic cost the steps what they cost the pause before. A slow link on one machine, for root:
+
+    unshare -n sh -c 'ip link set lo mtu 1500 up
+        tc qdisc add dev lo root tbf rate 200mbit burst 64kb latency 50ms
+        mpirun --mca btl tcp,self --mca btl_tcp_if_include lo ... python -m tools.bench_overlap --megabytes 8'
+"""
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron_noloco.job.join import choose_transport, join
+from megatron_noloco.job.launcher import read_world
+from megatron_noloco.outer import OuterOptimizer, OuterSettings, TorchWeights
+from megatron_noloco.plans.grouping import Grouping
+from megatron_noloco.plans.topology import Place
+from megatron_noloco.transport.protocol import Transport
+
+WIDTH = 256  # of the matrices of a local step: 1 MB for the three of them
+WARM_UPS = 2
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--megabytes", type=float, default=64.0, help="bytes of the fp32 weights / 1e6")
+    parser.add_argument("--transport", choices=("auto", "mpi", "torch"), default="auto")
+    parser.add_argument("--local-steps", type=int, default=4, help="k")
+    parser.add_argument("--delay-steps", type=int, default=2, help="d, less than k")
+    parser.add_argument("--step-over-exchange", type=float, default=1.0)
+    parser.add_argument("--microbatches", type=int, default=8, help="of a local step")
+    parser.add_argument("--repeats", type=int, default=9, help=f"timed repeats, after {WARM_UPS} to warm up")
+    options = parser.parse_args()
+    if not 0 < options.delay_steps < options.local_steps:
+        raise SystemExit(f"--delay-steps {options.delay_steps} must lie between 0 and {options.local_steps}")
+
+    torch.set_num_threads(1)
+    world = read_world(os.environ)
+    join(world, "gloo")
+    transport = choose_transport(options.transport, world)
+    bench = Bench(options, build_outer(options, transport))
+    exchange_seconds = bench.calibrate()
+    measured = bench.measure()
+
+    def ratio(what: str, way: str, base: str) -> dict[str, float]:
+        return {
+            name: round(of(measured[way][what]) / max(of(measured[base][what]), 1e-9), 3)
+            for name, of in (("of medians", statistics.median), ("of fastest", min))
+        }
+
+    if transport.rank == 0:
+        print(json.dumps({
+            "transport": transport.name,
+            "messages_moved_by": transport.progress,
+            "ranks": transport.world_size,
+            "bytes": int(options.megabytes * 1e6) // 4 * 4,
+            "local_steps": options.local_steps,
+            "delay_steps": options.delay_steps,
+            "exchange_seconds": round(exchange_seconds, 5),
+            "local_step_seconds": round(
+                statistics.median(measured["alone"]["in_the_air"]) / options.delay_steps, 5
+            ),
+            "median_seconds": {name: shown(times, statistics.median) for name, times in measured.items()},
+            "fastest_seconds": {name: shown(times, min) for name, times in measured.items()},
+            "delayed_over_none": {what: ratio(what, "delayed", "none") for what in ("pause", "wait")},
+            "steps_in_the_air_over_alone": ratio("in_the_air", "delayed", "alone"),
+        }), flush=True)  # fmt: skip
+    dist.barrier()
+
+
+def build_outer(options: argparse.Namespace, transport: Transport) -> OuterOptimizer:
+    replicas = transport.world_size
+    settings = OuterSettings(local_steps=options.local_steps, deadline_seconds=300.0)
+    weights = TorchWeights([torch.ones(int(options.megabytes * 1e6) // 4)])
+    return OuterOptimizer(
+        weights, transport, Place(transport.rank, replicas), Grouping(replicas, 2, 0), settings
+    )
+
+
+class Bench:
+    """Local steps of no use, with and without rounds between them."""
+
+    def __init__(self, options: argparse.Namespace, outer: OuterOptimizer) -> None:
+        self.options = options
+        self.outer = outer
+        self.done = 0
+        self.products = 1  # in a microbatch
+        self.left, self.right, self.product = (torch.ones(WIDTH, WIDTH) / WIDTH for _ in range(3))
+
+    def calibrate(self) -> float:
+        """Make the local steps as long as asked for; returns the seconds of an exchange that is waited for."""
+        options, exchanges = self.options, []
+        for _ in range(5):
+            dist.barrier()
+            self.done += options.local_steps
+            report = self.outer.after_local_step(self.done)
+            assert report is not None
+            exchanges.append(report.exchange.seconds)
+        seconds = slowest(statistics.median(exchanges[1:]))
+        self.products = 200
+        self.step()
+        one = slowest(timed(self.step)) / (self.products * options.microbatches)
+        self.products = max(1, round(options.step_over_exchange * seconds / options.microbatches / one))
+        return seconds
+
+    def step(self) -> None:
+        """A local step; the exchange under way, if there is one, may move between its microbatches."""
+        for _ in range(self.options.microbatches):
+            self.outer.progress()
+            for _ in range(self.products):
+                torch.mm(self.left, self.right, out=self.product)
+
+    def measure(self) -> dict[str, dict[str, list[float]]]:
+        """Seconds per way, part and repeat."""
+        ways = {"alone": -1, "none": 0, "delayed": self.options.delay_steps}
+        found: dict[str, dict[str, list[float]]] = {name: {} for name in ways}
+        for repeat in range(-WARM_UPS, self.options.repeats):
+            for name, delay_steps in ways.items():
+                dist.barrier()
+                for what, seconds in self.phase(delay_steps).items():
+                    worst = slowest(seconds)
+                    if repeat >= 0:
+                        found[name].setdefault(what, []).append(worst)
+        return found
+
+    def phase(self, delay_steps: int) -> dict[str, float]:
+        """A round, from its beginning, and k local steps; -1: the steps alone."""
+        started, in_the_air, reports = time.perf_counter(), 0.0, []
+        if delay_steps >= 0:
+            self.outer.delay_steps = delay_steps
+            self.done += self.options.local_steps
+            reports.append(self.outer.after_local_step(self.done))
+        for index in range(1, self.options.local_steps + 1):
+            seconds = timed(self.step)
+            in_the_air += seconds if index <= self.options.delay_steps else 0.0
+            if delay_steps >= 0 and index < self.options.local_steps:
+                reports.append(self.outer.after_local_step(self.done + index))
+        times = {"all": time.perf_counter() - started, "in_the_air": in_the_air}
+        (report,) = [report for report in reports if report is not None] or [None]
+        times["pause"] = report.pause_seconds if report is not None else 0.0
+        times["wait"] = report.exchange.wait_seconds if report is not None else 0.0
+        return times
+
+
+def shown(times: dict[str, list[float]], of: Callable[[list[float]], float]) -> dict[str, float]:
+    return {what: round(of(seconds), 5) for what, seconds in times.items()}
+
+
+def timed(work: Callable[[], None]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def slowest(seconds: float) -> float:
+    worst: Tensor = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+    return float(worst)
+
+
+if __name__ == "__main__":
+    main()
