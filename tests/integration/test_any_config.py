@@ -16,7 +16,8 @@ from tests.integration.tiny import metrics, tiny, write_text
 
 STEPS = 6
 MOST_RANKS = 8
-SEEDS = [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 60))]
+QUICK = (0, 1, 2, 3, 10)  # the last with overlap
+SEEDS = [seed if seed in QUICK else pytest.param(seed, marks=pytest.mark.slow) for seed in range(60)]
 
 OPTIMIZERS = [
     {"type": "AdamW", "params": {"lr": 0.003, "betas": [0.9, 0.95], "weight_decay": 0.1}},

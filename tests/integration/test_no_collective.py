@@ -37,8 +37,8 @@ def over_torch(folder: Path, interval: str, **noloco: Any) -> Ranks:
     return run_ranks(STAGED.world_size, spied_rank, path)
 
 
-def over_mpi(folder: Path, topology: Topology) -> Ranks:
-    path = write_config(folder, config(folder, topology, "round", transport="mpi"))
+def over_mpi(folder: Path, topology: Topology, **noloco: Any) -> Ranks:
+    path = write_config(folder, config(folder, topology, "round", transport="mpi", **noloco))
     finished = run_mpi(topology.world_size, "tests.integration.spied_run", [path], timeout=300)
     return sorted(said(finished), key=lambda line: line["rank"])
 
@@ -125,6 +125,14 @@ def test_over_mpi(tmp_path: Path, topology: Topology) -> None:
         assert {call["library"] for call in seen["calls"] if is_exchange(call, seen["hops"])} == {"mpi"}
     if topology.pp > 1:
         assert assert_hops_follow_the_routes(ranks, "round")
+
+
+def test_over_mpi_with_overlap(tmp_path: Path) -> None:
+    """To ask whether messages have landed is no collective, nor is what MPI does meanwhile."""
+    topology = Topology(replicas=4)
+    ranks = over_mpi(tmp_path, topology, overlap={"mode": "delayed", "delay_steps": 2})
+    assert_no_collective_spans_replicas(ranks, topology)
+    assert_exchanges_go_to_partners(ranks, topology)
 
 
 @pytest.mark.parametrize("delay_steps", [1, LOCAL_STEPS, "auto"])
