@@ -67,7 +67,7 @@ def _method(noloco: NolocoConfig, replicas: int) -> str:
     n = noloco.group_size_among(replicas)
     if method == "diloco":
         return f"{knobs}, n = {n} (all replicas)"
-    rho = spread_factor(noloco.outer_momentum, noloco.gamma, n)
+    rho = spread_factor(noloco.outer_momentum, noloco.gamma, n, noloco.pull_error)
     return (
         f"{knobs}, gamma = {noloco.gamma}, n = {n}; rho = {rho:.3f}: "
         f"{rounds_to_halve(rho):.1f} rounds halve the spread"
