@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from megatron_noloco.config import deepspeed_keys
+from megatron_noloco.plans.stability import PULL_ERRORS
 from megatron_noloco.spec.method import ActiveMethod, Method, active_method
 
 Positive = Annotated[int, Field(ge=1)]
@@ -136,6 +137,11 @@ class NolocoConfig(Block):
     def delay_steps(self) -> int:
         """d of the first rounds."""
         return self.overlap.delay_steps if self.delays and self.overlap.delay_steps != "auto" else 0
+
+    @property
+    def pull_error(self) -> float:
+        """Expected of the payload, as a part of the pull towards the group's mean."""
+        return PULL_ERRORS[self.payload]
 
     def group_size_among(self, replicas: int) -> int:
         """How many of `replicas` average together in a round; 1 is nobody."""

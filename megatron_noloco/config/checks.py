@@ -1,5 +1,6 @@
 """Rules between fields: what cannot work, with the equation and its numbers."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -128,18 +129,23 @@ def check_data(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[str]:
 
 
 def check_method(noloco: NolocoConfig, replicas: int | None) -> Iterator[str]:
-    """Whether gossip keeps the replicas together; one replica alone has nobody to drift from."""
-    if noloco.active_method != "noloco" or replicas == 1:
+    """Whether gossip keeps the replicas together; one replica alone has nobody to drift from.
+
+    Nor have replicas that are one group, but for what a coded payload adds.
+    """
+    everyone = noloco.active_method == "diloco"
+    if noloco.active_method == "none" or replicas == 1 or (everyone and not noloco.pull_error):
         return
-    alpha, gamma, n = noloco.outer_momentum, noloco.gamma, noloco.group_size
-    rho = spread_factor(alpha, gamma, n)
+    alpha, gamma, n = noloco.outer_momentum, noloco.gamma, math.inf if everyone else noloco.group_size
+    rho = spread_factor(alpha, gamma, n, noloco.pull_error)
     if rho >= _STABLE_BELOW:
+        payload = f', payload "{noloco.payload}"' if noloco.pull_error else ""
         yield (
             f"noloco: replicas would drift apart: rho = {rho:.3f} >= 1 for outer_momentum (alpha) {alpha}, "
-            f"consensus_weight (gamma) {gamma}, group_size (n) {n}; "
-            f"{_stable_suggestion(alpha, gamma, n)}"
+            f"consensus_weight (gamma) {gamma}, group_size (n) {'of all' if everyone else n}{payload}; "
+            f"{_stable_suggestion(alpha, gamma, n, noloco.pull_error)}"
         )
-    if replicas is not None and n > replicas:
+    if not everyone and replicas is not None and n > replicas:
         yield f"noloco.group_size {n} is more than the {count(replicas, 'replica')} there are"
     factors = prime_factors(replicas) if replicas is not None and noloco.pairing == "cycle" else ()
     if max(factors, default=1) > n:
@@ -168,12 +174,12 @@ def check_overlap(noloco: NolocoConfig) -> Iterator[str]:
         )
 
 
-def _stable_suggestion(alpha: float, gamma: float, n: int) -> str:
+def _stable_suggestion(alpha: float, gamma: float, n: float, error: float) -> str:
     """The nearest stable setting to two digits: less momentum if that suffices, else another gamma."""
     for hundredths in range(min(99, int(alpha * 100)), -1, -1):
-        if spread_factor(hundredths / 100, gamma, n) < _STABLE_BELOW:
+        if spread_factor(hundredths / 100, gamma, n, error) < _STABLE_BELOW:
             return f"outer_momentum {hundredths / 100:.2f} is the largest (to 2 digits) that is stable"
-    stable = [g / 100 for g in range(1, 400) if spread_factor(alpha, g / 100, n) < _STABLE_BELOW]
+    stable = [g / 100 for g in range(1, 400) if spread_factor(alpha, g / 100, n, error) < _STABLE_BELOW]
     nearest = min(stable, key=lambda candidate: abs(candidate - gamma), default=0.01)
     return f"no outer_momentum is stable with this gamma; consensus_weight {nearest:.2f} is with this alpha"
 

@@ -71,7 +71,7 @@ def _method(noloco: NolocoConfig, replicas: int) -> str:
     n = noloco.group_size_among(replicas)
     if method == "diloco":
         return f"{knobs}, n = {n} (all replicas)"
-    rho, drawn = spread_factor(noloco.outer_momentum, noloco.gamma, n), f"n = {n}"
+    rho, drawn = spread_factor(noloco.outer_momentum, noloco.gamma, n, noloco.pull_error), f"n = {n}"
     if noloco.pairing == "cycle":
         factors = prime_factors(replicas)
         rho = cycle_spread_factor(noloco.outer_momentum, noloco.gamma, factors)

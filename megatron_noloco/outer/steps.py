@@ -39,7 +39,7 @@ def find_steps(sketches: Sequence[Tensor], bits: int, out: Tensor) -> None:
         apart = torch.zeros(len(out[at]))
         size = _energy(first[at])
         for other in others:
-            apart = torch.maximum(apart, _energy(first[at] - other[at]))
+            apart += _energy(first[at] - other[at]) / len(others)
             size += _energy(other[at])
         finite = torch.isfinite(size) & torch.isfinite(apart)
         apart, size = (torch.where(finite, energy, 0.0) for energy in (apart, size))

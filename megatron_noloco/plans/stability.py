@@ -6,26 +6,33 @@ from itertools import product
 
 import numpy as np
 
+PULL_ERRORS = {"fp32": 0.0, "int16": 0.00045, "int8": 0.03, "int4": 0.41}  # of payloads, measured in pairs
 
-def spread_factor(outer_momentum: float, consensus_weight: float, group_size: int) -> float:
+
+def spread_factor(
+    outer_momentum: float, consensus_weight: float, group_size: float, pull_error: float = 0.0
+) -> float:
     """rho: the factor of the spread SQUARED per round, for many randomly grouped replicas.
 
     With zero gradients and x_i = phi_i - mean(phi), the second moments (V, C, D) = E[x^2, x*delta, delta^2]
     follow one linear map per round, with a = (n-1)/n the share of a group's variance that its mean removes:
 
-        D' = gamma^2 a V - 2 alpha gamma a C + alpha^2 D
+        D' = gamma^2 a (1 + epsilon^2) V - 2 alpha gamma a C + alpha^2 D
         C' = alpha C - gamma a V + D'
         V' = V + 2 (alpha C - gamma a V) + D'
 
+    The error of a coded payload is one of the pull gamma (mean_G(x) - x_i), independent of it: E[x * error] = 0.
     rho is the spectral radius of that map. rho >= 1 means the replicas drift apart.
 
     Args:
         outer_momentum: alpha.
         consensus_weight: gamma.
-        group_size: n, at least 2 (a group of one never pulls replicas together: rho is then >= 1).
+        group_size: n, at least 2 (a group of one never pulls replicas together: rho is then >= 1); infinite
+            where all replicas are one group.
+        pull_error: epsilon, the root mean square of the pull's error over that of the pull.
     """
-    alpha, gamma, a = outer_momentum, consensus_weight, (group_size - 1) / group_size
-    momentum = np.array([gamma**2 * a, -2 * alpha * gamma * a, alpha**2])
+    alpha, gamma, a = outer_momentum, consensus_weight, 1 - 1 / group_size
+    momentum = np.array([gamma**2 * a * (1 + pull_error**2), -2 * alpha * gamma * a, alpha**2])
     pull = np.array([-gamma * a, alpha, 0.0])
     step = np.array([pull + np.array([1.0, 0.0, 0.0]) + pull + momentum, pull + momentum, momentum])
     return float(max(abs(np.linalg.eigvals(step))))

@@ -415,6 +415,34 @@ def test_the_suggested_momentum_is_the_largest_stable_one() -> None:
         config(noloco__outer_momentum=suggested + 0.01)
 
 
+@pytest.mark.parametrize(("payload", "share"), [("fp16", "6 %"), ("bf16", "50 %")])
+def test_rounded_weights_are_no_payload(payload: str, share: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(noloco__payload=payload)
+    (line,) = caught.value.problems
+    assert line.startswith(f'noloco.payload: "{payload}" rounds the weights themselves')
+    assert f'at 300 it is {share} of the pull; "int16" takes the same bytes' in line
+    with pytest.raises(
+        ConfigError, match=r'noloco\.payload: must be one of "fp32", "int16", "int8", "int4", got'
+    ):
+        config(noloco__payload=["fp16"])
+
+
+def test_the_error_of_a_payload_counts_for_the_drift() -> None:
+    for payload in ("fp32", "int16", "int8"):
+        config(noloco__consensus_weight=1.4, noloco__payload=payload)
+    config(noloco__method="diloco", noloco__outer_momentum=0.95)
+    for changes, where in (
+        ({"consensus_weight": 1.4}, r"rho = 1\.123 >= 1 .* \(n\) 2, payload \"int4\"; outer_momentum 0\."),
+        (
+            {"method": "diloco", "outer_momentum": 0.95},
+            r"\(n\) of all, payload \"int4\"; outer_momentum 0\.9",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=where):
+            config(noloco__payload="int4", **{f"noloco__{name}": value for name, value in changes.items()})
+
+
 def test_what_is_read() -> None:
     assert config().source == TextSource("python-stdlib", Split(0.949, 0.05, 0.001))
     assert config(data__split="3,1").source == TextSource("python-stdlib", Split(0.75, 0.25, 0.0))

@@ -170,8 +170,9 @@ RHO = [  # the table of method.md: alpha, gamma, n, rho
 ]
 
 
-def measured_spread_factor(alpha: float, gamma: float, group_size: int) -> float:
+def measured_spread_factor(alpha: float, gamma: float, group_size: int, pull_error: float = 0.0) -> float:
     """Gossip itself: 256 replicas of 256 weights, zero outer gradients, groups from Grouping."""
+    draw = np.random.default_rng(1)
     replicas, settle, rounds = 256, 20, 120
     grouping = Grouping(replicas, group_size, seed=11)
     phi = np.random.default_rng(0).standard_normal((replicas, 256))
@@ -182,7 +183,9 @@ def measured_spread_factor(alpha: float, gamma: float, group_size: int) -> float
         groups = np.array(grouping.groups(round_index))
         mean = np.empty_like(phi)
         mean[groups] = phi[groups].mean(axis=1, keepdims=True)
-        momentum = alpha * momentum - gamma * (phi - mean)
+        pull = mean - phi
+        pull += pull_error * np.sqrt((pull**2).mean()) * draw.standard_normal(phi.shape)
+        momentum = alpha * momentum + gamma * pull
         phi = phi + momentum
         spread_squared.append(phi.var(axis=0).mean())
     return (spread_squared[-1] / spread_squared[settle]) ** (1 / (rounds - 1 - settle))
@@ -196,6 +199,13 @@ class TestStability:
     @pytest.mark.parametrize(("alpha", "gamma", "n", "rho"), RHO)
     def test_simulated_replicas_obey_it(self, alpha: float, gamma: float, n: int, rho: float) -> None:
         assert measured_spread_factor(alpha, gamma, n) == pytest.approx(rho, abs=0.005)
+
+    @pytest.mark.parametrize(("alpha", "gamma", "n", "rho"), [(0.5, 0.7, 2, 0.769), (0.5, 1.4, 2, 1.123)])
+    def test_simulated_replicas_obey_it_with_an_error_of_the_pull(
+        self, alpha: float, gamma: float, n: int, rho: float
+    ) -> None:
+        assert spread_factor(alpha, gamma, n, 0.41) == pytest.approx(rho, abs=5.01e-4)
+        assert measured_spread_factor(alpha, gamma, n, 0.41) == pytest.approx(rho, abs=0.005)
 
     def test_without_a_group_nothing_pulls_together(self) -> None:
         assert spread_factor(0.5, 0.7, 1) == pytest.approx(1.0)
