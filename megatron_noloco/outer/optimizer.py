@@ -72,6 +72,8 @@ class OuterOptimizer:
         settings: the same on all ranks.
 
     Attributes:
+        slow_weights: phi, fp32, shape [weights.length].
+        momentum: delta, likewise.
         delay_steps: d, that of the settings; may be changed between two local steps, on all ranks at the same one.
 
     Three vectors of memory in all, and what an exchange needs: the third holds the combined vector during a round,
@@ -95,6 +97,7 @@ class OuterOptimizer:
         self.delay_steps = settings.delay_steps
         bits = settings.payload_bits
         self._vectors = OuterVectors(weights, settings, transport.device_buffers and bits is None)
+        self.slow_weights, self.momentum = self._vectors.slow_weights, self._vectors.momentum
         self._delayed: DelayedRound | None = None
         self._pause_seconds = 0.0
         # A pair has its whole vectors under way at once; in a larger group that would cost two more of them.
@@ -107,16 +110,6 @@ class OuterOptimizer:
                 transport, place, Channel.ROUNDS, deadline_seconds, Coding(bits, stretch, weights.copied())
             )
         )
-
-    @property
-    def slow_weights(self) -> Tensor:
-        """phi, fp32, shape [weights.length]; live."""
-        return self._vectors.slow_weights
-
-    @property
-    def momentum(self) -> Tensor:
-        """delta, likewise."""
-        return self._vectors.momentum
 
     def after_local_step(self, done: int) -> RoundReport | None:
         """Run a round when one is due; with a delay, begin one when it is due and merge the one begun before.

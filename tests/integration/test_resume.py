@@ -103,7 +103,7 @@ def test_killed_and_resumed_bit_for_bit(name: str, tmp_path: Path) -> None:
     for run in (straight, killed):
         run.change(saving())
     straight.launch(ranks)
-    killed.launch_to_die(ranks, [Fault(rank=ranks - 1, before_step=13, signal=signal.SIGKILL)])
+    killed.launch_to_die(ranks, [Fault(rank=ranks - 1, before_step=18, signal=signal.SIGKILL)])
     assert [catalog.step_of(folder) for folder in catalog.steps(killed.checkpoints)] == [SAVED]
     resumed = killed.launch(ranks)
     assert f"continuing from {killed.step_folder(SAVED)}: step {SAVED}" in resumed[0].out
