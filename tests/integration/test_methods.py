@@ -54,13 +54,16 @@ def run_for_copies(rank: int, world_size: int, config: str) -> Tensor:
     run = trained(config)
     dist.barrier()
     slow = run.outer.state()["slow_weights"]
-    return torch.cat([slow[start:stop] for start, stop in run.engine.weights.copied()])
+    return torch.cat([slow[:0], *(slow[start:stop] for start, stop in run.engine.weights.copied())])
 
 
 @pytest.mark.parametrize(
     ("shape", "tied"),
-    [({"tensor_model_parallel_size": 2}, False), ({"pipeline_model_parallel_size": 2}, True)],
-    ids=["norms of tp ranks", "tied embeddings"],
+    [
+        ({"tensor_model_parallel_size": 2}, False),
+        ({"pipeline_model_parallel_size": 2, "data_parallel_size": 2}, True),
+    ],
+    ids=["norms of tp ranks", "tied embeddings cut by ZeRO"],
 )
 def test_copies_stay_bitwise_equal_with_a_coded_payload(
     tmp_path: Path, text: str, shape: dict[str, int], tied: bool
@@ -68,14 +71,17 @@ def test_copies_stay_bitwise_equal_with_a_coded_payload(
     changes = {
         "parallel": {"replicas": 2, **shape},
         "noloco": {"payload": "int4"},
+        "gradient_accumulation_steps": 2,
         "model": {"untie_embeddings_and_output_weights": not tied},
         "data": {"text": text},
         "training": {"output_dir": str(tmp_path)},
     }
-    copies = run_ranks(4, run_for_copies, write_config(tmp_path, tiny(changes)))
-    assert copies[0].numel() > 0
-    assert torch.equal(copies[0], copies[1])
-    assert torch.equal(copies[2], copies[3])
+    dp = shape.get("data_parallel_size", 1)
+    copies = run_ranks(4 * dp, run_for_copies, write_config(tmp_path, tiny(changes)))
+    one, other, *of_second_replica = (torch.cat(copies[first : first + dp]) for first in range(0, 4 * dp, dp))
+    assert one.numel() > 0
+    assert torch.equal(one, other)
+    assert torch.equal(*of_second_replica)
 
 
 def test_routed_losses_are_booked_to_their_origin(tmp_path: Path, text: str) -> None:
