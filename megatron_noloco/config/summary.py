@@ -75,7 +75,9 @@ def _method(noloco: NolocoConfig, replicas: int) -> str:
     if noloco.pairing == "cycle":
         factors = prime_factors(replicas)
         rho = cycle_spread_factor(noloco.outer_momentum, noloco.gamma, factors)
-        drawn = f"cycles of {' x '.join(map(str, factors))}"
+        drawn = f"cycles of {' x '.join(map(str, factors))}" + ", payload not counted" * bool(
+            noloco.pull_error
+        )
     return (
         f"{knobs}, gamma = {noloco.gamma}, {drawn}; rho = {rho:.3f}: "
         f"{rounds_to_halve(rho):.1f} rounds halve the spread"
@@ -95,13 +97,19 @@ def _overlap(noloco: NolocoConfig) -> str:
 
 
 def outer_state(noloco: NolocoConfig, replicas: int) -> str:
-    """What `outer` keeps beside the weights, all in fp32."""
+    """What `outer` keeps beside the weights."""
     in_pairs = noloco.group_size_among(replicas) <= 2
-    vectors = ["slow weights", "outer momentum", "combined vector"]
-    vectors += ["received vector"] * in_pairs + ["snapshot"] * noloco.delays
+    vectors = {"slow weights": 4.0, "outer momentum": 4.0, "combined vector": 4.0}
+    if in_pairs and noloco.payload == "fp32":
+        vectors["received vector"] = 4
+    elif in_pairs:
+        vectors |= {"codes": int(noloco.payload.removeprefix("int")) / 4, "sketches and steps": 0.1}
+    if noloco.delays:
+        vectors["snapshot"] = 4
     return (
-        f"{4 * len(vectors)} bytes per parameter ({', '.join(f'{vector} 4' for vector in vectors)})"
-        + ("" if in_pairs else ", and at most 128 MiB to receive in")
+        f"{sum(vectors.values()):g} bytes per parameter ("
+        + ", ".join(f"{vector} {size:g}" for vector, size in vectors.items())
+        + (")" if in_pairs else "), and at most 128 MiB to receive in")
         + (
             ""
             if noloco.slow_weights == "host"

@@ -66,6 +66,8 @@ class DelayedRound:
             exchange.squared_deviation,
             exchange.compared_elements,
             exchange.poisoned_elements,
+            exchange.squared_error,
+            exchange.resent_elements,
             *exchange.group,
         ]
         return torch.tensor(numbers, dtype=torch.float64)
@@ -73,12 +75,15 @@ class DelayedRound:
     @classmethod
     def of(cls, numbers: Tensor) -> "DelayedRound":
         """The landed round of which `numbers` tells."""
-        round_index, due, sent, squared_deviation, compared, poisoned, *group = numbers.tolist()
+        round_index, due, sent, squared_deviation, compared, *more = numbers.tolist()
+        poisoned, squared_error, resent, *group = more
         exchange = ExchangeReport(
             tuple(map(int, group)),
             bytes_sent=int(sent),
             squared_deviation=squared_deviation,
             compared_elements=int(compared),
             poisoned_elements=int(poisoned),
+            squared_error=squared_error,
+            resent_elements=int(resent),
         )
         return cls(int(round_index), int(due), exchange, landed=True)

@@ -167,12 +167,19 @@ def test_everyone_in_one_group_takes_dilocos_outer_steps(replicas: int, delay_st
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, K - 1), st.integers(0, 10_000))
+@given(
+    st.integers(1, 6),
+    st.integers(1, 6),
+    st.integers(1, K - 1),
+    st.integers(0, 10_000),
+    st.sampled_from(["fp32", "int16", "int8", "int4"]),
+)
 def test_the_mean_follows_diloco_for_any_grouping(
-    replicas: int, group_size: int, delay_steps: int, seed: int
+    replicas: int, group_size: int, delay_steps: int, seed: int, payload: str
 ) -> None:
     """Fact 3, with the outer gradients as they are at the snapshots."""
-    fleet = training(replicas, delay_steps, min(group_size, replicas), consensus_weight=0.3, seed=seed)
+    size, method = min(group_size, replicas), {"consensus_weight": 0.3, "seed": seed, "payload": payload}
+    fleet = training(replicas, delay_steps, size, **method)
     reference = Diloco(fleet.phi.double().mean(dim=0), 0.5, 0.7)
     for _ in range(3):
         fleet.run(K - 1, seed)
@@ -279,10 +286,11 @@ def resumed(fleet: Training, delay_steps: int, **method: Any) -> Training:
 
 @pytest.mark.parametrize("saved", range(K, 3 * K))
 @pytest.mark.parametrize("delay_steps", [2, K])
-def test_state_continues_a_run_bit_for_bit_from_any_step(saved: int, delay_steps: int) -> None:
-    fleet = training(4, delay_steps)
+@pytest.mark.parametrize("payload", ["fp32", "int4"])
+def test_state_continues_a_run_bit_for_bit_from_any_step(saved: int, delay_steps: int, payload: str) -> None:
+    fleet = training(4, delay_steps, payload=payload)
     fleet.run(saved)
-    other = resumed(fleet, delay_steps)
+    other = resumed(fleet, delay_steps, payload=payload)
     expected, found = fleet.run(4 * K - saved), other.run(4 * K - saved)
     fleet.land()
     other.land()
@@ -297,7 +305,15 @@ def told(report: RoundReport | None) -> Any:
     if report is None:
         return None
     exchange = report.exchange
-    return report.round_index, report.spread, exchange.group, exchange.bytes_sent, exchange.compared_elements
+    return (
+        report.round_index,
+        report.spread,
+        exchange.group,
+        exchange.bytes_sent,
+        exchange.compared_elements,
+        exchange.squared_error,
+        exchange.resent_elements,
+    )
 
 
 def test_a_checkpoint_holds_a_correction_only_while_a_round_is_not_merged() -> None:

@@ -11,6 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron_noloco.config.blocks import NolocoConfig
+from megatron_noloco.config.summary import outer_state
 from megatron_noloco.outer import CodedExchange, Coding, Exchange, ExchangeReport, OuterSettings, Weights
 from megatron_noloco.outer.payload import BLOCK, CELLS, Codec, blocks_in, message_bytes, signs_of, wide_type
 from megatron_noloco.outer.steps import find_steps
@@ -385,6 +387,17 @@ def test_memory_is_kept_from_round_to_round(payload: str, group_size: int) -> No
         seen.append(memory())
     assert seen[0] == seen[1] == seen[2] == seen[3]
     assert seen[0]
+
+
+@pytest.mark.parametrize(("payload", "told"), [("int16", 4), ("int8", 2), ("int4", 1)])
+def test_config_tells_the_bytes_of_the_codes(payload: Any, told: float) -> None:
+    line = outer_state(NolocoConfig(payload=payload), replicas=2)
+    parts = "slow weights 4, outer momentum 4, combined vector 4"
+    assert line == f"{12.1 + told:g} bytes per parameter ({parts}, codes {told}, sketches and steps 0.1)"
+    elements = 100 * BLOCK
+    for exchange, _ in exchanges(alike(2, elements), (0, 1), Coding(int(payload[3:]))):
+        held = {name: vector.nbytes for name, vector in exchange._kept._held.items() if name != "left over"}
+        assert sum(held.values()) / elements == pytest.approx(told + 0.1, abs=0.05)
 
 
 def test_an_exchange_that_fails_leaves_its_memory_to_what_comes_late() -> None:
