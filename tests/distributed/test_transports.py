@@ -31,12 +31,12 @@ def loopback_outcomes() -> Outcomes:
 
 def torch_outcomes() -> Outcomes:
     return run_ranks(
-        WORLD_SIZE, lambda rank, world_size: run_suite(TorchTransport(chunk_bytes=CHUNK_BYTES)), timeout=60
+        WORLD_SIZE, lambda rank, world_size: run_suite(TorchTransport(chunk_bytes=CHUNK_BYTES)), timeout=180
     )
 
 
 def mpi_outcomes() -> Outcomes:
-    finished = run_mpi(WORLD_SIZE, "tests.distributed.transport_suite", timeout=60)
+    finished = run_mpi(WORLD_SIZE, "tests.distributed.transport_suite", timeout=180)
     return [line["outcomes"] for line in sorted(said(finished), key=lambda line: line["rank"])]
 
 

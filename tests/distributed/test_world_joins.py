@@ -22,23 +22,23 @@ def lines(finished: subprocess.CompletedProcess[str], ranks: int) -> list[dict[s
 
 @pytest.mark.parametrize(("kind", "transport"), [("auto", "mpi"), ("torch", "torch")])
 def test_under_mpirun(kind: str, transport: str) -> None:
-    for line in lines(run_mpi(2, MODULE, [kind], timeout=60), ranks=2):
+    for line in lines(run_mpi(2, MODULE, [kind], timeout=180), ranks=2):
         assert (line["launcher"], line["outcome"], line["MASTER_ADDR"]) == ("mpirun", transport, "127.0.0.1")
 
 
 def test_under_torchrun() -> None:
-    for line in lines(run_torchrun(2, MODULE, ["auto"], timeout=60), ranks=2):
+    for line in lines(run_torchrun(2, MODULE, ["auto"], timeout=180), ranks=2):
         assert (line["launcher"], line["outcome"]) == ("torchrun", "torch")
 
 
 def test_under_torchrun_mpi_is_refused() -> None:
-    for line in lines(run_torchrun(2, MODULE, ["mpi"], timeout=60), ranks=2):
+    for line in lines(run_torchrun(2, MODULE, ["mpi"], timeout=180), ranks=2):
         assert "MPI sees a world of 1 but torchrun started 2 ranks" in line["outcome"]
 
 
 def test_alone() -> None:
     command = [sys.executable, "-m", MODULE, "auto"]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=180)
     (line,) = lines(finished, ranks=1)
     assert (line["launcher"], line["outcome"]) == ("single", "torch")
 
