@@ -3,7 +3,7 @@
 import os
 import sys
 from contextlib import nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -26,18 +26,15 @@ from megatron_noloco.outer import (
     Exchange,
     MeanModel,
     NoRounds,
-    OuterOptimizer,
-    OuterSettings,
     Rounds,
-    Weights,
 )
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import PATIENCE, Groups, build_groups
-from megatron_noloco.plans.topology import Place
 from megatron_noloco.training.console import Console, RunFacts
 from megatron_noloco.training.delay import DelayChoice
 from megatron_noloco.training.evaluate import Evaluator
 from megatron_noloco.training.monitor import DELAY_STEPS, Monitor
+from megatron_noloco.training.outer import build_outer
 from megatron_noloco.training.prepare import Prepared, checkpoint_settings
 from megatron_noloco.training.run import Run, Schedule
 from megatron_noloco.transport.protocol import Transport
@@ -59,7 +56,7 @@ def build(prepared: Prepared, transport: Transport, start: Start, progress: str 
     metrics = Metrics(at.replica, groups.replica, writers, start.counters)
 
     engine = ReplicaEngine(stage, groups, config.deepspeed, metrics.record)
-    outer = _outer(config, engine.weights, transport, place)
+    outer = build_outer(config, engine.weights, transport, place)
     engine.pipeline.between_microbatches = outer.progress
     order = prepared.datasets.order(config.training.seed)
     source = MicrobatchSource(prepared.datasets.train, order, plan)
@@ -99,16 +96,6 @@ def _model(prepared: Prepared) -> tuple[Groups, Stage]:
     pretrained = config.training.pretrained
     with PretrainedWeights(Path(pretrained), architecture) if pretrained else nullcontext() as read:
         return groups, build_stage(architecture, config.compute, groups, config.training.seed, read)
-
-
-def _outer(config: RunConfig, weights: Weights, transport: Transport, place: Place) -> Rounds:
-    """The outer optimizer of this rank, or what stands in for it where there are no rounds."""
-    noloco = config.noloco
-    if not noloco.enabled:
-        return NoRounds(weights)
-    grouping = config.grouping(place.replicas)
-    numbers = {field.name: getattr(noloco, field.name) for field in fields(OuterSettings)}
-    return OuterOptimizer(weights, transport, place, grouping, OuterSettings(**numbers))
 
 
 def _delay(config: RunConfig, outer: Rounds, start: Start) -> DelayChoice | None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,9 +13,10 @@ from megatron_noloco.data.dataset import SampleDataset
 from megatron_noloco.data.datasets import Datasets, Needs, build_datasets
 from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.data.tokenizer import build_tokenizer
-from megatron_noloco.outer import NoRounds, OuterOptimizer, OuterSettings, Rounds, TorchWeights
+from megatron_noloco.outer import Rounds, TorchWeights
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Place
+from megatron_noloco.training.outer import build_outer
 from megatron_noloco.transport.loopback import loopback_world
 from tools.simulator.inner import LearningRate, StackedAdamW, clip
 from tools.simulator.llama import StackedLlama
@@ -73,15 +74,9 @@ class Simulation:
 
     def _outer(self) -> list[Rounds]:
         """The trainer's outer optimizers, one per replica, over messages between threads."""
-        noloco = self.config.noloco
-        rows = [TorchWeights([row]) for row in self.weights]
-        if not noloco.enabled:
-            return [NoRounds(row) for row in rows]
-        grouping = self.config.grouping(self.replicas)
-        numbers = {field.name: getattr(noloco, field.name) for field in fields(OuterSettings)}
         return [
-            OuterOptimizer(row, transport, Place(replica, self.replicas), grouping, OuterSettings(**numbers))
-            for replica, (row, transport) in enumerate(zip(rows, loopback_world(self.replicas), strict=True))
+            build_outer(self.config, TorchWeights([row]), transport, Place(transport.rank, self.replicas))
+            for row, transport in zip(self.weights, loopback_world(self.replicas), strict=True)
         ]
 
     def run(self) -> Iterator[Evaluation]:
