@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from megatron_noloco.config import deepspeed_keys
+from megatron_noloco.plans.grouping import Pairing
 from megatron_noloco.plans.stability import PULL_ERRORS
 from megatron_noloco.spec.method import ActiveMethod, Method, active_method
 
@@ -68,7 +69,7 @@ class NolocoConfig(Block):
     group_size: Annotated[int, Field(ge=2)] = Field(
         default=2, description='n: replicas in a group; 2 is a pair (method "noloco" only).'
     )
-    pairing: Literal["random", "cycle"] = Field(
+    pairing: Pairing = Field(
         default="random",
         description='How groups are drawn: "random", or in a "cycle" that connects all replicas; its rounds '
         'have the prime factors of replicas as group sizes, none above n (method "noloco" only).',

@@ -24,7 +24,6 @@ from megatron_noloco.job import agreement
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _LOOK_SECONDS = 1.0
-_PATIENCE_SECONDS = 600.0  # for a rank whose process hangs
 _REQUEST, _BEGUN = "stop/request", "stop/begun"
 
 
@@ -43,7 +42,7 @@ class Stopping:
         self._agreed = threading.Event()  # or failed to
         self._look_now = threading.Event()
         self._closing = False
-        self._store = dist.distributed_c10d._get_default_store()
+        self._store = agreement.store()
         self._previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
         self._watcher = threading.Thread(target=self._watch, name="stopping", daemon=True)
         self._watcher.start()
@@ -106,7 +105,7 @@ class Stopping:
         self._look_now.set()
         self._watcher.join()
         self._store.add("stop/left", 1)
-        deadline = time.monotonic() + _PATIENCE_SECONDS
+        deadline = time.monotonic() + agreement.PATIENCE_SECONDS
         while dist.get_rank() == 0 and self._store.add("stop/left", 0) < dist.get_world_size():
             if time.monotonic() > deadline:
                 return
