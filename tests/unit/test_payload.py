@@ -20,7 +20,7 @@ from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.stability import PULL_ERRORS
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.loopback import LoopbackTransport, loopback_world
-from tests.unit.test_outer import Diloco, Fleet, Listening, assert_close, noise
+from tests.unit.test_outer import Fleet, Listening, assert_mean_follows_diloco, noise
 
 CHUNK_BYTES = 1000  # no multiple of a block's bytes
 BITS = (16, 8, 4)
@@ -82,14 +82,7 @@ def test_the_mean_follows_diloco_for_any_grouping_and_payload(
     """Fact 3, although the weights of the replicas are of size 1 and the outer gradients of 0.01."""
     start, size = noise(replicas, 24, seed=seed), min(group_size, replicas)
     fleet = Fleet(start, size, seed=seed, consensus_weight=consensus_weight, payload=payload)
-    reference = Diloco(fleet.phi.double().mean(dim=0), 0.5, 0.7)
-    for round_index in range(3):
-        theta = fleet.phi + 0.01 * noise(replicas, 24, seed=seed + round_index + 1)
-        reference.step((theta.double() - fleet.phi.double()).mean(dim=0))
-        fleet.train(theta)
-        fleet.meet(round_index)
-    assert_close(fleet.phi.double().mean(dim=0), reference.phi)
-    assert_close(fleet.delta.double().mean(dim=0), reference.delta)
+    assert_mean_follows_diloco(fleet, seed, outer_gradient=0.01)
 
 
 @pytest.mark.parametrize("payload", CODED)
