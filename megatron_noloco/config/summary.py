@@ -1,11 +1,15 @@
 """The banner: what a run will do, in numbers a person can check before the first step."""
 
+import json
+from typing import Any
+
 from megatron_noloco.config.blocks import NolocoConfig
 from megatron_noloco.config.run_config import RunConfig
 from megatron_noloco.config.wording import count
 from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.grouping import prime_factors
 from megatron_noloco.plans.routing import Routing
+from megatron_noloco.plans.second_moment import half_life_steps
 from megatron_noloco.plans.stability import cycle_spread_factor, rounds_to_halve, spread_factor
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.spec.architecture import Architecture
@@ -23,6 +27,7 @@ def describe(config: RunConfig, topology: Topology, architecture: Architecture |
         f"batch in total: {_total_batch(config, topology)}",
         f"method: {_method(config.noloco, topology.replicas)}",
         f"routing: {_routing(config.routing(topology))}",
+        f"optimizer: {_optimizer(config)}",
         f"precision: {config.precision}, ZeRO stage {config.zero_stage} over the data-parallel ranks of a replica",
     ]
     if config.noloco.enabled:
@@ -82,6 +87,23 @@ def _method(noloco: NolocoConfig, replicas: int) -> str:
         f"{knobs}, gamma = {noloco.gamma}, {drawn}; rho = {rho:.3f}: "
         f"{rounds_to_halve(rho):.1f} rounds halve the spread"
     )
+
+
+def _optimizer(config: RunConfig) -> str:
+    block = config.deepspeed["optimizer"]
+    params: dict[str, Any] = block["params"]
+    text = ", ".join([block["type"], *(f"{name} {_setting(value)}" for name, value in params.items())])
+    if "betas" in params and params["betas"][1]:
+        steps = half_life_steps(params["betas"][1])
+        tokens = steps * config.replica_batch * config.model.seq_length
+        text += f"; half-life of the second moment {steps:,.1f} local steps, {tokens:,.0f} tokens per replica"
+    return text
+
+
+def _setting(value: Any) -> str:
+    if isinstance(value, list):
+        return " ".join(map(_setting, value))
+    return f"{value:g}" if isinstance(value, float) else json.dumps(value).strip('"')
 
 
 def _overlap(noloco: NolocoConfig) -> str:

@@ -22,6 +22,7 @@ from megatron_noloco.config import (
 from megatron_noloco.config.run_config import BLOCKS
 from megatron_noloco.config.wording import fields_of
 from megatron_noloco.model.families import table_of
+from megatron_noloco.plans.second_moment import HALF_LIFE_TOKENS, beta2_for
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.spec.architecture import Architecture, Compute
 from megatron_noloco.spec.data import Blend, IndexedSource, Split, TextSource, TokenizerChoice
@@ -198,6 +199,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"optimizer.type": "AdamV"}, "optimizer.type: 'AdamV' is not a known optimizer; did you mean Adam"),
     ({"optimizer.type": "sgd"}, "did you mean SGD?"),
     ({"optimizer.params.lr": "auto"}, 'optimizer.params.lr: "auto" has no meaning here'),
+    (
+        {"optimizer": {"type": "NAdam", "params": {"betas": "auto"}}},
+        'optimizer.params.betas: "auto" has no meaning here',
+    ),
     ({"optimizer.params.lr": "fast"}, "optimizer.params.lr: must be a number >= 0, got 'fast'"),
     ({"optimizer.params.weight_dekay": 1}, "did you mean optimizer.params.weight_decay?"),
     ({"optimizer.type": "Lamb"}, "'Lamb' is not a known optimizer; known are AdamW, Adam, Lion, Adadelta"),
@@ -504,6 +509,7 @@ def test_every_auto_is_resolved() -> None:
         fp16={"enabled": "auto", "loss_scale": "auto"},
         zero_optimization={"stage": "auto", "reduce_bucket_size": "auto"},
         scheduler={"type": "WarmupCosineLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 10}},
+        optimizer={"type": "Adam", "params": {"betas": "auto"}},
     )
     assert "auto" not in json.dumps(run.deepspeed)
     assert run.deepspeed["gradient_clipping"] == 1.0
@@ -696,6 +702,7 @@ def test_the_banner_says_the_numbers() -> None:
         "4 replicas x 8 = 32 samples; x 32 = 1,024 tokens",
         "noloco, k = 5, alpha = 0.5, beta = 0.7, gamma = 0.7, n = 2; rho = 0.700",
         "reshuffled every round",
+        "optimizer: AdamW, lr 0.001\n",
         "fp32",
         f"parameters: {table_of(run.architecture(256)).parameter_count:,} (padded vocabulary 256)",
     ):
@@ -725,6 +732,18 @@ def test_the_banner_says_what_overlap_costs(overlap: dict[str, Any], text: str, 
     assert ("snapshot 4" in line) == (state == 20)
     off = config(noloco__enabled=False, noloco__overlap=overlap)
     assert not any("overlap" in line or "outer state" in line for line in describe(off, off.topology(8)))
+
+
+def test_auto_betas_fix_the_half_life_of_the_second_moment_in_tokens() -> None:
+    run = config(optimizer__params__betas="auto", training__train_iters=1_000_000)
+    beta1, beta2 = run.deepspeed["optimizer"]["params"]["betas"]
+    assert (beta1, beta2) == (0.9, beta2_for(256, HALF_LIFE_TOKENS, 1_000_000))
+    halved = config(
+        optimizer__params__betas="auto", training__train_iters=1_000_000, gradient_accumulation_steps=1
+    )
+    assert halved.deepspeed["optimizer"]["params"]["betas"][1] == pytest.approx(beta2**0.5, rel=1e-12)
+    line = f"half-life of the second moment 26,562.5 local steps, {HALF_LIFE_TOKENS:,.0f} tokens per replica"
+    assert line in "\n".join(describe(run, run.topology(8)))
 
 
 def test_explain_mentions_every_field() -> None:
