@@ -207,6 +207,26 @@ def test_a_slice_of_the_gated_mlp_has_its_part_of_both_halves() -> None:
     assert row.slice(full, 1, 2)[:, 0].tolist() == [*range(12, 24), *range(36, 48)]
 
 
+def test_the_linear_maps_of_a_layer_are_seven_matrices() -> None:
+    """Four queries' heads in two groups of 6 channels: q, k, v; then the projection, gate, up and down."""
+    linear = [row for row in table_of(SMALL) if row.linear]
+    parts = [part for row in linear for part in row.split(torch.randn(row.shape))]
+    shapes = [(24, 16), (12, 16), (12, 16), (16, 24), (24, 16), (24, 16), (16, 24)]
+    assert [tuple(part.shape) for part in parts] == shapes * SMALL.num_layers
+    others = {row.name.split(".")[-2] for row in table_of(SMALL) if not row.linear}
+    norms = {"input_layernorm", "pre_mlp_layernorm", "final_layernorm"}
+    assert others == {"word_embeddings", "output_layer", *norms}
+
+
+def test_parts_join_to_what_was_split() -> None:
+    for row in table_of(SMALL):
+        full = torch.randn(row.shape)
+        assert torch.equal(row.join(row.split(full)), full), row.name
+    row = table_of(SMALL).find("decoder.layers.0.self_attention.linear_qkv.weight")
+    numbers = torch.arange(48.0).view(-1, 1).expand(48, 16)
+    assert row.split(numbers)[1][:, 0].tolist() == [*range(12, 18), *range(36, 42)], "the keys of both groups"
+
+
 def test_a_chunk_finds_its_rows_by_its_own_numbers() -> None:
     table = Table(tuple(Llama().rows(SMALL)), 2)
     assert (

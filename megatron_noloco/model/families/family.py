@@ -59,6 +59,7 @@ class Parameter:
         fused_name: its name where Transformer Engine fuses a norm with the matrix after it.
         same_as: the parameter that it is a copy of (tied embeddings). A stage that holds both has that one alone.
         layer: the number of its layer; None outside layers, and in a row for all layers.
+        linear: whether its parts (see `split`) are linear maps inside a layer, which are what Muon is for.
     """
 
     name: str
@@ -70,6 +71,7 @@ class Parameter:
     fused_name: str | None = None
     same_as: str | None = None
     layer: int | None = None
+    linear: bool = False
 
     def __post_init__(self) -> None:
         if self._rows.repeats * sum(self._rows.sizes) != self.shape[0]:
@@ -127,6 +129,23 @@ class Parameter:
         whole = self.rows.sizes if self.rows and self.rows.cut_each else (self.shape[0],)
         return [size // tp_size if self.tp_dim == 0 else size for size in whole]
 
+    # Parts
+
+    def split(self, full: "Tensor") -> "list[Tensor]":
+        """The parts that make up its rows, such as queries, keys and values; part i [repeats * sizes[i], ...]."""
+        rest = self.shape[1:]
+        parts = full.view(self._rows.repeats, -1, *rest).split(self._rows.sizes, dim=1)
+        return [part.reshape(-1, *rest) for part in parts]
+
+    def join(self, parts: "Sequence[Tensor]") -> "Tensor":
+        """The full parameter from its parts; the inverse of `split`."""
+        import torch
+
+        if len(parts) == 1:
+            return parts[0]
+        repeats, rest = self._rows.repeats, self.shape[1:]
+        return torch.cat([part.view(repeats, -1, *rest) for part in parts], dim=1).reshape(self.shape)
+
     # Hugging Face
 
     @property
@@ -138,21 +157,15 @@ class Parameter:
 
     def to_hf(self, full: "Tensor") -> "dict[str, Tensor]":
         """The full parameter as Hugging Face's tensors; views of it where memory allows."""
-        rest = self.shape[1:]
-        parts = full.view(self._rows.repeats, -1, *rest).split(self._rows.sizes, dim=1)
-        return {name: part.reshape(-1, *rest) for name, part in zip(self.hf, parts, strict=False)}
+        return dict(zip(self.hf, self.split(full), strict=False))
 
     def from_hf(self, read: "Callable[[str], Tensor]") -> "Tensor":
         """The full parameter from Hugging Face's tensors, which `read` gives by name; padding is zero."""
-        import torch
-
-        rows, rest = self._rows, self.shape[1:]
-        found = [read(name) for name in self.hf]
-        parts = [part.view(rows.repeats, -1, *rest) for part in found]
+        rows, parts = self._rows, [read(name) for name in self.hf]
         padding = sum(rows.sizes[len(parts) :])
         if padding:
-            parts.append(parts[0].new_zeros(rows.repeats, padding, *rest))
-        return found[0] if len(parts) == 1 else torch.cat(parts, dim=1).reshape(self.shape)
+            parts.append(parts[0].new_zeros(rows.repeats * padding, *self.shape[1:]))
+        return self.join(parts)
 
     @property
     def _rows(self) -> Rows:

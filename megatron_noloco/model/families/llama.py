@@ -58,6 +58,7 @@ class Llama(Family):
                 tp_dim=0,
                 hf=tuple(_THEIRS + f"self_attn.{part}_proj.weight" for part in "qkv"),
                 rows=qkv,
+                linear=True,
             ),
             Parameter(
                 _OURS + "self_attention.linear_proj.weight",
@@ -65,6 +66,7 @@ class Llama(Family):
                 init="residual",
                 tp_dim=1,
                 hf=(_THEIRS + "self_attn.o_proj.weight",),
+                linear=True,
             ),
             Parameter(
                 _OURS + "pre_mlp_layernorm.weight",
@@ -79,6 +81,7 @@ class Llama(Family):
                 tp_dim=0,
                 hf=(_THEIRS + "mlp.gate_proj.weight", _THEIRS + "mlp.up_proj.weight"),
                 rows=gate_and_up,
+                linear=True,
             ),
             Parameter(
                 _OURS + "mlp.linear_fc2.weight",
@@ -86,6 +89,7 @@ class Llama(Family):
                 init="residual",
                 tp_dim=1,
                 hf=(_THEIRS + "mlp.down_proj.weight",),
+                linear=True,
             ),
             Parameter("decoder.final_layernorm.weight", (hidden,), init="ones", hf=("model.norm.weight",)),
             output,
