@@ -30,6 +30,7 @@ from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.catalog import Manifest
 from megatron_noloco.checkpoint.files import FileRecord
 from megatron_noloco.config import RunConfig
+from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.files import write_whole
 from megatron_noloco.huggingface.export import export
 from megatron_noloco.huggingface.source import open_source
@@ -180,7 +181,9 @@ def write_checkpoint(checkpoints: Path, config: RunConfig, replicas: int) -> Pat
         name = f"{catalog.rank_name(position)}.safetensors"
         write_whole(folder / name, lambda path, length=length: write_random(path, length))
         record = FileRecord.of(folder / name)
-        Manifest(1, 1, topology, position, config.to_dict(), {name: record}, layout, {}).write(folder)
+        Manifest(
+            1, 1, topology, position, config.to_dict(), {name: record}, [FlatPart(length, layout)], {}
+        ).write(folder)
     return step_folder
 
 

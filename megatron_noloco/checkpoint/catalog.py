@@ -13,6 +13,7 @@ from megatron_noloco.checkpoint.files import (
     DamagedCheckpointError,
     FileRecord,
 )
+from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.files import write_text
 from megatron_noloco.plans.topology import Position, Topology
 
@@ -29,7 +30,7 @@ class Manifest:
     position: Position
     config: dict[str, Any]
     files: dict[str, FileRecord]
-    layout: list[tuple[str, list[int]]]  # of this rank's parameters, in the order of the flat weights
+    layout: list[FlatPart]  # of this rank's flat weights
     counters: dict[str, float] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
@@ -47,6 +48,7 @@ class Manifest:
             raw["topology"] = Topology(**raw["topology"])
             raw["position"] = Position(**raw["position"])
             raw["files"] = {name: FileRecord(**record) for name, record in raw["files"].items()}
+            raw["layout"] = [FlatPart(**part) for part in raw["layout"]]
             return cls(**raw)
         except DamagedCheckpointError:  # a ValueError, too
             raise

@@ -52,7 +52,8 @@ def report(folder: Path, manifests: list[Manifest]) -> list[str]:
         math.prod(shape)
         for manifest in manifests
         if manifest.position.replica == 0 and manifest.position.dp == 0
-        for _, shape in manifest.layout
+        for part in manifest.layout
+        for _, shape in part.parameters
     )
     lines = [
         f"checkpoint: {folder}",

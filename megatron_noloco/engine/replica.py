@@ -11,6 +11,7 @@ from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor
 
 from megatron_noloco.engine.build import build_deepspeed
+from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.engine.weights import MasterWeights, bit16_groups
 from megatron_noloco.metrics import LAST, Record, Reduction, unrecorded
 from megatron_noloco.metrics.reduction import largest, total
@@ -101,11 +102,13 @@ class ReplicaEngine:
         if scheduler is not None:
             scheduler.step(scheduler.last_batch_iteration)  # the rate of the step reached, by this schedule
 
-    def parameter_layout(self) -> list[tuple[str, list[int]]]:
-        """Name (in the unsplit model) and shape of each parameter, in the order of the flat weights."""
+    def parameter_layout(self) -> list[FlatPart]:
+        """Where each parameter lies in the flat weights."""
         names = {parameter: row.name for row, parameter in self.stage.named_rows()}
-        groups = bit16_groups(self._optimizer)
-        return [(names[parameter], list(parameter.shape)) for group in groups for parameter in group]
+        return [
+            FlatPart(len(part), [(names[parameter], list(parameter.shape)) for parameter in group])
+            for part, group in zip(self.weights.parts(), bit16_groups(self._optimizer), strict=True)
+        ]
 
     def _complete_gradients(self) -> None:
         """Sum what the schedule leaves partial over a stage's tensor-parallel ranks and between tied embeddings.

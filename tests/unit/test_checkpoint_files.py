@@ -19,6 +19,7 @@ from megatron_noloco.checkpoint.catalog import Manifest
 from megatron_noloco.checkpoint.files import FileRecord, verify
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
+from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.files import write_whole
 from megatron_noloco.plans.samples import BatchPlan, SampleOrder
 from megatron_noloco.plans.topology import Position, Topology
@@ -65,7 +66,9 @@ def write_rank(step_folder: Path, rank: int, topology: Topology = TOPOLOGY) -> N
     write_whole(folder / name, lambda path: save_file(tensors, path))
     records = {name: FileRecord.of(folder / name)}
     config = RunConfig.from_dict(CONFIG).to_dict()
-    Manifest(step, 12 * step, topology, position, config, records, [("weight", [size])]).write(folder)
+    Manifest(
+        step, 12 * step, topology, position, config, records, [FlatPart(size, [("weight", [size])])]
+    ).write(folder)
 
 
 def flat(folder: Path, replica: int, stage: int, name: str) -> np.ndarray:
