@@ -63,6 +63,7 @@ _ADAM = _words("""
 OPTIMIZER_PARAMS = {
     "adam": _ADAM,
     "adamw": _ADAM,
+    "muon": _words("lr muon_lr adam_lr momentum ns_method betas eps weight_decay"),
     "lion": _words("lr betas weight_decay fp32_optimizer_states set_grad_none"),
     "sgd": _words("lr momentum dampening weight_decay nesterov maximize foreach differentiable fused"),
     "rmsprop": _words(
@@ -83,10 +84,11 @@ OPTIMIZER_SWITCHES = _words("""
     capturable differentiable decoupled_weight_decay nesterov centered
     """)
 
-# Those that treat every weight by itself: ZeRO keeps the weights of a stage in flat vectors, where Lamb, Adafactor
-# or Muon would not find their tensors. DeepSpeed's own ignore case; the others are names in torch.optim. Torch's
-# schedules are no choice: they do not take the optimizer that ZeRO wraps around ours.
-DEEPSPEED_OPTIMIZERS = _words("adam adamw lion")
+# Those that treat every weight by itself: ZeRO keeps the weights of a stage in flat vectors, where Lamb or
+# Adafactor would not find their tensors; and Muon, for which engine/muon.py finds them. DeepSpeed's own ignore
+# case; the others are names in torch.optim. Torch's schedules are no choice: they do not take the optimizer that
+# ZeRO wraps around ours.
+DEEPSPEED_OPTIMIZERS = _words("adam adamw lion muon")
 TORCH_OPTIMIZERS = _words("Adadelta Adamax NAdam RAdam RMSprop SGD")
 
 # DeepSpeed's own schedules and their parameters.

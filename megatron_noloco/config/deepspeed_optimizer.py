@@ -9,6 +9,15 @@ from megatron_noloco.plans.second_moment import HALF_LIFE_TOKENS, beta2_for
 
 _WARMUP_DEFAULT = 1000  # DeepSpeed's warmup_num_steps
 _BETA1 = 0.9
+# DeepSpeed's for Muon; the rates where the file has no `lr` either.
+_MUON_DEFAULTS = {
+    "momentum": 0.95,
+    "ns_method": "gram",
+    "betas": [0.9, 0.95],
+    "eps": 1e-10,
+    "weight_decay": 0.0,
+}
+_MUON_RATES = {"muon_lr": 0.02, "adam_lr": 3e-4}
 
 
 def check(values: dict[str, Any], given: bool) -> Iterator[Problem]:
@@ -20,17 +29,24 @@ def check(values: dict[str, Any], given: bool) -> Iterator[Problem]:
     if "optimizer" in values:
         yield from _form("optimizer", values["optimizer"])
         yield from _optimizer(values)
+        if is_muon(values["optimizer"]):
+            _complete_muon(values["optimizer"]["params"])
     elif not given:
         text = 'optimizer is missing (such as {"type": "AdamW", "params": {"lr": 3e-4}})'
         yield Problem(("optimizer",), text)
     if "scheduler" in values:
         yield from _form("scheduler", values["scheduler"])
         yield from _scheduler(values["scheduler"])
+        yield from _two_rates(values.get("optimizer", {}), values["scheduler"].get("type"))
 
 
 def is_adam(optimizer: dict[str, Any]) -> bool:
     """Whether its betas may be "auto"."""
-    return str(optimizer.get("type")).lower() in ("adam", "adamw")
+    return str(optimizer.get("type")).lower() in ("adam", "adamw", "muon")
+
+
+def is_muon(optimizer: dict[str, Any]) -> bool:
+    return str(optimizer.get("type")).lower() == "muon"
 
 
 def choose_betas(values: dict[str, Any], tokens_per_step: int, train_iters: int) -> None:
@@ -58,7 +74,7 @@ def _optimizer(values: dict[str, Any]) -> Iterator[Problem]:
     known = keys.DEEPSPEED_OPTIMIZERS | keys.TORCH_OPTIMIZERS
     if isinstance(name, str) and not {name, name.lower()} & known:
         yield _unknown_type("optimizer", name, ["AdamW", "Adam", "Lion", *sorted(keys.TORCH_OPTIMIZERS)])
-    if name in keys.TORCH_OPTIMIZERS:
+    if name in keys.TORCH_OPTIMIZERS or is_muon(values["optimizer"]):
         values["zero_allow_untested_optimizer"] = True  # as it calls all but Adam and Lion
     if "max_grad_norm" in params:
         text = "optimizer.params.max_grad_norm: use the top-level gradient_clipping"
@@ -74,10 +90,25 @@ def _optimizer(values: dict[str, Any]) -> Iterator[Problem]:
             yield from _optimizer_value(path, value)
 
 
+def _complete_muon(params: dict[str, Any]) -> None:
+    """All that Muon reads; lr stands for both rates."""
+    both = params.pop("lr", None)
+    for name, default in _MUON_RATES.items():
+        params.setdefault(name, default if both is None else both)
+    for name, value in _MUON_DEFAULTS.items():
+        params.setdefault(name, value)
+
+
 def _optimizer_value(path: Path, value: Any) -> Iterator[Problem]:
     if path[-1] == "betas":
         if not (isinstance(value, list) and len(value) == 2 and all(is_size(b) and b < 1 for b in value)):
             yield wrong_value(path, "two numbers from 0 to below 1", value)
+    elif path[-1] == "momentum":
+        if not (is_size(value) and value < 1):
+            yield wrong_value(path, "a number from 0 to below 1", value)
+    elif path[-1] == "ns_method":
+        if value not in ("gram", "standard"):
+            yield wrong_value(path, '"gram" or "standard"', value)
     elif path[-1] in keys.OPTIMIZER_SWITCHES:
         if type(value) is not bool:
             yield wrong_value(path, "true or false", value)
@@ -101,6 +132,18 @@ def _scheduler(scheduler: dict[str, Any]) -> Iterator[Problem]:
             yield wrong_value(path, "a number", value)
     if "total_num_steps" in known:
         yield from _warm_up(params)
+
+
+def _two_rates(optimizer: dict[str, Any], schedule: Any) -> Iterator[Problem]:
+    """WarmupCosineLR scales the learning rates of the optimizer, the others set one rate for all weights."""
+    params = optimizer.get("params", {})
+    rates = [params.get(name) for name in _MUON_RATES]
+    if is_muon(optimizer) and rates[0] != rates[1] and schedule in keys.SCHEDULES.keys() - {"WarmupCosineLR"}:
+        yield Problem(
+            ("scheduler",),
+            f"scheduler.type {schedule} sets one learning rate for all weights, but optimizer.params.muon_lr "
+            f"{rates[0]} is not adam_lr {rates[1]}; use WarmupCosineLR, which keeps their ratio",
+        )
 
 
 def _warm_up(params: dict[str, Any]) -> Iterator[Problem]:

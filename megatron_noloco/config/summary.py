@@ -1,9 +1,11 @@
 """The banner: what a run will do, in numbers a person can check before the first step."""
 
 import json
+import math
 from typing import Any
 
 from megatron_noloco.config.blocks import NolocoConfig
+from megatron_noloco.config.deepspeed_optimizer import is_muon
 from megatron_noloco.config.run_config import RunConfig
 from megatron_noloco.config.wording import count
 from megatron_noloco.model.families import table_of
@@ -27,7 +29,7 @@ def describe(config: RunConfig, topology: Topology, architecture: Architecture |
         f"batch in total: {_total_batch(config, topology)}",
         f"method: {_method(config.noloco, topology.replicas)}",
         f"routing: {_routing(config.routing(topology))}",
-        f"optimizer: {_optimizer(config)}",
+        f"optimizer: {_optimizer(config, architecture)}",
         f"precision: {config.precision}, ZeRO stage {config.zero_stage} over the data-parallel ranks of a replica",
     ]
     if config.noloco.enabled:
@@ -89,10 +91,17 @@ def _method(noloco: NolocoConfig, replicas: int) -> str:
     )
 
 
-def _optimizer(config: RunConfig) -> str:
+def _optimizer(config: RunConfig, architecture: Architecture | None) -> str:
     block = config.deepspeed["optimizer"]
     params: dict[str, Any] = block["params"]
-    text = ", ".join([block["type"], *(f"{name} {_setting(value)}" for name, value in params.items())])
+    name = block["type"]
+    if is_muon(block) and architecture is not None:
+        table = table_of(architecture)
+        linear = sum(math.prod(row.shape) for row in table if row.linear)
+        name += (
+            f" for {linear:,} weights of linear maps in layers, AdamW for {table.parameter_count - linear:,}"
+        )
+    text = ", ".join([name, *(f"{name} {_setting(value)}" for name, value in params.items())])
     if "betas" in params and params["betas"][1]:
         steps = half_life_steps(params["betas"][1])
         tokens = steps * config.replica_batch * config.model.seq_length

@@ -7,15 +7,16 @@ import deepspeed
 import torch
 from deepspeed.ops.op_builder import FusedAdamBuilder
 from deepspeed.runtime.config import DeepSpeedConfig
-from torch import nn
 
 from megatron_noloco.engine.checkpoint import CheckpointableEngine
 from megatron_noloco.engine.mpu import ReplicaMpu
+from megatron_noloco.engine.muon import Muon
 from megatron_noloco.engine.quiet import quiet
+from megatron_noloco.model.stage import Stage
 from megatron_noloco.pipeline.groups import Groups
 
 
-def build_deepspeed(stage: nn.Module, groups: Groups, ds_config: Mapping[str, Any]) -> CheckpointableEngine:
+def build_deepspeed(stage: Stage, groups: Groups, ds_config: Mapping[str, Any]) -> CheckpointableEngine:
     """A DeepSpeed engine whose world is this replica.
 
     `deepspeed.initialize` hard-codes which engine it builds and how; the constructor takes what we need.
@@ -27,10 +28,13 @@ def build_deepspeed(stage: nn.Module, groups: Groups, ds_config: Mapping[str, An
         deepspeed.comm.init_distributed(dist_init_required=False, verbose=False)
     mpu = ReplicaMpu(groups)
     settings = deepspeed_settings(ds_config)
+    muon = settings["optimizer"]["type"].lower() == "muon"
+    optimizer = Muon(stage.named_rows(), settings["optimizer"]["params"], groups) if muon else None
     with quiet():
         engine = CheckpointableEngine(
             args=None,
             model=stage,
+            optimizer=optimizer,
             mpu=mpu,
             config=settings,
             config_class=DeepSpeedConfig(settings, mpu),

@@ -16,12 +16,13 @@ from tests.integration.tiny import metrics, tiny, write_text
 
 STEPS = 6
 MOST_RANKS = 8
-QUICK = (0, 1, 2, 3, 10)  # the last with overlap
+QUICK = (0, 1, 2, 3, 10, 38)  # the last two with overlap, and with Muon on several ranks
 SEEDS = [seed if seed in QUICK else pytest.param(seed, marks=pytest.mark.slow) for seed in range(60)]
 
 OPTIMIZERS = [
     {"type": "AdamW", "params": {"lr": 0.003, "betas": [0.9, 0.95], "weight_decay": 0.1}},
     *({"type": name, "params": {"lr": 0.003}} for name in ("Adam", "SGD", "RMSprop", "NAdam", "Adadelta")),
+    {"type": "Muon", "params": {"lr": 0.003, "weight_decay": 0.1}},
 ]
 SCHEDULERS = [
     None,

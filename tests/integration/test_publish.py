@@ -34,7 +34,7 @@ from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Position
 from megatron_noloco.training.prepare import checkpoint_settings
 from tests.harness import REPOSITORY, run_ranks
-from tests.integration.tiny import build, metrics, microbatch, run_whole, tiny, weights_of, write_config
+from tests.integration.tiny import MUON, build, metrics, microbatch, run_whole, tiny, weights_of, write_config
 
 STEPS = 2
 TOKENS = torch.randint(257, (2, 16), generator=torch.Generator().manual_seed(1))
@@ -161,6 +161,18 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bf16, tied, dp 2": (
         {"data_parallel_size": 2},
         {"bf16": {"enabled": True}, "model": {"untie_embeddings_and_output_weights": False}},
+    ),
+    "Muon, dp 3, whose flat weights are padded": (
+        {"data_parallel_size": 3},
+        {**MUON, "model": {"num_layers": 2, "num_query_groups": 4}},
+    ),
+    "Muon, bf16, tied, 2 stages, dp 2": (
+        {"pipeline_model_parallel_size": 2, "data_parallel_size": 2},
+        {
+            **MUON,
+            "bf16": {"enabled": True},
+            "model": {"untie_embeddings_and_output_weights": False},
+        },
     ),
 }
 

@@ -21,7 +21,7 @@ from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.training import run as run_module
 from tests.harness import run_ranks
 from tests.integration.chaos import Fault, Outcome, Run, assert_same_state, command
-from tests.integration.tiny import already_joined, build_run, write_text
+from tests.integration.tiny import MUON, already_joined, build_run, write_text
 from tests.unit.test_checkpoint_files import DAMAGES
 
 STEPS, SAVED = 20, 10
@@ -66,6 +66,20 @@ RUNS: dict[str, tuple[dict[str, Any], int]] = {
     ),
     "2 replicas x dp 2, bf16, DiLoCo": (
         {"parallel": {"replicas": 2, "data_parallel_size": 2}, "noloco": noloco(method="diloco"), **BF16},
+        4,
+    ),
+    "2 replicas x dp 2, Muon": (
+        {"parallel": {"replicas": 2, "data_parallel_size": 2}, "noloco": noloco(), **MUON},
+        4,
+    ),
+    "2 replicas x 2 stages, bf16, Muon, dropout": (
+        {
+            "parallel": {"replicas": 2, "pipeline_model_parallel_size": 2},
+            "noloco": noloco("step"),
+            **MUON,
+            **BF16,
+            **DROPOUT,
+        },
         4,
     ),
     "2 replicas, saved while an exchange is under way": (

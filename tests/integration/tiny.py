@@ -67,6 +67,9 @@ TINY: dict[str, Any] = {
 }
 
 
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": None, "muon_lr": 0.02, "adam_lr": 0.01}}}
+
+
 def tiny(changes: Mapping[str, Any] | None = None, base: Mapping[str, Any] = TINY) -> dict[str, Any]:
     """A config file's content: the tiny one with `changes`, block by block. A key changed to None goes."""
     merged = dict(base)

@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "job": {"transport"},
     "pipeline": {"plans", "metrics"},
     "model": {"spec", "plans", "model/families", "pipeline"},
-    "engine": {"plans", "metrics", "outer", "pipeline", "model"},
+    "engine": {"plans", "metrics", "model/families", "outer", "pipeline", "model"},
     "data": {"spec", "plans", "metrics"},
     "preprocess": {"spec", "data"},
     "checkpoint": {"spec", "plans", "model/families", "outer", "model", "engine"},

@@ -208,6 +208,26 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"optimizer.type": "Lamb"}, "'Lamb' is not a known optimizer; known are AdamW, Adam, Lion, Adadelta"),
     ({"optimizer.params.betas": "x"}, "optimizer.params.betas: must be two numbers from 0 to below 1"),
     ({"optimizer.params.weight_decay": "much"}, "optimizer.params.weight_decay: must be a number >= 0"),
+    (
+        {"optimizer": {"type": "Muon", "params": {"ns_method": "cubic"}}},
+        'optimizer.params.ns_method: must be "gram" or "standard", got \'cubic\'',
+    ),
+    (
+        {"optimizer": {"type": "Muon", "params": {"momentum": 1}}},
+        "optimizer.params.momentum: must be a number from 0 to below 1, got 1",
+    ),
+    (
+        {"optimizer": {"type": "Muon", "params": {"nesterov": True}}},
+        "optimizer.params.nesterov is not a known key",
+    ),
+    (
+        {
+            "optimizer": {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 0.001}},
+            "scheduler": {"type": "WarmupLR", "params": {}},
+        },
+        "scheduler.type WarmupLR sets one learning rate for all weights, but optimizer.params.muon_lr 0.02 is not "
+        "adam_lr 0.001; use WarmupCosineLR",
+    ),
     ({"optimizer.params.foreach": 1}, "optimizer.params.foreach: must be true or false, got 1"),
     (
         {"optimizer": {"type": "Adadelta", "params": {"betas": [0.9, 0.99]}}},
@@ -732,6 +752,35 @@ def test_the_banner_says_what_overlap_costs(overlap: dict[str, Any], text: str, 
     assert ("snapshot 4" in line) == (state == 20)
     off = config(noloco__enabled=False, noloco__overlap=overlap)
     assert not any("overlap" in line or "outer state" in line for line in describe(off, off.topology(8)))
+
+
+def test_muon_is_completed_by_deepspeeds_defaults() -> None:
+    rest = {"momentum": 0.95, "ns_method": "gram", "betas": [0.9, 0.95], "eps": 1e-10, "weight_decay": 0.0}
+    for given, rates in (
+        ({}, {"muon_lr": 0.02, "adam_lr": 3e-4}),
+        ({"lr": 0.01}, {"muon_lr": 0.01, "adam_lr": 0.01}),
+        ({"lr": 0.01, "adam_lr": 0.001}, {"muon_lr": 0.01, "adam_lr": 0.001}),
+    ):
+        assert (
+            config(optimizer={"type": "Muon", "params": given}).deepspeed["optimizer"]["params"]
+            == rates | rest
+        )
+    muon = config(optimizer={"type": "muon", "params": {"betas": "auto"}})
+    assert muon.deepspeed["optimizer"]["params"]["betas"] == [0.9, 0.5]
+    one_rate = {"type": "Muon", "params": {"lr": 0.01}}
+    warm_up = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01}}
+    assert config(optimizer=one_rate, scheduler=warm_up).deepspeed["zero_allow_untested_optimizer"]
+
+
+def test_the_banner_says_how_many_weights_muon_has() -> None:
+    """Of each layer 64 x 64 for q, k, v and the projection, 128 x 64 for gate, up and down."""
+    run = config(optimizer={"type": "Muon", "params": {"lr": 0.01}})
+    linear, others = 4 * (4 * 64 * 64 + 3 * 128 * 64), 2 * 256 * 64 + 9 * 64
+    line = (
+        f"optimizer: Muon for {linear:,} weights of linear maps in layers, AdamW for {others:,}, muon_lr 0.01"
+    )
+    assert line in "\n".join(describe(run, run.topology(8), run.architecture(256)))
+    assert linear + others == table_of(run.architecture(256)).parameter_count
 
 
 def test_auto_betas_fix_the_half_life_of_the_second_moment_in_tokens() -> None:

@@ -1,0 +1,137 @@
+"""Muon inside a replica: on the flat partitions of ZeRO, with DeepSpeed's Newton-Schulz kernels."""
+
+from collections.abc import Iterable, Mapping
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.muon.original_muon import (
+    zeropower_via_gram_newtonschulz,
+    zeropower_via_newtonschulz5,
+)
+from torch import Tensor, nn
+
+from megatron_noloco.model.families import Parameter
+from megatron_noloco.pipeline.groups import Groups
+
+_NEWTON_SCHULZ = {"gram": zeropower_via_gram_newtonschulz, "standard": zeropower_via_newtonschulz5}
+_NEWTON_SCHULZ_STEPS = 5  # DeepSpeed's and Jordan's
+
+
+class Muon(torch.optim.AdamW):
+    """Muon for the linear maps of the layers, AdamW for all other weights of a stage.
+
+    Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), as DeepSpeed has it. For the
+    gradient G of a matrix W [rows, columns], with its momentum buffer M, learning rate lr and momentum mu:
+
+        M <- mu M + (1 - mu) G
+        W <- (1 - lr * weight_decay) W - lr sqrt(max(1, rows / columns)) orth((1 - mu) G + mu M)
+
+    orth(U S V^T) is about U V^T, by five Newton-Schulz iterations. Each part of a parameter (`Parameter.split`) is
+    a matrix of its own.
+
+    DeepSpeed's own class does not serve: with ZeRO 1 a parameter is one matrix and the orthogonalised update is
+    clipped, and its bf16 optimizer refuses model parallelism. This one is given to DeepSpeed as client optimizer.
+    ZeRO replaces the parameters of each group by one flat partition of fp32 weights, with a gradient that is
+    reduced, unscaled and clipped already; the matrices are found in it again.
+
+    Args:
+        named_rows: every parameter of this rank with its row of the family's table.
+        params: muon_lr, adam_lr, momentum, ns_method, betas, eps and weight_decay; all of them.
+        groups: of this rank.
+    """
+
+    def __init__(
+        self,
+        named_rows: Iterable[tuple[Parameter, nn.Parameter]],
+        params: Mapping[str, Any],
+        groups: Groups,
+    ) -> None:
+        pairs = list(named_rows)
+        linear = [(row, parameter) for row, parameter in pairs if row.linear]
+        self._rows = [row for row, _ in linear]
+        sizes = (parameter.numel() for _, parameter in linear)
+        self._ranges = list(pairwise(accumulate(sizes, initial=0)))  # of each row, over all dp ranks
+        self._groups = groups
+        muon = {"muon": True, "lr": params["muon_lr"], "momentum": params["momentum"]}
+        super().__init__(
+            [
+                {"params": [parameter for _, parameter in linear], **muon},
+                {"params": [p for row, p in pairs if not row.linear], "muon": False},
+            ],
+            lr=params["adam_lr"],
+            betas=tuple(params["betas"]),
+            eps=params["eps"],
+            weight_decay=params["weight_decay"],
+        )
+        self._newton_schulz = _NEWTON_SCHULZ[params["ns_method"]]
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One step of both optimizers; every dp and tp rank of the stage takes it together."""
+        groups = self.param_groups
+        # Compiled, DeepSpeed's kernels take seconds for every new shape and need a C++ compiler. They are products
+        # of matrices, which gain little.
+        with torch.compiler.set_stance("force_eager"):
+            for group in groups:
+                if group["muon"]:
+                    self._muon_step(group)
+        self.param_groups = [group for group in groups if not group["muon"]]
+        super().step()
+        self.param_groups = groups
+
+    def _muon_step(self, group: dict[str, Any]) -> None:
+        (flat,) = group["params"]
+        state, momentum = self.state[flat], group["momentum"]
+        if not state:
+            state["step"] = torch.zeros(())  # torch's AdamW wants to find it in every restored state
+            state["momentum_buffer"] = torch.zeros_like(flat)
+        state["step"] += 1
+        state["momentum_buffer"].lerp_(flat.grad, 1 - momentum)
+        flat.grad.lerp_(state["momentum_buffer"], momentum)
+        self._orthogonalize(flat.grad)
+        flat.mul_(1 - group["lr"] * group["weight_decay"]).sub_(flat.grad, alpha=group["lr"])
+
+    def _orthogonalize(self, partition: Tensor) -> None:
+        """Replace the part of every matrix that lies in this rank's partition, of equal length on all dp ranks."""
+        begin = self._groups.position.dp * len(partition)
+        cut = self._cut_by_borders(partition, begin)
+        for index, (start, stop) in enumerate(self._ranges):
+            first, last = max(start, begin), min(stop, begin + len(partition))
+            if first < last:
+                piece = partition[first - begin : last - begin]
+                full = cut.get(index, piece)
+                piece.copy_(self._orthogonalized(self._rows[index], full)[first - start : last - start])
+
+    def _cut_by_borders(self, partition: Tensor, begin: int) -> dict[int, Tensor]:
+        """Those parameters, whole, that lie on several dp ranks: at most one for each border of two ranks."""
+        length = len(partition)
+        cut = {
+            index: partition.new_zeros(stop - start)
+            for index, (start, stop) in enumerate(self._ranges)
+            if start // length != (stop - 1) // length
+        }
+        for index, full in cut.items():
+            start, stop = self._ranges[index]
+            first, last = max(start, begin), min(stop, begin + length)
+            if first < last:
+                full[first - start : last - start] = partition[first - begin : last - begin]
+            dist.all_reduce(full, group=self._groups.dp)
+        return cut
+
+    def _orthogonalized(self, row: Parameter, flat: Tensor) -> Tensor:
+        """The update of a parameter from its Nesterov momentum; flat, this tp rank's slice of it."""
+        tp, tp_size = self._groups.position.tp, self._groups.topology.tp
+        full = flat.view(row.slice_shape(tp_size))
+        if tp_size > 1:
+            slices = [torch.empty_like(full) for _ in range(tp_size)]
+            dist.all_gather(slices, full, group=self._groups.tp)
+            full = row.merge(slices)
+        parts = [self._orthogonalized_matrix(part) for part in row.split(full)]
+        return row.slice(row.join(parts), tp, tp_size).reshape(-1)
+
+    def _orthogonalized_matrix(self, matrix: Tensor) -> Tensor:
+        rows, columns = matrix.shape
+        orthogonal = self._newton_schulz(matrix, steps=_NEWTON_SCHULZ_STEPS)
+        return orthogonal.to(matrix.dtype) * max(1, rows / columns) ** 0.5

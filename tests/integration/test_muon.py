@@ -1,0 +1,238 @@
+"""Muon in the engine against a plain reference, and against itself on other topologies."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.muon.original_muon import ns_compute_dtype
+from torch import Tensor
+
+from megatron_noloco.engine.replica import ReplicaEngine
+from megatron_noloco.plans.routing import Routes
+from megatron_noloco.plans.topology import Position
+from tests.harness import run_ranks
+from tests.integration import routing_reference
+from tests.integration.routing_reference import Case, Gradients, build_own_stage, crossing_routes, norm, read
+from tests.integration.test_engine import (
+    BF16,
+    TOPOLOGIES,
+    assert_same_training,
+    grad_norms,
+    initial_weights,
+    single,
+)
+from tests.integration.tiny import tiny, train
+
+STEPS = 3
+PARAMS: dict[str, Any] = {
+    "muon_lr": 0.02,
+    "adam_lr": 0.01,
+    "momentum": 0.9,
+    "betas": [0.8, 0.95],
+    "eps": 1e-8,
+    "weight_decay": 0.1,
+}
+MUON: dict[str, Any] = {"optimizer": {"type": "Muon", "params": PARAMS}}
+# Of a step. DeepSpeed's kernel takes fp16 where a CPU has it.
+TOLERANCE = 2e-4 if ns_compute_dtype("gram") == torch.float32 else 3e-2
+
+
+# Against a plain reference
+
+
+def plain_muon(rank: int, world_size: int, case: Case, routes: Routes) -> list[Gradients]:
+    """Weights of every replica's whole model after the steps, without DeepSpeed or Megatron's pipeline."""
+    models = routing_reference._whole_models(case)
+    momenta: list[Gradients] = [{} for _ in models]
+    others = [[p for name, p in model.named_parameters() if not is_linear(name)] for model in models]
+    adams = [
+        torch.optim.AdamW(
+            parameters,
+            lr=PARAMS["adam_lr"],
+            betas=PARAMS["betas"],
+            eps=PARAMS["eps"],
+            weight_decay=PARAMS["weight_decay"],
+        )
+        for parameters in others
+    ]
+    for _ in range(STEPS):
+        gradients = routing_reference._expected(case, models, routes).gradients
+        for model, of_model, momentum, adam in zip(models, gradients, momenta, adams, strict=True):
+            scale = min(1.0, 1.0 / norm(of_model))  # the case's gradient_clipping is 1
+            assert scale < 1, "every step is clipped"
+            for name, parameter in model.named_parameters():
+                parameter.grad = of_model[name] * scale
+                if is_linear(name):
+                    muon_step(name, parameter, momentum)
+            adam.step()
+    return [{name: p.detach().clone() for name, p in model.named_parameters()} for model in models]
+
+
+def is_linear(name: str) -> bool:
+    return name.rsplit(".", 2)[-2] in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+
+
+@torch.no_grad()
+def muon_step(name: str, weight: Tensor, momenta: Gradients) -> None:
+    gradient, mu, rate = weight.grad, PARAMS["momentum"], PARAMS["muon_lr"]
+    assert gradient is not None
+    momentum = momenta.setdefault(name, torch.zeros_like(gradient))
+    momentum += (1 - mu) * (gradient - momentum)
+    direction = (1 - mu) * gradient + mu * momentum
+    weight *= 1 - rate * PARAMS["weight_decay"]
+    for rows in matrices(name, len(weight)):
+        weight[rows] -= rate * orthogonal(direction[rows]) * max(1, len(rows) / weight.shape[1]) ** 0.5
+
+
+def matrices(name: str, rows: int) -> list[Tensor]:
+    """The rows of each matrix: two groups of 2 queries' heads, a key, a value, 8 channels each; gate and up."""
+    numbers = torch.arange(rows)
+    if "linear_qkv" in name:
+        return [part.flatten() for part in numbers.view(2, 32).split([16, 8, 8], dim=1)]
+    return list(numbers.chunk(2)) if "linear_fc1" in name else [numbers]
+
+
+def orthogonal(matrix: Tensor) -> Tensor:
+    """Five quintic Newton-Schulz iterations."""
+    wide = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    x = wide / wide.norm()
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x - 4.7750 * gram @ x + 2.0315 * gram @ gram @ x
+    return x if wide is matrix else x.T
+
+
+def engine_with_muon(
+    rank: int, world_size: int, case: Case, routes: Routes
+) -> tuple[Position, Gradients, Gradients, int]:
+    """Weights before and after the steps, and the matrices orthogonalised."""
+    config, groups, stage = build_own_stage(case, **MUON)
+    engine = ReplicaEngine(stage, groups, config.deepspeed)
+    muon = engine._deepspeed.basic_optimizer
+    newton_schulz, calls = muon._newton_schulz, []
+    muon._newton_schulz = lambda matrix, steps: (
+        calls.append(matrix.shape) or newton_schulz(matrix, steps=steps)
+    )
+    before = {row.name: parameter.detach().clone() for row, parameter in stage.named_rows()}
+    for _ in range(STEPS):
+        engine.train_batch(
+            lambda replica, microbatch: read(replica, microbatch, case.micro_batch_size), routes
+        )
+    after = {row.name: parameter.detach().clone() for row, parameter in stage.named_rows()}
+    dist.barrier()
+    return groups.position, before, after, len(calls)
+
+
+@pytest.mark.parametrize("interval", ["off", "microbatch"])
+@pytest.mark.parametrize(
+    "case",
+    [Case(1, 1, 2, layers_per_chunk=2), Case(2, 2, 4), Case(2, 2, 4, tp=2), Case(2, 2, 4, vpp=2)],
+    ids=lambda case: case.name,
+)
+def test_weights_after_three_steps_are_those_of_the_reference(case: Case, interval: str) -> None:
+    routes = crossing_routes(case, interval)
+    [expected] = run_ranks(1, plain_muon, case, routes)
+    ranks = run_ranks(case.topology.world_size, engine_with_muon, case, routes)
+    for position, before, after, calls in ranks:
+        layers = case.vpp * case.layers_per_chunk
+        assert calls == STEPS * layers * 7, "q, k, v, projection, gate, up and down of every layer"
+        for name, weight in after.items():
+            full = expected[position.replica][name]
+            part = routing_reference.row_of(case, name).slice(full, position.tp, case.tp)
+            error = float((weight - part).norm() / (part - before[name]).norm())
+            assert error < TOLERANCE, f"{name} of {position}: {error:.1e} of its movement"
+
+
+# Against itself
+
+
+def run(changes: dict[str, Any] | None = None, ranks: int = 1, steps: int = 5) -> list[dict[str, Any]]:
+    return run_ranks(ranks, train, tiny(changes, tiny(MUON)), steps)
+
+
+@cache
+def whole() -> list[dict[str, Any]]:
+    """The fp32 run on one rank that others are compared with."""
+    return run()
+
+
+@pytest.mark.parametrize("name", TOPOLOGIES)
+def test_topologies_train_alike(name: str) -> None:
+    changes, ranks = TOPOLOGIES[name]
+    assert_same_training(run(changes, ranks), whole(), 1e-4)
+
+
+def test_many_dp_ranks_with_tp_and_stages_train_alike() -> None:
+    """With four dp ranks a partition is smaller than some matrices."""
+    parallel = {"data_parallel_size": 4, "tensor_model_parallel_size": 2}
+    changes = {"parallel": parallel, "gradient_accumulation_steps": 1, "model": {"num_layers": 1}}
+    one = {"gradient_accumulation_steps": 4, "model": {"num_layers": 1}}
+    assert_same_training(run(changes, 8), run(one), 1e-4)
+
+
+def test_tied_embeddings_with_two_stages_stay_one() -> None:
+    tied = {"model": {"untie_embeddings_and_output_weights": False}}
+    ranks = run({**tied, "parallel": {"pipeline_model_parallel_size": 2}}, 2)
+    assert_same_training(ranks, run(tied), 1e-4)
+    first, last = (rank["weights"] for rank in ranks)
+    assert torch.equal(first["embedding.word_embeddings.weight"], last["output_layer.weight"])
+
+
+@pytest.mark.parametrize(
+    ("name", "accumulation"),
+    [("TP2 x PP2 with sequence parallelism", "fp32"), ("DP2", "fp32"), ("DP2 x PP2", "bf16")],
+)
+def test_bf16_stays_close_to_fp32(name: str, accumulation: str) -> None:
+    """DeepSpeed has another optimizer for each of the two."""
+    changes, ranks = TOPOLOGIES[name]
+    found = run({**changes, **BF16, "data_types": {"grad_accum_dtype": accumulation}}, ranks)
+    assert_same_training(found, whole(), 0.05)
+
+
+def test_newton_schulz_of_the_standard_method_is_close() -> None:
+    found = run({"optimizer": {"params": {"ns_method": "standard"}}})
+    assert_same_training(found, whole(), 0.05)
+    assert found[0]["losses"] != whole()[0]["losses"]
+
+
+# The norm and the learning rates
+
+
+def test_the_norm_is_that_of_the_gradient() -> None:
+    """Not of the orthogonalised one."""
+    torch.testing.assert_close(grad_norms(whole())[0], grad_norms(single())[0], rtol=1e-6, atol=0)
+
+
+def test_clipping_does_not_scale_the_step() -> None:
+    (start,) = run_ranks(1, initial_weights, tiny())
+    (free,) = run({"gradient_clipping": 0.0}, steps=1)
+    (clipped,) = run({"gradient_clipping": 0.01}, steps=1)
+    assert free["grad_norms"][0] > 1
+    for name, weight in free["weights"].items():
+        if is_linear(name):
+            torch.testing.assert_close(
+                clipped["weights"][name] - start[name], weight - start[name], rtol=0, atol=1e-4
+            )
+
+
+def learning_rates(rank: int, world_size: int, raw: dict[str, Any], steps: int) -> list[list[float]]:
+    """Of both groups, step by step."""
+    seen = []
+    step = ReplicaEngine._complete_gradients
+
+    def noted(engine: ReplicaEngine) -> None:
+        seen.append([group["lr"] for group in engine._optimizer.param_groups])
+        step(engine)
+
+    ReplicaEngine._complete_gradients = noted  # type: ignore[method-assign]
+    train(rank, world_size, raw, steps)
+    return seen
+
+
+def test_a_schedule_keeps_the_ratio_of_the_learning_rates() -> None:
+    (rates,) = run_ranks(1, learning_rates, tiny(MUON), 5)
+    assert len({muon for muon, _ in rates}) > 2
+    assert all(muon == pytest.approx(2 * adam) for muon, adam in rates)
+    assert [muon for muon, _ in rates] == run()[0]["learning_rates"], "the log has that of the linear maps"
