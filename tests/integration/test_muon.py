@@ -191,6 +191,12 @@ def test_bf16_stays_close_to_fp32(name: str, accumulation: str) -> None:
     assert_same_training(found, whole(), 0.05)
 
 
+def test_fp16_with_a_static_scale() -> None:
+    if not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        pytest.skip("this CPU has no fp16 arithmetic")
+    assert_same_training(run({"fp16": {"enabled": True, "loss_scale": 128}}), whole(), 0.05)
+
+
 def test_newton_schulz_of_the_standard_method_is_close() -> None:
     found = run({"optimizer": {"params": {"ns_method": "standard"}}})
     assert_same_training(found, whole(), 0.05)
