@@ -16,11 +16,14 @@ from tools.simulator.changes import apply
 from tools.simulator.inner import orthogonalised
 from tools.simulator.simulation import Simulation
 
+DELAYED = {"mode": "delayed", "delay_steps": 1}
 METHODS: dict[str, dict[str, Any]] = {
     "pairs": {"group_size": 2},
     "groups of 3 of 4": {"group_size": 3, "consensus_weight": 0.4},
     "cycles": {"pairing": "cycle"},
     "DiLoCo": {"method": "diloco"},
+    "final average": {"final_average": True},
+    "final average of a delayed round": {"final_average": True, "overlap": DELAYED},
     "no rounds": {"enabled": False},
 }
 

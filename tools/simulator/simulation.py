@@ -16,7 +16,7 @@ from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.outer import Rounds, TorchWeights
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.training.outer import build_outer
+from megatron_noloco.training.outer import build_final_average, build_outer
 from megatron_noloco.transport.loopback import loopback_world
 from tools.simulator.inner import AdamW, Directions, LearningRate, Muon, StackedOptimizer, clip
 from tools.simulator.llama import StackedLlama
@@ -71,6 +71,8 @@ class Simulation:
         self.weights = self.model.initial(seed).repeat(self.replicas, 1)
         self.inner = self._inner()
         self.learning_rate = LearningRate(config.deepspeed)
+        places = [Place(replica, self.replicas) for replica in range(self.replicas)]
+        self._connections = list(zip(loopback_world(self.replicas), places, strict=True))
         self.outer = self._outer()
         self.sent_bytes = 0
 
@@ -87,8 +89,8 @@ class Simulation:
     def _outer(self) -> list[Rounds]:
         """The trainer's outer optimizers, one per replica, over messages between threads."""
         return [
-            build_outer(self.config, TorchWeights([row]), transport, Place(transport.rank, self.replicas))
-            for row, transport in zip(self.weights, loopback_world(self.replicas), strict=True)
+            build_outer(self.config, TorchWeights([row]), transport, place)
+            for row, (transport, place) in zip(self.weights, self._connections, strict=True)
         ]
 
     def run(self) -> Iterator[Evaluation]:
@@ -97,12 +99,19 @@ class Simulation:
         with ThreadPoolExecutor(self.replicas) as threads:  # members of a group wait for each other
             for step in range(steps):
                 self._local_step(step)
-                reports = list(
-                    threads.map(lambda outer, done=step + 1: outer.after_local_step(done), self.outer)
-                )
+                done = step + 1
+                reports = list(threads.map(lambda outer, done=done: outer.after_local_step(done), self.outer))
                 self.sent_bytes += max(report.exchange.bytes_sent if report else 0 for report in reports)
-                if step + 1 == steps or (interval and (step + 1) % interval == 0):
-                    yield self.evaluate(step + 1)
+                if done == steps:
+                    self.sent_bytes += max(threads.map(self._final_average, range(self.replicas)))
+                if done == steps or (interval and done % interval == 0):
+                    yield self.evaluate(done)
+
+    def _final_average(self, replica: int) -> int:
+        """The bytes that the replica sends for it."""
+        average = build_final_average(self.config, self.outer[replica], *self._connections[replica])
+        reports = average(self.config.training.train_iters) if average else []
+        return sum(report.bytes_sent for report in reports)
 
     def _local_step(self, step: int) -> None:
         ids = self.order.ids(self.plan.consumed(step), self.plan.global_batch)
