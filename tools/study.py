@@ -16,43 +16,17 @@ one core; `--jobs` runs several side by side, `--compiled` by `torch.compile`, w
 
 import argparse
 import copy
-import csv
-import io
 import json
-import math
-import statistics
 import sys
-from collections.abc import Iterable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 from tools.simulator.changes import apply
-
-BASELINES = ("alone", "synchronous")
-
-
-class Key(NamedTuple):
-    """One run of a study."""
-
-    name: str
-    learning_rate: float
-    seed: int
-
-
-class Row(NamedTuple):
-    """One method at its best learning rate: means over the seeds, and the standard deviation of the loss."""
-
-    name: str
-    learning_rate: float
-    loss: float  # of the mean model, nats per token
-    deviation: float
-    worst_replica: float  # the largest loss of a replica, over that of the mean model
-    benefit: float
-    megabytes: float  # sent per replica
+from tools.simulator.report import BASELINES, Key, as_csv, as_markdown, baseline, finite, plot, table
 
 
 def main() -> None:
@@ -61,18 +35,27 @@ def main() -> None:
     )
     parser.add_argument("study", type=Path)
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="a change of the base"
+    )
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--compiled", action="store_true")
     options = parser.parse_args()
     study = json.loads(options.study.read_text())
-    missing = [name for name in BASELINES if name not in study["runs"]]
-    if missing:
-        sys.exit(f'{options.study}: "runs" lacks {" and ".join(missing)}, which the others are compared with')
+    for change in options.set:
+        apply(study["base"], change)
+    for method in study["runs"]:
+        for name in BASELINES:
+            if baseline(name, method) not in study["runs"]:
+                sys.exit(
+                    f'{options.study}: "runs" lacks "{baseline(name, method)}", with which "{method}" is compared'
+                )
     options.output.mkdir(parents=True, exist_ok=True)
     results = Runs(study, options.output / "results.jsonl", options.jobs, options.compiled).all()
     rows = table(results)
     (options.output / "table.csv").write_text(as_csv(rows))
     (options.output / "table.md").write_text(as_markdown(rows))
+    plot(rows, options.output / "benefit.png")
     print(as_markdown(rows))
 
 
@@ -117,7 +100,7 @@ class Runs:
                 file.write(json.dumps({**key._asdict(), **result}) + "\n")
                 print(f"{key}: {result['mean_model_loss']:.4f}", file=sys.stderr)
             self.results[key] = result
-        return _finite(self.results[key]["mean_model_loss"])
+        return finite(self.results[key]["mean_model_loss"])
 
 
 def read(path: Path) -> dict[Key, dict[str, Any]]:
@@ -162,55 +145,6 @@ def simulate(raw: dict[str, Any], compiled: bool = False) -> dict[str, Any]:
     evaluations = list(Simulation(RunConfig.from_dict(raw), compiled).run())
     history = [[evaluation.step, evaluation.mean_model_loss] for evaluation in evaluations]
     return {**asdict(evaluations[-1]), "history": history}
-
-
-def table(results: dict[Key, dict[str, Any]]) -> list[Row]:
-    """The methods at their best learning rates, in the order of the study."""
-    by_method: dict[tuple[str, float], dict[int, dict[str, Any]]] = {}
-    for key, result in results.items():
-        by_method.setdefault((key.name, key.learning_rate), {})[key.seed] = result
-    most = max(map(len, by_method.values()))  # the other learning rates were tried with the first seed only
-    first = next(iter(results)).seed
-    best: dict[str, tuple[float, Row]] = {}
-    for (name, rate), runs in by_method.items():
-        tried = _finite(runs[first]["mean_model_loss"])
-        if len(runs) == most and (name not in best or tried < best[name][0]):
-            best[name] = tried, _row(name, rate, list(runs.values()))
-    alone, synchronous = (best[name][1].loss for name in BASELINES)
-    benefit = {name: (alone - row.loss) / (alone - synchronous) for name, (_, row) in best.items()}
-    return [row._replace(benefit=benefit[name]) for name, (_, row) in best.items()]
-
-
-def _row(name: str, rate: float, runs: list[dict[str, Any]]) -> Row:
-    losses = [run["mean_model_loss"] for run in runs]
-    worst = statistics.mean(max(run["replica_losses"]) - run["mean_model_loss"] for run in runs)
-    deviation = statistics.stdev(losses) if len(losses) > 1 else math.nan
-    return Row(name, rate, statistics.mean(losses), deviation, worst, math.nan, runs[0]["sent_bytes"] / 1e6)
-
-
-def _finite(loss: float) -> float:
-    """Of a run that has diverged: infinite, worse than all others."""
-    return loss if math.isfinite(loss) else math.inf
-
-
-def as_markdown(rows: Iterable[Row]) -> str:
-    lines = [
-        "| method | learning rate | loss, mean model | worst replica above it | benefit retained | MB sent |",
-        "|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {row.name} | {row.learning_rate:g} | {row.loss:.4f} +- {row.deviation:.4f} | "
-        f"{row.worst_replica:.4f} | {100 * row.benefit:.0f} % | {row.megabytes:.1f} |"
-        for row in rows
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def as_csv(rows: Iterable[Row]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerows([Row._fields, *rows])
-    return text.getvalue()
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from megatron_noloco.config import RunConfig
 from tests.harness import run_ranks
 from tests.integration.tiny import metrics, run_whole, tiny, write_config, write_text
 from tools import study
+from tools.simulator import report
 from tools.simulator.changes import apply
 from tools.simulator.inner import orthogonalised
 from tools.simulator.simulation import Simulation
@@ -99,7 +100,7 @@ def test_a_study_compares_methods_at_their_best_learning_rates(tmp_path: Path) -
     plan = {"base": base, "seeds": [1, 2], "runs": runs}
     path = tmp_path / "results.jsonl"
     results = study.Runs(plan, path, jobs=2).all()
-    rows = {row.name: row for row in study.table(results)}
+    rows = {row.name: row for row in report.table(results)}
     for name in runs:
         tried = {key.learning_rate: run for key, run in results.items() if (key.name, key.seed) == (name, 1)}
         best = min(tried, key=lambda rate: tried[rate]["mean_model_loss"])
@@ -107,14 +108,19 @@ def test_a_study_compares_methods_at_their_best_learning_rates(tmp_path: Path) -
         assert min(tried) < best < max(tried)
         assert set(tried) <= {0.01 * 2**power for power in range(-20, 20)}
         assert [key.learning_rate for key in results if (key.name, key.seed) == (name, 2)] == [best]
-        losses = [results[study.Key(name, best, seed)]["mean_model_loss"] for seed in (1, 2)]
+        losses = [results[report.Key(name, best, seed)]["mean_model_loss"] for seed in (1, 2)]
         assert rows[name].loss == pytest.approx(statistics.mean(losses))
         assert rows[name].deviation == pytest.approx(statistics.stdev(losses))
     assert (rows["alone"].benefit, rows["synchronous"].benefit) == (0, 1)
     share = (rows["alone"].loss - rows["NoLoCo"].loss) / (rows["alone"].loss - rows["synchronous"].loss)
     assert rows["NoLoCo"].benefit == pytest.approx(share)
     assert rows["NoLoCo"].megabytes > rows["alone"].megabytes == 0
-    assert study.as_csv(rows.values()).count("\n") == 4
+    assert rows["NoLoCo"].perplexity == pytest.approx(
+        math.exp(rows["NoLoCo"].loss - rows["synchronous"].loss)
+    )
+    assert report.as_csv(rows.values()).count("\n") == 4
+    report.plot(list(rows.values()), tmp_path / "benefit.png")
+    assert (tmp_path / "benefit.png").stat().st_size > 1000
 
     with path.open("a") as file:
         file.write('{"name": "cut sho')
@@ -135,11 +141,26 @@ def test_a_run_that_diverges_is_worse_than_all_others() -> None:
         return {"mean_model_loss": loss, "replica_losses": [loss], "sent_bytes": 0}
 
     results = {
-        study.Key(name, rate, 1): run(loss)
-        for name in study.BASELINES
+        report.Key(name, rate, 1): run(loss)
+        for name in report.BASELINES
         for rate, loss in ((0.1, math.nan), (0.2, 3.0 if name == "alone" else 2.0))
     }
-    assert [row.learning_rate for row in study.table(results)] == [0.2, 0.2]
+    assert [row.learning_rate for row in report.table(results)] == [0.2, 0.2]
+
+
+def test_a_method_is_compared_with_the_baselines_of_its_group() -> None:
+    losses = {
+        "alone": 3.0,
+        "synchronous": 2.0,
+        "alone @ Muon": 2.0,
+        "synchronous @ Muon": 1.0,
+        "x @ Muon": 1.5,
+    }
+    results = {
+        report.Key(name, 0.1, 1): {"mean_model_loss": loss, "replica_losses": [loss], "sent_bytes": 0}
+        for name, loss in losses.items()
+    }
+    assert [row.benefit for row in report.table(results)] == [0, 1, 0, 1, 0.5]
 
 
 @pytest.mark.parametrize("shape", [(3, 4, 4), (2, 12, 4), (2, 4, 12)])
