@@ -12,11 +12,11 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from megatron_noloco.config import RunConfig
+from tools.simulator.changes import apply
 from tools.simulator.simulation import Simulation
 
 
@@ -45,18 +45,6 @@ def main() -> None:
         print(f"step {evaluation.step}: mean model {evaluation.mean_model_loss:.4f}", file=sys.stderr)
     seconds = time.perf_counter() - started
     print(json.dumps({"changes": options.set, "seconds": round(seconds, 1), "evaluations": evaluations}))
-
-
-def apply(raw: dict[str, Any], change: str) -> None:
-    """Set one field of a run's JSON, "block.field=value", in place; a value that is no JSON is text."""
-    path, _, text = change.partition("=")
-    *blocks, name = path.split(".")
-    for block in blocks:
-        raw = raw.setdefault(block, {})
-    try:
-        raw[name] = json.loads(text)
-    except json.JSONDecodeError:
-        raw[name] = text
 
 
 if __name__ == "__main__":

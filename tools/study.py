@@ -2,53 +2,31 @@
 
     nice python -m tools.study STUDY.json --output runs/study
 
-STUDY.json has "base" (the trainer's JSON), "learning_rates", "seeds", and "runs": a name for each method with its
-changes of the base as the simulator's `--set` takes them. "synchronous" and "alone" must be among the names: the
-benefit retained by a method with loss x is (alone - x) / (alone - synchronous), the share it keeps of what
-synchronous training of all replicas gains over one replica alone.
+STUDY.json has "base" (the trainer's JSON), "seeds", and "runs": a name for each method with its changes of the
+base as the simulator's `--set` takes them. "synchronous" and "alone" must be among the names: the benefit retained
+by a method with loss x is (alone - x) / (alone - synchronous), the share it keeps of what synchronous training of
+all replicas gains over one replica alone.
+
+A method's learning rate is found with the first seed: from that of its JSON it is doubled and halved until the
+best lies between two worse ones. The other seeds take the best one.
 
 Finished runs are in OUTPUT/results.jsonl and are not repeated: an interrupted study can be continued. A run takes
-one core; `--jobs` runs several side by side.
+one core; `--jobs` runs several side by side, `--compiled` by `torch.compile`, which needs a C++ compiler.
 """
 
 import argparse
 import copy
-import csv
-import io
 import json
-import math
-import statistics
 import sys
-from collections.abc import Iterable
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from threading import Lock
+from typing import Any
 
-from tools.simulate_convergence import apply
-
-BASELINES = ("alone", "synchronous")
-
-
-class Key(NamedTuple):
-    """One run of a study."""
-
-    name: str
-    learning_rate: float
-    seed: int
-
-
-class Row(NamedTuple):
-    """One method at its best learning rate: means over the seeds, and the standard deviation of the loss."""
-
-    name: str
-    learning_rate: float
-    loss: float  # of the mean model, nats per token
-    deviation: float
-    worst_replica: float  # the largest loss of a replica, over that of the mean model
-    benefit: float
-    megabytes: float  # sent per replica
+from tools.simulator.changes import apply
+from tools.simulator.report import BASELINES, Key, as_csv, as_markdown, baseline, finite, plot, table
 
 
 def main() -> None:
@@ -57,39 +35,72 @@ def main() -> None:
     )
     parser.add_argument("study", type=Path)
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="a change of the base"
+    )
     parser.add_argument("--jobs", type=int, default=1)
+    parser.add_argument("--compiled", action="store_true")
     options = parser.parse_args()
     study = json.loads(options.study.read_text())
-    missing = [name for name in BASELINES if name not in study["runs"]]
-    if missing:
-        sys.exit(f'{options.study}: "runs" lacks {" and ".join(missing)}, which the others are compared with')
+    for change in options.set:
+        apply(study["base"], change)
+    for method in study["runs"]:
+        for name in BASELINES:
+            if baseline(name, method) not in study["runs"]:
+                sys.exit(
+                    f'{options.study}: "runs" lacks "{baseline(name, method)}", with which "{method}" is compared'
+                )
     options.output.mkdir(parents=True, exist_ok=True)
-    results = run(study, options.output / "results.jsonl", options.jobs)
+    results = Runs(study, options.output / "results.jsonl", options.jobs, options.compiled).all()
     rows = table(results)
     (options.output / "table.csv").write_text(as_csv(rows))
     (options.output / "table.md").write_text(as_markdown(rows))
+    plot(rows, options.output / "benefit.png")
     print(as_markdown(rows))
 
 
-def run(study: dict[str, Any], path: Path, jobs: int) -> dict[Key, dict[str, Any]]:
-    """The last evaluation of every run of the study; those not in the file are run and added to it."""
-    results = read(path)
-    keys = [
-        Key(name, rate, seed)
-        for seed in study["seeds"]
-        for name in study["runs"]
-        for rate in study["learning_rates"]
-    ]
-    todo = [key for key in keys if key not in results]
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool, path.open("a") as file:
-        running = {pool.submit(simulate, configure(study, key)): key for key in todo}
-        for number, future in enumerate(as_completed(running), 1):
-            key = running[future]
-            results[key] = future.result()
-            file.write(json.dumps({**key._asdict(), **results[key]}) + "\n")
-            file.flush()
-            print(f"{number}/{len(todo)} {key}: {results[key]['mean_model_loss']:.4f}", file=sys.stderr)
-    return {key: results[key] for key in keys}
+class Runs:
+    """The last evaluation of every run so far, in memory and in a file.
+
+    Args:
+        path: of the file. Runs that are in it are not repeated.
+        jobs: runs side by side, each in a process of its own.
+    """
+
+    def __init__(self, study: dict[str, Any], path: Path, jobs: int, compiled: bool = False) -> None:
+        self.study, self.path, self.jobs, self.compiled = study, path, jobs, compiled
+        self.results = read(path)
+        self._pool = ProcessPoolExecutor(jobs, get_context("spawn"))
+        self._writing = Lock()
+
+    def all(self) -> dict[Key, dict[str, Any]]:
+        """Make the runs that are missing; returns all of the study."""
+        with self._pool, ThreadPoolExecutor(self.jobs) as threads:
+            keys = [key for keys in threads.map(self._method, self.study["runs"]) for key in keys]
+        return {key: self.results[key] for key in keys}
+
+    def _method(self, name: str) -> list[Key]:
+        first, *others = self.study["seeds"]
+        start = configure(self.study, name)["optimizer"]["params"]["lr"]
+        losses = {rate: self._loss(Key(name, rate, first)) for rate in (start, 2 * start, start / 2)}
+        while (best := min(losses, key=losses.__getitem__)) in (max(losses), min(losses)):
+            rate = 2 * best if best == max(losses) else best / 2
+            losses[rate] = self._loss(Key(name, rate, first))
+        keys = [Key(name, rate, first) for rate in losses]
+        keys += [Key(name, best, seed) for seed in others]
+        for key in keys:
+            self._loss(key)
+        return keys
+
+    def _loss(self, key: Key) -> float:
+        if key not in self.results:
+            raw = configure(self.study, *key)
+            result = self._pool.submit(simulate, raw, self.compiled).result()
+            with self._writing, self.path.open("a") as file:
+                file.write(json.dumps({**key._asdict(), **result}) + "\n")
+                print(f"{key}: {result['mean_model_loss']:.4f}", file=sys.stderr)
+            self.results[key] = result
+        return finite(self.results[key]["mean_model_loss"])
 
 
 def read(path: Path) -> dict[Key, dict[str, Any]]:
@@ -104,16 +115,22 @@ def read(path: Path) -> dict[Key, dict[str, Any]]:
     return results
 
 
-def configure(study: dict[str, Any], key: Key) -> dict[str, Any]:
+def configure(
+    study: dict[str, Any], name: str, learning_rate: float | None = None, seed: int = 0
+) -> dict[str, Any]:
+    """The JSON of a run. A learning rate scales those of all parameters (Muon has two)."""
     raw = copy.deepcopy(study["base"])
-    raw["training"]["seed"] = key.seed
-    raw["optimizer"]["params"]["lr"] = key.learning_rate
-    for change in study["runs"][key.name]:
+    raw["training"]["seed"] = seed
+    for change in study["runs"][name]:
         apply(raw, change)
+    params = raw["optimizer"]["params"]
+    if learning_rate is not None:
+        factor = learning_rate / params["lr"]
+        params |= {field: params[field] * factor for field in ("lr", "muon_lr", "adam_lr") if field in params}
     return raw
 
 
-def simulate(raw: dict[str, Any]) -> dict[str, Any]:
+def simulate(raw: dict[str, Any], compiled: bool = False) -> dict[str, Any]:
     """In a process of its own: the last evaluation, and how the loss of the mean model fell."""
     import torch
 
@@ -125,47 +142,9 @@ def simulate(raw: dict[str, Any]) -> dict[str, Any]:
     from tools.simulator.simulation import Simulation
 
     torch.set_num_threads(1)
-    evaluations = list(Simulation(RunConfig.from_dict(raw)).run())
+    evaluations = list(Simulation(RunConfig.from_dict(raw), compiled).run())
     history = [[evaluation.step, evaluation.mean_model_loss] for evaluation in evaluations]
     return {**asdict(evaluations[-1]), "history": history}
-
-
-def table(results: dict[Key, dict[str, Any]]) -> list[Row]:
-    """The methods at their best learning rates, in the order of the study."""
-    names = list(dict.fromkeys(key.name for key in results))
-    best = {name: min(_candidates(name, results), key=lambda row: row.loss) for name in names}
-    alone, synchronous = (best[name].loss for name in BASELINES)
-    return [row._replace(benefit=(alone - row.loss) / (alone - synchronous)) for row in best.values()]
-
-
-def _candidates(name: str, results: dict[Key, dict[str, Any]]) -> Iterable[Row]:
-    for rate in dict.fromkeys(key.learning_rate for key in results if key.name == name):
-        runs = [result for key, result in results.items() if (key.name, key.learning_rate) == (name, rate)]
-        losses = [result["mean_model_loss"] for result in runs]
-        worst = statistics.mean(max(result["replica_losses"]) - result["mean_model_loss"] for result in runs)
-        deviation = statistics.stdev(losses) if len(losses) > 1 else math.nan
-        megabytes = runs[0]["sent_bytes"] / 1e6
-        yield Row(name, rate, statistics.mean(losses), deviation, worst, math.nan, megabytes)
-
-
-def as_markdown(rows: Iterable[Row]) -> str:
-    lines = [
-        "| method | learning rate | loss, mean model | worst replica above it | benefit retained | MB sent |",
-        "|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| {row.name} | {row.learning_rate:g} | {row.loss:.4f} +- {row.deviation:.4f} | "
-        f"{row.worst_replica:.4f} | {100 * row.benefit:.0f} % | {row.megabytes:.1f} |"
-        for row in rows
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def as_csv(rows: Iterable[Row]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerows([Row._fields, *rows])
-    return text.getvalue()
 
 
 if __name__ == "__main__":

@@ -74,6 +74,11 @@ class NolocoConfig(Block):
         description='How groups are drawn: "random", or in a "cycle" that connects all replicas; its rounds '
         'have the prime factors of replicas as group sizes, none above n (method "noloco" only).',
     )
+    final_average: bool = Field(
+        default=False,
+        description="Whether the last local step is followed by plain averages that make all replicas equal to "
+        "their mean: one exchange for each prime factor of replicas.",
+    )
     grouping: Literal["replica", "stage"] = Field(
         default="replica",
         description="Whether groups are drawn for whole replicas or for each stage on its own.",

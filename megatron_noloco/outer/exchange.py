@@ -46,6 +46,7 @@ class Channel(IntEnum):
     ROUNDS = 0
     MEAN_MODEL = 1
     LOSSES = 2
+    FINAL = 3
 
 
 class Exchange:

@@ -30,7 +30,7 @@ A round need not stop the training while its messages are under way: see `delaye
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -43,7 +43,7 @@ from megatron_noloco.outer.mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.settings import OuterSettings
 from megatron_noloco.outer.vectors import OuterVectors
 from megatron_noloco.outer.weights import Weights
-from megatron_noloco.plans.grouping import Grouping
+from megatron_noloco.plans.grouping import Group, Grouping
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.protocol import Transport
 
@@ -168,6 +168,37 @@ class OuterOptimizer:
             with self._paused():
                 self._use(self._exchange.finish())
                 self._delayed.landed = True
+
+    def settle(self, exchange: Exchange, groups: Sequence[Group], number: int) -> list[ExchangeReport]:
+        """Average the fast weights in one group after the other, plainly: alpha = 0, beta = gamma = 1.
+
+        With the groups of `plans.grouping.averaging_cycle`, all replicas then have the mean of all fast weights,
+        as their fast and as their slow ones. The outer momentum buffer stays. A round that is not merged yet is
+        merged first.
+
+        Args:
+            exchange: on a channel of its own (`Channel.FINAL`), in fp32.
+            groups: of this replica.
+            number: the same on all ranks, different from that of an earlier call by at least len(groups).
+
+        Raises as `run_round` does.
+        """
+        if self._delayed is not None:
+            self._merge()
+        mean, other = self.slow_weights, self._vectors.spare
+        self.weights.read_into(mean)
+        reports = []
+        for place, group in enumerate(groups):
+            mean, other = other, mean  # what is being sent is not written
+            exchange.begin(other, group, number + place, f"final exchange {place}")
+            for piece in exchange.finish():
+                mean[piece.start : piece.stop] = piece.mean
+            reports.append(exchange.report)
+        if mean is not self.slow_weights:
+            self.slow_weights.copy_(mean)
+        with self.weights.writing() as write:
+            write(0, self.slow_weights)
+        return reports
 
     @contextmanager
     def evaluating(self) -> Iterator[Tensor]:

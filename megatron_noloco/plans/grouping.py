@@ -64,6 +64,17 @@ class Grouping:
         return next(group for group in self.groups(round_index, stage) if replica in group)
 
 
+def averaging_cycle(replica: int, replicas: int, seed: int) -> list[Group]:
+    """The groups of one replica in which plain averages, one after the other, give every replica the mean of all.
+
+    One for each prime factor of `replicas`, of that size: log2 R pairs where R is a power of 2. The smallest come
+    last: where at most one factor is odd, all means of the last groups are then equal bit for bit.
+    """
+    factors = prime_factors(replicas)
+    cycle = Grouping(replicas, max(factors, default=1), seed, pairing="cycle")
+    return [cycle.group(replica, place) for place in reversed(range(len(factors)))]
+
+
 def prime_factors(number: int) -> tuple[int, ...]:
     """In ascending order, with multiplicity; empty for 1."""
     factors, rest, factor = [], number, 2

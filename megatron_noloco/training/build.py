@@ -34,7 +34,7 @@ from megatron_noloco.training.console import Console, RunFacts
 from megatron_noloco.training.delay import DelayChoice
 from megatron_noloco.training.evaluate import Evaluator
 from megatron_noloco.training.monitor import DELAY_STEPS, Monitor
-from megatron_noloco.training.outer import build_outer
+from megatron_noloco.training.outer import build_final_average, build_outer
 from megatron_noloco.training.prepare import Prepared, checkpoint_settings
 from megatron_noloco.training.run import Run, Schedule
 from megatron_noloco.transport.protocol import Transport
@@ -82,6 +82,7 @@ def build(prepared: Prepared, transport: Transport, start: Start, progress: str 
         checkpointer=checkpointer,
         monitor=Monitor(metrics, plan, plan.replica_batch * prepared.architecture.seq_length, console),
         stopping=stopping,
+        final_average=build_final_average(config, outer, transport, place),
         delay=delay,
     )
 

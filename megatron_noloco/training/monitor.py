@@ -3,6 +3,7 @@
 import math
 import sys
 import time
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
@@ -15,6 +16,7 @@ from megatron_noloco.training.console import Console
 from megatron_noloco.training.record import Evaluation
 
 DELAY_STEPS = "delay_steps"  # the counter that keeps what the run chose in its checkpoints
+PAUSES = Reduction(last, largest, per="run")
 _NOTHING = ExchangeReport(group=())  # what a local step without a round sends
 
 
@@ -47,7 +49,7 @@ class Monitor:
         exchange = _NOTHING if report is None else report.exchange
         pause_seconds = 0.0 if report is None else report.pause_seconds
         record("total/sent_bytes", exchange.bytes_sent, TOTAL)
-        record("total/pause_seconds", pause_seconds, Reduction(last, largest, per="run"))
+        record("total/pause_seconds", pause_seconds, PAUSES)
         if report is None:
             return
         record("round/index", report.round_index, LAST)
@@ -60,6 +62,11 @@ class Monitor:
         record("round/poisoned_elements", exchange.poisoned_elements, LAST_SUM)
         record("round/payload_error", exchange.payload_error, RMS, exchange.squared_deviation)
         record("round/resent_elements", exchange.resent_elements, LAST_SUM)
+
+    def averaged(self, reports: Sequence[ExchangeReport]) -> None:
+        """After the last local step and its round: the exchanges that made all replicas equal."""
+        self.metrics.record("total/sent_bytes", sum(report.bytes_sent for report in reports), TOTAL)
+        self.metrics.record("total/pause_seconds", sum(report.seconds for report in reports), PAUSES)
 
     def delay_chosen(self, done: int, delay_steps: int) -> None:
         """From the round after step `done` on, rounds are merged so many local steps after they began."""

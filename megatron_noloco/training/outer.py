@@ -1,11 +1,25 @@
-"""The outer optimizer that a config asks for; the trainer and the simulator build it here."""
+"""What a config asks for between replicas; the trainer and the simulator build it here."""
 
+from collections.abc import Callable
 from dataclasses import fields
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.outer import NoRounds, OuterOptimizer, OuterSettings, Rounds, Weights
+from megatron_noloco.outer import (
+    Channel,
+    Exchange,
+    ExchangeReport,
+    NoRounds,
+    OuterOptimizer,
+    OuterSettings,
+    Rounds,
+    Weights,
+)
+from megatron_noloco.plans.grouping import averaging_cycle
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.protocol import Transport
+
+FinalAverage = Callable[[int], list[ExchangeReport]]
+"""final_average(done): called after the last local step on all ranks; all replicas are then their mean."""
 
 
 def build_outer(config: RunConfig, weights: Weights, transport: Transport, place: Place) -> Rounds:
@@ -16,3 +30,14 @@ def build_outer(config: RunConfig, weights: Weights, transport: Transport, place
     grouping = config.grouping(place.replicas)
     numbers = {field.name: getattr(noloco, field.name) for field in fields(OuterSettings)}
     return OuterOptimizer(weights, transport, place, grouping, OuterSettings(**numbers))
+
+
+def build_final_average(
+    config: RunConfig, outer: Rounds, transport: Transport, place: Place
+) -> FinalAverage | None:
+    """None where the config wants none, and where there are no rounds."""
+    if not config.noloco.final_average or isinstance(outer, NoRounds):
+        return None
+    groups = averaging_cycle(place.replica, place.replicas, config.training.seed)
+    exchange = Exchange(transport, place, Channel.FINAL, config.noloco.deadline_seconds)
+    return lambda done: outer.settle(exchange, groups, done * len(groups))

@@ -14,6 +14,7 @@ from megatron_noloco.outer import Rounds
 from megatron_noloco.training.delay import DelayChoice
 from megatron_noloco.training.evaluate import Evaluator
 from megatron_noloco.training.monitor import Monitor
+from megatron_noloco.training.outer import FinalAverage
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Run:
     checkpointer: Checkpointer
     monitor: Monitor
     stopping: Stopping
+    final_average: FinalAverage | None = None
     delay: DelayChoice | None = None  # where the run itself chooses delay_steps, and has not yet
 
     def train(self) -> bool:
@@ -85,6 +87,8 @@ class Run:
             started = time.perf_counter()
             self.engine.train_batch(*self.loader.step(step))
             self._round(done, time.perf_counter() - started)
+            if done == self.schedule.steps and self.final_average is not None:
+                self.monitor.averaged(self.final_average(done))
             if self.schedule.logs(done):
                 self.monitor.log(done)
             if self.schedule.evaluates_after(done):

@@ -12,10 +12,14 @@ from types import ModuleType
 
 import pytest
 import torch
+import torch.distributed as dist
 from packaging.requirements import Requirement
 from torch import Tensor
 
-from megatron_noloco.plans.grouping import Grouping
+from megatron_noloco.outer import OuterOptimizer, OuterSettings, TorchWeights
+from megatron_noloco.plans.grouping import Group, Grouping
+from megatron_noloco.plans.topology import Place
+from megatron_noloco.transport.torch_dist import TorchTransport
 from tests.harness import REPOSITORY, run_ranks
 
 EXAMPLE = REPOSITORY / "examples" / "plain_torch.py"
@@ -106,8 +110,8 @@ def test_the_command_says_how_to_install_the_trainer(environment: Path) -> None:
         assert line.endswith("; pip install 'megatron-noloco[trainer]'")
 
 
-def example() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("plain_torch", EXAMPLE)
+def example(name: str = "plain_torch") -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLE.with_stem(name))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -152,3 +156,43 @@ def test_the_example_takes_the_outer_steps_of_the_paper(replicas: int) -> None:
     assert (expected - start).norm() > 1
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
     assert (found - expected).norm() < 1e-3 * (expected - expected.mean(dim=0)).norm()
+
+
+class PairsOfTheMinimalExample(Grouping):
+    def groups(self, round_index: int, stage: int = 0) -> list[Group]:
+        partner_of = example("minimal_noloco").partner_of
+        pairs = {
+            tuple(sorted({replica, partner_of(replica, self.replicas, round_index)}))
+            for replica in range(self.replicas)
+        }
+        return sorted(pairs)
+
+
+def in_production(rank: int, world_size: int) -> Tensor:
+    """The minimal example's training, with our outer optimizer in the place of its rounds."""
+    minimal = example("minimal_noloco")
+    replica, transport = minimal.Replica(rank, world_size), TorchTransport()
+    weights, grouping = TorchWeights(replica.model.parameters()), PairsOfTheMinimalExample(world_size, 2, 0)
+    settings = OuterSettings(minimal.K, minimal.ALPHA, minimal.BETA, minimal.GAMMA)
+    outer = OuterOptimizer(weights, transport, Place(rank, world_size), grouping, settings)
+    for step in range(minimal.STEPS):
+        replica.local_step()
+        outer.after_local_step(step + 1)
+    dist.barrier()
+    return weights.read()
+
+
+@pytest.mark.parametrize("replicas", [3, 4])
+def test_the_minimal_example_has_the_weights_of_the_production_code(replicas: int) -> None:
+    """To rounding: the same sums, in another order. Each replica of three has a bye in some rounds."""
+    minimal = example("minimal_noloco")
+    found = torch.stack(
+        run_ranks(replicas, lambda rank, world_size: minimal.Replica(rank, world_size).train())
+    )
+    expected = torch.stack(run_ranks(replicas, in_production))
+    assert (found - found.mean(dim=0)).norm() > 0.01, "replicas differ"
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
+
+
+def test_the_minimal_example_is_a_page() -> None:
+    assert len(EXAMPLE.with_stem("minimal_noloco").read_text().splitlines()) <= 100

@@ -1,24 +1,30 @@
 """The simulator is the trainer: the same losses to rounding, from the same JSON."""
 
-import json
+import math
 import statistics
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_noloco.config import RunConfig
 from tests.harness import run_ranks
 from tests.integration.tiny import metrics, run_whole, tiny, write_config, write_text
 from tools import study
-from tools.simulate_convergence import apply
+from tools.simulator import report
+from tools.simulator.changes import apply
+from tools.simulator.inner import orthogonalised
 from tools.simulator.simulation import Simulation
 
+DELAYED = {"mode": "delayed", "delay_steps": 1}
 METHODS: dict[str, dict[str, Any]] = {
     "pairs": {"group_size": 2},
     "groups of 3 of 4": {"group_size": 3, "consensus_weight": 0.4},
     "cycles": {"pairing": "cycle"},
     "DiLoCo": {"method": "diloco"},
+    "final average": {"final_average": True},
+    "final average of a delayed round": {"final_average": True, "overlap": DELAYED},
     "no rounds": {"enabled": False},
 }
 
@@ -54,7 +60,7 @@ def test_four_replicas_learn_as_in_the_trainer(name: str, tmp_path: Path) -> Non
     [
         ({"parallel": {"replicas": "auto"}}, "parallel: give a number of replicas"),
         ({"parallel": {"pipeline_model_parallel_size": 2}}, "parallel: give a number of replicas"),
-        ({"bf16": {"enabled": True}}, "optimizer.type must be AdamW, and the precision fp32"),
+        ({"bf16": {"enabled": True}}, "optimizer.type must be AdamW or Muon, and the precision fp32"),
         (
             {"model": {"untie_embeddings_and_output_weights": False}},
             "untie_embeddings_and_output_weights must",
@@ -80,6 +86,7 @@ def test_a_change_on_the_command_line() -> None:
 def test_a_study_compares_methods_at_their_best_learning_rates(tmp_path: Path) -> None:
     base = tiny(
         {
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
             "noloco": {"local_steps": 2},
             "parallel": {"replicas": 2},
             "model": {"num_layers": 1},
@@ -90,19 +97,79 @@ def test_a_study_compares_methods_at_their_best_learning_rates(tmp_path: Path) -
     )
     one = ["parallel.replicas=1", "noloco.enabled=false"]
     runs = {"synchronous": [*one, "gradient_accumulation_steps=8"], "alone": one, "NoLoCo": []}
-    plan = {"base": base, "learning_rates": [1e-6, 0.01], "seeds": [1, 2], "runs": runs}
-    keys = [study.Key(name, rate, seed) for name in runs for rate in (1e-6, 0.01) for seed in (1, 2)]
-    results = {key: study.simulate(study.configure(plan, key)) for key in keys}
-    rows = {row.name: row for row in study.table(results)}
-    assert {row.learning_rate for row in rows.values()} == {0.01}, "with the other one nothing is learnt"
+    plan = {"base": base, "seeds": [1, 2], "runs": runs}
+    path = tmp_path / "results.jsonl"
+    results = study.Runs(plan, path, jobs=2).all()
+    rows = {row.name: row for row in report.table(results)}
+    for name in runs:
+        tried = {key.learning_rate: run for key, run in results.items() if (key.name, key.seed) == (name, 1)}
+        best = min(tried, key=lambda rate: tried[rate]["mean_model_loss"])
+        assert best == rows[name].learning_rate
+        assert min(tried) < best < max(tried)
+        assert set(tried) <= {0.01 * 2**power for power in range(-20, 20)}
+        assert [key.learning_rate for key in results if (key.name, key.seed) == (name, 2)] == [best]
+        losses = [results[report.Key(name, best, seed)]["mean_model_loss"] for seed in (1, 2)]
+        assert rows[name].loss == pytest.approx(statistics.mean(losses))
+        assert rows[name].deviation == pytest.approx(statistics.stdev(losses))
     assert (rows["alone"].benefit, rows["synchronous"].benefit) == (0, 1)
     share = (rows["alone"].loss - rows["NoLoCo"].loss) / (rows["alone"].loss - rows["synchronous"].loss)
     assert rows["NoLoCo"].benefit == pytest.approx(share)
     assert rows["NoLoCo"].megabytes > rows["alone"].megabytes == 0
-    assert study.as_csv(rows.values()).count("\n") == 4
+    assert rows["NoLoCo"].perplexity == pytest.approx(
+        math.exp(rows["NoLoCo"].loss - rows["synchronous"].loss)
+    )
+    assert report.as_csv(rows.values()).count("\n") == 4
+    report.plot(list(rows.values()), tmp_path / "benefit.png")
+    assert (tmp_path / "benefit.png").stat().st_size > 1000
 
-    path = tmp_path / "results.jsonl"
-    rows_of = [json.dumps({**key._asdict(), **results[key]}) for key in keys]
-    path.write_text("\n".join(rows_of) + '\n{"name": "cut sho')
-    assert study.read(path) == results
-    assert study.run(plan, path, jobs=1) == results, "nothing is run again"
+    with path.open("a") as file:
+        file.write('{"name": "cut sho')
+    lines = path.read_text()
+    assert study.Runs(plan, path, jobs=1).all() == results
+    assert path.read_text() == lines, "nothing is run again"
+
+
+def test_a_learning_rate_scales_all_of_muons() -> None:
+    params = {"lr": 0.004, "muon_lr": 0.02}
+    plan = {"base": {"training": {}, "optimizer": {"params": params}}, "runs": {"x": []}}
+    raw = study.configure(plan, "x", learning_rate=0.008, seed=3)
+    assert raw == {"training": {"seed": 3}, "optimizer": {"params": {"lr": 0.008, "muon_lr": 0.04}}}
+
+
+def test_a_run_that_diverges_is_worse_than_all_others() -> None:
+    def run(loss: float) -> dict[str, Any]:
+        return {"mean_model_loss": loss, "replica_losses": [loss], "sent_bytes": 0}
+
+    results = {
+        report.Key(name, rate, 1): run(loss)
+        for name in report.BASELINES
+        for rate, loss in ((0.1, math.nan), (0.2, 3.0 if name == "alone" else 2.0))
+    }
+    assert [row.learning_rate for row in report.table(results)] == [0.2, 0.2]
+
+
+def test_a_method_is_compared_with_the_baselines_of_its_group() -> None:
+    losses = {
+        "alone": 3.0,
+        "synchronous": 2.0,
+        "alone @ Muon": 2.0,
+        "synchronous @ Muon": 1.0,
+        "x @ Muon": 1.5,
+    }
+    results = {
+        report.Key(name, 0.1, 1): {"mean_model_loss": loss, "replica_losses": [loss], "sent_bytes": 0}
+        for name, loss in losses.items()
+    }
+    assert [row.benefit for row in report.table(results)] == [0, 1, 0, 1, 0.5]
+
+
+@pytest.mark.parametrize("shape", [(3, 4, 4), (2, 12, 4), (2, 4, 12)])
+def test_orthogonalised_matrices(shape: tuple[int, ...]) -> None:
+    """Singular values near 1, singular vectors kept."""
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    u, _, vh = torch.linalg.svd(matrices, full_matrices=False)
+    kept = u.mT @ orthogonalised(matrices) @ vh.mT
+    values = kept.diagonal(dim1=-2, dim2=-1)
+    assert float(values.min()) > 0.3
+    assert float(values.max()) < 1.3
+    assert torch.allclose(kept, torch.diag_embed(values), atol=1e-4)

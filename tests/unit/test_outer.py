@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron_noloco.outer import (
+    Channel,
     Exchange,
     ExchangeReport,
     NoRounds,
@@ -25,7 +26,7 @@ from megatron_noloco.outer import (
 )
 from megatron_noloco.outer.exchange import CHANNELS
 from megatron_noloco.plans.draws import Stream, draw_words
-from megatron_noloco.plans.grouping import Group, Grouping
+from megatron_noloco.plans.grouping import Group, Grouping, averaging_cycle, prime_factors
 from megatron_noloco.plans.topology import Place, Topology
 from megatron_noloco.transport.loopback import LoopbackTransport, loopback_world
 from megatron_noloco.transport.protocol import Flight, Message
@@ -195,6 +196,35 @@ def test_the_mean_follows_diloco_for_any_grouping(
         consensus_weight=consensus_weight,
     )
     assert_mean_follows_diloco(fleet, seed, outer_gradient=0.1)
+
+
+# The last consensus sweep
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3, 4, 6, 7, 8, 9, 12])
+def test_plain_averages_along_a_cycle_give_every_replica_the_mean(replicas: int) -> None:
+    fleet = Fleet(noise(replicas, 37, seed=1), min(2, replicas))
+    fleet.train(noise(replicas, 37, seed=2))
+    fleet.meet(0)
+    theta, delta = fleet.phi + 0.1 * noise(replicas, 37, seed=3), fleet.delta.clone()
+    fleet.train(theta)  # local steps after the last round are in the mean, too
+
+    def settle(replica: int) -> list[ExchangeReport]:
+        exchange = Exchange(fleet.transports[replica], Place(replica, replicas), Channel.FINAL, 20.0)
+        return fleet.outer[replica].settle(exchange, averaging_cycle(replica, replicas, seed=5), number=40)
+
+    with ThreadPoolExecutor(replicas) as threads:
+        reports = list(threads.map(settle, range(replicas)))
+    if replicas != 9:  # the only one with two odd factors
+        assert all(torch.equal(row, fleet.theta[0]) for row in fleet.theta), "equal bit for bit"
+    assert_close(fleet.theta, theta.double().mean(dim=0).expand(replicas, -1))
+    assert torch.equal(fleet.phi, fleet.theta)
+    assert torch.equal(fleet.delta, delta)
+    for own in reports:
+        sizes = [len(report.group) for report in own]
+        assert sizes == sorted(prime_factors(replicas), reverse=True)
+        if set(sizes) <= {2}:
+            assert sum(report.bytes_sent for report in own) == len(sizes) * 37 * 4
 
 
 # Fact 4

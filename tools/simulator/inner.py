@@ -1,36 +1,108 @@
-"""Inner optimizers on stacks of replicas; AdamW as torch and DeepSpeed have it."""
+"""Inner optimizers on stacks of replicas: AdamW as torch and DeepSpeed have it, Muon as DeepSpeed has it."""
 
-from typing import Any
+from collections.abc import Iterable
+from itertools import groupby
+from typing import Any, Protocol
 
 import torch
 from deepspeed.runtime import lr_schedules
 from torch import Tensor
 
 
-class StackedAdamW:
-    """AdamW with decoupled weight decay (Loshchilov & Hutter, arXiv 1711.05101), row by row.
+class Directions(Protocol):
+    """What an inner optimizer makes of gradients, row by row."""
+
+    ratios: Tensor  # of each weight's learning rate to the scheduled one, fp32, shape [elements]
+
+    def of(self, gradients: Tensor) -> Tensor:
+        """What is subtracted at a learning rate of 1; gradients [R, elements], which may be overwritten."""
+
+
+class StackedOptimizer:
+    """Decoupled weight decay (Loshchilov & Hutter, arXiv 1711.05101), then a step in the direction.
 
     Args:
         weights: fp32, shape [R, elements]; updated in place.
         params: of the JSON's optimizer block.
     """
 
-    def __init__(self, weights: Tensor, params: dict[str, Any]) -> None:
-        self.weights = weights
-        self.betas = params.get("betas", (0.9, 0.999))
-        self.eps, self.weight_decay = params.get("eps", 1e-8), params.get("weight_decay", 0.0)
-        self.first, self.second = torch.zeros_like(weights), torch.zeros_like(weights)
-        self.steps = 0
+    def __init__(self, weights: Tensor, directions: Directions, params: dict[str, Any]) -> None:
+        self.weights, self.directions = weights, directions
+        self.weight_decay = params.get("weight_decay", 0.0)
 
     def step(self, gradients: Tensor, learning_rate: float) -> None:
+        directions = self.directions.of(gradients)
+        rates = self.directions.ratios * learning_rate
+        self.weights.mul_(1 - rates * self.weight_decay).addcmul_(directions, rates, value=-1)
+
+
+class AdamW:
+    """Kingma & Ba, arXiv 1412.6980, with bias correction."""
+
+    def __init__(self, like: Tensor, params: dict[str, Any]) -> None:
+        self.ratios = torch.ones(like.shape[1])
+        self.betas, self.eps = params.get("betas", (0.9, 0.999)), params.get("eps", 1e-8)
+        self.first, self.second = torch.zeros_like(like), torch.zeros_like(like)
+        self.steps = 0
+
+    def of(self, gradients: Tensor) -> Tensor:
         self.steps += 1
         beta1, beta2 = self.betas
         correction1, correction2 = 1 - beta1**self.steps, 1 - beta2**self.steps
-        self.weights.mul_(1 - learning_rate * self.weight_decay)
         self.first.lerp_(gradients, 1 - beta1)
         self.second.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
         denominator = (self.second.sqrt() / correction2**0.5).add_(self.eps)
-        self.weights.addcdiv_(self.first, denominator, value=-learning_rate / correction1)
+        return self.first.div(denominator).div_(correction1)
+
+
+class Muon:
+    """Muon for some matrices (Jordan et al. 2024, kellerjordan.github.io/posts/muon), AdamW for the rest.
+
+    Args:
+        like: the weights, shape [R, elements].
+        matrices: of each matrix that is orthogonalised on its own, the places of its elements, int64, shape
+            [rows, columns].
+    """
+
+    def __init__(self, like: Tensor, params: dict[str, Any], matrices: Iterable[Tensor]) -> None:
+        rate = params["lr"]
+        self._adam = AdamW(like, params)
+        self._beta = params.get("momentum", 0.95)
+        by_shape = groupby(sorted(matrices, key=_shape), key=_shape)
+        self._stacks = [torch.stack(list(same)) for _, same in by_shape]  # [matrices, rows, columns]
+        self._momentum = [torch.zeros(len(like), *stack.shape) for stack in self._stacks]
+        self.ratios = torch.full(like.shape[1:], params.get("adam_lr", rate) / rate)
+        for stack in self._stacks:
+            self.ratios[stack] = params.get("muon_lr", rate) / rate
+
+    def of(self, gradients: Tensor) -> Tensor:
+        directions = self._adam.of(gradients)
+        for stack, momentum in zip(self._stacks, self._momentum, strict=True):
+            gradient = gradients[:, stack]
+            momentum.lerp_(gradient, 1 - self._beta)
+            rows, columns = stack.shape[1:]
+            update = orthogonalised(gradient.lerp_(momentum, self._beta))  # Nesterov's
+            directions[:, stack] = update * max(1.0, rows / columns) ** 0.5
+        return directions
+
+
+def orthogonalised(matrices: Tensor, steps: int = 5) -> Tensor:
+    """U V' of each matrix U S V', by a quintic Newton-Schulz iteration: singular values end between 0.7 and 1.2.
+
+    Args:
+        matrices: shape [..., rows, columns].
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315  # of Jordan et al.
+    wide = matrices if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT
+    x = wide / (wide.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x if wide is matrices else x.mT
+
+
+def _shape(matrix: Tensor) -> tuple[int, ...]:
+    return tuple(matrix.shape)
 
 
 def clip(gradients: Tensor, largest: float) -> Tensor:

@@ -6,6 +6,7 @@ pass of the sum of the losses gives every replica its own gradient.
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +46,16 @@ class StackedLlama:
             parameter.name: part.unflatten(1, parameter.shape)
             for parameter, part in zip(self.parameters, parts, strict=True)
         }
+
+    def matrices(self) -> Iterator[Tensor]:
+        """Where the elements of each matrix of a layer lie in a row of the weights, int64, shape [rows, columns].
+
+        Queries, keys, values, gate and up are matrices of their own, as in Hugging Face's files.
+        """
+        places = self.named(torch.arange(sum(self.sizes))[None])
+        for parameter in self.parameters:
+            if parameter.layer is not None and len(parameter.shape) == 2:
+                yield from parameter.to_hf(places[parameter.name][0]).values()
 
     def losses(self, weights: Tensor, samples: Tensor) -> Tensor:
         """Mean loss per token of each replica, shape [R].
