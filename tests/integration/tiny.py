@@ -12,6 +12,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported: 
 
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.zero.muon.original_muon import ns_compute_dtype
 from torch import Tensor
 
 from megatron_noloco.config import RunConfig, load_config
@@ -68,6 +69,8 @@ TINY: dict[str, Any] = {
 
 
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": None, "muon_lr": 0.02, "adam_lr": 0.01}}}
+# How much coarser than fp32 its rounding is: DeepSpeed's kernel takes fp16 where a CPU has it.
+MUON_ROUNDING = 1 if ns_compute_dtype("gram") == torch.float32 else 100
 
 
 def tiny(changes: Mapping[str, Any] | None = None, base: Mapping[str, Any] = TINY) -> dict[str, Any]:

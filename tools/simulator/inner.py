@@ -65,15 +65,14 @@ class Muon:
     """
 
     def __init__(self, like: Tensor, params: dict[str, Any], matrices: Iterable[Tensor]) -> None:
-        rate = params["lr"]
         self._adam = AdamW(like, params)
-        self._beta = params.get("momentum", 0.95)
+        self._beta = params["momentum"]
         by_shape = groupby(sorted(matrices, key=_shape), key=_shape)
         self._stacks = [torch.stack(list(same)) for _, same in by_shape]  # [matrices, rows, columns]
         self._momentum = [torch.zeros(len(like), *stack.shape) for stack in self._stacks]
-        self.ratios = torch.full(like.shape[1:], params.get("adam_lr", rate) / rate)
+        self.ratios = torch.full(like.shape[1:], params["adam_lr"] / params["muon_lr"])
         for stack in self._stacks:
-            self.ratios[stack] = params.get("muon_lr", rate) / rate
+            self.ratios[stack] = 1.0
 
     def of(self, gradients: Tensor) -> Tensor:
         directions = self._adam.of(gradients)
@@ -118,7 +117,8 @@ class LearningRate:
 
     def __init__(self, ds_config: dict[str, Any]) -> None:
         params = ds_config["optimizer"].get("params", {})
-        self._optimizer = torch.optim.SGD([torch.zeros(1)], lr=params.get("lr", 1e-3))
+        rate = params.get("muon_lr", params.get("lr", 1e-3))  # of AdamW beside Muon: by its ratio to this
+        self._optimizer = torch.optim.SGD([torch.zeros(1)], lr=rate)
         block = ds_config.get("scheduler")
         self._schedule = None
         if block is not None:

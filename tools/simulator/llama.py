@@ -50,12 +50,12 @@ class StackedLlama:
     def matrices(self) -> Iterator[Tensor]:
         """Where the elements of each matrix of a layer lie in a row of the weights, int64, shape [rows, columns].
 
-        Queries, keys, values, gate and up are matrices of their own, as in Hugging Face's files.
+        Queries, keys, values, gate and up are matrices of their own.
         """
         places = self.named(torch.arange(sum(self.sizes))[None])
         for parameter in self.parameters:
-            if parameter.layer is not None and len(parameter.shape) == 2:
-                yield from parameter.to_hf(places[parameter.name][0]).values()
+            if parameter.linear:
+                yield from parameter.split(places[parameter.name][0])
 
     def losses(self, weights: Tensor, samples: Tensor) -> Tensor:
         """Mean loss per token of each replica, shape [R].
