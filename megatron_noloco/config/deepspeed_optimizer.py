@@ -10,14 +10,14 @@ from megatron_noloco.plans.second_moment import HALF_LIFE_TOKENS, beta2_for
 _WARMUP_DEFAULT = 1000  # DeepSpeed's warmup_num_steps
 _BETA1 = 0.9
 # DeepSpeed's for Muon; the rates where the file has no `lr` either.
-_MUON_DEFAULTS = {
+MUON_DEFAULTS = {
     "momentum": 0.95,
     "ns_method": "gram",
     "betas": [0.9, 0.95],
     "eps": 1e-10,
     "weight_decay": 0.0,
 }
-_MUON_RATES = {"muon_lr": 0.02, "adam_lr": 3e-4}
+MUON_RATES = {"muon_lr": 0.02, "adam_lr": 3e-4}
 
 
 def check(values: dict[str, Any], given: bool) -> Iterator[Problem]:
@@ -30,7 +30,7 @@ def check(values: dict[str, Any], given: bool) -> Iterator[Problem]:
         yield from _form("optimizer", values["optimizer"])
         yield from _optimizer(values)
         if is_muon(values["optimizer"]):
-            _complete_muon(values["optimizer"]["params"])
+            values["optimizer"]["params"] = _complete_muon(values["optimizer"]["params"])
     elif not given:
         text = 'optimizer is missing (such as {"type": "AdamW", "params": {"lr": 3e-4}})'
         yield Problem(("optimizer",), text)
@@ -90,13 +90,11 @@ def _optimizer(values: dict[str, Any]) -> Iterator[Problem]:
             yield from _optimizer_value(path, value)
 
 
-def _complete_muon(params: dict[str, Any]) -> None:
-    """All that Muon reads; lr stands for both rates."""
-    both = params.pop("lr", None)
-    for name, default in _MUON_RATES.items():
-        params.setdefault(name, default if both is None else both)
-    for name, value in _MUON_DEFAULTS.items():
-        params.setdefault(name, value)
+def _complete_muon(params: dict[str, Any]) -> dict[str, Any]:
+    """All that Muon reads; lr, which stands for both rates, is not among them."""
+    rates = {name: params.get("lr", default) for name, default in MUON_RATES.items()}
+    given = {name: value for name, value in params.items() if name != "lr"}
+    return {**rates, **MUON_DEFAULTS, **given}
 
 
 def _optimizer_value(path: Path, value: Any) -> Iterator[Problem]:
@@ -137,7 +135,7 @@ def _scheduler(scheduler: dict[str, Any]) -> Iterator[Problem]:
 def _two_rates(optimizer: dict[str, Any], schedule: Any) -> Iterator[Problem]:
     """WarmupCosineLR scales the learning rates of the optimizer, the others set one rate for all weights."""
     params = optimizer.get("params", {})
-    rates = [params.get(name) for name in _MUON_RATES]
+    rates = [params.get(name) for name in MUON_RATES]
     if is_muon(optimizer) and rates[0] != rates[1] and schedule in keys.SCHEDULES.keys() - {"WarmupCosineLR"}:
         yield Problem(
             ("scheduler",),

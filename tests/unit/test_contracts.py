@@ -23,6 +23,7 @@ from deepspeed.ops.op_builder import FusedAdamBuilder
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.lr_schedules import WarmupCosineLR
+from deepspeed.runtime.zero.muon import original_muon
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import rotary_pos_embedding
@@ -39,6 +40,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megatron.core.utils import GlobalMemoryBuffer
 
 from megatron_noloco.config.deepspeed_keys import OPTIMIZER_PARAMS, TORCH_OPTIMIZERS
+from megatron_noloco.config.deepspeed_optimizer import MUON_DEFAULTS, MUON_RATES
 from megatron_noloco.pipeline.pipeline import RoutedCommunicator
 
 pytestmark = pytest.mark.contract
@@ -207,7 +209,7 @@ class TestEngine:
     """engine/replica.py builds and drives these."""
 
     def test_the_engine_can_be_constructed_directly(self) -> None:
-        wanted = {"args", "model", "mpu", "config", "config_class", "dist_init_required"}
+        wanted = {"args", "model", "optimizer", "mpu", "config", "config_class", "dist_init_required"}
         assert wanted <= parameters(DeepSpeedEngine.__init__)
 
     @pytest.mark.parametrize(
@@ -283,3 +285,36 @@ def test_config_knows_what_optimizers_take(
         expected -= {"decoupled_weight_decay"}  # of newer torch; AdamW says the same
         assert OPTIMIZER_PARAMS["adamw"] == OPTIMIZER_PARAMS["adam"]
     assert OPTIMIZER_PARAMS[name] == expected
+
+
+class TestMuon:
+    """engine/muon.py uses DeepSpeed's names, defaults and kernels."""
+
+    def test_its_parameters_and_defaults(self) -> None:
+        engine = DeepSpeedEngine
+        read = {"muon_lr", "adam_lr", *engine._MUON_HALF_KEYS, *engine._ADAM_HALF_KEYS}
+        assert OPTIMIZER_PARAMS["muon"] == read
+        weights = torch.nn.Linear(2, 2)
+        groups = [
+            {"params": [weights.weight], "use_muon": True},
+            {"params": [weights.bias], "use_muon": False},
+        ]
+        muon, adam = original_muon.MuonWithAuxAdam(groups).param_groups
+        assert {"muon_lr": muon["lr"], "adam_lr": adam["lr"]} == MUON_RATES
+        ours = {**MUON_DEFAULTS, "betas": tuple(MUON_DEFAULTS["betas"])}
+        theirs = {**muon, **adam}
+        assert {name: theirs[name] for name in ours} == ours
+
+    @pytest.mark.parametrize("method", sorted(original_muon.NS_METHODS))
+    def test_its_kernels_orthogonalise_without_a_compiler(self, method: str) -> None:
+        muon = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+        kernel = {
+            "gram": original_muon.zeropower_via_gram_newtonschulz,
+            "standard": original_muon.zeropower_via_newtonschulz5,
+        }[method]
+        graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+        with torch.compiler.set_stance("force_eager"):
+            values = torch.linalg.svdvals(kernel(muon, steps=5).float())
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+        assert float(values.min()) > 0.6
+        assert float(values.max()) < 1.3
