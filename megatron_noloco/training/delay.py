@@ -41,10 +41,11 @@ class DelayChoice:
         return self.outer.delay_steps
 
     def after_round(self, report: RoundReport) -> None:
-        """After each round."""
+        """After each round of a fragment."""
         if report.round_index not in self._measured:
             return
         self._exchange_seconds.append(report.exchange.seconds)
-        if len(self._exchange_seconds) == _MEASURED_ROUNDS:
+        last = (self._measured.stop - 1, self.outer.settings.fragments - 1)
+        if (report.round_index, report.fragment) == last:
             steps = math.ceil(max(self._exchange_seconds) / statistics.median(self._step_seconds))
             agreement.announce(_SUBJECT, min(max(1, steps), self.local_steps))

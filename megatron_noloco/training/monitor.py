@@ -9,13 +9,12 @@ import torch.distributed as dist
 from megatron_noloco.checkpoint.settings import SaveReport
 from megatron_noloco.metrics import LAST, LAST_MAX, LAST_SUM, MEAN, RMS, TOTAL, Metrics, Reduction
 from megatron_noloco.metrics.reduction import largest, last
-from megatron_noloco.outer import ExchangeReport, RoundReport
+from megatron_noloco.outer import RoundReport
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.training.console import Console
 from megatron_noloco.training.record import Evaluation
 
 DELAY_STEPS = "delay_steps"  # the counter that keeps what the run chose in its checkpoints
-_NOTHING = ExchangeReport(group=())  # what a local step without a round sends
 
 
 class Monitor:
@@ -25,13 +24,20 @@ class Monitor:
         metrics: where this rank's numbers go.
         tokens_per_step: of this replica.
         console: on rank 0, which shows checkpoints; rows reach it through `metrics`.
+        fragments: whose rounds are reported one by one.
     """
 
     def __init__(
-        self, metrics: Metrics, plan: BatchPlan, tokens_per_step: int, console: Console | None
+        self,
+        metrics: Metrics,
+        plan: BatchPlan,
+        tokens_per_step: int,
+        console: Console | None,
+        fragments: int = 1,
     ) -> None:
         self.metrics = metrics
         self.plan = plan
+        self.fragments = fragments
         self.tokens_per_step = tokens_per_step
         self.console = console
         self._begin_interval()
@@ -40,21 +46,26 @@ class Monitor:
         self._interval_started = time.perf_counter()
         self._steps = 0
 
-    def local_step(self, report: RoundReport | None) -> None:
-        """After each local step; `report` is that of the round after it, if there was one."""
+    def local_step(self, reports: list[RoundReport]) -> None:
+        """After each local step; `reports` are those of the rounds that ended with it."""
         self._steps += 1
-        record = self.metrics.record
-        exchange = _NOTHING if report is None else report.exchange
-        pause_seconds = 0.0 if report is None else report.pause_seconds
-        record("total/sent_bytes", exchange.bytes_sent, TOTAL)
-        record("total/pause_seconds", pause_seconds, Reduction(last, largest, per="run"))
-        if report is None:
-            return
+        sent_bytes = sum(report.exchange.bytes_sent for report in reports)
+        pause_seconds = sum(report.pause_seconds for report in reports)
+        self.metrics.record("total/sent_bytes", sent_bytes, TOTAL)
+        self.metrics.record("total/pause_seconds", pause_seconds, Reduction(last, largest, per="run"))
+        for report in reports:
+            self._round(report)
+
+    def _round(self, report: RoundReport) -> None:
+        record, exchange = self.metrics.record, report.exchange
         record("round/index", report.round_index, LAST)
+        if self.fragments > 1:
+            record("round/fragment", report.fragment, LAST)
+            record(f"fragment/spread of {report.fragment}", report.spread, RMS, exchange.compared_elements)
         record("round/partners", [other for other in exchange.group if other != self.metrics.replica], LAST)
         record("round/exchange_seconds", exchange.seconds, LAST_MAX)
         record("round/wait_seconds", exchange.wait_seconds, LAST_MAX)
-        record("round/pause_seconds", pause_seconds, LAST_MAX)
+        record("round/pause_seconds", report.pause_seconds, LAST_MAX)
         record("round/sent_bytes", exchange.bytes_sent, LAST_SUM)
         record("round/spread", report.spread, RMS, exchange.compared_elements)
         record("round/poisoned_elements", exchange.poisoned_elements, LAST_SUM)

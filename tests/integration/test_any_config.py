@@ -141,7 +141,7 @@ def drawn_run(seed: int, folder: Path, data: list[dict[str, Any]]) -> tuple[Run,
     run.change({"data": random.choice(data)})
     # Not added to those of the tiny config, but in their place.
     run.raw |= {"optimizer": random.choice(OPTIMIZERS), "scheduler": random.choice(SCHEDULERS)}
-    run.raw = tiny({}, run.raw)
+    run.change({"noloco": {"fragments": random.randint(1, run.raw["noloco"]["local_steps"])}})
     RunConfig.from_dict(run.raw).topology(ranks)
     return run, ranks
 

@@ -78,6 +78,12 @@ class Fleet:
             for part, value in zip(master, row.tensor_split([5]), strict=True):
                 part.copy_(value)
 
+    @property
+    def memory(self) -> list[dict[str, Tensor]]:
+        """What each replica holds between rounds for each of those that are under way at a time, by name."""
+        rounds = [held for outer in self.outer for held in (*outer._idle, *outer._under_way)]
+        return [held._kept._held | held._exchange._kept._held for held in rounds]
+
     def meet(self, round_index: int) -> list[RoundReport]:
         with ThreadPoolExecutor(self.replicas) as threads:
             return list(threads.map(lambda outer: outer.run_round(round_index), self.outer))
@@ -502,7 +508,7 @@ def test_leaving_refreshes_what_depends_on_the_weights_but_not_after_an_exceptio
 def test_rounds_come_every_k_local_steps_and_are_counted_from_zero() -> None:
     fleet = Fleet(noise(1, 4, seed=22), 1, local_steps=3)
     reports = [fleet.outer[0].after_local_step(done) for done in range(1, 8)]
-    assert [report and report.round_index for report in reports] == [None, None, 0, None, None, 1, None]
+    assert [[report.round_index for report in step] for step in reports] == [[], [], [0], [], [], [1], []]
 
 
 def test_state_continues_a_run() -> None:
@@ -520,7 +526,7 @@ def test_state_continues_a_run() -> None:
 def test_without_rounds_the_weights_are_all_there_is() -> None:
     parameter = torch.arange(4.0)
     alone = NoRounds(TorchWeights([parameter]))
-    assert [alone.after_local_step(done) for done in range(1, 200)] == [None] * 199
+    assert [alone.after_local_step(done) for done in range(1, 200)] == [[]] * 199
     with alone.evaluating() as slow:
         parameter.zero_()
         assert slow.tolist() == [0.0, 1.0, 2.0, 3.0]

@@ -88,7 +88,9 @@ class Simulation:
                 reports = list(
                     threads.map(lambda outer, done=step + 1: outer.after_local_step(done), self.outer)
                 )
-                self.sent_bytes += max(report.exchange.bytes_sent if report else 0 for report in reports)
+                self.sent_bytes += max(
+                    sum(report.exchange.bytes_sent for report in of_replica) for of_replica in reports
+                )
                 if step + 1 == steps or (interval and (step + 1) % interval == 0):
                     yield self.evaluate(step + 1)
 
