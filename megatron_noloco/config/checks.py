@@ -166,6 +166,19 @@ def check_rounds(noloco: NolocoConfig, training: TrainingConfig, replicas: int |
         )
 
 
+def check_copies(
+    noloco: NolocoConfig, model: ModelConfig, parallel: ParallelConfig, replicas: int
+) -> Iterator[str]:
+    """Whether the first and the last stage average a tied embedding with the same replicas."""
+    tied = parallel.pipeline_model_parallel_size > 1 and not model.untie_embeddings_and_output_weights
+    if tied and noloco.grouping == "stage" and 1 < noloco.group_size_among(replicas) < replicas:
+        yield (
+            'noloco.grouping "stage" and a tied embedding: the first and the last stage would average their '
+            'copies of it with different replicas, and these would drift apart; use "replica", or set '
+            "model.untie_embeddings_and_output_weights to true"
+        )
+
+
 def check_phase(noloco: NolocoConfig) -> Iterator[str]:
     """Each fragment has one round in a local phase, and that is merged before its next one."""
     if noloco.fragments > noloco.local_steps:

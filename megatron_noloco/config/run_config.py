@@ -66,6 +66,8 @@ class RunConfig:
         yield from checks.check_method(self.noloco, replicas)
         yield from checks.check_rounds(self.noloco, self.training, replicas)
         yield from checks.check_phase(self.noloco)
+        if replicas is not None:
+            yield from checks.check_copies(self.noloco, self.model, self.parallel, replicas)
         yield from checks.check_model(self.model)
         yield from checks.check_parallel(self.model, self.parallel, self.microbatches)
         yield from checks.check_data(self.data, self.evaluation)
@@ -109,6 +111,7 @@ class RunConfig:
         except ValueError as error:
             raise ConfigError([str(error)]) from None
         problems = list(checks.check_method(self.noloco, topology.replicas))
+        problems += checks.check_copies(self.noloco, self.model, self.parallel, topology.replicas)
         if problems:
             raise ConfigError(problems)
         return topology

@@ -126,6 +126,9 @@ def draw(random: Random) -> tuple[dict[str, Any], int]:
         },
         "tensorboard": {"enabled": one_of([True, False])},
     }
+    tied = not changes["model"]["untie_embeddings_and_output_weights"]
+    if tied and stages > 1:  # refused: the copies would drift apart
+        changes["noloco"]["grouping"] = "replica"
     return changes, math.prod(sizes)
 
 

@@ -146,6 +146,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"noloco.overlap": {"mode": "delayed", "delay_steps": 6}},
         "noloco.overlap.delay_steps 6 is more than noloco.local_steps 5: a round is merged before the next one",
     ),
+    (
+        {"noloco.grouping": "stage", "model.untie_embeddings_and_output_weights": False},
+        "would average their copies of it with different replicas, and these would drift apart; use",
+    ),
     ({"noloco.fragments": 0}, "noloco.fragments: must be an integer >= 1, got 0"),
     ({"noloco.fragments": 6}, "noloco.fragments 6 is more than noloco.local_steps 5: each fragment has its round"),
     ({"noloco.deadline_seconds": 0}, "noloco.deadline_seconds: must be a number > 0, got 0"),
