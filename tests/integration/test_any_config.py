@@ -12,7 +12,7 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.data.indexed import IndexedWriter
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from tests.integration.chaos import Run, assert_same_state
-from tests.integration.tiny import metrics, tiny, write_text
+from tests.integration.tiny import metrics, write_text
 
 STEPS = 6
 MOST_RANKS = 8

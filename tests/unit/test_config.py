@@ -151,7 +151,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "would average their copies of it with different replicas, and these would drift apart; use",
     ),
     ({"noloco.fragments": 0}, "noloco.fragments: must be an integer >= 1, got 0"),
-    ({"noloco.fragments": 6}, "noloco.fragments 6 is more than noloco.local_steps 5: each fragment has its round"),
+    (
+        {"noloco.fragments": 6},
+        "noloco.fragments 6 is more than noloco.local_steps 5: each fragment has its round",
+    ),
     ({"noloco.deadline_seconds": 0}, "noloco.deadline_seconds: must be a number > 0, got 0"),
     (
         {"noloco.method": "nolocko"},
