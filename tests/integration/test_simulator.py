@@ -19,7 +19,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "groups of 3 of 4": {"group_size": 3, "consensus_weight": 0.4},
     "cycles": {"pairing": "cycle"},
     "DiLoCo": {"method": "diloco"},
-    "no rounds": {"enabled": False},
+    "fragments": {"fragments": 2, "pairing": "cycle"},
+    "no rounds": {"enabled": False, "fragments": 2},
 }
 
 
