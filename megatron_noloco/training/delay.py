@@ -14,7 +14,7 @@ class DelayChoice:
     """Sets `OuterOptimizer.delay_steps` before the fourth round of the process.
 
     Training waits for the exchanges of the first rounds. After two of them every rank announces the steps that the
-    longer one took, ceil(seconds of the exchange / median seconds of a local step), from 1 to `local_steps`; the
+    longest one took, ceil(seconds of the exchange / median seconds of a local step), from 1 to `local_steps`; the
     time a partner was late is a part of it. The third round gives everybody time to announce. Then all ranks take
     the largest number. A rank that has not come so far is waited for; it waits for none that is ahead.
 
