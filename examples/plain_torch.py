@@ -46,10 +46,10 @@ def train(replica: int, replicas: int) -> Tensor:
     draw = torch.Generator().manual_seed(1 + replica)  # every replica has data of its own
     for step in range(STEPS):
         loss = local_step(model, optimizer, draw)
-        report = outer.after_local_step(step + 1)
-        if report is not None and replica == 0:
+        for report in outer.after_local_step(step + 1):
             partners = [member for member in report.exchange.group if member != replica]
-            print(f"step {step + 1}: loss {loss:.4f}, partner {partners}, spread {report.spread:.5f}")
+            if replica == 0:
+                print(f"step {step + 1}: loss {loss:.4f}, partner {partners}, spread {report.spread:.5f}")
     return weights.read()
 
 

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from megatron_noloco.job.join import choose_transport, join
 from megatron_noloco.job.launcher import read_world
-from megatron_noloco.outer import OuterOptimizer, OuterSettings, TorchWeights
+from megatron_noloco.outer import OuterOptimizer, OuterSettings, RoundReport, TorchWeights
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.protocol import Transport
@@ -117,8 +117,7 @@ class Bench:
         for _ in range(5):
             dist.barrier()
             self.done += options.local_steps
-            report = self.outer.after_local_step(self.done)
-            assert report is not None
+            (report,) = self.outer.after_local_step(self.done)
             exchanges.append(report.exchange.seconds)
         seconds = slowest(statistics.median(exchanges[1:]))
         self.products = 200
@@ -149,20 +148,20 @@ class Bench:
 
     def phase(self, delay_steps: int) -> dict[str, float]:
         """A round, from its beginning, and k local steps; -1: the steps alone."""
-        started, in_the_air, reports = time.perf_counter(), 0.0, []
+        started, in_the_air = time.perf_counter(), 0.0
+        reports: list[RoundReport] = []
         if delay_steps >= 0:
             self.outer.delay_steps = delay_steps
             self.done += self.options.local_steps
-            reports.append(self.outer.after_local_step(self.done))
+            reports += self.outer.after_local_step(self.done)
         for index in range(1, self.options.local_steps + 1):
             seconds = timed(self.step)
             in_the_air += seconds if index <= self.options.delay_steps else 0.0
             if delay_steps >= 0 and index < self.options.local_steps:
-                reports.append(self.outer.after_local_step(self.done + index))
+                reports += self.outer.after_local_step(self.done + index)
         times = {"all": time.perf_counter() - started, "in_the_air": in_the_air}
-        (report,) = [report for report in reports if report is not None] or [None]
-        times["pause"] = report.pause_seconds if report is not None else 0.0
-        times["wait"] = report.exchange.wait_seconds if report is not None else 0.0
+        times["pause"] = sum(report.pause_seconds for report in reports)
+        times["wait"] = sum(report.exchange.wait_seconds for report in reports)
         return times
 
 

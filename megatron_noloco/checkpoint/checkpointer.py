@@ -122,13 +122,8 @@ class Checkpointer:
             shift = elastic.shift_of_mean(folder, self.position, saved.topology.replicas, replicas)
             for name, value in shift.items():
                 tensors[name] += value
-            self._shift_fast_weights(shift["slow_weights"])
+            self.engine.weights.add(shift["slow_weights"])
         self.outer.restore(tensors)
-
-    def _shift_fast_weights(self, shift: Tensor) -> None:
-        fast = self.engine.weights.read().add_(shift)
-        with self.engine.weights.writing() as write:
-            write(0, fast)
 
     def close(self) -> str | None:
         error = self.wait()

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from megatron_noloco.config.blocks import EvaluationConfig, NolocoConfig, ParallelConfig, TrainingConfig
+from megatron_noloco.config.blocks import EvaluationConfig, ParallelConfig, TrainingConfig
 from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.config.model_block import ModelConfig
+from megatron_noloco.config.noloco_block import NolocoConfig
 from megatron_noloco.config.wording import count
 from megatron_noloco.plans.grouping import prime_factors
 from megatron_noloco.plans.routing import Routing
@@ -165,8 +166,26 @@ def check_rounds(noloco: NolocoConfig, training: TrainingConfig, replicas: int |
         )
 
 
-def check_overlap(noloco: NolocoConfig) -> Iterator[str]:
-    """One exchange is under way at a time."""
+def check_copies(
+    noloco: NolocoConfig, model: ModelConfig, parallel: ParallelConfig, replicas: int
+) -> Iterator[str]:
+    """Whether the first and the last stage average a tied embedding with the same replicas."""
+    tied = parallel.pipeline_model_parallel_size > 1 and not model.untie_embeddings_and_output_weights
+    if tied and noloco.grouping == "stage" and 1 < noloco.group_size_among(replicas) < replicas:
+        yield (
+            'noloco.grouping "stage" and a tied embedding: the first and the last stage would average their '
+            'copies of it with different replicas, and these would drift apart; use "replica", or set '
+            "model.untie_embeddings_and_output_weights to true"
+        )
+
+
+def check_phase(noloco: NolocoConfig) -> Iterator[str]:
+    """Each fragment has one round in a local phase, and that is merged before its next one."""
+    if noloco.fragments > noloco.local_steps:
+        yield (
+            f"noloco.fragments {noloco.fragments} is more than noloco.local_steps {noloco.local_steps}: each "
+            "fragment has its round at a local step of its own; lower it"
+        )
     if noloco.delay_steps > noloco.local_steps:
         yield (
             f"noloco.overlap.delay_steps {noloco.delay_steps} is more than noloco.local_steps "

@@ -11,13 +11,13 @@ from megatron_noloco.config.blocks import (
     Block,
     CheckpointConfig,
     EvaluationConfig,
-    NolocoConfig,
     ParallelConfig,
     TensorBoardConfig,
     TrainingConfig,
 )
 from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.config.model_block import ModelConfig
+from megatron_noloco.config.noloco_block import NolocoConfig
 from megatron_noloco.config.wording import ConfigError, Problem, fields_of, problems_of
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.routing import Routing
@@ -65,7 +65,9 @@ class RunConfig:
         replicas = self.parallel.replicas if self.parallel.replicas != "auto" else None
         yield from checks.check_method(self.noloco, replicas)
         yield from checks.check_rounds(self.noloco, self.training, replicas)
-        yield from checks.check_overlap(self.noloco)
+        yield from checks.check_phase(self.noloco)
+        if replicas is not None:
+            yield from checks.check_copies(self.noloco, self.model, self.parallel, replicas)
         yield from checks.check_model(self.model)
         yield from checks.check_parallel(self.model, self.parallel, self.microbatches)
         yield from checks.check_data(self.data, self.evaluation)
@@ -110,6 +112,7 @@ class RunConfig:
         except ValueError as error:
             raise ConfigError([str(error)]) from None
         problems = list(checks.check_method(self.noloco, topology.replicas))
+        problems += checks.check_copies(self.noloco, self.model, self.parallel, topology.replicas)
         if problems:
             raise ConfigError(problems)
         return topology

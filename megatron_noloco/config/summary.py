@@ -4,11 +4,12 @@ import json
 import math
 from typing import Any
 
-from megatron_noloco.config.blocks import NolocoConfig
 from megatron_noloco.config.deepspeed_optimizer import is_muon
+from megatron_noloco.config.noloco_block import NolocoConfig
 from megatron_noloco.config.run_config import RunConfig
 from megatron_noloco.config.wording import count
 from megatron_noloco.model.families import table_of
+from megatron_noloco.plans.fragments import most_under_way
 from megatron_noloco.plans.grouping import prime_factors
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.second_moment import half_life_steps
@@ -33,6 +34,8 @@ def describe(config: RunConfig, topology: Topology, architecture: Architecture |
         f"precision: {config.precision}, ZeRO stage {config.zero_stage} over the data-parallel ranks of a replica",
     ]
     if config.noloco.enabled:
+        if config.noloco.fragments > 1:
+            lines.append(f"fragments: {_fragments(config.noloco)}")
         lines.append(f"overlap: {_overlap(config.noloco)}")
         lines.append(f"outer state: {outer_state(config.noloco, topology.replicas)}")
     if architecture is not None:
@@ -81,7 +84,8 @@ def _method(noloco: NolocoConfig, replicas: int) -> str:
     rho, drawn = spread_factor(noloco.outer_momentum, noloco.gamma, n, noloco.pull_error), f"n = {n}"
     if noloco.pairing == "cycle":
         factors = prime_factors(replicas)
-        rho = cycle_spread_factor(noloco.outer_momentum, noloco.gamma, factors)
+        orders = [factors[f:] + factors[:f] for f in range(min(noloco.fragments, len(factors)))]
+        rho = max(cycle_spread_factor(noloco.outer_momentum, noloco.gamma, order) for order in orders)
         drawn = f"cycles of {' x '.join(map(str, factors))}" + ", payload not counted" * bool(
             noloco.pull_error
         )
@@ -115,6 +119,14 @@ def _setting(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else json.dumps(value).strip('"')
 
 
+def _fragments(noloco: NolocoConfig) -> str:
+    parts, local_steps = noloco.fragments, noloco.local_steps
+    return (
+        f"{parts}, each 1/{parts} of a rank's weights and exchanged once in {count(local_steps, 'local step')}; "
+        f"one every {local_steps / parts:g}"
+    )
+
+
 def _overlap(noloco: NolocoConfig) -> str:
     if not noloco.delays:
         return "none, training waits for every exchange"
@@ -130,17 +142,23 @@ def _overlap(noloco: NolocoConfig) -> str:
 def outer_state(noloco: NolocoConfig, replicas: int) -> str:
     """What `outer` keeps beside the weights."""
     in_pairs = noloco.group_size_among(replicas) <= 2
-    vectors = {"slow weights": 4.0, "outer momentum": 4.0, "combined vector": 4.0}
+    of_round = {"combined vector": 4.0}
     if in_pairs and noloco.payload == "fp32":
-        vectors["received vector"] = 4
+        of_round["received vector"] = 4
     elif in_pairs:
-        vectors |= {"codes": int(noloco.payload.removeprefix("int")) / 4, "sketches and steps": 0.1}
+        of_round |= {"codes": int(noloco.payload.removeprefix("int")) / 4, "sketches and steps": 0.1}
     if noloco.delays:
-        vectors["snapshot"] = 4
+        of_round["snapshot"] = 4
+    longest_delay = noloco.local_steps if noloco.chooses_delay else noloco.delay_steps
+    at_a_time = most_under_way(noloco.local_steps, noloco.fragments, longest_delay)
+    share = at_a_time / noloco.fragments
+    vectors = {"slow weights": 4.0, "outer momentum": 4.0}
+    vectors |= {vector: size * share for vector, size in of_round.items()}
+    rounds = "" if at_a_time == 1 else f" for each of {at_a_time} rounds"
     return (
-        f"{sum(vectors.values()):g} bytes per parameter ("
-        + ", ".join(f"{vector} {size:g}" for vector, size in vectors.items())
-        + (")" if in_pairs else "), and at most 128 MiB to receive in")
+        f"{sum(vectors.values()):.3g} bytes per parameter ("
+        + ", ".join(f"{vector} {size:.2g}" for vector, size in vectors.items())
+        + (")" if in_pairs else f"), and at most 128 MiB to receive in{rounds}")
         + (
             ""
             if noloco.slow_weights == "host"

@@ -9,7 +9,8 @@ from megatron_noloco.outer.exchange import Channel, Exchange, MeanPiece, Partner
 from megatron_noloco.outer.mean import ExchangeReport
 from megatron_noloco.outer.mean_model import MeanModel
 from megatron_noloco.outer.no_rounds import NoRounds, Rounds
-from megatron_noloco.outer.optimizer import OuterOptimizer, RoundReport
+from megatron_noloco.outer.optimizer import OuterOptimizer
+from megatron_noloco.outer.round import RoundReport
 from megatron_noloco.outer.settings import OuterSettings
 from megatron_noloco.outer.weights import TorchWeights, Weights
 

@@ -22,16 +22,16 @@ Bytes. A member of a pair sends `payload.message_bytes(elements, bits)`, and 4 f
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 from torch import Tensor
 
-from megatron_noloco.outer.chosen import Chosen, of_mean
+from megatron_noloco.outer.blocks import of_mean, spans_of
 from megatron_noloco.outer.exchange import STRETCH, Exchange
 from megatron_noloco.outer.mean import MeanPiece
-from megatron_noloco.outer.memory import Kept
 from megatron_noloco.outer.payload import BLOCK, CELLS, Codec, Coded, blocks_in, pieces, signs_of, wide_type
+from megatron_noloco.outer.spans import Ranges
 from megatron_noloco.outer.steps import find_steps
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place
@@ -48,12 +48,10 @@ class Coding:
     Attributes:
         bits: of a code: 16, 8 or 4.
         stretch: elements that are under way at a time, rounded up to whole blocks.
-        exact: ranges start..stop of the vector whose blocks travel in fp32.
     """
 
     bits: int
     stretch: int = STRETCH
-    exact: Sequence[tuple[int, int]] = ()
 
 
 class CodedExchange(Exchange):
@@ -67,16 +65,16 @@ class CodedExchange(Exchange):
         self, transport: Transport, place: Place, channel: int, deadline_seconds: float, coding: Coding
     ) -> None:
         super().__init__(transport, place, channel, deadline_seconds, blocks_in(coding.stretch) * BLOCK)
+        self.sends_from_device = False
         self.coding = coding
         self._codec = Codec(coding.bits)
         self._first = 0  # element of the stretch posted next
         self._signs = torch.empty(0)
-        self._kept = Kept()
 
-    def begin(self, vector: Tensor, group: Group, number: int, what: str) -> None:
+    def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
         if not self._under_way:
             self._first, self._signs = 0, signs_of(number)
-        super().begin(vector, group, number, what)
+        super().begin(vector, group, number, what, exact)
 
     def _post(self, part: Tensor) -> Iterator[MeanPiece | None]:
         first, self._first = self._first, self._first + len(part)
@@ -88,21 +86,11 @@ class CodedExchange(Exchange):
         sketches = self._kept.take("sketches", torch.float32, blocks, CELLS)
         self._codec.sketch(part, self._signs, sketches)
         coded = torch.ones(blocks, dtype=torch.bool)
-        for start, stop in self.coding.exact:
+        for start, stop in self._exact:
             coded[max(0, start - first) // BLOCK : max(0, blocks_in(stop - first))] = False
         way = self._pair if len(self.report.group) == 2 else self._group
-        return self._or_forget(way(part, sketches, coded), part, coded)
-
-    def _or_forget(
-        self, posted: Iterator[MeanPiece | None], part: Tensor, coded: Tensor
-    ) -> Iterator[MeanPiece | None]:
-        """All pieces of the stretch, those left over last; `coded` says by then which those are."""
-        try:
-            yield from posted
-            yield from self._again(part, coded)
-        except BaseException:
-            self._kept.forget()  # what arrives late must land in memory of its own, which the transport keeps
-            raise
+        # By the time that `_again` is asked, `coded` says what is left over.
+        return chain(way(part, sketches, coded), self._again(part, coded))
 
     def _pair(self, part: Tensor, sketches: Tensor, coded: Tensor) -> Iterator[MeanPiece | None]:
         (partner,) = (member for member in self.report.group if member != self.place.replica)
@@ -180,7 +168,7 @@ class CodedExchange(Exchange):
 
     def _again(self, part: Tensor, coded: Tensor) -> Iterator[MeanPiece | None]:
         """In fp32 the blocks that are not coded."""
-        left_over = Chosen(coded.logical_not(), len(part))
+        left_over = spans_of(coded.logical_not(), len(part))
         if not left_over.length:
             return
         self.report.resent_elements += left_over.length

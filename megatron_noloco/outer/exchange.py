@@ -29,8 +29,9 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.outer.mean import ExchangeReport, MeanPiece, finite_mean
-from megatron_noloco.outer.memory import HOST, buffer
+from megatron_noloco.outer.memory import Kept
 from megatron_noloco.outer.patience import PartnerTimeoutError, Patience
+from megatron_noloco.outer.spans import Ranges
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.protocol import ExchangeTimeoutError, Message, Transport
@@ -53,18 +54,19 @@ class Exchange:
     """Averages this rank's vector with its counterparts (`Place.rank_of`) in the replica's group.
 
     Owns the memory that messages arrive in, its tags and its report, so that several exchanges of one rank may be
-    under way at once, each on a channel of its own. One exchange has one vector under way at a time.
+    under way at once, each with a channel or a number of its own. One exchange has one vector under way at a time.
 
     Args:
         transport: carries the messages.
         place: of this rank; its rank is the transport's.
-        channel: 0 to CHANNELS - 1, the same for the counterparts and different from this rank's other exchanges.
+        channel: 0 to CHANNELS - 1, the same for the counterparts.
         deadline_seconds: how long to wait for a member, see `Patience`.
         stretch: elements that are under way at a time, the same for the counterparts. The exchange's buffers hold
             one such stretch for a pair, two for a larger group. `begin` posts the first stretch.
 
     Attributes:
         report: of the exchange begun last; complete when `finish` is exhausted.
+        sends_from_device: whether a vector in an accelerator's memory is sent from there.
     """
 
     def __init__(
@@ -85,23 +87,25 @@ class Exchange:
         self.place = place
         self.channel = channel
         self.stretch = stretch
+        self.sends_from_device = transport.device_buffers
         self.report = ExchangeReport(group=())
-        self._what = ""
-        self._tag = 0
+        self._what, self._tag = "", 0
+        self._exact: Ranges = ()
         self._under_way = False
         self._patience = Patience(deadline_seconds)
         self._pieces: Generator[MeanPiece | None]
-        self._outbox = self._inbox = self._slices = torch.empty(0)
+        self._kept = Kept()
 
-    def begin(self, vector: Tensor, group: Group, number: int, what: str) -> None:
+    def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
         """Post the messages of this rank, and return without waiting for any.
 
         Args:
             vector: fp32, flat, on any device; not to be written until `finish` is exhausted. It is copied,
                 stretch by stretch, when it lies where the transport cannot send from.
             group: the replicas to average over, ascending, this one included.
-            number: the same in the whole group, different from that of earlier exchanges on this channel.
+            number: the same in the whole group, different from that of other exchanges on this channel.
             what: the exchange, as an error names it.
+            exact: parts of the vector that travel in fp32, as all of it does here, also where codes are sent.
 
         Raises RuntimeError when the exchange begun before is not finished, ValueError when this replica is
         not in the group.
@@ -111,10 +115,11 @@ class Exchange:
         if self.place.replica not in group:
             raise ValueError(f"{what}: replica {self.place.replica} is not in group {list(group)}")
         self.report = ExchangeReport(group)
-        self._what = what
+        self._what, self._exact = what, exact
         self._tag = (number * CHANNELS + self.channel) * PHASES
         self._patience.work()
-        self._pieces = self._all_pieces(vector, self._post(vector[: self.stretch]))
+        posted = self._post(vector[: self.stretch]) if len(vector) else iter(())
+        self._pieces = self._all_pieces(vector, posted)
         self._under_way = True
 
     def progress(self) -> Iterator[MeanPiece]:
@@ -161,7 +166,7 @@ class Exchange:
             if not complete:
                 self._under_way = False
                 # What arrives late must land in memory of its own, which the transport keeps.
-                self._outbox = self._inbox = self._slices = torch.empty(0)
+                self._kept.forget()
             self.report.seconds = time.perf_counter() - self.report.started
 
     def whole_mean(self, vector: Tensor, group: Group, number: int, what: str) -> Tensor:
@@ -175,20 +180,18 @@ class Exchange:
     def _post(self, part: Tensor) -> Iterator[MeanPiece | None]:
         """Post the first messages of one stretch; its pieces are collected by iterating."""
         group = self.report.group
-        if part.device.type != "cpu" and not self.transport.device_buffers:
-            self._outbox = _at_least(self._outbox, len(part), HOST)
-            part = self._outbox[: len(part)].copy_(part)
-        self._inbox = _at_least(self._inbox, len(part), part.device)
+        if part.device.type != "cpu" and not self.sends_from_device:
+            part = self._kept.take("outbox", torch.float32, len(part)).copy_(part)
         match len(group):
             case 1:
-                return iter([MeanPiece(0, len(part), self._inbox[: len(part)].copy_(part))])
+                return iter([MeanPiece(0, len(part), self._inbox(part).copy_(part))])
             case 2:
                 return self._swap(part, group[1] if group[0] == self.place.replica else group[0])
             case _:
                 return self._share(part, group)
 
     def _swap(self, vector: Tensor, partner: int) -> Iterator[MeanPiece | None]:
-        rank, inbox = self.place.rank_of(partner), self._inbox[: len(vector)]
+        rank, inbox = self.place.rank_of(partner), self._inbox(vector)
         flight = self.transport.post([Message(rank, vector)], [Message(rank, inbox)], self._tag)
         self.report.bytes_sent += vector.nbytes
         arrivals = self._patience.collect(flight)
@@ -212,10 +215,9 @@ class Exchange:
         bounds = [len(vector) * member // len(group) for member in range(len(group) + 1)]
         parts = [slice(bounds[member], bounds[member + 1]) for member in range(len(group))]
         width = bounds[me + 1] - bounds[me]
-        self._slices = _at_least(self._slices, len(group) * width, vector.device)
-        slices = list(self._slices[: len(group) * width].view(len(group), width))
+        slices = list(self._kept.take("slices", torch.float32, len(group), width, device=vector.device))
         slices[me] = vector[parts[me]]
-        inbox = self._inbox
+        inbox = self._inbox(vector)
         flight = self.transport.post(
             [Message(ranks[j], vector[parts[j]]) for j in others],
             [Message(ranks[j], slices[j]) for j in others],
@@ -244,6 +246,5 @@ class Exchange:
 
         return pieces()
 
-
-def _at_least(held: Tensor, length: int, device: torch.device) -> Tensor:
-    return held if len(held) >= length and held.device == device else buffer(length, device)
+    def _inbox(self, part: Tensor) -> Tensor:
+        return self._kept.take("inbox", torch.float32, len(part), device=part.device)

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from megatron_noloco.outer.optimizer import OuterOptimizer, RoundReport
+from megatron_noloco.outer.optimizer import OuterOptimizer
+from megatron_noloco.outer.round import RoundReport
 from megatron_noloco.outer.weights import Weights
 
 
@@ -16,9 +17,9 @@ class NoRounds:
     def __init__(self, weights: Weights) -> None:
         self.weights = weights
 
-    def after_local_step(self, done: int) -> RoundReport | None:
-        """None: no round is ever due."""
-        return None
+    def after_local_step(self, done: int) -> list[RoundReport]:
+        """No round is ever due."""
+        return []
 
     def progress(self) -> None:
         """Nothing is ever under way."""
@@ -40,12 +41,10 @@ class NoRounds:
     def restore(self, state: dict[str, Tensor]) -> None:
         """As in the outer optimizer, the fast weights are not in it: restore them before.
 
-        A round that was not merged yet is merged now.
+        Rounds that were not merged yet are merged now.
         """
         if "correction" in state:
-            fast = self.weights.read().add_(state["correction"])
-            with self.weights.writing() as write:
-                write(0, fast)
+            self.weights.add(state["correction"])
 
 
 Rounds = OuterOptimizer | NoRounds

@@ -26,36 +26,31 @@ Both means enter only as beta * mean(Delta) + gamma * mean(phi) = mean(c), so on
 Written like this, replicas with equal phi and delta take bitwise equal steps. With everybody in one group and
 equal phi the gamma terms cancel and the rule is DiLoCo's; alone (a bye) it is delta <- alpha*delta + beta*Delta.
 
-A round need not stop the training while its messages are under way: see `delayed`.
+A round need not stop the training while its messages are under way: see `round`. Nor need all weights have their
+rounds at the same local step: see `fragments`.
 """
 
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
+import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from megatron_noloco.outer.coded_exchange import CodedExchange, Coding
-from megatron_noloco.outer.delayed import DelayedRound
 from megatron_noloco.outer.exchange import STRETCH, Channel, Exchange
-from megatron_noloco.outer.mean import ExchangeReport, MeanPiece
+from megatron_noloco.outer.fragments import cut
+from megatron_noloco.outer.mean import ExchangeReport
+from megatron_noloco.outer.memory import HOST, buffer
+from megatron_noloco.outer.round import Round, RoundReport
 from megatron_noloco.outer.settings import OuterSettings
 from megatron_noloco.outer.vectors import OuterVectors
 from megatron_noloco.outer.weights import Weights
+from megatron_noloco.plans.fragments import fragment_after
 from megatron_noloco.plans.grouping import Group, Grouping
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.protocol import Transport
-
-
-@dataclass(frozen=True)
-class RoundReport:
-    """One round as this rank saw it."""
-
-    round_index: int
-    exchange: ExchangeReport
-    spread: float  # standard deviation over the group of the fast weights before the round; nan for a bye
-    pause_seconds: float  # for which local steps stood still because of it
 
 
 class OuterOptimizer:
@@ -76,8 +71,8 @@ class OuterOptimizer:
         momentum: delta, likewise.
         delay_steps: d, that of the settings; may be changed between two local steps, on all ranks at the same one.
 
-    Three vectors of memory in all, and what an exchange needs: the third holds the combined vector during a round,
-    and the fast weights while others are `evaluating` in their place. A delay needs a fourth.
+    Two vectors of memory, and what a round needs: the combined vector, the messages, and with a delay the
+    correction, each as long as the longest fragment, as often as rounds are under way at a time.
     """
 
     def __init__(
@@ -91,83 +86,69 @@ class OuterOptimizer:
         if grouping.replicas != place.replicas:
             raise ValueError(f"the grouping is one of {grouping.replicas} replicas, not {place.replicas}")
         self.weights = weights
+        self.transport = transport
         self.place = place
         self.grouping = grouping
         self.settings = settings
         self.delay_steps = settings.delay_steps
-        bits = settings.payload_bits
-        self._vectors = OuterVectors(weights, settings, transport.device_buffers and bits is None)
+        self._fragments = cut(weights.length, weights.copied(), settings.fragments)
+        self._longest = max(fragment.length for fragment in self._fragments)
+        self._vectors = OuterVectors(weights, settings)
         self.slow_weights, self.momentum = self._vectors.slow_weights, self._vectors.momentum
-        self._delayed: DelayedRound | None = None
+        self._idle = [self._new_round()]
+        self._under_way: list[Round] = []  # as they began, on all ranks; each is waited for before the next
         self._pause_seconds = 0.0
-        # A pair has its whole vectors under way at once; in a larger group that would cost two more of them.
-        stretch = max(1, weights.length) if grouping.group_size <= 2 else STRETCH
-        deadline_seconds = settings.deadline_seconds
-        self._exchange = (
-            Exchange(transport, place, Channel.ROUNDS, deadline_seconds, stretch)
-            if bits is None
-            else CodedExchange(
-                transport, place, Channel.ROUNDS, deadline_seconds, Coding(bits, stretch, weights.copied())
-            )
-        )
 
-    def after_local_step(self, done: int) -> RoundReport | None:
-        """Run a round when one is due; with a delay, begin one when it is due and merge the one begun before.
+    def after_local_step(self, done: int) -> list[RoundReport]:
+        """Run the round that is due, if any; with a delay, begin it, and merge what was begun so long before.
 
         Args:
             done: local steps done since the beginning of the training, this one included.
 
-        Returns the report of the round that has ended with this step, None where none has. Raises as `run_round`
-        does.
+        Returns the reports of the rounds that have ended with this step: none after most, and more than one only
+        where `delay_steps` was changed. Raises as `run_round` does.
         """
         self.progress()
-        report = self._merge() if self._delayed is not None and done >= self._delayed.due else None
-        if done % self.settings.local_steps:
-            return report
-        round_index = done // self.settings.local_steps - 1
-        if not self.delay_steps:
-            return self.run_round(round_index)
-        if self._delayed is not None:  # a resume with fewer local steps to a round
-            report = self._merge()
-        with self._paused():
-            self._vectors.allow_delay()
-            self._begin(round_index, delayed=True)
-            self._delayed = DelayedRound(round_index, done + self.delay_steps, self._exchange.report)
-        return report
+        reports = [self._merge(running) for running in list(self._under_way) if running.due <= done]
+        begins = fragment_after(done, self.settings.local_steps, self.settings.fragments)
+        if begins is not None and not self.delay_steps:
+            reports.append(self.run_round(*begins))
+        elif begins is not None:
+            with self._paused():
+                self._under_way.append(self._begin(*begins, due=done + self.delay_steps))
+        return reports
 
-    def run_round(self, round_index: int) -> RoundReport:
-        """Exchange with this round's group and move the slow and the fast weights.
+    def run_round(self, round_index: int, fragment: int = 0) -> RoundReport:
+        """Exchange with the fragment's group of this round and move the slow and the fast weights.
 
         Raises PartnerTimeoutError: the group's round is then incomplete, and training has to go back to its
         last checkpoint.
         """
-        if self._delayed is not None:  # a resume without a delay
-            self._merge()
+        self.land()
         with self._paused():
-            self._begin(round_index, delayed=False)
-            with self.weights.writing() as write:
-                for piece in self._exchange.finish():
-                    write(piece.start, self._vectors.step(piece, delayed=False))
-        return self._report(round_index, self._exchange.report)
+            running = self._begin(round_index, fragment, due=0)
+            running.finish()
+        return self._ended(running)
 
     def progress(self) -> None:
-        """Move the exchange that is under way, if any, and use what has landed of it, without waiting.
+        """Move the exchanges that are under way, if any, and use what has landed of them, without waiting.
 
         Worth a call wherever local steps can be interrupted: many an MPI library moves messages only when called.
         """
-        if self._delayed is not None and not self._delayed.landed:
+        if self._under_way:
             with self._paused():
-                self._use(self._exchange.progress())
+                for running in self._under_way:
+                    running.progress()
 
     def land(self) -> None:
-        """Wait for the exchange that is under way, if any; its round is merged when it is due, not now.
+        """Wait for the exchanges that are under way, if any; their rounds are merged when they are due, not now.
 
-        The slow weights and the outer momentum buffer are then those after the round. Raises as `run_round` does.
+        The slow weights and the outer momentum buffer are then those after the rounds. Raises as `run_round` does.
         """
-        if self._delayed is not None and not self._delayed.landed:
+        if self._under_way:
             with self._paused():
-                self._use(self._exchange.finish())
-                self._delayed.landed = True
+                for running in self._under_way:
+                    running.land()
 
     def settle(self, exchange: Exchange, groups: Sequence[Group], number: int) -> list[ExchangeReport]:
         """Average the fast weights in one group after the other, plainly: alpha = 0, beta = gamma = 1.
@@ -183,9 +164,9 @@ class OuterOptimizer:
 
         Raises as `run_round` does.
         """
-        if self._delayed is not None:
-            self._merge()
-        mean, other = self.slow_weights, self._vectors.spare
+        for running in list(self._under_way):
+            self._merge(running)
+        mean, other = self.slow_weights, self._spare
         self.weights.read_into(mean)
         reports = []
         for place, group in enumerate(groups):
@@ -204,61 +185,100 @@ class OuterOptimizer:
     def evaluating(self) -> Iterator[Tensor]:
         """Inside, other weights may stand in the place of the fast ones; on leaving these are back.
 
-        Gives the slow weights, not to be written. Makes no copy of the model. No round may run inside. An exchange
-        that is under way lands first.
+        Gives the slow weights, not to be written. No round may run inside. Exchanges that are under way land
+        first. The fast weights are kept in the memory of a round; with several fragments, in host memory of their
+        own.
         """
         self.land()
-        with self.weights.kept_in(self._vectors.spare):
+        with self.weights.kept_in(self._spare):
             yield self.slow_weights
 
     def state(self) -> dict[str, Tensor]:
-        """What a resume needs of the outer optimizer; live tensors.
+        """What a resume needs of the outer optimizer; the first two are live tensors.
 
-        "slow_weights" and "outer_momentum". An exchange that is under way lands first. While a round is not
-        merged, there are also "correction" (phi - theta_s) and "delayed_round" (see `DelayedRound`).
+        "slow_weights" and "outer_momentum". Exchanges that are under way land first. While rounds are not merged,
+        there are also "correction" (phi - theta_s where it is to be merged, else zero), "delayed_rounds" (a row of
+        `Round.numbers` for each) and "delayed_with" (local steps to a round, and fragments).
         """
         self.land()
         state = {"slow_weights": self.slow_weights, "outer_momentum": self.momentum}
-        if self._delayed is not None:
-            state |= {"correction": self._vectors.correction, "delayed_round": self._delayed.numbers()}
+        if self._under_way:
+            correction = torch.zeros_like(self.slow_weights)
+            for running in self._under_way:
+                running.fragment.scatter(running.correction, correction)
+            rows = [running.numbers() for running in self._under_way]
+            state |= {
+                "correction": correction,
+                "delayed_rounds": pad_sequence(rows, batch_first=True, padding_value=-1),
+                "delayed_with": self._schedule,
+            }
         return state
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Continue from what `state` returned. The fast weights are not in it: restore them before.
 
         A correction concerns this replica alone. It is merged at its step with any other number of replicas, and
-        before the next round begins with any other settings.
+        now with another number of local steps or fragments.
         """
         self.slow_weights.copy_(state["slow_weights"])
         self.momentum.copy_(state["outer_momentum"])
-        self._delayed = None
-        if "correction" in state:
-            self._vectors.allow_delay()
-            self._vectors.correction.copy_(state["correction"])
-            self._delayed = DelayedRound.of(state["delayed_round"])
+        self._under_way = []  # what still arrives of them lands in memory of its own
+        if "correction" not in state:
+            return
+        if not torch.equal(state["delayed_with"], self._schedule):
+            self.weights.add(state["correction"])
+            return
+        for numbers in state["delayed_rounds"]:
+            self._under_way.append(self._free_round())
+            self._under_way[-1].resume(numbers, self._fragments, state["correction"])
 
-    def _begin(self, round_index: int, delayed: bool) -> None:
-        group = self.grouping.group(self.place.replica, round_index, self.place.stage)
-        combined = self._vectors.combine(delayed)
-        self._exchange.begin(combined, group, round_index, f"round {round_index}")
+    @property
+    def _spare(self) -> Tensor:
+        """A vector of all weights that nothing needs while no exchange is under way."""
+        rounds = [*self._idle, *self._under_way]
+        whole = len(self._fragments) == 1 and rounds
+        return rounds[0].combined if whole else buffer(self.weights.length, HOST)
 
-    def _use(self, pieces: Iterator[MeanPiece]) -> None:
-        for piece in pieces:
-            self._vectors.step(piece, delayed=True)
+    @property
+    def _schedule(self) -> Tensor:
+        return torch.tensor([self.settings.local_steps, self.settings.fragments])
 
-    def _merge(self) -> RoundReport:
-        assert self._delayed is not None
-        self.land()
+    def _begin(self, round_index: int, fragment: int, due: int) -> Round:
+        group = self.grouping.group(self.place.replica, round_index, self.place.stage, fragment)
+        number = round_index * self.settings.fragments + fragment
+        running = self._free_round()
+        running.begin(round_index, self._fragments[fragment], group, number, due)
+        return running
+
+    def _merge(self, running: Round) -> RoundReport:
         with self._paused():
-            self._vectors.merge()
-        delayed, self._delayed = self._delayed, None
-        return self._report(delayed.round_index, delayed.exchange)
+            for earlier in self._under_way[: self._under_way.index(running) + 1]:
+                earlier.land()
+            running.merge()
+        self._under_way.remove(running)
+        return self._ended(running)
 
-    def _report(self, round_index: int, exchange: ExchangeReport) -> RoundReport:
+    def _ended(self, ended: Round) -> RoundReport:
+        self._idle.append(ended)
         # For gamma = beta, c / gamma is theta itself; otherwise the point phi + (beta / gamma) * Delta near it.
-        scale = self.settings.gamma or self.settings.outer_lr
+        spread = ended.report.standard_deviation / (self.settings.gamma or self.settings.outer_lr)
         pause_seconds, self._pause_seconds = self._pause_seconds, 0.0
-        return RoundReport(round_index, exchange, exchange.standard_deviation / scale, pause_seconds)
+        return RoundReport(ended.index, ended.report, spread, pause_seconds, ended.fragment.index)
+
+    def _free_round(self) -> Round:
+        return self._idle.pop() if self._idle else self._new_round()
+
+    def _new_round(self) -> Round:
+        transport, place, settings = self.transport, self.place, self.settings
+        bits, deadline_seconds = settings.payload_bits, settings.deadline_seconds
+        # A pair has its whole vectors under way at once; in a larger group that would cost two more of them.
+        stretch = max(1, self._longest) if self.grouping.group_size <= 2 else STRETCH
+        exchange = (
+            Exchange(transport, place, Channel.ROUNDS, deadline_seconds, stretch)
+            if bits is None
+            else CodedExchange(transport, place, Channel.ROUNDS, deadline_seconds, Coding(bits, stretch))
+        )
+        return Round(self._vectors, exchange, self._longest)
 
     @contextmanager
     def _paused(self) -> Iterator[None]:

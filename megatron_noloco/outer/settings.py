@@ -19,7 +19,9 @@ class OuterSettings:
         deadline_seconds: how long to wait for a member of the group in a round.
         payload: how the combined vector travels: "fp32", or coded as integers of 16, 8 or 4 bits per element; see
             `payload`.
-        delay_steps: d <= local_steps, from the beginning of a round to its merge (see `delayed`); 0: no delay.
+        delay_steps: d <= local_steps, from the beginning of a round to its merge (see `round`); 0: no delay.
+        fragments: F <= local_steps, parts of the weights whose rounds are at different local steps (see
+            `fragments`).
         slow_weights: "host" keeps slow weights and outer momentum in (pinned) host memory, "device" beside the
             weights.
     """
@@ -31,6 +33,7 @@ class OuterSettings:
     deadline_seconds: float = 600.0
     payload: Payload = "fp32"
     delay_steps: int = 0
+    fragments: int = 1
     slow_weights: Literal["host", "device"] = "host"
 
     def __post_init__(self) -> None:
@@ -45,6 +48,11 @@ class OuterSettings:
                 "delay_steps",
                 0 <= self.delay_steps <= self.local_steps,
                 f"from 0 to local_steps {self.local_steps}",
+            ),
+            (
+                "fragments",
+                1 <= self.fragments <= self.local_steps,
+                f"from 1 to local_steps {self.local_steps}",
             ),
             ("slow_weights", self.slow_weights in ("host", "device"), '"host" or "device"'),
         ):

@@ -1,89 +1,93 @@
 """The vectors of the outer optimizer, and the arithmetic of a round on them."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from megatron_noloco.outer.mean import MeanPiece
 from megatron_noloco.outer.memory import HOST, buffer
 from megatron_noloco.outer.settings import OuterSettings
+from megatron_noloco.outer.spans import Spans
 from megatron_noloco.outer.weights import Weights
 
 _AT_ONCE = 1 << 20  # elements formed at a time: they stay in cache
 
 
 class OuterVectors:
-    """Symbols are those of `optimizer` and `delayed`.
+    """Symbols are those of `optimizer` and `round`. A round concerns some elements: `spans`.
 
     Args:
         weights: theta.
-        device_buffers: whether the transport sends from where the weights are.
 
     Attributes:
+        home: where slow weights and momentum lie.
         slow_weights: phi, fp32, shape [weights.length].
         momentum: delta, likewise.
-        spare: c during an exchange; free otherwise.
-        correction: theta_s, then phi - theta_s; empty until a round is delayed.
     """
 
-    def __init__(self, weights: Weights, settings: OuterSettings, device_buffers: bool) -> None:
+    def __init__(self, weights: Weights, settings: OuterSettings) -> None:
         self.weights = weights
         self.settings = settings
-        length = weights.length
-        self._home = weights.device if settings.slow_weights == "device" else HOST
-        self.slow_weights = buffer(length, self._home)
+        self.home = weights.device if settings.slow_weights == "device" else HOST
+        self.slow_weights = buffer(weights.length, self.home)
         weights.read_into(self.slow_weights)
-        self.momentum = buffer(length, self._home).zero_()
-        self.spare = buffer(length, self._home if device_buffers else HOST)
-        self.correction = buffer(0, self._home)
-        if settings.delay_steps:
-            self.allow_delay()
-
-    def allow_delay(self) -> None:
-        """Have memory for the correction."""
-        if not len(self.correction):
-            self.correction = buffer(len(self.slow_weights), self._home)
+        self.momentum = buffer(weights.length, self.home).zero_()
 
     @torch.no_grad()
-    def combine(self, delayed: bool) -> Tensor:
-        """c = beta * theta + (gamma - beta) * phi, formed where phi lies. Delayed: the correction is theta_s."""
+    def combine(self, spans: Spans, combined: Tensor, snapshot: Tensor | None) -> None:
+        """Fill `combined` with c = beta * theta + (gamma - beta) * phi, formed where phi lies.
+
+        Args:
+            combined: shape [spans.length], on any device.
+            snapshot: to be filled with theta_s, likewise, where phi lies; None for a round without delay.
+        """
         pull = self.settings.gamma - self.settings.outer_lr
-        for start in range(0, len(self.spare), _AT_ONCE):
-            place = slice(start, start + _AT_ONCE)
-            phi, combined = self.slow_weights[place], self.spare[place]
-            piece = combined if combined.device == phi.device else torch.empty_like(phi)
-            if delayed:
-                self.weights.read_into(self.correction[place], start)
-                piece.copy_(self.correction[place])
+        for ours, place in _in_cache(spans):
+            phi, c = self.slow_weights[place], combined[ours]
+            piece = c if c.device == phi.device else torch.empty_like(phi)
+            if snapshot is None:
+                self.weights.read_into(piece, place.start)
             else:
-                self.weights.read_into(piece, start)
+                self.weights.read_into(snapshot[ours], place.start)
+                piece.copy_(snapshot[ours])
             piece.mul_(self.settings.outer_lr)
             if pull:
                 piece.add_(phi, alpha=pull)
-            if piece is not combined:
-                combined.copy_(piece)
-        return self.spare
+            if piece is not c:
+                c.copy_(piece)
 
     @torch.no_grad()
-    def step(self, piece: MeanPiece, delayed: bool) -> Tensor:
-        """The outer step of some elements; returns their phi. Delayed: the correction becomes phi - theta_s."""
+    def step(self, spans: Spans, mean: MeanPiece, snapshot: Tensor | None) -> list[tuple[int, Tensor]]:
+        """The outer step of some elements; a snapshot becomes the correction, phi - theta_s.
+
+        Returns phi in pieces, each with the place of its first element in the vector of weights.
+        """
         # Piece by piece while it is in cache: several passes over memory become one.
-        place = slice(piece.start, piece.stop)
-        phi, delta = self.slow_weights[place], self.momentum[place]
-        delta.mul_(self.settings.outer_momentum).add_(piece.mean.to(delta.device))
-        delta.sub_(phi, alpha=self.settings.gamma)
-        phi.add_(delta)
-        if delayed:
-            torch.sub(phi, self.correction[place], out=self.correction[place])
-        return phi
+        moved = []
+        for ours, place in spans.within(mean.start, mean.stop):
+            phi, delta = self.slow_weights[place], self.momentum[place]
+            c = mean.mean[ours.start - mean.start : ours.stop - mean.start]
+            delta.mul_(self.settings.outer_momentum).add_(c.to(delta.device))
+            delta.sub_(phi, alpha=self.settings.gamma)
+            phi.add_(delta)
+            if snapshot is not None:
+                torch.sub(phi, snapshot[ours], out=snapshot[ours])
+            moved.append((place.start, phi))
+        return moved
 
     @torch.no_grad()
-    def merge(self) -> None:
-        """theta <- theta + (phi - theta_s)."""
+    def merge(self, spans: Spans, correction: Tensor, spare: Tensor) -> None:
+        """theta <- theta + (phi - theta_s); `spare` is overwritten. Both have shape [spans.length]."""
         with self.weights.writing() as write:
-            for start in range(0, len(self.correction), _AT_ONCE):
-                correction, fast = (
-                    vector[start : start + _AT_ONCE] for vector in (self.correction, self.spare)
-                )
-                fast = fast if fast.device == correction.device else torch.empty_like(correction)
-                self.weights.read_into(fast, start)
-                write(start, fast.add_(correction))
+            for ours, place in _in_cache(spans):
+                shift, fast = correction[ours], spare[ours]
+                fast = fast if fast.device == shift.device else torch.empty_like(shift)
+                self.weights.read_into(fast, place.start)
+                write(place.start, fast.add_(shift))
+
+
+def _in_cache(spans: Spans) -> Iterator[tuple[slice, slice]]:
+    """All elements in short pieces: the place of each in the vector of the spans, and in that of all weights."""
+    for start in range(0, spans.length, _AT_ONCE):
+        yield from spans.within(start, min(start + _AT_ONCE, spans.length))

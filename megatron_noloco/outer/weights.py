@@ -27,7 +27,7 @@ class Weights(ABC):
         """Recompute what depends on the tensors. Called on leaving `writing`; may be a collective."""
 
     def copied(self) -> Sequence[tuple[int, int]]:
-        """Ranges start..stop of the vector of which other ranks of the replica hold copies.
+        """Ranges start..stop of the vector, ascending, of which other ranks of the replica hold copies.
 
         An exchange gives copies that are equal bit for bit means that are.
         """
@@ -70,6 +70,12 @@ class Weights(ABC):
 
         yield write
         self.refresh()
+
+    def add(self, vector: Tensor) -> None:
+        """Add an fp32 vector of shape [length]."""
+        moved = self.read().add_(vector)
+        with self.writing() as write:
+            write(0, moved)
 
     @contextmanager
     def kept_in(self, flat: Tensor) -> Iterator[None]:

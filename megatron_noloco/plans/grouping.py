@@ -25,6 +25,13 @@ class Grouping:
     prime factor of `replicas` must be at most `group_size`.
 
     With `per_stage` every stage draws for itself, so the stages of a replica gossip with different replicas.
+
+    The fragments of the weights (`plans.fragments`) have groups of their own. "random": each draws for itself.
+    "cycle": all have the same labels, and fragment f begins f digits later. So the fragments of one round differ
+    in the digit, and with T fragments a replica meets in one round all whom it would else meet in T rounds. For
+    each fragment a cycle still has every digit once, and then the labels are drawn afresh. So its spread shrinks
+    by `stability.cycle_spread_factor` of the group sizes in the order that begins f digits later, which for pairs
+    is the same for all fragments.
     """
 
     replicas: int
@@ -42,13 +49,16 @@ class Grouping:
                 f"replicas are {prime_factors(self.replicas)}, and none may be larger than the group"
             )
 
-    def groups(self, round_index: int, stage: int = 0) -> list[Group]:
-        """The groups of a round, each in ascending order of replica."""
+    def groups(self, round_index: int, stage: int = 0, fragment: int = 0) -> list[Group]:
+        """The groups of a round of a fragment, each in ascending order of replica."""
         factors = prime_factors(self.replicas) if self.pairing == "cycle" else ()
-        draw, place = divmod(round_index, len(factors)) if factors else (round_index, 0)
-        counters = (draw, stage) if self.per_stage else (draw,)
+        draw = round_index // len(factors) if factors else round_index
+        counters = [draw, *([stage] if self.per_stage else [])]
+        if fragment and not factors:  # fragment 0 draws what weights in one piece do
+            counters.append(fragment)
         labels = draw_permutation(self.replicas, self.seed, Stream.GROUPING, *counters)
         if factors:  # by the digit that differs, least significant first
+            place = (round_index + fragment) % len(factors)
             digits = labels.reshape(-1, factors[place], prod(factors[:place]))
             return [
                 tuple(sorted(group)) for group in digits.swapaxes(1, 2).reshape(-1, factors[place]).tolist()
@@ -59,9 +69,9 @@ class Grouping:
             for start in range(0, self.replicas, self.group_size)
         ]
 
-    def group(self, replica: int, round_index: int, stage: int = 0) -> Group:
+    def group(self, replica: int, round_index: int, stage: int = 0, fragment: int = 0) -> Group:
         """The group that contains `replica`, in ascending order, `replica` included."""
-        return next(group for group in self.groups(round_index, stage) if replica in group)
+        return next(group for group in self.groups(round_index, stage, fragment) if replica in group)
 
 
 def averaging_cycle(replica: int, replicas: int, seed: int) -> list[Group]:

@@ -71,6 +71,7 @@ def build(prepared: Prepared, transport: Transport, start: Start, progress: str 
         Exchange(transport, place, channel, deadline_seconds)
         for channel in (Channel.LOSSES, Channel.MEAN_MODEL)
     )
+    tokens_per_step = plan.replica_batch * prepared.architecture.seq_length
     mean_model = MeanModel(outer, means) if config.evaluation.mean_model else None
     return Run(
         schedule=_schedule(config),
@@ -80,7 +81,7 @@ def build(prepared: Prepared, transport: Transport, start: Start, progress: str 
         loader=StepLoader(source, routing, config.noloco.local_steps, reader, metrics.record),
         evaluator=Evaluator(engine, routing, prepared.validation, losses, mean_model),
         checkpointer=checkpointer,
-        monitor=Monitor(metrics, plan, plan.replica_batch * prepared.architecture.seq_length, console),
+        monitor=Monitor(metrics, plan, tokens_per_step, console, config.noloco.fragments),
         stopping=stopping,
         final_average=build_final_average(config, outer, transport, place),
         delay=delay,

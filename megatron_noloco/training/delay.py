@@ -14,7 +14,7 @@ class DelayChoice:
     """Sets `OuterOptimizer.delay_steps` before the fourth round of the process.
 
     Training waits for the exchanges of the first rounds. After two of them every rank announces the steps that the
-    longer one took, ceil(seconds of the exchange / median seconds of a local step), from 1 to `local_steps`; the
+    longest one took, ceil(seconds of the exchange / median seconds of a local step), from 1 to `local_steps`; the
     time a partner was late is a part of it. The third round gives everybody time to announce. Then all ranks take
     the largest number. A rank that has not come so far is waited for; it waits for none that is ahead.
 
@@ -41,10 +41,11 @@ class DelayChoice:
         return self.outer.delay_steps
 
     def after_round(self, report: RoundReport) -> None:
-        """After each round."""
+        """After each round of a fragment."""
         if report.round_index not in self._measured:
             return
         self._exchange_seconds.append(report.exchange.seconds)
-        if len(self._exchange_seconds) == _MEASURED_ROUNDS:
+        last = (self._measured.stop - 1, self.outer.settings.fragments - 1)
+        if (report.round_index, report.fragment) == last:
             steps = math.ceil(max(self._exchange_seconds) / statistics.median(self._step_seconds))
             agreement.announce(_SUBJECT, min(max(1, steps), self.local_steps))

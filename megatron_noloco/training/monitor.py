@@ -17,7 +17,6 @@ from megatron_noloco.training.record import Evaluation
 
 DELAY_STEPS = "delay_steps"  # the counter that keeps what the run chose in its checkpoints
 PAUSES = Reduction(last, largest, per="run")
-_NOTHING = ExchangeReport(group=())  # what a local step without a round sends
 
 
 class Monitor:
@@ -27,13 +26,20 @@ class Monitor:
         metrics: where this rank's numbers go.
         tokens_per_step: of this replica.
         console: on rank 0, which shows checkpoints; rows reach it through `metrics`.
+        fragments: whose rounds are reported one by one.
     """
 
     def __init__(
-        self, metrics: Metrics, plan: BatchPlan, tokens_per_step: int, console: Console | None
+        self,
+        metrics: Metrics,
+        plan: BatchPlan,
+        tokens_per_step: int,
+        console: Console | None,
+        fragments: int = 1,
     ) -> None:
         self.metrics = metrics
         self.plan = plan
+        self.fragments = fragments
         self.tokens_per_step = tokens_per_step
         self.console = console
         self._begin_interval()
@@ -42,21 +48,26 @@ class Monitor:
         self._interval_started = time.perf_counter()
         self._steps = 0
 
-    def local_step(self, report: RoundReport | None) -> None:
-        """After each local step; `report` is that of the round after it, if there was one."""
+    def local_step(self, reports: list[RoundReport]) -> None:
+        """After each local step; `reports` are those of the rounds that ended with it."""
         self._steps += 1
-        record = self.metrics.record
-        exchange = _NOTHING if report is None else report.exchange
-        pause_seconds = 0.0 if report is None else report.pause_seconds
-        record("total/sent_bytes", exchange.bytes_sent, TOTAL)
-        record("total/pause_seconds", pause_seconds, PAUSES)
-        if report is None:
-            return
+        sent_bytes = sum(report.exchange.bytes_sent for report in reports)
+        pause_seconds = sum(report.pause_seconds for report in reports)
+        self.metrics.record("total/sent_bytes", sent_bytes, TOTAL)
+        self.metrics.record("total/pause_seconds", pause_seconds, PAUSES)
+        for report in reports:
+            self._round(report)
+
+    def _round(self, report: RoundReport) -> None:
+        record, exchange = self.metrics.record, report.exchange
         record("round/index", report.round_index, LAST)
+        if self.fragments > 1:
+            record("round/fragment", report.fragment, LAST)
+            record(f"fragment/spread of {report.fragment}", report.spread, RMS, exchange.compared_elements)
         record("round/partners", [other for other in exchange.group if other != self.metrics.replica], LAST)
         record("round/exchange_seconds", exchange.seconds, LAST_MAX)
         record("round/wait_seconds", exchange.wait_seconds, LAST_MAX)
-        record("round/pause_seconds", pause_seconds, LAST_MAX)
+        record("round/pause_seconds", report.pause_seconds, LAST_MAX)
         record("round/sent_bytes", exchange.bytes_sent, LAST_SUM)
         record("round/spread", report.spread, RMS, exchange.compared_elements)
         record("round/poisoned_elements", exchange.poisoned_elements, LAST_SUM)

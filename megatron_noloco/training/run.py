@@ -102,10 +102,11 @@ class Run:
         chosen = self.delay.before_round(done, step_seconds) if self.delay else None
         if chosen is not None:
             self.monitor.delay_chosen(done, chosen)
-        report = self.outer.after_local_step(done)
-        self.monitor.local_step(report)
-        if self.delay and report:
-            self.delay.after_round(report)
+        reports = self.outer.after_local_step(done)
+        self.monitor.local_step(reports)
+        if self.delay:
+            for report in reports:
+                self.delay.after_round(report)
 
     def _leave(self, done: int) -> None:
         """Asked to stop: nothing is lost."""

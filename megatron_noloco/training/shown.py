@@ -81,7 +81,8 @@ def _losses(losses: list[float]) -> str:
 def _round(row: Row) -> str:
     others = row["round/partners"]
     partners = ("partner " if len(others) == 1 else "partners ") + ",".join(map(str, others))
-    return f"round {row['round/index']} {partners if others else 'bye'}"
+    fragment = f"fragment {row['round/fragment']} " if "round/fragment" in row else ""
+    return f"round {row['round/index']} {fragment}{partners if others else 'bye'}"
 
 
 def _routed(row: Row) -> str:

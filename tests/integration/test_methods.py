@@ -65,12 +65,15 @@ def run_for_copies(rank: int, world_size: int, config: str) -> Tensor:
     ],
     ids=["norms of tp ranks", "tied embeddings cut by ZeRO"],
 )
-def test_copies_stay_bitwise_equal_with_a_coded_payload(
-    tmp_path: Path, text: str, shape: dict[str, int], tied: bool
+@pytest.mark.parametrize(
+    "noloco", [{"payload": "int4"}, {"fragments": 2}, {"payload": "int4", "fragments": 2}]
+)
+def test_copies_stay_bitwise_equal_with_a_coded_payload_and_in_fragments(
+    tmp_path: Path, text: str, shape: dict[str, int], tied: bool, noloco: dict[str, Any]
 ) -> None:
     changes = {
         "parallel": {"replicas": 2, **shape},
-        "noloco": {"payload": "int4"},
+        "noloco": noloco,
         "gradient_accumulation_steps": 2,
         "model": {"untie_embeddings_and_output_weights": not tied},
         "data": {"text": text},

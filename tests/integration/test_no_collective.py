@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megatron_noloco.plans.fragments import fragment_after
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.topology import Position, Topology
@@ -59,21 +60,22 @@ def assert_no_collective_spans_replicas(ranks: Ranks, topology: Topology = STAGE
     assert inside, "the spy is deaf: inside a replica there are collectives"
 
 
-def assert_exchanges_go_to_partners(ranks: Ranks, topology: Topology = STAGED) -> None:
+def assert_exchanges_go_to_partners(ranks: Ranks, topology: Topology = STAGED, fragments: int = 1) -> None:
     grouping = Grouping(topology.replicas, 2, SEED)
-    rounds = STEPS // LOCAL_STEPS
+    due = {done: fragment_after(done, LOCAL_STEPS, fragments) for done in range(1, STEPS + 1)}
+    rounds = {done: one for done, one in due.items() if one}
     for rank, seen in enumerate(ranks):
         met: defaultdict[int, set[int]] = defaultdict(set)
         for call in seen["calls"]:
             if is_exchange(call, seen["hops"]):
-                assert call["step"] % LOCAL_STEPS == 0, f"no exchange but after {LOCAL_STEPS} steps: {call}"
-                met[call["step"] // LOCAL_STEPS - 1].add(call["peer"])
+                met[call["step"]].add(call["peer"])
         expected = {}
-        for index in range(rounds):
-            group = grouping.group(topology.position(rank).replica, index)
-            expected[index] = {topology.place(rank).rank_of(other) for other in group} - {rank}
-        assert met == expected, f"rank {rank}"
-    assert len({tuple(grouping.groups(index)) for index in range(rounds)}) > 1, "partners do change"
+        for done, (index, fragment) in rounds.items():
+            group = grouping.group(topology.position(rank).replica, index, fragment=fragment)
+            expected[done] = {topology.place(rank).rank_of(other) for other in group} - {rank}
+        assert met == expected, f"rank {rank}: by local step"
+    drawn = {tuple(grouping.groups(index, fragment=fragment)) for index, fragment in rounds.values()}
+    assert len(drawn) > 1, "partners do change"
 
 
 def hop_peers(seen: dict[str, Any], name: str, direction: int) -> list[tuple[int, int]]:
@@ -141,6 +143,17 @@ def test_with_overlap(tmp_path: Path, delay_steps: int | str) -> None:
     ranks = over_torch(tmp_path, "round", overlap={"mode": "delayed", "delay_steps": delay_steps})
     assert_no_collective_spans_replicas(ranks)
     assert_exchanges_go_to_partners(ranks)
+    assert assert_hops_follow_the_routes(ranks, "round")
+
+
+@pytest.mark.parametrize(
+    "overlap", [{}, {"mode": "delayed", "delay_steps": LOCAL_STEPS}], ids=["waits", "overlap"]
+)
+def test_in_fragments(tmp_path: Path, overlap: dict[str, Any]) -> None:
+    """Partners only, of each fragment its own."""
+    ranks = over_torch(tmp_path, "round", fragments=3, overlap=overlap)
+    assert_no_collective_spans_replicas(ranks)
+    assert_exchanges_go_to_partners(ranks, fragments=3)
     assert assert_hops_follow_the_routes(ranks, "round")
 
 

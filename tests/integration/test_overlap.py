@@ -10,6 +10,7 @@ import pytest
 from megatron_noloco.checkpoint.catalog import read_manifests
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.outer import ExchangeReport, OuterSettings, RoundReport
+from megatron_noloco.plans.fragments import fragment_after
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.training.delay import DelayChoice
 from tests.harness import run_ranks
@@ -19,8 +20,8 @@ from tests.integration.tiny import build, metrics, microbatch, tiny
 K = 4
 
 
-def report_of(round_index: int, seconds: float) -> RoundReport:
-    return RoundReport(round_index, ExchangeReport((0,), seconds=seconds), 0.0, 0.0)
+def report_of(round_index: int, seconds: float, fragment: int = 0) -> RoundReport:
+    return RoundReport(round_index, ExchangeReport((0,), seconds=seconds), 0.0, 0.0, fragment)
 
 
 def chooses(rank: int, world_size: int, exchange_seconds: list[float], rounds_before: int) -> list[Any]:
@@ -45,6 +46,23 @@ def test_all_ranks_take_the_largest_delay_from_the_same_round_on(
 ) -> None:
     ranks = run_ranks(3, chooses, exchange_seconds, 5)
     assert ranks == [[(0, None)] * 3 + [(expected, expected)] + [(expected, None)] * 2] * 3
+
+
+def chooses_in_fragments(rank: int, world_size: int, start: int) -> list[Any]:
+    """Two fragments, of which the first takes 2.5 steps and the last none; when the delay is said."""
+    outer: Any = SimpleNamespace(settings=OuterSettings(local_steps=K, fragments=2), delay_steps=0)
+    choice, said = DelayChoice(outer, start // K), {}
+    for done in range(start + 1, 5 * K + 1):
+        if chosen := choice.before_round(done, 1.0):
+            said[done] = chosen
+        if due := fragment_after(done, K, 2):
+            choice.after_round(report_of(due[0], 2.5 if due[1] == 0 else 0.0, due[1]))
+    return list(said.items())
+
+
+@pytest.mark.parametrize(("start", "decided"), [(0, 4 * K), (3, 4 * K), (K + 1, 5 * K)])
+def test_every_fragment_counts_also_after_a_resume_within_a_round(start: int, decided: int) -> None:
+    assert run_ranks(2, chooses_in_fragments, start) == [[(decided, 3)]] * 2
 
 
 def test_the_slow_first_step_does_not_shorten_the_delay() -> None:

@@ -94,6 +94,14 @@ RUNS: dict[str, tuple[dict[str, Any], int]] = {
         },
         6,
     ),
+    "2 replicas x dp 2 x 2 stages, tied, in fragments, saved while two are under way": (
+        {
+            "parallel": {"replicas": 2, "data_parallel_size": 2, "pipeline_model_parallel_size": 2},
+            "noloco": noloco(fragments=3, overlap={"mode": "delayed", "delay_steps": 2}),
+            "model": {"untie_embeddings_and_output_weights": False},
+        },
+        8,
+    ),
     "dp 2 without outer optimizer, dropout": (
         {"parallel": {"replicas": 1, "data_parallel_size": 2}, "noloco": {"enabled": False}, **DROPOUT},
         2,

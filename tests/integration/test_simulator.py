@@ -25,7 +25,8 @@ METHODS: dict[str, dict[str, Any]] = {
     "DiLoCo": {"method": "diloco"},
     "final average": {"final_average": True},
     "final average of a delayed round": {"final_average": True, "overlap": DELAYED},
-    "no rounds": {"enabled": False},
+    "fragments": {"fragments": 2, "pairing": "cycle"},
+    "no rounds": {"enabled": False, "fragments": 2},
 }
 
 

@@ -147,6 +147,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"noloco.overlap": {"mode": "delayed", "delay_steps": 6}},
         "noloco.overlap.delay_steps 6 is more than noloco.local_steps 5: a round is merged before the next one",
     ),
+    (
+        {"noloco.grouping": "stage", "model.untie_embeddings_and_output_weights": False},
+        "would average their copies of it with different replicas, and these would drift apart; use",
+    ),
+    ({"noloco.fragments": 0}, "noloco.fragments: must be an integer >= 1, got 0"),
+    (
+        {"noloco.fragments": 6},
+        "noloco.fragments 6 is more than noloco.local_steps 5: each fragment has its round",
+    ),
     ({"noloco.deadline_seconds": 0}, "noloco.deadline_seconds: must be a number > 0, got 0"),
     (
         {"noloco.method": "nolocko"},
@@ -793,6 +802,38 @@ def test_auto_betas_fix_the_half_life_of_the_second_moment_in_tokens() -> None:
     assert halved.deepspeed["optimizer"]["params"]["betas"][1] == pytest.approx(beta2**0.5, rel=1e-12)
     line = f"half-life of the second moment 26,562.5 local steps, {HALF_LIFE_TOKENS:,.0f} tokens per replica"
     assert line in "\n".join(describe(run, run.topology(8)))
+
+
+def test_the_banner_says_what_fragments_do() -> None:
+    whole, parts = config(), config(noloco__fragments=2)
+    assert "fragments" not in "\n".join(describe(whole, whole.topology(8)))
+    lines = describe(parts, parts.topology(8))
+    assert (
+        "fragments: 2, each 1/2 of a rank's weights and exchanged once in 5 local steps; one every 2.5"
+        in lines
+    )
+    (line,) = [line for line in lines if line.startswith("outer state: ")]
+    assert line.startswith("outer state: 12 bytes per parameter (")
+
+
+@pytest.mark.parametrize(("fragments", "rho"), [(1, "0.595"), (2, "0.595"), (3, "0.602")])
+def test_the_banner_says_rho_of_the_slowest_fragment(fragments: int, rho: str) -> None:
+    """Of 30 replicas in cycles: groups of 2, 3, 5; then of 3, 5, 2; then of 5, 2, 3."""
+    cycles = {"noloco__pairing": "cycle", "noloco__group_size": 5, "parallel__replicas": 30}
+    run = config(noloco__fragments=fragments, **cycles)
+    assert f"cycles of 2 x 3 x 5; rho = {rho}: " in "\n".join(describe(run, run.topology(60)))
+
+
+def test_groups_per_stage_go_together_with_a_tied_embedding_that_meets_the_same_replicas() -> None:
+    tied = {"noloco__grouping": "stage", "model__untie_embeddings_and_output_weights": False}
+    config(**tied, parallel__replicas=2)
+    config(**tied, noloco__method="diloco")
+    config(**tied, noloco__enabled=False)
+    config(**tied, parallel__pipeline_model_parallel_size=1)
+    unknown = config(**tied, parallel__replicas="auto")
+    assert unknown.topology(4).replicas == 2
+    with pytest.raises(ConfigError, match="would average their copies of it with different replicas"):
+        unknown.topology(8)
 
 
 def test_explain_mentions_every_field() -> None:

@@ -230,6 +230,7 @@ EXCHANGE = " exchange (ms): 12.3 wait (ms): 4.5 sent (MB): 1.48 |"
         ),
         (ROUND, f" round 1 partner 3 |{EXCHANGE} spread: 1.230E-03 |"),
         (ROUND | {"round/partners": [], "round/spread": math.nan}, f" round 1 bye |{EXCHANGE}"),
+        (ROUND | {"round/fragment": 2}, f" round 1 fragment 2 partner 3 |{EXCHANGE} spread: 1.230E-03 |"),
         (
             ROUND | {"round/partners": [2, 3], "round/poisoned_elements": 16},
             f" round 1 partners 2,3 |{EXCHANGE} spread: 1.230E-03 | poisoned elements: 16 |",

@@ -1,7 +1,7 @@
 """Rounds that are under way while training goes on: what outer/delayed.py says of them, as theorems."""
 
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_noloco.config.blocks import NolocoConfig, OverlapConfig
+from megatron_noloco.config.noloco_block import NolocoConfig, OverlapConfig
 from megatron_noloco.config.summary import outer_state
 from megatron_noloco.outer import (
     Exchange,
@@ -41,14 +41,14 @@ class Training(Fleet):
         self.done = 0
         self.snapshots: list[Tensor] = []  # theta at the end of each local phase, before anything else
 
-    def step(self, updates: Tensor) -> list[RoundReport | None]:
+    def step(self, updates: Tensor) -> list[list[RoundReport]]:
         """Add `updates`, shape [replicas, elements], to the fast weights."""
         self.train(self.theta + updates)
         self.done += 1
         with ThreadPoolExecutor(self.replicas) as threads:
             return list(threads.map(lambda outer: outer.after_local_step(self.done), self.outer))
 
-    def run(self, steps: int, seed: int = 0) -> list[list[RoundReport | None]]:
+    def run(self, steps: int, seed: int = 0) -> list[list[list[RoundReport]]]:
         """Local steps whose updates depend on the step alone."""
         shape = self.theta.shape
         return [self.step(0.1 * noise(*shape, seed=1000 * seed + self.done)) for _ in range(steps)]
@@ -103,7 +103,7 @@ def test_no_delay_is_the_round_that_training_waits_for() -> None:
     blocking, delayed = training(4, 0), training(4, 0)
     for round_index in range(3):
         reports = delayed.run(K)
-        assert [report is None for report in reports[-1]] == [False] * 4
+        assert [len(of_replica) for of_replica in reports[-1]] == [1] * 4
         for step in range(K):
             blocking.train(blocking.theta + 0.1 * noise(4, 37, seed=round_index * K + step))
         blocking.meet(round_index)
@@ -130,14 +130,14 @@ def test_updates_that_do_not_depend_on_the_weights_give_the_phi_and_delta_of_no_
 @pytest.mark.parametrize("delay_steps", [1, 3, K])
 def test_rounds_begin_after_the_local_phase_and_are_reported_when_they_are_merged(delay_steps: int) -> None:
     fleet = training(2, delay_steps)
-    reports = [replica[0] for replica in fleet.run(3 * K + 1)]
-    merged = {done: report.round_index for done, report in enumerate(reports, 1) if report is not None}
+    reports = [replicas[0] for replicas in fleet.run(3 * K + 1)]
+    merged = {done: report.round_index for done, step in enumerate(reports, 1) for report in step}
     assert merged == {
         K * (r + 1) + delay_steps: r for r in range(3) if K * (r + 1) + delay_steps <= 3 * K + 1
     }
     for transport in fleet.transports:
         assert len(transport.sent) == 3, "the third round is under way, merged or not"
-    for report in filter(None, reports):
+    for report in chain(*reports):
         assert report.exchange.bytes_sent == 37 * 4
         assert report.exchange.group == (0, 1)
 
@@ -296,17 +296,20 @@ def test_state_continues_a_run_bit_for_bit_from_any_step(saved: int, delay_steps
     other.land()
     for name in ("theta", "phi", "delta"):
         assert torch.equal(getattr(fleet, name), getattr(other, name))
-    assert [[told(report) for report in step] for step in found] == [
-        [told(report) for report in step] for step in expected
-    ], "the round that was under way is reported as it would have been"
+    assert list(map(told, found)) == list(map(told, expected)), (
+        "the round that was under way is reported as it would have been"
+    )
 
 
-def told(report: RoundReport | None) -> Any:
-    if report is None:
-        return None
+def told(step: list[list[RoundReport]]) -> Any:
+    return [[figures(report) for report in of_replica] for of_replica in step]
+
+
+def figures(report: RoundReport) -> Any:
     exchange = report.exchange
     return (
         report.round_index,
+        report.fragment,
         report.spread,
         exchange.group,
         exchange.bytes_sent,
@@ -321,7 +324,7 @@ def test_a_checkpoint_holds_a_correction_only_while_a_round_is_not_merged() -> N
     for done in range(1, 2 * K + 2):
         fleet.run(1)
         (state, _) = states(fleet)
-        assert ("correction" in state) == ("delayed_round" in state) == (done in (K, 2 * K))
+        assert ("correction" in state) == ("delayed_rounds" in state) == (done in (K, 2 * K))
 
 
 def test_resumed_without_rounds_the_correction_is_merged_at_once() -> None:
@@ -334,8 +337,7 @@ def test_resumed_without_rounds_the_correction_is_merged_at_once() -> None:
 
 
 @pytest.mark.parametrize("delay_steps", [0, 1])
-def test_a_round_that_begins_earlier_than_the_merge_was_due_merges_first(delay_steps: int) -> None:
-    """Resumed with fewer local steps to a round, or without a delay."""
+def test_resumed_with_other_local_steps_the_correction_is_merged_at_once(delay_steps: int) -> None:
     fleet = training(2, 3)
     fleet.run(K)
     other = Training(fleet.theta, 2, 0)
@@ -376,7 +378,7 @@ def test_a_partner_that_does_not_answer_is_named_when_somebody_waits() -> None:
     (transport, _) = loopback_world(2)
     settings = OuterSettings(local_steps=2, delay_steps=1, deadline_seconds=0.05)
     outer = OuterOptimizer(TorchWeights([torch.ones(4)]), transport, Place(0, 2), Grouping(2, 2, 0), settings)
-    assert [outer.after_local_step(done) for done in (1, 2)] == [None, None]
+    assert [outer.after_local_step(done) for done in (1, 2)] == [[], []]
     outer.progress()
     with pytest.raises(PartnerTimeoutError, match=r"no answer from partner 1 \(rank 1\) in round 0 after 0."):
         outer.after_local_step(3)
@@ -484,8 +486,8 @@ def test_who_moves_messages_is_told_by_library_and_setting(
 
 def held(fleet: Training) -> list[Tensor]:
     """The vectors that the outer optimizers keep from round to round."""
-    kept = [vars(outer._vectors) | vars(outer._exchange) for outer in fleet.outer]
-    return [value for values in kept for value in values.values() if isinstance(value, Tensor)]
+    vectors = [vector for outer in fleet.outer for vector in (outer.slow_weights, outer.momentum)]
+    return vectors + [vector for of_round in fleet.memory for vector in of_round.values()]
 
 
 def test_nothing_is_allocated_from_round_to_round() -> None:

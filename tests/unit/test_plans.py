@@ -93,6 +93,13 @@ class TestGrouping:
         assert fresh.groups(17) != fresh.groups(18)
         assert fresh.groups(17) != Grouping(16, 2, seed=2).groups(17)
 
+    def test_fragments_draw_for_themselves_and_the_first_as_weights_in_one_piece(self) -> None:
+        for per_stage in (False, True):
+            grouping = Grouping(16, 2, seed=1, per_stage=per_stage)
+            drawn = [grouping.groups(4, stage=1, fragment=fragment) for fragment in range(5)]
+            assert drawn[0] == grouping.groups(4, stage=1)
+            assert all(one != other for one, other in combinations(drawn, 2))
+
     def test_stages_draw_together_unless_told_otherwise(self) -> None:
         together, apart = Grouping(16, 2, seed=1), Grouping(16, 2, seed=1, per_stage=True)
         assert together.groups(4, stage=0) == together.groups(4, stage=3)
@@ -171,7 +178,9 @@ RHO = [  # the table of method.md: alpha, gamma, n, rho
 ]
 
 
-def measured_spread_factor(alpha: float, gamma: float, group_size: int, pull_error: float = 0.0) -> float:
+def measured_spread_factor(
+    alpha: float, gamma: float, group_size: int, pull_error: float = 0.0, fragment: int = 0
+) -> float:
     """Gossip itself: 256 replicas of 256 weights, zero outer gradients, groups from Grouping."""
     draw = np.random.default_rng(1)
     replicas, settle, rounds = 256, 20, 120
@@ -181,7 +190,7 @@ def measured_spread_factor(alpha: float, gamma: float, group_size: int, pull_err
     momentum = np.zeros_like(phi)
     spread_squared = []
     for round_index in range(rounds):
-        groups = np.array(grouping.groups(round_index))
+        groups = np.array(grouping.groups(round_index, fragment=fragment))
         mean = np.empty_like(phi)
         mean[groups] = phi[groups].mean(axis=1, keepdims=True)
         pull = mean - phi
@@ -200,6 +209,11 @@ class TestStability:
     @pytest.mark.parametrize(("alpha", "gamma", "n", "rho"), RHO)
     def test_simulated_replicas_obey_it(self, alpha: float, gamma: float, n: int, rho: float) -> None:
         assert measured_spread_factor(alpha, gamma, n) == pytest.approx(rho, abs=0.005)
+
+    @pytest.mark.parametrize("fragment", [1, 5])
+    def test_so_do_their_fragments(self, fragment: int) -> None:
+        found = measured_spread_factor(0.5, 0.7, 2, fragment=fragment)
+        assert found == pytest.approx(spread_factor(0.5, 0.7, 2), abs=0.005)
 
     @pytest.mark.parametrize(("alpha", "gamma", "n", "rho"), [(0.5, 0.7, 2, 0.769), (0.5, 1.4, 2, 1.123)])
     def test_simulated_replicas_obey_it_with_an_error_of_the_pull(
@@ -319,22 +333,37 @@ class TestCycles:
         assert cycle_spread_factor(0.0, 1.0, (2, 2, 2)) == pytest.approx(0.0, abs=1e-9)
 
     @pytest.mark.parametrize(("alpha", "gamma"), [(0.5, 0.7), (0.3, 0.7), (0.8, 0.35)])
-    @pytest.mark.parametrize("replicas", [8, 12])
-    def test_the_factor_is_that_of_a_simulation(self, alpha: float, gamma: float, replicas: int) -> None:
+    @pytest.mark.parametrize(("replicas", "fragment"), [(8, 0), (8, 2), (12, 0), (12, 1)])
+    def test_the_factor_is_that_of_a_simulation(
+        self, alpha: float, gamma: float, replicas: int, fragment: int
+    ) -> None:
         factors = prime_factors(replicas)
         grouping = Grouping(replicas, max(factors), seed=1, pairing="cycle")
         draw = np.random.default_rng(0)
         phi, delta = draw.normal(size=(replicas, 4000)), np.zeros((replicas, 4000))
         logs, cycles = [], 60
         for round_index in range(cycles * len(factors)):
-            for group in map(list, grouping.groups(round_index)):
+            for group in map(list, grouping.groups(round_index, fragment=fragment)):
                 delta[group] = alpha * delta[group] - gamma * (phi[group] - phi[group].mean(axis=0))
             phi = phi + delta
             scale = phi.std()
             logs.append(math.log(scale))
             phi, delta = (phi - phi.mean(axis=0)) / scale, delta / scale
         found = math.exp(2 * np.mean(logs[len(logs) // 4 :]))
-        assert found == pytest.approx(cycle_spread_factor(alpha, gamma, factors), abs=0.03)
+        order = factors[fragment:] + factors[:fragment]
+        assert found == pytest.approx(cycle_spread_factor(alpha, gamma, order), abs=0.03)
+
+    @pytest.mark.parametrize("replicas", [8, 16])
+    def test_fragments_of_one_round_meet_along_all_digits(self, replicas: int) -> None:
+        """Whom a replica meets in a whole cycle without fragments."""
+        digits = len(prime_factors(replicas))
+        grouping = Grouping(replicas, 2, seed=0, pairing="cycle")
+        for first in (0, digits):  # round of a cycle
+            cycle = [grouping.group(3, first + digit) for digit in range(digits)]
+            fragments = [grouping.group(3, first, fragment=fragment) for fragment in range(digits)]
+            assert len(set(cycle)) == digits
+            assert set(fragments) == set(cycle)
+            assert grouping.group(3, first, fragment=digits) == fragments[0]
 
     def test_cycles_bring_replicas_together_faster_than_random_pairs(self) -> None:
         assert cycle_spread_factor(0.5, 0.7, (2, 2, 2)) < spread_factor(0.5, 0.7, 2)

@@ -101,7 +101,9 @@ class Simulation:
                 self._local_step(step)
                 done = step + 1
                 reports = list(threads.map(lambda outer, done=done: outer.after_local_step(done), self.outer))
-                self.sent_bytes += max(report.exchange.bytes_sent if report else 0 for report in reports)
+                self.sent_bytes += max(
+                    sum(report.exchange.bytes_sent for report in of_replica) for of_replica in reports
+                )
                 if done == steps:
                     self.sent_bytes += max(threads.map(self._final_average, range(self.replicas)))
                 if done == steps or (interval and done % interval == 0):

@@ -1,0 +1,27 @@
+"""When each fragment of the weights has its rounds.
+
+With F fragments, fragment f has its round r after local step r k + (f + 1) k // F. So every fragment has one round
+in k local steps, and the last one has it where the round of all weights would be.
+"""
+
+
+def fragment_after(done: int, local_steps: int, fragments: int) -> tuple[int, int] | None:
+    """Round and fragment that are due after `done` local steps; None after most.
+
+    `fragments` must be from 1 to `local_steps`, so that no two are due at the same step.
+    """
+    round_index, step = (done - 1) // local_steps, (done - 1) % local_steps + 1
+    number = -(-step * fragments // local_steps)
+    return (round_index, number - 1) if number * local_steps // fragments == step else None
+
+
+def most_under_way(local_steps: int, fragments: int, delay_steps: int) -> int:
+    """Rounds at most that have begun and are not merged, when each is merged `delay_steps` later."""
+    begun = [
+        round_index * local_steps + (fragment + 1) * local_steps // fragments
+        for round_index in range(2)
+        for fragment in range(fragments)
+    ]
+    return max(
+        sum(first <= step < first + max(1, delay_steps) for step in begun) for first in begun[:fragments]
+    )
