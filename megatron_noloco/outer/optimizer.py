@@ -37,13 +37,15 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron_noloco.outer.coded_exchange import CodedExchange, Coding
+from megatron_noloco.outer.contacts import Contacts
 from megatron_noloco.outer.delayed import DelayedRound
-from megatron_noloco.outer.exchange import STRETCH, Channel, Exchange
+from megatron_noloco.outer.exchange import STRETCH, Exchange
 from megatron_noloco.outer.mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.settings import OuterSettings
+from megatron_noloco.outer.tags import Channel
 from megatron_noloco.outer.vectors import OuterVectors
 from megatron_noloco.outer.weights import Weights
-from megatron_noloco.plans.grouping import Grouping
+from megatron_noloco.plans.grouping import Group, Grouping
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.protocol import Transport
 
@@ -100,6 +102,7 @@ class OuterOptimizer:
         self.slow_weights, self.momentum = self._vectors.slow_weights, self._vectors.momentum
         self._delayed: DelayedRound | None = None
         self._pause_seconds = 0.0
+        self._contacts = Contacts(transport, place)
         # A pair has its whole vectors under way at once; in a larger group that would cost two more of them.
         stretch = max(1, weights.length) if grouping.group_size <= 2 else STRETCH
         deadline_seconds = settings.deadline_seconds
@@ -122,9 +125,11 @@ class OuterOptimizer:
         """
         self.progress()
         report = self._merge() if self._delayed is not None and done >= self._delayed.due else None
-        if done % self.settings.local_steps:
+        rounds, local_steps = divmod(done, self.settings.local_steps)
+        if local_steps:
+            self._contacts.open(self._group(rounds), rounds)
             return report
-        round_index = done // self.settings.local_steps - 1
+        round_index = rounds - 1
         if not self.delay_steps:
             return self.run_round(round_index)
         if self._delayed is not None:  # a resume with fewer local steps to a round
@@ -153,8 +158,10 @@ class OuterOptimizer:
     def progress(self) -> None:
         """Move the exchange that is under way, if any, and use what has landed of it, without waiting.
 
-        Worth a call wherever local steps can be interrupted: many an MPI library moves messages only when called.
+        Worth a call wherever local steps can be interrupted: many an MPI library moves messages, and opens
+        connections, only when called.
         """
+        self._contacts.progress()
         if self._delayed is not None and not self._delayed.landed:
             with self._paused():
                 self._use(self._exchange.progress())
@@ -207,9 +214,11 @@ class OuterOptimizer:
             self._delayed = DelayedRound.of(state["delayed_round"])
 
     def _begin(self, round_index: int, delayed: bool) -> None:
-        group = self.grouping.group(self.place.replica, round_index, self.place.stage)
         combined = self._vectors.combine(delayed)
-        self._exchange.begin(combined, group, round_index, f"round {round_index}")
+        self._exchange.begin(combined, self._group(round_index), round_index, f"round {round_index}")
+
+    def _group(self, round_index: int) -> Group:
+        return self.grouping.group(self.place.replica, round_index, self.place.stage)
 
     def _use(self, pieces: Iterator[MeanPiece]) -> None:
         for piece in pieces:
