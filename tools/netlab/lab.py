@@ -52,7 +52,7 @@ class Lab:
     Attributes:
         names: of the hosts.
         hostfile: for mpirun; one slot each unless `lab` was told otherwise.
-        remote_shell: takes the place of ssh.
+        remote_shell: takes the place of ssh; like it, it passes no environment.
         environ: what mpirun needs to know of the two.
     """
 
@@ -65,7 +65,8 @@ class Lab:
         cases = "".join(f"{name}) pid={pid} ;;\n" for name, pid in holders.items())
         self.remote_shell.write_text(
             '#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift; done\n'
-            f'case $1 in {cases}esac\nshift\n{_enter("$pid")} sh -c "cd {REPOSITORY}; $*"\n'
+            f"case $1 in {cases}esac\nshift\n"
+            f'exec env -i PATH="$PATH" HOME="$HOME" {_enter("$pid")} sh -c "cd {REPOSITORY}; $*"\n'
         )
         self.remote_shell.chmod(0o755)
         shell = str(self.remote_shell)

@@ -72,7 +72,8 @@ def mpirun(there: Lab, launch: Launch, arguments: Sequence[str], options: Sequen
     }  # fmt: skip
     command = there.on(
         there.names[0], str(Path(sys.executable).parent / "mpirun"), "--hostfile", str(there.hostfile),
-        "-n", str(len(there.names)), "--bind-to", "none", "--mca", "pml", "ob1", "--mca", "btl", "tcp,self",
+        "-n", str(len(there.names)), "--bind-to", "none",
+        "--mca", "mpi_yield_when_idle", "1", "--mca", "pml", "ob1", "--mca", "btl", "tcp,self",
         "--mca", "btl_tcp_if_include", NIC, "-x", "PYTHONPATH", "-x", "GLOO_SOCKET_IFNAME",
         "-x", "OMP_NUM_THREADS",
         *options, *launch.options, sys.executable, "-m", "tools.netlab.rank", launch.way, *arguments,
