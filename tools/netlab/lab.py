@@ -22,8 +22,15 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 _HOLD = """
 hostname $0 && mount --bind $1 /etc/hosts && ip link set lo up && echo ready || exit 1
 cat >/dev/null
-for process in /proc/[0-9]*; do
-    [ $process = /proc/$$ ] || ! [ $process/ns/net -ef /proc/$$/ns/net ] || kill -KILL ${process#/proc/}
+running=yes
+while [ $running ]; do
+    running=
+    for process in /proc/[0-9]*; do
+        if [ $process != /proc/$$ ] && [ $process/ns/net -ef /proc/$$/ns/net ]; then
+            running=yes
+            kill -KILL ${process#/proc/}
+        fi
+    done
 done
 """
 _SECONDS = 60.0  # for a command that prepares a host
