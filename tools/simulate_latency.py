@@ -9,9 +9,9 @@ all-reduce passes messages up a binary tree with R leaves and down again; every 
 "all_reduce_over_pair" is its mean time over that of two ranks. The paper counts a pair like this, a message there
 and one back. The exchange of this repository sends both at once and takes half of that: the ratio to it is double.
 
-Local steps. They take a lognormal time, mu 1 and sigma^2 0.5. After every k of them DiLoCo waits for the slowest of
-R replicas, NoLoCo for the slower one of a random pair. "diloco_over_noloco" is the ratio of the times until the last
-replica has done all local steps. Messages take no time here.
+Local steps. They take a lognormal time, mu 1 and sigma^2 0.5. After every k of them DiLoCo waits for the slowest
+of R replicas, NoLoCo for the slower one of a random pair. "diloco_over_noloco" is the ratio of the times until the
+last replica has done all local steps. Messages take no time here.
 
 Prints one JSON object.
 """

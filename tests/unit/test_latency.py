@@ -18,7 +18,7 @@ def test_even_messages_cost_a_tree_its_depth() -> None:
     assert all_reduce_over_pair(default_rng(1), 64, 0.0, 10) == pytest.approx(6.0)
 
 
-@pytest.mark.parametrize(("local_steps", "expected"), [(5, 2.10), (25, 1.44), (100, 1.195)])
+@pytest.mark.parametrize(("local_steps", "expected"), [(5, 2.10), (25, 1.44)])
 def test_waiting_for_all_against_waiting_for_one(local_steps: int, expected: float) -> None:
     found = diloco_over_noloco(default_rng(0), 1024, local_steps, 200)
     assert found == pytest.approx(expected, rel=0.03)
