@@ -40,6 +40,16 @@ def test_rounds_are_measured_over_mpi_and_gloo(permitted: None) -> None:
     assert all(row["slowest_seconds"] >= row["mean_seconds"] >= 1e-3 for row in rows), "none beats the delay"
 
 
+def test_a_module_runs_on_all_hosts(permitted: None) -> None:
+    arguments = ["--hosts", "2", "--rate", "1Gbit", "--delay", "1ms"]
+    module = ["tools.bench_overlap", "--megabytes", "0.1", "--repeats", "1", "--microbatches", "2"]
+    finished = run_launcher([*COMMAND, "run", *arguments, "--module", *module], timeout=300, env=None)
+    assert finished.returncode == 0, finished.stderr
+    found = json.loads(finished.stdout)
+    assert (found["ranks"], found["transport"]) == (2, "mpi")
+    assert found["exchange_seconds"] >= 1e-3
+
+
 def test_hosts_reach_each_other_and_nothing_runs_on_after_the_lab(tmp_path: Path) -> None:
     said = []
     with network_lab(tmp_path, [Link(delay=1e-3)] * 3) as there:

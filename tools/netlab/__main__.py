@@ -11,14 +11,19 @@ of partners that are new to each other, and all-reduces of the same vector: MPI'
 doubling and tree, and gloo's.
 
 check: the lab itself. Every second host sends to the next one, over a plain TCP connection.
+
+run: `--module MODULE ARGUMENTS`, the last options, under Open MPI, a rank on each host. Prints what that prints.
 """
 
 import argparse
 import json
 import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
 from tools.netlab import check, rounds
-from tools.netlab.lab import LabUnavailableError, Tcp
+from tools.netlab.lab import LabUnavailableError, Tcp, lab
 from tools.netlab.network import Link
 
 _UNITS = {
@@ -58,13 +63,22 @@ def chosen_ways(names: str | None) -> list[str]:
     return chosen
 
 
+def run(hosts: list[int], link: Link, tcp: Tcp, options: list[str], command: list[str]) -> Iterator[str]:
+    """What the command prints on each number of hosts."""
+    if not command:
+        raise ValueError("run needs --module MODULE, with its arguments, as the last option")
+    for number in hosts:
+        with tempfile.TemporaryDirectory() as folder, lab(Path(folder), [link] * number, tcp=tcp) as there:
+            yield there.mpirun(options, *command)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m tools.netlab",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("measurement", choices=("rounds", "check"))
+    parser.add_argument("measurement", choices=("rounds", "check", "run"))
     parser.add_argument("--hosts", default="2,16", help="their numbers, one measurement each")
     parser.add_argument("--rate", default="10Mbit", help="of each link, in both directions")
     parser.add_argument("--delay", default="25ms", help="each way")
@@ -83,6 +97,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=8, help="the first is left out (rounds)")
     parser.add_argument("--pause", type=float, default=1.0, help="seconds of silence before each (rounds)")
     parser.add_argument("--mpi-options", default="", help="more options of mpirun (rounds)")
+    parser.add_argument("--module", nargs=argparse.REMAINDER, default=[], help="with its arguments (run)")
     options = parser.parse_args()
     try:
         link = Link(
@@ -90,6 +105,9 @@ def main() -> None:
         )
         hosts = host_numbers(options.hosts)
         tcp = Tcp(options.congestion, slow_start_after_idle=not options.keep_window)
+        if options.measurement == "run":
+            print(*run(hosts, link, tcp, options.mpi_options.split(), options.module), sep="", end="")
+            return
         if options.measurement == "check":
             rows = check.measure(hosts, link, tcp)
         else:
@@ -101,6 +119,9 @@ def main() -> None:
     except (ValueError, LabUnavailableError) as error:
         print(f"netlab: {error}", file=sys.stderr)
         sys.exit(2)
+    except RuntimeError as error:  # of what ran in the lab
+        print(f"netlab: {error}", file=sys.stderr)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

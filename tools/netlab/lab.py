@@ -34,6 +34,7 @@ while [ $running ]; do
 done
 """
 _SECONDS = 60.0  # for a command that prepares a host
+_JOB_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,29 @@ class Lab:
         """`command` as to be run here, to run there."""
         there = f"cd {REPOSITORY} && exec {shlex.join(command)}"
         return [*_enter(str(self._holders[name])).split(), "sh", "-c", there]
+
+    def mpirun(self, options: Sequence[str], module: str, *arguments: str) -> str:
+        """Run a module of Python under Open MPI, one rank on each host, over TCP alone; returns what it printed.
+
+        Raises RuntimeError with what was said when it fails.
+        """
+        environ = {
+            **os.environ, **self.environ,
+            "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "GLOO_SOCKET_IFNAME": NIC, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY),
+        }  # fmt: skip
+        # Ranks that wait leave the processor, which in truth is one for all hosts, to the others.
+        command = self.on(
+            self.names[0], str(Path(sys.executable).parent / "mpirun"), "--hostfile", str(self.hostfile),
+            "-n", str(len(self.names)), "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1",
+            "--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", NIC,
+            "-x", "PYTHONPATH", "-x", "GLOO_SOCKET_IFNAME", "-x", "OMP_NUM_THREADS",
+            *options, sys.executable, "-m", module, *arguments,
+        )  # fmt: skip
+        finished = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=_JOB_SECONDS)
+        if finished.returncode:
+            raise RuntimeError(f"{module} ended with exit code {finished.returncode}:\n{finished.stderr}")
+        return finished.stdout
 
     def sent_bytes(self, name: str) -> int:
         """By this host, since it is there."""

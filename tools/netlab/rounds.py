@@ -1,18 +1,13 @@
 """How long a round takes on a slow network, and all-reduces of the same vector."""
 
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools.netlab.lab import NIC, REPOSITORY, Lab, Tcp, lab
+from tools.netlab.lab import Tcp, lab
 from tools.netlab.network import Link
-
-_SECONDS = 600.0  # for all repeats of one way
 
 
 class Launch(NamedTuple):
@@ -50,7 +45,7 @@ def measure(
         pause_seconds: of silence before each.
         options: more options of mpirun.
 
-    Raises LabUnavailableError, and RuntimeError with what mpirun said when it fails.
+    Raises LabUnavailableError, and what `Lab.mpirun` raises.
     """
     for number in hosts:
         for way in ways:
@@ -59,27 +54,7 @@ def measure(
                 lab(Path(folder), [link] * number, tcp=tcp) as there,
             ):
                 arguments = [str(length), str(repeats), str(pause_seconds), folder]
-                figures = mpirun(there, LAUNCHES[way], arguments, options)
+                name, chosen = LAUNCHES[way]
+                said = there.mpirun([*options, *chosen], "tools.netlab.rank", name, *arguments)
+                figures = json.loads(said.splitlines()[-1])
             yield {"hosts": number, "way": way, **figures}
-
-
-def mpirun(there: Lab, launch: Launch, arguments: Sequence[str], options: Sequence[str]) -> dict[str, Any]:
-    """Run `rank` on each host; what it printed."""
-    environ = {
-        **os.environ, **there.environ,
-        "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-        "GLOO_SOCKET_IFNAME": NIC, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY),
-    }  # fmt: skip
-    command = there.on(
-        there.names[0], str(Path(sys.executable).parent / "mpirun"), "--hostfile", str(there.hostfile),
-        "-n", str(len(there.names)), "--bind-to", "none",
-        "--mca", "mpi_yield_when_idle", "1", "--mca", "pml", "ob1", "--mca", "btl", "tcp,self",
-        "--mca", "btl_tcp_if_include", NIC, "-x", "PYTHONPATH", "-x", "GLOO_SOCKET_IFNAME",
-        "-x", "OMP_NUM_THREADS",
-        *options, *launch.options, sys.executable, "-m", "tools.netlab.rank", launch.way, *arguments,
-    )  # fmt: skip
-    finished = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=_SECONDS)
-    if finished.returncode:
-        raise RuntimeError(f"mpirun ended with exit code {finished.returncode}:\n{finished.stderr}")
-    figures: dict[str, Any] = json.loads(finished.stdout.splitlines()[-1])
-    return figures
