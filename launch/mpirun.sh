@@ -4,6 +4,7 @@
 #   N         all processes: replicas x pipeline x data x tensor parallel sizes, one per GPU
 #   HOSTFILE  lines like "node1 slots=8"; without it all processes run on this host, possibly several per core
 #   NIC       the network interface to use, such as eth0 or ib0; without it MPI, gloo and NCCL each choose
+#   LAUNCH_PROFILE  wan, ethernet or ib: settings for the network between the hosts, see launch/profile.sh
 #   MPI_OPTIONS  more options of mpirun, such as "--map-by node"
 # On several hosts the repository and the Python environment must have the same path everywhere.
 set -eu
@@ -21,7 +22,7 @@ if [ "$mpi" = openmpi ]; then
     mpi_options="$mpi_options${NIC:+ --mca btl_tcp_if_include $NIC}"
     if [ -n "${HOSTFILE:-}" ]; then # ssh does not pass the environment: name the variables
         hostfile=--hostfile
-        mpi_options="$mpi_options $mpi_progress -x PYTHONPATH"
+        mpi_options="$mpi_options $mpi_progress -x PYTHONPATH $profile_passes"
         mpi_options="$mpi_options${NIC:+ -x GLOO_SOCKET_IFNAME -x NCCL_SOCKET_IFNAME}"
     else
         mpi_options="$mpi_options --oversubscribe"

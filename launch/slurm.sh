@@ -21,6 +21,10 @@ python=${PYTHON:-$root/.venv/bin/python} # change: or `module load` here, and PY
 # Exchanges use the slow network between islands; select its interface if a node has several.
 # export GLOO_SOCKET_IFNAME=eth0 NCCL_SOCKET_IFNAME=eth0 OMPI_MCA_btl_tcp_if_include=eth0
 
+# LAUNCH_PROFILE: wan, ethernet or ib, with sbatch or here.
+# shellcheck source=launch/profile.sh
+. "$root/launch/profile.sh"
+
 # Lets messages over TCP move while the ranks compute (noloco.overlap). Intel MPI: I_MPI_ASYNC_PROGRESS=1.
 export OMPI_MCA_btl_tcp_progress_thread=1
 

@@ -12,7 +12,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
@@ -21,6 +22,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
+from tools.netlab.lab import Lab, LabUnavailableError, lab
+from tools.netlab.network import Link
 
 # A pool of threads here would leave forked ranks waiting for threads that they do not have.
 torch.set_num_threads(1)
@@ -198,6 +202,17 @@ def _end_group(process: subprocess.Popen[str]) -> tuple[str, str]:
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         return process.communicate(timeout=_GRACE_SECONDS)
+
+
+@contextmanager
+def network_lab(folder: Path, links: Sequence[Link], slots: int = 1) -> Iterator[Lab]:
+    """Hosts of a network lab; skips the test where this machine does not permit one."""
+    with ExitStack() as stack:
+        try:
+            there = stack.enter_context(lab(folder, links, slots))
+        except LabUnavailableError as reason:
+            pytest.skip(str(reason))
+        yield there
 
 
 def say(line: Mapping[str, Any]) -> None:

@@ -14,11 +14,9 @@ waits for, measured first. A repeat runs in turn: k local steps alone, with a ro
     in_the_air  the first d local steps of a round; under "alone" the same steps without one
 
 Rank 0 prints one JSON object. Between ranks of one machine the processor itself is the network: no wait is left,
-but copying and arithmetic cost the steps what they cost the pause before. A slow link on one machine, for root:
+but copying and arithmetic cost the steps what they cost the pause before. On a slow network, for root:
 
-    unshare -n sh -c 'ip link set lo mtu 1500 up
-        tc qdisc add dev lo root tbf rate 200mbit burst 64kb latency 50ms
-        mpirun --mca btl tcp,self --mca btl_tcp_if_include lo ... python -m tools.bench_overlap --megabytes 8'
+    python -m tools.netlab run --hosts 2 --rate 100Mbit --delay 25ms --module tools.bench_overlap --megabytes 8
 """
 
 import argparse

@@ -10,20 +10,12 @@ Parallel Distrib. Comput. 69(2), 2009: reduce-scatter, then all-gather), but by 
 A member sends 2 (n-1)/n vectors, the least possible; sending the vector to everybody would cost n-1. In both
 schemes all members use bitwise the same mean, which the method's recursion of the mean rests on (docs/method.md).
 
-Tags. Every message of an exchange has the tag
-
-    tag = (number * CHANNELS + channel) * PHASES + phase
-
-with the exchange's channel, the number given to `begin` (of the round, or of the evaluation), and the phase.
-So exchanges of different channels, or of one channel and different numbers, never take each other's messages.
-
 Between `begin` and `finish` the caller may compute, and call `progress` now and then. It collects what has landed,
 and posts what depends on it (the second phase, the next stretch), so that `finish` finds little left to wait for.
 """
 
 import time
 from collections.abc import Generator, Iterator
-from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -32,22 +24,12 @@ from megatron_noloco.outer.mean import ExchangeReport, MeanPiece, finite_mean
 from megatron_noloco.outer.memory import Kept
 from megatron_noloco.outer.patience import PartnerTimeoutError, Patience
 from megatron_noloco.outer.spans import Ranges
+from megatron_noloco.outer.tags import CHANNELS, tag_of
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.protocol import ExchangeTimeoutError, Message, Transport
 
 STRETCH = 1 << 24  # elements that are under way at a time by default: 64 MiB
-CHANNELS = 64
-PHASES = 6  # of a coded exchange; else the first two
-
-
-class Channel(IntEnum):
-    """The channels in use; the others, up to CHANNELS - 1, are free."""
-
-    ROUNDS = 0
-    MEAN_MODEL = 1
-    LOSSES = 2
-    FINAL = 3
 
 
 class Exchange:
@@ -116,7 +98,7 @@ class Exchange:
             raise ValueError(f"{what}: replica {self.place.replica} is not in group {list(group)}")
         self.report = ExchangeReport(group)
         self._what, self._exact = what, exact
-        self._tag = (number * CHANNELS + self.channel) * PHASES
+        self._tag = tag_of(number, self.channel)
         self._patience.work()
         posted = self._post(vector[: self.stretch]) if len(vector) else iter(())
         self._pieces = self._all_pieces(vector, posted)

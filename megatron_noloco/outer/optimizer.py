@@ -39,15 +39,17 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron_noloco.outer.coded_exchange import CodedExchange, Coding
-from megatron_noloco.outer.exchange import STRETCH, Channel, Exchange
+from megatron_noloco.outer.contacts import Contacts
+from megatron_noloco.outer.exchange import STRETCH, Exchange
 from megatron_noloco.outer.fragments import cut
 from megatron_noloco.outer.mean import ExchangeReport
 from megatron_noloco.outer.memory import HOST, buffer
 from megatron_noloco.outer.round import Round, RoundReport
 from megatron_noloco.outer.settings import OuterSettings
+from megatron_noloco.outer.tags import Channel
 from megatron_noloco.outer.vectors import OuterVectors
 from megatron_noloco.outer.weights import Weights
-from megatron_noloco.plans.fragments import fragment_after
+from megatron_noloco.plans.fragments import fragment_after, next_after
 from megatron_noloco.plans.grouping import Group, Grouping
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.protocol import Transport
@@ -98,6 +100,7 @@ class OuterOptimizer:
         self._idle = [self._new_round()]
         self._under_way: list[Round] = []  # as they began, on all ranks; each is waited for before the next
         self._pause_seconds = 0.0
+        self._contacts = Contacts(transport, place)
 
     def after_local_step(self, done: int) -> list[RoundReport]:
         """Run the round that is due, if any; with a delay, begin it, and merge what was begun so long before.
@@ -110,10 +113,13 @@ class OuterOptimizer:
         """
         self.progress()
         reports = [self._merge(running) for running in list(self._under_way) if running.due <= done]
-        begins = fragment_after(done, self.settings.local_steps, self.settings.fragments)
-        if begins is not None and not self.delay_steps:
+        schedule = self.settings.local_steps, self.settings.fragments
+        begins = fragment_after(done, *schedule)
+        if begins is None:
+            self._contacts.open(*self._meeting(*next_after(done, *schedule)))
+        elif not self.delay_steps:
             reports.append(self.run_round(*begins))
-        elif begins is not None:
+        else:
             with self._paused():
                 self._under_way.append(self._begin(*begins, due=done + self.delay_steps))
         return reports
@@ -133,8 +139,10 @@ class OuterOptimizer:
     def progress(self) -> None:
         """Move the exchanges that are under way, if any, and use what has landed of them, without waiting.
 
-        Worth a call wherever local steps can be interrupted: many an MPI library moves messages only when called.
+        Worth a call wherever local steps can be interrupted: many an MPI library moves messages, and opens
+        connections, only when called.
         """
+        self._contacts.progress()
         if self._under_way:
             with self._paused():
                 for running in self._under_way:
@@ -244,11 +252,15 @@ class OuterOptimizer:
         return torch.tensor([self.settings.local_steps, self.settings.fragments])
 
     def _begin(self, round_index: int, fragment: int, due: int) -> Round:
-        group = self.grouping.group(self.place.replica, round_index, self.place.stage, fragment)
-        number = round_index * self.settings.fragments + fragment
+        group, number = self._meeting(round_index, fragment)
         running = self._free_round()
         running.begin(round_index, self._fragments[fragment], group, number, due)
         return running
+
+    def _meeting(self, round_index: int, fragment: int) -> tuple[Group, int]:
+        """The group of a fragment's round, and the number of the round."""
+        group = self.grouping.group(self.place.replica, round_index, self.place.stage, fragment)
+        return group, round_index * self.settings.fragments + fragment
 
     def _merge(self, running: Round) -> RoundReport:
         with self._paused():

@@ -5,14 +5,20 @@ in k local steps, and the last one has it where the round of all weights would b
 """
 
 
-def fragment_after(done: int, local_steps: int, fragments: int) -> tuple[int, int] | None:
-    """Round and fragment that are due after `done` local steps; None after most.
+def next_after(done: int, local_steps: int, fragments: int) -> tuple[int, int]:
+    """Round and fragment that are due next, after more than `done` local steps.
 
     `fragments` must be from 1 to `local_steps`, so that no two are due at the same step.
     """
-    round_index, step = (done - 1) // local_steps, (done - 1) % local_steps + 1
-    number = -(-step * fragments // local_steps)
-    return (round_index, number - 1) if number * local_steps // fragments == step else None
+    round_index, step = divmod(done, local_steps)
+    return round_index, -(-(step + 1) * fragments // local_steps) - 1
+
+
+def fragment_after(done: int, local_steps: int, fragments: int) -> tuple[int, int] | None:
+    """Round and fragment that are due after `done` local steps; None after most."""
+    round_index, fragment = next_after(done - 1, local_steps, fragments)
+    due = round_index * local_steps + (fragment + 1) * local_steps // fragments
+    return (round_index, fragment) if due == done else None
 
 
 def most_under_way(local_steps: int, fragments: int, delay_steps: int) -> int:

@@ -81,6 +81,7 @@ class LoopbackTransport:
 
     name = "loopback"
     device_buffers = False
+    connects_lazily = False
     progress = "the thread that sends"
 
     def __init__(self, exchange: _Exchange, rank: int, world_size: int, chunk_bytes: int) -> None:

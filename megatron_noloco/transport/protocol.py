@@ -86,6 +86,7 @@ class Transport(Protocol):
 
     name: str
     device_buffers: bool  # whether messages may lie in accelerator memory
+    connects_lazily: bool  # whether the first message between two ranks opens their connection
     progress: str  # what moves messages while this rank computes, in words
 
     @property

@@ -71,6 +71,15 @@ def swaps_nothing(transport: Transport) -> None:
         swap(transport, 1 - transport.rank, 0, tag=3)
 
 
+def an_empty_message_goes_one_way(transport: Transport) -> None:
+    """It opens a connection; see `outer.contacts`."""
+    empty = torch.empty(0)
+    if transport.rank == 0:
+        assert complete(transport.post([Message(1, empty)], [], tag=91)) == []
+    elif transport.rank == 1:
+        assert complete(transport.post([], [Message(0, empty)], tag=91)) == [Arrival(0, 0, 0)]
+
+
 def swaps_every_dtype(transport: Transport) -> None:
     if transport.rank < 2:
         for tag, dtype in enumerate(
@@ -274,6 +283,7 @@ CASES: list[Callable[[Transport], None]] = [
     swaps_one_element,
     swaps_several_chunks,
     swaps_nothing,
+    an_empty_message_goes_one_way,
     swaps_every_dtype,
     tags_may_be_huge,
     everyone_to_everyone,

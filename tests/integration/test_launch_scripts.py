@@ -13,6 +13,7 @@ import pytest
 from tests.harness import REPOSITORY
 
 SCRIPTS = sorted(path.name for path in (REPOSITORY / "launch").glob("*.sh"))
+SOURCED = ("common.sh", "profile.sh")
 LAUNCHERS = ("mpirun.sh", "torchrun.sh", "deepspeed.sh")
 ROOT_FOLDERS = ("configs", "docs", "launch", "tools")
 _NAMED_FILE = re.compile(rf"\b(?:{'|'.join(ROOT_FOLDERS)})/[\w./-]*\w|\brequirements[\w-]*\.txt")
@@ -44,7 +45,7 @@ def test_script_is_sound_shell(script: str, shell: str) -> None:
     assert finished.returncode == 0, finished.stderr
 
 
-@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != "common.sh"])
+@pytest.mark.parametrize("script", [name for name in SCRIPTS if name not in SOURCED])
 def test_script_can_be_executed(script: str) -> None:
     assert os.access(REPOSITORY / "launch" / script, os.X_OK)
 
@@ -97,6 +98,64 @@ def test_a_wrong_number_of_ranks_starts_nothing(script: str) -> None:
     assert code == 2
     assert "6 ranks are not 4 replicas x pipeline 2" in said
     assert len(said.splitlines()) == 1
+
+
+FAKE = """#!/bin/sh
+[ "$1" != --version ] || { echo "mpirun (Open MPI) 5.0.11"; exit; }
+[ "$1" != -m ] || exit 0
+echo "$*"
+env | grep -E "^(OMPI_MCA|UCX)_" | sort
+"""
+CONFIG = "configs/quickstart.json"
+
+
+def commanded(script: str, folder: Path, profile: str, **environ: str) -> tuple[str, dict[str, str]]:
+    """The command line of a fake mpirun or srun, and the variables of Open MPI and UCX that it finds."""
+    for name in ("mpirun", "srun", "python"):
+        (folder / name).write_text(FAKE)
+        (folder / name).chmod(0o755)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "UCX_"))}
+    variables = {
+        **inherited, "PYTHON": str(folder / "python"), "PATH": f"{folder}:{os.environ['PATH']}",
+        "MPIRUN": str(folder / "mpirun"), "SLURM_SUBMIT_DIR": str(REPOSITORY), "SLURM_NTASKS": "8",
+        "LAUNCH_PROFILE": profile, **environ,
+    }  # fmt: skip
+    arguments = [CONFIG] if script == "slurm.sh" else ["8", CONFIG]
+    command = [str(REPOSITORY / "launch" / script), *arguments]
+    finished = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=60)
+    assert finished.returncode == 0, finished.stderr
+    line, *found = finished.stdout.splitlines()
+    return line, dict(variable.split("=", 1) for variable in found)
+
+
+TCP = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "tcp,self,sm", "OMPI_MCA_btl_tcp_progress_thread": "1"}
+INFINIBAND = {"OMPI_MCA_pml": "ucx", "OMPI_MCA_coll_hcoll_enable": "0", "UCX_TLS": "^tcp"}
+
+
+@pytest.mark.parametrize(
+    ("profile", "expected"), [("", {}), ("wan", TCP), ("ethernet", TCP), ("ib", INFINIBAND)]
+)
+def test_a_profile_is_what_mpirun_finds(profile: str, expected: dict[str, str], tmp_path: Path) -> None:
+    line, found = commanded("mpirun.sh", tmp_path, profile, NIC="eth7")
+    assert found == expected
+    assert "--mca btl_tcp_if_include eth7" in line
+    line, found = commanded("mpirun.sh", tmp_path, profile, HOSTFILE="hosts", UCX_NET_DEVICES="mlx5_0:1")
+    assert found == expected | {"UCX_NET_DEVICES": "mlx5_0:1"}
+    assert ("-x UCX_TLS -x UCX_NET_DEVICES" in line) == (profile == "ib"), "ssh passes no variables"
+
+
+@pytest.mark.parametrize(("profile", "expected"), [("wan", TCP), ("ib", INFINIBAND)])
+def test_a_profile_is_what_srun_finds(profile: str, expected: dict[str, str], tmp_path: Path) -> None:
+    _, found = commanded("slurm.sh", tmp_path, profile)
+    assert found == expected | {"OMPI_MCA_btl_tcp_progress_thread": "1"}
+
+
+@pytest.mark.parametrize("script", [*LAUNCHERS, "slurm.sh"])
+def test_an_unknown_profile_starts_nothing(script: str) -> None:
+    environ = {"LAUNCH_PROFILE": "wlan", "SLURM_SUBMIT_DIR": str(REPOSITORY)}
+    code, said = launch(script, "8", CONFIG, environ=environ)
+    assert code == 2
+    assert said == "LAUNCH_PROFILE=wlan is unknown: it must be wan, ethernet or ib\n"
 
 
 def test_setup_refuses_a_python_that_is_not_there() -> None:

@@ -66,14 +66,24 @@ def assert_exchanges_go_to_partners(ranks: Ranks, topology: Topology = STAGED, f
     rounds = {done: one for done, one in due.items() if one}
     for rank, seen in enumerate(ranks):
         met: defaultdict[int, set[int]] = defaultdict(set)
+        greeted: list[tuple[int, int]] = []
         for call in seen["calls"]:
             if is_exchange(call, seen["hops"]):
-                met[call["step"]].add(call["peer"])
+                if due.get(call["step"]):
+                    met[call["step"]].add(call["peer"])
+                else:
+                    assert call["library"] == "mpi", f"no exchange but after rounds: {call}"
+                    greeted.append(
+                        (call["step"], call["peer"])
+                    )  # MPI connects ranks with their first message
         expected = {}
         for done, (index, fragment) in rounds.items():
             group = grouping.group(topology.position(rank).replica, index, fragment=fragment)
             expected[done] = {topology.place(rank).rank_of(other) for other in group} - {rank}
         assert met == expected, f"rank {rank}: by local step"
+        for step, peer in greeted:
+            assert peer in expected[min(done for done in rounds if done > step)], "only the next partner"
+        assert len({peer for _, peer in greeted}) == len(greeted), f"once: {greeted}"
     drawn = {tuple(grouping.groups(index, fragment=fragment)) for index, fragment in rounds.values()}
     assert len(drawn) > 1, "partners do change"
 

@@ -24,7 +24,7 @@ from megatron_noloco.outer import (
     RoundReport,
     TorchWeights,
 )
-from megatron_noloco.outer.exchange import CHANNELS
+from megatron_noloco.outer.tags import CHANNELS
 from megatron_noloco.plans.draws import Stream, draw_words
 from megatron_noloco.plans.grouping import Group, Grouping, averaging_cycle, prime_factors
 from megatron_noloco.plans.topology import Place, Topology
@@ -39,6 +39,7 @@ CHUNK_BYTES = 64  # 16 elements: every vector below travels in several pieces
 class Listening:
     """A loopback transport that remembers what was sent, and to whom."""
 
+    connects_lazily = False
     device_buffers = False
     name = "listening"
     progress = "the thread that sends"

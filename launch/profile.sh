@@ -1,0 +1,36 @@
+# Sourced by the launch scripts: settings of Open MPI and UCX for the network between the replicas, by LAUNCH_PROFILE.
+# Open MPI reads them from the environment; mpirun passes OMPI_MCA_* to the other hosts, and what `profile_passes`
+# names must be passed as well. With torch.distributed there is nothing to set but NIC: gloo has threads of its own,
+# opens all connections at the start, and leaves the sizes of buffers to the kernel.
+# shellcheck shell=sh disable=SC2034  # the scripts that source this read its variables
+profile_passes=''
+case ${LAUNCH_PROFILE:-} in
+'') ;; # Open MPI chooses
+wan | ethernet)
+    # TCP by Open MPI itself. Its other way to TCP is UCX, which moves messages only when it is called.
+    export OMPI_MCA_pml=ob1
+    # TCP between hosts, shared memory on a host; without the list every network that is found is a candidate.
+    export OMPI_MCA_btl=tcp,self,sm
+    # A thread that moves messages while the ranks compute: noloco.overlap needs it.
+    export OMPI_MCA_btl_tcp_progress_thread=1
+    # Left as they are, since no other value was faster in tools/netlab (docs/running.md): btl_tcp_sndbuf and
+    # btl_tcp_rcvbuf 0 (the kernel fits them to rate x delay), btl_tcp_links 1, eager limits of 64 KiB.
+    ;;
+ib)
+    # Not measured: no machine with InfiniBand has been at hand.
+    export OMPI_MCA_pml=ucx
+    # All transports but TCP: where UCX finds no adapter the start fails, instead of a run over the slow network.
+    export UCX_TLS="${UCX_TLS:-^tcp}"
+    # HCOLL speeds up collectives, of which there are none between replicas, and takes memory and time at the start.
+    export OMPI_MCA_coll_hcoll_enable=0
+    profile_passes="-x UCX_TLS"
+    if [ -n "${UCX_NET_DEVICES:-}" ]; then # such as mlx5_0:1; without it UCX takes all adapters
+        export UCX_NET_DEVICES
+        profile_passes="$profile_passes -x UCX_NET_DEVICES"
+    fi
+    ;;
+*)
+    echo "LAUNCH_PROFILE=$LAUNCH_PROFILE is unknown: it must be wan, ethernet or ib" >&2
+    exit 2
+    ;;
+esac

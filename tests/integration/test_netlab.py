@@ -1,0 +1,75 @@
+"""The network lab: what is measured in it, what it leaves behind, and what it says where it cannot be had."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness import REPOSITORY, network_lab, run_launcher
+from tools.netlab.network import Link
+from tools.netlab.relay import address_of
+
+SERVE = (
+    "import socket; server = socket.create_server(('', 5000)); print('up', flush=True);"
+    "server.accept()[0].send(b'hello')"
+)
+CALL = (
+    f"import socket; connection = socket.create_connection(('{address_of(2)}', 5000));"
+    "print(connection.recv(5), socket.gethostname())"
+)
+COMMAND = [sys.executable, "-m", "tools.netlab"]
+
+
+@pytest.fixture
+def permitted(tmp_path: Path) -> None:
+    with network_lab(tmp_path, [Link()]):
+        pass
+
+
+def test_rounds_are_measured_over_mpi_and_gloo(permitted: None) -> None:
+    ways = ["round", "exchange of new partners", "MPI_Allreduce, ring", "gloo all_reduce"]
+    arguments = ["--hosts", "2", "--rate", "1Gbit", "--delay", "1ms", "--bytes", "100kB"]
+    command = [*COMMAND, "rounds", *arguments, "--repeats", "3", "--pause", "0.1", "--ways", ";".join(ways)]
+    finished = run_launcher(command, timeout=300, env=None)
+    assert finished.returncode == 0, finished.stderr
+    rows = json.loads(finished.stdout)["rows"]
+    assert [(row["hosts"], row["way"]) for row in rows] == [(2, way) for way in ways]
+    assert all(row["slowest_seconds"] >= row["mean_seconds"] >= 1e-3 for row in rows), "none beats the delay"
+
+
+def test_a_module_runs_on_all_hosts(permitted: None) -> None:
+    arguments = ["--hosts", "2", "--rate", "1Gbit", "--delay", "1ms"]
+    module = ["tools.bench_overlap", "--megabytes", "0.1", "--repeats", "1", "--microbatches", "2"]
+    finished = run_launcher([*COMMAND, "run", *arguments, "--module", *module], timeout=300, env=None)
+    assert finished.returncode == 0, finished.stderr
+    found = json.loads(finished.stdout)
+    assert (found["ranks"], found["transport"]) == (2, "mpi")
+    assert found["exchange_seconds"] >= 1e-3
+
+
+def test_hosts_reach_each_other_and_nothing_runs_on_after_the_lab(tmp_path: Path) -> None:
+    said = []
+    with network_lab(tmp_path, [Link(delay=1e-3)] * 3) as there:
+        with subprocess.Popen(
+            there.on("lab2", sys.executable, "-c", SERVE), stdout=subprocess.PIPE, text=True
+        ) as server:
+            assert server.stdout is not None
+            assert server.stdout.readline() == "up\n"
+            said.append(subprocess.check_output(there.on("lab0", sys.executable, "-c", CALL), text=True))
+        left = subprocess.Popen(there.on("lab1", "sleep", "1000"))
+        assert there.sent_bytes("lab0") > 0
+    assert said == ["b'hello' lab0\n"]
+    assert left.wait(timeout=60) < 0, "killed"
+
+
+def test_one_line_where_namespaces_are_not_permitted(tmp_path: Path) -> None:
+    """On a PATH without unshare."""
+    finished = subprocess.run(
+        [*COMMAND, "check", "--hosts", "2"],
+        env={**os.environ, "PATH": str(tmp_path)}, cwd=REPOSITORY, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert finished.returncode == 2
+    assert finished.stderr == "netlab: there is no unshare on this machine\n"

@@ -1,0 +1,1 @@
+"""A network lab: hosts with slow links between them, all on this machine."""

@@ -1,0 +1,128 @@
+"""A network lab on this machine: hosts with slow links between them, for root.
+
+    python -m tools.netlab rounds --hosts 2,16 --rate 10Mbit --delay 25ms --bytes 1MB
+    python -m tools.netlab check --hosts 2,16 --rate 10Mbit --delay 25ms
+
+Every host is a network namespace with a name of its own; a process carries the packets between them, each link
+with its own rate, delay, jitter and loss. Prints one JSON object.
+
+rounds: Open MPI and gloo, a rank on each host. The round of the outer optimizer between random pairs, the exchange
+of partners that are new to each other, and all-reduces of the same vector: MPI's own choice, its ring, recursive
+doubling and tree, and gloo's.
+
+check: the lab itself. Every second host sends to the next one, over a plain TCP connection.
+
+run: `--module MODULE ARGUMENTS`, the last options, under Open MPI, a rank on each host. Prints what that prints.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from tools.netlab import check, rounds
+from tools.netlab.lab import LabUnavailableError, Tcp, lab
+from tools.netlab.network import Link
+
+_UNITS = {
+    "rate": {"kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9},
+    "delay": {"us": 1e-6, "ms": 1e-3, "s": 1.0},
+    "bytes": {"kB": 1e3, "MB": 1e6, "GB": 1e9},
+}
+
+
+def quantity(kind: str, text: str) -> float:
+    """A number with a unit; raises ValueError that names the units."""
+    for unit, factor in _UNITS[kind].items():
+        number = text.removesuffix(unit)
+        if number != text:
+            try:
+                return float(number) * factor
+            except ValueError:
+                continue
+    raise ValueError(f"--{kind} {text!r} must be a number with one of the units {', '.join(_UNITS[kind])}")
+
+
+def host_numbers(text: str) -> list[int]:
+    try:
+        hosts = [int(number) for number in text.split(",")]
+    except ValueError:
+        hosts = []
+    if not hosts or not all(2 <= number <= 250 for number in hosts):
+        raise ValueError(f"--hosts {text!r} must be numbers from 2 to 250, such as 2,16")
+    return hosts
+
+
+def chosen_ways(names: str | None) -> list[str]:
+    chosen = list(rounds.LAUNCHES) if names is None else names.split(";")
+    for name in chosen:
+        if name not in rounds.LAUNCHES:
+            raise ValueError(f"--ways {name!r} must be some of {'; '.join(rounds.LAUNCHES)}")
+    return chosen
+
+
+def run(hosts: list[int], link: Link, tcp: Tcp, options: list[str], command: list[str]) -> Iterator[str]:
+    """What the command prints on each number of hosts."""
+    if not command:
+        raise ValueError("run needs --module MODULE, with its arguments, as the last option")
+    for number in hosts:
+        with tempfile.TemporaryDirectory() as folder, lab(Path(folder), [link] * number, tcp=tcp) as there:
+            yield there.mpirun(options, *command)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.netlab",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("measurement", choices=("rounds", "check", "run"))
+    parser.add_argument("--hosts", default="2,16", help="their numbers, one measurement each")
+    parser.add_argument("--rate", default="10Mbit", help="of each link, in both directions")
+    parser.add_argument("--delay", default="25ms", help="each way")
+    parser.add_argument(
+        "--jitter", type=float, default=0.0, help="standard deviation of the delay over its mean"
+    )
+    parser.add_argument("--loss", type=float, default=0.0, help="share of the packets")
+    parser.add_argument(
+        "--congestion", default="cubic", help="TCP's congestion control, such as cubic or bbr"
+    )
+    parser.add_argument(
+        "--keep-window", action="store_true", help="net.ipv4.tcp_slow_start_after_idle=0 on all hosts"
+    )
+    parser.add_argument("--bytes", default="1MB", help="of the vector (rounds)")
+    parser.add_argument("--ways", help="what to measure, separated by semicolons; default: all (rounds)")
+    parser.add_argument("--repeats", type=int, default=8, help="the first is left out (rounds)")
+    parser.add_argument("--pause", type=float, default=1.0, help="seconds of silence before each (rounds)")
+    parser.add_argument("--mpi-options", default="", help="more options of mpirun (rounds)")
+    parser.add_argument("--module", nargs=argparse.REMAINDER, default=[], help="with its arguments (run)")
+    options = parser.parse_args()
+    try:
+        link = Link(
+            quantity("rate", options.rate), quantity("delay", options.delay), options.jitter, options.loss
+        )
+        hosts = host_numbers(options.hosts)
+        tcp = Tcp(options.congestion, slow_start_after_idle=not options.keep_window)
+        if options.measurement == "run":
+            print(*run(hosts, link, tcp, options.mpi_options.split(), options.module), sep="", end="")
+            return
+        if options.measurement == "check":
+            rows = check.measure(hosts, link, tcp)
+        else:
+            rows = rounds.measure(
+                hosts, link, chosen_ways(options.ways), int(quantity("bytes", options.bytes)), options.repeats,
+                options.pause, options.mpi_options.split(), tcp,
+            )  # fmt: skip
+        print(json.dumps({**vars(options), "rows": list(rows)}))
+    except (ValueError, LabUnavailableError) as error:
+        print(f"netlab: {error}", file=sys.stderr)
+        sys.exit(2)
+    except RuntimeError as error:  # of what ran in the lab
+        print(f"netlab: {error}", file=sys.stderr)
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,207 @@
+"""Hosts on one machine: a network namespace, a host name and an /etc/hosts each, joined by the relay.
+
+What runs on them has real network interfaces and addresses, and no loopback in common. Files are shared, as on a
+cluster. Needs root (or its capabilities), unshare, nsenter, ip and /dev/net/tun.
+"""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tools.netlab.network import Link
+from tools.netlab.relay import DEVICE, MTU, SUBNET, address_of, open_tun
+
+NIC = "wan0"
+REPOSITORY = Path(__file__).resolve().parents[2]
+_HOLD = """
+hostname $0 && mount --bind $1 /etc/hosts && ip link set lo up && echo ready || exit 1
+cat >/dev/null
+running=yes
+while [ $running ]; do
+    running=
+    for process in /proc/[0-9]*; do
+        if [ $process != /proc/$$ ] && [ $process/ns/net -ef /proc/$$/ns/net ]; then
+            running=yes
+            kill -KILL ${process#/proc/}
+        fi
+    done
+done
+"""
+_SECONDS = 60.0  # for a command that prepares a host
+_JOB_SECONDS = 600.0
+
+
+@dataclass(frozen=True)
+class Tcp:
+    """Settings of the hosts' kernels.
+
+    Attributes:
+        congestion: congestion control; cubic is what most systems come with.
+        slow_start_after_idle: whether a connection that was silent for a while starts slowly again, as is usual.
+    """
+
+    congestion: str = "cubic"
+    slow_start_after_idle: bool = True
+
+
+class LabUnavailableError(RuntimeError):
+    """This machine does not permit a lab; says why."""
+
+
+class Lab:
+    """The hosts, while they exist.
+
+    Attributes:
+        names: of the hosts.
+        hostfile: for mpirun; one slot each unless `lab` was told otherwise.
+        remote_shell: takes the place of ssh; like it, it passes no environment.
+        environ: what mpirun needs to know of the two.
+    """
+
+    def __init__(self, folder: Path, holders: dict[str, int], slots: int) -> None:
+        self._holders = holders  # of the namespaces: process ids by name
+        self.names = list(holders)
+        self.hostfile = folder / "hosts.mpi"
+        self.hostfile.write_text("".join(f"{name} slots={slots}\n" for name in holders))
+        self.remote_shell = folder / "rsh"
+        cases = "".join(f"{name}) pid={pid} ;;\n" for name, pid in holders.items())
+        self.remote_shell.write_text(
+            '#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift; done\n'
+            f"case $1 in {cases}esac\nshift\n"
+            f'exec env -i PATH="$PATH" HOME="$HOME" {_enter("$pid")} sh -c "cd {REPOSITORY}; $*"\n'
+        )
+        self.remote_shell.chmod(0o755)
+        shell = str(self.remote_shell)
+        self.environ = {"OMPI_MCA_plm_rsh_agent": shell, "PRTE_MCA_plm_ssh_agent": shell}
+
+    def on(self, name: str, *command: str) -> list[str]:
+        """`command` as to be run here, to run there."""
+        there = f"cd {REPOSITORY} && exec {shlex.join(command)}"
+        return [*_enter(str(self._holders[name])).split(), "sh", "-c", there]
+
+    def mpirun(self, options: Sequence[str], module: str, *arguments: str) -> str:
+        """Run a module of Python under Open MPI, one rank on each host, over TCP alone; returns what it printed.
+
+        Raises RuntimeError with what was said when it fails.
+        """
+        environ = {
+            **os.environ, **self.environ,
+            "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            "GLOO_SOCKET_IFNAME": NIC, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY),
+        }  # fmt: skip
+        # Ranks that wait leave the processor, which in truth is one for all hosts, to the others.
+        command = self.on(
+            self.names[0], str(Path(sys.executable).parent / "mpirun"), "--hostfile", str(self.hostfile),
+            "-n", str(len(self.names)), "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1",
+            "--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", NIC,
+            "-x", "PYTHONPATH", "-x", "GLOO_SOCKET_IFNAME", "-x", "OMP_NUM_THREADS",
+            *options, sys.executable, "-m", module, *arguments,
+        )  # fmt: skip
+        finished = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=_JOB_SECONDS)
+        if finished.returncode:
+            raise RuntimeError(f"{module} ended with exit code {finished.returncode}:\n{finished.stderr}")
+        return finished.stdout
+
+    def sent_bytes(self, name: str) -> int:
+        """By this host, since it is there."""
+        shown = subprocess.check_output(self.on(name, "ip", "-s", "-j", "link", "show", NIC))
+        return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
+
+
+def _enter(pid: str) -> str:
+    return f"nsenter --target {pid} --mount --net --uts"
+
+
+@contextmanager
+def lab(folder: Path, links: Sequence[Link], slots: int = 1, tcp: Tcp | None = None) -> Iterator[Lab]:
+    """A host for each link, while the context lasts.
+
+    Args:
+        folder: for the lab's own files.
+        slots: ranks of each host.
+        tcp: of all hosts.
+
+    Raises LabUnavailableError.
+    """
+    known, names = folder / "hosts", [f"lab{host}" for host in range(len(links))]
+    addresses = "".join(f"{address_of(host)} {name}\n" for host, name in enumerate(names))
+    known.write_text(f"127.0.0.1 localhost\n{addresses}")
+    tcp = tcp or Tcp()
+    with ExitStack() as stack:
+        holders = {name: stack.enter_context(_holder(name, known)) for name in names}
+        with ExitStack() as devices:
+            files = []
+            for host, pid in enumerate(holders.values()):
+                file, device = _tun()
+                devices.callback(os.close, file)
+                files.append(file)
+                _run(f"ip link set {device} netns {pid}")
+                _run_in(pid, f"ip link set {device} name {NIC} mtu {MTU} txqueuelen 10000 up")
+                _run_in(pid, f"ip address add {address_of(host)}/24 dev {NIC} noprefixroute")
+                # By route: a namespace may not always choose for all of its connections.
+                _run_in(pid, f"ip route add {SUBNET}.0/24 dev {NIC} congctl {tcp.congestion}")
+                slowly = int(tcp.slow_start_after_idle)
+                _run_in(pid, f"sysctl -qw net.ipv4.tcp_slow_start_after_idle={slowly}")
+            stack.enter_context(_relay(links, files))
+        yield Lab(folder, holders, slots)
+
+
+@contextmanager
+def _holder(name: str, known: Path) -> Iterator[int]:
+    """A process that holds the namespaces of one host until its input ends, also because this process was killed.
+
+    Then it ends what still runs on the host.
+    """
+    command = ["unshare", "--mount", "--net", "--uts", "sh", "-c", _HOLD, name, str(known)]
+    pipe = subprocess.PIPE
+    try:
+        holder = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe)
+    except FileNotFoundError:
+        raise LabUnavailableError("there is no unshare on this machine") from None
+    with holder:
+        assert holder.stdin is not None
+        assert holder.stdout is not None
+        assert holder.stderr is not None
+        if holder.stdout.readline() != b"ready\n":
+            said = holder.stderr.read().decode().strip()
+            raise LabUnavailableError(f"network namespaces are not permitted here: {said}")
+        try:
+            yield holder.pid
+        finally:
+            holder.stdin.close()
+
+
+@contextmanager
+def _relay(links: Sequence[Link], devices: list[int]) -> Iterator[None]:
+    fields = json.dumps([asdict(link) for link in links])
+    command = [sys.executable, "-m", "tools.netlab.relay", fields, *map(str, devices)]
+    process = subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, pass_fds=devices, cwd=REPOSITORY
+    )
+    with process:
+        assert process.stdin is not None
+        try:
+            yield
+        finally:
+            process.stdin.close()
+
+
+def _tun() -> tuple[int, str]:
+    try:
+        return open_tun()
+    except OSError as error:
+        raise LabUnavailableError(f"{DEVICE} cannot be used here: {error.strerror}") from None
+
+
+def _run(command: str) -> None:
+    subprocess.run(command.split(), check=True, timeout=_SECONDS)
+
+
+def _run_in(pid: int, command: str) -> None:
+    _run(f"nsenter --target {pid} --net {command}")

@@ -1,0 +1,146 @@
+"""One rank of a measurement in the lab; `rounds` starts it by mpirun. Rank 0 prints one JSON object.
+
+    python -m tools.netlab.rank WAY BYTES REPEATS PAUSE_SECONDS FOLDER
+
+Ranks begin each repeat at the same instant of the clock that they share, and agree on it through files in FOLDER:
+no message of theirs opens a connection or fills a window before the measurement does.
+"""
+
+import atexit
+import json
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mpi4py import MPI
+
+DEADLINE_SECONDS = 300.0
+_MICROBATCH_SECONDS = 0.02
+_POLL_SECONDS = 0.005
+
+
+class Way(NamedTuple):
+    """Something to measure: called with the number of the repeat, and what runs now and then before it."""
+
+    act: Callable[[int], object]
+    meanwhile: Callable[[int], object] = lambda repeat: None
+
+
+def new_partners(elements: int) -> Way:
+    """The exchange of random pairs, without a local phase before."""
+    from megatron_noloco.outer import Channel, Exchange
+    from megatron_noloco.plans.grouping import Grouping
+    from megatron_noloco.plans.topology import Place
+    from megatron_noloco.transport.mpi import MpiTransport
+
+    transport = MpiTransport()
+    rank, size, vector = transport.rank, transport.world_size, _ones(elements)
+    exchange = Exchange(transport, Place(rank, size), Channel.ROUNDS, DEADLINE_SECONDS, elements)
+    grouping = Grouping(size, 2, seed=0)
+
+    def act(repeat: int) -> None:
+        exchange.begin(vector, grouping.group(rank, repeat), repeat, "a repeat")
+        for _ in exchange.finish():
+            pass
+
+    return Way(act)
+
+
+def training_round(elements: int) -> Way:
+    """The round of the outer optimizer with random pairs, after local steps that do nothing."""
+    from megatron_noloco.outer import OuterOptimizer, OuterSettings, TorchWeights
+    from megatron_noloco.plans.grouping import Grouping
+    from megatron_noloco.plans.topology import Place
+    from megatron_noloco.transport.mpi import MpiTransport
+
+    transport = MpiTransport()
+    size = transport.world_size
+    settings = OuterSettings(local_steps=2, deadline_seconds=DEADLINE_SECONDS)
+    weights, place = TorchWeights([_ones(elements)]), Place(transport.rank, size)
+    outer = OuterOptimizer(weights, transport, place, Grouping(size, 2, seed=0), settings)
+    return Way(
+        lambda repeat: outer.after_local_step(2 * repeat + 2),
+        lambda repeat: outer.after_local_step(2 * repeat + 1),
+    )
+
+
+def mpi_allreduce(elements: int) -> Way:
+    import numpy as np
+
+    mine, total = np.ones(elements, np.float32), np.empty(elements, np.float32)
+    return Way(lambda repeat: MPI.COMM_WORLD.Allreduce(mine, total))
+
+
+def gloo_allreduce(elements: int) -> Way:
+    import torch.distributed as dist
+
+    world = MPI.COMM_WORLD
+    store = (
+        dist.TCPStore(socket.gethostname(), 0, is_master=True, wait_for_workers=False)
+        if not world.rank
+        else None
+    )
+    host, port = world.bcast((socket.gethostname(), store.port) if store is not None else None)
+    store = store or dist.TCPStore(host, port)
+    dist.init_process_group("gloo", store=store, rank=world.rank, world_size=world.size)
+    atexit.register(dist.destroy_process_group)
+    vector = _ones(elements)
+    return Way(lambda repeat: dist.all_reduce(vector))
+
+
+WAYS = {
+    "new partners": new_partners,
+    "round": training_round,
+    "allreduce": mpi_allreduce,
+    "gloo": gloo_allreduce,
+}
+
+
+def measure(way: Way, repeats: int, pause_seconds: float, folder: Path) -> list[float]:
+    """Seconds on this rank, per repeat."""
+    seconds = []
+    for repeat in range(repeats):
+        start = _agree_on_start(folder, repeat) + pause_seconds
+        while (left := start - time.time()) > 0:
+            way.meanwhile(repeat)
+            time.sleep(min(_MICROBATCH_SECONDS, left))
+        way.act(repeat)
+        seconds.append(time.time() - start)
+    return seconds
+
+
+def _agree_on_start(folder: Path, repeat: int) -> float:
+    """When the last rank has come here."""
+    (folder / f"{repeat}.{MPI.COMM_WORLD.rank}").touch()
+    while len(here := list(folder.glob(f"{repeat}.*"))) < MPI.COMM_WORLD.size:
+        time.sleep(_POLL_SECONDS)
+    return max(path.stat().st_mtime for path in here)
+
+
+def _ones(elements: int) -> Any:
+    import torch
+
+    torch.set_num_threads(1)
+    return torch.ones(elements)
+
+
+def main() -> None:
+    name, length, repeats, pause_seconds, folder = sys.argv[1:]
+    way = WAYS[name](int(length) // 4)
+    seconds = MPI.COMM_WORLD.gather(measure(way, int(repeats), float(pause_seconds), Path(folder)))
+    if seconds is not None:
+        rounds = list(zip(*seconds, strict=True))[1:]  # the first has costs of its own
+        figures = {
+            "mean_seconds": statistics.median(map(statistics.mean, rounds)),
+            "slowest_seconds": statistics.median(map(max, rounds)),
+        }
+        print(json.dumps({name: round(figure, 3) for name, figure in figures.items()}), flush=True)
+    MPI.COMM_WORLD.Barrier()
+
+
+if __name__ == "__main__":
+    main()

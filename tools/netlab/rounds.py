@@ -1,0 +1,60 @@
+"""How long a round takes on a slow network, and all-reduces of the same vector."""
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tools.netlab.lab import Tcp, lab
+from tools.netlab.network import Link
+
+
+class Launch(NamedTuple):
+    """A way of `rank`, and options of mpirun for it."""
+
+    way: str
+    options: tuple[str, ...] = ()
+
+
+def _algorithm(number: int) -> Launch:
+    choice = ("coll_tuned_use_dynamic_rules", "1", "coll_tuned_allreduce_algorithm", str(number))
+    return Launch("allreduce", ("--mca", *choice[:2], "--mca", *choice[2:]))
+
+
+LAUNCHES = {
+    "round": Launch("round"),
+    "exchange of new partners": Launch("new partners"),
+    "MPI_Allreduce": Launch("allreduce"),
+    "MPI_Allreduce, ring": _algorithm(4),
+    "MPI_Allreduce, recursive doubling": _algorithm(3),
+    "MPI_Allreduce, tree": _algorithm(2),  # a reduction to one rank, and a broadcast
+    "gloo all_reduce": Launch("gloo"),
+}
+
+
+def measure(
+    hosts: Sequence[int], link: Link, ways: Sequence[str], length: int, repeats: int, pause_seconds: float,
+    options: Sequence[str], tcp: Tcp,
+) -> Iterator[dict[str, Any]]:  # fmt: skip
+    """A row per number of hosts and way: seconds of the mean and of the slowest rank, medians over the repeats.
+
+    Args:
+        length: bytes of the fp32 vector.
+        repeats: of which the first is left out.
+        pause_seconds: of silence before each.
+        options: more options of mpirun.
+
+    Raises LabUnavailableError, and what `Lab.mpirun` raises.
+    """
+    for number in hosts:
+        for way in ways:
+            with (
+                tempfile.TemporaryDirectory() as folder,
+                lab(Path(folder), [link] * number, tcp=tcp) as there,
+            ):
+                arguments = [str(length), str(repeats), str(pause_seconds), folder]
+                name, chosen = LAUNCHES[way]
+                said = there.mpirun([*options, *chosen], "tools.netlab.rank", name, *arguments)
+                figures = json.loads(said.splitlines()[-1])
+            yield {"hosts": number, "way": way, **figures}
