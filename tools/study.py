@@ -8,7 +8,7 @@ by a method with loss x is (alone - x) / (alone - synchronous), the share it kee
 all replicas gains over one replica alone.
 
 A method's learning rate is found with the first seed: from that of its JSON it is doubled and halved until the
-best lies between two worse ones. The other seeds take the best one.
+best lies between two worse ones. The other seeds take the best one. With "tune": false all take that of the JSON.
 
 Finished runs are in OUTPUT/results.jsonl and are not repeated: an interrupted study can be continued. A run takes
 one core; `--jobs` runs several side by side, `--compiled` by `torch.compile`, which needs a C++ compiler.
@@ -82,15 +82,19 @@ class Runs:
     def _method(self, name: str) -> list[Key]:
         first, *others = self.study["seeds"]
         start = configure(self.study, name)["optimizer"]["params"]["lr"]
-        losses = {rate: self._loss(Key(name, rate, first)) for rate in (start, 2 * start, start / 2)}
-        while (best := min(losses, key=losses.__getitem__)) in (max(losses), min(losses)):
-            rate = 2 * best if best == max(losses) else best / 2
-            losses[rate] = self._loss(Key(name, rate, first))
-        keys = [Key(name, rate, first) for rate in losses]
-        keys += [Key(name, best, seed) for seed in others]
+        rates = self._tuned(name, start, first) if self.study.get("tune", True) else [start]
+        keys = [Key(name, rate, first) for rate in rates] + [Key(name, rates[0], seed) for seed in others]
         for key in keys:
             self._loss(key)
         return keys
+
+    def _tuned(self, name: str, start: float, seed: int) -> list[float]:
+        """The learning rates tried, the best one first."""
+        losses = {rate: self._loss(Key(name, rate, seed)) for rate in (start, 2 * start, start / 2)}
+        while (best := min(losses, key=losses.__getitem__)) in (max(losses), min(losses)):
+            rate = 2 * best if best == max(losses) else best / 2
+            losses[rate] = self._loss(Key(name, rate, seed))
+        return sorted(losses, key=losses.__getitem__)
 
     def _loss(self, key: Key) -> float:
         if key not in self.results:

@@ -136,6 +136,23 @@ def test_a_study_compares_methods_at_their_best_learning_rates(tmp_path: Path) -
     assert path.read_text() == lines, "nothing is run again"
 
 
+def test_a_study_without_tuning_takes_the_learning_rate_of_the_json(tmp_path: Path) -> None:
+    base = tiny(
+        {
+            "parallel": {"replicas": 1},
+            "noloco": {"enabled": False},
+            "model": {"num_layers": 1},
+            "data": {"text": write_text(tmp_path)},
+            "training": {"train_iters": 2},
+            "evaluation": {"iters": 1},
+        }
+    )
+    plan = {"base": base, "seeds": [1, 2], "tune": False, "runs": {"alone": []}}
+    rate = base["optimizer"]["params"]["lr"]
+    results = study.Runs(plan, tmp_path / "results.jsonl", jobs=1).all()
+    assert list(results) == [report.Key("alone", rate, 1), report.Key("alone", rate, 2)]
+
+
 def test_a_learning_rate_scales_all_of_muons() -> None:
     params = {"lr": 0.004, "muon_lr": 0.02}
     plan = {"base": {"training": {}, "optimizer": {"params": params}}, "runs": {"x": []}}
