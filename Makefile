@@ -2,13 +2,14 @@
 PYTHON ?= python3
 INSTALLED := .venv/.installed
 
-.PHONY: help setup quickstart test checks contracts clean
+.PHONY: help setup quickstart test checks contracts evidence clean
 
 help:
 	@echo 'make quickstart   train a small Llama with 4 replicas on this machine (4 minutes on 2 cores)'
 	@echo 'make test         all tests but those marked slow or contract'
 	@echo 'make checks       what to run before a commit: ruff, mypy, the unit tests'
 	@echo 'make contracts    what the code relies on in Megatron-core and DeepSpeed; after a change of versions'
+	@echo 'make evidence     redraw the tables of docs/evidence.md from shorter runs, in runs/evidence (25 minutes)'
 	@echo 'make setup        make .venv and install requirements.txt; the others do it when needed'
 	@echo 'make clean        remove .venv and caches; runs/ stays'
 
@@ -31,6 +32,9 @@ checks: $(INSTALLED)
 
 contracts: $(INSTALLED)
 	.venv/bin/python -m pytest -q -m contract
+
+evidence: $(INSTALLED)
+	@PYTHON='$(CURDIR)/.venv/bin/python' sh launch/evidence.sh
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -28,7 +28,8 @@ def partner_of(replica: int, replicas: int, round_index: int) -> int:
 def swap(mine: Tensor, partner: int) -> Tensor:
     """The partner's vector, for one's own: the only message of the method."""
     theirs = torch.empty_like(mine)
-    for request in (dist.isend(mine, partner), dist.irecv(theirs, partner)):
+    messages = [dist.P2POp(dist.isend, mine, partner), dist.P2POp(dist.irecv, theirs, partner)]
+    for request in dist.batch_isend_irecv(messages):
         request.wait()
     return theirs
 

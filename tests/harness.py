@@ -205,11 +205,11 @@ def _end_group(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 @contextmanager
-def network_lab(folder: Path, links: Sequence[Link], slots: int = 1) -> Iterator[Lab]:
+def network_lab(folder: Path, links: Sequence[Link]) -> Iterator[Lab]:
     """Hosts of a network lab; skips the test where this machine does not permit one."""
     with ExitStack() as stack:
         try:
-            there = stack.enter_context(lab(folder, links, slots))
+            there = stack.enter_context(lab(folder, links))
         except LabUnavailableError as reason:
             pytest.skip(str(reason))
         yield there

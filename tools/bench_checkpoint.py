@@ -25,6 +25,7 @@ from torch import Tensor
 
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.checkpointer import Checkpointer
+from megatron_noloco.checkpoint.settings import SaveReport
 from megatron_noloco.config import RunConfig
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.job.join import join
@@ -38,7 +39,6 @@ from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.quiet import quieten
 from megatron_noloco.training.prepare import checkpoint_settings
-from megatron_noloco.training.record import SaveReport
 from megatron_noloco.transport.torch_dist import TorchTransport
 
 VOCABULARY, SEQUENCE = 256, 32
@@ -66,7 +66,7 @@ def main() -> None:
         )
         seconds = measure(waiting, going_on, Path(folder) / "plain.pt", options.repeats)
         plain_bytes = (Path(folder) / "plain.pt").stat().st_size
-        (step,) = catalog.steps(waiting.checkpoints)
+        (step,) = catalog.steps(waiting.settings.folder)
         written = {path.name: path.stat().st_size for path in step.rglob("*") if path.is_file()}
     parameters = waiting.engine.weights.length
     medians = {name: statistics.median(times) for name, times in seconds.items()}

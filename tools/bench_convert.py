@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,7 +104,9 @@ def convert(step_folder: Path, output: Path, dtype: str) -> None:
     """One export with its time and peak memory on standard output. Starting Python is not in the time."""
     from transformers import PreTrainedTokenizerFast  # noqa: F401  (export imports it for the tokenizer's files)
 
-    before, seconds, cpu_seconds = peak_rss(), [], []
+    before = peak_rss()
+    seconds: list[float] = []
+    cpu_seconds: list[float] = []
     with timed(seconds, cpu_seconds):
         export(open_source(step_folder, "mean"), output, dtype, 500 * 10**6)
         for file in output.iterdir():
@@ -179,7 +182,7 @@ def write_checkpoint(checkpoints: Path, config: RunConfig, replicas: int) -> Pat
         layout = stage_layout(architecture, position.stage)
         length = sum(torch.Size(shape).numel() for _, shape in layout)
         name = f"{catalog.rank_name(position)}.safetensors"
-        write_whole(folder / name, lambda path, length=length: write_random(path, length))
+        write_whole(folder / name, partial(write_random, length=length))
         record = FileRecord.of(folder / name)
         Manifest(
             1, 1, topology, position, config.to_dict(), {name: record}, [FlatPart(length, layout)], {}

@@ -1,14 +1,19 @@
 """How fast a pair's exchange is over MPI: its messages alone, and with the mean; against raw MPI calls.
 
-    mpirun --oversubscribe --bind-to none -n 2 python tools/bench_exchange.py --megabytes 64
+    mpirun --oversubscribe --bind-to none -n 2 python -m tools.bench_exchange --megabytes 64
+    mpirun --oversubscribe --bind-to none -n 2 python -m tools.bench_exchange --model
 
 Ranks 2i and 2i+1 are a pair. Each repeat runs all ways in turn, on the same bytes, so that noise of the machine
 meets them alike; a time is that of the slowest rank. Rank 0 prints one JSON object.
+
+--model: the vector is a Llama of 110M weights, and one more way is that of the paper's authors: outer gradient and
+slow weights, tensor by tensor, to the lower rank and back as their means, each message waited for.
 """
 
 import argparse
 import itertools
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -17,13 +22,32 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from megatron_noloco.job import mpi
+from megatron_noloco.model.families import table_of
 from megatron_noloco.outer import Channel, Exchange
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.transport.mpi import MpiTransport, mpi_library
+from megatron_noloco.spec.architecture import Architecture
+from megatron_noloco.transport.mpi import MpiTransport
 from megatron_noloco.transport.protocol import Message
 
 DEADLINE_SECONDS = 300.0
 TRANSPORT = "transport"
+MODEL = Architecture(
+    family="llama",
+    num_layers=12,
+    hidden_size=768,
+    ffn_hidden_size=2048,
+    num_attention_heads=12,
+    num_query_groups=12,
+    kv_channels=64,
+    seq_length=1024,
+    vocab_size=16000,
+    padded_vocab_size=16000,
+    rotary_base=10000.0,
+    norm_epsilon=1e-5,
+    tied_embeddings=False,
+    init_method_std=0.02,
+)
 
 
 def main() -> None:
@@ -31,6 +55,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--megabytes", type=float, default=64.0, help="bytes of the fp32 vector / 1e6")
+    parser.add_argument("--model", action="store_true", help="a model's tensors instead")
     parser.add_argument("--chunk-kib", type=int, default=4096, help="longest chunk of the transport")
     parser.add_argument("--repeats", type=int, default=15, help="timed repeats, after two to warm up")
     options = parser.parse_args()
@@ -39,12 +64,16 @@ def main() -> None:
     world = MPI.COMM_WORLD
     if world.Get_size() % 2:
         raise SystemExit(f"ranks are paired: start an even number of ranks, not {world.Get_size()}")
-    elements = int(options.megabytes * 1e6) // 4
-    seconds = measure(make_ways(world, elements, options.chunk_kib * 1024), world, options.repeats)
+    tensors = [math.prod(row.shape) for row in table_of(MODEL)] if options.model else []
+    elements = sum(tensors) or int(options.megabytes * 1e6) // 4
+    ways = make_ways(world, elements, options.chunk_kib * 1024)
+    if tensors:
+        ways["authors"] = authors_way(world, tensors)
+    seconds = measure(ways, world, options.repeats)
     if world.Get_rank() == 0:
         medians = {name: statistics.median(times) for name, times in seconds.items()}
         report = {
-            "library": mpi_library(),
+            "library": mpi.library(),
             "ranks": world.Get_size(),
             "bytes": elements * 4,
             "chunk_bytes": options.chunk_kib * 1024,
@@ -98,6 +127,27 @@ def make_ways(world: MPI.Comm, elements: int, chunk_bytes: int) -> dict[str, Cal
         **({"sendrecv": sendrecv} if fits else {}),
         "allreduce_of_pair": allreduce,
     }
+
+
+def authors_way(world: MPI.Comm, tensors: list[int]) -> Callable[[], None]:
+    """Of two vectors, each in tensors of so many elements; see the module."""
+    rank = world.Get_rank()
+    partner = rank ^ 1
+    vectors = [[np.full(elements, float(rank), np.float32) for elements in tensors] for _ in range(2)]
+    theirs = np.empty(max(tensors), np.float32)
+
+    def average() -> None:
+        for tensor in itertools.chain.from_iterable(zip(*vectors, strict=True)):
+            if rank < partner:
+                world.Recv(theirs[: len(tensor)], partner)
+                tensor += theirs[: len(tensor)]
+                tensor *= 0.5
+                world.Send(tensor, partner)
+            else:
+                world.Send(tensor, partner)
+                world.Recv(tensor, partner)
+
+    return average
 
 
 def measure(ways: dict[str, Callable[[], None]], world: MPI.Comm, repeats: int) -> dict[str, list[float]]:

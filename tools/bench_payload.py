@@ -14,6 +14,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,7 +58,7 @@ def main() -> None:
     }
     for bits in (16, 8, 4):
         per_element = message_bytes(elements, bits) / elements
-        ways[f"int{bits}"] = (per_element, lambda c, d, bits=bits: coded(c, d, repeats, bits))
+        ways[f"int{bits}"] = (per_element, partial(coded, repeats=repeats, bits=bits))
     report = {name: measure(elements, options.tails, *way) for name, way in ways.items()}
     print(json.dumps({"elements": elements, "tails": options.tails, "ways": report}, indent=1))
 

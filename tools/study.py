@@ -38,10 +38,12 @@ def main() -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="a change of the base"
     )
+    parser.add_argument("--seeds", type=int, nargs="+", help="instead of those of the study")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--compiled", action="store_true")
     options = parser.parse_args()
     study = json.loads(options.study.read_text())
+    study["seeds"] = options.seeds or study["seeds"]
     for change in options.set:
         apply(study["base"], change)
     for method in study["runs"]:

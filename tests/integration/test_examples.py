@@ -159,7 +159,7 @@ def test_the_example_takes_the_outer_steps_of_the_paper(replicas: int) -> None:
 
 
 class PairsOfTheMinimalExample(Grouping):
-    def groups(self, round_index: int, stage: int = 0) -> list[Group]:
+    def groups(self, round_index: int, stage: int = 0, fragment: int = 0) -> list[Group]:
         partner_of = example("minimal_noloco").partner_of
         pairs = {
             tuple(sorted({replica, partner_of(replica, self.replicas, round_index)}))

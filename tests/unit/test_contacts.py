@@ -56,10 +56,14 @@ def test_the_next_group_is_greeted_in_the_local_phase_and_once(
         assert greeted(fleet) == [set()] * replicas, "the round itself greets nobody"
 
 
-@pytest.mark.parametrize("method", [{}, {"payload": "int8"}, {"delay_steps": 2}, {"consensus_weight": 0.3}])
+@pytest.mark.parametrize(
+    "method",
+    [{}, {"payload": "int8"}, {"delay_steps": 2}, {"consensus_weight": 0.3}, {"fragments": 2}],
+)
 def test_training_and_its_bytes_are_the_same_to_the_last_bit(method: dict[str, Any]) -> None:
     fleets = [training(5, 2, lazily, **method) for lazily in (False, True)]
-    reports = [[report for step in fleet.run(3 * K + 2) for report in step if report] for fleet in fleets]
+    steps = [fleet.run(3 * K + 2) for fleet in fleets]
+    reports = [[report for step in of_fleet for ended in step for report in ended] for of_fleet in steps]
     for name in ("theta", "phi", "delta"):
         assert torch.equal(*(getattr(fleet, name) for fleet in fleets))
     sent = [[(report.exchange.group, report.exchange.bytes_sent) for report in found] for found in reports]

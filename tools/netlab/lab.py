@@ -64,11 +64,11 @@ class Lab:
         environ: what mpirun needs to know of the two.
     """
 
-    def __init__(self, folder: Path, holders: dict[str, int], slots: int) -> None:
+    def __init__(self, folder: Path, holders: dict[str, int]) -> None:
         self._holders = holders  # of the namespaces: process ids by name
         self.names = list(holders)
         self.hostfile = folder / "hosts.mpi"
-        self.hostfile.write_text("".join(f"{name} slots={slots}\n" for name in holders))
+        self.hostfile.write_text("".join(f"{name} slots=1\n" for name in holders))
         self.remote_shell = folder / "rsh"
         cases = "".join(f"{name}) pid={pid} ;;\n" for name, pid in holders.items())
         self.remote_shell.write_text(
@@ -119,12 +119,11 @@ def _enter(pid: str) -> str:
 
 
 @contextmanager
-def lab(folder: Path, links: Sequence[Link], slots: int = 1, tcp: Tcp | None = None) -> Iterator[Lab]:
+def lab(folder: Path, links: Sequence[Link], tcp: Tcp | None = None) -> Iterator[Lab]:
     """A host for each link, while the context lasts.
 
     Args:
         folder: for the lab's own files.
-        slots: ranks of each host.
         tcp: of all hosts.
 
     Raises LabUnavailableError.
@@ -149,7 +148,7 @@ def lab(folder: Path, links: Sequence[Link], slots: int = 1, tcp: Tcp | None = N
                 slowly = int(tcp.slow_start_after_idle)
                 _run_in(pid, f"sysctl -qw net.ipv4.tcp_slow_start_after_idle={slowly}")
             stack.enter_context(_relay(links, files))
-        yield Lab(folder, holders, slots)
+        yield Lab(folder, holders)
 
 
 @contextmanager

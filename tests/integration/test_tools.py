@@ -1,0 +1,59 @@
+"""Each measuring tool at its smallest: it runs, and prints one JSON object with what it measures."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import REPOSITORY, run_mpi
+
+IN_FOLDER = {
+    "bench_checkpoint": ("--hidden-size 16 --layers 1 --repeats 1", "bytes_per_parameter"),
+    "bench_convert": ("--hidden 128 --layers 2 --vocabulary 257 --repeats 1", "parameters"),
+}
+ALONE = {
+    "bench_data": ("--megabytes 0.1 --workers 1 --repeats 1 --steps 0", "preprocess_over_raw"),
+    "bench_payload": ("--elements 2048 --repeats 1", "ways"),
+    "bench_routing": (
+        "--replicas 2 --stages 2 --hidden 16 --seq-length 8 --repeats 1",
+        "median_over_off",
+    ),
+}
+OF_RANKS = {
+    "bench_exchange": (2, "--megabytes 0.01 --repeats 1", "transport_time_over"),
+    "bench_overlap": (2, "--megabytes 0.01 --repeats 1", "exchange_seconds"),
+}
+
+
+def printed(output: str) -> dict[str, Any]:
+    return json.loads(output[output.index("{") :])
+
+
+def run(name: str, options: list[str]) -> dict[str, Any]:
+    command = [sys.executable, "-m", f"tools.{name}", *options]
+    finished = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=180)
+    assert finished.returncode == 0, finished.stderr
+    return printed(finished.stdout)
+
+
+@pytest.mark.parametrize("name", IN_FOLDER)
+def test_a_tool_that_writes(name: str, tmp_path: Path) -> None:
+    options, figure = IN_FOLDER[name]
+    assert figure in run(name, [*options.split(), "--folder", str(tmp_path)])
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_tool(name: str) -> None:
+    options, figure = ALONE[name]
+    assert figure in run(name, options.split())
+
+
+@pytest.mark.parametrize("name", OF_RANKS)
+def test_a_tool_of_several_ranks(name: str) -> None:
+    ranks, options, figure = OF_RANKS[name]
+    finished = run_mpi(ranks, f"tools.{name}", options.split(), timeout=180)
+    assert finished.returncode == 0, finished.stderr
+    assert figure in json.dumps(printed(finished.stdout))
