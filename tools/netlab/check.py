@@ -30,7 +30,7 @@ def measure(hosts: Sequence[int], link: Link, tcp: Tcp) -> Iterator[dict[str, An
     for number in hosts:
         with (
             tempfile.TemporaryDirectory() as folder,
-            lab(Path(folder), [link] * number, 1, tcp) as there,
+            lab(Path(folder), [link] * number, tcp) as there,
         ):
             streams = _stream(there)
         shares = [8 * stream["bytes_per_second"] / link.rate for stream in streams]
