@@ -102,6 +102,7 @@ def test_evaluate_finds_what_the_run_logged(run: Path) -> None:
     assert found == pytest.approx(logged, abs=2e-4)
 
 
+@pytest.mark.slow
 def test_the_exported_model_has_the_same_perplexity_under_transformers(run: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

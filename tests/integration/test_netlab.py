@@ -29,6 +29,7 @@ def permitted(tmp_path: Path) -> None:
         pass
 
 
+@pytest.mark.slow
 def test_rounds_are_measured_over_mpi_and_gloo(permitted: None) -> None:
     ways = ["round", "exchange of new partners", "MPI_Allreduce, ring", "gloo all_reduce"]
     arguments = ["--hosts", "2", "--rate", "1Gbit", "--delay", "1ms", "--bytes", "100kB"]

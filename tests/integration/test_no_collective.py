@@ -139,6 +139,7 @@ def test_over_mpi(tmp_path: Path, topology: Topology) -> None:
         assert assert_hops_follow_the_routes(ranks, "round")
 
 
+@pytest.mark.slow
 def test_over_mpi_with_overlap(tmp_path: Path) -> None:
     """To ask whether messages have landed is no collective, nor is what MPI does meanwhile."""
     topology = Topology(replicas=4)

@@ -119,7 +119,13 @@ def codes(outcomes: list[Outcome]) -> list[int]:
     return [outcome.code for outcome in outcomes]
 
 
-@pytest.mark.parametrize("name", RUNS)
+# What other cases have in other combinations.
+SLOW = ("2 replicas x dp 2, bf16, DiLoCo", "2 replicas x 2 stages, bf16, tied")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in RUNS]
+)
 def test_killed_and_resumed_bit_for_bit(name: str, tmp_path: Path) -> None:
     changes, ranks = RUNS[name]
     text = write_text(tmp_path, 200_000)

@@ -355,7 +355,7 @@ def hops_to_others(routes: Routes, groups: Groups, microbatch: int) -> int:
 @pytest.mark.parametrize(
     ("case", "steps", "interval"),
     [
-        (Case(4, 2, 8), 300, "microbatch"),
+        pytest.param(Case(4, 2, 8), 300, "microbatch", marks=pytest.mark.slow),
         (Case(4, 2, 8), 60, "round"),
         (Case(2, 4, 8), 60, "step"),
         (Case(3, 3, 8), 60, "microbatch"),

@@ -29,7 +29,14 @@ def wait_until(told: Path, text: str) -> None:
 
 
 # torchrun and DeepSpeed's runner tell of a signal, whatever became of the run.
-@pytest.mark.parametrize(("script", "code"), [("mpirun.sh", 0), ("torchrun.sh", 1), ("deepspeed.sh", 143)])
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        ("mpirun.sh", 0),
+        pytest.param("torchrun.sh", 1, marks=pytest.mark.slow),
+        ("deepspeed.sh", 143),
+    ],
+)
 def test_sigterm_saves_and_leaves_nobody(script: str, code: int, tmp_path: Path) -> None:
     changes = {
         "parallel": {"replicas": 2},

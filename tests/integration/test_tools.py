@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,13 @@ OF_RANKS = {
 }
 
 
+SECONDS_LONG = ("bench_checkpoint", "bench_data", "bench_routing")
+
+
+def each(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow) if name in SECONDS_LONG else name for name in names]
+
+
 def printed(output: str) -> dict[str, Any]:
     return json.loads(output[output.index("{") :])
 
@@ -39,13 +47,13 @@ def run(name: str, options: list[str]) -> dict[str, Any]:
     return printed(finished.stdout)
 
 
-@pytest.mark.parametrize("name", IN_FOLDER)
+@pytest.mark.parametrize("name", each(IN_FOLDER))
 def test_a_tool_that_writes(name: str, tmp_path: Path) -> None:
     options, figure = IN_FOLDER[name]
     assert figure in run(name, [*options.split(), "--folder", str(tmp_path)])
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", each(ALONE))
 def test_a_tool(name: str) -> None:
     options, figure = ALONE[name]
     assert figure in run(name, options.split())

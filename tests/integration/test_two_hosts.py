@@ -87,6 +87,7 @@ def test_mpirun_with_a_hostfile(
     assert crossed(hosts, before, tmp_path)
 
 
+@pytest.mark.slow
 def test_torchrun_on_each_of_them(
     hosts: TwoHosts, on_one_host: list[list[list[object]]], tmp_path: Path
 ) -> None:
