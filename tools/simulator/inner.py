@@ -8,6 +8,8 @@ import torch
 from deepspeed.runtime import lr_schedules
 from torch import Tensor
 
+from megatron_noloco.engine.quiet import quiet
+
 
 class Directions(Protocol):
     """What an inner optimizer makes of gradients, row by row."""
@@ -122,7 +124,10 @@ class LearningRate:
         block = ds_config.get("scheduler")
         self._schedule = None
         if block is not None:
-            self._schedule = getattr(lr_schedules, block["type"])(self._optimizer, **block.get("params", {}))
+            with quiet():  # it warns of a first step that is none
+                self._schedule = getattr(lr_schedules, block["type"])(
+                    self._optimizer, **block.get("params", {})
+                )
 
     def next(self) -> float:
         """Of the step to come; called once per step."""
