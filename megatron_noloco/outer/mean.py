@@ -32,7 +32,7 @@ class ExchangeReport:
     compared_elements: int = 0
     poisoned_elements: int = 0  # in chunks where some member was not finite
     squared_error: float = (
-        0.0  # of the code, likewise: the variance of rounding, s^2 / 12, of each coded element
+        0.0  # of the code, likewise: s^2 / 12 of each coded element, the rounding's variance
     )
     resent_elements: int = 0  # sent in fp32 after the code, which could not hold them
     started: float = field(default_factory=time.perf_counter, repr=False)

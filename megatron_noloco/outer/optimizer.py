@@ -101,6 +101,7 @@ class OuterOptimizer:
         self._under_way: list[Round] = []  # as they began, on all ranks; each is waited for before the next
         self._pause_seconds = 0.0
         self._contacts = Contacts(transport, place)
+        self._next_round = (-1, -1)  # and its fragment: the connections to this group are being opened
 
     def after_local_step(self, done: int) -> list[RoundReport]:
         """Run the round that is due, if any; with a delay, begin it, and merge what was begun so long before.
@@ -116,7 +117,7 @@ class OuterOptimizer:
         schedule = self.settings.local_steps, self.settings.fragments
         begins = fragment_after(done, *schedule)
         if begins is None:
-            self._contacts.open(*self._meeting(*next_after(done, *schedule)))
+            self._open_connections(*next_after(done, *schedule))
         elif not self.delay_steps:
             reports.append(self.run_round(*begins))
         else:
@@ -256,6 +257,12 @@ class OuterOptimizer:
         running = self._free_round()
         running.begin(round_index, self._fragments[fragment], group, number, due)
         return running
+
+    def _open_connections(self, round_index: int, fragment: int) -> None:
+        """To the group of the next round; computed once, in the first local step of the phase before it."""
+        if (round_index, fragment) != self._next_round:
+            self._next_round = round_index, fragment
+            self._contacts.open(*self._meeting(round_index, fragment))
 
     def _meeting(self, round_index: int, fragment: int) -> tuple[Group, int]:
         """The group of a fragment's round, and the number of the round."""

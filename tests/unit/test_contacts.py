@@ -8,14 +8,15 @@ import torch
 from megatron_noloco.outer.contacts import Contacts
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.loopback import loopback_world
-from tests.unit.test_outer import Fleet, Listening, noise
+from tests.unit import test_overlap
+from tests.unit.test_outer import Fleet, Listening
 from tests.unit.test_overlap import K, Training
 
 ROUNDS = 8
 
 
 def training(replicas: int, group_size: int, lazily: bool, delay_steps: int = 0, **method: Any) -> Training:
-    fleet = Training(noise(37, seed=1).expand(replicas, -1), group_size, delay_steps, **method)
+    fleet = test_overlap.training(replicas, delay_steps, group_size, **method)
     for transport in fleet.transports:
         transport.connects_lazily = lazily
     return fleet

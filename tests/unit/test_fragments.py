@@ -19,8 +19,9 @@ from megatron_noloco.plans.fragments import fragment_after, most_under_way
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.transport.loopback import loopback_world
+from tests.unit import test_overlap
 from tests.unit.test_outer import Diloco, assert_close, noise
-from tests.unit.test_overlap import K, Training, evaluate, held, resumed, states, told
+from tests.unit.test_overlap import K, Training, held, resumed, states, told
 from tests.unit.test_payload import without_left_over
 
 ELEMENTS = 37
@@ -31,8 +32,7 @@ phases = st.integers(1, 40).flatmap(lambda k: st.tuples(st.just(k), st.integers(
 def training(
     replicas: int, fragments: int, delay_steps: int = 0, group_size: int = 2, **method: Any
 ) -> Training:
-    start = noise(ELEMENTS, seed=1).expand(replicas, -1)
-    return Training(start, group_size, delay_steps, fragments=fragments, **method)
+    return test_overlap.training(replicas, delay_steps, group_size, ELEMENTS, fragments=fragments, **method)
 
 
 def elements_of(fragment: Fragment) -> list[int]:
@@ -360,23 +360,6 @@ def test_without_rounds_all_corrections_are_merged_at_once() -> None:
     NoRounds(TorchWeights([parameter])).restore(state)
     assert torch.equal(parameter, fleet.theta[0] + state["correction"])
     assert int((state["correction"] != 0).sum()) == ELEMENTS, "all three fragments are under way"
-
-
-def test_landing_early_changes_nothing() -> None:
-    plain, disturbed = training(4, 3, 3), training(4, 3, 3)
-    plain.run(3 * K)
-    for done in range(3 * K):
-        disturbed.run(1)
-        with ThreadPoolExecutor(4) as threads:
-            list(
-                threads.map(
-                    [evaluate, OuterOptimizer.state, OuterOptimizer.progress][done % 3], disturbed.outer
-                )
-            )
-    plain.land()
-    disturbed.land()
-    for name in ("theta", "phi", "delta"):
-        assert torch.equal(getattr(plain, name), getattr(disturbed, name))
 
 
 @pytest.mark.parametrize("payload", ["fp32", "int8"])

@@ -1,4 +1,4 @@
-"""Rounds that are under way while training goes on: what outer/delayed.py says of them, as theorems."""
+"""Rounds that are under way while training goes on: what outer/round.py says of them, as theorems."""
 
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, pairwise
@@ -241,20 +241,16 @@ def test_without_gradients_the_merged_weights_are_the_slow_ones(delay_steps: int
 # In the middle of a flight
 
 
-def test_landing_early_changes_nothing() -> None:
-    """To evaluate, to save and to ask for progress anywhere in the flight leaves every bit as it would be."""
-    plain, disturbed = training(4, 3, 3), training(4, 3, 3)
+@pytest.mark.parametrize(("group_size", "fragments"), [(3, 1), (2, 3)])
+def test_landing_early_changes_nothing(group_size: int, fragments: int) -> None:
+    """To evaluate, to save, to ask for progress, each at every step of a phase, leaves every bit as it would be."""
+    plain, disturbed = (training(4, 3, group_size, fragments=fragments) for _ in range(2))
+    disturbances = [evaluate, OuterOptimizer.state, OuterOptimizer.progress]
     plain.run(3 * K)
     for done in range(3 * K):
         disturbed.run(1)
         with ThreadPoolExecutor(4) as threads:
-            match done % 4:
-                case 0:
-                    list(threads.map(evaluate, disturbed.outer))
-                case 1:
-                    list(threads.map(lambda outer: outer.state(), disturbed.outer))
-                case 2:
-                    list(threads.map(lambda outer: outer.progress(), disturbed.outer))
+            list(threads.map(disturbances[done % 3], disturbed.outer))
     plain.land()
     disturbed.land()
     for name in ("theta", "phi", "delta"):

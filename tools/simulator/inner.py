@@ -106,12 +106,11 @@ def _shape(matrix: Tensor) -> tuple[int, ...]:
     return tuple(matrix.shape)
 
 
-def clip(gradients: Tensor, largest: float) -> Tensor:
-    """Scale each replica's gradient, a row, to a norm of at most `largest`; returns the norms before, [R]."""
-    norms = gradients.norm(dim=1)
+def clip(gradients: Tensor, largest: float) -> None:
+    """Scale each replica's gradient, a row, to a norm of at most `largest`; 0: not at all."""
     if largest:
-        gradients.div_(((norms + 1e-6) / largest).clamp(min=1.0)[:, None])
-    return norms
+        norms = gradients.norm(dim=1, keepdim=True)
+        gradients.div_(((norms + 1e-6) / largest).clamp(min=1.0))
 
 
 class LearningRate:

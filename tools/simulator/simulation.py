@@ -29,9 +29,7 @@ class Evaluation:
     step: int
     replica_losses: list[float]  # of the fast weights
     mean_model_loss: float  # of the mean of the slow weights
-    spread: (
-        float  # standard deviation of the slow weights over the replicas, root mean square over the weights
-    )
+    spread: float  # standard deviation of slow weights over the replicas, root mean square over the weights
     sent_bytes: int  # in exchanges, per replica, so far
 
 
