@@ -13,7 +13,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
@@ -23,8 +23,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tools.netlab.lab import Lab, LabUnavailableError, lab
+from tools.netlab.lab import NIC, Lab, LabUnavailableError, hosts, lab, run, run_in
 from tools.netlab.network import Link
+from tools.netlab.relay import address_of
 
 # A pool of threads here would leave forked ranks waiting for threads that they do not have.
 torch.set_num_threads(1)
@@ -205,11 +206,29 @@ def _end_group(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 @contextmanager
-def network_lab(folder: Path, links: Sequence[Link]) -> Iterator[Lab]:
+def network_lab(links: Sequence[Link]) -> Iterator[Lab]:
     """Hosts of a network lab; skips the test where this machine does not permit one."""
+    with _permitted(lab(links)) as there:
+        yield there
+
+
+@contextmanager
+def two_hosts() -> Iterator[Lab]:
+    """Two hosts of two slots, joined by a virtual cable; skips likewise."""
+    with _permitted(hosts(2, slots=2)) as there:
+        first, second = there.pids
+        run(f"ip link add {NIC} netns {first} type veth peer name {NIC} netns {second}")
+        for host, pid in enumerate(there.pids):
+            run_in(pid, f"ip address add {address_of(host)}/24 dev {NIC}")
+            run_in(pid, f"ip link set {NIC} up")
+        yield there
+
+
+@contextmanager
+def _permitted(some: AbstractContextManager[Lab]) -> Iterator[Lab]:
     with ExitStack() as stack:
         try:
-            there = stack.enter_context(lab(folder, links))
+            there = stack.enter_context(some)
         except LabUnavailableError as reason:
             pytest.skip(str(reason))
         yield there

@@ -94,8 +94,9 @@ def join_job(prepared: Prepared) -> tuple[Transport, Start]:
         world = replace(world, local_rank=local_device(world, torch.cuda.device_count()))
         torch.cuda.set_device(world.local_rank)
     join(world, "cpu:gloo,cuda:nccl" if cuda else "gloo")
+    neighbours = ranks_on_this_host()  # asked by every rank: the variable may be set on some hosts only
     if not cuda and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks_on_this_host()))
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // neighbours))
     transport = choose_transport(prepared.config.noloco.transport, world)
     return transport, find_start(checkpoint_settings(prepared.config), prepared.topology)
 

@@ -24,8 +24,8 @@ COMMAND = [sys.executable, "-m", "tools.netlab"]
 
 
 @pytest.fixture
-def permitted(tmp_path: Path) -> None:
-    with network_lab(tmp_path, [Link()]):
+def permitted() -> None:
+    with network_lab([Link()]):
         pass
 
 
@@ -51,9 +51,9 @@ def test_a_module_runs_on_all_hosts(permitted: None) -> None:
     assert found["exchange_seconds"] >= 1e-3
 
 
-def test_hosts_reach_each_other_and_nothing_runs_on_after_the_lab(tmp_path: Path) -> None:
+def test_hosts_reach_each_other_and_nothing_runs_on_after_the_lab() -> None:
     said = []
-    with network_lab(tmp_path, [Link(delay=1e-3)] * 3) as there:
+    with network_lab([Link(delay=1e-3)] * 3) as there:
         with subprocess.Popen(
             there.on("lab2", sys.executable, "-c", SERVE), stdout=subprocess.PIPE, text=True
         ) as server:

@@ -8,9 +8,9 @@ from subprocess import CompletedProcess
 
 import pytest
 
-from tests.harness import REPOSITORY, run_launcher, run_mpi
+from tests.harness import REPOSITORY, run_launcher, run_mpi, two_hosts
 from tests.integration.tiny import metrics, tiny, write_config, write_text
-from tests.two_hosts import NAMES, NIC, TwoHosts, two_hosts
+from tools.netlab.lab import NIC, Lab
 
 PATIENCE_SECONDS = 300
 FIGURES = (
@@ -24,8 +24,8 @@ FIGURES = (
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TwoHosts]:
-    with two_hosts(tmp_path_factory.mktemp("hosts")) as both:
+def hosts() -> Iterator[Lab]:
+    with two_hosts() as both:
         yield both
 
 
@@ -62,39 +62,37 @@ def succeeded(finished: CompletedProcess[str]) -> str:
     return finished.stdout
 
 
-def launch(hosts: TwoHosts, name: str, script: str, ranks: int, config: str, **environ: str) -> str:
+def launch(hosts: Lab, name: str, script: str, ranks: int, config: str, **environ: str) -> str:
     command = hosts.on(name, str(REPOSITORY / "launch" / script), str(ranks), config)
     return succeeded(
         run_launcher(command, PATIENCE_SECONDS, {"PYTHON": sys.executable, "NIC": NIC, **environ})
     )
 
 
-def crossed(hosts: TwoHosts, before: int, folder: Path) -> bool:
+def crossed(hosts: Lab, before: int, folder: Path) -> bool:
     """Whether the first host, which is the first replica, sent what that replica says it sent to the other."""
     last = metrics(folder / "run")[0][-1]
-    return hosts.sent_bytes(NAMES[0]) - before >= last["total/sent_bytes"] + last["total/routed_bytes"] > 0
+    sent = hosts.sent_bytes(hosts.names[0]) - before
+    return sent >= last["total/sent_bytes"] + last["total/routed_bytes"] > 0
 
 
-def test_mpirun_with_a_hostfile(
-    hosts: TwoHosts, on_one_host: list[list[list[object]]], tmp_path: Path
-) -> None:
-    config, before = write_run(tmp_path), hosts.sent_bytes(NAMES[0])
-    shell = str(hosts.remote_shell)
-    environ = {"OMPI_MCA_plm_rsh_agent": shell, "PRTE_MCA_plm_ssh_agent": shell}
-    told = launch(hosts, NAMES[0], "mpirun.sh", 4, config, HOSTFILE=str(hosts.hostfile), **environ)
+def test_mpirun_with_a_hostfile(hosts: Lab, on_one_host: list[list[list[object]]], tmp_path: Path) -> None:
+    """The remote shell passes no environment: OMP_NUM_THREADS is set on the first host only."""
+    config, before = write_run(tmp_path), hosts.sent_bytes(hosts.names[0])
+    told = launch(
+        hosts, hosts.names[0], "mpirun.sh", 4, config, HOSTFILE=str(hosts.hostfile), **hosts.environ
+    )
     assert "started by mpirun; exchanges over mpi" in told
     assert figures(tmp_path) == on_one_host
     assert crossed(hosts, before, tmp_path)
 
 
 @pytest.mark.slow
-def test_torchrun_on_each_of_them(
-    hosts: TwoHosts, on_one_host: list[list[list[object]]], tmp_path: Path
-) -> None:
-    config, before = write_run(tmp_path), hosts.sent_bytes(NAMES[0])
-    environ = {"NNODES": "2", "RENDEZVOUS": f"{NAMES[0]}:29400"}
+def test_torchrun_on_each_of_them(hosts: Lab, on_one_host: list[list[list[object]]], tmp_path: Path) -> None:
+    config, before = write_run(tmp_path), hosts.sent_bytes(hosts.names[0])
+    environ = {"NNODES": "2", "RENDEZVOUS": f"{hosts.names[0]}:29400"}
     with ThreadPoolExecutor() as pool:
-        told = pool.map(lambda name: launch(hosts, name, "torchrun.sh", 2, config, **environ), NAMES)
+        told = pool.map(lambda name: launch(hosts, name, "torchrun.sh", 2, config, **environ), hosts.names)
         assert any("started by torchrun; exchanges over torch" in output for output in told)
     assert figures(tmp_path) == on_one_host
     assert crossed(hosts, before, tmp_path)

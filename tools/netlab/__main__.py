@@ -18,9 +18,7 @@ run: `--module MODULE ARGUMENTS`, the last options, under Open MPI, a rank on ea
 import argparse
 import json
 import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 from tools.netlab import check, rounds
 from tools.netlab.lab import LabUnavailableError, Tcp, lab
@@ -68,7 +66,7 @@ def run(hosts: list[int], link: Link, tcp: Tcp, options: list[str], command: lis
     if not command:
         raise ValueError("run needs --module MODULE, with its arguments, as the last option")
     for number in hosts:
-        with tempfile.TemporaryDirectory() as folder, lab(Path(folder), [link] * number, tcp=tcp) as there:
+        with lab([link] * number, tcp) as there:
             yield there.mpirun(options, *command)
 
 

@@ -5,10 +5,8 @@ import socket
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from tools.netlab.lab import Lab, Tcp, lab
@@ -28,10 +26,7 @@ def measure(hosts: Sequence[int], link: Link, tcp: Tcp) -> Iterator[dict[str, An
     "round_trip_seconds": of opening a connection, median.
     """
     for number in hosts:
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            lab(Path(folder), [link] * number, tcp) as there,
-        ):
+        with lab([link] * number, tcp) as there:
             streams = _stream(there)
         shares = [8 * stream["bytes_per_second"] / link.rate for stream in streams]
         trips = [stream["round_trip_seconds"] for stream in streams]

@@ -1,4 +1,4 @@
-"""Hosts on one machine: a network namespace, a host name and an /etc/hosts each, joined by the relay.
+"""Hosts on one machine: a network namespace, a host name and an /etc/hosts each. In the lab, the relay joins them.
 
 What runs on them has real network interfaces and addresses, and no loopback in common. Files are shared, as on a
 cluster. Needs root (or its capabilities), unshare, nsenter, ip and /dev/net/tun.
@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from tools.netlab.network import Link
 from tools.netlab.relay import DEVICE, MTU, SUBNET, address_of, open_tun
@@ -58,17 +59,20 @@ class Lab:
     """The hosts, while they exist.
 
     Attributes:
+        folder: for files about them; it goes with them.
         names: of the hosts.
-        hostfile: for mpirun; one slot each unless `lab` was told otherwise.
+        pids: of the processes that hold their namespaces.
+        hostfile: for mpirun.
         remote_shell: takes the place of ssh; like it, it passes no environment.
         environ: what mpirun needs to know of the two.
     """
 
-    def __init__(self, folder: Path, holders: dict[str, int]) -> None:
+    def __init__(self, folder: Path, holders: dict[str, int], slots: int) -> None:
+        self.folder = folder
         self._holders = holders  # of the namespaces: process ids by name
-        self.names = list(holders)
+        self.names, self.pids = list(holders), list(holders.values())
         self.hostfile = folder / "hosts.mpi"
-        self.hostfile.write_text("".join(f"{name} slots=1\n" for name in holders))
+        self.hostfile.write_text("".join(f"{name} slots={slots}\n" for name in holders))
         self.remote_shell = folder / "rsh"
         cases = "".join(f"{name}) pid={pid} ;;\n" for name, pid in holders.items())
         self.remote_shell.write_text(
@@ -119,36 +123,49 @@ def _enter(pid: str) -> str:
 
 
 @contextmanager
-def lab(folder: Path, links: Sequence[Link], tcp: Tcp | None = None) -> Iterator[Lab]:
-    """A host for each link, while the context lasts.
+def hosts(number: int, slots: int = 1) -> Iterator[Lab]:
+    """Hosts without a network, while the context lasts. They know each other as lab0, lab1, ... by `address_of`.
 
     Args:
-        folder: for the lab's own files.
+        slots: ranks of each host, for mpirun.
+
+    Raises LabUnavailableError.
+    """
+    names = [f"lab{host}" for host in range(number)]
+    addresses = "".join(f"{address_of(host)} {name}\n" for host, name in enumerate(names))
+    with TemporaryDirectory(prefix="netlab-") as folder, ExitStack() as stack:
+        known = Path(folder) / "hosts"
+        known.write_text(f"127.0.0.1 localhost\n{addresses}")
+        holders = {name: stack.enter_context(_holder(name, known)) for name in names}
+        yield Lab(Path(folder), holders, slots)
+
+
+@contextmanager
+def lab(links: Sequence[Link], tcp: Tcp | None = None) -> Iterator[Lab]:
+    """A host for each link, joined by the relay, while the context lasts.
+
+    Args:
         tcp: of all hosts.
 
     Raises LabUnavailableError.
     """
-    known, names = folder / "hosts", [f"lab{host}" for host in range(len(links))]
-    addresses = "".join(f"{address_of(host)} {name}\n" for host, name in enumerate(names))
-    known.write_text(f"127.0.0.1 localhost\n{addresses}")
     tcp = tcp or Tcp()
-    with ExitStack() as stack:
-        holders = {name: stack.enter_context(_holder(name, known)) for name in names}
+    with hosts(len(links)) as there, ExitStack() as stack:
         with ExitStack() as devices:
             files = []
-            for host, pid in enumerate(holders.values()):
+            for host, pid in enumerate(there.pids):
                 file, device = _tun()
                 devices.callback(os.close, file)
                 files.append(file)
-                _run(f"ip link set {device} netns {pid}")
-                _run_in(pid, f"ip link set {device} name {NIC} mtu {MTU} txqueuelen 10000 up")
-                _run_in(pid, f"ip address add {address_of(host)}/24 dev {NIC} noprefixroute")
+                run(f"ip link set {device} netns {pid}")
+                run_in(pid, f"ip link set {device} name {NIC} mtu {MTU} txqueuelen 10000 up")
+                run_in(pid, f"ip address add {address_of(host)}/24 dev {NIC} noprefixroute")
                 # By route: a namespace may not always choose for all of its connections.
-                _run_in(pid, f"ip route add {SUBNET}.0/24 dev {NIC} congctl {tcp.congestion}")
+                run_in(pid, f"ip route add {SUBNET}.0/24 dev {NIC} congctl {tcp.congestion}")
                 slowly = int(tcp.slow_start_after_idle)
-                _run_in(pid, f"sysctl -qw net.ipv4.tcp_slow_start_after_idle={slowly}")
+                run_in(pid, f"sysctl -qw net.ipv4.tcp_slow_start_after_idle={slowly}")
             stack.enter_context(_relay(links, files))
-        yield Lab(folder, holders)
+        yield there
 
 
 @contextmanager
@@ -198,9 +215,11 @@ def _tun() -> tuple[int, str]:
         raise LabUnavailableError(f"{DEVICE} cannot be used here: {error.strerror}") from None
 
 
-def _run(command: str) -> None:
+def run(command: str) -> None:
+    """A command that prepares hosts."""
     subprocess.run(command.split(), check=True, timeout=_SECONDS)
 
 
-def _run_in(pid: int, command: str) -> None:
-    _run(f"nsenter --target {pid} --net {command}")
+def run_in(pid: int, command: str) -> None:
+    """Likewise, in the network namespace of a host."""
+    run(f"nsenter --target {pid} --net {command}")

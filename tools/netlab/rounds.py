@@ -1,9 +1,7 @@
 """How long a round takes on a slow network, and all-reduces of the same vector."""
 
 import json
-import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools.netlab.lab import Tcp, lab
@@ -49,11 +47,8 @@ def measure(
     """
     for number in hosts:
         for way in ways:
-            with (
-                tempfile.TemporaryDirectory() as folder,
-                lab(Path(folder), [link] * number, tcp=tcp) as there,
-            ):
-                arguments = [str(length), str(repeats), str(pause_seconds), folder]
+            with lab([link] * number, tcp) as there:
+                arguments = [str(length), str(repeats), str(pause_seconds), str(there.folder)]
                 name, chosen = LAUNCHES[way]
                 said = there.mpirun([*options, *chosen], "tools.netlab.rank", name, *arguments)
                 figures = json.loads(said.splitlines()[-1])
