@@ -17,12 +17,13 @@ one core; `--jobs` runs several side by side, `--compiled` by `torch.compile`, w
 import argparse
 import copy
 import json
+import os
 import sys
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
-from threading import Lock
+from threading import Lock, Thread
 from typing import Any
 
 from tools.simulator.changes import apply
@@ -72,7 +73,7 @@ class Runs:
     def __init__(self, study: dict[str, Any], path: Path, jobs: int, compiled: bool = False) -> None:
         self.study, self.path, self.jobs, self.compiled = study, path, jobs, compiled
         self.results = read(path)
-        self._pool = ProcessPoolExecutor(jobs, get_context("spawn"))
+        self._pool = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=end_with_parent)
         self._writing = Lock()
 
     def all(self) -> dict[Key, dict[str, Any]]:
@@ -134,6 +135,18 @@ def configure(
         factor = learning_rate / params["lr"]
         params |= {field: params[field] * factor for field in ("lr", "muon_lr", "adam_lr") if field in params}
     return raw
+
+
+def end_with_parent() -> None:
+    """In a process of its own: end when the study ends, also when it is killed."""
+    parent = parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    Thread(target=wait, daemon=True).start()
 
 
 def simulate(raw: dict[str, Any], compiled: bool = False) -> dict[str, Any]:

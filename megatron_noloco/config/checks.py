@@ -1,6 +1,5 @@
 """Rules between fields: what cannot work, with the equation and its numbers."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,6 @@ from megatron_noloco.config.noloco_block import NolocoConfig
 from megatron_noloco.config.wording import count
 from megatron_noloco.plans.grouping import prime_factors
 from megatron_noloco.plans.routing import Routing
-from megatron_noloco.plans.stability import spread_factor
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.spec.architecture import Architecture
 from megatron_noloco.spec.data import Split
@@ -135,20 +133,21 @@ def check_method(noloco: NolocoConfig, replicas: int | None) -> Iterator[str]:
     Nor have replicas that are one group, but for what a coded payload adds.
     """
     everyone = noloco.active_method == "diloco"
-    if noloco.active_method == "none" or replicas == 1 or (everyone and not noloco.pull_error):
+    if noloco.active_method == "none" or replicas == 1:
         return
-    alpha, gamma, n = noloco.outer_momentum, noloco.gamma, math.inf if everyone else noloco.group_size
-    rho = spread_factor(alpha, gamma, n, noloco.pull_error)
+    n = noloco.group_size
+    factors = prime_factors(replicas) if replicas is not None and noloco.pairing == "cycle" else ()
+    rho = noloco.spread_factor(replicas)
     if rho >= _STABLE_BELOW:
-        payload = f', payload "{noloco.payload}"' if noloco.pull_error else ""
+        payload = "" if noloco.payload == "fp32" else f', payload "{noloco.payload}"'
+        pairing = ', pairing "cycle"' if factors else ""
         yield (
-            f"noloco: replicas would drift apart: rho = {rho:.3f} >= 1 for outer_momentum (alpha) {alpha}, "
-            f"consensus_weight (gamma) {gamma}, group_size (n) {'of all' if everyone else n}{payload}; "
-            f"{_stable_suggestion(alpha, gamma, n, noloco.pull_error)}"
+            f"noloco: replicas would drift apart: rho = {rho:.3f} >= 1 for outer_momentum (alpha) "
+            f"{noloco.outer_momentum}, consensus_weight (gamma) {noloco.gamma}, group_size (n) "
+            f"{'of all' if everyone else n}{pairing}{payload}; {_stable_suggestion(noloco, replicas)}"
         )
     if not everyone and replicas is not None and n > replicas:
         yield f"noloco.group_size {n} is more than the {count(replicas, 'replica')} there are"
-    factors = prime_factors(replicas) if replicas is not None and noloco.pairing == "cycle" else ()
     if max(factors, default=1) > n:
         yield (
             f'noloco.pairing "cycle" takes groups of {" and ".join(map(str, sorted(set(factors))))} for '
@@ -193,13 +192,14 @@ def check_phase(noloco: NolocoConfig) -> Iterator[str]:
         )
 
 
-def _stable_suggestion(alpha: float, gamma: float, n: float, error: float) -> str:
+def _stable_suggestion(noloco: NolocoConfig, replicas: int | None) -> str:
     """The nearest stable setting to two digits: less momentum if that suffices, else another gamma."""
-    for hundredths in range(min(99, int(alpha * 100)), -1, -1):
-        if spread_factor(hundredths / 100, gamma, n, error) < _STABLE_BELOW:
+    for hundredths in range(min(99, int(noloco.outer_momentum * 100)), -1, -1):
+        if noloco.spread_factor(replicas, outer_momentum=hundredths / 100) < _STABLE_BELOW:
             return f"outer_momentum {hundredths / 100:.2f} is the largest (to 2 digits) that is stable"
-    stable = [g / 100 for g in range(1, 400) if spread_factor(alpha, g / 100, n, error) < _STABLE_BELOW]
-    nearest = min(stable, key=lambda candidate: abs(candidate - gamma), default=0.01)
+    gammas = [hundredths / 100 for hundredths in range(1, 400)]
+    stable = [g for g in gammas if noloco.spread_factor(replicas, consensus_weight=g) < _STABLE_BELOW]
+    nearest = min(stable, key=lambda candidate: abs(candidate - noloco.gamma), default=0.01)
     return f"no outer_momentum is stable with this gamma; consensus_weight {nearest:.2f} is with this alpha"
 
 

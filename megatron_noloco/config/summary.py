@@ -13,7 +13,7 @@ from megatron_noloco.plans.fragments import most_under_way
 from megatron_noloco.plans.grouping import prime_factors
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.second_moment import half_life_steps
-from megatron_noloco.plans.stability import cycle_spread_factor, rounds_to_halve, spread_factor
+from megatron_noloco.plans.stability import rounds_to_halve
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.spec.architecture import Architecture
 
@@ -81,14 +81,9 @@ def _method(noloco: NolocoConfig, replicas: int) -> str:
     n = noloco.group_size_among(replicas)
     if method == "diloco":
         return f"{knobs}, n = {n} (all replicas)"
-    rho, drawn = spread_factor(noloco.outer_momentum, noloco.gamma, n, noloco.pull_error), f"n = {n}"
+    rho, drawn = noloco.spread_factor(replicas), f"n = {n}"
     if noloco.pairing == "cycle":
-        factors = prime_factors(replicas)
-        orders = [factors[f:] + factors[:f] for f in range(min(noloco.fragments, len(factors)))]
-        rho = max(cycle_spread_factor(noloco.outer_momentum, noloco.gamma, order) for order in orders)
-        drawn = f"cycles of {' x '.join(map(str, factors))}" + ", payload not counted" * bool(
-            noloco.pull_error
-        )
+        drawn = f"cycles of {' x '.join(map(str, prime_factors(replicas)))}"
     return (
         f"{knobs}, gamma = {noloco.gamma}, {drawn}; rho = {rho:.3f}: "
         f"{rounds_to_halve(rho):.1f} rounds halve the spread"

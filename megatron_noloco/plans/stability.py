@@ -38,35 +38,44 @@ def spread_factor(
     return float(max(abs(np.linalg.eigvals(step))))
 
 
-def cycle_spread_factor(outer_momentum: float, consensus_weight: float, sizes: Sequence[int]) -> float:
+def cycle_spread_factor(
+    outer_momentum: float, consensus_weight: float, sizes: Sequence[int], pull_error: float = 0.0
+) -> float:
     """rho for pairing in cycles: the factor of the spread SQUARED per round, exact for any number of replicas.
 
     Args:
         sizes: of the groups of the rounds of one cycle; their product is the number of replicas.
+        pull_error: epsilon of `spread_factor`, here the same for all members of a group, who use the same mean.
 
     Write x = phi - mean(phi) over the labels in characters of the digits. The round of digit t removes the group
     means of the characters in which digit t takes part, and lets the others be, so that a character's (x, delta)
     goes through
 
-        delta' = alpha delta - gamma x    if digit t takes part, else    delta' = alpha delta
+        delta' = alpha delta - gamma x    if digit t takes part, else    delta' = alpha delta + error
         x'     = x + delta'
 
-    A cycle is the product M of these maps. Labels are drawn afresh before each cycle, which spreads the second
-    moments evenly over all characters; so the moments follow the mean of M (x) M over the characters, of which
-    the product of (size - 1) over the digits that take part have the same M. rho is that mean's spectral radius,
-    to the power of 1 / len(sizes).
+    The errors of all groups together have epsilon^2 gamma^2 times the second moment of the characters in which t
+    takes part, spread evenly over the others, the mean of all replicas among them. A cycle is a linear map of the
+    characters' moments (E[x^2], E[x delta], E[delta^2]). Labels are drawn afresh before each cycle, which spreads
+    the moments evenly over all characters. rho is the spectral radius of the mean map over the characters, to the
+    power of 1 / len(sizes). As many characters as the product of (size - 1) over the digits that take part have
+    the same moments.
     """
-    moments = np.zeros((4, 4))
-    for part in product((False, True), repeat=len(sizes)):
-        characters = (
-            math.prod(size - 1 for size, takes in zip(sizes, part, strict=True) if takes) if any(part) else 0
-        )
-        cycle = np.eye(2)
-        for takes in part:
-            pull = consensus_weight * takes
-            cycle = np.array([[1 - pull, outer_momentum], [-pull, outer_momentum]]) @ cycle
-        moments += characters * np.kron(cycle, cycle)
-    largest = max(abs(np.linalg.eigvals(moments / (math.prod(sizes) - 1))))
+    alpha, gamma = outer_momentum, consensus_weight
+    patterns = np.array(
+        list(product((False, True), repeat=len(sizes)))[1:]
+    )  # of digits; the first is the mean
+    characters = np.where(patterns, np.array(sizes) - 1, 1).prod(axis=1)[:, None]
+    replicas = math.prod(sizes)
+    v, c, d = (np.tile(moment, (len(patterns), 1)) for moment in np.eye(3))
+    for takes, size in zip(patterns.T[:, :, None], sizes, strict=True):
+        pull = gamma * takes
+        others = replicas // size
+        error = pull_error**2 * (characters * pull**2 * v).sum(axis=0) / others * ~takes
+        d_next = pull**2 * v - 2 * alpha * pull * c + alpha**2 * d + error
+        v, c, d = v + 2 * (alpha * c - pull * v) + d_next, alpha * c - pull * v + d_next, d_next
+    cycle = [(characters * moment).sum(axis=0) / (replicas - 1) for moment in (v, c, d)]
+    largest = max(abs(np.linalg.eigvals(np.array(cycle))))
     return float(largest ** (1 / len(sizes)))
 
 

@@ -332,10 +332,10 @@ class TestCycles:
     def test_averaging_leaves_no_spread(self) -> None:
         assert cycle_spread_factor(0.0, 1.0, (2, 2, 2)) == pytest.approx(0.0, abs=1e-9)
 
-    @pytest.mark.parametrize(("alpha", "gamma"), [(0.5, 0.7), (0.3, 0.7), (0.8, 0.35)])
+    @pytest.mark.parametrize(("alpha", "gamma", "error"), [(0.5, 0.7, 0), (0.3, 0.7, 0.4), (0.8, 0.35, 1.0)])
     @pytest.mark.parametrize(("replicas", "fragment"), [(8, 0), (8, 2), (12, 0), (12, 1)])
     def test_the_factor_is_that_of_a_simulation(
-        self, alpha: float, gamma: float, replicas: int, fragment: int
+        self, alpha: float, gamma: float, error: float, replicas: int, fragment: int
     ) -> None:
         factors = prime_factors(replicas)
         grouping = Grouping(replicas, max(factors), seed=1, pairing="cycle")
@@ -344,14 +344,16 @@ class TestCycles:
         logs, cycles = [], 60
         for round_index in range(cycles * len(factors)):
             for group in map(list, grouping.groups(round_index, fragment=fragment)):
-                delta[group] = alpha * delta[group] - gamma * (phi[group] - phi[group].mean(axis=0))
+                pull = gamma * (phi[group].mean(axis=0) - phi[group])
+                noise = draw.normal(size=4000) * error * np.sqrt((pull**2).mean())
+                delta[group] = alpha * delta[group] + pull + noise
             phi = phi + delta
             scale = phi.std()
             logs.append(math.log(scale))
             phi, delta = (phi - phi.mean(axis=0)) / scale, delta / scale
         found = math.exp(2 * np.mean(logs[len(logs) // 4 :]))
         order = factors[fragment:] + factors[:fragment]
-        assert found == pytest.approx(cycle_spread_factor(alpha, gamma, order), abs=0.03)
+        assert found == pytest.approx(cycle_spread_factor(alpha, gamma, order, error), abs=0.03)
 
     @pytest.mark.parametrize("replicas", [8, 16])
     def test_fragments_of_one_round_meet_along_all_digits(self, replicas: int) -> None:
