@@ -45,33 +45,30 @@ def cycle_spread_factor(
 
     Args:
         sizes: of the groups of the rounds of one cycle; their product is the number of replicas.
-        pull_error: epsilon of `spread_factor`, here the same for all members of a group, who use the same mean.
+        pull_error: epsilon of `spread_factor`; the errors of a group's members have the sum 0 (`outer.payload`).
 
     Write x = phi - mean(phi) over the labels in characters of the digits. The round of digit t removes the group
     means of the characters in which digit t takes part, and lets the others be, so that a character's (x, delta)
     goes through
 
-        delta' = alpha delta - gamma x    if digit t takes part, else    delta' = alpha delta + error
+        delta' = alpha delta - gamma x + error    if digit t takes part, else    delta' = alpha delta
         x'     = x + delta'
 
-    The errors of all groups together have epsilon^2 gamma^2 times the second moment of the characters in which t
-    takes part, spread evenly over the others, the mean of all replicas among them. A cycle is a linear map of the
-    characters' moments (E[x^2], E[x delta], E[delta^2]). Labels are drawn afresh before each cycle, which spreads
-    the moments evenly over all characters. rho is the spectral radius of the mean map over the characters, to the
-    power of 1 / len(sizes). As many characters as the product of (size - 1) over the digits that take part have
-    the same moments.
+    The errors have epsilon^2 gamma^2 times the second moment of the characters in which t takes part, and are
+    spread evenly over these. A cycle is a linear map of the characters' moments (E[x^2], E[x delta], E[delta^2]).
+    Labels are drawn afresh before each cycle, which spreads the moments evenly over all characters. rho is the
+    spectral radius of the mean map over the characters, to the power of 1 / len(sizes). As many characters as the
+    product of (size - 1) over the digits that take part have the same moments.
     """
     alpha, gamma = outer_momentum, consensus_weight
-    patterns = np.array(
-        list(product((False, True), repeat=len(sizes)))[1:]
-    )  # of digits; the first is the mean
+    patterns = np.array(list(product((False, True), repeat=len(sizes))))[1:]  # but that of the mean
     characters = np.where(patterns, np.array(sizes) - 1, 1).prod(axis=1)[:, None]
     replicas = math.prod(sizes)
     v, c, d = (np.tile(moment, (len(patterns), 1)) for moment in np.eye(3))
     for takes, size in zip(patterns.T[:, :, None], sizes, strict=True):
         pull = gamma * takes
-        others = replicas // size
-        error = pull_error**2 * (characters * pull**2 * v).sum(axis=0) / others * ~takes
+        moved = replicas - replicas // size  # characters
+        error = pull_error**2 * takes * (characters * pull**2 * v).sum(axis=0) / moved
         d_next = pull**2 * v - 2 * alpha * pull * c + alpha**2 * d + error
         v, c, d = v + 2 * (alpha * c - pull * v) + d_next, alpha * c - pull * v + d_next, d_next
     cycle = [(characters * moment).sum(axis=0) / (replicas - 1) for moment in (v, c, d)]

@@ -332,6 +332,9 @@ class TestCycles:
     def test_averaging_leaves_no_spread(self) -> None:
         assert cycle_spread_factor(0.0, 1.0, (2, 2, 2)) == pytest.approx(0.0, abs=1e-9)
 
+    def test_of_two_replicas_that_average_the_error_alone_is_left(self) -> None:
+        assert cycle_spread_factor(0.0, 1.0, (2,), pull_error=0.4) == pytest.approx(0.16)
+
     @pytest.mark.parametrize(("alpha", "gamma", "error"), [(0.5, 0.7, 0), (0.3, 0.7, 0.4), (0.8, 0.35, 1.0)])
     @pytest.mark.parametrize(("replicas", "fragment"), [(8, 0), (8, 2), (12, 0), (12, 1)])
     def test_the_factor_is_that_of_a_simulation(
@@ -345,7 +348,9 @@ class TestCycles:
         for round_index in range(cycles * len(factors)):
             for group in map(list, grouping.groups(round_index, fragment=fragment)):
                 pull = gamma * (phi[group].mean(axis=0) - phi[group])
-                noise = draw.normal(size=4000) * error * np.sqrt((pull**2).mean())
+                noise = draw.normal(size=pull.shape)
+                noise -= noise.mean(axis=0)
+                noise *= error * pull.std() / noise.std()
                 delta[group] = alpha * delta[group] + pull + noise
             phi = phi + delta
             scale = phi.std()
