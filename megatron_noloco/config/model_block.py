@@ -1,16 +1,30 @@
 """The block `model`, in Megatron's words, and the architecture it stands for."""
 
 from dataclasses import fields
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
 
 from megatron_noloco.config.blocks import Block, Positive
+from megatron_noloco.model.families import FAMILIES, families_with
 from megatron_noloco.spec.architecture import Architecture, Compute, Precision
+
+if TYPE_CHECKING:
+    FamilyName = str
+else:
+    FamilyName = Literal[tuple(FAMILIES)]
+
+
+def _only(field: str) -> str:
+    """How the description of a field begins that not all families have."""
+    names = " and ".join(f'"{name}"' for name in families_with(field))
+    return f"Family {names} only: "
 
 
 class ModelConfig(Block):
-    family: Literal["llama"] = Field(default="llama", description="Which kind of model.")
+    family: FamilyName = Field(
+        default="llama", description="Which kind of model; also Hugging Face's model_type."
+    )
     num_layers: Positive = Field(description="Transformer layers.")
     hidden_size: Positive = Field(description="Width of the residual stream.")
     ffn_hidden_size: Positive = Field(description="Width inside the gated MLP.")
@@ -38,6 +52,16 @@ class ModelConfig(Block):
     )
     init_method_std: float = Field(
         default=0.02, gt=0, description="Standard deviation of the initial weights."
+    )
+    rope_scaling_factor: Annotated[float, Field(ge=1)] | None = Field(
+        default=None,
+        description=_only("rope_scaling_factor")
+        + "rotary frequencies are scaled by it (Llama 3.1 has 8, 3.2 has 32); null: they are not.",
+    )
+    sliding_window: Positive | None = Field(
+        default=None,
+        description=_only("sliding_window")
+        + "tokens that a token attends to, itself included; null: all before it.",
     )
     hidden_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the residual branches.")
     attention_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the attention weights.")
@@ -89,6 +113,8 @@ class ModelConfig(Block):
             "padded_vocab_size": -(-vocab // multiple) * multiple,
             "tied_embeddings": not self.untie_embeddings_and_output_weights,
         }
+        own = FAMILIES[self.family].own_fields
+        settled |= {name: own[name] for name in own if getattr(self, name) is None}
         return Architecture(**{**as_written, **settled})
 
     def compute(self, precision: Precision) -> Compute:

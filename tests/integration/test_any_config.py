@@ -12,7 +12,7 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.data.indexed import IndexedWriter
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from tests.integration.chaos import Run, assert_same_state
-from tests.integration.tiny import metrics, write_text
+from tests.integration.tiny import FAMILY_MODELS, metrics, write_text
 
 STEPS = 6
 MOST_RANKS = 8
@@ -146,6 +146,7 @@ def drawn_run(seed: int, folder: Path, data: list[dict[str, Any]]) -> tuple[Run,
     # Not added to those of the tiny config, but in their place.
     run.raw |= {"optimizer": random.choice(OPTIMIZERS), "scheduler": random.choice(SCHEDULERS)}
     run.change({"noloco": {"fragments": random.randint(1, run.raw["noloco"]["local_steps"])}})
+    run.change({"model": random.choice(list(FAMILY_MODELS.values()))})
     RunConfig.from_dict(run.raw).topology(ranks)
     return run, ranks
 

@@ -27,6 +27,7 @@ from deepspeed.runtime.zero.muon import original_muon
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import rotary_pos_embedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import schedules
@@ -37,10 +38,13 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.utils import get_sliding_window_causal_mask
 from megatron.core.utils import GlobalMemoryBuffer
 
 from megatron_noloco.config.deepspeed_keys import OPTIMIZER_PARAMS, TORCH_OPTIMIZERS
 from megatron_noloco.config.deepspeed_optimizer import MUON_DEFAULTS, MUON_RATES
+from megatron_noloco.model.families.hf_keys import LLAMA3_SCALING
+from megatron_noloco.model.layers import window
 from megatron_noloco.pipeline.pipeline import RoutedCommunicator
 
 pytestmark = pytest.mark.contract
@@ -176,7 +180,7 @@ class TestStage:
         wanted = {
             "config", "transformer_layer_spec", "vocab_size", "max_sequence_length", "pre_process",
             "post_process", "share_embeddings_and_output_weights", "position_embedding_type", "rotary_base",
-            "pg_collection", "vp_stage",
+            "pg_collection", "vp_stage", "rope_scaling", "rope_scaling_factor",
         }  # fmt: skip
         assert wanted <= parameters(GPTModel.__init__)
         assert callable(GPTModel.shared_embedding_or_output_weight)
@@ -185,7 +189,23 @@ class TestStage:
         submodules = get_gpt_layer_local_spec(normalization="RMSNorm").submodules
         assert hasattr(submodules, "input_layernorm")
         assert hasattr(submodules, "pre_mlp_layernorm")
-        assert hasattr(submodules.self_attention.submodules, "core_attention")
+        for name in ("core_attention", "q_layernorm", "k_layernorm"):
+            assert hasattr(submodules.self_attention.submodules, name)
+
+    def test_rotary_scaling_is_fixed_but_for_its_factor(self) -> None:
+        """model/families/hf_keys.py refuses folders with other numbers."""
+        scaling = inspect.signature(RotaryEmbedding._apply_scaling).parameters
+        assert {name: scaling[name].default for name in LLAMA3_SCALING} == LLAMA3_SCALING
+        call = inspect.getsource(RotaryEmbedding.__init__).split("self._apply_scaling(")[1].split(")")[0]
+        assert call == "self.inv_freq, factor=rope_scaling_factor"
+
+    def test_a_window_counts_the_tokens_before_and_after(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """model/layers.py has the window of core's own attention, which Transformer Engine shares."""
+        ones = torch.ones
+        monkeypatch.setattr(torch, "ones", lambda *size, device, **options: ones(*size, **options))
+        masked = get_sliding_window_causal_mask(6, 6, (2, 0))
+        monkeypatch.undo()
+        assert torch.equal(~masked, window(6, 2, torch.device("cpu")))
 
     def test_layer_counts_take_stage_and_chunk(self) -> None:
         assert list(inspect.signature(get_num_layers_to_build).parameters)[:3] == [
@@ -201,7 +221,7 @@ class TestStage:
         assert {
             "batch_p2p_comm", "batch_p2p_sync", "deallocate_pipeline_outputs", "grad_scale_func",
             "sequence_parallel", "cuda_graph_scope", "perform_initialization", "use_cpu_initialization",
-            "microbatch_group_size_per_vp_stage", "pipeline_dtype",
+            "microbatch_group_size_per_vp_stage", "pipeline_dtype", "add_qkv_bias", "qk_layernorm", "window_size",
         } <= set(TransformerConfig.__dataclass_fields__)  # fmt: skip
 
 
