@@ -1,13 +1,13 @@
 """The block `model`, in Megatron's words, and the architecture it stands for."""
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from megatron_noloco.config.blocks import Block, Positive
 from megatron_noloco.model.families import FAMILIES, families_with
-from megatron_noloco.spec.architecture import Architecture, Compute, Precision
+from megatron_noloco.spec.architecture import Architecture, Compute, LoadBalancing, Precision
 
 if TYPE_CHECKING:
     FamilyName = str
@@ -63,6 +63,24 @@ class ModelConfig(Block):
         description=_only("sliding_window")
         + "tokens that a token attends to, itself included; null: all before it.",
     )
+    num_moe_experts: Positive | None = Field(
+        default=None, description=_only("num_moe_experts") + "experts of a layer; null: 8."
+    )
+    moe_router_topk: Annotated[int, Field(ge=2)] | None = Field(
+        default=None,
+        description=_only("moe_router_topk") + "experts that compute a token; null: 2.",
+    )
+    moe_router_load_balancing_type: LoadBalancing | None = Field(
+        default=None,
+        description=_only("moe_router_load_balancing_type")
+        + 'over what a loss balances the experts: the tokens of a microbatch ("aux_loss"), of each sequence '
+        '("seq_aux_loss"), or not at all; null: "aux_loss".',
+    )
+    moe_aux_loss_coeff: Annotated[float, Field(ge=0)] | None = Field(
+        default=None,
+        description=_only("moe_aux_loss_coeff")
+        + "factor of that loss, which is added up over the layers; null: 0.01.",
+    )
     hidden_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the residual branches.")
     attention_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the attention weights.")
     recompute_granularity: Literal["full", "selective"] | None = Field(
@@ -113,11 +131,15 @@ class ModelConfig(Block):
             "padded_vocab_size": -(-vocab // multiple) * multiple,
             "tied_embeddings": not self.untie_embeddings_and_output_weights,
         }
-        own = FAMILIES[self.family].own_fields
-        settled |= {name: own[name] for name in own if getattr(self, name) is None}
-        return Architecture(**{**as_written, **settled})
+        return Architecture(**{**as_written, **self._own_defaults(Architecture), **settled})
 
     def compute(self, precision: Precision) -> Compute:
         """How this model is computed with numbers of `precision`."""
         names = {field.name for field in fields(Compute)} - {"precision"}
-        return Compute(precision=precision, **self.model_dump(include=names))
+        as_written = self.model_dump(include=names)
+        return Compute(precision=precision, **{**as_written, **self._own_defaults(Compute)})
+
+    def _own_defaults(self, of: type[Architecture] | type[Compute]) -> dict[str, Any]:
+        """The family's values of those of its own fields that the file leaves open."""
+        own, names = FAMILIES[self.family].own_fields, {field.name for field in fields(of)}
+        return {name: own[name] for name in own if name in names and getattr(self, name) is None}

@@ -1,5 +1,6 @@
 """A run that starts from a Hugging Face folder: the config for it, and whether a config is right for it."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ def check_fits(folder: Path, architecture: Architecture) -> None:
 
 def model_block(architecture: Architecture) -> dict[str, Any]:
     """The fields of a run's `model` block that decide which weights fit, and the length of a sample."""
+    sizes = asdict(architecture)
     return {
         "family": architecture.family,
         "num_layers": architecture.num_layers,
@@ -70,5 +72,5 @@ def model_block(architecture: Architecture) -> dict[str, Any]:
         "norm_epsilon": architecture.norm_epsilon,
         "untie_embeddings_and_output_weights": not architecture.tied_embeddings,
         "seq_length": architecture.seq_length,
-        **{name: getattr(architecture, name) for name in family_of(architecture).own_fields},
+        **{name: sizes[name] for name in family_of(architecture).own_fields if name in sizes},
     }

@@ -1,4 +1,5 @@
-"""The two layers our local spec brings itself: attention and RMSNorm, on whatever device the tensors are."""
+"""The layers we bring ourselves, on whatever device the tensors are: attention and RMSNorm of our local spec, and
+the router of a mixture of experts."""
 
 from functools import lru_cache
 
@@ -6,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -73,6 +75,17 @@ def window(tokens: int, before: int, device: torch.device) -> Tensor:
     index = torch.arange(tokens, device=device)
     distance = index[:, None] - index
     return (distance >= 0) & (distance <= before)
+
+
+class Router(TopKRouter):
+    """Core's router of tokens to experts, with logits in fp32, on whatever device the tensors are.
+
+    Core moves its weights to a CUDA device, and computes in fp32 with Transformer Engine only.
+    """
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Logits [tokens, batch, experts] of hidden states [tokens, batch, channels] (overrides core's)."""
+        return F.linear(input.float(), self.weight.float())
 
 
 class RMSNorm(nn.Module):

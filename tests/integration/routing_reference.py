@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor, nn
 
 from megatron_noloco.config import RunConfig
@@ -235,6 +236,8 @@ def _expected(case: Case, models: list[Any], routes: Routes) -> Expected:
             way = [models[replica] for replica in path(routes, case, origin, microbatch)]
             tokens, labels = read(origin, microbatch, case.micro_batch_size)
             loss = F.cross_entropy(_logits(way, case, tokens).flatten(0, 1), labels.flatten())
+            # What core's schedules do, so that the loss that balances experts is scaled like the other.
+            MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / case.microbatches)
             (loss / case.microbatches).backward()
             losses[origin, microbatch] = float(loss)
     gradients = [

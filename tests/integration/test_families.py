@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ THEIRS: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "head_dim": 12},
     "mistral": {"model_type": "mistral", "sliding_window": None},
     "mistral with a window": {"model_type": "mistral", "sliding_window": 5},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 PARALLEL = {
     f"{'tied' if tied else 'untied'}, pp {pp}, tp {tp}": (
@@ -79,6 +81,12 @@ def test_there_is_a_model_of_every_family() -> None:
     assert {model["family"] for model in FAMILY_MODELS.values()} == set(FAMILIES)
 
 
+def sequence_parallel(model: str, sizes: dict[str, int]) -> dict[str, bool]:
+    """Core trains experts on several tensor-parallel ranks no other way."""
+    needed = model == "mixtral" and sizes["tensor_model_parallel_size"] > 1
+    return {"sequence_parallel": True} if needed else {}
+
+
 @pytest.mark.parametrize(
     "parallel", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in PARALLEL]
 )
@@ -87,10 +95,12 @@ def test_a_model_of_transformers_computes_the_same_here_and_leaves_as_it_came(
     model: str, parallel: str, tmp_path: Path
 ) -> None:
     tied, sizes = PARALLEL[parallel]
+    ranks_needed = math.prod(sizes.values())
+    sizes = sizes | sequence_parallel(model, sizes)
     theirs = write_theirs(tmp_path / "theirs", THEIRS[model] | {"tie_word_embeddings": tied})
     changes = {"parallel": sizes, "training": {"output_dir": str(tmp_path / "run")}}
     _, raw = imported(tmp_path, tmp_path / "theirs", changes)
-    ranks = run_ranks(math.prod(sizes.values()), save, raw, 0)
+    ranks = run_ranks(ranks_needed, save, raw, 0)
     ours = next(rank["logits"] for rank in ranks if rank["logits"] is not None)
     expected = logits_there(tmp_path / "theirs")[..., : ours.size(-1)]
     assert float(expected.std()) > 0.1, "logits that say nothing compare nothing"
@@ -125,25 +135,32 @@ def test_the_comparison_of_logits_sees_it(what: str, tmp_path: Path) -> None:
 # Training
 
 STEPS = 5
-TOPOLOGIES = {
-    "TP2": {"tensor_model_parallel_size": 2},
-    "TP2 x PP2 with sequence parallelism": {
-        "tensor_model_parallel_size": 2,
-        "pipeline_model_parallel_size": 2,
-        "sequence_parallel": True,
-    },
-}
+TP2 = {"tensor_model_parallel_size": 2}
+SEQUENCE = {**TP2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}
+# On one of them without sequence parallelism, on the other with it: who has which gradient differs
+TRAINED = [
+    pytest.param(model, parallel, id=f"{model}, {name}", marks=[] if quick else [pytest.mark.slow])
+    for model in FAMILY_MODELS
+    for name, parallel, quick in (
+        ("TP2", TP2, model in ("qwen2", "qwen3")),
+        ("TP2 x PP2, sequence parallel", SEQUENCE, model in ("qwen3", "mistral", "mixtral")),
+    )
+]
 
 
-@pytest.mark.parametrize("topology", TOPOLOGIES)
-@pytest.mark.parametrize("model", FAMILY_MODELS)
-def test_topologies_train_alike(model: str, topology: str) -> None:
-    parallel = TOPOLOGIES[topology]
-    changes = {"model": FAMILY_MODELS[model]}
-    expected = run_ranks(1, train, tiny(changes), STEPS)
-    size = 4 if "PP2" in topology else 2
-    ranks = run_ranks(size, train, tiny({**changes, "parallel": parallel}), STEPS)
-    assert_same_training(ranks, expected, 1e-5)
-    for name in set(ranks[0]["weights"]) & set(ranks[1]["weights"]):
-        if "norm" in name:
-            assert torch.equal(ranks[0]["weights"][name], ranks[1]["weights"][name]), f"two copies of {name}"
+@cache
+def on_one_rank(model: str) -> list[dict[str, Any]]:
+    return run_ranks(1, train, tiny({"model": FAMILY_MODELS[model]}), STEPS)
+
+
+@pytest.mark.parametrize(("model", "parallel"), TRAINED)
+def test_topologies_train_alike(model: str, parallel: dict[str, Any]) -> None:
+    parallel = parallel | sequence_parallel(model, parallel)
+    changes = {"model": FAMILY_MODELS[model], "parallel": parallel}
+    ranks = run_ranks(2 * parallel.get("pipeline_model_parallel_size", 1), train, tiny(changes), STEPS)
+    assert_same_training(ranks, on_one_rank(model), 1e-5)
+    first, second = (rank["weights"] for rank in ranks[:2])
+    copies = [name for name in first if "norm" in name or "router" in name]
+    assert copies
+    for name in copies:
+        assert torch.equal(first[name], second[name]), f"two copies of {name}"

@@ -56,6 +56,7 @@ CASES = [
     Case(2, 2, 4, tp=2, family="qwen2"),
     Case(2, 2, 4, family="qwen3"),
     Case(2, 2, 4, family="mistral", recompute=True),
+    Case(2, 2, 4, family="mixtral"),
 ]
 
 

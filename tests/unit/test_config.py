@@ -164,15 +164,32 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"noloco.method": "none"}, "noloco.method: must be one of"),
     (
         {"model.family": "bloom"},
-        'model.family: must be one of "llama", "qwen2", "qwen3", "mistral", got \'bloom\'',
+        'model.family: must be one of "llama", "qwen2", "qwen3", "mistral", "mixtral", got \'bloom\'',
     ),
     (
         {"model.sliding_window": 5},
-        'model.sliding_window is not a field of the family "llama", only of "mistral"; leave it out',
+        'model.sliding_window is not a field of the family "llama", only of "mistral" and "mixtral"; leave it out',
     ),
     (
         {"model.family": "qwen3", "model.rope_scaling_factor": 8.0},
         'model.rope_scaling_factor is not a field of the family "qwen3", only of "llama"; leave it out',
+    ),
+    (
+        {"model.family": "mixtral", "parallel.tensor_model_parallel_size": 2},
+        'family "mixtral" needs parallel.sequence_parallel true with parallel.tensor_model_parallel_size 2',
+    ),
+    (
+        {"model.family": "mixtral", "model.moe_router_topk": 9},
+        "model.moe_router_topk 9 is more than model.num_moe_experts 8",
+    ),
+    ({"model.moe_router_topk": 1}, "model.moe_router_topk: must be an integer >= 2 or null, got 1"),
+    (
+        {"model.moe_aux_loss_coeff": 0.1},
+        'moe_aux_loss_coeff is not a field of the family "llama", only of "mix',
+    ),
+    (
+        {"model.moe_router_load_balancing_type": "global_aux_loss"},
+        'moe_router_load_balancing_type: must be one of "aux_loss", "seq_aux_loss", "none" or null, got',
     ),
     ({"model.sliding_window": 0}, "model.sliding_window: must be an integer >= 1 or null, got 0"),
     ({"model.rope_scaling_factor": 0.5}, "model.rope_scaling_factor: must be a number >= 1 or null, got 0.5"),
@@ -766,6 +783,13 @@ PUBLISHED = {
             "num_attention_heads": 32, "num_query_groups": 8, "vocab_size": 32000, "sliding_window": 4096,
         },
         7_241_732_096,
+    ),
+    "Mixtral 8x7B": (
+        {
+            "family": "mixtral", "num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336,
+            "num_attention_heads": 32, "num_query_groups": 8, "vocab_size": 32000, "num_moe_experts": 8,
+        },
+        46_702_792_704,
     ),
 }  # fmt: skip
 

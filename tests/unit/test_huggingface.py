@@ -33,6 +33,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"family": "qwen3"},
     "mistral": {"family": "mistral"},
     "mistral with a window": {"family": "mistral", "sliding_window": 9},
+    "mixtral": {"family": "mixtral", "num_moe_experts": 3, "moe_router_topk": 2, "sliding_window": 9},
 }
 
 
@@ -141,13 +142,16 @@ def test_queries_keys_and_values_of_a_group_lie_together() -> None:
 @pytest.mark.parametrize("groups", [1, 2, HEADS])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("family", MODELS)
-def test_shapes_there_are_those_of_transformers(family: str, groups: int, tied: bool) -> None:
+def test_shapes_there_are_those_of_transformers(family: str, groups: int, tied: bool, tmp_path: Path) -> None:
     model = make_model(groups, tied, model=family)
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_config(
         transformers.AutoConfig.for_model(**hf_config(model))
     )
-    expected = {name: tuple(tensor.shape) for name, tensor in theirs.named_parameters()}
+    theirs.save_pretrained(tmp_path)  # in which names may differ from those of its parameters
+    expected = {
+        name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()
+    }
     rows = list(table_of(model))
     assert {name: shape for row in rows for name, shape in row.hf_shapes.items()} == expected
     for row in rows:
@@ -236,6 +240,10 @@ def test_rotary_embeddings_of_transformers_4_and_5(
 READ_AS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("mistral", {"sliding_window": MISSING, "num_key_value_heads": MISSING}, {"sliding_window": 4096}),
     ("mistral", {"layer_types": ["full_attention"] * 2}, {"sliding_window": None}),
+    ("mixtral", {"sliding_window": MISSING}, {"sliding_window": None}),
+    ("mixtral", {"num_local_experts": MISSING, "num_experts_per_tok": MISSING}, {"num_moe_experts": 8}),
+    ("mixtral", {"rope_parameters": MISSING, "rope_theta": MISSING}, {"rotary_base": 1e6}),
+    ("mixtral", {"rms_norm_eps": MISSING}, {"norm_epsilon": 1e-5}),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, {}),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": None}, {}),
     ("qwen2", {"use_sliding_window": True, "layer_types": ["full_attention"] * 2}, {}),
@@ -258,7 +266,8 @@ def test_keys_that_are_missing_or_make_no_difference(
     assert (theirs.num_key_value_heads, theirs.rms_norm_eps) == (found.num_query_groups, found.norm_epsilon)
     assert theirs.max_position_embeddings == found.seq_length
     assert theirs.tie_word_embeddings == found.tied_embeddings
-    if family == "mistral":
+    assert theirs.rope_parameters["rope_theta"] == found.rotary_base
+    if family in ("mistral", "mixtral"):
         assert theirs.sliding_window == found.sliding_window
     elif family != "llama":
         assert set(theirs.layer_types) == {"full_attention"}
@@ -403,6 +412,9 @@ REFUSED_OF: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("mistral", {"sliding_window": 0}, ("sliding_window is 0", ">= 1")),
     ("mistral", {"sliding_window": 9, "layer_types": ["full_attention"]}, ('must be "sliding_attention"',)),
     ("mistral", {"rope_parameters": {"rope_type": "yarn"}}, ("'yarn'", "not supported here")),
+    ("mixtral", {"router_jitter_noise": 0.1}, ("router_jitter_noise is 0.1", "not supported")),
+    ("mixtral", {"num_experts_per_tok": 1}, ("num_experts_per_tok is 1; it must be at least 2",)),
+    ("mixtral", {"num_local_experts": 0}, ("num_local_experts is 0", ">= 1")),
 ]
 
 

@@ -21,9 +21,8 @@ class Family(ABC):
     """What makes one model family different from another, all of it."""
 
     name: ClassVar[str]  # also Hugging Face's `model_type`
-    own_fields: ClassVar[
-        Mapping[str, Any]
-    ] = {}  # fields of `Architecture` that not all families have: defaults
+    # Fields of `Architecture` and `Compute` that not all families have, with their defaults in this one.
+    own_fields: ClassVar[Mapping[str, Any]] = {}
 
     @abstractmethod
     def rows(self, architecture: Architecture) -> Sequence[Parameter]:

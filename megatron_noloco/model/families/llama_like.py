@@ -147,7 +147,7 @@ class LlamaLike(Family):
             num_attention_heads=heads,
             num_query_groups=hf_keys.size(theirs, "num_key_value_heads", heads),
             kv_channels=hf_keys.size(theirs, "head_dim", hidden // heads),
-            seq_length=hf_keys.size(theirs, "max_position_embeddings", 2048),
+            seq_length=hf_keys.size(theirs, "max_position_embeddings"),
             vocab_size=hf_keys.size(theirs, "vocab_size"),
             padded_vocab_size=hf_keys.size(theirs, "vocab_size"),
             rotary_base=hf_keys.rotary(theirs)["rope_theta"],
