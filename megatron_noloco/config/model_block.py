@@ -108,6 +108,11 @@ class ModelConfig(Block):
     def head_size(self) -> int:
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
+    def own(self, field: str) -> Any:
+        """The value of a field that not all families have: the file's, else the family's; None elsewhere."""
+        value = getattr(self, field)
+        return FAMILIES[self.family].own_fields.get(field) if value is None else value
+
     def architecture(self, tokenizer_vocab: int = 0) -> Architecture:
         """The architecture for a tokenizer of `tokenizer_vocab` tokens; 0: none is known, `vocab_size` decides.
 
@@ -131,15 +136,12 @@ class ModelConfig(Block):
             "padded_vocab_size": -(-vocab // multiple) * multiple,
             "tied_embeddings": not self.untie_embeddings_and_output_weights,
         }
-        return Architecture(**{**as_written, **self._own_defaults(Architecture), **settled})
+        own = {name: self.own(name) for name in as_written if families_with(name)}
+        return Architecture(**{**as_written, **own, **settled})
 
     def compute(self, precision: Precision) -> Compute:
         """How this model is computed with numbers of `precision`."""
         names = {field.name for field in fields(Compute)} - {"precision"}
         as_written = self.model_dump(include=names)
-        return Compute(precision=precision, **{**as_written, **self._own_defaults(Compute)})
-
-    def _own_defaults(self, of: type[Architecture] | type[Compute]) -> dict[str, Any]:
-        """The family's values of those of its own fields that the file leaves open."""
-        own, names = FAMILIES[self.family].own_fields, {field.name for field in fields(of)}
-        return {name: own[name] for name in own if name in names and getattr(self, name) is None}
+        own = {name: self.own(name) for name in as_written if families_with(name)}
+        return Compute(precision=precision, **{**as_written, **own})

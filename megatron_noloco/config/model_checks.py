@@ -5,12 +5,11 @@ from collections.abc import Iterator
 from megatron_noloco.config.blocks import ParallelConfig
 from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.config.wording import count
-from megatron_noloco.model.families import FAMILIES, families_with
+from megatron_noloco.model.families import families_with
 from megatron_noloco.spec.architecture import Architecture
 
 
 def check_model(model: ModelConfig) -> Iterator[str]:
-    own = FAMILIES[model.family].own_fields
     for name in type(model).model_fields:
         families = families_with(name)
         if families and model.family not in families and getattr(model, name) is not None:
@@ -26,10 +25,8 @@ def check_model(model: ModelConfig) -> Iterator[str]:
         yield f"a head of {count(model.head_size, 'channel')} has no rotary embedding: it must be even"
     if heads % groups:
         yield f"model.num_attention_heads {heads} does not divide into model.num_query_groups {groups}"
-    experts, chosen = (
-        getattr(model, name) or own.get(name) for name in ("num_moe_experts", "moe_router_topk")
-    )
-    if experts and chosen and chosen > experts:
+    experts, chosen = model.own("num_moe_experts"), model.own("moe_router_topk")
+    if experts is not None and chosen > experts:
         yield f"model.moe_router_topk {chosen} is more than model.num_moe_experts {experts}"
     if model.recompute_granularity == "full":
         for name in ("recompute_method", "recompute_num_layers"):
@@ -88,11 +85,7 @@ def _check_tensor_parallel(model: ModelConfig, parallel: ParallelConfig) -> Iter
             yield f"{name} {size} does not divide by parallel.tensor_model_parallel_size {tp_size} ({quotient})"
     if model.vocab_size is not None:
         yield from check_vocabulary(model.architecture(), parallel)
-    if (
-        "num_moe_experts" in FAMILIES[model.family].own_fields
-        and tp_size > 1
-        and not parallel.sequence_parallel
-    ):
+    if model.own("num_moe_experts") is not None and tp_size > 1 and not parallel.sequence_parallel:
         yield (
             f'family "{model.family}" needs parallel.sequence_parallel true with '
             f"parallel.tensor_model_parallel_size {tp_size}: Megatron-core trains experts no other way"
