@@ -327,7 +327,8 @@ def add_a_tokenizer_of_words(folder: Path, **others: int) -> None:
 
 Q, NORM = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.input_layernorm.weight"
 REFUSED: dict[str, tuple[Spoil, tuple[str, ...]]] = {
-    "another architecture": (change_config(model_type="gpt2"), ("config.json", "gpt2", "llama")),
+    "another architecture": (change_config(model_type="gpt2"), ("config.json", "gpt2", "llama", "mixtral")),
+    "no architecture": (change_config(model_type=["llama"]), ("config.json", "['llama']", "qwen2")),
     "attention biases": (change_config(attention_bias=True), ("attention_bias", "not supported")),
     "mlp biases": (change_config(mlp_bias=True), ("mlp_bias", "not supported")),
     "another activation": (change_config(hidden_act="gelu"), ("hidden_act", "gelu")),
@@ -399,7 +400,11 @@ def import_folder(folder: Path, changes: dict[str, Any] | None = None) -> tuple[
 
 
 REFUSED_OF: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
-    ("qwen2", {"rope_scaling": LLAMA3}, ("'llama3'", "scaled rotary embeddings are not supported here")),
+    (
+        "qwen2",
+        {"rope_scaling": LLAMA3},
+        ("'llama3'", "scaled rotary embeddings are not supported in this family"),
+    ),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, ("max_window_layers 1 of 2 layers",)),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": "all"}, ("max_window_layers 'all' of 2",)),
     (
@@ -407,11 +412,12 @@ REFUSED_OF: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
         {"layer_types": ["full_attention", "sliding_attention"]},
         ('layer_types has "sliding_attention"',),
     ),
+    ("qwen3", {"rope_parameters": {"full_attention": {}}}, ('its own for "full_attention"',)),
     ("qwen3", {"attention_bias": True}, ("attention_bias is True", "a Qwen3 with biases is not supported")),
     ("qwen3", {"use_sliding_window": True, "max_window_layers": 0}, ("use_sliding_window is true",)),
     ("mistral", {"sliding_window": 0}, ("sliding_window is 0", ">= 1")),
     ("mistral", {"sliding_window": 9, "layer_types": ["full_attention"]}, ('must be "sliding_attention"',)),
-    ("mistral", {"rope_parameters": {"rope_type": "yarn"}}, ("'yarn'", "not supported here")),
+    ("mistral", {"rope_parameters": {"rope_type": "yarn"}}, ("'yarn'", "not supported in this family")),
     ("mixtral", {"router_jitter_noise": 0.1}, ("router_jitter_noise is 0.1", "not supported")),
     ("mixtral", {"num_experts_per_tok": 1}, ("num_experts_per_tok is 1; it must be at least 2",)),
     ("mixtral", {"num_local_experts": 0}, ("num_local_experts is 0", ">= 1")),

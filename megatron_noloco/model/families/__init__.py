@@ -51,7 +51,7 @@ def _table(family: Family, architecture: Architecture) -> Table:
 
 def architecture_of(hf_config: Mapping[str, Any]) -> Architecture:
     """The architecture that Hugging Face's `config.json` describes; raises ValueError, in one line."""
-    family = FAMILIES.get(hf_config.get("model_type"))  # type: ignore[arg-type]  # None is not in it
+    family = FAMILIES.get(str(hf_config.get("model_type")))
     if family is None:
         known = ", ".join(f'"{name}"' for name in FAMILIES)
         raise ValueError(f"model_type is {hf_config.get('model_type')!r}; only {known} can be imported")

@@ -61,6 +61,9 @@ def rotary(theirs: Keys) -> Keys:
         if not isinstance(theirs.get(key) or {}, Mapping):
             raise ValueError(f"{key} is {theirs[key]!r}; it must be an object")
     rope = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
+    nested = [key for key, value in rope.items() if isinstance(value, Mapping)]
+    if nested:
+        raise ValueError(f'rope_parameters has its own for "{nested[0]}"; all layers must have the same')
     partial = rope.get("partial_rotary_factor", theirs.get("partial_rotary_factor"))
     if partial not in (None, 1):
         raise ValueError(f"partial_rotary_factor is {partial!r}; heads must be rotated whole")
@@ -71,14 +74,13 @@ def rotary(theirs: Keys) -> Keys:
     }
 
 
-def plain_base(theirs: Keys) -> float:
-    """The base of rotary embeddings that are not scaled."""
-    rope = rotary(theirs)
-    if rope["rope_type"] != "default":
+def refuse_scaling(theirs: Keys) -> None:
+    """For families without scaled rotary embeddings."""
+    kind = rotary(theirs)["rope_type"]
+    if kind != "default":
         raise ValueError(
-            f"rope_scaling is of type {rope['rope_type']!r}; scaled rotary embeddings are not supported here"
+            f"rope_scaling is of type {kind!r}; scaled rotary embeddings are not supported in this family"
         )
-    return float(rope["rope_theta"])
 
 
 def llama3_factor(theirs: Keys) -> float | None:

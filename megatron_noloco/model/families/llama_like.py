@@ -162,7 +162,7 @@ class LlamaLike(Family):
 
         Raises ValueError, in one line, for keys that make it a model which is not of this family as it is here.
         """
-        hf_keys.plain_base(theirs)
+        hf_keys.refuse_scaling(theirs)
         return {}
 
 
