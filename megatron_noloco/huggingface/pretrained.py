@@ -18,7 +18,11 @@ def import_folder(folder: Path, template: dict[str, Any]) -> dict[str, Any]:
     Moves no weights. Raises ValueError, in one line, when no run can start from the folder.
     """
     before, architecture = RunConfig.from_dict(template), read_architecture(folder)
-    kept = {name: value for name, value in template["model"].items() if not families_with(name)}
+    kept = {
+        name: value
+        for name, value in template["model"].items()
+        if not families_with(name) or architecture.family in families_with(name)
+    }
     model = {
         **_training_settings(folder),
         **kept,

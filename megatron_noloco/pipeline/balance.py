@@ -10,9 +10,9 @@ from torch import Tensor
 def take_balance() -> Tensor | None:
     """The load-balancing loss, without its coefficient, since the last call; None if nothing is balanced.
 
-    Added up over this rank's layers and microbatches; the part of this rank's tokens where tensor-parallel ranks
-    share them. 1 is perfect balance (Fedus et al. 2021, arXiv 2101.03961, equation 4, over k choices of a token).
-    Core would all-reduce it for its own log; here it is a number like all others.
+    Added up over this rank's layers and microbatches, each of which adds 1 where all experts have equal shares
+    (Fedus et al. 2021, arXiv 2101.03961, equation 4, over all choices of a token); only the part of this rank's
+    tokens where tensor-parallel ranks share them. Core would all-reduce it for a log of its own.
     """
     kept = [entry["values"].sum() for entry in get_moe_layer_wise_logging_tracker().values()]
     clear_aux_losses_tracker()

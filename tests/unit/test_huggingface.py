@@ -478,6 +478,14 @@ def test_import_finds_the_family(family: str, tmp_path: Path) -> None:
         )
 
 
+def test_import_keeps_what_the_family_has_besides_the_model(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "theirs", make_model(multiple=1, model="mixtral"))
+    before = {"family": "mixtral", "num_moe_experts": 5, "moe_aux_loss_coeff": 0.5}
+    code, output = import_folder(folder, {"model": CONFIG["model"] | before})
+    found = json.loads(output.read_text())["model"]
+    assert (code, found["num_moe_experts"], found["moe_aux_loss_coeff"]) == (0, 3, 0.5)
+
+
 def test_import_takes_over_dropout_unless_the_config_has_another(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "llama", make_model())
     change_config(attention_dropout=0.1)(folder)
