@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megatron_noloco", description="Train Llamas with NoLoCo.")
+    parser = argparse.ArgumentParser(prog="megatron_noloco", description="Train language models with NoLoCo.")
     parser.add_argument("--version", action="version", version=__version__)
     # `deepspeed` passes it to every process, before `train`; the environment says the same.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)

@@ -58,7 +58,7 @@ class TrainingConfig(Block):
     )
     pretrained: str | None = Field(
         default=None,
-        description="Folder of a Hugging Face Llama whose weights every replica starts from; null: random.",
+        description="Folder of a Hugging Face model whose weights every replica starts from; null: random.",
     )
     exit_duration_minutes: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="Save and exit after so many minutes; null: never."

@@ -12,93 +12,10 @@ from megatron_noloco.config.wording import count
 from megatron_noloco.plans.grouping import prime_factors
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.spec.architecture import Architecture
 from megatron_noloco.spec.data import Split
 
 # rho of a configuration on the brink is computed as 1 minus a rounding error.
 _STABLE_BELOW = 1 - 1e-9
-
-
-def check_model(model: ModelConfig) -> Iterator[str]:
-    hidden, heads, groups = model.hidden_size, model.num_attention_heads, model.query_groups
-    if model.kv_channels is None and hidden % heads:
-        yield (
-            f"model.hidden_size {hidden} does not divide into {count(heads, 'attention head')} "
-            f"({hidden} / {heads} = {hidden / heads:.2f}); set model.kv_channels or change one of them"
-        )
-    elif model.head_size % 2:
-        yield f"a head of {count(model.head_size, 'channel')} has no rotary embedding: it must be even"
-    if heads % groups:
-        yield f"model.num_attention_heads {heads} does not divide into model.num_query_groups {groups}"
-    if model.recompute_granularity == "full":
-        for name in ("recompute_method", "recompute_num_layers"):
-            if getattr(model, name) is None:
-                yield f'model.recompute_granularity "full" needs model.{name}'
-    else:
-        for name in ("recompute_method", "recompute_num_layers"):
-            if getattr(model, name) is not None:
-                yield f'model.{name} has a meaning only with model.recompute_granularity "full"'
-
-
-def check_parallel(model: ModelConfig, parallel: ParallelConfig, microbatches: int) -> Iterator[str]:
-    yield from _check_stages(model, parallel, microbatches)
-    yield from _check_tensor_parallel(model, parallel)
-
-
-def _check_stages(model: ModelConfig, parallel: ParallelConfig, microbatches: int) -> Iterator[str]:
-    layers, stages, chunks = (
-        model.num_layers,
-        parallel.pipeline_model_parallel_size,
-        parallel.virtual_pipeline_model_parallel_size,
-    )
-    if layers % (stages * chunks):
-        virtual = f" x {count(chunks, 'virtual stage')} = {stages * chunks}" if chunks > 1 else ""
-        number = f"{count(layers, 'layer')} (model.num_layers)"
-        yield f"{number} do not divide into {count(stages, 'stage')}{virtual}"
-    elif (model.recompute_num_layers or 1) > layers // (stages * chunks):
-        yield (
-            f"model.recompute_num_layers {model.recompute_num_layers} is more than the "
-            f"{count(layers // (stages * chunks), 'layer')} of a model chunk"
-        )
-    if chunks > 1 and stages == 1:
-        yield (
-            f"parallel.virtual_pipeline_model_parallel_size {chunks} needs "
-            "parallel.pipeline_model_parallel_size > 1"
-        )
-    elif chunks > 1 and microbatches % stages:
-        yield (
-            f"with virtual stages the microbatches must divide into the stages: "
-            f"gradient_accumulation_steps {microbatches} / {stages} stages = {microbatches / stages:.2f}"
-        )
-
-
-def _check_tensor_parallel(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
-    tp_size = parallel.tensor_model_parallel_size
-    sizes = {
-        "model.num_attention_heads": model.num_attention_heads,
-        "model.num_query_groups": model.query_groups,
-        "model.ffn_hidden_size": model.ffn_hidden_size,
-    }
-    if parallel.sequence_parallel:
-        sizes["model.seq_length"] = model.seq_length
-    for name, size in sizes.items():
-        if size % tp_size:
-            quotient = f"{size} / {tp_size} = {size / tp_size:.2f}"
-            yield f"{name} {size} does not divide by parallel.tensor_model_parallel_size {tp_size} ({quotient})"
-    if model.vocab_size is not None:
-        yield from check_vocabulary(model.architecture(), parallel)
-    if parallel.sequence_parallel and tp_size == 1:
-        yield "parallel.sequence_parallel needs parallel.tensor_model_parallel_size > 1"
-
-
-def check_vocabulary(architecture: Architecture, parallel: ParallelConfig) -> Iterator[str]:
-    rows, tp_size = architecture.padded_vocab_size, parallel.tensor_model_parallel_size
-    if rows % tp_size:
-        yield (
-            f"the padded vocabulary {rows} does not divide by parallel.tensor_model_parallel_size {tp_size} "
-            f"({rows} / {tp_size} = {rows / tp_size:.2f}); "
-            f"make model.make_vocab_size_divisible_by a multiple of {tp_size}"
-        )
 
 
 def check_data(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[str]:

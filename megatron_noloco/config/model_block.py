@@ -1,16 +1,30 @@
 """The block `model`, in Megatron's words, and the architecture it stands for."""
 
 from dataclasses import fields
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from megatron_noloco.config.blocks import Block, Positive
-from megatron_noloco.spec.architecture import Architecture, Compute, Precision
+from megatron_noloco.model.families import FAMILIES, families_with
+from megatron_noloco.spec.architecture import Architecture, Compute, LoadBalancing, Precision
+
+if TYPE_CHECKING:
+    FamilyName = str
+else:
+    FamilyName = Literal[tuple(FAMILIES)]
+
+
+def _only(field: str) -> str:
+    """How the description of a field begins that not all families have."""
+    names = " and ".join(f'"{name}"' for name in families_with(field))
+    return f"Family {names} only: "
 
 
 class ModelConfig(Block):
-    family: Literal["llama"] = Field(default="llama", description="Which kind of model.")
+    family: FamilyName = Field(
+        default="llama", description="Which kind of model; also Hugging Face's model_type."
+    )
     num_layers: Positive = Field(description="Transformer layers.")
     hidden_size: Positive = Field(description="Width of the residual stream.")
     ffn_hidden_size: Positive = Field(description="Width inside the gated MLP.")
@@ -39,6 +53,34 @@ class ModelConfig(Block):
     init_method_std: float = Field(
         default=0.02, gt=0, description="Standard deviation of the initial weights."
     )
+    rope_scaling_factor: Annotated[float, Field(ge=1)] | None = Field(
+        default=None,
+        description=_only("rope_scaling_factor")
+        + "rotary frequencies are scaled by it (Llama 3.1 has 8, 3.2 has 32); null: they are not.",
+    )
+    sliding_window: Positive | None = Field(
+        default=None,
+        description=_only("sliding_window")
+        + "tokens that a token attends to, itself included; null: all before it.",
+    )
+    num_moe_experts: Positive | None = Field(
+        default=None, description=_only("num_moe_experts") + "experts of a layer; null: 8."
+    )
+    moe_router_topk: Annotated[int, Field(ge=2)] | None = Field(
+        default=None,
+        description=_only("moe_router_topk") + "experts that compute a token; null: 2.",
+    )
+    moe_router_load_balancing_type: LoadBalancing | None = Field(
+        default=None,
+        description=_only("moe_router_load_balancing_type")
+        + 'over what a loss balances the experts: the tokens of a microbatch ("aux_loss"), of each sequence '
+        '("seq_aux_loss"), or not at all; null: "aux_loss".',
+    )
+    moe_aux_loss_coeff: Annotated[float, Field(ge=0)] | None = Field(
+        default=None,
+        description=_only("moe_aux_loss_coeff")
+        + "factor of that loss, which is added up over the layers; null: 0.01.",
+    )
     hidden_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the residual branches.")
     attention_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the attention weights.")
     recompute_granularity: Literal["full", "selective"] | None = Field(
@@ -66,6 +108,11 @@ class ModelConfig(Block):
     def head_size(self) -> int:
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
+    def own(self, field: str) -> Any:
+        """The value of a field that not all families have: the file's, else the family's; None elsewhere."""
+        value = getattr(self, field)
+        return FAMILIES[self.family].own_fields.get(field) if value is None else value
+
     def architecture(self, tokenizer_vocab: int = 0) -> Architecture:
         """The architecture for a tokenizer of `tokenizer_vocab` tokens; 0: none is known, `vocab_size` decides.
 
@@ -89,9 +136,12 @@ class ModelConfig(Block):
             "padded_vocab_size": -(-vocab // multiple) * multiple,
             "tied_embeddings": not self.untie_embeddings_and_output_weights,
         }
-        return Architecture(**{**as_written, **settled})
+        own = {name: self.own(name) for name in as_written if families_with(name)}
+        return Architecture(**{**as_written, **own, **settled})
 
     def compute(self, precision: Precision) -> Compute:
         """How this model is computed with numbers of `precision`."""
         names = {field.name for field in fields(Compute)} - {"precision"}
-        return Compute(precision=precision, **self.model_dump(include=names))
+        as_written = self.model_dump(include=names)
+        own = {name: self.own(name) for name in as_written if families_with(name)}
+        return Compute(precision=precision, **{**as_written, **own})

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron_noloco.config import checks, deepspeed_block
+from megatron_noloco.config import checks, deepspeed_block, model_checks
 from megatron_noloco.config.blocks import (
     Block,
     CheckpointConfig,
@@ -68,8 +68,8 @@ class RunConfig:
         yield from checks.check_phase(self.noloco)
         if replicas is not None:
             yield from checks.check_copies(self.noloco, self.model, self.parallel, replicas)
-        yield from checks.check_model(self.model)
-        yield from checks.check_parallel(self.model, self.parallel, self.microbatches)
+        yield from model_checks.check_model(self.model)
+        yield from model_checks.check_parallel(self.model, self.parallel, self.microbatches)
         yield from checks.check_data(self.data, self.evaluation)
         # As many replicas as there will be ranks for: more than one.
         yield from checks.check_loss_scale(self._routing(replicas or 2), self.deepspeed)
@@ -141,7 +141,7 @@ class RunConfig:
             architecture = self.model.architecture(tokenizer_vocab)
         except ValueError as error:
             raise ConfigError([str(error)]) from None
-        problems = list(checks.check_vocabulary(architecture, self.parallel))
+        problems = list(model_checks.check_vocabulary(architecture, self.parallel))
         if problems:
             raise ConfigError(problems)
         return architecture

@@ -115,13 +115,19 @@ class ReplicaEngine:
 
         Core does this in `finalize_model_grads`, which wants its own data-parallel wrapper.
         """
-        if self.stage.config.sequence_parallel:
-            partial = [
-                p for p in self._deepspeed.module.parameters() if getattr(p, "sequence_parallel", False)
-            ]
-            _sum_gradients([self._gradient(p) for p in partial], self.groups.tp)
+        if self._partial:
+            _sum_gradients([self._gradient(parameter) for parameter in self._partial], self.groups.tp)
         if self._tied is not None and self.groups.tied_embedding is not None:
             _sum_gradients([self._gradient(self._tied)], self.groups.tied_embedding)
+
+    @cached_property
+    def _partial(self) -> list[torch.nn.Parameter]:
+        """What all tensor-parallel ranks have, with gradients of their own tokens or their own heads."""
+        if self.groups.tp.size() == 1:
+            return []
+        every = self.stage.config.sequence_parallel
+        rows = self.stage.named_rows()
+        return [parameter for row, parameter in rows if row.tp_dim is None and (every or row.per_head)]
 
     def _gradient(self, parameter: torch.nn.Parameter) -> Tensor:
         if isinstance(self._optimizer, BF16_Optimizer):

@@ -19,9 +19,11 @@ def check_export(source: Source, output: Path) -> float:
     Takes away the mark of an unfinished export when it is below the tolerance. The trainer's model is
     assembled from the checkpoint's own tensors, not from the exported ones, rounded as the export rounds them.
     """
+    architecture = source.architecture
+    length = 64 + (architecture.sliding_window or 0)  # tokens outside the window, or it would not show
     tokens = torch.randint(
-        source.architecture.vocab_size,
-        (2, min(64, source.architecture.seq_length)),
+        architecture.vocab_size,
+        (2, min(length, architecture.seq_length)),
         generator=torch.Generator().manual_seed(0),
     )
     difference = float((_logits_there(output, tokens) - _logits_here(source, output, tokens)).abs().max())

@@ -14,12 +14,16 @@ from megatron_noloco.spec.architecture import Architecture
 
 def read_architecture(folder: Path) -> Architecture:
     """What the folder's config describes; raises ValueError, in one line, where no model of ours can be that."""
-    path = folder / "config.json"
-    theirs = read_object(path, "give the folder of a Hugging Face model")
+    theirs = read_config(folder)
     try:
         return architecture_of(theirs)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"{folder / 'config.json'}: {error}") from None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json; raises ValueError."""
+    return read_object(folder / "config.json", "give the folder of a Hugging Face model")
 
 
 class PretrainedWeights:

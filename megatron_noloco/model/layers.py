@@ -1,9 +1,13 @@
-"""The two layers our local spec brings itself: attention and RMSNorm, on whatever device the tensors are."""
+"""The layers we bring ourselves, on whatever device the tensors are: attention and RMSNorm of our local spec, and
+the router of a mixture of experts."""
+
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -14,7 +18,7 @@ except ImportError:
 
 
 class CausalAttention(nn.Module):
-    """Causal core attention on torch's fused scaled-dot-product kernels, with grouped key/value heads.
+    """Causal core attention on torch's fused scaled-dot-product kernels: grouped key/value heads, sliding windows.
 
     Takes the place of core's `DotProductAttention`, which materialises the scores and needs CUDA buffers.
     """
@@ -33,6 +37,7 @@ class CausalAttention(nn.Module):
         super().__init__()
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.softmax_scale = softmax_scale
+        self.before = None if config.window_size is None else config.window_size[0]
 
     def forward(
         self,
@@ -48,16 +53,39 @@ class CausalAttention(nn.Module):
 
         Returns [tokens, batch, heads * channels].
         """
+        tokens, mask = query.size(0), None
+        if self.before is not None and self.before < tokens - 1:
+            mask = window(tokens, self.before, query.device)
         context = F.scaled_dot_product_attention(
             query.permute(1, 2, 0, 3),
             key.permute(1, 2, 0, 3),
             value.permute(1, 2, 0, 3),
             dropout_p=self.dropout if self.training else 0.0,
-            is_causal=True,
+            attn_mask=mask,
+            is_causal=mask is None,
             scale=self.softmax_scale,
             enable_gqa=key.size(2) != query.size(2),
         )
         return context.permute(2, 0, 1, 3).flatten(2)
+
+
+@lru_cache(maxsize=2)
+def window(tokens: int, before: int, device: torch.device) -> Tensor:
+    """bool [tokens, tokens]: whether a token (row) attends to another, at most `before` tokens before it."""
+    index = torch.arange(tokens, device=device)
+    distance = index[:, None] - index
+    return (distance >= 0) & (distance <= before)
+
+
+class Router(TopKRouter):
+    """Core's router of tokens to experts, with logits in fp32, on whatever device the tensors are.
+
+    Core moves its weights to a CUDA device, and computes in fp32 with Transformer Engine only.
+    """
+
+    def gating(self, input: Tensor) -> Tensor:
+        """Logits [tokens, batch, experts] of hidden states [tokens, batch, channels] (overrides core's)."""
+        return F.linear(input.float(), self.weight.float())
 
 
 class RMSNorm(nn.Module):
@@ -70,8 +98,6 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.eps = eps
         self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Each tensor-parallel rank sees other tokens: the engine sums the gradient of such weights over them.
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden: Tensor) -> Tensor:
         if fused_rms_norm_affine is not None and hidden.is_cuda:

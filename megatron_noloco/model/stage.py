@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megatron_noloco.model import weights
 from megatron_noloco.model.dropout import seed_dropout
 from megatron_noloco.model.families import Parameter, family_of, table_of
-from megatron_noloco.model.layers import CausalAttention, RMSNorm
+from megatron_noloco.model.layers import CausalAttention, RMSNorm, Router
 from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.spec.architecture import Architecture, Compute
@@ -142,15 +142,23 @@ def _empty_chunk(
 
 
 def layer_spec(config: TransformerConfig, transformer_engine: bool) -> ModuleSpec:
-    """Core's layer, with Transformer Engine's modules, or core's own around our attention and norm."""
-    if transformer_engine:
-        return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
-    spec = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.qk_layernorm)
+    """Core's layer, with Transformer Engine's modules, or core's own around our attention and norm; our router."""
+    build = get_gpt_layer_with_transformer_engine_spec if transformer_engine else _local_spec
+    spec = build(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm)
+    if config.num_moe_experts is not None:
+        spec.submodules.mlp.submodules.router = Router
+    return spec
+
+
+def _local_spec(num_experts: int | None, qk_layernorm: bool) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(
+        num_experts=num_experts, qk_layernorm=qk_layernorm, normalization="RMSNorm"
+    )
     spec.submodules.input_layernorm = RMSNorm
     spec.submodules.pre_mlp_layernorm = RMSNorm
     attention = spec.submodules.self_attention.submodules
     attention.core_attention = CausalAttention
-    if config.qk_layernorm:
+    if qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec
 
@@ -202,6 +210,8 @@ def transformer_config(architecture: Architecture, compute: Compute, topology: T
         recompute_granularity=compute.recompute_granularity,
         recompute_method=compute.recompute_method,
         recompute_num_layers=compute.recompute_num_layers,
+        moe_router_load_balancing_type=compute.moe_router_load_balancing_type or "none",
+        moe_aux_loss_coeff=compute.moe_aux_loss_coeff or 0.0,
         batch_p2p_comm=True,
         batch_p2p_sync=False,
         deallocate_pipeline_outputs=True,

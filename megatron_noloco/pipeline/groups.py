@@ -90,6 +90,11 @@ def build_groups(
     collection.tp, collection.pp, collection.mp = tp, pp, mp
     collection.dp = collection.dp_cp = dp
     collection.cp = alone
+    # Experts are split over the tensor-parallel ranks like everything else, and not distributed over others.
+    collection.ep = alone
+    collection.tp_cp = collection.expt_tp = collection.tp_ep = tp
+    collection.expt_dp = dp
+    collection.tp_dp_cp = None  # of a load balancing that is not offered
     # Core would all-reduce tied weights on CUDA inside the constructor; model.weights and engine do it instead.
     collection.embd = collection.pos_embd = None
     groups = Groups(

@@ -7,7 +7,9 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_noloco.metrics import MEAN, SUM, TOTAL, Record, unrecorded
+from megatron_noloco.metrics import MEAN, SUM, TOTAL, Record, Reduction, unrecorded
+from megatron_noloco.metrics.reduction import mean, total
+from megatron_noloco.pipeline.balance import take_balance
 from megatron_noloco.pipeline.communicator import RoutedCommunicator
 from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.plans.routing import Routes
@@ -100,13 +102,17 @@ class Pipeline:
             pg_collection=groups.collection,
         )
         if not forward_only:
-            self._record(losses)
+            self._record(losses, microbatches)
         return losses
 
-    def _record(self, losses: list[MicrobatchLoss]) -> None:
+    def _record(self, losses: list[MicrobatchLoss], microbatches: int) -> None:
         """What this pass cost and showed; all tensor-parallel ranks have the same losses, so one records them."""
         self.record("routing/wait_seconds", self.communicator.wait_seconds, MEAN)
         self.record("total/routed_bytes", self.communicator.bytes_to_others, TOTAL)
+        balance = take_balance()
+        if balance is not None:
+            shares = self.stage.config.num_layers * microbatches * self.groups.topology.dp
+            self.record("train/load_balancing_loss", balance / shares, Reduction(mean, total))
         at = self.groups.position
         for origin, loss in losses if at.tp == 0 else []:
             self.record("train/loss", loss, MEAN)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Precision = Literal["fp32", "bf16", "fp16"]
+LoadBalancing = Literal["aux_loss", "seq_aux_loss", "none"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,11 @@ class Architecture:
     norm_epsilon: float
     tied_embeddings: bool  # the output layer's weight is the embedding
     init_method_std: float
+    # What only some families have (`Family.own_fields`); None elsewhere.
+    rope_scaling_factor: float | None = None  # of the frequencies of the rotary embeddings, as in Llama 3.1
+    sliding_window: int | None = None  # tokens that a token attends to, itself included; None: all before it
+    num_moe_experts: int | None = None  # MLPs of a layer
+    moe_router_topk: int | None = None  # those of them that compute a token
 
 
 @dataclass(frozen=True)
@@ -40,3 +46,5 @@ class Compute:
     recompute_method: Literal["uniform", "block"] | None = None
     recompute_num_layers: int | None = None
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+    moe_router_load_balancing_type: LoadBalancing | None = None  # None: there are no experts
+    moe_aux_loss_coeff: float | None = None

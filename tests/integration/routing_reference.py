@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor, nn
 
 from megatron_noloco.config import RunConfig
@@ -17,6 +18,7 @@ from megatron_noloco.pipeline.groups import Groups, build_groups
 from megatron_noloco.pipeline.pipeline import MicrobatchLoss
 from megatron_noloco.plans.routing import Routes, Routing
 from megatron_noloco.plans.topology import Position, Topology
+from tests.integration.tiny import FAMILY_MODELS
 
 BASE_SEED = 100  # of the weights; replica i is drawn from BASE_SEED + i
 VOCABULARY = 32
@@ -40,6 +42,7 @@ class Case(NamedTuple):
     sequence_parallel: bool = False
     recompute: bool = False
     tied: bool = False
+    family: str = "llama"  # a key of FAMILY_MODELS
 
     @property
     def topology(self) -> Topology:
@@ -58,6 +61,7 @@ class Case(NamedTuple):
         extras += ["sequence_parallel"] if self.sequence_parallel else []
         extras += ["recompute"] if self.recompute else []
         extras += ["tied"] if self.tied else []
+        extras += [self.family] if self.family != "llama" else []
         return "-".join([f"{self.replicas}x{self.pp}x{self.microbatches}", *extras])
 
     def unsplit(self) -> "Case":
@@ -76,6 +80,7 @@ class Case(NamedTuple):
             "make_vocab_size_divisible_by": VOCABULARY,
             "untie_embeddings_and_output_weights": not self.tied,
             "init_method_std": INITIAL_STD,
+            **FAMILY_MODELS[self.family],
         }
         if self.recompute:
             model |= {
@@ -147,8 +152,8 @@ def build_own_stage(case: Case, routed: bool = True, **changes: Any) -> tuple[Ru
 @torch.no_grad()
 def spread_norms(stage: Stage, replica: int) -> None:
     """Norms start as ones everywhere; afterwards no two replicas have the same."""
-    for parameter in stage.parameters():
-        if parameter.dim() == 1:
+    for row, parameter in stage.named_rows():
+        if row.init == "ones":
             parameter.add_(0.1 * (replica + 1) * torch.linspace(-1, 1, parameter.numel()))
 
 
@@ -231,6 +236,8 @@ def _expected(case: Case, models: list[Any], routes: Routes) -> Expected:
             way = [models[replica] for replica in path(routes, case, origin, microbatch)]
             tokens, labels = read(origin, microbatch, case.micro_batch_size)
             loss = F.cross_entropy(_logits(way, case, tokens).flatten(0, 1), labels.flatten())
+            # What core's schedules do, so that the loss that balances experts is scaled like the other.
+            MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / case.microbatches)
             (loss / case.microbatches).backward()
             losses[origin, microbatch] = float(loss)
     gradients = [

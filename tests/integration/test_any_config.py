@@ -12,11 +12,11 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.data.indexed import IndexedWriter
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from tests.integration.chaos import Run, assert_same_state
-from tests.integration.tiny import metrics, write_text
+from tests.integration.tiny import FAMILY_MODELS, metrics, write_text
 
 STEPS = 6
 MOST_RANKS = 8
-QUICK = (1, 2, 3, 10, 38)  # the last two with overlap, and with Muon on several ranks
+QUICK = (1, 2, 3, 4, 10, 38)  # of all families; the last two with overlap, and with Muon on several ranks
 SEEDS = [seed if seed in QUICK else pytest.param(seed, marks=pytest.mark.slow) for seed in range(60)]
 
 OPTIMIZERS = [
@@ -146,6 +146,9 @@ def drawn_run(seed: int, folder: Path, data: list[dict[str, Any]]) -> tuple[Run,
     # Not added to those of the tiny config, but in their place.
     run.raw |= {"optimizer": random.choice(OPTIMIZERS), "scheduler": random.choice(SCHEDULERS)}
     run.change({"noloco": {"fragments": random.randint(1, run.raw["noloco"]["local_steps"])}})
+    run.change({"model": random.choice(list(FAMILY_MODELS.values()))})
+    if run.raw["model"]["family"] == "mixtral" and run.raw["parallel"]["tensor_model_parallel_size"] > 1:
+        run.change({"parallel": {"sequence_parallel": True}})  # refused without
     RunConfig.from_dict(run.raw).topology(ranks)
     return run, ranks
 

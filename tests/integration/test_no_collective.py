@@ -1,6 +1,7 @@
 """The promise of the method, overheard: replicas never meet but in pairs, and along the routes."""
 
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,29 +13,32 @@ from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.topology import Position, Topology
 from tests.harness import run_mpi, run_ranks, said
 from tests.integration.spied_run import spied_rank
-from tests.integration.tiny import tiny, write_config, write_text
+from tests.integration.tiny import FAMILY_MODELS, metrics, tiny, write_config, write_text
 
 STEPS, LOCAL_STEPS, MICROBATCHES, SEED = 20, 4, 2, 1234
 STAGED = Topology(replicas=4, pp=2)
 
+NO_MORE: dict[str, Any] = {}
 Ranks = list[dict[str, Any]]  # what every rank of a run overheard
 
 
-def config(folder: Path, topology: Topology, interval: str, **noloco: Any) -> dict[str, Any]:
+def config(
+    folder: Path, topology: Topology, interval: str, model: Mapping[str, Any] = NO_MORE, **noloco: Any
+) -> dict[str, Any]:
     return tiny(
         {
             "gradient_accumulation_steps": MICROBATCHES,
             "noloco": {"local_steps": LOCAL_STEPS, "routing": {"interval": interval}, **noloco},
             "parallel": {"replicas": topology.replicas, "pipeline_model_parallel_size": topology.pp},
-            "model": {"num_layers": 2},
+            "model": {"num_layers": 2, **model},
             "data": {"text": write_text(folder)},
             "training": {"train_iters": STEPS, "log_interval": 5, "output_dir": str(folder)},
         }
     )
 
 
-def over_torch(folder: Path, interval: str, **noloco: Any) -> Ranks:
-    path = write_config(folder, config(folder, STAGED, interval, transport="torch", **noloco))
+def over_torch(folder: Path, interval: str, model: Mapping[str, Any] = NO_MORE, **noloco: Any) -> Ranks:
+    path = write_config(folder, config(folder, STAGED, interval, model, transport="torch", **noloco))
     return run_ranks(STAGED.world_size, spied_rank, path)
 
 
@@ -166,6 +170,16 @@ def test_in_fragments(tmp_path: Path, overlap: dict[str, Any]) -> None:
     assert_no_collective_spans_replicas(ranks)
     assert_exchanges_go_to_partners(ranks, fragments=3)
     assert assert_hops_follow_the_routes(ranks, "round")
+
+
+def test_experts_balance_their_load_inside_a_replica(tmp_path: Path) -> None:
+    """Core keeps the loss that balances them for a log of its own, which it would all-reduce."""
+    ranks = over_torch(tmp_path, "round", FAMILY_MODELS["mixtral"])
+    assert_no_collective_spans_replicas(ranks)
+    assert_exchanges_go_to_partners(ranks)
+    assert assert_hops_follow_the_routes(ranks, "round")
+    for rows in metrics(tmp_path):
+        assert [row["train/load_balancing_loss"] >= 0.99 for row in rows] == [True] * (STEPS // 5)
 
 
 def test_without_a_method_and_routes_no_message_leaves_a_replica(tmp_path: Path) -> None:

@@ -76,7 +76,8 @@ def logits(stage: Stage, groups: Groups) -> Tensor | None:
                 continue
             chunk: Any = stage.chunks[index]
             if not chunk.pre_process:
-                hidden = torch.empty(TOKENS.size(1), TOKENS.size(0), stage.config.hidden_size)
+                slices = topology.tp if topology.sequence_parallel else 1
+                hidden = torch.empty(TOKENS.size(1) // slices, TOKENS.size(0), stage.config.hidden_size)
                 dist.recv(hidden, neighbour(groups, -1))
                 chunk.set_input_tensor(hidden)
             result = chunk(TOKENS, None, None)

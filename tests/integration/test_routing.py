@@ -53,6 +53,10 @@ CASES = [
     Case(2, 2, 4, tp=2, vpp=2),
     Case(2, 2, 4, tp=2, sequence_parallel=True),
     Case(2, 2, 4, recompute=True),
+    Case(2, 2, 4, tp=2, family="qwen2"),
+    Case(2, 2, 4, family="qwen3"),
+    Case(2, 2, 4, family="mistral", recompute=True),
+    Case(2, 2, 4, family="mixtral"),
 ]
 
 

@@ -67,7 +67,15 @@ TINY: dict[str, Any] = {
     "tensorboard": {"enabled": False},
 }
 
-
+# The block `model` of each family, with what makes it another one.
+FAMILY_MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama"},
+    "llama 3.1": {"family": "llama", "rotary_base": 5e5, "rope_scaling_factor": 8.0},
+    "qwen2": {"family": "qwen2"},
+    "qwen3": {"family": "qwen3", "kv_channels": 12},
+    "mistral": {"family": "mistral", "sliding_window": 5},
+    "mixtral": {"family": "mixtral", "num_moe_experts": 4, "moe_aux_loss_coeff": 0.1},
+}
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": None, "muon_lr": 0.02, "adam_lr": 0.01}}}
 # How much coarser than fp32 its rounding is: DeepSpeed's kernel takes fp16 where a CPU has it.
 MUON_ROUNDING = 1 if ns_compute_dtype("gram") == torch.float32 else 100
@@ -141,6 +149,7 @@ def train(rank: int, world_size: int, raw: dict[str, Any], steps: int) -> dict[s
         "losses": [[float(loss.loss) for loss in of_step] for of_step in losses],
         "grad_norms": recorded["train/grad_norm"],
         "learning_rates": recorded["train/learning_rate"],
+        "balance": sum(recorded["train/load_balancing_loss"]),  # this rank's share
         "weights": weights_of(stage),
         "master": engine.weights.read(),
     }

@@ -162,7 +162,37 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         'noloco.method: must be one of "noloco", "diloco", got \'nolocko\'',
     ),
     ({"noloco.method": "none"}, "noloco.method: must be one of"),
-    ({"model.family": "bloom"}, "model.family: must be \"llama\", got 'bloom'"),
+    (
+        {"model.family": "bloom"},
+        'model.family: must be one of "llama", "qwen2", "qwen3", "mistral", "mixtral", got \'bloom\'',
+    ),
+    (
+        {"model.sliding_window": 5},
+        'model.sliding_window is not a field of the family "llama", only of "mistral" and "mixtral"; leave it out',
+    ),
+    (
+        {"model.family": "qwen3", "model.rope_scaling_factor": 8.0},
+        'model.rope_scaling_factor is not a field of the family "qwen3", only of "llama"; leave it out',
+    ),
+    (
+        {"model.family": "mixtral", "parallel.tensor_model_parallel_size": 2},
+        'family "mixtral" needs parallel.sequence_parallel true with parallel.tensor_model_parallel_size 2',
+    ),
+    (
+        {"model.family": "mixtral", "model.moe_router_topk": 9},
+        "model.moe_router_topk 9 is more than model.num_moe_experts 8",
+    ),
+    ({"model.moe_router_topk": 1}, "model.moe_router_topk: must be an integer >= 2 or null, got 1"),
+    (
+        {"model.moe_aux_loss_coeff": 0.1},
+        'moe_aux_loss_coeff is not a field of the family "llama", only of "mix',
+    ),
+    (
+        {"model.moe_router_load_balancing_type": "global_aux_loss"},
+        'moe_router_load_balancing_type: must be one of "aux_loss", "seq_aux_loss", "none" or null, got',
+    ),
+    ({"model.sliding_window": 0}, "model.sliding_window: must be an integer >= 1 or null, got 0"),
+    ({"model.rope_scaling_factor": 0.5}, "model.rope_scaling_factor: must be a number >= 1 or null, got 0.5"),
     ({"noloco.routing.interval": "often"}, '"round", "step", "microbatch", "off", got \'often\''),
     ({"noloco.routing": "off"}, "noloco.routing: must be an object with interval, got 'off'"),
     ({"noloco": True}, "noloco: must be an object with enabled, method"),
@@ -720,6 +750,56 @@ def test_parameter_count_is_that_of_llama() -> None:
     assert table_of(config(model=llama2).architecture(32000)).parameter_count == 6_738_415_616
     llama3 = llama2 | {"ffn_hidden_size": 14336, "num_query_groups": 8, "vocab_size": 128256}
     assert table_of(config(model=llama3).architecture(257)).parameter_count == 8_030_261_248
+
+
+PUBLISHED = {
+    "Llama 3.2 1B": (
+        {
+            "num_layers": 16, "hidden_size": 2048, "ffn_hidden_size": 8192, "num_attention_heads": 32,
+            "num_query_groups": 8, "vocab_size": 128256, "untie_embeddings_and_output_weights": False,
+            "rotary_base": 5e5, "rope_scaling_factor": 32.0,
+        },
+        1_235_814_400,
+    ),
+    "Qwen2.5 0.5B": (
+        {
+            "family": "qwen2", "num_layers": 24, "hidden_size": 896, "ffn_hidden_size": 4864,
+            "num_attention_heads": 14, "num_query_groups": 2, "vocab_size": 151936,
+            "untie_embeddings_and_output_weights": False,
+        },
+        494_032_768,
+    ),
+    "Qwen3 0.6B": (
+        {
+            "family": "qwen3", "num_layers": 28, "hidden_size": 1024, "ffn_hidden_size": 3072,
+            "num_attention_heads": 16, "num_query_groups": 8, "kv_channels": 128, "vocab_size": 151936,
+            "untie_embeddings_and_output_weights": False,
+        },
+        596_049_920,
+    ),
+    "Mistral 7B": (
+        {
+            "family": "mistral", "num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336,
+            "num_attention_heads": 32, "num_query_groups": 8, "vocab_size": 32000, "sliding_window": 4096,
+        },
+        7_241_732_096,
+    ),
+    "Mixtral 8x7B": (
+        {
+            "family": "mixtral", "num_layers": 32, "hidden_size": 4096, "ffn_hidden_size": 14336,
+            "num_attention_heads": 32, "num_query_groups": 8, "vocab_size": 32000, "num_moe_experts": 8,
+        },
+        46_702_792_704,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_counts_are_those_of_published_models(name: str) -> None:
+    """The sum of the tensors in their safetensors files."""
+    model, parameters = PUBLISHED[name]
+    architecture = config(model={"seq_length": 4096, **model}).architecture(256)
+    assert table_of(architecture).parameter_count == parameters
 
 
 def test_the_banner_says_the_numbers() -> None:

@@ -27,6 +27,7 @@ from deepspeed.runtime.zero.muon import original_muon
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import rotary_pos_embedding
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import schedules
@@ -34,13 +35,20 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import layers, mappings, random
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.moe import moe_utils
+from megatron.core.transformer.moe.moe_utils import clear_aux_losses_tracker
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.utils import get_sliding_window_causal_mask
 from megatron.core.utils import GlobalMemoryBuffer
 
 from megatron_noloco.config.deepspeed_keys import OPTIMIZER_PARAMS, TORCH_OPTIMIZERS
 from megatron_noloco.config.deepspeed_optimizer import MUON_DEFAULTS, MUON_RATES
+from megatron_noloco.model.families.hf_keys import LLAMA3_SCALING
+from megatron_noloco.model.layers import window
+from megatron_noloco.pipeline.balance import take_balance
 from megatron_noloco.pipeline.pipeline import RoutedCommunicator
 
 pytestmark = pytest.mark.contract
@@ -118,6 +126,7 @@ class TestGroups:
     def test_the_collection_has_these_groups(self) -> None:
         fields = ProcessGroupCollection.__dataclass_fields__
         assert {"tp", "pp", "mp", "dp", "dp_cp", "cp", "embd", "pos_embd"} <= set(fields)
+        assert {"ep", "tp_cp", "expt_tp", "tp_ep", "expt_dp", "tp_dp_cp"} <= set(fields), "of experts"
 
     def test_groups_can_be_made_by_their_members_alone(self) -> None:
         assert "use_local_synchronization" in parameters(dist.new_group)
@@ -176,7 +185,7 @@ class TestStage:
         wanted = {
             "config", "transformer_layer_spec", "vocab_size", "max_sequence_length", "pre_process",
             "post_process", "share_embeddings_and_output_weights", "position_embedding_type", "rotary_base",
-            "pg_collection", "vp_stage",
+            "pg_collection", "vp_stage", "rope_scaling", "rope_scaling_factor",
         }  # fmt: skip
         assert wanted <= parameters(GPTModel.__init__)
         assert callable(GPTModel.shared_embedding_or_output_weight)
@@ -185,7 +194,23 @@ class TestStage:
         submodules = get_gpt_layer_local_spec(normalization="RMSNorm").submodules
         assert hasattr(submodules, "input_layernorm")
         assert hasattr(submodules, "pre_mlp_layernorm")
-        assert hasattr(submodules.self_attention.submodules, "core_attention")
+        for name in ("core_attention", "q_layernorm", "k_layernorm"):
+            assert hasattr(submodules.self_attention.submodules, name)
+
+    def test_rotary_scaling_is_fixed_but_for_its_factor(self) -> None:
+        """model/families/hf_keys.py refuses folders with other numbers."""
+        scaling = inspect.signature(RotaryEmbedding._apply_scaling).parameters
+        assert {name: scaling[name].default for name in LLAMA3_SCALING} == LLAMA3_SCALING
+        call = inspect.getsource(RotaryEmbedding.__init__).split("self._apply_scaling(")[1].split(")")[0]
+        assert call == "self.inv_freq, factor=rope_scaling_factor"
+
+    def test_a_window_counts_the_tokens_before_and_after(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """model/layers.py has the window of core's own attention, which Transformer Engine shares."""
+        ones = torch.ones
+        monkeypatch.setattr(torch, "ones", lambda *size, device, **options: ones(*size, **options))
+        masked = get_sliding_window_causal_mask(6, 6, (2, 0))
+        monkeypatch.undo()
+        assert torch.equal(~masked, window(6, 2, torch.device("cpu")))
 
     def test_layer_counts_take_stage_and_chunk(self) -> None:
         assert list(inspect.signature(get_num_layers_to_build).parameters)[:3] == [
@@ -201,8 +226,52 @@ class TestStage:
         assert {
             "batch_p2p_comm", "batch_p2p_sync", "deallocate_pipeline_outputs", "grad_scale_func",
             "sequence_parallel", "cuda_graph_scope", "perform_initialization", "use_cpu_initialization",
-            "microbatch_group_size_per_vp_stage", "pipeline_dtype",
+            "microbatch_group_size_per_vp_stage", "pipeline_dtype", "add_qkv_bias", "qk_layernorm", "window_size",
         } <= set(TransformerConfig.__dataclass_fields__)  # fmt: skip
+
+
+class TestMixture:
+    """model/stage.py builds experts, model/layers.py their router, pipeline/balance.py reads what it kept."""
+
+    def test_config_fields(self) -> None:
+        fields = TransformerConfig.__dataclass_fields__
+        assert {
+            "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_router_load_balancing_type",
+            "moe_aux_loss_coeff",
+        } <= set(fields)  # fmt: skip
+        defaults = {
+            "moe_layer_freq": 1,
+            "moe_router_pre_softmax": False,
+            "moe_router_score_function": "softmax",
+            "moe_token_dispatcher_type": "allgather",
+            "moe_grouped_gemm": False,
+            "moe_expert_capacity_factor": None,
+            "moe_z_loss_coeff": None,
+            "expert_model_parallel_size": 1,
+            "expert_tensor_parallel_size": None,  # that of the others
+        }
+        assert {name: fields[name].default for name in defaults} == defaults
+
+    def test_the_spec_has_a_place_for_a_router(self) -> None:
+        spec = get_gpt_layer_local_spec(num_experts=2, normalization="RMSNorm")
+        assert spec.submodules.mlp.submodules.router is TopKRouter
+        assert parameters(TopKRouter.gating) == {"self", "input"}
+
+    def test_every_forward_step_scales_the_loss_that_balances(self) -> None:
+        assert "forward_step_calc_loss(" in inspect.getsource(schedules.forward_step)
+        scaling = inspect.getsource(schedules.forward_step_calc_loss)
+        assert "MoEAuxLossAutoScaler.set_loss_scale(loss_scale * cp_group_size / num_microbatches)" in scaling
+
+    def test_the_log_of_losses_is_kept_without_messages(self) -> None:
+        """Only `reduce_aux_losses_tracker_across_ranks`, which nothing here calls, has collectives."""
+        clear_aux_losses_tracker()
+        assert "all_reduce" not in inspect.getsource(moe_utils.save_to_aux_losses_tracker)
+        moe_utils.save_to_aux_losses_tracker("a_loss", torch.tensor(3.0), layer_number=2, num_layers=4)
+        assert moe_utils.get_moe_layer_wise_logging_tracker()["a_loss"]["values"].tolist() == [0, 3, 0, 0]
+        assert take_balance() == 3
+        assert take_balance() == 0
+        del moe_utils.get_moe_layer_wise_logging_tracker()["a_loss"]
+        assert take_balance() is None
 
 
 class TestEngine:

@@ -2,9 +2,8 @@
 
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -65,14 +64,6 @@ class Toy(Llama):
     def megatron_options(self, architecture: Architecture) -> MegatronOptions:
         options = super().megatron_options(architecture)
         return replace(options, config=options.config | {"add_qkv_bias": True})
-
-    def hf_config(
-        self, architecture: Architecture, dtype: str, end_of_document: int | None
-    ) -> dict[str, Any]:
-        return super().hf_config(architecture, dtype, end_of_document) | {"model_type": "toy"}
-
-    def architecture(self, hf_config: Mapping[str, Any]) -> Architecture:
-        return super().architecture(hf_config)
 
 
 TOY = replace(SMALL, family="toy")
@@ -185,13 +176,19 @@ def test_rows_that_do_not_make_up_a_parameter_are_refused() -> None:
         Parameter("mlp.linear_fc1.weight", (48, 16), rows=Rows((24, 23)))
 
 
-# Llama's table
+# The tables of the families
+
+
+def of_family(name: str) -> Architecture:
+    experts = {"num_moe_experts": 3, "moe_router_topk": 2} if name == "mixtral" else {}
+    return replace(SMALL, family=name, **experts)
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
-def test_slices_merge_to_what_was_cut(tp_size: int, tied: bool) -> None:
-    architecture = replace(SMALL, num_query_groups=4, tied_embeddings=tied)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_slices_merge_to_what_was_cut(family: str, tp_size: int, tied: bool) -> None:
+    architecture = replace(of_family(family), num_query_groups=4, tied_embeddings=tied)
     for row in table_of(architecture):
         full = torch.randn(row.shape)
         slices = [row.slice(full, tp, tp_size) for tp in range(tp_size)]
@@ -216,6 +213,24 @@ def test_the_linear_maps_of_a_layer_are_seven_matrices() -> None:
     others = {row.name.split(".")[-2] for row in table_of(SMALL) if not row.linear}
     norms = {"input_layernorm", "pre_mlp_layernorm", "final_layernorm"}
     assert others == {"word_embeddings", "output_layer", *norms}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_muon_gets_the_same_maps_in_every_family(family: str) -> None:
+    """Neither biases, nor norms on heads, nor a router; and of a mixture the three matrices of each expert."""
+    linear = [row for row in table_of(of_family(family)) if row.linear and row.layer == 0]
+    shapes = [tuple(part.shape) for row in linear for part in row.split(torch.empty(row.shape))]
+    experts = 3 if family == "mixtral" else 1
+    assert shapes == [(24, 16), (12, 16), (12, 16), (16, 24), *[(24, 16), (24, 16), (16, 24)] * experts]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_each_rank_has_whole_is_a_vector_or_a_router(family: str) -> None:
+    whole = [row for row in table_of(of_family(family)) if row.tp_dim is None]
+    assert {row.name.split(".")[-2] for row in whole if len(row.shape) > 1} <= {"router"}
+    assert {row.name.split(".")[-2] for row in whole if row.per_head} == (
+        {"q_layernorm", "k_layernorm"} if family == "qwen3" else set()
+    )
 
 
 def test_parts_join_to_what_was_split() -> None:

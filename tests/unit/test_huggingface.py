@@ -25,9 +25,23 @@ from megatron_noloco.spec.architecture import Architecture
 HEADS, HEAD_SIZE, HIDDEN, FFN, LAYERS, VOCABULARY = 4, 6, 20, 24, 2, 259
 
 
-def make_model(groups: int = 2, tied: bool = False, multiple: int = 128) -> Architecture:
+# Of each family, with its own fields
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama"},
+    "llama 3.1": {"family": "llama", "rope_scaling_factor": 32.0, "rotary_base": 5e5},
+    "qwen2": {"family": "qwen2"},
+    "qwen3": {"family": "qwen3"},
+    "mistral": {"family": "mistral"},
+    "mistral with a window": {"family": "mistral", "sliding_window": 9},
+    "mixtral": {"family": "mixtral", "num_moe_experts": 3, "moe_router_topk": 2, "sliding_window": 9},
+}
+
+
+def make_model(
+    groups: int = 2, tied: bool = False, multiple: int = 128, model: str = "llama"
+) -> Architecture:
     """Sizes that are all different, so that no two can be mistaken for one another."""
-    return Architecture(
+    common = Architecture(
         family="llama",
         num_layers=LAYERS,
         hidden_size=HIDDEN,
@@ -43,6 +57,7 @@ def make_model(groups: int = 2, tied: bool = False, multiple: int = 128) -> Arch
         tied_embeddings=tied,
         init_method_std=0.02,
     )
+    return replace(common, **MODELS[model])
 
 
 def our_shapes(model: Architecture) -> dict[str, tuple[int, ...]]:
@@ -84,14 +99,15 @@ def exported(weights: dict[str, Tensor], model: Architecture) -> dict[str, Tenso
 
 
 def hf_config(model: Architecture) -> dict[str, Any]:
-    return FAMILIES["llama"].hf_config(model, "bfloat16", 256)
+    return FAMILIES[model.family].hf_config(model, "bfloat16", 256)
 
 
 def write_folder(folder: Path, model: Architecture) -> Path:
     """A Hugging Face folder in one file, without a tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(hf_config(model)))
-    save_file(exported(random_weights(model), model), folder / "model.safetensors")
+    weights = {name: torch.ones(shape) for row in table_of(model) for name, shape in row.hf_shapes.items()}
+    save_file(weights, folder / "model.safetensors")
     return folder
 
 
@@ -125,27 +141,57 @@ def test_queries_keys_and_values_of_a_group_lie_together() -> None:
 
 @pytest.mark.parametrize("groups", [1, 2, HEADS])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-def test_shapes_there_are_those_of_the_converted_tensors(groups: int, tied: bool) -> None:
-    model = make_model(groups, tied)
-    expected = {name: shape for row in table_of(model) for name, shape in row.hf_shapes.items()}
-    found = exported(random_weights(model), model)
-    assert {name: tuple(tensor.shape) for name, tensor in found.items()} == expected
+@pytest.mark.parametrize("family", MODELS)
+def test_shapes_there_are_those_of_transformers(family: str, groups: int, tied: bool, tmp_path: Path) -> None:
+    model = make_model(groups, tied, model=family)
     transformers = pytest.importorskip("transformers")
-    theirs = transformers.LlamaForCausalLM(transformers.LlamaConfig(**hf_config(model)))
-    assert {name: tuple(tensor.shape) for name, tensor in theirs.named_parameters()} == expected
+    theirs = transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**hf_config(model))
+    )
+    theirs.save_pretrained(tmp_path)  # in which names may differ from those of its parameters
+    expected = {
+        name: tuple(tensor.shape) for name, tensor in load_file(tmp_path / "model.safetensors").items()
+    }
+    rows = list(table_of(model))
+    assert {name: shape for row in rows for name, shape in row.hf_shapes.items()} == expected
+    for row in rows:
+        found = row.to_hf(torch.empty(row.shape))
+        assert {name: tuple(tensor.shape) for name, tensor in found.items()} == row.hf_shapes
 
 
 # The configuration
 
+Spoil = Callable[[Path], None]
+MISSING = object()
+
+
+def change_config(**changes: Any) -> Spoil:
+    def spoil(folder: Path) -> None:
+        path = folder / "config.json"
+        keys = json.loads(path.read_text()) | changes
+        path.write_text(json.dumps({key: value for key, value in keys.items() if value is not MISSING}))
+
+    return spoil
+
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("groups", [1, 2, HEADS])
-def test_our_config_describes_the_model(tmp_path: Path, groups: int, tied: bool) -> None:
-    model = make_model(groups, tied, multiple=1)
+@pytest.mark.parametrize("family", MODELS)
+def test_our_config_describes_the_model(tmp_path: Path, family: str, groups: int, tied: bool) -> None:
+    model = make_model(groups, tied, multiple=1, model=family)
     (tmp_path / "config.json").write_text(json.dumps(hf_config(model)))
     assert read_architecture(tmp_path) == model
     run = RunConfig.from_dict(CONFIG | {"model": model_block(model) | {"make_vocab_size_divisible_by": 1}})
     assert run.architecture(VOCABULARY) == model
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_a_config_that_transformers_writes_describes_the_same_model(tmp_path: Path, family: str) -> None:
+    """It reads ours, and writes its own: transformers 5 without the keys that only 4 reads, for one."""
+    transformers = pytest.importorskip("transformers")
+    model = make_model(multiple=1, model=family)
+    transformers.AutoConfig.for_model(**hf_config(model)).save_pretrained(tmp_path)
+    assert read_architecture(tmp_path) == model
 
 
 def test_transformers_reads_the_same_sizes_out_of_our_config(tmp_path: Path) -> None:
@@ -159,10 +205,72 @@ def test_transformers_reads_the_same_sizes_out_of_our_config(tmp_path: Path) -> 
     assert config.dtype == torch.bfloat16
 
 
-def test_scaling_that_scales_nothing_is_accepted(tmp_path: Path) -> None:
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.mark.parametrize(
+    ("keys", "base", "factor"),
+    [
+        ({"rope_scaling": {"rope_type": "default"}}, 10000.0, None),
+        ({"rope_scaling": None, "rope_parameters": None, "rope_theta": 5e5}, 5e5, None),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5, None),
+        ({"rope_scaling": LLAMA3, "rope_parameters": None, "rope_theta": 5e5}, 5e5, 8.0),
+        ({"rope_scaling": {**LLAMA3, "type": "llama3", "rope_type": None}, "rope_theta": 5e5}, 5e5, 8.0),
+        ({"rope_parameters": {**LLAMA3, "rope_theta": 5e5, "factor": 32}, "rope_theta": None}, 5e5, 32.0),
+        ({"rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 1.0}, "rope_theta": 5e5}, 5e5, 8.0),
+    ],
+    ids=range(7),
+)
+def test_rotary_embeddings_of_transformers_4_and_5(
+    tmp_path: Path, keys: dict[str, Any], base: float, factor: float | None
+) -> None:
     folder = write_folder(tmp_path, make_model())
-    change_config(rope_scaling={"rope_type": "default"})(folder)
-    assert read_architecture(folder).num_layers == LAYERS
+    change_config(**keys)(folder)
+    found = read_architecture(folder)
+    assert (found.rotary_base, found.rope_scaling_factor) == (base, factor)
+
+
+# What transformers takes for keys that a config.json lacks, and what makes no difference there
+READ_AS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("mistral", {"sliding_window": MISSING, "num_key_value_heads": MISSING}, {"sliding_window": 4096}),
+    ("mistral", {"layer_types": ["full_attention"] * 2}, {"sliding_window": None}),
+    ("mixtral", {"sliding_window": MISSING}, {"sliding_window": None}),
+    ("mixtral", {"num_local_experts": MISSING, "num_experts_per_tok": MISSING}, {"num_moe_experts": 8}),
+    ("mixtral", {"rope_parameters": MISSING, "rope_theta": MISSING}, {"rotary_base": 1e6}),
+    ("mixtral", {"rms_norm_eps": MISSING}, {"norm_epsilon": 1e-5}),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": 2}, {}),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": None}, {}),
+    ("qwen2", {"use_sliding_window": True, "layer_types": ["full_attention"] * 2}, {}),
+    ("qwen2", {"head_dim": MISSING}, {"kv_channels": 5}),
+    ("qwen3", {"head_dim": MISSING}, {"kv_channels": 128}),
+    ("llama", {"rms_norm_eps": MISSING, "tie_word_embeddings": MISSING}, {"norm_epsilon": 1e-6}),
+    ("llama", {"max_position_embeddings": MISSING}, {"seq_length": 2048}),
+]
+
+
+@pytest.mark.parametrize(("family", "keys", "expected"), READ_AS, ids=range(len(READ_AS)))
+def test_keys_that_are_missing_or_make_no_difference(
+    tmp_path: Path, family: str, keys: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(make_model(model=family))))
+    change_config(**keys)(tmp_path)
+    found = read_architecture(tmp_path)
+    assert {name: getattr(found, name) for name in expected} == expected
+    theirs = pytest.importorskip("transformers").AutoConfig.from_pretrained(tmp_path)
+    assert (theirs.num_key_value_heads, theirs.rms_norm_eps) == (found.num_query_groups, found.norm_epsilon)
+    assert theirs.max_position_embeddings == found.seq_length
+    assert theirs.tie_word_embeddings == found.tied_embeddings
+    assert theirs.rope_parameters["rope_theta"] == found.rotary_base
+    if family in ("mistral", "mixtral"):
+        assert theirs.sliding_window == found.sliding_window
+    elif family != "llama":
+        assert set(theirs.layer_types) == {"full_attention"}
 
 
 # What is refused: one line, exit code 2
@@ -181,16 +289,6 @@ CONFIG: dict[str, Any] = {
     "data": {"text": "somewhere"},
     "training": {"train_iters": 2},
 }
-
-Spoil = Callable[[Path], None]
-
-
-def change_config(**changes: Any) -> Spoil:
-    def spoil(folder: Path) -> None:
-        path = folder / "config.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | changes))
-
-    return spoil
 
 
 def change_weights(change: Callable[[dict[str, Tensor]], Any]) -> Spoil:
@@ -229,15 +327,35 @@ def add_a_tokenizer_of_words(folder: Path, **others: int) -> None:
 
 Q, NORM = "model.layers.1.self_attn.q_proj.weight", "model.layers.0.input_layernorm.weight"
 REFUSED: dict[str, tuple[Spoil, tuple[str, ...]]] = {
-    "another architecture": (change_config(model_type="gpt2"), ("config.json", "gpt2", "llama")),
+    "another architecture": (change_config(model_type="gpt2"), ("config.json", "gpt2", "llama", "mixtral")),
+    "no architecture": (change_config(model_type=["llama"]), ("config.json", "['llama']", "qwen2")),
     "attention biases": (change_config(attention_bias=True), ("attention_bias", "not supported")),
     "mlp biases": (change_config(mlp_bias=True), ("mlp_bias", "not supported")),
     "another activation": (change_config(hidden_act="gelu"), ("hidden_act", "gelu")),
     "rope scaling, old": (change_config(rope_scaling={"type": "linear", "factor": 2.0}), ("rope_scaling",)),
     "rope scaling, new": (
-        change_config(rope_parameters={"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0}),
-        ("rope_scaling", "llama3"),
+        change_config(rope_parameters={"rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0}),
+        ("rope_scaling", "'yarn'", 'only "llama3"'),
     ),
+    "another low frequency": (
+        change_config(rope_scaling=LLAMA3 | {"low_freq_factor": 2.0}),
+        ("low_freq_factor 2.0", "Megatron-core 0.16.1 computes 1 only"),
+    ),
+    "another context before": (
+        change_config(rope_scaling={**LLAMA3, "original_max_position_embeddings": 4096}),
+        ("original_max_position_embeddings 4096", "computes 8192 only"),
+    ),
+    "a context before that is not given": (
+        change_config(rope_scaling={k: v for k, v in LLAMA3.items() if "original" not in k}),
+        ("original_max_position_embeddings 32", "computes 8192 only"),
+    ),
+    "a factor that is none": (change_config(rope_scaling=LLAMA3 | {"factor": "8"}), ("factor is '8'", "> 0")),
+    "scaling that is no object": (
+        change_config(rope_scaling="llama3"),
+        ("rope_scaling is 'llama3'", "object"),
+    ),
+    "heads rotated in part": (change_config(partial_rotary_factor=0.5), ("partial_rotary_factor is 0.5",)),
+    "an epsilon that is none": (change_config(rms_norm_eps="1e-5"), ("rms_norm_eps is '1e-5'", "number > 0")),
     "a size missing": (
         change_config(num_hidden_layers=None),
         ("config.json", "num_hidden_layers is missing"),
@@ -281,6 +399,46 @@ def import_folder(folder: Path, changes: dict[str, Any] | None = None) -> tuple[
     return main(["import", str(folder), "--config", str(config), "--output", str(output)]), output
 
 
+REFUSED_OF: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    (
+        "qwen2",
+        {"rope_scaling": LLAMA3},
+        ("'llama3'", "scaled rotary embeddings are not supported in this family"),
+    ),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, ("max_window_layers 1 of 2 layers",)),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": "all"}, ("max_window_layers 'all' of 2",)),
+    (
+        "qwen2",
+        {"layer_types": ["full_attention", "sliding_attention"]},
+        ('layer_types has "sliding_attention"',),
+    ),
+    ("qwen3", {"rope_parameters": {"full_attention": {}}}, ('its own for "full_attention"',)),
+    ("qwen3", {"attention_bias": True}, ("attention_bias is True", "a Qwen3 with biases is not supported")),
+    ("qwen3", {"use_sliding_window": True, "max_window_layers": 0}, ("use_sliding_window is true",)),
+    ("mistral", {"sliding_window": 0}, ("sliding_window is 0", ">= 1")),
+    ("mistral", {"sliding_window": 9, "layer_types": ["full_attention"]}, ('must be "sliding_attention"',)),
+    ("mistral", {"rope_parameters": {"rope_type": "yarn"}}, ("'yarn'", "not supported in this family")),
+    ("mixtral", {"router_jitter_noise": 0.1}, ("router_jitter_noise is 0.1", "not supported")),
+    ("mixtral", {"num_experts_per_tok": 1}, ("num_experts_per_tok is 1; it must be at least 2",)),
+    ("mixtral", {"num_local_experts": 0}, ("num_local_experts is 0", ">= 1")),
+]
+
+
+@pytest.mark.parametrize(("family", "keys", "fragments"), REFUSED_OF, ids=range(len(REFUSED_OF)))
+def test_import_refuses_of_a_family(
+    family: str,
+    keys: dict[str, Any],
+    fragments: tuple[str, ...],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = write_folder(tmp_path / "theirs", make_model(model=family))
+    change_config(**keys)(folder)
+    code, output = import_folder(folder)
+    assert_one_line(code, capsys, (str(folder / "config.json"), *fragments))
+    assert not output.exists()
+
+
 @pytest.mark.parametrize("what", REFUSED)
 def test_import_refuses(what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     spoil, fragments = REFUSED[what]
@@ -305,6 +463,41 @@ def test_import_keeps_what_is_not_a_size(tmp_path: Path) -> None:
     code, output = import_folder(folder, {"model": model})
     raw = json.loads(output.read_text())["model"]
     assert (code, raw["num_layers"], raw["recompute_granularity"]) == (0, 2, "selective")
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_import_finds_the_family(family: str, tmp_path: Path) -> None:
+    """And nothing remains of the one that the config had before."""
+    folder = write_folder(tmp_path / "theirs", make_model(multiple=1, model=family))
+    for before in ({"family": "mistral", "sliding_window": 7}, {"rope_scaling_factor": 8.0}):
+        code, output = import_folder(folder, {"model": CONFIG["model"] | before})
+        found = RunConfig.from_dict(json.loads(output.read_text()))
+        assert (code, found.architecture(257)) == (
+            0,
+            replace(make_model(multiple=1, model=family), seq_length=16),
+        )
+
+
+def test_import_keeps_what_the_family_has_besides_the_model(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "theirs", make_model(multiple=1, model="mixtral"))
+    before = {"family": "mixtral", "num_moe_experts": 5, "moe_aux_loss_coeff": 0.5}
+    code, output = import_folder(folder, {"model": CONFIG["model"] | before})
+    found = json.loads(output.read_text())["model"]
+    assert (code, found["num_moe_experts"], found["moe_aux_loss_coeff"]) == (0, 3, 0.5)
+
+
+def test_import_takes_over_dropout_unless_the_config_has_another(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "llama", make_model())
+    change_config(attention_dropout=0.1)(folder)
+    for given, expected in (({}, 0.1), ({"attention_dropout": 0.0}, 0.0)):
+        _, output = import_folder(folder, {"model": CONFIG["model"] | given})
+        assert json.loads(output.read_text())["model"]["attention_dropout"] == expected
+
+
+def test_a_config_of_another_family_does_not_fit_the_folder(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, make_model(model="mistral with a window"))
+    with pytest.raises(ValueError, match=r"model.family is 'llama', but 'mistral' in .*config.json"):
+        check_fits(folder, make_model())
 
 
 def test_import_takes_the_tokenizer_of_the_model(tmp_path: Path) -> None:

@@ -60,11 +60,15 @@ def test_inspect_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Llama of transformers' own making; its vocabulary is larger than the tokenizer's."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    return make_model(tmp_path_factory.mktemp("llama"), "llama")
 
-    folder = tmp_path_factory.mktemp("llama")
+
+def make_model(folder: Path, model_type: str, **keys: int) -> Path:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     torch.manual_seed(0)
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        model_type,
         vocab_size=310,
         hidden_size=32,
         intermediate_size=48,
@@ -73,16 +77,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_key_value_heads=2,
         max_position_embeddings=16,
         initializer_range=0.3,
+        **keys,
     )
-    LlamaForCausalLM(config).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     make_tokenizer(folder)
     return folder
 
 
 class TestEvaluate:
-    def test_perplexity_is_that_of_transformers(self, model: Path, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("keys", [{}, {"sliding_window": 5}], ids=["llama", "mistral with a window"])
+    def test_perplexity_is_that_of_transformers(self, keys: dict[str, int], tmp_path: Path) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        model = make_model(tmp_path / "model", "mistral" if keys else "llama", **keys)
         text = "two three four Größe five six\n" * 12
         (tmp_path / "text.txt").write_text(text)
         line = run_command("evaluate", str(model), "--data", str(tmp_path / "text.txt"))[-1]

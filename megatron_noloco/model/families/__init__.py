@@ -4,11 +4,18 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from megatron_noloco.model.families.family import Family, MegatronOptions, Parameter, Rows, Table
+from megatron_noloco.model.families.family import Family, MegatronOptions
 from megatron_noloco.model.families.llama import Llama
+from megatron_noloco.model.families.mistral import Mistral
+from megatron_noloco.model.families.mixtral import Mixtral
+from megatron_noloco.model.families.qwen2 import Qwen2
+from megatron_noloco.model.families.qwen3 import Qwen3
+from megatron_noloco.model.families.table import Parameter, Rows, Table
 from megatron_noloco.spec.architecture import Architecture
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (Llama(),)}
+FAMILIES: dict[str, Family] = {
+    family.name: family for family in (Llama(), Qwen2(), Qwen3(), Mistral(), Mixtral())
+}
 
 __all__ = [
     "FAMILIES",
@@ -18,6 +25,7 @@ __all__ = [
     "Rows",
     "Table",
     "architecture_of",
+    "families_with",
     "family_of",
     "table_of",
 ]
@@ -25,6 +33,11 @@ __all__ = [
 
 def family_of(architecture: Architecture) -> Family:
     return FAMILIES[architecture.family]
+
+
+def families_with(field: str) -> list[str]:
+    """The families that have a field of their own; none for a field that all have."""
+    return [name for name, family in FAMILIES.items() if field in family.own_fields]
 
 
 def table_of(architecture: Architecture) -> Table:
@@ -38,7 +51,7 @@ def _table(family: Family, architecture: Architecture) -> Table:
 
 def architecture_of(hf_config: Mapping[str, Any]) -> Architecture:
     """The architecture that Hugging Face's `config.json` describes; raises ValueError, in one line."""
-    family = FAMILIES.get(hf_config.get("model_type"))  # type: ignore[arg-type]  # None is not in it
+    family = FAMILIES.get(str(hf_config.get("model_type")))
     if family is None:
         known = ", ".join(f'"{name}"' for name in FAMILIES)
         raise ValueError(f"model_type is {hf_config.get('model_type')!r}; only {known} can be imported")

@@ -1,0 +1,211 @@
+"""The parameters of a model as a table: one row per parameter, and what follows from the rows.
+
+No torch at import, but inside the functions that make new tensors: `config --check` needs shapes and counts alone,
+and must answer at once.
+"""
+
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Init = Literal["normal", "residual", "ones", "zeros"]
+
+_LAYER = "{layer}"
+_LAYER_NUMBER = re.compile(r"(decoder\.layers\.)(\d+)")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """How the first dimension of a parameter is put together from Hugging Face's tensors.
+
+    A parameter of shape [repeats * sum(sizes), ...] is seen as [repeats, sum(sizes), ...]. Part i of the second
+    dimension, sizes[i] rows in every repeat, is a Hugging Face tensor of shape [repeats * sizes[i], ...].
+
+    Args:
+        sizes: rows of each part within a repeat. Parts beyond the Hugging Face names of the parameter are padding:
+            zeros here, absent there.
+        repeats: how often the sequence of parts comes.
+        cut_each: whether tensor parallelism cuts every part on its own; otherwise the first dimension as a whole.
+    """
+
+    sizes: tuple[int, ...]
+    repeats: int = 1
+    cut_each: bool = False
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One row of the table. In a table of rows `{layer}` stands for the number of a layer in all names.
+
+    Args:
+        name: Megatron-core's, in the unsplit model.
+        shape: of the full parameter.
+        init: "ones", "zeros", "normal" (standard deviation `init_method_std`), or "residual" for a projection back
+            into the residual stream, whose standard deviation is init_method_std / sqrt(2 * num_layers). The
+            variance that all 2 * num_layers branches together add to the stream then does not grow with the depth
+            (GPT-2: Radford et al. 2019, section 2.3; Megatron's default, `scaled_init_method_normal`).
+        tp_dim: the dimension cut by tensor parallelism; None: every tensor-parallel rank has all of it.
+        hf: the Hugging Face tensors it is made of.
+        rows: how they make up its rows; None: there is one, and it is the same.
+        fused_name: its name where Transformer Engine fuses a norm with the matrix after it.
+        same_as: the parameter that it is a copy of (tied embeddings). A stage that holds both has that one alone.
+        layer: the number of its layer; None outside layers, and in a row for all layers.
+        linear: whether its parts (see `split`) are linear maps inside a layer, which are what Muon is for.
+        per_head: whether it is applied to the heads of a tensor-parallel rank, though every rank has all of it: a
+            rank's gradient is then that of its own heads, and the ranks' gradients are to be summed.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    init: Init = "normal"
+    tp_dim: int | None = None
+    hf: tuple[str, ...] = ()
+    rows: Rows | None = None
+    fused_name: str | None = None
+    same_as: str | None = None
+    layer: int | None = None
+    linear: bool = False
+    per_head: bool = False
+
+    def __post_init__(self) -> None:
+        if self._rows.repeats * sum(self._rows.sizes) != self.shape[0]:
+            raise ValueError(f"{self.name}: {self.rows} do not make up its {self.shape[0]} rows")
+
+    @property
+    def source(self) -> str:
+        """The parameter whose values it has."""
+        return self.same_as or self.name
+
+    @property
+    def is_stacked(self) -> bool:
+        """Whether the slices of all tensor-parallel ranks, one after the other, are the full parameter."""
+        return self.tp_dim == 0 and not (self.rows and self.rows.cut_each)
+
+    def at(self, layer: int) -> "Parameter":
+        """The parameter of one layer, from a row for all layers."""
+        name, *hf = (text.replace(_LAYER, str(layer)) for text in (self.name, *self.hf))
+        return replace(self, name=name, hf=tuple(hf), layer=layer)
+
+    # Tensor parallelism
+
+    def slice_shape(self, tp_size: int) -> tuple[int, ...]:
+        """The shape that a tensor-parallel rank has of it."""
+        return tuple(n // tp_size if d == self.tp_dim else n for d, n in enumerate(self.shape))
+
+    def slice(self, full: "Tensor", tp: int, tp_size: int) -> "Tensor":
+        """The part of the full parameter that a tensor-parallel rank holds, shape `slice_shape(tp_size)`."""
+        import torch
+
+        if self.tp_dim is None or tp_size == 1:
+            return full
+        sections = full.split(self._sections(1))
+        slices = [section.chunk(tp_size, dim=self.tp_dim)[tp] for section in sections]
+        return slices[0] if len(slices) == 1 else torch.cat(slices)
+
+    def merge(self, slices: Sequence["Tensor"], take: "Callable[[int], Tensor] | None" = None) -> "Tensor":
+        """The full parameter from the slices of all tensor-parallel ranks, in order; the inverse of `slice`.
+
+        Memory for it comes from `take`, which gives a flat tensor of a length.
+        """
+        import torch
+
+        if self.tp_dim is None or len(slices) == 1:
+            return slices[0]
+        flat = slices[0].new_empty(math.prod(self.shape)) if take is None else take(math.prod(self.shape))
+        full = flat.view(self.shape)
+        sections = zip(*(part.split(self._sections(len(slices))) for part in slices), strict=True)
+        for merged, pieces in zip(full.split(self._sections(1)), sections, strict=True):
+            torch.cat(pieces, dim=self.tp_dim, out=merged)
+        return full
+
+    def _sections(self, tp_size: int) -> list[int]:
+        """Rows of what is cut on its own, in the slice of one of `tp_size` ranks."""
+        whole = self.rows.sizes if self.rows and self.rows.cut_each else (self.shape[0],)
+        return [size // tp_size if self.tp_dim == 0 else size for size in whole]
+
+    # Parts
+
+    def split(self, full: "Tensor") -> "list[Tensor]":
+        """The parts that make up its rows, such as queries, keys and values; part i [repeats * sizes[i], ...]."""
+        rest = self.shape[1:]
+        parts = full.view(self._rows.repeats, -1, *rest).split(self._rows.sizes, dim=1)
+        return [part.reshape(-1, *rest) for part in parts]
+
+    def join(self, parts: "Sequence[Tensor]") -> "Tensor":
+        """The full parameter from its parts; the inverse of `split`."""
+        import torch
+
+        if len(parts) == 1:
+            return parts[0]
+        repeats, rest = self._rows.repeats, self.shape[1:]
+        return torch.cat([part.view(repeats, -1, *rest) for part in parts], dim=1).reshape(self.shape)
+
+    # Hugging Face
+
+    @property
+    def hf_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of the Hugging Face tensors."""
+        rows = self._rows
+        sizes = [rows.repeats * size for size in rows.sizes]
+        return {name: (size, *self.shape[1:]) for name, size in zip(self.hf, sizes, strict=False)}
+
+    def to_hf(self, full: "Tensor") -> "dict[str, Tensor]":
+        """The full parameter as Hugging Face's tensors; views of it where memory allows."""
+        return dict(zip(self.hf, self.split(full), strict=False))
+
+    def from_hf(self, read: "Callable[[str], Tensor]") -> "Tensor":
+        """The full parameter from Hugging Face's tensors, which `read` gives by name; padding is zero."""
+        rows, parts = self._rows, [read(name) for name in self.hf]
+        padding = sum(rows.sizes[len(parts) :])
+        if padding:
+            parts.append(parts[0].new_zeros(rows.repeats * padding, *self.shape[1:]))
+        return self.join(parts)
+
+    @property
+    def _rows(self) -> Rows:
+        return self.rows or Rows(self.shape[:1])
+
+
+@dataclass(frozen=True)
+class Table:
+    """The parameters of one architecture: rows outside the layers, and rows that every layer has."""
+
+    rows: tuple[Parameter, ...]
+    num_layers: int
+
+    def __iter__(self) -> Iterator[Parameter]:
+        """Every parameter of the unsplit model, from the embedding to the output layer, copies included."""
+        for in_layer, rows in groupby(self.rows, key=lambda row: _LAYER in row.name):
+            if not in_layer:
+                yield from rows
+                continue
+            kept = list(rows)
+            for layer in range(self.num_layers):
+                yield from (row.at(layer) for row in kept)
+
+    def find(self, name: str, first_layer: int = 0) -> Parameter:
+        """The parameter of that name in a model chunk, before which `first_layer` layers lie.
+
+        Raises ValueError when the table has no such row.
+        """
+        number = _LAYER_NUMBER.match(name)
+        general = _LAYER_NUMBER.sub(rf"\g<1>{_LAYER}", name)
+        for row in self.rows:
+            if general in (row.name, row.fused_name):
+                return row.at(int(number[2]) + first_layer) if number else row
+        raise ValueError(f"the model has a parameter {name}, but the table of its family has no row for it")
+
+    @property
+    def parameter_count(self) -> int:
+        """Weights of the whole model, the padded vocabulary included, copies not counted."""
+        return sum(
+            math.prod(row.shape) * (self.num_layers if _LAYER in row.name else 1)
+            for row in self.rows
+            if row.same_as is None
+        )

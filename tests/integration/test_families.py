@@ -1,0 +1,170 @@
+"""Every family: trains alike on all topologies, and is, there and back, the model that transformers has."""
+
+import json
+import math
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from megatron_noloco.huggingface import check
+from megatron_noloco.huggingface.folder import read_architecture
+from megatron_noloco.model.families import FAMILIES
+from tests.harness import run_ranks
+from tests.integration.test_engine import assert_same_training
+from tests.integration.test_publish import assert_equal, exported, imported, load, logits_there, save
+from tests.integration.tiny import FAMILY_MODELS, tiny, train
+
+# Keys of a config.json of transformers' own, of models that stand for a family
+THEIRS: dict[str, dict[str, Any]] = {
+    "llama": {"model_type": "llama", "rms_norm_eps": 1e-4},
+    "llama 3.1": {
+        "model_type": "llama",
+        "max_position_embeddings": 16384,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 5e5,
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    },
+    "qwen2": {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 5},
+    "qwen3": {"model_type": "qwen3", "head_dim": 12},
+    "mistral": {"model_type": "mistral", "sliding_window": None},
+    "mistral with a window": {"model_type": "mistral", "sliding_window": 5},
+    "mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+PARALLEL = {
+    f"{'tied' if tied else 'untied'}, pp {pp}, tp {tp}": (
+        tied,
+        {"pipeline_model_parallel_size": pp, "tensor_model_parallel_size": tp},
+    )
+    for tied in (False, True)
+    for pp in (1, 2)
+    for tp in (1, 2)
+}
+QUICK = ("untied, pp 1, tp 2", "tied, pp 2, tp 2")
+
+
+def write_theirs(folder: Path, keys: dict[str, Any]) -> dict[str, Tensor]:
+    """A model that transformers made and saved, every weight of it drawn at random; its tensors."""
+    sizes = {
+        "vocab_size": 259,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "bos_token_id": 256,
+        "eos_token_id": 256,
+    }
+    settings = sizes | keys
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings))
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(float("norm" in name), 0.2, generator=generator)
+    model.save_pretrained(folder, max_shard_size="50KB")
+    return load(folder)
+
+
+def test_there_is_a_model_of_every_family() -> None:
+    assert {keys["model_type"] for keys in THEIRS.values()} == set(FAMILIES)
+    assert {model["family"] for model in FAMILY_MODELS.values()} == set(FAMILIES)
+
+
+def sequence_parallel(model: str, sizes: dict[str, int]) -> dict[str, bool]:
+    """Core trains experts on several tensor-parallel ranks no other way."""
+    needed = model == "mixtral" and sizes["tensor_model_parallel_size"] > 1
+    return {"sequence_parallel": True} if needed else {}
+
+
+CASES = [  # those of Llama are in test_publish.py, too
+    pytest.param(model, name, marks=[] if name in QUICK and model != "llama" else [pytest.mark.slow])
+    for model in THEIRS
+    for name in PARALLEL
+]
+
+
+@pytest.mark.parametrize(("model", "parallel"), CASES)
+def test_a_model_of_transformers_computes_the_same_here_and_leaves_as_it_came(
+    model: str, parallel: str, tmp_path: Path
+) -> None:
+    tied, sizes = PARALLEL[parallel]
+    ranks_needed = math.prod(sizes.values())
+    sizes = sizes | sequence_parallel(model, sizes)
+    theirs = write_theirs(tmp_path / "theirs", THEIRS[model] | {"tie_word_embeddings": tied})
+    changes = {"parallel": sizes, "training": {"output_dir": str(tmp_path / "run")}}
+    _, raw = imported(tmp_path, tmp_path / "theirs", changes)
+    ranks = run_ranks(ranks_needed, save, raw, 0)
+    ours = next(rank["logits"] for rank in ranks if rank["logits"] is not None)
+    expected = logits_there(tmp_path / "theirs")[..., : ours.size(-1)]
+    assert float(expected.std()) > 0.1, "logits that say nothing compare nothing"
+    assert float((ours - expected).abs().max()) < check.TOLERANCE
+    back, out = exported(tmp_path / "run", tmp_path / "hf")
+    assert "logits: largest difference" in out
+    assert_equal(back, theirs)
+    before, after = (read_architecture(tmp_path / name) for name in ("theirs", "hf"))
+    assert after == replace(before, seq_length=16)
+    assert float((logits_there(tmp_path / "hf")[..., : ours.size(-1)] - expected).abs().max()) < 1e-6
+
+
+# What makes a family another one is seen in the logits
+
+WITHOUT = {
+    "llama 3.1": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_scaling": None},
+    "mistral with a window": {"sliding_window": None},
+    "a window that is one token longer": {"sliding_window": 6},
+}
+
+
+@pytest.mark.parametrize("what", WITHOUT)
+def test_the_comparison_of_logits_sees_it(what: str, tmp_path: Path) -> None:
+    model = what if what in THEIRS else "mistral with a window"
+    write_theirs(tmp_path / "theirs", THEIRS[model])
+    expected = logits_there(tmp_path / "theirs")
+    path = tmp_path / "theirs" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | WITHOUT[what]))
+    assert float((logits_there(tmp_path / "theirs") - expected).abs().max()) > 10 * check.TOLERANCE
+
+
+# Training
+
+STEPS = 5
+TP2 = {"tensor_model_parallel_size": 2}
+SEQUENCE = {**TP2, "pipeline_model_parallel_size": 2, "sequence_parallel": True}
+# On one of them without sequence parallelism, on the other with it: who has which gradient differs
+TRAINED = [
+    pytest.param(model, parallel, id=f"{model}, {name}", marks=[] if quick else [pytest.mark.slow])
+    for model in FAMILY_MODELS
+    for name, parallel, quick in (
+        ("TP2", TP2, model in ("qwen2", "qwen3")),
+        ("TP2 x PP2, sequence parallel", SEQUENCE, model in ("qwen3", "mistral", "mixtral")),
+    )
+]
+
+
+@cache
+def on_one_rank(model: str) -> list[dict[str, Any]]:
+    return run_ranks(1, train, tiny({"model": FAMILY_MODELS[model]}), STEPS)
+
+
+@pytest.mark.parametrize(("model", "parallel"), TRAINED)
+def test_topologies_train_alike(model: str, parallel: dict[str, Any]) -> None:
+    parallel = parallel | sequence_parallel(model, parallel)
+    changes = {"model": FAMILY_MODELS[model], "parallel": parallel}
+    ranks = run_ranks(2 * parallel.get("pipeline_model_parallel_size", 1), train, tiny(changes), STEPS)
+    assert_same_training(ranks, on_one_rank(model), 1e-5)
+    first, second = (rank["weights"] for rank in ranks[:2])
+    copies = [name for name in first if "norm" in name or "router" in name]
+    assert copies
+    for name in copies:
+        assert torch.equal(first[name], second[name]), f"two copies of {name}"
