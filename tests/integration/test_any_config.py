@@ -37,6 +37,7 @@ SCHEDULERS = [
             "cycle_momentum": False,
         },
     },
+    {"type": "WSD", "params": {"total_num_steps": 6, "warmup_num_steps": 1, "decay_num_steps": 3}},
 ]
 
 

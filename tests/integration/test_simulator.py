@@ -28,10 +28,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "fragments": {"fragments": 2, "pairing": "cycle"},
     "no rounds": {"enabled": False, "fragments": 2},
 }
+# Of the tiny config's schedule only the steps are left.
+NOT_WSD = dict.fromkeys(("warmup_min_ratio", "warmup_type", "cos_min_ratio"))
+MUON_WSD = {**MUON, "scheduler": {"type": "WSD", "params": {"decay_num_steps": 15, **NOT_WSD}}}
 
 
 @pytest.mark.parametrize(
-    ("name", "optimizer"), [*((name, {}) for name in METHODS), ("pairs", MUON), ("DiLoCo", MUON)]
+    ("name", "optimizer"), [*((name, {}) for name in METHODS), ("pairs", MUON_WSD), ("DiLoCo", MUON)]
 )
 def test_four_replicas_learn_as_in_the_trainer(name: str, optimizer: dict[str, Any], tmp_path: Path) -> None:
     raw = tiny(

@@ -50,6 +50,7 @@ GOOD: dict[str, Any] = {
 }
 FP16 = {"fp16": {"enabled": True}}
 COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}}
+STEPS = {"total_num_steps": "auto", "decay_num_steps": 4}
 DEFAULT_WARM_UP = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}
 
 
@@ -235,7 +236,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             "scheduler": {"type": "WarmupLR", "params": {}},
         },
         "scheduler.type WarmupLR sets one learning rate for all weights, but optimizer.params.muon_lr 0.02 is not "
-        "adam_lr 0.001; use WarmupCosineLR",
+        "adam_lr 0.001; use WarmupCosineLR or WSD",
     ),
     ({"optimizer.params.foreach": 1}, "optimizer.params.foreach: must be true or false, got 1"),
     (
@@ -294,6 +295,32 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"scheduler": DEFAULT_WARM_UP},
         "warmup_num_steps 1000 (DeepSpeed's default) is more than scheduler.params.total_num_steps 10",
+    ),
+    ({"scheduler": {"type": "wsd"}}, "'wsd' is not a known scheduler; did you mean WSD?"),
+    (
+        {"scheduler": {"type": "WSD"}},
+        'scheduler.params.total_num_steps is missing (an integer >= 1 or "auto")',
+    ),
+    ({"scheduler": {"type": "WSD"}}, "scheduler.params.decay_num_steps is missing (an integer >= 1)"),
+    (
+        {"scheduler": {"type": "WSD", "params": {**STEPS, "decay_type": "sqrt"}}},
+        'scheduler.params.decay_type: must be "linear" or "cosine" or "1-sqrt", got \'sqrt\'',
+    ),
+    (
+        {"scheduler": {"type": "WSD", "params": {**STEPS, "warmup_num_steps": 9}}},
+        "scheduler.params: warmup_num_steps 9 + decay_num_steps 4 is more than total_num_steps 10",
+    ),
+    (
+        {"scheduler": {"type": "WSD", "params": {**STEPS, "min_ratio": 1.5}}},
+        "scheduler.params.min_ratio: must be a number from 0 to 1, got 1.5",
+    ),
+    (
+        {"scheduler": {"type": "InverseSquareRoot", "params": {"warmup_step": 5, "warmup_num_steps": 5.0}}},
+        "scheduler.params.warmup_step is not a known key; did you mean scheduler.params.warmup_num_steps?",
+    ),
+    (
+        {"scheduler": {"type": "InverseSquareRoot", "params": {"warmup_num_steps": 5.0}}},
+        "scheduler.params.warmup_num_steps: must be an integer >= 0, got 5.0",
     ),
     (
         {"zero_optimization.round_robin_gradients": True},
@@ -740,6 +767,22 @@ def test_the_banner_says_the_numbers() -> None:
     assert "without effect (1 stage)" in "\n".join(describe(one_stage, one_stage.topology(4)))
     one_replica = config(parallel={"replicas": 1, "pipeline_model_parallel_size": 2})
     assert "without effect (1 replica)" in "\n".join(describe(one_replica, one_replica.topology(2)))
+
+
+SCHEDULE_LINES: list[tuple[dict[str, Any] | None, str]] = [
+    (None, "none, the learning rate stays"),
+    (COSINE, "WarmupCosineLR, total_num_steps 10, warmup_num_steps 2"),
+    (
+        {"type": "WSD", "params": {**STEPS, "warmup_num_steps": 1, "decay_type": "1-sqrt"}},
+        "WSD, 1 local steps of warm-up, 5 stable, 4 of decay (1-sqrt) to 0 of the peak",
+    ),
+]
+
+
+@pytest.mark.parametrize(("scheduler", "line"), SCHEDULE_LINES)
+def test_the_banner_says_the_schedule(scheduler: dict[str, Any] | None, line: str) -> None:
+    run = config(**({"scheduler": scheduler} if scheduler else {}))
+    assert f"schedule: {line}" in describe(run, run.topology(8))
 
 
 @pytest.mark.parametrize(
