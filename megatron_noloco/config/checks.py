@@ -129,6 +129,19 @@ def check_data(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[str]:
         )
 
 
+def check_documents(data: DataConfig, model: ModelConfig) -> Iterator[str]:
+    if data.reset_position_ids and not data.reset_attention_mask:
+        yield (
+            "data.reset_position_ids needs data.reset_attention_mask: a rotary embedding knows differences of "
+            "positions only, which have no meaning between documents that restart"
+        )
+    if data.reset_attention_mask and model.transformer_impl == "transformer_engine":
+        yield (
+            'data.reset_attention_mask needs model.transformer_impl "local" (or "auto"): the mask is that of our '
+            "own attention"
+        )
+
+
 def check_method(noloco: NolocoConfig, replicas: int | None) -> Iterator[str]:
     """Whether gossip keeps the replicas together; one replica alone has nobody to drift from.
 

@@ -38,6 +38,20 @@ class DataConfig(Block):
         description="Weights of the train, validation and test parts, Megatron's way; left-out ones are zero.",
     )
 
+    reset_attention_mask: bool = Field(
+        default=False,
+        description="Whether documents in one sample do not attend to each other; each ends with the tokenizer's "
+        "end-of-document token.",
+    )
+    reset_position_ids: bool = Field(
+        default=False,
+        description="Whether positions restart in each document. Rotary embeddings know differences of positions "
+        "only: with reset_attention_mask, which this needs, they restart anyway.",
+    )
+    eod_mask_loss: bool = Field(
+        default=False, description="Whether the token after the end of a document has no loss."
+    )
+
     @field_validator("data_path", "train_data_path", "valid_data_path")
     @classmethod
     def _is_a_blend(cls, paths: Paths | None) -> Paths | None:

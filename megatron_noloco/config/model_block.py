@@ -91,7 +91,9 @@ class ModelConfig(Block):
         }
         return Architecture(**{**as_written, **settled})
 
-    def compute(self, precision: Precision) -> Compute:
+    def compute(self, precision: Precision, separate_documents: bool) -> Compute:
         """How this model is computed with numbers of `precision`."""
-        names = {field.name for field in fields(Compute)} - {"precision"}
-        return Compute(precision=precision, **self.model_dump(include=names))
+        names = {field.name for field in fields(Compute)} & ModelConfig.model_fields.keys()
+        return Compute(
+            precision=precision, separate_documents=separate_documents, **self.model_dump(include=names)
+        )

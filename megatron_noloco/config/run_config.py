@@ -23,7 +23,7 @@ from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.spec.architecture import Architecture, Compute, Precision
-from megatron_noloco.spec.data import Source, TokenizerChoice
+from megatron_noloco.spec.data import Documents, Source, TokenizerChoice
 
 BLOCKS: dict[str, type[Block]] = {
     "noloco": NolocoConfig,
@@ -71,6 +71,7 @@ class RunConfig:
         yield from checks.check_model(self.model)
         yield from checks.check_parallel(self.model, self.parallel, self.microbatches)
         yield from checks.check_data(self.data, self.evaluation)
+        yield from checks.check_documents(self.data, self.model)
         # As many replicas as there will be ranks for: more than one.
         yield from checks.check_loss_scale(self._routing(replicas or 2), self.deepspeed)
 
@@ -149,12 +150,16 @@ class RunConfig:
     @property
     def compute(self) -> Compute:
         """How the model is computed."""
-        return self.model.compute(self.precision)
+        return self.model.compute(self.precision, self.data.reset_attention_mask)
 
     @property
     def source(self) -> Source:
         """What is read."""
         return self.data.source
+
+    def documents(self, end_of_document: int) -> Documents:
+        """What is done at the borders of documents, which end with this token."""
+        return Documents(end_of_document, self.data.reset_attention_mask, self.data.eod_mask_loss)
 
     @property
     def tokenizer(self) -> TokenizerChoice:

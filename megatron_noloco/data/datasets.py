@@ -15,7 +15,7 @@ from megatron_noloco.data.indexed import IndexedTokens
 from megatron_noloco.data.shuffled import ShuffledDataset
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.plans.samples import BlendedOrder, SampleOrder
-from megatron_noloco.spec.data import IndexedSource, Source, Split, TextSource
+from megatron_noloco.spec.data import Documents, IndexedSource, Source, Split, TextSource
 
 _SPLITS = ("training", "validation")
 _TRAINING, _VALIDATION = range(2)
@@ -26,13 +26,14 @@ _LOOKED_AT = 1 << 24  # tokens per dataset that are looked at before a run; all 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run needs of its datasets."""
+    """What a run needs of its datasets; for validation alone the first two and the last."""
 
     vocab_size: int  # of the model, without padding; it may be more than the tokenizer's
     seq_length: int
-    global_batch: int  # training samples that a local step of all replicas consumes
-    seed: int  # of the order in which the sequences of an indexed dataset are laid end to end
+    global_batch: int = 1  # training samples that a local step of all replicas consumes
+    seed: int = 0  # of the order in which the sequences of an indexed dataset are laid end to end
     evaluates: bool = True  # whether validation samples are needed
+    documents: Documents | None = None  # what is done at their borders; None: nothing
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,8 @@ def build_datasets(source: Source, tokenizer: Tokenizer, needs: Needs) -> Datase
     if isinstance(source, TextSource):
         corpus = load_corpus(source.text, source.split, tokenizer)
         name = f"the training split of {corpus.name}"
-        training = [Part(TokenDataset(corpus.train, needs.seq_length, name), 1.0)]
-        validation = _validation_of_corpus(corpus, needs.seq_length) if needs.evaluates else []
+        training = [Part(TokenDataset(corpus.train, needs.seq_length, name, needs.documents), 1.0)]
+        validation = _validation_of_corpus(corpus, needs) if needs.evaluates else []
         about = (
             f"{corpus.name}, {corpus.files} files, {corpus.megabytes:.1f} MB, {len(corpus.train)} training and "
             f"{len(corpus.validation)} validation tokens"
@@ -96,11 +97,11 @@ def build_datasets(source: Source, tokenizer: Tokenizer, needs: Needs) -> Datase
     else:
         opened = cache(IndexedTokens)  # both splits are often of one dataset, whose index may be long
         training = _indexed_training(source, needs, opened)
-        validation = _indexed_validation(source, needs.seq_length, opened) if needs.evaluates else []
+        validation = _indexed_validation(source, needs, opened) if needs.evaluates else []
         about = f"{_about(training, 'training')}; {_about(validation, 'validation')}"
     datasets = Datasets(training, validation, about, needs.vocab_size)
     for part in training + validation:
-        _check_ids(part.dataset, needs.vocab_size)
+        _check_tokens(part.dataset, needs.vocab_size)
     if len(datasets.train) < needs.global_batch:
         tokens = sum(len(part.dataset.tokens) for part in training)
         raise ValueError(
@@ -110,44 +111,44 @@ def build_datasets(source: Source, tokenizer: Tokenizer, needs: Needs) -> Datase
     return datasets
 
 
-def validation_datasets(
-    source: Source, tokenizer: Tokenizer, vocab_size: int, seq_length: int
-) -> list[TokenDataset]:
+def validation_datasets(source: Source, tokenizer: Tokenizer, needs: Needs) -> list[TokenDataset]:
     """What a run measures on, without what it learns from; raises ValueError."""
     if isinstance(source, TextSource):
-        parts = _validation_of_corpus(load_corpus(source.text, source.split, tokenizer), seq_length)
+        parts = _validation_of_corpus(load_corpus(source.text, source.split, tokenizer), needs)
     else:
-        parts = _indexed_validation(source, seq_length, IndexedTokens)
+        parts = _indexed_validation(source, needs, IndexedTokens)
     for part in parts:
-        _check_ids(part.dataset, vocab_size)
+        _check_tokens(part.dataset, needs.vocab_size)
     return [part.dataset for part in parts]
 
 
-def whole_dataset(data: str, tokenizer: Tokenizer, vocab_size: int, seq_length: int) -> TokenDataset:
+def whole_dataset(data: str, tokenizer: Tokenizer, needs: Needs) -> TokenDataset:
     """All tokens of a text file, a folder of them, or an indexed dataset's prefix; raises ValueError."""
     indexed = Path(f"{data}.idx").exists()
     tokens = IndexedTokens(data).tokens if indexed else load_corpus(data, Split(1, 0, 0), tokenizer).train
-    dataset = TokenDataset(tokens, seq_length, data)
-    _check_ids(dataset, vocab_size)
+    dataset = TokenDataset(tokens, needs.seq_length, data, needs.documents)
+    _check_tokens(dataset, needs.vocab_size)
     return dataset
 
 
-def _validation_of_corpus(corpus: Corpus, seq_length: int) -> list[Part]:
-    return [Part(TokenDataset(corpus.validation, seq_length, f"the validation split of {corpus.name}"), 1.0)]
+def _validation_of_corpus(corpus: Corpus, needs: Needs) -> list[Part]:
+    name = f"the validation split of {corpus.name}"
+    return [Part(TokenDataset(corpus.validation, needs.seq_length, name, needs.documents), 1.0)]
 
 
 def _indexed_training(source: IndexedSource, needs: Needs, opened: _Open) -> list[Part]:
     parts = []
     for indexed, (first, stop), name, weight in _splits(source, _TRAINING, opened):
         tokens, offsets = indexed.part(first, stop), indexed.offsets[first : stop + 1]
-        parts.append(Part(ShuffledDataset(tokens, offsets, needs.seq_length, name, needs.seed), weight))
+        dataset = ShuffledDataset(tokens, offsets, needs.seq_length, name, needs.seed, needs.documents)
+        parts.append(Part(dataset, weight))
     return parts
 
 
-def _indexed_validation(source: IndexedSource, seq_length: int, opened: _Open) -> list[Part]:
+def _indexed_validation(source: IndexedSource, needs: Needs, opened: _Open) -> list[Part]:
     """In the order of the files: every run measures on the same samples."""
     return [
-        Part(TokenDataset(indexed.part(*bounds), seq_length, name), weight)
+        Part(TokenDataset(indexed.part(*bounds), needs.seq_length, name, needs.documents), weight)
         for indexed, bounds, name, weight in _splits(source, _VALIDATION, opened)
     ]
 
@@ -204,10 +205,20 @@ def _frequencies(part: Part, vocab_size: int, added: int) -> np.ndarray:
     return counts / counts.sum()
 
 
-def _check_ids(dataset: TokenDataset, vocab_size: int) -> None:
-    largest = int(_look_at(dataset).max())
+def _check_tokens(dataset: TokenDataset, vocab_size: int) -> None:
+    tokens = _look_at(dataset)
+    largest = int(tokens.max())
     if largest >= vocab_size:
         raise ValueError(
             f"{dataset.name} holds token {largest}, the vocabulary has {vocab_size}: it was made with another "
             "tokenizer (data.tokenizer_type, data.tokenizer_model)"
+        )
+    documents = dataset.documents
+    if documents is None or not (documents.reset_attention_mask or documents.eod_mask_loss):
+        return
+    if not (tokens == documents.end_of_document).any():
+        field = "reset_attention_mask" if documents.reset_attention_mask else "eod_mask_loss"
+        raise ValueError(
+            f"data.{field}: {dataset.name} holds no end-of-document token ({documents.end_of_document}), so its "
+            "documents cannot be told apart; preprocess it with --append-eod"
         )

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from megatron_noloco.model import weights
 from megatron_noloco.model.dropout import seed_dropout
 from megatron_noloco.model.families import Parameter, family_of, table_of
-from megatron_noloco.model.layers import CausalAttention, RMSNorm
+from megatron_noloco.model.layers import CausalAttention, RMSNorm, document_mask
 from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.spec.architecture import Architecture, Compute
@@ -28,15 +28,33 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Chunk(GPTModel):
-    """Core's model of some consecutive layers, whose loss does not see the padding of the vocabulary.
+    """Core's model of some consecutive layers, with documents told apart, and a loss without the padding.
 
-    Padded rows exist for the sake of shapes; left in the softmax they would take probability from real tokens,
-    and the loss would depend on the padding and differ from the exported model's.
+    Padded rows of the vocabulary exist for the sake of shapes; left in the softmax they would take probability
+    from real tokens, and the loss would depend on the padding and differ from the exported model's.
     """
 
     def __init__(self, architecture: Architecture, **options: Any) -> None:
         super().__init__(**options)
         self.architecture = architecture
+
+    def forward(
+        self,
+        tokens: Tensor | None,
+        positions: None,
+        documents: Tensor | None,
+        labels: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states, logits, or with labels their losses [batch, tokens] (core's, with documents for a mask).
+
+        Args:
+            tokens: int64 [batch, tokens], for the model's first chunk; other chunks have received their input.
+            positions: none; the rotary embedding knows differences of positions only.
+            documents: the number of each token's document, [batch, tokens]; None: all attend to all before.
+            labels: int64 [batch, tokens], for the last chunk; the loss of one < 0 means nothing.
+        """
+        mask = None if documents is None else document_mask(documents)
+        return super().forward(tokens, positions, mask, labels=labels)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Loss [batch, tokens] of logits [tokens, batch, padded vocabulary / tp] (overrides core's)."""
@@ -54,12 +72,19 @@ class Chunk(GPTModel):
 
 
 class Stage(nn.Module):
-    """A pipeline stage: one model chunk, or several when the schedule is interleaved (virtual stages)."""
+    """A pipeline stage: one model chunk, or several when the schedule is interleaved (virtual stages).
 
-    def __init__(self, chunks: list[Chunk], config: TransformerConfig) -> None:
+    Args:
+        separate_documents: whether its attention is to be told which tokens are of one document.
+    """
+
+    def __init__(
+        self, chunks: list[Chunk], config: TransformerConfig, separate_documents: bool = False
+    ) -> None:
         super().__init__()
         self.chunks = nn.ModuleList(chunks)
         self.config = config
+        self.separate_documents = separate_documents
 
     @property
     def architecture(self) -> Architecture:
@@ -109,12 +134,13 @@ def build_stage(
 def empty_stage(architecture: Architecture, compute: Compute, groups: Groups) -> Stage:
     """This rank's part of the model; its weights are whatever the memory held."""
     config = transformer_config(architecture, compute, groups.topology)
-    transformer_engine = uses_transformer_engine(compute.transformer_impl)
+    # Transformer Engine's attention takes no mask of ours.
+    transformer_engine = not compute.separate_documents and uses_transformer_engine(compute.transformer_impl)
     layer = layer_spec(config, transformer_engine)
     chunks = [
         _empty_chunk(architecture, config, groups, layer, index) for index in range(groups.topology.vpp)
     ]
-    return Stage(chunks, config)
+    return Stage(chunks, config, compute.separate_documents)
 
 
 def _empty_chunk(

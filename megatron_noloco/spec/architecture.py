@@ -40,3 +40,4 @@ class Compute:
     recompute_method: Literal["uniform", "block"] | None = None
     recompute_num_layers: int | None = None
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+    separate_documents: bool = False  # documents in one sample do not attend to each other

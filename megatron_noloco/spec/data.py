@@ -77,6 +77,15 @@ Source = TextSource | IndexedSource
 
 
 @dataclass(frozen=True)
+class Documents:
+    """What is done at the borders of the documents that lie in one sample; in Megatron's words."""
+
+    end_of_document: int  # the token that ends each
+    reset_attention_mask: bool = False  # they do not attend to each other
+    eod_mask_loss: bool = False  # no loss on the token after an end
+
+
+@dataclass(frozen=True)
 class TokenizerChoice:
     """Which tokenizer: "byte", or a Hugging Face fast tokenizer with its folder."""
 

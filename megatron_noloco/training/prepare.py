@@ -56,6 +56,7 @@ def prepare(config: RunConfig, environ: Mapping[str, str]) -> Prepared:
         global_batch=plan.global_batch,
         seed=config.training.seed,
         evaluates=evaluation.iters > 0,
+        documents=config.documents(tokenizer.end_of_document),
     )
     datasets = build_datasets(config.source, tokenizer, needs)
     count = None if evaluation.full else evaluation.iters

@@ -65,7 +65,7 @@ def plain_torch(rank: int, world_size: int, raw: dict[str, Any], rates: list[flo
     optimizer = getattr(torch.optim, config.deepspeed["optimizer"]["type"])(stage.parameters(), **params)
     for step, rate in enumerate(rates):
         for index in range(config.microbatches):
-            tokens, labels = microbatch(config, groups, step, 0, index)
+            tokens, labels, _ = microbatch(config, groups, step, 0, index)
             loss = stage.chunks[0](tokens, None, None, labels=labels).float().mean()
             (loss / config.microbatches).backward()
         if clipping := config.deepspeed["gradient_clipping"]:

@@ -179,6 +179,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data.split": "10,0,0"}, "leaves no text for validation"),
     ({"data.text": ""}, "data.text: must be text that is not empty or null, got ''"),
     ({"data.data_path": "prefix"}, "data.text and data.data_path both say what is read"),
+    ({"data.reset_position_ids": True}, "data.reset_position_ids needs data.reset_attention_mask: a rotary"),
+    (
+        {"data.reset_attention_mask": True, "model.transformer_impl": "transformer_engine"},
+        'data.reset_attention_mask needs model.transformer_impl "local" (or "auto")',
+    ),
     ({"data.valid_data_path": "b"}, "data.valid_data_path goes together with data.train_data_path"),
     ({"data": {"train_data_path": "a"}}, "data.valid_data_path is missing, and evaluation.iters is 10"),
     ({"data": {"data_path": ["0.5", "a", "b"]}}, "data.data_path: must be one prefix, or weights > 0 and"),
@@ -717,6 +722,9 @@ def test_the_architecture_and_how_it_is_computed() -> None:
     )
     assert config().architecture(257).num_query_groups == 4
     assert run.compute == Compute(precision="bf16", hidden_dropout=0.1)
+    assert config(data={"text": "a", "reset_attention_mask": True}).compute == Compute(
+        separate_documents=True
+    )
 
 
 def test_a_config_is_frozen_and_reads_itself_back() -> None:
