@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron_noloco.config import checks, deepspeed_block
+from megatron_noloco.config import checks, data_checks, deepspeed_block
 from megatron_noloco.config.blocks import (
     Block,
     CheckpointConfig,
@@ -70,8 +70,8 @@ class RunConfig:
             yield from checks.check_copies(self.noloco, self.model, self.parallel, replicas)
         yield from checks.check_model(self.model)
         yield from checks.check_parallel(self.model, self.parallel, self.microbatches)
-        yield from checks.check_data(self.data, self.evaluation)
-        yield from checks.check_documents(self.data, self.model)
+        yield from data_checks.check_data(self.data, self.evaluation)
+        yield from data_checks.check_documents(self.data, self.model)
         # As many replicas as there will be ranks for: more than one.
         yield from checks.check_loss_scale(self._routing(replicas or 2), self.deepspeed)
 
@@ -150,7 +150,7 @@ class RunConfig:
     @property
     def compute(self) -> Compute:
         """How the model is computed."""
-        return self.model.compute(self.precision, self.data.reset_attention_mask)
+        return self.model.compute(self.precision, self.data.separate_documents)
 
     @property
     def source(self) -> Source:

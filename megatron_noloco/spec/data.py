@@ -73,7 +73,16 @@ class IndexedSource:
     split: Split | None  # None: `train` and `validation` are read whole
 
 
-Source = TextSource | IndexedSource
+@dataclass(frozen=True)
+class RecordSource:
+    """JSON lines for supervised fine-tuning: a file or a folder of them, whose records are cut by `split`."""
+
+    path: str
+    split: Split
+    packed: bool  # several records in one sample, told apart
+
+
+Source = TextSource | IndexedSource | RecordSource
 
 
 @dataclass(frozen=True)

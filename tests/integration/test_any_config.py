@@ -1,5 +1,6 @@
 """Configs drawn at random, of all that is accepted: each runs, continues bit for bit, and with other replicas."""
 
+import json
 import math
 import shutil
 from pathlib import Path
@@ -17,7 +18,7 @@ from tests.integration.tiny import metrics, write_text
 
 STEPS = 6
 MOST_RANKS = 8
-# 4 with documents told apart along routes, tp and virtual stages; 10 with overlap; 38 with Muon on several ranks
+# Along routes: 1 with records packed, 4 with documents told apart. 10 with overlap, 38 with Muon on several ranks.
 QUICK = (1, 2, 3, 4, 10, 38)
 SEEDS = [seed if seed in QUICK else pytest.param(seed, marks=pytest.mark.slow) for seed in range(60)]
 
@@ -45,7 +46,7 @@ SCHEDULERS = [
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Ways to say what is read."""
+    """Ways to say what is read; the last is for fine-tuning."""
     folder = tmp_path_factory.mktemp("data")
     random = Random(0)
     for name in "ab":
@@ -55,12 +56,18 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
             document = np.append(ByteTokenizer().encode(letters), ByteTokenizer.end_of_document)
             writer.add(document, ends_document=True)
         writer.finish()
+    words = ["".join(random.choices("abcdefgh", k=random.randint(1, 20))) for _ in range(400)]
+    records = folder / "records.jsonl"
+    with records.open("w") as file:
+        for prompt, completion in zip(words[::2], words[1::2], strict=True):
+            file.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
     first, second = str(folder / "a"), str(folder / "b")
     return [
         {"text": write_text(folder)},
         {"text": None, "data_path": first},
         {"text": None, "data_path": [0.3, first, 0.7, second]},
         {"text": None, "train_data_path": first, "valid_data_path": ["0.5", first, "0.5", second]},
+        {"sft_data_path": str(records)},
     ]
 
 
@@ -146,11 +153,13 @@ def drawn_run(seed: int, folder: Path, data: list[dict[str, Any]]) -> tuple[Run,
     random = Random(seed)
     changes, ranks = draw(random)
     run = Run(folder, changes, text=str(data[0]["text"]))
-    run.change({"data": random.choice(data)})
+    run.change({"data": random.choice(data[:-1])})
     # Not added to those of the tiny config, but in their place.
     run.raw |= {"optimizer": random.choice(OPTIMIZERS), "scheduler": random.choice(SCHEDULERS)}
     run.change({"noloco": {"fragments": random.randint(1, run.raw["noloco"]["local_steps"])}})
-    run.change({"data": random.choice([{}, {"reset_attention_mask": True, "eod_mask_loss": True}])})
+    apart: dict[str, Any] = {"reset_attention_mask": True, "eod_mask_loss": True}
+    records = {**dict.fromkeys(("text", "data_path", "train_data_path", "valid_data_path")), **data[-1]}
+    run.change({"data": random.choice([{}, apart, {**records, "sft_packing": random.choice([True, False])}])})
     RunConfig.from_dict(run.raw).topology(ranks)
     return run, ranks
 

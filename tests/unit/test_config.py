@@ -179,6 +179,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data.split": "10,0,0"}, "leaves no text for validation"),
     ({"data.text": ""}, "data.text: must be text that is not empty or null, got ''"),
     ({"data.data_path": "prefix"}, "data.text and data.data_path both say what is read"),
+    (
+        {"data": {"sft_data_path": "a", "eod_mask_loss": True}},
+        "data.eod_mask_loss does not go together with data.sft_data_path",
+    ),
+    ({"data.sft_data_path": "a"}, "data.text and data.sft_data_path both say what is read"),
+    (
+        {"data": {"sft_data_path": "a"}, "model.transformer_impl": "transformer_engine"},
+        'data.sft_packing needs model.transformer_impl "local" (or "auto")',
+    ),
     ({"data.reset_position_ids": True}, "data.reset_position_ids needs data.reset_attention_mask: a rotary"),
     (
         {"data.reset_attention_mask": True, "model.transformer_impl": "transformer_engine"},

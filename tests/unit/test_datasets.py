@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
+from megatron_noloco.data import content
 from megatron_noloco.data import corpus as corpus_module
-from megatron_noloco.data import datasets as datasets_module
 from megatron_noloco.data.corpus import load_corpus
 from megatron_noloco.data.dataset import JoinedDataset, TokenDataset
 from megatron_noloco.data.datasets import Datasets, Needs, build_datasets, split_bounds
@@ -146,7 +146,7 @@ class TestIndexed:
         assert "\n" not in str(caught.value)
 
     def test_large_datasets_are_looked_at_in_part(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(datasets_module, "_LOOKED_AT", 160)
+        monkeypatch.setattr(content, "_LOOKED_AT", 160)
         with pytest.raises(ValueError, match="holds token 74"):
             build(data_path="a", vocab=70)
 

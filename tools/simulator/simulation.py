@@ -52,8 +52,10 @@ class Simulation:
             )
         if config.deepspeed["optimizer"]["type"] not in ("AdamW", "Muon") or config.precision != "fp32":
             raise ValueError("optimizer.type must be AdamW or Muon, and the precision fp32, in a simulation")
-        if config.data.reset_attention_mask or config.data.eod_mask_loss:
-            raise ValueError("data.reset_attention_mask and data.eod_mask_loss must be false in a simulation")
+        if config.data.reset_attention_mask or config.data.eod_mask_loss or config.data.sft_data_path:
+            raise ValueError(
+                "data.reset_attention_mask, data.eod_mask_loss and data.sft_data_path are not simulated"
+            )
         self.config = config
         self.replicas = config.parallel.replicas
         tokenizer = build_tokenizer(config.tokenizer)
