@@ -41,6 +41,12 @@ class ModelConfig(Block):
     )
     hidden_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the residual branches.")
     attention_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the attention weights.")
+    z_loss_coeff: float = Field(
+        default=0.0,
+        ge=0,
+        description="Coefficient of the z-loss, the mean of logsumexp(logits)^2 over the tokens, such as 1e-4. "
+        "The gradient is with it, losses that are shown are without.",
+    )
     recompute_granularity: Literal["full", "selective"] | None = Field(
         default=None,
         description='Activations computed again in backward: "full" layers, "selective" attention.',

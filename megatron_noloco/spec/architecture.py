@@ -40,4 +40,5 @@ class Compute:
     recompute_method: Literal["uniform", "block"] | None = None
     recompute_num_layers: int | None = None
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
+    z_loss_coeff: float = 0.0
     separate_documents: bool = False  # documents in one sample do not attend to each other

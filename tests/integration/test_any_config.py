@@ -160,6 +160,7 @@ def drawn_run(seed: int, folder: Path, data: list[dict[str, Any]]) -> tuple[Run,
     apart: dict[str, Any] = {"reset_attention_mask": True, "eod_mask_loss": True}
     records = {**dict.fromkeys(("text", "data_path", "train_data_path", "valid_data_path")), **data[-1]}
     run.change({"data": random.choice([{}, apart, {**records, "sft_packing": random.choice([True, False])}])})
+    run.change({"model": {"z_loss_coeff": random.choice([0.0, 1e-3])}})
     RunConfig.from_dict(run.raw).topology(ranks)
     return run, ranks
 

@@ -38,8 +38,8 @@ class Simulation:
         config: a run of replicas of one rank each, without routes (one stage has none).
         compiled: local steps by `torch.compile`: a third less time, after half a minute; needs a C++ compiler.
 
-    Raises ValueError for parallel sizes other than 1, `replicas` "auto", and settings of the inner optimizer that
-    are not simulated.
+    Raises ValueError for parallel sizes other than 1, `replicas` "auto", and settings of data, model and
+    inner optimizer that are not simulated.
     """
 
     def __init__(self, config: RunConfig, compiled: bool = False) -> None:
@@ -52,6 +52,8 @@ class Simulation:
             )
         if config.deepspeed["optimizer"]["type"] not in ("AdamW", "Muon") or config.precision != "fp32":
             raise ValueError("optimizer.type must be AdamW or Muon, and the precision fp32, in a simulation")
+        if config.model.z_loss_coeff:
+            raise ValueError("model.z_loss_coeff is not simulated")
         if config.data.reset_attention_mask or config.data.eod_mask_loss or config.data.sft_data_path:
             raise ValueError(
                 "data.reset_attention_mask, data.eod_mask_loss and data.sft_data_path are not simulated"
