@@ -120,9 +120,9 @@ def build(options: argparse.Namespace, folder: Path, asynchronous: bool) -> Chec
     return Checkpointer(checkpoint_settings(config), engine, outer, BatchPlan(1, 1, 1, 1))
 
 
-def read(replica: int, microbatch: int) -> tuple[Tensor, Tensor]:
+def read(replica: int, microbatch: int) -> tuple[Tensor, Tensor, None]:
     tokens = torch.arange(SEQUENCE + 1).unsqueeze(0)
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), None
 
 
 def measure(

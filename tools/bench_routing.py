@@ -117,7 +117,7 @@ def make_ways(config: RunConfig, topology: Topology) -> dict[str, Callable[[int]
     inside, across = build_groups(topology, routed=False), build_groups(topology, routed=True)
     stage = build_stage(config.architecture(VOCABULARY), config.compute, inside, config.training.seed)
     shape = (config.micro_batch_size, config.model.seq_length)
-    batch = torch.randint(VOCABULARY, shape), torch.randint(VOCABULARY, shape)
+    batch = torch.randint(VOCABULARY, shape), torch.randint(VOCABULARY, shape), None
 
     def way(groups: Groups, interval: str, core: bool = False) -> Callable[[int], None]:
         pipeline = Pipeline(stage, groups, *shape)
@@ -131,7 +131,7 @@ def make_ways(config: RunConfig, topology: Topology) -> dict[str, Callable[[int]
 
         return run
 
-    def read(replica: int, microbatch: int) -> tuple[Tensor, Tensor]:
+    def read(replica: int, microbatch: int) -> tuple[Tensor, Tensor, None]:
         return batch
 
     straight = {BASE: way(inside, "off"), AGAIN: way(inside, "off"), CORE: way(inside, "off", core=True)}

@@ -4,44 +4,16 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from megatron_noloco.config.blocks import EvaluationConfig, ParallelConfig, TrainingConfig
-from megatron_noloco.config.data_block import DataConfig
+from megatron_noloco.config.blocks import ParallelConfig, TrainingConfig
 from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.config.noloco_block import NolocoConfig
 from megatron_noloco.config.wording import count
 from megatron_noloco.plans.grouping import prime_factors
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.spec.data import Split
 
 # rho of a configuration on the brink is computed as 1 minus a rounding error.
 _STABLE_BELOW = 1 - 1e-9
-
-
-def check_data(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[str]:
-    given = [name for name in ("text", "data_path", "train_data_path") if getattr(data, name) is not None]
-    if not given:
-        yield "data.text is missing (or data.data_path, or data.train_data_path): nothing says what is read"
-    elif len(given) > 1:
-        yield f"data.{given[0]} and data.{given[1]} both say what is read; give one of them"
-    if data.valid_data_path is not None and data.train_data_path is None:
-        yield "data.valid_data_path goes together with data.train_data_path, which is missing"
-    if data.tokenizer_type == "byte" and data.tokenizer_model is not None:
-        yield 'data.tokenizer_model needs data.tokenizer_type "HuggingFaceTokenizer"'
-    elif data.tokenizer_type != "byte" and data.tokenizer_model is None:
-        yield f'data.tokenizer_type "{data.tokenizer_type}" needs data.tokenizer_model, a folder with its files'
-    if not evaluation.iters:
-        return
-    if data.train_data_path is not None and data.valid_data_path is None:
-        yield (
-            f"data.valid_data_path is missing, and evaluation.iters is {evaluation.iters}; set it to 0 "
-            "or give text for validation"
-        )
-    elif data.train_data_path is None and Split.parse(data.split).validation == 0:
-        yield (
-            f'data.split "{data.split}" leaves no text for validation, and evaluation.iters is '
-            f"{evaluation.iters}; set it to 0 or give validation a weight"
-        )
 
 
 def check_method(noloco: NolocoConfig, replicas: int | None) -> Iterator[str]:

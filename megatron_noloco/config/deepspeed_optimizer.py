@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_noloco.config import deepspeed_keys as keys
+from megatron_noloco.config import schedule
 from megatron_noloco.config.wording import Path, Problem, is_size, nearest, shown, unknown_key, wrong_value
+from megatron_noloco.plans.learning_rate import SCHEDULES
 from megatron_noloco.plans.second_moment import HALF_LIFE_TOKENS, beta2_for
 
 _WARMUP_DEFAULT = 1000  # DeepSpeed's warmup_num_steps
@@ -118,8 +120,11 @@ def _scheduler(scheduler: dict[str, Any]) -> Iterator[Problem]:
     name, params = scheduler.get("type"), scheduler["params"]
     if not isinstance(name, str):
         return
+    if name in SCHEDULES:
+        yield from schedule.problems_in(name, params)
+        return
     if name not in keys.SCHEDULES:
-        yield _unknown_type("scheduler", name, list(keys.SCHEDULES))
+        yield _unknown_type("scheduler", name, [*SCHEDULES, *keys.SCHEDULES])
         return
     known = keys.SCHEDULES[name]
     for key, value in params.items():
@@ -133,14 +138,14 @@ def _scheduler(scheduler: dict[str, Any]) -> Iterator[Problem]:
 
 
 def _two_rates(optimizer: dict[str, Any], schedule: Any) -> Iterator[Problem]:
-    """WarmupCosineLR scales the learning rates of the optimizer, the others set one rate for all weights."""
+    """Ours and WarmupCosineLR scale the learning rates of the optimizer, the others set one for all weights."""
     params = optimizer.get("params", {})
     rates = [params.get(name) for name in MUON_RATES]
     if is_muon(optimizer) and rates[0] != rates[1] and schedule in keys.SCHEDULES.keys() - {"WarmupCosineLR"}:
         yield Problem(
             ("scheduler",),
             f"scheduler.type {schedule} sets one learning rate for all weights, but optimizer.params.muon_lr "
-            f"{rates[0]} is not adam_lr {rates[1]}; use WarmupCosineLR, which keeps their ratio",
+            f"{rates[0]} is not adam_lr {rates[1]}; use WarmupCosineLR or WSD, which keep their ratio",
         )
 
 

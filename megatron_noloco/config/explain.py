@@ -1,5 +1,6 @@
 """Every field in words, from the models themselves: what `config --explain` shows cannot grow stale."""
 
+import dataclasses
 import textwrap
 
 from pydantic.fields import FieldInfo
@@ -8,6 +9,7 @@ from pydantic_core import PydanticUndefined
 from megatron_noloco.config.deepspeed_keys import NOT_HERE, TOP_LEVEL
 from megatron_noloco.config.run_config import BLOCKS
 from megatron_noloco.config.wording import expected_value, fields_of, shown
+from megatron_noloco.plans.learning_rate import SCHEDULES
 
 WIDTH = 100
 
@@ -28,7 +30,8 @@ DeepSpeed world, so train_batch_size = train_micro_batch_size_per_gpu x gradient
 parallel.data_parallel_size counts the samples of ONE replica; any one of the three may be missing or "auto".
 gradient_clipping "auto" is 1.0, scheduler.params.total_num_steps "auto" is training.train_iters, every other
 "auto" is DeepSpeed's default. optimizer is required. zero_optimization.stage is 0 or 1 (0 is run as 1: the
-same numbers). At most one of bf16 and fp16 may be enabled; with neither the run is fp32."""
+same numbers). At most one of bf16 and fp16 may be enabled; with neither the run is fp32. scheduler.type is one of
+DeepSpeed's, or one of ours:"""
 
 
 def explain() -> str:
@@ -42,8 +45,22 @@ def explain() -> str:
             lines.append(f"  {dotted:<{column}}{default}")
             lines += _wrapped(sentence, " " * (column + 2))
         parts.append("\n".join(lines))
+    schedules = [
+        f"{name}: {', '.join(field.name for field in dataclasses.fields(schedule))}; "
+        + " ".join((schedule.__doc__ or "").split("\n\n")[0].split())
+        for name, schedule in SCHEDULES.items()
+    ]
     known = "Known keys: " + ", ".join(sorted(TOP_LEVEL - NOT_HERE.keys() - BLOCKS.keys())) + "."
-    parts.append("\n".join(["DeepSpeed's keys:", *_wrapped(_DEEPSPEED, "  "), *_wrapped(known, "  ")]))
+    parts.append(
+        "\n".join(
+            [
+                "DeepSpeed's keys:",
+                *_wrapped(_DEEPSPEED, "  "),
+                *(line for schedule in schedules for line in _wrapped(schedule, "    ")),
+                *_wrapped(known, "  "),
+            ]
+        )
+    )
     return "\n\n".join(parts) + "\n"
 
 

@@ -83,6 +83,12 @@ class ModelConfig(Block):
     )
     hidden_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the residual branches.")
     attention_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the attention weights.")
+    z_loss_coeff: float = Field(
+        default=0.0,
+        ge=0,
+        description="Coefficient of the z-loss, the mean of logsumexp(logits)^2 over the tokens, such as 1e-4. "
+        "The gradient is with it, losses that are shown are without.",
+    )
     recompute_granularity: Literal["full", "selective"] | None = Field(
         default=None,
         description='Activations computed again in backward: "full" layers, "selective" attention.',
@@ -139,9 +145,9 @@ class ModelConfig(Block):
         own = {name: self.own(name) for name in as_written if families_with(name)}
         return Architecture(**{**as_written, **own, **settled})
 
-    def compute(self, precision: Precision) -> Compute:
+    def compute(self, precision: Precision, separate_documents: bool) -> Compute:
         """How this model is computed with numbers of `precision`."""
-        names = {field.name for field in fields(Compute)} - {"precision"}
+        names = {field.name for field in fields(Compute)} & ModelConfig.model_fields.keys()
         as_written = self.model_dump(include=names)
         own = {name: self.own(name) for name in as_written if families_with(name)}
-        return Compute(precision=precision, **{**as_written, **own})
+        return Compute(precision=precision, separate_documents=separate_documents, **{**as_written, **own})

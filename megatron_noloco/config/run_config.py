@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megatron_noloco.config import checks, deepspeed_block, model_checks
+from megatron_noloco.config import checks, data_checks, deepspeed_block, model_checks
 from megatron_noloco.config.blocks import (
     Block,
     CheckpointConfig,
@@ -23,7 +23,7 @@ from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.spec.architecture import Architecture, Compute, Precision
-from megatron_noloco.spec.data import Source, TokenizerChoice
+from megatron_noloco.spec.data import Documents, Source, TokenizerChoice
 
 BLOCKS: dict[str, type[Block]] = {
     "noloco": NolocoConfig,
@@ -70,7 +70,8 @@ class RunConfig:
             yield from checks.check_copies(self.noloco, self.model, self.parallel, replicas)
         yield from model_checks.check_model(self.model)
         yield from model_checks.check_parallel(self.model, self.parallel, self.microbatches)
-        yield from checks.check_data(self.data, self.evaluation)
+        yield from data_checks.check_data(self.data, self.evaluation)
+        yield from data_checks.check_documents(self.data, self.model)
         # As many replicas as there will be ranks for: more than one.
         yield from checks.check_loss_scale(self._routing(replicas or 2), self.deepspeed)
 
@@ -149,12 +150,16 @@ class RunConfig:
     @property
     def compute(self) -> Compute:
         """How the model is computed."""
-        return self.model.compute(self.precision)
+        return self.model.compute(self.precision, self.data.separate_documents)
 
     @property
     def source(self) -> Source:
         """What is read."""
         return self.data.source
+
+    def documents(self, end_of_document: int) -> Documents:
+        """What is done at the borders of documents, which end with this token."""
+        return Documents(end_of_document, self.data.reset_attention_mask, self.data.eod_mask_loss)
 
     @property
     def tokenizer(self) -> TokenizerChoice:

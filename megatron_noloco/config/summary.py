@@ -11,6 +11,7 @@ from megatron_noloco.config.wording import count
 from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.fragments import most_under_way
 from megatron_noloco.plans.grouping import prime_factors
+from megatron_noloco.plans.learning_rate import SCHEDULES
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.second_moment import half_life_steps
 from megatron_noloco.plans.stability import rounds_to_halve
@@ -31,6 +32,7 @@ def describe(config: RunConfig, topology: Topology, architecture: Architecture |
         f"method: {_method(config.noloco, topology.replicas)}",
         f"routing: {_routing(config.routing(topology))}",
         f"optimizer: {_optimizer(config, architecture)}",
+        f"schedule: {_schedule(config.deepspeed.get('scheduler'))}",
         f"precision: {config.precision}, ZeRO stage {config.zero_stage} over the data-parallel ranks of a replica",
     ]
     if config.noloco.enabled:
@@ -106,6 +108,15 @@ def _optimizer(config: RunConfig, architecture: Architecture | None) -> str:
         tokens = steps * config.replica_batch * config.model.seq_length
         text += f"; half-life of the second moment {steps:,.1f} local steps, {tokens:,.0f} tokens per replica"
     return text
+
+
+def _schedule(block: dict[str, Any] | None) -> str:
+    if block is None:
+        return "none, the learning rate stays"
+    name, params = block["type"], block.get("params", {})
+    if name in SCHEDULES:
+        return f"{name}, {SCHEDULES[name](**params)}"
+    return ", ".join([name, *(f"{key} {_setting(value)}" for key, value in params.items())])
 
 
 def _setting(value: Any) -> str:

@@ -9,37 +9,38 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_noloco.data.corpus import Corpus, count_tokens, load_corpus, unigram_cross_entropy
+from megatron_noloco.data.content import check_tokens, frequencies
+from megatron_noloco.data.corpus import Corpus, load_corpus, unigram_cross_entropy
 from megatron_noloco.data.dataset import JoinedDataset, SampleDataset, TokenDataset
 from megatron_noloco.data.indexed import IndexedTokens
+from megatron_noloco.data.records import Record, RecordDataset, load_records
 from megatron_noloco.data.shuffled import ShuffledDataset
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.plans.samples import BlendedOrder, SampleOrder
-from megatron_noloco.spec.data import IndexedSource, Source, Split, TextSource
+from megatron_noloco.spec.data import Documents, IndexedSource, RecordSource, Source, Split, TextSource
 
 _SPLITS = ("training", "validation")
 _TRAINING, _VALIDATION = range(2)
 _Open = Callable[[str], IndexedTokens]
 
-_LOOKED_AT = 1 << 24  # tokens per dataset that are looked at before a run; all of a smaller one
-
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run needs of its datasets."""
+    """What a run needs of its datasets; for validation alone the first two and the last."""
 
     vocab_size: int  # of the model, without padding; it may be more than the tokenizer's
     seq_length: int
-    global_batch: int  # training samples that a local step of all replicas consumes
-    seed: int  # of the order in which the sequences of an indexed dataset are laid end to end
+    global_batch: int = 1  # training samples that a local step of all replicas consumes
+    seed: int = 0  # of the order in which the sequences of an indexed dataset are laid end to end
     evaluates: bool = True  # whether validation samples are needed
+    documents: Documents | None = None  # what is done at their borders; None: nothing
 
 
 @dataclass(frozen=True)
 class Part:
     """One dataset of a blend."""
 
-    dataset: TokenDataset
+    dataset: TokenDataset | RecordDataset
     weight: float
 
 
@@ -74,8 +75,10 @@ class Datasets:
         """
         if not self.validation:
             return math.nan
-        seen = sum(part.weight * _frequencies(part, self.vocab_size, 1) for part in self.training)
-        measured = sum(part.weight * _frequencies(part, self.vocab_size, 0) for part in self.validation)
+        seen = sum(part.weight * frequencies(part.dataset, self.vocab_size, 1) for part in self.training)
+        measured = sum(
+            part.weight * frequencies(part.dataset, self.vocab_size, 0) for part in self.validation
+        )
         return unigram_cross_entropy(np.asarray(seen), np.asarray(measured))
 
 
@@ -87,20 +90,31 @@ def build_datasets(source: Source, tokenizer: Tokenizer, needs: Needs) -> Datase
     if isinstance(source, TextSource):
         corpus = load_corpus(source.text, source.split, tokenizer)
         name = f"the training split of {corpus.name}"
-        training = [Part(TokenDataset(corpus.train, needs.seq_length, name), 1.0)]
-        validation = _validation_of_corpus(corpus, needs.seq_length) if needs.evaluates else []
+        training = [Part(TokenDataset(corpus.train, needs.seq_length, name, needs.documents), 1.0)]
+        validation = _validation_of_corpus(corpus, needs) if needs.evaluates else []
         about = (
             f"{corpus.name}, {corpus.files} files, {corpus.megabytes:.1f} MB, {len(corpus.train)} training and "
             f"{len(corpus.validation)} validation tokens"
         )
+    elif isinstance(source, RecordSource):
+        records = load_records(source.path, tokenizer)
+        training = [_records(source, records, _TRAINING, tokenizer, needs)]
+        validation = [_records(source, records, _VALIDATION, tokenizer, needs)] if needs.evaluates else []
+        cut = sum(
+            part.dataset.cut for part in training + validation if isinstance(part.dataset, RecordDataset)
+        )
+        about = (
+            f"{source.path}, {len(records)} records ({cut} longer than a sample), {len(training[0].dataset)} "
+            f"training samples with {len(training[0].dataset.tokens)} tokens in answers"
+        )
     else:
         opened = cache(IndexedTokens)  # both splits are often of one dataset, whose index may be long
         training = _indexed_training(source, needs, opened)
-        validation = _indexed_validation(source, needs.seq_length, opened) if needs.evaluates else []
+        validation = _indexed_validation(source, needs, opened) if needs.evaluates else []
         about = f"{_about(training, 'training')}; {_about(validation, 'validation')}"
     datasets = Datasets(training, validation, about, needs.vocab_size)
     for part in training + validation:
-        _check_ids(part.dataset, needs.vocab_size)
+        check_tokens(part.dataset, needs.vocab_size)
     if len(datasets.train) < needs.global_batch:
         tokens = sum(len(part.dataset.tokens) for part in training)
         raise ValueError(
@@ -111,43 +125,61 @@ def build_datasets(source: Source, tokenizer: Tokenizer, needs: Needs) -> Datase
 
 
 def validation_datasets(
-    source: Source, tokenizer: Tokenizer, vocab_size: int, seq_length: int
-) -> list[TokenDataset]:
+    source: Source, tokenizer: Tokenizer, needs: Needs
+) -> list[TokenDataset | RecordDataset]:
     """What a run measures on, without what it learns from; raises ValueError."""
     if isinstance(source, TextSource):
-        parts = _validation_of_corpus(load_corpus(source.text, source.split, tokenizer), seq_length)
+        parts = _validation_of_corpus(load_corpus(source.text, source.split, tokenizer), needs)
+    elif isinstance(source, RecordSource):
+        parts = [_records(source, load_records(source.path, tokenizer), _VALIDATION, tokenizer, needs)]
     else:
-        parts = _indexed_validation(source, seq_length, IndexedTokens)
+        parts = _indexed_validation(source, needs, IndexedTokens)
     for part in parts:
-        _check_ids(part.dataset, vocab_size)
+        check_tokens(part.dataset, needs.vocab_size)
     return [part.dataset for part in parts]
 
 
-def whole_dataset(data: str, tokenizer: Tokenizer, vocab_size: int, seq_length: int) -> TokenDataset:
+def whole_dataset(data: str, tokenizer: Tokenizer, needs: Needs) -> TokenDataset:
     """All tokens of a text file, a folder of them, or an indexed dataset's prefix; raises ValueError."""
     indexed = Path(f"{data}.idx").exists()
     tokens = IndexedTokens(data).tokens if indexed else load_corpus(data, Split(1, 0, 0), tokenizer).train
-    dataset = TokenDataset(tokens, seq_length, data)
-    _check_ids(dataset, vocab_size)
+    dataset = TokenDataset(tokens, needs.seq_length, data, needs.documents)
+    check_tokens(dataset, needs.vocab_size)
     return dataset
 
 
-def _validation_of_corpus(corpus: Corpus, seq_length: int) -> list[Part]:
-    return [Part(TokenDataset(corpus.validation, seq_length, f"the validation split of {corpus.name}"), 1.0)]
+def _validation_of_corpus(corpus: Corpus, needs: Needs) -> list[Part]:
+    name = f"the validation split of {corpus.name}"
+    return [Part(TokenDataset(corpus.validation, needs.seq_length, name, needs.documents), 1.0)]
+
+
+def _records(
+    source: RecordSource, records: list[Record], split: int, tokenizer: Tokenizer, needs: Needs
+) -> Part:
+    first, stop = split_bounds(source.split, len(records))[split : split + 2]
+    name = f"the {_SPLITS[split]} split of {source.path}"
+    if first == stop:
+        raise ValueError(
+            f"data.split: a share of {astuple(source.split)[split]:.4g} leaves {name} empty ({len(records)} "
+            "records); raise its weight or add records"
+        )
+    padding = tokenizer.end_of_document
+    return Part(RecordDataset(records[first:stop], needs.seq_length, name, source.packed, padding), 1.0)
 
 
 def _indexed_training(source: IndexedSource, needs: Needs, opened: _Open) -> list[Part]:
     parts = []
     for indexed, (first, stop), name, weight in _splits(source, _TRAINING, opened):
         tokens, offsets = indexed.part(first, stop), indexed.offsets[first : stop + 1]
-        parts.append(Part(ShuffledDataset(tokens, offsets, needs.seq_length, name, needs.seed), weight))
+        dataset = ShuffledDataset(tokens, offsets, needs.seq_length, name, needs.seed, needs.documents)
+        parts.append(Part(dataset, weight))
     return parts
 
 
-def _indexed_validation(source: IndexedSource, seq_length: int, opened: _Open) -> list[Part]:
+def _indexed_validation(source: IndexedSource, needs: Needs, opened: _Open) -> list[Part]:
     """In the order of the files: every run measures on the same samples."""
     return [
-        Part(TokenDataset(indexed.part(*bounds), seq_length, name), weight)
+        Part(TokenDataset(indexed.part(*bounds), needs.seq_length, name, needs.documents), weight)
         for indexed, bounds, name, weight in _splits(source, _VALIDATION, opened)
     ]
 
@@ -187,27 +219,3 @@ def _about(parts: list[Part], what: str) -> str:
         for part in parts
     )
     return f"{what}: {shares or 'none'}"
-
-
-def _look_at(dataset: TokenDataset) -> np.ndarray:
-    """Up to `_LOOKED_AT` tokens, evenly spread over the dataset in 16 stretches."""
-    tokens = dataset.tokens
-    if len(tokens) <= _LOOKED_AT:
-        return tokens
-    starts = np.linspace(0, len(tokens) - _LOOKED_AT // 16, 16).astype(int)
-    return np.concatenate([tokens[start : start + _LOOKED_AT // 16] for start in starts])
-
-
-def _frequencies(part: Part, vocab_size: int, added: int) -> np.ndarray:
-    """Relative, each count raised by `added`, shape [vocab_size]."""
-    counts = count_tokens(_look_at(part.dataset), vocab_size) + added
-    return counts / counts.sum()
-
-
-def _check_ids(dataset: TokenDataset, vocab_size: int) -> None:
-    largest = int(_look_at(dataset).max())
-    if largest >= vocab_size:
-        raise ValueError(
-            f"{dataset.name} holds token {largest}, the vocabulary has {vocab_size}: it was made with another "
-            "tokenizer (data.tokenizer_type, data.tokenizer_model)"
-        )

@@ -1,8 +1,9 @@
-"""Hugging Face fast tokenizers, read from their files; transformers is not needed."""
+"""Hugging Face fast tokenizers, read from their files; transformers is needed for chat templates only."""
 
 import json
 import shutil
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,38 @@ class FastTokenizer:
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
+
+    def encode_with_starts(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [
+            (
+                np.array(encoding.ids, dtype=self._dtype),
+                np.array([start for start, _ in encoding.offsets], dtype=np.int64),
+            )
+            for encoding in encodings
+        ]
+
+    def render(self, messages: list[dict[str, Any]], tools: Any = None, asks: bool = False) -> str:
+        if not self._templated.chat_template:
+            raise ValueError(
+                f"tokenizer_model {self.folder} has no chat template (a chat_template.jinja, or chat_template in "
+                "tokenizer_config.json)"
+            )
+        try:
+            return self._templated.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=asks, tokenize=False
+            )
+        except Exception as error:  # whatever a template does with messages it does not expect
+            raise ValueError(f"the chat template refuses the messages: {error}") from None
+
+    @cached_property
+    def _templated(self) -> Any:
+        """The same tokenizer in transformers, which knows templates."""
+        try:
+            from transformers import PreTrainedTokenizerFast
+        except ImportError:
+            raise ValueError("chat templates need a package: pip install transformers") from None
+        return PreTrainedTokenizerFast.from_pretrained(self.folder)
 
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
         """The text of `ids`; special tokens, and ids past the vocabulary, are left out."""

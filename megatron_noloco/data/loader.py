@@ -7,14 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from torch import Tensor
-
-from megatron_noloco.data.microbatches import MicrobatchSource
+from megatron_noloco.data.microbatches import Microbatch, MicrobatchSource
 from megatron_noloco.metrics import SLOWEST, Record, unrecorded
 from megatron_noloco.plans.routing import Routes, Routing
 from megatron_noloco.plans.topology import Position, Topology
 
-Microbatch = tuple[Tensor, Tensor]  # tokens and labels, both int64 [micro_batch_size, seq_length]
 Address = tuple[int, int]  # replica, microbatch
 
 
@@ -27,28 +24,27 @@ class StepInput(NamedTuple):
 
 @dataclass(frozen=True)
 class Reader:
-    """A rank as far as reading is concerned: only the two ends of a pipeline read."""
+    """A rank as far as reading is concerned."""
 
     replica: int
     dp: int
-    reads_tokens: bool  # holds the model's first chunk
-    reads_labels: bool  # holds its last chunk
-    last_chunk: int  # the number of the last chunk; with virtual stages a rank holds several
+    chunks: tuple[int, ...]  # the numbers, in the model, of those of its chunks that read
 
     @classmethod
-    def at(cls, topology: Topology, position: Position) -> "Reader":
-        first, last = position.stage == 0, position.stage == topology.pp - 1
-        return cls(position.replica, position.dp, first, last, topology.pp * topology.vpp - 1)
+    def at(cls, topology: Topology, position: Position, separate_documents: bool) -> "Reader":
+        """The two ends of a pipeline read tokens and labels, all others the borders of documents, if anything."""
+        own = range(position.stage, topology.pp * topology.vpp, topology.pp)
+        ends = (0, topology.pp * topology.vpp - 1)
+        chunks = tuple(chunk for chunk in own if separate_documents or chunk in ends)
+        return cls(position.replica, position.dp, chunks)
 
     def addresses(self, routes: Routes, microbatches: int) -> set[Address]:
-        """All that this rank reads: tokens of its own replica, and labels of what is routed to it."""
-        addresses: set[Address] = set()
-        for microbatch in range(microbatches):
-            if self.reads_tokens:
-                addresses.add((self.replica, microbatch))
-            if self.reads_labels:
-                addresses.add((routes.origin(self.last_chunk, self.replica, microbatch), microbatch))
-        return addresses
+        """All that this rank reads: what is routed to its chunks, which to the first is its own replica's."""
+        return {
+            (routes.origin(chunk, self.replica, microbatch), microbatch)
+            for chunk in self.chunks
+            for microbatch in range(microbatches)
+        }
 
 
 class StepLoader:

@@ -1,5 +1,7 @@
 """Microbatches as pure functions of their address: every rank that knows the address can read it."""
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -10,11 +12,21 @@ from megatron_noloco.plans.samples import BatchPlan, BlendedOrder, SampleOrder
 VALIDATION_SEED = 0  # not the run's seed: runs with different seeds measure on the same samples
 
 
+class Microbatch(NamedTuple):
+    """Samples side by side; each int64, shape [micro_batch_size, seq_length]."""
+
+    tokens: Tensor
+    labels: Tensor  # IGNORED where there is no loss
+    documents: (
+        Tensor | None
+    )  # the number of each token's document in its sample; None: documents are not told apart
+
+
 class MicrobatchSource:
     """Training microbatches, of every replica, on every rank.
 
-    No state moves, so a resume needs only the step, and the last stage can read the labels of a
-    microbatch that was routed to it from another replica.
+    No state moves, so a resume needs only the step, and every stage can read the labels and the borders of
+    documents of a microbatch that was routed to it from another replica.
     """
 
     def __init__(self, dataset: SampleDataset, order: SampleOrder | BlendedOrder, plan: BatchPlan) -> None:
@@ -23,10 +35,9 @@ class MicrobatchSource:
         self.order = order
         self.plan = plan
 
-    def microbatch(self, step: int, replica: int, dp: int, microbatch: int) -> tuple[Tensor, Tensor]:
-        """Tokens and labels, int64, each of shape [micro_batch_size, seq_length]."""
+    def microbatch(self, step: int, replica: int, dp: int, microbatch: int) -> Microbatch:
         first = self.plan.first(step, replica, dp, microbatch)
-        return _gather(self.dataset, self.order.ids(first, self.plan.micro_batch_size))
+        return gather(self.dataset, self.order.ids(first, self.plan.micro_batch_size))
 
 
 class ValidationSource:
@@ -68,13 +79,17 @@ class ValidationSource:
     def __len__(self) -> int:
         return self.count
 
-    def microbatch(self, index: int) -> tuple[Tensor, Tensor]:
-        """Tokens and labels, int64, each of shape [micro_batch_size, seq_length]."""
+    def microbatch(self, index: int) -> Microbatch:
         if not 0 <= index < self.count:
             raise IndexError(f"validation microbatch {index} is outside 0..{self.count - 1}")
-        return _gather(self.dataset, self.order.ids(index * self.micro_batch_size, self.micro_batch_size))
+        return gather(self.dataset, self.order.ids(index * self.micro_batch_size, self.micro_batch_size))
 
 
-def _gather(dataset: SampleDataset, ids: np.ndarray) -> tuple[Tensor, Tensor]:
-    samples = torch.from_numpy(np.stack([dataset[index] for index in ids.tolist()]))
-    return samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+def gather(dataset: SampleDataset, ids: np.ndarray) -> Microbatch:
+    """The samples of these ids as one microbatch."""
+    tokens, labels, documents = zip(*(dataset[index] for index in ids.tolist()), strict=True)
+    return Microbatch(
+        torch.from_numpy(np.stack(tokens)),
+        torch.from_numpy(np.stack(labels)),
+        None if documents[0] is None else torch.from_numpy(np.stack(documents)),
+    )

@@ -18,6 +18,7 @@ import numpy as np
 from megatron_noloco.data.dataset import TokenDataset
 from megatron_noloco.plans.draws import Stream
 from megatron_noloco.plans.shuffle import Shuffle
+from megatron_noloco.spec.data import Documents
 
 _BLOCK = 64  # sequences whose common end is remembered: 1/8 byte of memory per sequence
 _AT_ONCE = 1 << 14  # blocks, while the ends are added up
@@ -30,7 +31,13 @@ class ShuffledDataset(TokenDataset):
     """
 
     def __init__(
-        self, tokens: np.ndarray, offsets: np.ndarray, seq_length: int, name: str, seed: int
+        self,
+        tokens: np.ndarray,
+        offsets: np.ndarray,
+        seq_length: int,
+        name: str,
+        seed: int,
+        documents: Documents | None = None,
     ) -> None:
         """Raises ValueError where there is no whole sample.
 
@@ -39,14 +46,11 @@ class ShuffledDataset(TokenDataset):
             offsets: where each sequence begins, and where the last one ends, shape [sequences + 1]; counted from
                 anywhere, `offsets[0]` being the place of `tokens[0]`.
         """
-        super().__init__(tokens, seq_length, name)
+        super().__init__(tokens, seq_length, name, documents)
         self._offsets = offsets
         self._order = Shuffle(len(offsets) - 1, seed, Stream.DOCUMENTS)
 
-    def __getitem__(self, index: int) -> np.ndarray:
-        """Sample `index`, int64, shape [S + 1]."""
-        self._check(index)
-        start = index * self.seq_length
+    def _read(self, start: int) -> np.ndarray:
         stop = start + self.seq_length + 1
         block = int(np.searchsorted(self._block_ends, start, side="right"))
         place = int(self._block_ends[block - 1]) if block else 0

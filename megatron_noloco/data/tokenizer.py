@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -27,6 +27,21 @@ class Tokenizer(Protocol):
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         """`encode` of each text; faster than one after the other."""
+        ...
+
+    def encode_with_starts(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """`encode` of each text, and the character of the text at which each token begins, both [tokens]."""
+        ...
+
+    def render(self, messages: list[dict[str, Any]], tools: Any = None, asks: bool = False) -> str:
+        """A conversation in the words of the tokenizer's chat template.
+
+        Raises ValueError where it has none, or its template refuses the messages.
+
+        Args:
+            tools: what the assistant may call, as the template wants it.
+            asks: whether the beginning of an answer follows.
+        """
         ...
 
     def decode(self, ids: np.ndarray | Sequence[int]) -> str: ...
@@ -61,6 +76,17 @@ class ByteTokenizer:
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         return [self.encode(text) for text in texts]
+
+    def encode_with_starts(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        return [
+            (self.encode(text), np.repeat(np.arange(len(text)), [len(c.encode("utf-8")) for c in text]))
+            for text in texts
+        ]
+
+    def render(self, messages: list[dict[str, Any]], tools: Any = None, asks: bool = False) -> str:
+        raise ValueError(
+            "the byte tokenizer has no chat template; give prompt and completion, or a tokenizer_model"
+        )
 
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
         """The text of `ids`: what is not UTF-8 becomes U+FFFD, ends of documents are left out.

@@ -1,6 +1,7 @@
 """A DeepSpeed engine whose world is one replica."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -12,6 +13,7 @@ from megatron_noloco.engine.checkpoint import CheckpointableEngine
 from megatron_noloco.engine.mpu import ReplicaMpu
 from megatron_noloco.engine.muon import Muon
 from megatron_noloco.engine.quiet import quiet
+from megatron_noloco.engine.schedule import build_schedule
 from megatron_noloco.model.stage import Stage
 from megatron_noloco.pipeline.groups import Groups
 
@@ -30,11 +32,13 @@ def build_deepspeed(stage: Stage, groups: Groups, ds_config: Mapping[str, Any]) 
     settings = deepspeed_settings(ds_config)
     muon = settings["optimizer"]["type"].lower() == "muon"
     optimizer = Muon(stage.named_rows(), settings["optimizer"]["params"], groups) if muon else None
+    schedule = settings.get("scheduler")
     with quiet():
         engine = CheckpointableEngine(
             args=None,
             model=stage,
             optimizer=optimizer,
+            lr_scheduler=partial(build_schedule, schedule) if schedule else None,
             mpu=mpu,
             config=settings,
             config_class=DeepSpeedConfig(settings, mpu),

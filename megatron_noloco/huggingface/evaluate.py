@@ -12,13 +12,12 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from megatron_noloco.data.dataset import SampleDataset
-from megatron_noloco.data.datasets import validation_datasets, whole_dataset
+from megatron_noloco.data.datasets import Needs, validation_datasets, whole_dataset
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
-from megatron_noloco.data.microbatches import VALIDATION_SEED
+from megatron_noloco.data.microbatches import VALIDATION_SEED, gather
 from megatron_noloco.huggingface.folder import PretrainedWeights, read_architecture
 from megatron_noloco.huggingface.forward import WholeModel
 from megatron_noloco.huggingface.source import open_source
@@ -48,7 +47,7 @@ class Figures:
     model: str
     dataset: str
     loss: float  # mean, nats per token
-    tokens: int
+    tokens: int  # of which this is the mean
 
     @property
     def perplexity(self) -> float:
@@ -63,20 +62,20 @@ def evaluate(model: Model, samples: int | None) -> Iterator[Figures]:
             whole.load(read)
             for dataset in model.datasets:
                 chosen = len(dataset) if samples is None else min(samples, len(dataset))
-                loss = _mean_loss(whole, dataset, SampleOrder(len(dataset), VALIDATION_SEED).ids(0, chosen))
-                yield Figures(name, dataset.name, loss, chosen * dataset.seq_length)
+                ids = SampleOrder(len(dataset), VALIDATION_SEED).ids(0, chosen)
+                yield Figures(name, dataset.name, *_mean_loss(whole, dataset, ids))
 
 
-def _mean_loss(whole: WholeModel, dataset: SampleDataset, ids: np.ndarray) -> float:
+def _mean_loss(whole: WholeModel, dataset: SampleDataset, ids: np.ndarray) -> tuple[float, int]:
+    """Per token that has a loss; and how many have."""
     batch = max(1, _BATCH_TOKENS // dataset.seq_length)
-    total = 0.0
+    total, tokens = 0.0, 0
     for start in range(0, len(ids), batch):
-        samples = torch.from_numpy(
-            np.stack([dataset[index] for index in ids[start : start + batch].tolist()])
-        )
-        losses = whole.losses(samples[:, :-1].contiguous(), samples[:, 1:].contiguous())
-        total += float(losses.double().sum())
-    return total / (len(ids) * dataset.seq_length)
+        microbatch = gather(dataset, ids[start : start + batch])
+        counted = microbatch.labels >= 0
+        total += float(whole.losses(*microbatch).double()[counted].sum())
+        tokens += int(counted.sum())
+    return total / tokens, tokens
 
 
 def open_model(path: Path, data: str | None, seq_length: int | None) -> Model:
@@ -100,8 +99,14 @@ def open_model(path: Path, data: str | None, seq_length: int | None) -> Model:
     if len(names) > 1:
         names.append("mean model")
         sets.append(source.replicas)
-    sizes = (source.tokenizer, architecture.vocab_size, architecture.seq_length)
-    datasets = [whole_dataset(data, *sizes)] if data else validation_datasets(source.config.source, *sizes)
+    tokenizer = source.tokenizer
+    documents = source.config.documents(tokenizer.end_of_document)
+    needs = Needs(architecture.vocab_size, architecture.seq_length, documents=documents)
+    datasets = (
+        [whole_dataset(data, tokenizer, needs)]
+        if data
+        else validation_datasets(source.config.source, tokenizer, needs)
+    )
 
     @contextmanager
     def open_sets() -> Iterator[list[Read]]:
@@ -114,7 +119,8 @@ def open_model(path: Path, data: str | None, seq_length: int | None) -> Model:
 def _open_hugging_face(folder: Path, data: str, seq_length: int | None) -> Model:
     architecture = read_architecture(folder)
     architecture = replace(architecture, seq_length=seq_length or min(architecture.seq_length, _LONGEST))
-    dataset = whole_dataset(data, FastTokenizer(folder), architecture.vocab_size, architecture.seq_length)
+    needs = Needs(architecture.vocab_size, architecture.seq_length)
+    dataset = whole_dataset(data, FastTokenizer(folder), needs)
 
     @contextmanager
     def open_sets() -> Iterator[list[Read]]:

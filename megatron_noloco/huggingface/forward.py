@@ -41,7 +41,12 @@ class WholeModel:
         return self._stage.chunks[0](tokens.to(self.device), None, None).float().cpu()
 
     @torch.no_grad()
-    def losses(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """The loss of each label, nats, shape [batch, tokens], on the host."""
-        labels = labels.to(self.device)
-        return self._stage.chunks[0](tokens.to(self.device), None, None, labels=labels).float().cpu()
+    def losses(self, tokens: Tensor, labels: Tensor, documents: Tensor | None) -> Tensor:
+        """The loss of each label, nats, shape [batch, tokens], on the host; of one < 0 it means nothing.
+
+        Args:
+            documents: the number of each token's document, which attends to none but itself; None: to all before.
+        """
+        tokens, labels = tokens.to(self.device), labels.to(self.device)
+        documents = None if documents is None else documents.to(self.device)
+        return self._stage.chunks[0](tokens, None, documents, labels=labels).float().cpu()

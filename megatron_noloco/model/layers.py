@@ -52,21 +52,36 @@ class CausalAttention(nn.Module):
         """query [tokens, batch, heads, channels]; key and value with this rank's query groups as heads.
 
         Returns [tokens, batch, heads * channels].
+
+        Args:
+            attention_mask: see `document_mask`; None: causal.
         """
-        tokens, mask = query.size(0), None
+        tokens, mask = query.size(0), attention_mask
         if self.before is not None and self.before < tokens - 1:
-            mask = window(tokens, self.before, query.device)
+            near = window(tokens, self.before, query.device)
+            mask = near if mask is None else mask & near
         context = F.scaled_dot_product_attention(
             query.permute(1, 2, 0, 3),
             key.permute(1, 2, 0, 3),
             value.permute(1, 2, 0, 3),
-            dropout_p=self.dropout if self.training else 0.0,
             attn_mask=mask,
+            dropout_p=self.dropout if self.training else 0.0,
             is_causal=mask is None,
             scale=self.softmax_scale,
             enable_gqa=key.size(2) != query.size(2),
         )
         return context.permute(2, 0, 1, 3).flatten(2)
+
+
+def document_mask(documents: Tensor) -> Tensor:
+    """Whether a token (the third dimension) attends to another: of its own document, and not later.
+
+    Args:
+        documents: the number of each token's document, shape [batch, tokens].
+
+    Returns bool of shape [batch, 1, tokens, tokens]: torch's convention, where core's marks what is left out.
+    """
+    return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
 
 
 @lru_cache(maxsize=2)

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from megatron_noloco.model import weights
 from megatron_noloco.model.dropout import seed_dropout
 from megatron_noloco.model.families import Parameter, family_of, table_of
-from megatron_noloco.model.layers import CausalAttention, RMSNorm, Router
+from megatron_noloco.model.layers import CausalAttention, RMSNorm, Router, document_mask
+from megatron_noloco.model.z_loss import CrossEntropyWithZLoss
 from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.spec.architecture import Architecture, Compute
@@ -28,15 +29,34 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Chunk(GPTModel):
-    """Core's model of some consecutive layers, whose loss does not see the padding of the vocabulary.
+    """Core's model of some consecutive layers, with documents told apart, and our loss.
 
-    Padded rows exist for the sake of shapes; left in the softmax they would take probability from real tokens,
-    and the loss would depend on the padding and differ from the exported model's.
+    Padded rows of the vocabulary exist for the sake of shapes; left in the softmax they would take probability
+    from real tokens, and the loss would depend on the padding and differ from the exported model's.
     """
 
-    def __init__(self, architecture: Architecture, **options: Any) -> None:
+    def __init__(self, architecture: Architecture, z_loss_coeff: float, **options: Any) -> None:
         super().__init__(**options)
         self.architecture = architecture
+        self.z_loss_coeff = z_loss_coeff
+
+    def forward(
+        self,
+        tokens: Tensor | None,
+        positions: None,
+        documents: Tensor | None,
+        labels: Tensor | None = None,
+    ) -> Tensor:
+        """Hidden states, logits, or with labels their losses [batch, tokens] (core's, with documents for a mask).
+
+        Args:
+            tokens: int64 [batch, tokens], for the model's first chunk; other chunks have received their input.
+            positions: none; the rotary embedding knows differences of positions only.
+            documents: the number of each token's document, [batch, tokens]; None: all attend to all before.
+            labels: int64 [batch, tokens], for the last chunk; the loss of one < 0 means nothing.
+        """
+        mask = None if documents is None else document_mask(documents)
+        return super().forward(tokens, positions, mask, labels=labels)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Loss [batch, tokens] of logits [tokens, batch, padded vocabulary / tp] (overrides core's)."""
@@ -44,7 +64,10 @@ class Chunk(GPTModel):
         padding = max(0, self.architecture.vocab_size - first)
         if padding < logits.size(-1):
             logits[..., padding:] = -torch.inf
-        return super().compute_language_model_loss(labels, logits)
+        if self.z_loss_coeff == 0 or not self.training:
+            return super().compute_language_model_loss(labels, logits)
+        losses = CrossEntropyWithZLoss.apply(logits, labels.T, self.z_loss_coeff, self.pg_collection.tp)
+        return cast(Tensor, losses).T.contiguous()
 
     def named_rows(self) -> Iterator[tuple[Parameter, nn.Parameter]]:
         """Every parameter with its row of the family's table; raises ValueError where they do not match."""
@@ -54,12 +77,19 @@ class Chunk(GPTModel):
 
 
 class Stage(nn.Module):
-    """A pipeline stage: one model chunk, or several when the schedule is interleaved (virtual stages)."""
+    """A pipeline stage: one model chunk, or several when the schedule is interleaved (virtual stages).
 
-    def __init__(self, chunks: list[Chunk], config: TransformerConfig) -> None:
+    Args:
+        separate_documents: whether its attention is to be told which tokens are of one document.
+    """
+
+    def __init__(
+        self, chunks: list[Chunk], config: TransformerConfig, separate_documents: bool = False
+    ) -> None:
         super().__init__()
         self.chunks = nn.ModuleList(chunks)
         self.config = config
+        self.separate_documents = separate_documents
 
     @property
     def architecture(self) -> Architecture:
@@ -109,17 +139,18 @@ def build_stage(
 def empty_stage(architecture: Architecture, compute: Compute, groups: Groups) -> Stage:
     """This rank's part of the model; its weights are whatever the memory held."""
     config = transformer_config(architecture, compute, groups.topology)
-    transformer_engine = uses_transformer_engine(compute.transformer_impl)
-    layer = layer_spec(config, transformer_engine)
     chunks = [
-        _empty_chunk(architecture, config, groups, layer, index) for index in range(groups.topology.vpp)
+        _empty_chunk(architecture, compute, config, groups, index) for index in range(groups.topology.vpp)
     ]
-    return Stage(chunks, config)
+    return Stage(chunks, config, compute.separate_documents)
 
 
 def _empty_chunk(
-    architecture: Architecture, config: TransformerConfig, groups: Groups, layer: ModuleSpec, index: int
+    architecture: Architecture, compute: Compute, config: TransformerConfig, groups: Groups, index: int
 ) -> Chunk:
+    # Transformer Engine's attention takes no mask of ours.
+    transformer_engine = not compute.separate_documents and uses_transformer_engine(compute.transformer_impl)
+    layer = layer_spec(config, transformer_engine)
     vpp = groups.topology.vpp
     vp_stage = index if vpp > 1 else None
     block: ModuleSpec | TransformerBlockSubmodules = layer
@@ -128,6 +159,7 @@ def _empty_chunk(
         block = TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
     return Chunk(
         architecture,
+        compute.z_loss_coeff,
         config=config,
         transformer_layer_spec=block,
         vocab_size=architecture.padded_vocab_size,

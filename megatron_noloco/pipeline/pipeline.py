@@ -14,15 +14,17 @@ from megatron_noloco.pipeline.communicator import RoutedCommunicator
 from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.plans.routing import Routes
 
-# (replica, microbatch) -> tokens and labels, both int64 [micro_batch_size, seq_length]
-ReadMicrobatch = Callable[[int, int], tuple[Tensor, Tensor]]
+# (replica, microbatch) -> tokens, labels, and the number of each token's document, or None where documents are not
+# told apart; int64 [micro_batch_size, seq_length]. A label < 0 has no loss.
+ReadMicrobatch = Callable[[int, int], tuple[Tensor, Tensor, Tensor | None]]
 
 
 class MicrobatchLoss(NamedTuple):
-    """The mean loss per token of one microbatch (a scalar tensor), and the replica whose data it was."""
+    """The mean loss of one microbatch."""
 
-    origin: int
-    loss: Tensor
+    origin: int  # the replica whose data it was
+    loss: Tensor  # scalar, nats per token that has a loss; 0 where none has
+    tokens: Tensor  # how many have one, scalar
 
 
 class Stage(Protocol):
@@ -30,6 +32,7 @@ class Stage(Protocol):
 
     chunks: nn.ModuleList
     config: TransformerConfig
+    separate_documents: bool  # whether every chunk needs to know which tokens are of one document
 
 
 class Pipeline:
@@ -55,7 +58,6 @@ class Pipeline:
         self.seq_length = seq_length
         self.between_microbatches: Callable[[], None] = lambda: None
         virtual = self.communicator.vpp
-        self._last_chunk = groups.topology.pp * virtual - 1
         self._schedule = get_forward_backward_func(groups.topology.pp, virtual if virtual > 1 else None)
 
     def run(
@@ -63,27 +65,34 @@ class Pipeline:
     ) -> list[MicrobatchLoss]:
         """Pass `microbatches` through the pipeline; gradients add up in the parameters' `.grad`.
 
-        The loss that is differentiated is the mean over the microbatches. The first stage reads the tokens of
-        its own replica; the last reads the labels of the origin that the routes name. Returns the losses on the
-        last stage, an empty list elsewhere.
+        The loss that is differentiated is the mean over the microbatches of each one's mean over its tokens. Every
+        chunk reads what it needs of the origin that the routes name: the first the tokens, the last the labels,
+        and all of them the borders of documents, where these are told apart. Returns the losses on the last
+        stage, an empty list elsewhere.
         """
-        groups = self.groups
-        replica = groups.position.replica
+        groups, device = self.groups, self.communicator.device
+        at, stages = groups.position, groups.topology.pp
+
+        def on_device(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device, non_blocking=True)
 
         def forward_step(order: Iterator[int], chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             self.between_microbatches()
             microbatch = next(order)
-            origin, tokens, labels = replica, None, None
-            if chunk.pre_process:
-                tokens = read(replica, microbatch)[0].to(self.communicator.device, non_blocking=True)
-            if chunk.post_process:
-                origin = routes.origin(self._last_chunk, replica, microbatch)
-                labels = read(origin, microbatch)[1].to(self.communicator.device, non_blocking=True)
-            output = chunk(tokens, None, None, labels=labels)
+            origin = routes.origin((chunk.vp_stage or 0) * stages + at.stage, at.replica, microbatch)
+            tokens = labels = documents = None
+            if chunk.pre_process or chunk.post_process or self.stage.separate_documents:
+                tokens, labels, documents = read(origin, microbatch)
+            tokens = on_device(tokens if chunk.pre_process else None)
+            labels = on_device(labels if chunk.post_process else None)
+            output = chunk(tokens, None, on_device(documents), labels=labels)
 
             def mean_loss(token_losses: Tensor) -> tuple[Tensor, MicrobatchLoss]:
-                loss = token_losses.float().mean()
-                return loss, MicrobatchLoss(origin, loss.detach().clone())
+                assert labels is not None, "only the last chunk has losses"
+                counted = labels >= 0
+                tokens_with_loss = counted.sum()
+                loss = (token_losses.float() * counted).sum() / tokens_with_loss.clamp(min=1)
+                return loss, MicrobatchLoss(origin, loss.detach().clone(), tokens_with_loss)
 
             return output, mean_loss
 
@@ -114,7 +123,7 @@ class Pipeline:
             shares = self.stage.config.num_layers * microbatches * self.groups.topology.dp
             self.record("train/load_balancing_loss", balance / shares, Reduction(mean, total))
         at = self.groups.position
-        for origin, loss in losses if at.tp == 0 else []:
+        for origin, loss, _ in losses if at.tp == 0 else []:
             self.record("train/loss", loss, MEAN)
             self.record(f"origin/loss of {origin}", loss, MEAN)
             self.record(f"origin/microbatches of {origin}", 1, SUM)

@@ -48,3 +48,5 @@ class Compute:
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     moe_router_load_balancing_type: LoadBalancing | None = None  # None: there are no experts
     moe_aux_loss_coeff: float | None = None
+    z_loss_coeff: float = 0.0
+    separate_documents: bool = False  # documents in one sample do not attend to each other

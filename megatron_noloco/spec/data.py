@@ -73,7 +73,25 @@ class IndexedSource:
     split: Split | None  # None: `train` and `validation` are read whole
 
 
-Source = TextSource | IndexedSource
+@dataclass(frozen=True)
+class RecordSource:
+    """JSON lines for supervised fine-tuning: a file or a folder of them, whose records are cut by `split`."""
+
+    path: str
+    split: Split
+    packed: bool  # several records in one sample, told apart
+
+
+Source = TextSource | IndexedSource | RecordSource
+
+
+@dataclass(frozen=True)
+class Documents:
+    """What is done at the borders of the documents that lie in one sample; in Megatron's words."""
+
+    end_of_document: int  # the token that ends each
+    reset_attention_mask: bool = False  # they do not attend to each other
+    eod_mask_loss: bool = False  # no loss on the token after an end
 
 
 @dataclass(frozen=True)

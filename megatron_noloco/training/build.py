@@ -60,7 +60,7 @@ def build(prepared: Prepared, transport: Transport, start: Start, progress: str 
     engine.pipeline.between_microbatches = outer.progress
     order = prepared.datasets.order(config.training.seed)
     source = MicrobatchSource(prepared.datasets.train, order, plan)
-    reader = Reader.at(topology, at)
+    reader = Reader.at(topology, at, stage.separate_documents)
     checkpointer = Checkpointer(checkpoint_settings(config), engine, outer, plan)
     if start.folder is not None and start.manifest is not None:
         checkpointer.restore(start.folder, start.manifest)

@@ -91,7 +91,7 @@ class Evaluator:
         return table[:, 0].where(table[:, 1] < 0.5, math.nan).tolist()
 
     def _losses(self) -> list[float]:
-        """The mean loss of this replica as it stands on each dataset, known to all its ranks."""
+        """The mean loss per token of this replica as it stands on each dataset, known to all its ranks."""
         return [self._loss(source) for source in self.sources]
 
     def _loss(self, source: ValidationSource) -> float:
@@ -101,7 +101,7 @@ class Evaluator:
             len(source),
         )
         total = torch.zeros(2, dtype=torch.float64)
-        for _, loss in losses:
-            total += torch.tensor([float(loss), 1.0], dtype=torch.float64)
+        for _, loss, tokens in losses:
+            total += torch.tensor([float(loss) * int(tokens), int(tokens)], dtype=torch.float64)
         dist.all_reduce(total, group=self.engine.groups.replica)
         return float(total[0] / total[1])

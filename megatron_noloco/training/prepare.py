@@ -17,6 +17,7 @@ from megatron_noloco.data.corpus import find_text
 from megatron_noloco.data.datasets import Datasets, Needs, build_datasets
 from megatron_noloco.data.indexed import IndexedTokens
 from megatron_noloco.data.microbatches import ValidationSource
+from megatron_noloco.data.records import record_files
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_noloco.huggingface.pretrained import check_fits
 from megatron_noloco.job.join import choose_transport, join, ranks_on_this_host
@@ -25,7 +26,7 @@ from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.quiet import quieten
 from megatron_noloco.spec.architecture import Architecture
-from megatron_noloco.spec.data import Source, TextSource
+from megatron_noloco.spec.data import RecordSource, Source, TextSource
 from megatron_noloco.transport.protocol import Transport
 
 
@@ -56,6 +57,7 @@ def prepare(config: RunConfig, environ: Mapping[str, str]) -> Prepared:
         global_batch=plan.global_batch,
         seed=config.training.seed,
         evaluates=evaluation.iters > 0,
+        documents=config.documents(tokenizer.end_of_document),
     )
     datasets = build_datasets(config.source, tokenizer, needs)
     count = None if evaluation.full else evaluation.iters
@@ -149,6 +151,9 @@ def _check_writable(output_dir: Path) -> None:
 def _check_source(source: Source) -> None:
     if isinstance(source, TextSource):
         find_text(source.text)
+        return
+    if isinstance(source, RecordSource):
+        record_files(source.path)
         return
     for blend in filter(None, (source.train, source.validation)):
         for prefix, _ in blend.parts:

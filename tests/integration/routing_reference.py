@@ -11,6 +11,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor, nn
 
 from megatron_noloco.config import RunConfig
+from megatron_noloco.data.dataset import IGNORED
 from megatron_noloco.model.families import Parameter, table_of
 from megatron_noloco.model.stage import Stage, build_stage
 from megatron_noloco.pipeline import cpu
@@ -43,6 +44,7 @@ class Case(NamedTuple):
     recompute: bool = False
     tied: bool = False
     family: str = "llama"  # a key of FAMILY_MODELS
+    documents: bool = False  # several in each sample, told apart
 
     @property
     def topology(self) -> Topology:
@@ -62,6 +64,7 @@ class Case(NamedTuple):
         extras += ["recompute"] if self.recompute else []
         extras += ["tied"] if self.tied else []
         extras += [self.family] if self.family != "llama" else []
+        extras += ["documents"] if self.documents else []
         return "-".join([f"{self.replicas}x{self.pp}x{self.microbatches}", *extras])
 
     def unsplit(self) -> "Case":
@@ -102,7 +105,7 @@ class Case(NamedTuple):
                     "sequence_parallel": self.sequence_parallel,
                 },
                 "model": model,
-                "data": {"text": "python-stdlib"},
+                "data": {"text": "python-stdlib", "reset_attention_mask": self.documents},
                 "training": {"train_iters": 1},
                 "noloco": {"enabled": False},
                 **changes,
@@ -110,11 +113,18 @@ class Case(NamedTuple):
         )
 
 
-def read(replica: int, microbatch: int, micro_batch_size: int) -> tuple[Tensor, Tensor]:
-    """Tokens and labels that no other replica or microbatch has."""
+def read(replica: int, microbatch: int, case: Case) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Tokens, labels and, in a case with documents, these, that no other replica or microbatch has.
+
+    The token after the end of a document has then no loss.
+    """
     generator = torch.Generator().manual_seed(1000 * replica + microbatch)
-    text = torch.randint(VOCABULARY, (micro_batch_size, SEQ_LENGTH + 1), generator=generator)
-    return text[:, :-1].contiguous(), text[:, 1:].contiguous()
+    text = torch.randint(VOCABULARY, (case.micro_batch_size, SEQ_LENGTH + 1), generator=generator)
+    tokens, labels = text[:, :-1].contiguous(), text[:, 1:].contiguous()
+    if not case.documents:
+        return tokens, labels, None
+    ends = torch.rand(tokens.shape, generator=generator) < 0.25
+    return tokens, labels.masked_fill(ends, IGNORED), ends.cumsum(1) - ends.long()
 
 
 def crossing_routes(case: Case, interval: str) -> Routes:
@@ -234,8 +244,13 @@ def _expected(case: Case, models: list[Any], routes: Routes) -> Expected:
     for microbatch in range(case.microbatches):
         for origin in range(case.replicas):
             way = [models[replica] for replica in path(routes, case, origin, microbatch)]
-            tokens, labels = read(origin, microbatch, case.micro_batch_size)
-            loss = F.cross_entropy(_logits(way, case, tokens).flatten(0, 1), labels.flatten())
+            tokens, labels, documents = read(origin, microbatch, case)
+            pieces = [(tokens, labels)] if documents is None else list(_alone(tokens, labels, documents))
+            losses_of_pieces = [
+                F.cross_entropy(_logits(way, case, piece).flatten(0, 1), wanted.flatten(), reduction="sum")
+                for piece, wanted in pieces
+            ]
+            loss = torch.stack(losses_of_pieces).sum() / (labels != IGNORED).sum()
             # What core's schedules do, so that the loss that balances experts is scaled like the other.
             MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1) / case.microbatches)
             (loss / case.microbatches).backward()
@@ -246,11 +261,19 @@ def _expected(case: Case, models: list[Any], routes: Routes) -> Expected:
     return Expected(gradients, losses)
 
 
+def _alone(tokens: Tensor, labels: Tensor, documents: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Every document by itself, as a batch of one."""
+    for sample in range(len(tokens)):
+        for number in documents[sample].unique():
+            of_document = documents[sample] == number
+            yield tokens[sample][of_document][None], labels[sample][of_document][None]
+
+
 def _logits(way: list[Any], case: Case, tokens: Tensor) -> Tensor:
     """[batch, tokens, vocabulary]. `way` names the model whose layers serve as each chunk of the route."""
     hidden = way[0].embedding(input_ids=tokens, position_ids=None)
     for chunk, model in enumerate(way):
-        rotation = model.rotary_pos_emb(SEQ_LENGTH)
+        rotation = model.rotary_pos_emb(tokens.size(1))
         for layer in _layers(model, chunk, case.layers_per_chunk):
             hidden, _ = layer(hidden, attention_mask=None, rotary_pos_emb=rotation)
     hidden = way[-1].decoder.final_layernorm(hidden)

@@ -1,11 +1,13 @@
 """Configs drawn at random, of all that is accepted: each runs, continues bit for bit, and with other replicas."""
 
+import json
 import math
 import shutil
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_noloco.config import RunConfig
@@ -16,7 +18,8 @@ from tests.integration.tiny import FAMILY_MODELS, metrics, write_text
 
 STEPS = 6
 MOST_RANKS = 8
-QUICK = (1, 2, 3, 4, 10, 38)  # of all families; the last two with overlap, and with Muon on several ranks
+# Along routes: 1 with records packed, 4 with documents told apart. 10 with overlap, 38 with Muon on several ranks.
+QUICK = (1, 2, 3, 4, 10, 38)
 SEEDS = [seed if seed in QUICK else pytest.param(seed, marks=pytest.mark.slow) for seed in range(60)]
 
 OPTIMIZERS = [
@@ -37,26 +40,34 @@ SCHEDULERS = [
             "cycle_momentum": False,
         },
     },
+    {"type": "WSD", "params": {"total_num_steps": 6, "warmup_num_steps": 1, "decay_num_steps": 3}},
 ]
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Ways to say what is read."""
+    """Ways to say what is read; the last is for fine-tuning."""
     folder = tmp_path_factory.mktemp("data")
     random = Random(0)
     for name in "ab":
         writer = IndexedWriter(folder / name, ByteTokenizer.vocab_size)
         for _ in range(100):
             letters = "".join(random.choices("abcdefgh \n", k=random.randint(1, 150)))
-            writer.add(ByteTokenizer().encode(letters), ends_document=True)
+            document = np.append(ByteTokenizer().encode(letters), ByteTokenizer.end_of_document)
+            writer.add(document, ends_document=True)
         writer.finish()
+    words = ["".join(random.choices("abcdefgh", k=random.randint(1, 20))) for _ in range(400)]
+    records = folder / "records.jsonl"
+    with records.open("w") as file:
+        for prompt, completion in zip(words[::2], words[1::2], strict=True):
+            file.write(json.dumps({"prompt": prompt, "completion": completion}) + "\n")
     first, second = str(folder / "a"), str(folder / "b")
     return [
         {"text": write_text(folder)},
         {"text": None, "data_path": first},
         {"text": None, "data_path": [0.3, first, 0.7, second]},
         {"text": None, "train_data_path": first, "valid_data_path": ["0.5", first, "0.5", second]},
+        {"sft_data_path": str(records)},
     ]
 
 
@@ -142,13 +153,17 @@ def drawn_run(seed: int, folder: Path, data: list[dict[str, Any]]) -> tuple[Run,
     random = Random(seed)
     changes, ranks = draw(random)
     run = Run(folder, changes, text=str(data[0]["text"]))
-    run.change({"data": random.choice(data)})
+    run.change({"data": random.choice(data[:-1])})
     # Not added to those of the tiny config, but in their place.
     run.raw |= {"optimizer": random.choice(OPTIMIZERS), "scheduler": random.choice(SCHEDULERS)}
     run.change({"noloco": {"fragments": random.randint(1, run.raw["noloco"]["local_steps"])}})
     run.change({"model": random.choice(list(FAMILY_MODELS.values()))})
     if run.raw["model"]["family"] == "mixtral" and run.raw["parallel"]["tensor_model_parallel_size"] > 1:
         run.change({"parallel": {"sequence_parallel": True}})  # refused without
+    apart: dict[str, Any] = {"reset_attention_mask": True, "eod_mask_loss": True}
+    records = {**dict.fromkeys(("text", "data_path", "train_data_path", "valid_data_path")), **data[-1]}
+    run.change({"data": random.choice([{}, apart, {**records, "sft_packing": random.choice([True, False])}])})
+    run.change({"model": {"z_loss_coeff": random.choice([0.0, 1e-3])}})
     RunConfig.from_dict(run.raw).topology(ranks)
     return run, ranks
 

@@ -1,4 +1,4 @@
-"""A run on a blend: `evaluate` finds in its checkpoint what it logged, transformers the same in its export."""
+"""A run on a blend, documents told apart: `evaluate` finds what it logged, transformers the same in its export."""
 
 import json
 import math
@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.indexed import IndexedWriter
 from tests.harness import run_command, run_torchrun
 from tests.unit.test_preprocess import make_tokenizer
@@ -21,11 +22,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Two replicas, trained on two datasets of a Hugging Face tokenizer; the last step is a round."""
     folder = tmp_path_factory.mktemp("blend")
     make_tokenizer(folder)
+    end = FastTokenizer(folder).end_of_document
     draw = np.random.default_rng(0)
     for name in "ab":
         writer = IndexedWriter(folder / name, vocab_size=300)
         for _ in range(100):
-            writer.add(draw.integers(0, 270, 40), ends_document=True)
+            tokens = np.append(draw.integers(0, 270, draw.integers(5, 40)), end)
+            writer.add(tokens, ends_document=True)
         writer.finish()
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
@@ -43,6 +46,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "data": {
             "data_path": ["0.25", str(folder / "a"), "0.75", str(folder / "b")],
             "split": "8,1,1",
+            "reset_attention_mask": True,
+            "eod_mask_loss": True,
             "tokenizer_type": "HuggingFaceTokenizer",
             "tokenizer_model": str(folder),
         },

@@ -9,8 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.config.deepspeed_keys import SCHEDULES, TORCH_OPTIMIZERS
+from megatron_noloco.config.deepspeed_keys import SCHEDULES as DEEPSPEED_SCHEDULES
+from megatron_noloco.config.deepspeed_keys import TORCH_OPTIMIZERS
 from megatron_noloco.model.families import Table, table_of
+from megatron_noloco.plans.learning_rate import SCHEDULES
 from tests.harness import run_ranks
 from tests.integration.tiny import VOCABULARY, build, microbatch, tiny, train, weights_of
 
@@ -63,7 +65,7 @@ def plain_torch(rank: int, world_size: int, raw: dict[str, Any], rates: list[flo
     optimizer = getattr(torch.optim, config.deepspeed["optimizer"]["type"])(stage.parameters(), **params)
     for step, rate in enumerate(rates):
         for index in range(config.microbatches):
-            tokens, labels = microbatch(config, groups, step, 0, index)
+            tokens, labels, _ = microbatch(config, groups, step, 0, index)
             loss = stage.chunks[0](tokens, None, None, labels=labels).float().mean()
             (loss / config.microbatches).backward()
         if clipping := config.deepspeed["gradient_clipping"]:
@@ -95,14 +97,23 @@ SCHEDULED: dict[str, dict[str, float]] = {
     "WarmupCosineLR": {"total_num_steps": 6, "warmup_num_steps": 2},
     "LRRangeTest": {"lr_range_test_min_lr": 0.001, "lr_range_test_step_size": 2},
     "OneCycle": {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 3},
+    "WSD": {"total_num_steps": 5, "warmup_num_steps": 3, "decay_num_steps": 2},
+    "InverseSquareRoot": {"warmup_num_steps": 2},
 }
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", [*DEEPSPEED_SCHEDULES, *SCHEDULES])
 def test_every_schedule_moves_the_learning_rate(schedule: str) -> None:
     raw = tiny({"scheduler": None}) | {"scheduler": {"type": schedule, "params": SCHEDULED[schedule]}}
     (found,) = run_ranks(1, train, raw, 5)
     assert len(set(found["learning_rates"])) > 2, found["learning_rates"]
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+def test_wsd_has_the_rates_it_says(precision: dict[str, Any]) -> None:
+    raw = tiny({"scheduler": None, **precision}) | {"scheduler": {"type": "WSD", "params": SCHEDULED["WSD"]}}
+    (found,) = run_ranks(1, train, raw, 6)
+    assert found["learning_rates"] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01, 0.01, 0.005, 0.0])
 
 
 def test_equals_plain_adamw_exactly() -> None:

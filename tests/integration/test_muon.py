@@ -114,9 +114,7 @@ def engine_with_muon(
     )
     before = {row.name: parameter.detach().clone() for row, parameter in stage.named_rows()}
     for _ in range(STEPS):
-        engine.train_batch(
-            lambda replica, microbatch: read(replica, microbatch, case.micro_batch_size), routes
-        )
+        engine.train_batch(lambda replica, microbatch: read(replica, microbatch, case), routes)
     after = {row.name: parameter.detach().clone() for row, parameter in stage.named_rows()}
     dist.barrier()
     return groups.position, before, after, len(calls)

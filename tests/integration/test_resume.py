@@ -383,8 +383,15 @@ WARMUP_DECAY = {
     },
 }
 
+WSD = {
+    "type": "WSD",
+    "params": {"decay_num_steps": 10, "warmup_min_ratio": None, "warmup_type": None, "cos_min_ratio": None},
+}
 
-@pytest.mark.parametrize("scheduler", [None, "cosine", WARMUP_DECAY], ids=["none", "cosine", "decay"])
+
+@pytest.mark.parametrize(
+    "scheduler", [None, "cosine", WARMUP_DECAY, WSD], ids=["none", "cosine", "decay", "WSD"]
+)
 @pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
 def test_a_new_learning_rate_is_used(precision: dict[str, Any], scheduler: Any, tmp_path: Path) -> None:
     """After the resume, step by step, the rates of a run that had them from the start."""

@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.model.stage import Stage, transformer_config
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import Groups, build_groups
-from megatron_noloco.pipeline.pipeline import Pipeline
+from megatron_noloco.pipeline.pipeline import Pipeline, ReadMicrobatch
 from megatron_noloco.plans.routing import Routes, Routing
 from tests.harness import run_ranks
 from tests.integration.routing_reference import (
@@ -57,11 +57,18 @@ CASES = [
     Case(2, 2, 4, family="qwen3"),
     Case(2, 2, 4, family="mistral", recompute=True),
     Case(2, 2, 4, family="mixtral"),
+    Case(2, 2, 4, family="mistral", documents=True),
+    Case(1, 1, 2, micro_batch_size=2, documents=True),
+    Case(2, 2, 4, tp=2, micro_batch_size=2, documents=True),
+    Case(2, 3, 4, documents=True),
+    Case(2, 2, 4, vpp=2, documents=True),
+    Case(2, 2, 4, tp=2, sequence_parallel=True, documents=True),
+    Case(2, 2, 4, recompute=True, documents=True),
 ]
 
 
-def reader(case: Case) -> Callable[[int, int], tuple[Tensor, Tensor]]:
-    return lambda replica, microbatch: read(replica, microbatch, case.micro_batch_size)
+def reader(case: Case) -> ReadMicrobatch:
+    return lambda replica, microbatch: read(replica, microbatch, case)
 
 
 def train_routed(rank: int, world_size: int, case: Case, routes_of: dict[str, Routes]) -> dict[str, Observed]:
@@ -188,8 +195,8 @@ def run_core(case: Case, groups: Groups, stage: Stage) -> list[float]:
     """The schedule and the communicator as Megatron-core brings them."""
     p2p_communication.torch = cpu._HostTorch()  # asks for CUDA's current device
 
-    def forward_step(batches: Iterator[tuple[Tensor, Tensor]], chunk: nn.Module) -> tuple[Tensor, Any]:
-        tokens, labels = next(batches)
+    def forward_step(batches: Iterator[tuple[Tensor, Tensor, None]], chunk: nn.Module) -> tuple[Tensor, Any]:
+        tokens, labels, _ = next(batches)
         output = chunk(tokens, None, None, labels=labels)
         return output, lambda losses: (losses.mean(), float(losses.mean()))
 
@@ -289,7 +296,7 @@ class Parrot(nn.Module):
         super().__init__()
         self.pre_process, self.post_process = groups.first_stage, groups.last_stage
         self.config = config
-        self.model_type = None
+        self.model_type = self.vp_stage = None
         self.weight = nn.Parameter(torch.ones(()))
         self.received: Tensor | None = None
         self.dawdling = random.Random(dist.get_rank())
@@ -326,15 +333,15 @@ def train_long(rank: int, world_size: int, case: Case, steps: int, interval: str
 
     for step in range(steps):
 
-        def tell(replica: int, microbatch: int, step: int = step) -> tuple[Tensor, Tensor]:
+        def tell(replica: int, microbatch: int, step: int = step) -> tuple[Tensor, Tensor, None]:
             text = torch.full((case.micro_batch_size, SEQ_LENGTH), number(step, replica, microbatch))
-            return text, text
+            return text, text, None
 
         stage.zero_grad()
         routes = routing.routes(step, step // 10)
         losses = pipeline.run(tell, routes, case.microbatches)
         hops += sum(hops_to_others(routes, groups, microbatch) for microbatch in range(case.microbatches))
-        for microbatch, (origin, loss) in enumerate(losses):
+        for microbatch, (origin, loss, _) in enumerate(losses):
             assert float(loss) == number(step, origin, microbatch) ** 2
             crossed += origin != groups.position.replica
         if groups.first_stage:

@@ -28,10 +28,13 @@ METHODS: dict[str, dict[str, Any]] = {
     "fragments": {"fragments": 2, "pairing": "cycle"},
     "no rounds": {"enabled": False, "fragments": 2},
 }
+# Of the tiny config's schedule only the steps are left.
+NOT_WSD = dict.fromkeys(("warmup_min_ratio", "warmup_type", "cos_min_ratio"))
+MUON_WSD = {**MUON, "scheduler": {"type": "WSD", "params": {"decay_num_steps": 15, **NOT_WSD}}}
 
 
 @pytest.mark.parametrize(
-    ("name", "optimizer"), [*((name, {}) for name in METHODS), ("pairs", MUON), ("DiLoCo", MUON)]
+    ("name", "optimizer"), [*((name, {}) for name in METHODS), ("pairs", MUON_WSD), ("DiLoCo", MUON)]
 )
 def test_four_replicas_learn_as_in_the_trainer(name: str, optimizer: dict[str, Any], tmp_path: Path) -> None:
     raw = tiny(
@@ -67,6 +70,8 @@ def test_four_replicas_learn_as_in_the_trainer(name: str, optimizer: dict[str, A
     [
         ({"parallel": {"replicas": "auto"}}, "parallel: give a number of replicas"),
         ({"parallel": {"pipeline_model_parallel_size": 2}}, "parallel: give a number of replicas"),
+        ({"data": {"eod_mask_loss": True}}, "data.eod_mask_loss and data.sft_data_path are not simulated"),
+        ({"model": {"z_loss_coeff": 0.1}}, "model.z_loss_coeff is not simulated"),
         ({"bf16": {"enabled": True}}, "optimizer.type must be AdamW or Muon, and the precision fp32"),
         (
             {"model": {"untie_embeddings_and_output_weights": False}},

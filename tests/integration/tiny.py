@@ -111,7 +111,7 @@ def build(raw: dict[str, Any], world_size: int) -> tuple[RunConfig, Groups, Stag
 
 def microbatch(
     config: RunConfig, groups: Groups, step: int, replica: int, index: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, None]:
     """Counting modulo 40 from random numbers, which depend on the samples' places alone, not on dp."""
     topology = groups.topology
     plan = BatchPlan(topology.replicas, topology.dp, config.microbatches, config.micro_batch_size)
@@ -120,7 +120,7 @@ def microbatch(
         0, 40, (config.micro_batch_size, 1), generator=torch.Generator().manual_seed(place)
     )
     samples = (starts + torch.arange(config.model.seq_length + 1)) % 40
-    return samples[:, :-1].contiguous(), samples[:, 1:].contiguous()
+    return samples[:, :-1].contiguous(), samples[:, 1:].contiguous(), None
 
 
 class Recorded(defaultdict[str, list[float]]):

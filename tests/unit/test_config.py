@@ -50,6 +50,7 @@ GOOD: dict[str, Any] = {
 }
 FP16 = {"fp16": {"enabled": True}}
 COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}}
+STEPS = {"total_num_steps": "auto", "decay_num_steps": 4}
 DEFAULT_WARM_UP = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}
 
 
@@ -208,6 +209,21 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"data.split": "10,0,0"}, "leaves no text for validation"),
     ({"data.text": ""}, "data.text: must be text that is not empty or null, got ''"),
     ({"data.data_path": "prefix"}, "data.text and data.data_path both say what is read"),
+    (
+        {"data": {"sft_data_path": "a", "eod_mask_loss": True}},
+        "data.eod_mask_loss does not go together with data.sft_data_path",
+    ),
+    ({"data.sft_data_path": "a"}, "data.text and data.sft_data_path both say what is read"),
+    (
+        {"data": {"sft_data_path": "a"}, "model.transformer_impl": "transformer_engine"},
+        'data.sft_packing needs model.transformer_impl "local" (or "auto")',
+    ),
+    ({"model.z_loss_coeff": -1.0}, "model.z_loss_coeff: must be a number >= 0, got -1.0"),
+    ({"data.reset_position_ids": True}, "data.reset_position_ids needs data.reset_attention_mask: a rotary"),
+    (
+        {"data.reset_attention_mask": True, "model.transformer_impl": "transformer_engine"},
+        'data.reset_attention_mask needs model.transformer_impl "local" (or "auto")',
+    ),
     ({"data.valid_data_path": "b"}, "data.valid_data_path goes together with data.train_data_path"),
     ({"data": {"train_data_path": "a"}}, "data.valid_data_path is missing, and evaluation.iters is 10"),
     ({"data": {"data_path": ["0.5", "a", "b"]}}, "data.data_path: must be one prefix, or weights > 0 and"),
@@ -265,7 +281,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             "scheduler": {"type": "WarmupLR", "params": {}},
         },
         "scheduler.type WarmupLR sets one learning rate for all weights, but optimizer.params.muon_lr 0.02 is not "
-        "adam_lr 0.001; use WarmupCosineLR",
+        "adam_lr 0.001; use WarmupCosineLR or WSD",
     ),
     ({"optimizer.params.foreach": 1}, "optimizer.params.foreach: must be true or false, got 1"),
     (
@@ -324,6 +340,32 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"scheduler": DEFAULT_WARM_UP},
         "warmup_num_steps 1000 (DeepSpeed's default) is more than scheduler.params.total_num_steps 10",
+    ),
+    ({"scheduler": {"type": "wsd"}}, "'wsd' is not a known scheduler; did you mean WSD?"),
+    (
+        {"scheduler": {"type": "WSD"}},
+        'scheduler.params.total_num_steps is missing (an integer >= 1 or "auto")',
+    ),
+    ({"scheduler": {"type": "WSD"}}, "scheduler.params.decay_num_steps is missing (an integer >= 1)"),
+    (
+        {"scheduler": {"type": "WSD", "params": {**STEPS, "decay_type": "sqrt"}}},
+        'scheduler.params.decay_type: must be "linear" or "cosine" or "1-sqrt", got \'sqrt\'',
+    ),
+    (
+        {"scheduler": {"type": "WSD", "params": {**STEPS, "warmup_num_steps": 9}}},
+        "scheduler.params: warmup_num_steps 9 + decay_num_steps 4 is more than total_num_steps 10",
+    ),
+    (
+        {"scheduler": {"type": "WSD", "params": {**STEPS, "min_ratio": 1.5}}},
+        "scheduler.params.min_ratio: must be a number from 0 to 1, got 1.5",
+    ),
+    (
+        {"scheduler": {"type": "InverseSquareRoot", "params": {"warmup_step": 5, "warmup_num_steps": 5.0}}},
+        "scheduler.params.warmup_step is not a known key; did you mean scheduler.params.warmup_num_steps?",
+    ),
+    (
+        {"scheduler": {"type": "InverseSquareRoot", "params": {"warmup_num_steps": 5.0}}},
+        "scheduler.params.warmup_num_steps: must be an integer >= 0, got 5.0",
     ),
     (
         {"zero_optimization.round_robin_gradients": True},
@@ -720,6 +762,9 @@ def test_the_architecture_and_how_it_is_computed() -> None:
     )
     assert config().architecture(257).num_query_groups == 4
     assert run.compute == Compute(precision="bf16", hidden_dropout=0.1)
+    assert config(data={"text": "a", "reset_attention_mask": True}).compute == Compute(
+        separate_documents=True
+    )
 
 
 def test_a_config_is_frozen_and_reads_itself_back() -> None:
@@ -820,6 +865,22 @@ def test_the_banner_says_the_numbers() -> None:
     assert "without effect (1 stage)" in "\n".join(describe(one_stage, one_stage.topology(4)))
     one_replica = config(parallel={"replicas": 1, "pipeline_model_parallel_size": 2})
     assert "without effect (1 replica)" in "\n".join(describe(one_replica, one_replica.topology(2)))
+
+
+SCHEDULE_LINES: list[tuple[dict[str, Any] | None, str]] = [
+    (None, "none, the learning rate stays"),
+    (COSINE, "WarmupCosineLR, total_num_steps 10, warmup_num_steps 2"),
+    (
+        {"type": "WSD", "params": {**STEPS, "warmup_num_steps": 1, "decay_type": "1-sqrt"}},
+        "WSD, 1 local steps of warm-up, 5 stable, 4 of decay (1-sqrt) to 0 of the peak",
+    ),
+]
+
+
+@pytest.mark.parametrize(("scheduler", "line"), SCHEDULE_LINES)
+def test_the_banner_says_the_schedule(scheduler: dict[str, Any] | None, line: str) -> None:
+    run = config(**({"scheduler": scheduler} if scheduler else {}))
+    assert f"schedule: {line}" in describe(run, run.topology(8))
 
 
 @pytest.mark.parametrize(

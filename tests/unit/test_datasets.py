@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
+from megatron_noloco.data import content
 from megatron_noloco.data import corpus as corpus_module
-from megatron_noloco.data import datasets as datasets_module
 from megatron_noloco.data.corpus import load_corpus
 from megatron_noloco.data.dataset import JoinedDataset, TokenDataset
 from megatron_noloco.data.datasets import Datasets, Needs, build_datasets, split_bounds
@@ -105,9 +105,9 @@ class TestIndexed:
         assert len(built.train) == sum(sizes)
         order = built.order(seed=5)
         samples = [built.train[index] for index in order.ids(0, 400)]
-        assert sum(int(sample[0]) % 2 for sample in samples) == 300
+        assert sum(int(sample.tokens[0]) % 2 for sample in samples) == 300
         assert [part.weight for part in built.validation] == [0.25, 0.75]
-        assert all(sample.shape == (SEQ + 1,) for sample in samples)
+        assert all(sample.tokens.shape == sample.labels.shape == (SEQ,) for sample in samples)
         with pytest.raises(IndexError):
             built.train[sum(sizes)]
 
@@ -146,7 +146,7 @@ class TestIndexed:
         assert "\n" not in str(caught.value)
 
     def test_large_datasets_are_looked_at_in_part(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(datasets_module, "_LOOKED_AT", 160)
+        monkeypatch.setattr(content, "_LOOKED_AT", 160)
         with pytest.raises(ValueError, match="holds token 74"):
             build(data_path="a", vocab=70)
 
@@ -397,7 +397,7 @@ class TestStepLoader:
         return MicrobatchSource(dataset, SampleOrder(len(dataset), seed=1), self.plan)
 
     def loader(self, source: MicrobatchSource, stage: int, record: Any = unrecorded) -> StepLoader:
-        reader = Reader.at(self.topology, Position(replica=2, stage=stage, dp=1, tp=0))
+        reader = Reader.at(self.topology, Position(replica=2, stage=stage, dp=1, tp=0), False)
         return StepLoader(source, self.routing, 2, reader, record)
 
     def test_it_reads_what_the_source_reads(self) -> None:
@@ -409,12 +409,9 @@ class TestStepLoader:
             for microbatch in range(2):
                 origin = routes.origin(1, 2, microbatch)
                 for read, replica in ((read_tokens, 2), (read_labels, origin)):
-                    read_now = zip(
-                        read(replica, microbatch),
-                        source.microbatch(step, replica, 1, microbatch),
-                        strict=True,
-                    )
-                    assert all(torch.equal(ours, direct) for ours, direct in read_now)
+                    ours, direct = read(replica, microbatch), source.microbatch(step, replica, 1, microbatch)
+                    assert torch.equal(ours.tokens, direct.tokens)
+                    assert torch.equal(ours.labels, direct.labels)
         first.close()
         last.close()
 
@@ -425,8 +422,17 @@ class TestStepLoader:
         for stage in range(pp):
             expected = {(1, 0), (1, 1)} if stage == 0 else set()
             expected |= origins if stage == pp - 1 else set()
-            reader = Reader.at(topology, Position(replica=1, stage=stage, dp=0, tp=0))
-            assert reader.addresses(routes, 2) == expected
+            position = Position(replica=1, stage=stage, dp=0, tp=0)
+            assert Reader.at(topology, position, False).addresses(routes, 2) == expected
+
+    @pytest.mark.parametrize(("pp", "vpp"), [(3, 1), (2, 2)])
+    def test_separate_documents_are_read_where_their_microbatch_is_computed(self, pp: int, vpp: int) -> None:
+        routes, topology = self.routing.routes(5, 2), Topology(replicas=3, pp=pp, vpp=vpp)
+        for stage in range(pp):
+            chunks = [stage + pp * virtual for virtual in range(vpp)]
+            expected = {(routes.origin(chunk, 1, m), m) for chunk in chunks for m in range(2)}
+            position = Position(replica=1, stage=stage, dp=0, tp=0)
+            assert Reader.at(topology, position, True).addresses(routes, 2) == expected
 
     def test_it_reads_one_step_ahead_in_another_thread_and_counts_the_wait(
         self, monkeypatch: pytest.MonkeyPatch

@@ -27,7 +27,8 @@ def dataset(lengths: list[int], seed: int = 7, before: int = 0) -> ShuffledDatas
 
 
 def samples(made: TokenDataset) -> list[list[int]]:
-    return [made[index].tolist() for index in range(len(made))]
+    """All tokens of each, the last label included."""
+    return [[*made[index].tokens.tolist(), int(made[index].labels[-1])] for index in range(len(made))]
 
 
 def laid_end_to_end(lengths: list[int], seed: int) -> np.ndarray:

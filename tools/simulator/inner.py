@@ -5,10 +5,10 @@ from itertools import groupby
 from typing import Any, Protocol
 
 import torch
-from deepspeed.runtime import lr_schedules
 from torch import Tensor
 
 from megatron_noloco.engine.quiet import quiet
+from megatron_noloco.engine.schedule import build_schedule
 
 
 class Directions(Protocol):
@@ -114,7 +114,7 @@ def clip(gradients: Tensor, largest: float) -> None:
 
 
 class LearningRate:
-    """The learning rate of each local step, by DeepSpeed's own schedules."""
+    """The learning rate of each local step, by the trainer's own schedules."""
 
     def __init__(self, ds_config: dict[str, Any]) -> None:
         params = ds_config["optimizer"].get("params", {})
@@ -124,9 +124,7 @@ class LearningRate:
         self._schedule = None
         if block is not None:
             with quiet():  # it warns of a first step that is none
-                self._schedule = getattr(lr_schedules, block["type"])(
-                    self._optimizer, **block.get("params", {})
-                )
+                self._schedule = build_schedule(block, self._optimizer)
 
     def next(self) -> float:
         """Of the step to come; called once per step."""

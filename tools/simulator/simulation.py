@@ -4,14 +4,12 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.data.dataset import SampleDataset
 from megatron_noloco.data.datasets import Datasets, Needs, build_datasets
-from megatron_noloco.data.microbatches import ValidationSource
+from megatron_noloco.data.microbatches import Microbatch, ValidationSource, gather
 from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.outer import Rounds, TorchWeights
 from megatron_noloco.plans.samples import BatchPlan
@@ -40,8 +38,8 @@ class Simulation:
         config: a run of replicas of one rank each, without routes (one stage has none).
         compiled: local steps by `torch.compile`: a third less time, after half a minute; needs a C++ compiler.
 
-    Raises ValueError for parallel sizes other than 1, `replicas` "auto", and settings of the inner optimizer that
-    are not simulated.
+    Raises ValueError for parallel sizes other than 1, `replicas` "auto", and settings of data, model and
+    inner optimizer that are not simulated.
     """
 
     def __init__(self, config: RunConfig, compiled: bool = False) -> None:
@@ -54,6 +52,12 @@ class Simulation:
             )
         if config.deepspeed["optimizer"]["type"] not in ("AdamW", "Muon") or config.precision != "fp32":
             raise ValueError("optimizer.type must be AdamW or Muon, and the precision fp32, in a simulation")
+        if config.model.z_loss_coeff:
+            raise ValueError("model.z_loss_coeff is not simulated")
+        if config.data.reset_attention_mask or config.data.eod_mask_loss or config.data.sft_data_path:
+            raise ValueError(
+                "data.reset_attention_mask, data.eod_mask_loss and data.sft_data_path are not simulated"
+            )
         self.config = config
         self.replicas = config.parallel.replicas
         tokenizer = build_tokenizer(config.tokenizer)
@@ -115,7 +119,8 @@ class Simulation:
 
     def _local_step(self, step: int) -> None:
         ids = self.order.ids(self.plan.consumed(step), self.plan.global_batch)
-        samples = _gather(self.datasets.train, ids).view(self.replicas, self.plan.replica_batch, -1)
+        samples = _whole_samples(gather(self.datasets.train, ids))
+        samples = samples.view(self.replicas, self.plan.replica_batch, -1)
         self.weights.requires_grad_()
         (gradients,) = torch.autograd.grad(self._training_losses(self.weights, samples).sum(), self.weights)
         self.weights.requires_grad_(False)
@@ -142,9 +147,9 @@ def _validation_samples(config: RunConfig, datasets: Datasets) -> Tensor:
     """The trainer's validation microbatches, shape [microbatches, micro_batch_size, seq_length + 1]."""
     (part,) = datasets.validation
     source = ValidationSource(part.dataset, config.micro_batch_size, config.evaluation.iters)
-    pairs = [source.microbatch(index) for index in range(len(source))]
-    return torch.stack([torch.cat([tokens, labels[:, -1:]], dim=1) for tokens, labels in pairs])
+    return torch.stack([_whole_samples(source.microbatch(index)) for index in range(len(source))])
 
 
-def _gather(dataset: SampleDataset, ids: np.ndarray) -> Tensor:
-    return torch.from_numpy(np.stack([dataset[index] for index in ids.tolist()]))
+def _whole_samples(microbatch: Microbatch) -> Tensor:
+    """Tokens and the last label, shape [samples, seq_length + 1]."""
+    return torch.cat([microbatch.tokens, microbatch.labels[:, -1:]], dim=1)

@@ -1,0 +1,67 @@
+"""Our schedules of the learning rate, as functions of the local steps done."""
+
+import math
+
+import pytest
+import torch
+
+from megatron_noloco.engine.schedule import RatioLR
+from megatron_noloco.plans.learning_rate import DECAYS, WSD, InverseSquareRoot
+
+
+def ratios(schedule: WSD | InverseSquareRoot, steps: int) -> list[float]:
+    return [schedule.ratio(done) for done in range(steps)]
+
+
+def test_wsd_warms_up_stays_and_decays() -> None:
+    schedule = WSD(total_num_steps=12, warmup_num_steps=4, decay_num_steps=4, min_ratio=0.2)
+    assert ratios(schedule, 14) == pytest.approx([0.25, 0.5, 0.75, 1, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
+
+
+@pytest.mark.parametrize("decay_type", DECAYS)
+def test_every_decay_begins_at_the_peak_and_ends_at_the_minimum(decay_type: str) -> None:
+    found = ratios(WSD(10, 10, decay_type=decay_type, min_ratio=0.1), 11)
+    assert found[0] == 1
+    assert found[-1] == pytest.approx(0.1)
+    assert found == sorted(found, reverse=True)
+
+
+def test_the_decays_have_their_shapes() -> None:
+    halfway = {name: WSD(8, 8, decay_type=name).ratio(2) for name in DECAYS}
+    assert halfway == pytest.approx(
+        {"linear": 0.75, "cosine": (1 + math.cos(math.pi / 4)) / 2, "1-sqrt": 0.5}
+    )
+
+
+def test_inverse_square_root_of_the_local_steps() -> None:
+    assert ratios(InverseSquareRoot(4, min_ratio=0.45), 36)[:5] == pytest.approx(
+        [0.25, 0.5, 0.75, 1, 0.8**0.5]
+    )
+    assert InverseSquareRoot(4).ratio(15) == 0.5
+    assert InverseSquareRoot(4, min_ratio=0.45).ratio(35) == 0.45
+    assert InverseSquareRoot(0).ratio(3) == 0.5
+
+
+def test_a_warm_up_and_a_decay_longer_than_the_run_are_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"warmup_num_steps 6 \+ decay_num_steps 5 is more than total_num_steps 10"
+    ):
+        WSD(10, warmup_num_steps=6, decay_num_steps=5)
+
+
+def test_the_rates_of_all_groups_keep_their_ratio_and_the_state_is_the_step() -> None:
+    def rates(schedule: RatioLR) -> list[float]:
+        schedule.step()
+        return schedule.get_last_lr()
+
+    def schedule(decay: int) -> RatioLR:
+        groups = [{"params": [torch.zeros(1)], "lr": lr} for lr in (0.02, 0.001)]
+        return RatioLR(torch.optim.SGD(groups), WSD(10, decay))
+
+    before = schedule(5)
+    for _ in range(6):
+        last = rates(before)
+    assert last == pytest.approx([0.02 * 0.8, 0.001 * 0.8])
+    after = schedule(10)  # resumed with another decay
+    after.load_state_dict(before.state_dict())
+    assert rates(after) == pytest.approx([0.02 * 0.3, 0.001 * 0.3])

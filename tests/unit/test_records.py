@@ -1,0 +1,206 @@
+"""Records for fine-tuning: what they become, where the answers are, and how they share samples."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_noloco.cli.main import main
+from megatron_noloco.data.dataset import IGNORED
+from megatron_noloco.data.datasets import Needs, build_datasets, validation_datasets
+from megatron_noloco.data.fast_tokenizer import FastTokenizer
+from megatron_noloco.data.records import Record, RecordDataset, load_records, pack
+from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
+from megatron_noloco.spec.data import RecordSource, Split
+from tests.unit.test_preprocess import make_tokenizer
+
+# Answers end with a token of their own, which is of the answer, and so is the newline after it.
+TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}"
+    "{% if message['role'] == 'assistant' %}<end>{% endif %}{{ '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# Forgets earlier answers, as templates of models that think do with their thoughts.
+FORGETFUL = TEMPLATE.replace("{{ message['content'] }}", "{{ message['content'] if loop.last else '-' }}")
+CHAT = [
+    {"role": "system", "content": "Größe"},
+    {"role": "user", "content": "two"},
+    {"role": "assistant", "content": "three four"},
+    {"role": "user", "content": "five"},
+    {"role": "assistant", "content": "six"},
+]
+BYTES = ByteTokenizer()
+END = BYTES.end_of_document
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return chat_tokenizer(tmp_path_factory.mktemp("tokenizer"), TEMPLATE)
+
+
+def chat_tokenizer(folder: Path, template: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    make_tokenizer(folder)
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def write(path: Path, *records: Any) -> str:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def answers(record: Record, tokenizer: Tokenizer) -> str:
+    """The text of the tokens that have a loss; special tokens are left out."""
+    return tokenizer.decode(record.tokens[record.answer])
+
+
+class TestRecords:
+    def test_a_conversation_has_the_tokens_of_transformers_and_its_answers_a_loss(
+        self, model: Path, tmp_path: Path
+    ) -> None:
+        from transformers import AutoTokenizer
+
+        tokenizer = FastTokenizer(model)
+        (record,) = load_records(write(tmp_path / "a.jsonl", {"messages": CHAT}), tokenizer)
+        theirs = AutoTokenizer.from_pretrained(model).apply_chat_template(CHAT, return_dict=True)
+        assert record.tokens.tolist() == theirs["input_ids"]
+        assert answers(record, tokenizer) == "three four\nsix\n"
+        assert (record.tokens[record.answer] == tokenizer.end_of_document).sum() == 2
+
+    @pytest.mark.parametrize("bytes_", [True, False], ids=["bytes", "Hugging Face"])
+    def test_a_completion_ends_and_its_prompt_has_no_loss(
+        self, bytes_: bool, model: Path, tmp_path: Path
+    ) -> None:
+        tokenizer: Tokenizer = BYTES if bytes_ else FastTokenizer(model)
+        path = write(tmp_path / "a.jsonl", {"prompt": "Größe: ", "completion": "zwölf"})
+        (record,) = load_records(path, tokenizer)
+        assert tokenizer.decode(record.tokens) == "Größe: zwölf"
+        assert answers(record, tokenizer) == "zwölf"
+        assert record.tokens[-1] == tokenizer.end_of_document
+        assert record.answer[-1]
+
+    def test_the_files_of_a_folder_in_order(self, tmp_path: Path) -> None:
+        for name in "ba":
+            write(tmp_path / f"{name}.jsonl", {"prompt": "", "completion": name})
+        (tmp_path / "README.md").write_text("not a record")
+        records = load_records(str(tmp_path), BYTES)
+        assert [BYTES.decode(record.tokens) for record in records] == ["a", "b"]
+
+    @pytest.mark.parametrize(
+        ("record", "line"),
+        [
+            ({"text": "a"}, 'must be an object with "messages", a list, or with "prompt" and "completion"'),
+            ([1], "must be an object"),
+            ({"messages": ["hello"]}, 'each of messages must be an object with "role" and "content"'),
+            ({"messages": CHAT[:2]}, 'no message has the role "assistant": there is nothing to learn'),
+            ({"messages": [{"role": "assistant"}]}, "the chat template refuses the messages"),
+        ],
+    )
+    def test_what_is_no_record_is_named_in_one_line(self, record: Any, line: str, tmp_path: Path) -> None:
+        strict = TEMPLATE.replace("{{ message['content'] }}", "{{ message['content'] + '' }}")
+        tokenizer = FastTokenizer(chat_tokenizer(tmp_path / "strict", strict))
+        path = write(tmp_path / "a.jsonl", {"prompt": "", "completion": "a"}, record)
+        with pytest.raises(ValueError, match=rf"a.jsonl, line 2: {line}") as caught:
+            load_records(path, tokenizer)
+        assert "\n" not in str(caught.value)
+
+    def test_a_template_that_changes_earlier_turns_is_refused_where_it_does(self, tmp_path: Path) -> None:
+        tokenizer = FastTokenizer(chat_tokenizer(tmp_path / "forgetful", FORGETFUL))
+        with pytest.raises(ValueError, match=r"line 1: the chat template renders message 3 or those before"):
+            load_records(write(tmp_path / "a.jsonl", {"messages": CHAT}), tokenizer)
+
+    def test_without_a_template(self, tmp_path: Path) -> None:
+        make_tokenizer(tmp_path)
+        path = write(tmp_path / "a.jsonl", {"messages": CHAT})
+        for tokenizer in (BYTES, FastTokenizer(tmp_path)):
+            with pytest.raises(ValueError, match=r"line 1: .* has no chat template"):
+                load_records(path, tokenizer)
+
+    def test_an_export_keeps_the_template(self, model: Path, tmp_path: Path) -> None:
+        FastTokenizer(model).save(tmp_path, 128)
+        assert FastTokenizer(tmp_path).render(CHAT) == FastTokenizer(model).render(CHAT)
+
+
+def record(length: int, first: int = 0, answered: int = 1) -> Record:
+    """Counting tokens, of which the last `answered` are the answer."""
+    return Record(np.arange(first, first + length), np.arange(length) >= length - answered)
+
+
+class TestRecordDataset:
+    def test_records_in_one_sample_are_documents_and_the_rest_is_padding(self) -> None:
+        dataset = RecordDataset([record(4, 10, 2), record(3, 20)], 8, "the data", True, END)
+        assert len(dataset) == 1
+        tokens, labels, documents = dataset[0]
+        assert tokens.tolist() == [10, 11, 12, 20, 21, END, END, END]
+        assert labels.tolist() == [IGNORED, 12, 13, IGNORED, 22, IGNORED, IGNORED, IGNORED]
+        assert documents is not None
+        assert documents.tolist() == [0, 0, 0, 1, 1, 2, 2, 2]
+        assert dataset.tokens.tolist() == [12, 13, 22]
+
+    def test_one_record_in_each(self) -> None:
+        dataset = RecordDataset([record(4, 10), record(3, 20)], 8, "the data", False, END)
+        assert [dataset[index].tokens[0] for index in range(len(dataset))] == [10, 20]
+        assert dataset[0].documents is None
+
+    def test_longer_records_are_cut_and_without_an_answer_left_out(self) -> None:
+        long = [record(12, 0, 6), record(12, 50, 2)]
+        dataset = RecordDataset([*long, record(3, 90)], 8, "the data", False, END)
+        assert dataset.cut == 2
+        assert len(dataset) == 2
+        assert dataset[0].labels.tolist() == [IGNORED] * 5 + [6, 7, 8]
+        with pytest.raises(ValueError, match="the data: none of 1 records has an answer within 8 tokens"):
+            RecordDataset([record(12, 0, 2)], 8, "the data", True, END)
+
+    @settings(max_examples=100, deadline=None)
+    @given(lengths=st.lists(st.integers(1, 20), max_size=60))
+    def test_packing_holds_every_record_once_and_no_two_samples_fit_into_one(
+        self, lengths: list[int]
+    ) -> None:
+        samples = pack(lengths, 20)
+        assert sorted(place for sample in samples for place in sample) == list(range(len(lengths)))
+        fills = sorted(sum(lengths[place] for place in sample) for sample in samples)
+        assert all(fill <= 20 for fill in fills)
+        assert len(fills) < 2 or fills[0] + fills[1] > 20
+
+
+def source(path: str, split: str = "8,2", packed: bool = True) -> RecordSource:
+    return RecordSource(path, Split.parse(split), packed)
+
+
+def test_splits_are_whole_records_in_their_order(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", *({"prompt": "", "completion": str(n)} for n in range(10)))
+    needs = Needs(257, 8, global_batch=2)
+    built = build_datasets(source(path, packed=False), BYTES, needs)
+    first = [BYTES.decode(built.train[index].tokens[:1]) for index in range(len(built.train))]
+    assert first == list("01234567")
+    assert "10 records (0 longer than a sample), 8 training samples" in built.about
+    (validation,) = validation_datasets(source(path, packed=False), BYTES, needs)
+    assert len(validation) == 2
+    with pytest.raises(ValueError, match=r"leaves the validation split of .* empty \(10 records\)"):
+        build_datasets(source(path, "999,1"), BYTES, needs)
+
+
+def test_config_check_looks_for_the_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {
+        "num_layers": 1,
+        "hidden_size": 8,
+        "ffn_hidden_size": 8,
+        "num_attention_heads": 2,
+        "seq_length": 8,
+    }
+    raw = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW"},
+        "model": sizes,
+        "data": {"sft_data_path": str(tmp_path / "nowhere")},
+        "training": {"train_iters": 1, "output_dir": str(tmp_path)},
+        "noloco": {"enabled": False},
+    }
+    (tmp_path / "run.json").write_text(json.dumps(raw))
+    assert main(["config", "--check", str(tmp_path / "run.json")]) == 2
+    assert "data.sft_data_path: no file or folder at" in capsys.readouterr().err
