@@ -19,7 +19,7 @@ from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.huggingface.export import distribute
 from megatron_noloco.huggingface.folder import read_architecture
 from megatron_noloco.huggingface.pretrained import check_fits, model_block
-from megatron_noloco.model.families import FAMILIES, Parameter, table_of
+from megatron_noloco.model.families import FAMILIES, Parameter, architecture_of, table_of
 from megatron_noloco.spec.architecture import Architecture
 
 HEADS, HEAD_SIZE, HIDDEN, FFN, LAYERS, VOCABULARY = 4, 6, 20, 24, 2, 259
@@ -234,6 +234,78 @@ def test_rotary_embeddings_of_transformers_4_and_5(
     change_config(**keys)(folder)
     found = read_architecture(folder)
     assert (found.rotary_base, found.rope_scaling_factor) == (base, factor)
+
+
+# What decides the model in published config.json files; then the number of weights in the tensors beside them
+PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "Llama-3.2-1B": (
+        {
+            "model_type": "llama", "attention_bias": False, "attention_dropout": 0.0, "head_dim": 64,
+            "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 8192,
+            "max_position_embeddings": 131072, "mlp_bias": False, "num_attention_heads": 32,
+            "num_hidden_layers": 16, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192, "rope_type": "llama3",
+            },
+            "rope_theta": 500000.0, "tie_word_embeddings": True, "vocab_size": 128256,
+        },
+        1_235_814_400,
+    ),
+    "Qwen2.5-0.5B": (
+        {
+            "model_type": "qwen2", "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": 896,
+            "intermediate_size": 4864, "max_position_embeddings": 32768, "max_window_layers": 24,
+            "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2,
+            "rms_norm_eps": 1e-06, "rope_theta": 1000000.0, "sliding_window": 32768,
+            "tie_word_embeddings": True, "use_mrope": False, "use_sliding_window": False,
+            "vocab_size": 151936,
+        },
+        494_032_768,
+    ),
+    "Qwen3-0.6B": (
+        {
+            "model_type": "qwen3", "attention_bias": False, "attention_dropout": 0.0, "head_dim": 128,
+            "hidden_act": "silu", "hidden_size": 1024, "intermediate_size": 3072,
+            "max_position_embeddings": 40960, "max_window_layers": 28, "num_attention_heads": 16,
+            "num_hidden_layers": 28, "num_key_value_heads": 8, "rms_norm_eps": 1e-06, "rope_scaling": None,
+            "rope_theta": 1000000, "sliding_window": None, "tie_word_embeddings": True,
+            "use_sliding_window": False, "vocab_size": 151936,
+        },
+        596_049_920,
+    ),
+    "Mistral-7B-v0.1": (
+        {
+            "model_type": "mistral", "hidden_act": "silu", "hidden_size": 4096, "intermediate_size": 14336,
+            "max_position_embeddings": 32768, "num_attention_heads": 32, "num_hidden_layers": 32,
+            "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096,
+            "tie_word_embeddings": False, "vocab_size": 32000,
+        },
+        7_241_732_096,
+    ),
+    "Mixtral-8x7B-v0.1": (
+        {
+            "model_type": "mixtral", "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": 4096,
+            "intermediate_size": 14336, "max_position_embeddings": 32768, "num_attention_heads": 32,
+            "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8,
+            "num_local_experts": 8, "output_router_logits": False, "rms_norm_eps": 1e-05,
+            "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": None,
+            "tie_word_embeddings": False, "vocab_size": 32000,
+        },
+        46_702_792_704,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_models_are_read_with_all_their_weights(name: str) -> None:
+    keys, parameters = PUBLISHED[name]
+    found = architecture_of(keys)
+    assert table_of(found).parameter_count == parameters
+    assert found.family == keys["model_type"]
+    assert found.rotary_base == keys["rope_theta"]
+    assert found.rope_scaling_factor == (32.0 if "Llama" in name else None)
+    assert found.sliding_window == (4096 if "Mistral" in name else None)
 
 
 # What transformers takes for keys that a config.json lacks, and what makes no difference there
