@@ -42,6 +42,8 @@ def check_documents(data: DataConfig, model: ModelConfig) -> Iterator[str]:
             "data.reset_position_ids needs data.reset_attention_mask: a rotary embedding knows differences of "
             "positions only, which have no meaning between documents that restart"
         )
+    if data.sft_data_path is None and not data.sft_packing:
+        yield "data.sft_packing has a meaning only with data.sft_data_path"
     for name in ("reset_attention_mask", "eod_mask_loss"):
         if data.sft_data_path is not None and getattr(data, name):
             yield (

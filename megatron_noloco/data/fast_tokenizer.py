@@ -70,7 +70,8 @@ class FastTokenizer:
                 messages, tools=tools, add_generation_prompt=asks, tokenize=False
             )
         except Exception as error:  # whatever a template does with messages it does not expect
-            raise ValueError(f"the chat template refuses the messages: {error}") from None
+            reason = " ".join(str(error).split())
+            raise ValueError(f"the chat template refuses the messages: {reason}") from None
 
     @cached_property
     def _templated(self) -> Any:

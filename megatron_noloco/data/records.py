@@ -66,9 +66,18 @@ def _read(file: Path, tokenizer: Tokenizer) -> Iterator[_Text]:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
-                    yield _text_of(json.loads(line), tokenizer)
-                except ValueError as error:  # of json, too
+                    text = _text_of(_parse(line), tokenizer)
+                    text.text.encode()  # JSON can hold halves of characters, which no tokenizer takes
+                    yield text
+                except ValueError as error:
                     raise ValueError(f"{file}, line {number}: {error}") from None
+
+
+def _parse(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise ValueError(f"not JSON ({error})") from None
 
 
 def _text_of(record: Any, tokenizer: Tokenizer) -> _Text:

@@ -26,7 +26,7 @@ class CrossEntropyWithZLoss(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, labels: Tensor, coefficient: float, group: Any) -> Tensor:
         largest = logits.amax(dim=-1).float()
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-        exponentials = logits.float().sub(largest[..., None]).exp_()
+        exponentials = (logits - largest[..., None]).exp_()  # fp32, as `largest` is
         places = labels - dist.get_rank(group) * logits.size(-1)
         here = (places >= 0) & (places < logits.size(-1))
         places = places.where(here, 0)
@@ -42,6 +42,6 @@ class CrossEntropyWithZLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         softmax, places, here, scale = ctx.saved_tensors
-        of_logits = softmax * (gradient * scale)[..., None]
+        of_logits = softmax.mul_((gradient * scale)[..., None])  # in its place: a vocabulary is large
         of_logits.scatter_add_(-1, places[..., None], -(gradient * here)[..., None])
         return of_logits.to(ctx.dtype), None, None, None

@@ -36,6 +36,11 @@ def noloco(routing: str = "round", **settings: Any) -> dict[str, Any]:
     return {"local_steps": K, "routing": {"interval": routing}, **settings}
 
 
+WSD: dict[str, Any] = {
+    "type": "WSD",
+    "params": {"decay_num_steps": 10, "warmup_min_ratio": None, "warmup_type": None, "cos_min_ratio": None},
+}
+
 # name: (changes of the tiny config, ranks)
 RUNS: dict[str, tuple[dict[str, Any], int]] = {
     "4 replicas": ({"parallel": {"replicas": 4}, "noloco": noloco()}, 4),
@@ -68,8 +73,13 @@ RUNS: dict[str, tuple[dict[str, Any], int]] = {
         {"parallel": {"replicas": 2, "data_parallel_size": 2}, "noloco": noloco(method="diloco"), **BF16},
         4,
     ),
-    "2 replicas x dp 2, Muon": (
-        {"parallel": {"replicas": 2, "data_parallel_size": 2}, "noloco": noloco(), **MUON},
+    "2 replicas x dp 2, Muon, WSD": (
+        {
+            "parallel": {"replicas": 2, "data_parallel_size": 2},
+            "noloco": noloco(),
+            "scheduler": WSD,
+            **MUON,
+        },
         4,
     ),
     "2 replicas x 2 stages, bf16, Muon, dropout": (
@@ -381,11 +391,6 @@ WARMUP_DECAY = {
         "warmup_min_ratio": None,
         "cos_min_ratio": None,
     },
-}
-
-WSD = {
-    "type": "WSD",
-    "params": {"decay_num_steps": 10, "warmup_min_ratio": None, "warmup_type": None, "cos_min_ratio": None},
 }
 
 

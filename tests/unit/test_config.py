@@ -218,6 +218,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"data": {"sft_data_path": "a"}, "model.transformer_impl": "transformer_engine"},
         'data.sft_packing needs model.transformer_impl "local" (or "auto")',
     ),
+    ({"data.sft_packing": False}, "data.sft_packing has a meaning only with data.sft_data_path"),
     ({"model.z_loss_coeff": -1.0}, "model.z_loss_coeff: must be a number >= 0, got -1.0"),
     ({"data.reset_position_ids": True}, "data.reset_position_ids needs data.reset_attention_mask: a rotary"),
     (

@@ -97,6 +97,7 @@ class TestRecords:
             ({"text": "a"}, 'must be an object with "messages", a list, or with "prompt" and "completion"'),
             ([1], "must be an object"),
             ({"messages": ["hello"]}, 'each of messages must be an object with "role" and "content"'),
+            ({"prompt": "\ud800", "completion": "a"}, "'utf-8' codec can't encode character"),
             ({"messages": CHAT[:2]}, 'no message has the role "assistant": there is nothing to learn'),
             ({"messages": [{"role": "assistant"}]}, "the chat template refuses the messages"),
         ],
@@ -108,6 +109,11 @@ class TestRecords:
         with pytest.raises(ValueError, match=rf"a.jsonl, line 2: {line}") as caught:
             load_records(path, tokenizer)
         assert "\n" not in str(caught.value)
+
+    def test_a_line_that_is_no_json(self, tmp_path: Path) -> None:
+        (tmp_path / "a.jsonl").write_text('\n{"prompt": \n')
+        with pytest.raises(ValueError, match=r"a.jsonl, line 2: not JSON \("):
+            load_records(str(tmp_path), BYTES)
 
     def test_a_template_that_changes_earlier_turns_is_refused_where_it_does(self, tmp_path: Path) -> None:
         tokenizer = FastTokenizer(chat_tokenizer(tmp_path / "forgetful", FORGETFUL))
