@@ -32,7 +32,7 @@ _ZERO_OFF = {
 
 
 def resolve(
-    raw: dict[str, Any], dp_size: int | None, train_iters: int | None, seq_length: int | None
+    raw: dict[str, Any], dp_size: int | None, train_iters: int | None
 ) -> tuple[dict[str, Any], list[Problem]]:
     """What DeepSpeed is given for the user's top-level keys, and what is wrong with them.
 
@@ -40,7 +40,6 @@ def resolve(
         raw: the top-level keys that are not one of our blocks and are known to DeepSpeed.
         dp_size: DeepSpeed's world size, since a replica is a whole DeepSpeed world; None when it is not known.
         train_iters: local steps, the meaning of scheduler.params.total_num_steps "auto"; None when not known.
-        seq_length: tokens of a sample, for optimizer.params.betas "auto"; None when it is not known.
     """
     values = copy.deepcopy(raw)
     problems = [
@@ -52,8 +51,6 @@ def resolve(
         *deepspeed_optimizer.check(values, "optimizer" in raw),
         *_zero(values),
     ]
-    if TRAIN in values and train_iters and seq_length:
-        deepspeed_optimizer.choose_betas(values, values[TRAIN] * seq_length, train_iters)
     for block in sorted(keys.CHECKED & values.keys()):
         problems += deepspeed_models.problems_in(block, values[block])
     return values, [*problems, *_precision(values)]
@@ -108,7 +105,7 @@ def _autos(values: dict[str, Any], train_iters: int | None) -> Iterator[Problem]
         for name, value in params.items() if isinstance(params, dict) else ():
             if value == AUTO and name == "total_num_steps":
                 params[name] = train_iters or AUTO
-            elif value == AUTO and not (name == "betas" and deepspeed_optimizer.is_adam(values[block])):
+            elif value == AUTO:
                 text = f'{block}.params.{name}: "auto" has no meaning here; give a number'
                 yield Problem((block,), text)
     for block in keys.CHECKED & values.keys():

@@ -7,10 +7,8 @@ from megatron_noloco.config import deepspeed_keys as keys
 from megatron_noloco.config import schedule
 from megatron_noloco.config.wording import Path, Problem, is_size, nearest, shown, unknown_key, wrong_value
 from megatron_noloco.plans.learning_rate import SCHEDULES
-from megatron_noloco.plans.second_moment import HALF_LIFE_TOKENS, beta2_for
 
 _WARMUP_DEFAULT = 1000  # DeepSpeed's warmup_num_steps
-_BETA1 = 0.9
 # DeepSpeed's for Muon; the rates where the file has no `lr` either.
 MUON_DEFAULTS = {
     "momentum": 0.95,
@@ -42,20 +40,8 @@ def check(values: dict[str, Any], given: bool) -> Iterator[Problem]:
         yield from _two_rates(values.get("optimizer", {}), values["scheduler"].get("type"))
 
 
-def is_adam(optimizer: dict[str, Any]) -> bool:
-    """Whether its betas may be "auto"."""
-    return str(optimizer.get("type")).lower() in ("adam", "adamw", "muon")
-
-
 def is_muon(optimizer: dict[str, Any]) -> bool:
     return str(optimizer.get("type")).lower() == "muon"
-
-
-def choose_betas(values: dict[str, Any], tokens_per_step: int, train_iters: int) -> None:
-    """Numbers for betas "auto": beta2 by the batch of a replica; see `beta2_for`."""
-    params = values.get("optimizer", {}).get("params", {})
-    if params.get("betas") == "auto":
-        params["betas"] = [_BETA1, beta2_for(tokens_per_step, HALF_LIFE_TOKENS, train_iters)]
 
 
 def _form(block: str, value: dict[str, Any]) -> Iterator[Problem]:

@@ -95,7 +95,6 @@ class RunConfig:
             {key: value for key, value in raw.items() if key not in unread},
             parallel.data_parallel_size if parallel else None,
             training.train_iters if training else None,
-            blocks["model"].seq_length if "model" in blocks else None,
         )
         problems += wrong
         if problems:

@@ -13,7 +13,6 @@ from megatron_noloco.plans.fragments import most_under_way
 from megatron_noloco.plans.grouping import prime_factors
 from megatron_noloco.plans.learning_rate import SCHEDULES
 from megatron_noloco.plans.routing import Routing
-from megatron_noloco.plans.second_moment import half_life_steps
 from megatron_noloco.plans.stability import rounds_to_halve
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.spec.architecture import Architecture
@@ -104,7 +103,7 @@ def _optimizer(config: RunConfig, architecture: Architecture | None) -> str:
         )
     text = ", ".join([name, *(f"{name} {_setting(value)}" for name, value in params.items())])
     if "betas" in params and params["betas"][1]:
-        steps = half_life_steps(params["betas"][1])
+        steps = math.log(0.5) / math.log(params["betas"][1])
         tokens = steps * config.replica_batch * config.model.seq_length
         text += f"; half-life of the second moment {steps:,.1f} local steps, {tokens:,.0f} tokens per replica"
     return text

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from megatron_noloco.plans.draws import Stream, draw_permutation, draw_words
 from megatron_noloco.plans.grouping import Grouping, prime_factors
 from megatron_noloco.plans.samples import BatchPlan, SampleOrder
-from megatron_noloco.plans.second_moment import LONGEST_HALF_LIFE, beta2_for, half_life_steps
 from megatron_noloco.plans.stability import cycle_spread_factor, rounds_to_halve, spread_factor
 from megatron_noloco.plans.topology import Place, Position, Topology
 
@@ -374,18 +373,3 @@ class TestCycles:
 
     def test_cycles_bring_replicas_together_faster_than_random_pairs(self) -> None:
         assert cycle_spread_factor(0.5, 0.7, (2, 2, 2)) < spread_factor(0.5, 0.7, 2)
-
-
-class TestSecondMoment:
-    def test_the_reference_batch_has_the_reference_beta2(self) -> None:
-        half_life = half_life_steps(0.95) * 500_000
-        assert beta2_for(500_000, half_life, train_iters=10_000) == pytest.approx(0.95, rel=1e-12)
-
-    def test_a_batch_of_the_nth_part_takes_the_nth_root(self) -> None:
-        whole, eighth = (beta2_for(tokens, 4e6, train_iters=100_000) for tokens in (80_000, 10_000))
-        assert eighth**8 == pytest.approx(whole, rel=1e-12)
-
-    def test_the_half_life_is_at_most_a_share_of_the_run(self) -> None:
-        assert half_life_steps(beta2_for(1_000, 1e9, train_iters=200)) == pytest.approx(
-            LONGEST_HALF_LIFE * 200
-        )
