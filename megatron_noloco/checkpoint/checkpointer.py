@@ -51,9 +51,9 @@ class Checkpointer:
         started = time.perf_counter()
         step_before, error_before = self.saved_step, self.wait()  # at most one copy is in memory
         self.saved_step = step
-        tensors, numbers = self._tensors(), self.engine.numbers()
-        if self.settings.async_save:  # a copy in host memory that training does not touch
-            tensors = {name: tensor.to("cpu", copy=True) for name, tensor in tensors.items()}
+        copy = self.settings.async_save  # training must not touch what is being written
+        tensors = {name: tensor.to("cpu", copy=copy) for name, tensor in self._tensors().items()}
+        numbers = self.engine.numbers()
         self._writing = self._writer.submit(self._write, step, tensors, numbers, counters)
         error = None if self.settings.async_save else self.wait()
         pause_seconds = time.perf_counter() - started
@@ -103,10 +103,9 @@ class Checkpointer:
         catalog.publish(self.settings.folder, step_folder, topology.world_size, self.settings.keep_last)
 
     def _tensors(self) -> dict[str, Tensor]:
-        """All of this rank's state that is not a number, by name; live where it is in host memory."""
+        """All of this rank's state but for the engine's numbers, by name; live."""
         outer = cut(self.outer.state(), self.engine.parameter_layout())
-        tensors = self.engine.tensors() | outer | random_state()
-        return {name: tensor.cpu() for name, tensor in tensors.items()}
+        return self.engine.tensors() | outer | random_state()
 
     def close(self) -> str | None:
         error = self.wait()

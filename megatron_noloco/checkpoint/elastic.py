@@ -14,7 +14,7 @@ def source_replica(replica: int, saved_replicas: int) -> int:
     return replica % saved_replicas
 
 
-def read_manifests_of(manifests: list[Manifest], replicas: int, fold: bool) -> list[Manifest]:
+def needed(manifests: list[Manifest], replicas: int, fold: bool) -> list[Manifest]:
     """Those whose files will be read, by one rank or another of a run of so many replicas."""
     return [manifest for manifest in manifests if fold or manifest.position.replica < replicas]
 

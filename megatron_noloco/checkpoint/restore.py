@@ -44,7 +44,7 @@ def restore(
     engine.restore(reader.of_weights(*PREFIXES), reader.source.engine)
     state = _outer_state(reader)
     if settings.fold and groups.topology.replicas < saved.replicas:
-        for name in elastic.FOLDED:
+        for name in filter(reader.has_vector, elastic.FOLDED):
             shift = elastic.shift_of_mean(reader, name, saved.replicas, groups.topology.replicas)
             state[name] += shift
             if name == WEIGHTS:

@@ -69,8 +69,8 @@ def _examine(folder: Path, replicas: int, fold: bool) -> tuple[list[Manifest], s
     """
     try:
         manifests = catalog.read_manifests(folder)
-        to_read = elastic.read_manifests_of(manifests, replicas, fold)
-        for manifest in to_read[dist.get_rank() :: dist.get_world_size()]:
+        needed = elastic.needed(manifests, replicas, fold)
+        for manifest in needed[dist.get_rank() :: dist.get_world_size()]:
             verify(catalog.replica_folder(folder, manifest.position.replica), manifest.files)
         return manifests, ""
     except DamagedCheckpointError as error:
