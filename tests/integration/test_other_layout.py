@@ -61,19 +61,19 @@ def ranks(changes: Changes) -> int:
     return int(sizes["replicas"] * math.prod(sizes[name] for name in names))
 
 
-def saved_run(folder: Path, changes: Sequence[Changes]) -> Run:
-    """A run up to step SAVED. Routes are straight: random ones depend on the stages."""
+def saved_run(folder: Path, changes: Sequence[Changes], steps: int = SAVED) -> Run:
+    """A run of so many steps, saved after SAVED. Routes are straight: random ones depend on the stages."""
     run = Run(folder, {"noloco": {"local_steps": K, "routing": {"interval": "off"}}})
     for change in ({"model": {"num_layers": 4}}, *changes):
         run.change(change)
     run.change({"training": {"train_iters": STEPS}, "checkpoint": {"save_interval": SAVED, "keep_last": 9}})
-    launch(run, ranks(changes[-1]), SAVED)
+    launch(run, ranks(changes[-1]), steps)
     return run
 
 
-def launch(run: Run, count: int, train_iters: int = STEPS) -> str:
+def launch(run: Run, count: int, steps: int) -> str:
     """What rank 0 printed."""
-    outcomes = run.launch(count, changes={"training": {"train_iters": train_iters}})
+    outcomes = run.launch(count, changes={"training": {"train_iters": steps}})
     assert [(outcome.code, outcome.err) for outcome in outcomes] == [(0, "")] * count
     return outcomes[0].out
 
@@ -112,11 +112,10 @@ QUICK = ("tp 1 to 2", "pp 2 to dp 2, tied, under way", "dp 2 to pp 2 x vpp 2, Mu
 )
 def test_the_losses_are_those_without_the_change(name: str, tmp_path: Path) -> None:
     both, before, after = CASES[name]
-    unchanged = saved_run(tmp_path / "unchanged", [*both, before])
+    unchanged = saved_run(tmp_path / "unchanged", [*both, before], STEPS)
     moved = unchanged.copy(tmp_path / "moved")
-    launch(unchanged, ranks(before))
-    moved.change(after)
-    told = launch(moved, ranks(after))
+    moved.change({**after, "checkpoint": {"load": str(moved.step_folder(SAVED))}})
+    told = launch(moved, ranks(after), STEPS)
     assert f"step {SAVED}, " in told
     assert "changed: parallel." in told
     found, expected = losses(moved), losses(unchanged)
