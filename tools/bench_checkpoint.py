@@ -131,7 +131,7 @@ def measure(
     """Way -> seconds of each repeat."""
     seconds: dict[str, list[float]] = {}
     for repeat in range(1 + repeats):
-        state = {"states": waiting.engine.collect_state(), "tensors": waiting._tensors()}
+        state = waiting._tensors()
         times = {
             PLAIN: timed(torch.save, state, plain),
             "torch.save and fsync": timed(save_and_sync, state, plain),

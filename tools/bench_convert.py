@@ -181,12 +181,11 @@ def write_checkpoint(checkpoints: Path, config: RunConfig, replicas: int) -> Pat
         folder.mkdir(parents=True, exist_ok=True)
         layout = stage_layout(architecture, position.stage)
         length = sum(torch.Size(shape).numel() for _, shape in layout)
-        name = f"{catalog.rank_name(position)}.safetensors"
-        write_whole(folder / name, partial(write_random, length=length))
-        record = FileRecord.of(folder / name)
-        Manifest(
-            1, 1, topology, position, config.to_dict(), {name: record}, [FlatPart(length, layout)], {}
-        ).write(folder)
+        path = catalog.file_of(step_folder, position, catalog.WEIGHTS)
+        write_whole(path, partial(write_random, length=length))
+        record = FileRecord.of(path)
+        parts, files = [FlatPart(length, layout)], {path.name: record}
+        Manifest(1, 1, topology, position, config.to_dict(), files, architecture, parts).write(folder)
     return step_folder
 
 
@@ -206,7 +205,7 @@ def stage_layout(architecture: Architecture, stage: int) -> list[tuple[str, list
 def write_random(path: Path, length: int) -> None:
     """One vector: the same million random numbers again and again, which no copy can profit from."""
     piece = torch.randn(min(length, 1 << 20))
-    save_file({"slow_weights": piece.repeat(-(-length // len(piece)))[:length].contiguous()}, path)
+    save_file({"slow_weights.0": piece.repeat(-(-length // len(piece)))[:length].contiguous()}, path)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,9 @@ from megatron_noloco.checkpoint.files import (
 from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.files import write_text
 from megatron_noloco.plans.topology import Position, Topology
+from megatron_noloco.spec.architecture import Architecture
 
+WEIGHTS = "slow_weights"
 _STEP = re.compile(r"step_(\d{8,})$")
 
 
@@ -30,7 +32,9 @@ class Manifest:
     position: Position
     config: dict[str, Any]
     files: dict[str, FileRecord]
-    layout: list[FlatPart]  # of this rank's flat weights
+    architecture: Architecture
+    layout: list[FlatPart]  # of this rank's flat vectors
+    engine: dict[str, Any] = field(default_factory=dict)  # see `ReplicaEngine.numbers`
     counters: dict[str, float] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
@@ -48,7 +52,11 @@ class Manifest:
             raw["topology"] = Topology(**raw["topology"])
             raw["position"] = Position(**raw["position"])
             raw["files"] = {name: FileRecord(**record) for name, record in raw["files"].items()}
-            raw["layout"] = [FlatPart(**part) for part in raw["layout"]]
+            raw["architecture"] = Architecture(**raw["architecture"])
+            raw["layout"] = [
+                FlatPart(part["length"], [(name, shape) for name, shape in part["parameters"]])
+                for part in raw["layout"]
+            ]
             return cls(**raw)
         except DamagedCheckpointError:  # a ValueError, too
             raise
@@ -64,6 +72,13 @@ def rank_name(position: Position) -> str:
 
 def manifest_name(position: Position) -> str:
     return f"{rank_name(position)}.json"
+
+
+def file_of(step_folder: Path, position: Position, name: str) -> Path:
+    """Where a rank has a tensor: the slow weights in a file of their own, all that a model is made from."""
+    resume = "" if name.startswith(WEIGHTS) else "resume_"
+    folder = replica_folder(step_folder, position.replica)
+    return folder / f"{resume}{rank_name(position)}.safetensors"
 
 
 def replica_folder(step_folder: Path, replica: int) -> Path:

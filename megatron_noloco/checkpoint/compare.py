@@ -7,15 +7,18 @@ from typing import Any
 _FIXED = (
     "model",
     "data",
-    "parallel.pipeline_model_parallel_size",
-    "parallel.data_parallel_size",
-    "parallel.tensor_model_parallel_size",
-    "parallel.virtual_pipeline_model_parallel_size",
     "training.seed",
     "optimizer.type",
     "bf16.enabled",
     "fp16",
     "data_types",
+)
+# What another layout may ask for: padding that tensor parallelism divides, and other memory for activations.
+_FREE = (
+    "model.make_vocab_size_divisible_by",
+    "model.recompute_granularity",
+    "model.recompute_method",
+    "model.recompute_num_layers",
 )
 _IRRELEVANT = (
     "training",
@@ -33,7 +36,7 @@ def changes(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     refused, allowed = [], []
     for name, before, after in _differences(saved, now):
         line = f"{name}: {before!r} in the checkpoint, {after!r} now"
-        if _within(name, _FIXED):
+        if _within(name, _FIXED) and name not in _FREE:
             refused.append(line)
         elif not _within(name, _IRRELEVANT):
             allowed.append(line)

@@ -1,20 +1,22 @@
-"""Continuing with another number of replicas: from whom each replica of the new run takes its state."""
+"""Continuing with other ranks: from whom each replica of the new run takes its state, and what it counted."""
 
-from pathlib import Path
-
-import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from megatron_noloco.checkpoint.catalog import rank_name, replica_folder
-from megatron_noloco.plans.topology import Position
+from megatron_noloco.checkpoint.catalog import Manifest
+from megatron_noloco.checkpoint.rank_reader import RankReader, same_sizes
+from megatron_noloco.plans.topology import Position, Topology
 
-FLAT_STATE = ("slow_weights", "outer_momentum")
+FOLDED = ("slow_weights", "outer_momentum")  # whose mean over the replicas is kept
 
 
 def source_replica(replica: int, saved_replicas: int) -> int:
     """The saved replica that `replica` continues: itself, or when there are more now, one of the old in turn."""
     return replica % saved_replicas
+
+
+def needed(manifests: list[Manifest], replicas: int, fold: bool) -> list[Manifest]:
+    """Those whose files will be read, by one rank or another of a run of so many replicas."""
+    return [manifest for manifest in manifests if fold or manifest.position.replica < replicas]
 
 
 def what_happened(saved_replicas: int, replicas: int, fold: bool) -> list[str]:
@@ -29,24 +31,30 @@ def what_happened(saved_replicas: int, replicas: int, fold: bool) -> list[str]:
     return cloned + lost
 
 
-def shift_of_mean(folder: Path, at: Position, saved_replicas: int, replicas: int) -> dict[str, Tensor]:
+def shift_of_mean(reader: RankReader, name: str, saved_replicas: int, replicas: int) -> Tensor:
     """What each kept replica must add so that the mean over those kept becomes the mean over all saved.
 
-    Reads one saved replica's vectors at a time: two vectors of memory, however many replicas there were.
+    The replicas are read one after the other: few vectors of memory, however many there were.
     """
-    shifts = {}
-    for name in FLAT_STATE:
-        shift: Tensor | float = 0.0
-        for replica in range(saved_replicas):
-            weight = 1 / saved_replicas - (1 / replicas if replica < replicas else 0)
-            shift = shift + weight * read_flat(folder, replica, at, name).double()
-        assert isinstance(shift, Tensor)
-        shifts[name] = shift.float()
-    return shifts
+    every, kept = (list(range(count)) for count in (saved_replicas, replicas))
+    return reader.vector(name, every).sub_(reader.vector(name, kept))
 
 
-def read_flat(folder: Path, replica: int, at: Position, name: str) -> Tensor:
-    """One flat vector of a saved replica's rank at the same stage, dp and tp place; memory-mapped."""
-    path = replica_folder(folder, replica) / f"{rank_name(at)}.safetensors"
-    with safe_open(path, framework="pt") as file:
-        return file.get_tensor(name) if name in file.keys() else torch.zeros(1)  # noqa: SIM118
+def counters_of(manifests: list[Manifest], topology: Topology, at: Position) -> dict[str, float]:
+    """What a rank has counted since the start of the run; of what ranks of another layout counted, its share.
+
+    Bytes add up over the ranks of a replica, so each rank takes an equal part; anything else is the largest.
+    """
+    saved = manifests[0].topology
+    source = source_replica(at.replica, saved.replicas)
+    if same_sizes(saved, topology):
+        return manifests[saved.rank(Position(source, at.stage, at.dp, at.tp))].counters
+    counted: dict[str, list[float]] = {}
+    for manifest in manifests:
+        if manifest.position.replica == source:
+            for name, value in manifest.counters.items():
+                counted.setdefault(name, []).append(value)
+    return {
+        name: sum(values) / topology.replica_size if name.endswith("_bytes") else max(values)
+        for name, values in counted.items()
+    }

@@ -4,7 +4,7 @@ import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 
-FORMAT = 2
+FORMAT = 3
 _READ_BYTES = 1 << 20
 
 

@@ -4,13 +4,14 @@ Reads manifests and safetensors only, a piece of the replicas' vectors at a time
 """
 
 import math
+from itertools import product
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatron_noloco.checkpoint import catalog
-from megatron_noloco.checkpoint.catalog import Manifest
+from megatron_noloco.checkpoint.catalog import WEIGHTS, Manifest
 from megatron_noloco.checkpoint.files import DamagedCheckpointError, verify
 from megatron_noloco.checkpoint.vector import FlatVector
 from megatron_noloco.plans.topology import Position
@@ -86,13 +87,11 @@ def _stage_spread(folder: Path, manifests: list[Manifest], stage: int) -> float:
     """Standard deviation of the slow weights over the replicas, root mean square over the stage's weights."""
     topology = manifests[0].topology
     squares, count = 0.0, 0
-    for dp in range(topology.dp):
-        for tp in range(topology.tp):
-            name = f"{catalog.rank_name(Position(0, stage, dp, tp))}.safetensors"
-            vectors = [
-                FlatVector(catalog.replica_folder(folder, replica) / name, "slow_weights")
-                for replica in range(topology.replicas)
-            ]
+    for dp, tp in product(range(topology.dp), range(topology.tp)):
+        places = [Position(replica, stage, dp, tp) for replica in range(topology.replicas)]
+        for group in range(len(manifests[topology.rank(places[0])].layout)):
+            name = f"{WEIGHTS}.{group}"
+            vectors = [FlatVector(catalog.file_of(folder, at, name), name) for at in places]
             length, block = vectors[0].length, max(_BLOCK // topology.replicas, 1 << 20)
             for start in range(0, length, block):
                 squares += _variance([v.read(start, min(start + block, length)) for v in vectors])

@@ -4,7 +4,7 @@ The one moment, before the first step, at which all ranks must agree about files
 torch.distributed's default group.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from megatron_noloco.checkpoint import catalog, compare, elastic
 from megatron_noloco.checkpoint.catalog import Manifest
 from megatron_noloco.checkpoint.files import DamagedCheckpointError, verify
 from megatron_noloco.checkpoint.settings import CheckpointSettings
-from megatron_noloco.plans.topology import Position, Topology
+from megatron_noloco.plans.topology import Topology
 
 
 @dataclass(frozen=True)
@@ -22,21 +22,18 @@ class Start:
     """Where this rank starts, and what a person should know about it."""
 
     folder: Path | None  # the step folder to restore; None: from the beginning
-    manifest: Manifest | None  # of this rank's source
     notes: list[str]
+    manifests: list[Manifest] = field(default_factory=list)  # of all ranks that wrote it, in rank order
+    counters: dict[str, float] = field(default_factory=dict)  # of this rank
 
     @property
     def step(self) -> int:
-        return self.manifest.step if self.manifest else 0
+        return self.manifests[0].step if self.manifests else 0
 
     @property
     def sample(self) -> int:
         """Samples consumed before it, by all replicas."""
-        return self.manifest.consumed_samples if self.manifest else 0
-
-    @property
-    def counters(self) -> dict[str, float]:
-        return self.manifest.counters if self.manifest else {}
+        return self.manifests[0].consumed_samples if self.manifests else 0
 
 
 def find_start(settings: CheckpointSettings, topology: Topology) -> Start:
@@ -45,7 +42,6 @@ def find_start(settings: CheckpointSettings, topology: Topology) -> Start:
     Raises ValueError when `checkpoint.load` names a checkpoint that is not complete, or when the config does not
     fit the one that would be continued.
     """
-    at = topology.position(dist.get_rank())
     load, checkpoints = settings.load, settings.folder
     if load == "none":
         return _start_over(checkpoints)
@@ -55,42 +51,40 @@ def find_start(settings: CheckpointSettings, topology: Topology) -> Start:
     )
     notes: list[str] = []
     for folder in map(Path, candidates):
-        manifest, problem = _examine(folder, topology, at, settings.fold)
+        manifests, problem = _examine(folder, topology.replicas, settings.fold)
         problems = [text for text in _everybodys(problem) if text]
         if not problems:
-            assert manifest is not None
-            return _continue(settings, topology, folder, manifest, notes)
+            return _continue(settings, topology, folder, manifests, notes)
         if explicit:
             raise ValueError(f"checkpoint.load: {problems[0]}")
         notes.append(f"not used: {problems[0]}")
     start = _start_over(checkpoints)
-    return Start(None, None, notes + start.notes)
+    return Start(None, notes + start.notes)
 
 
-def _examine(folder: Path, topology: Topology, at: Position, fold: bool) -> tuple[Manifest | None, str]:
-    """The manifest of the rank that this rank continues, or what is wrong with its part of the checkpoint."""
+def _examine(folder: Path, replicas: int, fold: bool) -> tuple[list[Manifest], str]:
+    """All manifests, or what is wrong with this rank's share of the files that will be read.
+
+    Which rank reads a file depends on both layouts; each file is verified once, by some rank.
+    """
     try:
         manifests = catalog.read_manifests(folder)
-        saved = manifests[0].topology
-        if (saved.pp, saved.dp, saved.tp) != (topology.pp, topology.dp, topology.tp):
-            # compare.changes names what changed; any manifest holds the config it needs
-            return manifests[0], ""
-        source = elastic.source_replica(at.replica, saved.replicas)
-        needed = [source]
-        if fold and at.replica == 0:  # those that nobody continues enter the mean
-            needed += range(topology.replicas, saved.replicas)
-        for replica in needed:
-            for dp in range(saved.dp):  # DeepSpeed reads the optimizer files of all dp ranks
-                manifest = manifests[saved.rank(Position(replica, at.stage, dp, at.tp))]
-                verify(catalog.replica_folder(folder, replica), manifest.files)
-        return manifests[saved.rank(Position(source, at.stage, at.dp, at.tp))], ""
+        needed = elastic.needed(manifests, replicas, fold)
+        for manifest in needed[dist.get_rank() :: dist.get_world_size()]:
+            verify(catalog.replica_folder(folder, manifest.position.replica), manifest.files)
+        return manifests, ""
     except DamagedCheckpointError as error:
-        return None, str(error)
+        return [], str(error)
 
 
 def _continue(
-    settings: CheckpointSettings, topology: Topology, folder: Path, saved: Manifest, notes: list[str]
+    settings: CheckpointSettings,
+    topology: Topology,
+    folder: Path,
+    manifests: list[Manifest],
+    notes: list[str],
 ) -> Start:
+    saved = manifests[0]
     changed = compare.changes(saved.config, settings.run)
     lines = [f"continuing from {folder}: step {saved.step}, {saved.consumed_samples} samples consumed"]
     lines += notes
@@ -100,11 +94,12 @@ def _continue(
     if folder.parent.resolve() == settings.folder.resolve():
         newer = [path for path in newer if (catalog.step_of(path) or 0) > saved.step]
     lines += _set_aside(newer)
-    return Start(folder, saved, lines)
+    counters = elastic.counters_of(manifests, topology, topology.position(dist.get_rank()))
+    return Start(folder, lines, manifests, counters)
 
 
 def _start_over(checkpoints: Path) -> Start:
-    return Start(None, None, _set_aside(catalog.steps(checkpoints)))
+    return Start(None, _set_aside(catalog.steps(checkpoints)))
 
 
 def _set_aside(folders: list[Path]) -> list[str]:

@@ -23,6 +23,11 @@ class CheckpointSettings:
     load: str = "auto"
     fold: bool = False
 
+    @property
+    def seed(self) -> int:
+        """Of the run."""
+        return int(self.run["training"]["seed"])
+
 
 @dataclass(frozen=True)
 class SaveReport:

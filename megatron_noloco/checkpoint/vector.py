@@ -1,5 +1,6 @@
-"""One flat vector in a safetensors file, read piece by piece."""
+"""Flat vectors in safetensors files, one for each group of the inner optimizer, read piece by piece."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -8,7 +9,23 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from megatron_noloco.checkpoint.catalog import WEIGHTS
+from megatron_noloco.engine.layout import FlatPart
+
+OUTER_VECTORS = (WEIGHTS, "outer_momentum", "correction")  # an element for each weight of a rank
 _PIECE = 1 << 24  # elements read with the file opened once
+
+
+def cut(tensors: Mapping[str, Tensor], layout: Sequence[FlatPart]) -> dict[str, Tensor]:
+    """The state of the outer optimizer as a file has it: vector NAME is cut into NAME.0, NAME.1, ... by group."""
+    lengths = [part.length for part in layout]
+    pieces = {
+        f"{name}.{group}": piece
+        for name in OUTER_VECTORS
+        if name in tensors
+        for group, piece in enumerate(tensors[name].split(lengths))
+    }
+    return pieces | {name: tensor for name, tensor in tensors.items() if name not in OUTER_VECTORS}
 
 
 @dataclass(frozen=True)

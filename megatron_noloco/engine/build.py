@@ -8,8 +8,8 @@ import deepspeed
 import torch
 from deepspeed.ops.op_builder import FusedAdamBuilder
 from deepspeed.runtime.config import DeepSpeedConfig
+from deepspeed.runtime.engine import DeepSpeedEngine
 
-from megatron_noloco.engine.checkpoint import CheckpointableEngine
 from megatron_noloco.engine.mpu import ReplicaMpu
 from megatron_noloco.engine.muon import Muon
 from megatron_noloco.engine.quiet import quiet
@@ -18,7 +18,7 @@ from megatron_noloco.model.stage import Stage
 from megatron_noloco.pipeline.groups import Groups
 
 
-def build_deepspeed(stage: Stage, groups: Groups, ds_config: Mapping[str, Any]) -> CheckpointableEngine:
+def build_deepspeed(stage: Stage, groups: Groups, ds_config: Mapping[str, Any]) -> DeepSpeedEngine:
     """A DeepSpeed engine whose world is this replica.
 
     `deepspeed.initialize` hard-codes which engine it builds and how; the constructor takes what we need.
@@ -34,7 +34,7 @@ def build_deepspeed(stage: Stage, groups: Groups, ds_config: Mapping[str, Any]) 
     optimizer = Muon(stage.named_rows(), settings["optimizer"]["params"], groups) if muon else None
     schedule = settings.get("scheduler")
     with quiet():
-        engine = CheckpointableEngine(
+        engine = DeepSpeedEngine(
             args=None,
             model=stage,
             optimizer=optimizer,

@@ -1,8 +1,7 @@
 """One replica: Megatron-core's pipeline drives forward and backward, DeepSpeed everything after."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor
 
+from megatron_noloco.engine import state
 from megatron_noloco.engine.build import build_deepspeed
 from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.engine.weights import MasterWeights, bit16_groups
@@ -80,27 +80,20 @@ class ReplicaEngine:
         self._deepspeed.module.eval()
         return self.pipeline.run(read, routes, microbatches, forward_only=True)
 
-    def collect_state(self) -> dict[str, Any]:
-        """File name -> state in DeepSpeed's format, for the files this rank writes; live tensors."""
-        return self._deepspeed.collect_state()
+    def tensors(self) -> dict[str, Tensor]:
+        """Live tensors by name: master weights and the inner optimizer's; see `state.tensors_of`."""
+        return state.tensors_of(self._deepspeed, self.weights)
 
-    def restore_state(self, folder: Path) -> None:
-        """Restore the state in `folder`, with the hyperparameters of this run's config.
+    def numbers(self) -> dict[str, Any]:
+        """The rest of the state, for JSON; the same on all ranks of the replica."""
+        return state.numbers_of(self._deepspeed)
 
-        DeepSpeed restores those of the checkpoint: a learning rate changed for the resume would be ignored.
+    def restore(self, tensors: Iterable[tuple[str, Tensor]], numbers: Mapping[str, Any]) -> None:
+        """Continue from what `tensors` and `numbers` gave, with the hyperparameters of this run's config.
+
+        All ranks of a replica call it: the working weights are gathered over the data-parallel ones.
         """
-        optimizer, scheduler = self._optimizer, self._deepspeed.lr_scheduler
-        configured = [
-            {key: value for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
-        ]
-        clip_grad = optimizer.clip_grad
-        self._deepspeed.restore_state(folder)
-        optimizer.clip_grad = clip_grad
-        for group, values in zip(optimizer.param_groups, configured, strict=True):
-            group.update(values)
-        if scheduler is not None:
-            scheduler.step(scheduler.last_batch_iteration)  # the rate of the step reached, by this schedule
+        state.restore(self._deepspeed, self.weights, tensors, numbers)
 
     def parameter_layout(self) -> list[FlatPart]:
         """Where each parameter lies in the flat weights."""

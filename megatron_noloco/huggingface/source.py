@@ -32,12 +32,12 @@ class Source:
         """Raises ValueError when its files are gone."""
         return build_tokenizer(self.config.tokenizer)
 
-    @cached_property
+    @property
     def architecture(self) -> Architecture:
-        return self.config.architecture(self.tokenizer.vocab_size)
+        return self.manifests[0].architecture
 
     def reader(self) -> CheckpointReader:
-        return CheckpointReader(self.folder, self.manifests, self.architecture)
+        return CheckpointReader(self.folder, self.manifests)
 
     def losses(self) -> dict[int, dict[str, float]]:
         """What the last evaluation before the checkpoint measured, by replica."""
@@ -80,9 +80,9 @@ def open_source(path: Path, combine: str) -> Source:
 
 
 def _verify_weights(folder: Path, manifest: Manifest) -> None:
-    """DeepSpeed's files are not read, and may be gone."""
-    weights = {name: record for name, record in manifest.files.items() if name.endswith(".safetensors")}
-    verify(catalog.replica_folder(folder, manifest.position.replica), weights)
+    """What only a resume needs is not read, and may be gone."""
+    path = catalog.file_of(folder, manifest.position, catalog.WEIGHTS)
+    verify(path.parent, {path.name: manifest.files[path.name]})
 
 
 def _choose(source: Source, combine: str) -> list[int]:

@@ -8,13 +8,16 @@ from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.plans.draws import Stream, draw_words
 
 
-def seed_dropout(seed: int, groups: Groups) -> None:
+def seed_dropout(seed: int, groups: Groups, step: int = 0) -> None:
     """Dropout draws differently in every replica, stage and dp rank, alike in the tp ranks of a stage.
 
     Where these must differ, core forks to a generator of its own on CUDA; on a CPU that fork is a no-op.
+
+    Args:
+        step: local steps done. Who takes this place in the middle of a run draws other numbers than who began it.
     """
     at = groups.position
-    words = draw_words(1, seed, Stream.DROPOUT, at.replica, at.stage, at.dp)
+    words = draw_words(1, seed, Stream.DROPOUT, at.replica, at.stage, at.dp, step)
     own_seed = int(words[0] % 2**31)
     torch.manual_seed(own_seed)
     model_parallel_cuda_manual_seed(

@@ -38,7 +38,7 @@ class NoRounds:
         """The fast weights as "slow_weights", so that readers of checkpoints need not know the method."""
         return {"slow_weights": self.weights.read()}
 
-    def restore(self, state: dict[str, Tensor]) -> None:
+    def restore(self, state: dict[str, Tensor], moved: bool = False) -> None:
         """As in the outer optimizer, the fast weights are not in it: restore them before.
 
         Rounds that were not merged yet are merged now.

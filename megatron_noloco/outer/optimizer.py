@@ -223,18 +223,23 @@ class OuterOptimizer:
             }
         return state
 
-    def restore(self, state: dict[str, Tensor]) -> None:
+    def restore(self, state: dict[str, Tensor], moved: bool = False) -> None:
         """Continue from what `state` returned. The fast weights are not in it: restore them before.
 
         A correction concerns this replica alone. It is merged at its step with any other number of replicas, and
         now with another number of local steps or fragments.
+
+        Args:
+            moved: whether the vectors were put together from those of ranks with other weights. Fragments are then
+                cut elsewhere, so that a correction of one of several is merged now.
         """
         self.slow_weights.copy_(state["slow_weights"])
         self.momentum.copy_(state["outer_momentum"])
         self._under_way = []  # what still arrives of them lands in memory of its own
         if "correction" not in state:
             return
-        if not torch.equal(state["delayed_with"], self._schedule):
+        cut_elsewhere = moved and len(self._fragments) > 1
+        if cut_elsewhere or not torch.equal(state["delayed_with"], self._schedule):
             self.weights.add(state["correction"])
             return
         for numbers in state["delayed_rounds"]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_noloco.checkpoint.checkpointer import Checkpointer
+from megatron_noloco.checkpoint.restore import restore
 from megatron_noloco.checkpoint.resume import Start
 from megatron_noloco.config import RunConfig, describe
 from megatron_noloco.data.loader import Reader, StepLoader
@@ -62,8 +63,8 @@ def build(prepared: Prepared, transport: Transport, start: Start, progress: str 
     source = MicrobatchSource(prepared.datasets.train, order, plan)
     reader = Reader.at(topology, at, stage.separate_documents)
     checkpointer = Checkpointer(checkpoint_settings(config), engine, outer, plan)
-    if start.folder is not None and start.manifest is not None:
-        checkpointer.restore(start.folder, start.manifest)
+    if start.folder is not None:
+        restore(start.folder, start.manifests, engine, outer, checkpointer.settings)
     delay = _delay(config, outer, start)
 
     deadline_seconds = config.noloco.deadline_seconds

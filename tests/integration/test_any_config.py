@@ -1,8 +1,9 @@
-"""Configs drawn at random, of all that is accepted: each runs, continues bit for bit, and with other replicas."""
+"""Configs drawn at random, of all that is accepted: each runs, continues bit for bit, and with other ranks."""
 
 import json
 import math
 import shutil
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -144,6 +145,43 @@ def draw(random: Random) -> tuple[dict[str, Any], int]:
     return changes, math.prod(sizes)
 
 
+def other_ranks(random: Random, raw: dict[str, Any]) -> dict[str, Any]:
+    """Changes to another number of replicas, in three cases of four with other sizes inside a replica as well."""
+    saved, layers = sizes_of(raw), raw["model"]["num_layers"]
+    fitting = [
+        sizes
+        for sizes in product((1, 2, 3, 4), (1, 2, 3, 4), (1, 2), (1, 2))
+        if sizes[0] != saved[0] and math.prod(sizes) <= MOST_RANKS and layers % sizes[1] == 0
+    ]
+    kept = [sizes for sizes in fitting if sizes[1:] == saved[1:]]
+    replicas, pp, dp_size, tp_size = random.choice(kept if kept and random.random() < 0.25 else fitting)
+    changes: dict[str, Any] = {
+        "parallel": {"replicas": replicas},
+        "noloco": {"group_size": 2},
+    }
+    if replicas == 3:  # pairs make no cycle of 3
+        changes["noloco"]["pairing"] = "random"
+    if (pp, dp_size, tp_size) != saved[1:]:
+        changes["parallel"] |= {
+            "pipeline_model_parallel_size": pp,
+            "data_parallel_size": dp_size,
+            "tensor_model_parallel_size": tp_size,
+            "virtual_pipeline_model_parallel_size": 1,
+            "sequence_parallel": tp_size > 1 and random.choice([True, False]),
+        }
+        changes["model"] = {"make_vocab_size_divisible_by": tp_size * random.choice([1, 7])}
+        changes["noloco"]["grouping"] = "replica"
+    return changes
+
+
+def sizes_of(raw: dict[str, Any]) -> tuple[int, int, int, int]:
+    """Replicas, stages, dp, tp."""
+    parallel = raw["parallel"]
+    names = ("replicas", "pipeline_model_parallel_size", "data_parallel_size", "tensor_model_parallel_size")
+    replicas, stages, dp_size, tp_size = (parallel[name] for name in names)
+    return replicas, stages, dp_size, tp_size
+
+
 def _full_recompute() -> list[dict[str, Any]]:
     common = {"recompute_granularity": "full", "recompute_num_layers": 1}
     return [{**common, "recompute_method": method} for method in ("uniform", "block")]
@@ -192,11 +230,7 @@ def test_runs_and_continues(seed: int, data: list[dict[str, Any]], tmp_path: Pat
     assert f"step {saved}, " in succeed(parts, ranks, save_interval=STEPS)
     assert_same_state(parts.step_folder(STEPS), whole.step_folder(STEPS))
 
-    replicas = whole.raw["parallel"]["replicas"]
-    others = [count for count in (1, 2, 3, 4) if count != replicas and count * ranks <= MOST_RANKS * replicas]
-    other = Random(seed).choice(others or [replicas])
-    pairing = "random" if other == 3 else whole.raw["noloco"]["pairing"]  # pairs make no cycle of 3
-    whole.change({"parallel": {"replicas": other}, "noloco": {"group_size": 2, "pairing": pairing}})
+    whole.change(other_ranks(Random(seed), whole.raw))
     fewer = Random(seed).choice(["drop", "fold"])
-    told = succeed(whole, ranks // replicas * other, train_iters=STEPS + 2, fewer_replicas=fewer)
+    told = succeed(whole, math.prod(sizes_of(whole.raw)), train_iters=STEPS + 2, fewer_replicas=fewer)
     assert f"step {STEPS}, " in told

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ from safetensors.torch import save_file
 from megatron_noloco.checkpoint import catalog, compare, elastic
 from megatron_noloco.checkpoint.catalog import Manifest
 from megatron_noloco.checkpoint.files import FileRecord, verify
+from megatron_noloco.checkpoint.rank_reader import RankReader
+from megatron_noloco.checkpoint.reader import CheckpointReader
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
 from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.files import write_whole
+from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.samples import BatchPlan, SampleOrder
 from megatron_noloco.plans.topology import Position, Topology
 
@@ -45,7 +49,7 @@ SIZES = (40, 24)  # parameters of the two stages
 
 
 def write_checkpoint(checkpoints: Path, step: int, topology: Topology = TOPOLOGY) -> Path:
-    """What the ranks of a run leave at `step`, with random numbers for weights and no DeepSpeed files."""
+    """What the ranks of a run leave at `step`, with random numbers for weights, and no inner optimizer."""
     folder = catalog.step_folder(checkpoints, step)
     for rank in range(topology.world_size):
         write_rank(folder, rank, topology)
@@ -61,19 +65,21 @@ def write_rank(step_folder: Path, rank: int, topology: Topology = TOPOLOGY) -> N
     folder.mkdir(parents=True, exist_ok=True)
     size = SIZES[position.stage]
     generator = torch.Generator().manual_seed(1000 * step + rank)
-    tensors = {name: torch.randn(size, generator=generator) for name in elastic.FLAT_STATE}
-    name = f"{catalog.rank_name(position)}.safetensors"
-    write_whole(folder / name, lambda path: save_file(tensors, path))
-    records = {name: FileRecord.of(folder / name)}
-    config = RunConfig.from_dict(CONFIG).to_dict()
+    files = {}
+    for name in elastic.FOLDED:
+        path = catalog.file_of(step_folder, position, name)
+        write_whole(path, partial(save_file, {f"{name}.0": torch.randn(size, generator=generator)}))
+        files[path.name] = FileRecord.of(path)
+    config = RunConfig.from_dict(CONFIG)
+    layout = [FlatPart(size, [("decoder.final_layernorm.weight", [size])])]
     Manifest(
-        step, 12 * step, topology, position, config, records, [FlatPart(size, [("weight", [size])])]
+        step, 12 * step, topology, position, config.to_dict(), files, config.architecture(257), layout
     ).write(folder)
 
 
 def flat(folder: Path, replica: int, stage: int, name: str) -> np.ndarray:
-    file = catalog.replica_folder(folder, replica) / f"stage_{stage:02d}_dp_00_tp_00.safetensors"
-    return load_file(file)[name].astype(np.float64)
+    file = catalog.file_of(folder, Position(replica, stage, 0, 0), name)
+    return load_file(file)[f"{name}.0"].astype(np.float64)
 
 
 def inspect(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str], list[str]]:
@@ -202,7 +208,7 @@ class TestInspect:
         assert told["method"] == "noloco"
         assert told["parameters"] == f"{sum(SIZES)} per replica"
         assert told["size"] == f"{size / 1e6:.1f} MB, {size / (3 * sum(SIZES)):.1f} bytes per parameter"
-        assert told["integrity"] == "6 files, all checksums match"
+        assert told["integrity"] == "12 files, all checksums match"
 
     def test_a_run_without_rounds_has_no_method(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -309,10 +315,14 @@ class TestOtherNumberOfReplicas:
     def test_folding_keeps_the_mean_over_all(self, kept: int, tmp_path: Path) -> None:
         folder = write_checkpoint(tmp_path, 10)
         for stage in range(TOPOLOGY.pp):
-            shift = elastic.shift_of_mean(folder, Position(0, stage, 0, 0), TOPOLOGY.replicas, kept)
-            for name in elastic.FLAT_STATE:
+            manifests = catalog.read_manifests(folder)
+            at = Position(0, stage, 0, 0)
+            layout, table = manifests[stage].layout, table_of(manifests[0].architecture)
+            reader = RankReader(CheckpointReader(folder, manifests), table, TOPOLOGY, at, layout)
+            for name in elastic.FOLDED:
+                shift = elastic.shift_of_mean(reader, name, TOPOLOGY.replicas, kept)
                 saved = np.stack([flat(folder, replica, stage, name) for replica in range(3)])
-                folded = saved[:kept] + shift[name].numpy()
+                folded = saved[:kept] + shift.numpy()
                 np.testing.assert_allclose(folded.mean(axis=0), saved.mean(axis=0), atol=1e-6)
                 np.testing.assert_allclose(folded - folded[0], saved[:kept] - saved[0], atol=1e-6)
 
@@ -367,9 +377,6 @@ class TestChangesOfTheConfig:
     @pytest.mark.parametrize(
         ("block", "name", "value"),
         [
-            ("parallel", "pipeline_model_parallel_size", 1),
-            ("parallel", "data_parallel_size", 2),
-            ("parallel", "tensor_model_parallel_size", 2),
             ("training", "seed", 1),
             ("data", "text", "elsewhere"),
             ("bf16", "enabled", True),
@@ -380,6 +387,17 @@ class TestChangesOfTheConfig:
     ) -> None:
         with pytest.raises(ValueError, match=f"{block}\\.{name}: .* in the checkpoint, {value!r} now"):
             self.changes({block: {name: value}})
+
+    def test_where_the_weights_lie_may_change_and_is_told(self) -> None:
+        edits = {
+            "parallel": {"pipeline_model_parallel_size": 1, "tensor_model_parallel_size": 2},
+            "model": {"make_vocab_size_divisible_by": 64},
+        }
+        assert self.changes(edits) == [
+            "model.make_vocab_size_divisible_by: 128 in the checkpoint, 64 now",
+            "parallel.pipeline_model_parallel_size: 2 in the checkpoint, 1 now",
+            "parallel.tensor_model_parallel_size: 1 in the checkpoint, 2 now",
+        ]
 
     def test_how_it_is_trained_may_change_and_is_told(self) -> None:
         edits = {

@@ -1,0 +1,241 @@
+"""A run goes on with other stages, tensor-parallel and data-parallel sizes, as if nothing had been changed."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron_noloco.checkpoint import catalog
+from megatron_noloco.checkpoint.reader import CheckpointReader
+from megatron_noloco.model.dropout import random_state
+from megatron_noloco.plans.topology import Position
+from tests.harness import run_ranks
+from tests.integration.chaos import Run
+from tests.integration.test_resume import starts
+from tests.integration.tiny import (
+    MUON,
+    MUON_ROUNDING,
+    already_joined,
+    build_run,
+    metrics,
+    write_config,
+)
+
+SAVED, STEPS = 5, 10
+K = 3  # does not divide SAVED: the checkpoint lies in the middle of a round
+FP32_LOSS, BF16_LOSS = 2e-6, 2e-3  # by which losses of about 5 may differ where sums have another order
+BF16 = {"bf16": {"enabled": True}}
+TIED = {"model": {"untie_embeddings_and_output_weights": False}}
+LATE = {"noloco": {"overlap": {"mode": "delayed", "delay_steps": 3}}}  # begun at 3, merged at 6
+
+Changes = dict[str, Any]
+
+
+def layout(pp: int = 1, tp: int = 1, dp: int = 1, vpp: int = 1, replicas: int = 2, **more: Any) -> Changes:
+    """Changes of the tiny config; a replica has the same batch with every dp. `more` is for the block parallel."""
+    return {
+        "gradient_accumulation_steps": 4 // dp,
+        "parallel": {
+            "replicas": replicas,
+            "pipeline_model_parallel_size": pp,
+            "tensor_model_parallel_size": tp,
+            "data_parallel_size": dp,
+            "virtual_pipeline_model_parallel_size": vpp,
+            **more,
+        },
+    }
+
+
+def padded(multiple: int, changes: Changes) -> Changes:
+    return {**changes, "model": {"make_vocab_size_divisible_by": multiple}}
+
+
+def ranks(changes: Changes) -> int:
+    sizes = changes["parallel"]
+    names = ("pipeline_model_parallel_size", "tensor_model_parallel_size", "data_parallel_size")
+    return int(sizes["replicas"] * math.prod(sizes[name] for name in names))
+
+
+def saved_run(folder: Path, changes: Sequence[Changes], steps: int = SAVED) -> Run:
+    """A run of so many steps, saved after SAVED. Routes are straight: random ones depend on the stages."""
+    run = Run(folder, {"noloco": {"local_steps": K, "routing": {"interval": "off"}}})
+    for change in ({"model": {"num_layers": 4}}, *changes):
+        run.change(change)
+    run.change({"training": {"train_iters": STEPS}, "checkpoint": {"save_interval": SAVED, "keep_last": 9}})
+    launch(run, ranks(changes[-1]), steps)
+    return run
+
+
+def launch(run: Run, count: int, steps: int) -> str:
+    """What rank 0 printed."""
+    outcomes = run.launch(count, changes={"training": {"train_iters": steps}})
+    assert [(outcome.code, outcome.err) for outcome in outcomes] == [(0, "")] * count
+    return outcomes[0].out
+
+
+# Losses
+
+
+def losses(run: Run) -> Tensor:
+    """Shape [replicas, steps]."""
+    return torch.tensor([[row["train/loss"] for row in rows] for rows in metrics(run.folder)])
+
+
+# name: (of both runs, saved with, continued with)
+CASES: dict[str, tuple[list[Changes], Changes, Changes]] = {
+    "tp 1 to 2": ([], padded(3, layout()), padded(32, layout(tp=2))),
+    "pp 2 to dp 2, tied, under way": ([TIED, LATE], layout(pp=2), layout(dp=2)),
+    "dp 2 to pp 2 x vpp 2, Muon": ([MUON], layout(dp=2), layout(pp=2, vpp=2)),
+    "tp 2 to pp 2, Muon, bf16, under way": ([MUON, BF16, LATE], layout(tp=2), layout(pp=2)),
+    "vpp 2 to 1": ([], layout(pp=2, vpp=2), layout(pp=2)),
+    "tp 2 x dp 2 to pp 2 x sequence parallel tp 2, bf16": (
+        [BF16],
+        layout(tp=2, dp=2),
+        layout(pp=2, tp=2, sequence_parallel=True),
+    ),
+    "dp 2 to tp 2, without rounds": (
+        [{"noloco": {"enabled": False}}],
+        layout(dp=2, replicas=1),
+        layout(tp=2, replicas=1),
+    ),
+}
+QUICK = ("tp 1 to 2", "pp 2 to dp 2, tied, under way", "dp 2 to pp 2 x vpp 2, Muon")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+)
+def test_the_losses_are_those_without_the_change(name: str, tmp_path: Path) -> None:
+    both, before, after = CASES[name]
+    unchanged = saved_run(tmp_path / "unchanged", [*both, before], STEPS)
+    moved = unchanged.copy(tmp_path / "moved")
+    moved.change({**after, "checkpoint": {"load": str(moved.step_folder(SAVED))}})
+    told = launch(moved, ranks(after), STEPS)
+    assert f"step {SAVED}, " in told
+    assert "changed: parallel." in told
+    found, expected = losses(moved), losses(unchanged)
+    assert torch.equal(found[:, :SAVED], expected[:, :SAVED])
+    allowed = (BF16_LOSS if BF16 in both else FP32_LOSS) * (MUON_ROUNDING if MUON in both else 1)
+    torch.testing.assert_close(found, expected, rtol=0, atol=allowed)
+    assert (expected[:, SAVED:] - expected[:, SAVED - 1 : -1]).abs().min() > 10 * allowed, "steps are larger"
+
+
+# The state itself, bit for bit
+
+
+def take_over(rank: int, world_size: int, config: str) -> None:
+    """Begin as the config says, and save what was found before the first step."""
+    already_joined()
+    run = build_run(config)
+    assert run.start_step == SAVED
+    report = run.checkpointer.save(SAVED, run.monitor.metrics.counters)
+    assert report.error is None
+    assert run.checkpointer.close() is None
+
+
+def taken_over(run: Run, changes: Changes, folder: Path) -> Run:
+    """The checkpoint of `run`, written again by the ranks of another layout."""
+    other = run.clean(folder)
+    other.change({**changes, "checkpoint": {"load": str(run.step_folder(SAVED))}})
+    run_ranks(ranks(changes), take_over, write_config(folder, other.raw))
+    return other
+
+
+def state(run: Run) -> dict[str, Any]:
+    """All tensors and numbers, but for random states and the report of a round under way."""
+    folder = run.step_folder(SAVED)
+    content: dict[str, Any] = {}
+    for manifest in catalog.read_manifests(folder):
+        content[f"{manifest.position}"] = manifest.engine
+        for file in manifest.files:
+            tensors = load_file(catalog.replica_folder(folder, manifest.position.replica) / file)
+            content |= {f"{manifest.position} {name}": tensor for name, tensor in tensors.items()}
+    return {name: value for name, value in content.items() if " rng." not in name and " delayed_" not in name}
+
+
+@pytest.mark.parametrize(
+    ("both", "before", "after"),
+    [
+        ([LATE], layout(pp=2, vpp=2), layout(tp=2, dp=2)),
+        ([LATE], layout(tp=2), layout(pp=2, replicas=3)),
+        ([MUON, BF16, TIED], layout(dp=2, pp=2), layout(tp=2)),
+    ],
+    ids=["AdamW", "more replicas", "Muon, bf16, tied"],
+)
+def test_there_and_back(both: list[Changes], before: Changes, after: Changes, tmp_path: Path) -> None:
+    """On the way to another layout, and to more replicas, no number is lost or rounded."""
+    first = saved_run(tmp_path / "first", [*both, before])
+    there = taken_over(first, after, tmp_path / "there")
+    back = taken_over(there, before, tmp_path / "back")
+    found, expected = state(back), state(first)
+    assert any("inner." in name for name in expected)
+    assert any("correction" in name for name in expected) == (LATE in both)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        same = torch.equal(found[name], value) if isinstance(value, Tensor) else found[name] == value
+        assert same, name
+
+
+def of_model(run: Run, vector: str) -> dict[str, Tensor]:
+    """One number for each weight of replica 0, by parameter."""
+    folder = run.step_folder(SAVED)
+    reader = CheckpointReader(folder, catalog.read_manifests(folder))
+    return {row.name: reader.read(row.name, [0], vector).clone() for row in reader.table}
+
+
+def test_corrections_of_fragments_are_merged_at_once(tmp_path: Path) -> None:
+    """Fragments of another layout are other weights: their next rounds are not those of the checkpoint."""
+    first = saved_run(tmp_path / "first", [LATE, {"noloco": {"fragments": 2}}, layout(tp=2)])
+    there = taken_over(first, layout(pp=2), tmp_path / "there")
+    before, corrections, after = (
+        of_model(run, name)
+        for run, name in ((first, "fast_weights"), (first, "correction"), (there, "fast_weights"))
+    )
+    assert max(float(correction.abs().max()) for correction in corrections.values()) > 1e-4
+    for name, weights in after.items():
+        assert torch.equal(weights, before[name] + corrections[name]), name
+    assert not any("correction" in name for name in state(there))
+
+
+@pytest.mark.parametrize("file", ["stage_01_dp_00_tp_00", "resume_stage_00_dp_00_tp_00"])
+def test_every_file_that_is_read_is_verified(file: str, tmp_path: Path) -> None:
+    run = saved_run(tmp_path / "run", [layout(pp=2)])
+    path = run.step_folder(SAVED) / "replica_01" / f"{file}.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    run.change(layout(tp=2))
+    told = run_ranks(4, starts, run.arguments())[0].out
+    assert f"not used: {path}: checksum does not match its manifest" in told
+    run.change(layout(replicas=1))  # replica 1 is dropped: nobody reads it
+    aside = run.step_folder(SAVED).with_name(f"step_{SAVED:08d}.set_aside")
+    aside.rename(run.step_folder(SAVED))
+    assert "continuing from" in run_ranks(1, starts, run.arguments())[0].out
+
+
+def test_dropout_at_a_new_place_has_numbers_of_its_own(tmp_path: Path) -> None:
+    """Neither those that the place had at the beginning, nor those of the rank that wrote the checkpoint."""
+    first = saved_run(tmp_path / "first", [{"model": {"hidden_dropout": 0.1}}, layout(pp=2)])
+    there = taken_over(first, layout(dp=2), tmp_path / "there")
+    fresh = there.clean(tmp_path / "fresh")
+    fresh.change({"checkpoint": {"load": "none"}})
+    begun = run_ranks(4, random_state_at_the_beginning, write_config(fresh.folder, fresh.raw))
+    found = [random_state_of(there, at) for at in (Position(0, 0, 0, 0), Position(0, 0, 1, 0))]
+    others = [*begun, *(random_state_of(first, Position(0, stage, 0, 0)) for stage in range(2))]
+    assert not torch.equal(*found)
+    assert not any(torch.equal(one, other) for one in found for other in others)
+
+
+def random_state_of(run: Run, at: Position) -> Tensor:
+    return load_file(catalog.file_of(run.step_folder(SAVED), at, "rng.cpu"))["rng.cpu"]
+
+
+def random_state_at_the_beginning(rank: int, world_size: int, config: str) -> Tensor:
+    already_joined()
+    build_run(config)
+    return random_state()["rng.cpu"]

@@ -1,0 +1,175 @@
+"""Vectors that ranks of one layout wrote, read by ranks of another: each weight keeps its number."""
+
+import math
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron_noloco.checkpoint import catalog, elastic
+from megatron_noloco.checkpoint.catalog import Manifest
+from megatron_noloco.checkpoint.rank_reader import RankReader
+from megatron_noloco.checkpoint.reader import CheckpointReader
+from megatron_noloco.engine.layout import FlatPart
+from megatron_noloco.model.families import Parameter, table_of
+from megatron_noloco.plans.topology import Position, Topology
+from megatron_noloco.spec.architecture import Architecture
+from tests.unit.test_families import SMALL
+
+VECTORS = ("slow_weights", "inner.momentum")
+LAYERS, VOCABULARY = 4, 30
+STEP = 7
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Sizes, the padded vocabulary, and how the parameters of a rank are put into groups."""
+
+    topology: Topology
+    padded: int
+    groups: int  # 2: linear maps and all others, as with Muon
+    tied: bool
+
+    @property
+    def architecture(self) -> Architecture:
+        return replace(SMALL, num_layers=LAYERS, padded_vocab_size=self.padded, tied_embeddings=self.tied)
+
+    def parts(self, at: Position) -> list[FlatPart]:
+        """What ZeRO would make of a stage: parameters one after the other, padded, cut into equal parts."""
+        rows = [row for row in table_of(self.architecture) if self._is_here(row, at.stage)]
+        groups = [[row for row in rows if row.linear], [row for row in rows if not row.linear]]
+        parts = []
+        for group in groups if self.groups == 2 else [rows]:
+            shapes = [(row.name, list(row.slice_shape(self.topology.tp))) for row in group]
+            elements = sum(math.prod(shape) for _, shape in shapes)
+            parts.append(FlatPart(-(-elements // (2 * self.topology.dp)) * 2, shapes))
+        return parts
+
+    def _is_here(self, row: Parameter, stage: int) -> bool:
+        pp, chunks = self.topology.pp, self.topology.pp * self.topology.vpp
+        if row.layer is not None:
+            return row.layer * chunks // LAYERS % pp == stage
+        if row.same_as is not None and pp == 1:
+            return False
+        return stage == (0 if row.name.startswith("embedding.") else pp - 1)
+
+    def vector(self, at: Position, vector: str, group: int) -> Tensor:
+        """What a rank has, from the numbers of the whole model."""
+        part, table = self.parts(at)[group], table_of(self.architecture)
+        slices = [
+            table.find(name).slice(numbers(table.find(name), vector, at.replica), at.tp, self.topology.tp)
+            for name, _ in part.parameters
+        ]
+        flat = torch.cat([piece.reshape(-1) for piece in slices])
+        flat = torch.cat([flat, flat.new_zeros(part.length * self.topology.dp - len(flat))])
+        return flat[at.dp * part.length : (at.dp + 1) * part.length]
+
+
+def numbers(row: Parameter, vector: str, replica: int) -> Tensor:
+    """One for each weight of the unsplit model; no two are equal. Padding of the vocabulary is zero."""
+    rows = min(row.shape[0], VOCABULARY) if "embed" in row.source or "output" in row.source else row.shape[0]
+    seed = sum(map(ord, row.source + vector)) + 1000 * replica
+    full = torch.zeros(row.shape)
+    full[:rows] = torch.randn((rows, *row.shape[1:]), generator=torch.Generator().manual_seed(seed))
+    return full
+
+
+def write(folder: Path, layout: Layout) -> list[Manifest]:
+    step_folder = catalog.step_folder(folder, STEP)
+    for rank in range(layout.topology.world_size):
+        at = layout.topology.position(rank)
+        parts = layout.parts(at)
+        catalog.replica_folder(step_folder, at.replica).mkdir(parents=True, exist_ok=True)
+        for vector in VECTORS:
+            tensors = {f"{vector}.{group}": layout.vector(at, vector, group) for group in range(len(parts))}
+            if vector != catalog.WEIGHTS:
+                tensors["inner.step.0"] = torch.tensor(float(STEP))
+            save_file(tensors, catalog.file_of(step_folder, at, vector))
+        manifest = Manifest(STEP, 0, layout.topology, at, {}, {}, layout.architecture, parts)
+        manifest.write(catalog.replica_folder(step_folder, at.replica))
+    return catalog.read_manifests(step_folder)
+
+
+def reader_of(folder: Path, manifests: list[Manifest], layout: Layout, at: Position) -> RankReader:
+    reader = CheckpointReader(catalog.step_folder(folder, STEP), manifests)
+    return RankReader(reader, table_of(layout.architecture), layout.topology, at, layout.parts(at))
+
+
+@st.composite
+def two_layouts(draw: st.DrawFn) -> tuple[Layout, Layout]:
+    groups, tied, replicas = draw(st.integers(1, 2)), draw(st.booleans()), draw(st.integers(1, 2))
+
+    def layout() -> Layout:
+        pp, tp = draw(st.sampled_from((1, 2, 4))), draw(st.integers(1, 2))
+        vpp = draw(st.sampled_from((1, 2))) if pp == 2 else 1
+        padded = draw(st.sampled_from((30, 32, 40)))
+        return Layout(Topology(replicas, pp, draw(st.integers(1, 3)), tp, vpp), padded, groups, tied)
+
+    return layout(), layout()
+
+
+@settings(max_examples=40, deadline=None)
+@given(two_layouts())
+def test_each_weight_keeps_its_number(layouts: tuple[Layout, Layout]) -> None:
+    before, after = layouts
+    with tempfile.TemporaryDirectory() as folder:
+        manifests = write(Path(folder), before)
+        for rank in range(after.topology.world_size):
+            at = after.topology.position(rank)
+            reader = reader_of(Path(folder), manifests, after, at)
+            groups = range(after.groups)
+            expected = {
+                f"{vector}.{group}": after.vector(at, vector, group) for vector in VECTORS for group in groups
+            }
+            found = dict(reader.of_weights("inner."))
+            assert found.pop("inner.step.0") == STEP
+            for name, tensor in found.items():
+                assert torch.equal(tensor, expected[name]), name
+            slow = torch.cat([expected[f"{catalog.WEIGHTS}.{group}"] for group in groups])
+            assert torch.equal(reader.vector(catalog.WEIGHTS), slow)
+
+
+@settings(max_examples=15, deadline=None)
+@given(two_layouts(), st.integers(1, 2))
+def test_folding_into_another_layout_keeps_the_mean(layouts: tuple[Layout, Layout], kept: int) -> None:
+    before, after = (replace(layout, topology=replace(layout.topology, replicas=3)) for layout in layouts)
+    with tempfile.TemporaryDirectory() as folder:
+        manifests = write(Path(folder), before)
+        at = after.topology.position(after.topology.replica_size - 1)
+        reader = reader_of(Path(folder), manifests, after, at)
+        shift = elastic.shift_of_mean(reader, catalog.WEIGHTS, 3, kept)
+        saved = [
+            torch.cat(
+                [after.vector(replace(at, replica=replica), catalog.WEIGHTS, g) for g in range(after.groups)]
+            )
+            for replica in range(3)
+        ]
+        folded = [vector + shift for vector in saved[:kept]]
+        torch.testing.assert_close(sum(folded) / kept, sum(saved) / 3, rtol=0, atol=1e-6)
+
+
+def test_counters_of_another_layout_add_up() -> None:
+    """Bytes of a replica stay what they were; what all ranks know, and seconds of the slowest, is not added."""
+    before = Layout(Topology(2, pp=2, dp=2), 32, 1, tied=False)
+    counters = [
+        {"total/sent_bytes": 10.0 * rank, "total/pause_seconds": float(rank), "delay_steps": 3.0}
+        for rank in range(before.topology.world_size)
+    ]
+    manifests = [
+        Manifest(
+            STEP, 0, before.topology, before.topology.position(rank), {}, {}, SMALL, [], {}, counters[rank]
+        )
+        for rank in range(before.topology.world_size)
+    ]
+    after = Topology(3, tp=2)
+    found = [elastic.counters_of(manifests, after, after.position(rank)) for rank in range(after.world_size)]
+    assert [sum(of["total/sent_bytes"] for of in found[r : r + 2]) for r in (0, 2, 4)] == [60.0, 220.0, 60.0]
+    assert [of["total/pause_seconds"] for of in found] == [3.0, 3.0, 7.0, 7.0, 3.0, 3.0]
+    assert {of["delay_steps"] for of in found} == {3.0}
+    more = replace(before.topology, replicas=3)
+    assert elastic.counters_of(manifests, more, more.position(9)) == counters[1], "a clone of replica 0"
