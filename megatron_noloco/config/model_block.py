@@ -8,6 +8,9 @@ from pydantic import Field
 from megatron_noloco.config.blocks import Block, Positive
 from megatron_noloco.model.families import FAMILIES, families_with
 from megatron_noloco.spec.architecture import Architecture, Compute, LoadBalancing, Precision
+from megatron_noloco.spec.split import PipelineSplit
+
+RecomputedModule = Literal["core_attn", "mlp", "moe"]
 
 if TYPE_CHECKING:
     FamilyName = str
@@ -91,7 +94,8 @@ class ModelConfig(Block):
     )
     recompute_granularity: Literal["full", "selective"] | None = Field(
         default=None,
-        description='Activations computed again in backward: "full" layers, "selective" attention.',
+        description='Activations computed again in backward: "full" layers, "selective" the parts of them in '
+        "recompute_modules.",
     )
     recompute_method: Literal["uniform", "block"] | None = Field(
         default=None,
@@ -100,6 +104,11 @@ class ModelConfig(Block):
     recompute_num_layers: Positive | None = Field(
         default=None,
         description='Layers per unit ("uniform") or recomputed layers per model chunk ("block").',
+    )
+    recompute_modules: Annotated[list[RecomputedModule], Field(min_length=1)] | None = Field(
+        default=None,
+        description='With "selective": "core_attn", "mlp", or "moe" in a mixture of experts; null: '
+        '["core_attn"].',
     )
     transformer_impl: Literal["auto", "local", "transformer_engine"] = Field(
         default="auto",
@@ -145,9 +154,10 @@ class ModelConfig(Block):
         own = {name: self.own(name) for name in as_written if families_with(name)}
         return Architecture(**{**as_written, **own, **settled})
 
-    def compute(self, precision: Precision, separate_documents: bool) -> Compute:
+    def compute(self, precision: Precision, separate_documents: bool, split: PipelineSplit) -> Compute:
         """How this model is computed with numbers of `precision`."""
         names = {field.name for field in fields(Compute)} & ModelConfig.model_fields.keys()
         as_written = self.model_dump(include=names)
         own = {name: self.own(name) for name in as_written if families_with(name)}
-        return Compute(precision=precision, separate_documents=separate_documents, **{**as_written, **own})
+        settled = {"precision": precision, "separate_documents": separate_documents, "split": split}
+        return Compute(**{**as_written, **own, **settled})

@@ -36,6 +36,12 @@ def check_model(model: ModelConfig) -> Iterator[str]:
         for name in ("recompute_method", "recompute_num_layers"):
             if getattr(model, name) is not None:
                 yield f'model.{name} has a meaning only with model.recompute_granularity "full"'
+    if model.recompute_modules is not None:
+        wrong = "mlp" if model.own("num_moe_experts") is not None else "moe"
+        if model.recompute_granularity != "selective":
+            yield 'model.recompute_modules has a meaning only with model.recompute_granularity "selective"'
+        elif wrong in model.recompute_modules:
+            yield f'model.recompute_modules: no layer of the family "{model.family}" has "{wrong}"'
 
 
 def check_parallel(model: ModelConfig, parallel: ParallelConfig, microbatches: int) -> Iterator[str]:
@@ -49,15 +55,16 @@ def _check_stages(model: ModelConfig, parallel: ParallelConfig, microbatches: in
         parallel.pipeline_model_parallel_size,
         parallel.virtual_pipeline_model_parallel_size,
     )
-    if layers % (stages * chunks):
-        virtual = f" x {count(chunks, 'virtual stage')} = {stages * chunks}" if chunks > 1 else ""
-        number = f"{count(layers, 'layer')} (model.num_layers)"
-        yield f"{number} do not divide into {count(stages, 'stage')}{virtual}"
-    elif (model.recompute_num_layers or 1) > layers // (stages * chunks):
-        yield (
-            f"model.recompute_num_layers {model.recompute_num_layers} is more than the "
-            f"{count(layers // (stages * chunks), 'layer')} of a model chunk"
-        )
+    try:
+        most = max(map(max, parallel.split.chunks(layers, stages, chunks)))
+    except ValueError as error:
+        yield str(error)
+    else:
+        if (model.recompute_num_layers or 1) > most:
+            yield (
+                f"model.recompute_num_layers {model.recompute_num_layers} is more than the "
+                f"{count(most, 'layer')} of a model chunk"
+            )
     if chunks > 1 and stages == 1:
         yield (
             f"parallel.virtual_pipeline_model_parallel_size {chunks} needs "

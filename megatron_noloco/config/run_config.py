@@ -149,7 +149,7 @@ class RunConfig:
     @property
     def compute(self) -> Compute:
         """How the model is computed."""
-        return self.model.compute(self.precision, self.data.separate_documents)
+        return self.model.compute(self.precision, self.data.separate_documents, self.parallel.split)
 
     @property
     def source(self) -> Source:

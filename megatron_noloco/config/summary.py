@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import chain
 from typing import Any
 
 from megatron_noloco.config.deepspeed_optimizer import is_muon
@@ -16,6 +17,7 @@ from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.stability import rounds_to_halve
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.spec.architecture import Architecture
+from megatron_noloco.spec.split import shown
 
 
 def describe(config: RunConfig, topology: Topology, architecture: Architecture | None = None) -> list[str]:
@@ -25,7 +27,7 @@ def describe(config: RunConfig, topology: Topology, architecture: Architecture |
         architecture: None while the tokenizer, and so the vocabulary, is not known.
     """
     lines = [
-        f"parallel: {_layout(topology)}",
+        f"parallel: {_layout(config, topology)}",
         f"batch per replica: {_replica_batch(config, topology)}",
         f"batch in total: {_total_batch(config, topology)}",
         f"method: {_method(config.noloco, topology.replicas)}",
@@ -45,10 +47,12 @@ def describe(config: RunConfig, topology: Topology, architecture: Architecture |
     return lines
 
 
-def _layout(topology: Topology) -> str:
+def _layout(config: RunConfig, topology: Topology) -> str:
+    virtual = f" ({topology.vpp} virtual stages each)" if topology.vpp > 1 else ""
+    chunks = config.parallel.split.chunks(config.model.num_layers, topology.pp, topology.vpp)
     parts = (
         count(topology.replicas, "replica"),
-        f"pipeline {topology.pp}" + (f" ({topology.vpp} virtual stages each)" if topology.vpp > 1 else ""),
+        f"pipeline {topology.pp}{virtual}" + f" of {shown(chunks)} layers" * (len(set(chain(*chunks))) > 1),
         f"data {topology.dp}",
         f"tensor {topology.tp}",
     )

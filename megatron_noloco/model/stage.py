@@ -2,6 +2,8 @@
 
 import importlib.util
 from collections.abc import Iterator
+from copy import copy
+from dataclasses import asdict
 from typing import Any, cast
 
 import torch
@@ -242,6 +244,8 @@ def transformer_config(architecture: Architecture, compute: Compute, topology: T
         recompute_granularity=compute.recompute_granularity,
         recompute_method=compute.recompute_method,
         recompute_num_layers=compute.recompute_num_layers,
+        recompute_modules=copy(compute.recompute_modules),  # core adds to it
+        **asdict(compute.split),
         moe_router_load_balancing_type=compute.moe_router_load_balancing_type or "none",
         moe_aux_loss_coeff=compute.moe_aux_loss_coeff or 0.0,
         batch_p2p_comm=True,

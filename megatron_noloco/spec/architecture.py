@@ -1,7 +1,9 @@
 """The architecture of a model, and how its arithmetic is done."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
+
+from megatron_noloco.spec.split import PipelineSplit
 
 Precision = Literal["fp32", "bf16", "fp16"]
 LoadBalancing = Literal["aux_loss", "seq_aux_loss", "none"]
@@ -45,8 +47,10 @@ class Compute:
     recompute_granularity: Literal["full", "selective"] | None = None
     recompute_method: Literal["uniform", "block"] | None = None
     recompute_num_layers: int | None = None
+    recompute_modules: list[str] | None = None
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
     moe_router_load_balancing_type: LoadBalancing | None = None  # None: there are no experts
     moe_aux_loss_coeff: float | None = None
     z_loss_coeff: float = 0.0
+    split: PipelineSplit = field(default_factory=PipelineSplit)
     separate_documents: bool = False  # documents in one sample do not attend to each other

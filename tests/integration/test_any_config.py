@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -14,6 +15,7 @@ import pytest
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.indexed import IndexedWriter
 from megatron_noloco.data.tokenizer import ByteTokenizer
+from megatron_noloco.spec.split import PipelineSplit
 from tests.integration.chaos import Run, assert_same_state
 from tests.integration.tiny import FAMILY_MODELS, metrics, write_text
 
@@ -167,7 +169,9 @@ def other_ranks(random: Random, raw: dict[str, Any]) -> dict[str, Any]:
             "data_parallel_size": dp_size,
             "tensor_model_parallel_size": tp_size,
             "virtual_pipeline_model_parallel_size": 1,
-            "sequence_parallel": tp_size > 1 and random.choice([True, False]),
+            "sequence_parallel": tp_size > 1
+            and (raw["model"]["family"] == "mixtral" or random.choice([True, False])),
+            **asdict(PipelineSplit()),
         }
         changes["model"] = {"make_vocab_size_divisible_by": tp_size * random.choice([1, 7])}
         changes["noloco"]["grouping"] = "replica"
@@ -180,6 +184,30 @@ def sizes_of(raw: dict[str, Any]) -> tuple[int, int, int, int]:
     names = ("replicas", "pipeline_model_parallel_size", "data_parallel_size", "tensor_model_parallel_size")
     replicas, stages, dp_size, tp_size = (parallel[name] for name in names)
     return replicas, stages, dp_size, tp_size
+
+
+def uneven(random: Random, parallel: dict[str, Any]) -> dict[str, Any]:
+    """Fewer layers in the first stage, or in both ends, than in the others."""
+    stages, virtual = (
+        parallel["pipeline_model_parallel_size"],
+        parallel["virtual_pipeline_model_parallel_size"],
+    )
+    layers = 2 * stages * virtual
+    return random.choice(
+        [
+            {
+                "parallel": {"num_layers_in_first_pipeline_stage": virtual},
+                "model": {"num_layers": layers - virtual},
+            },
+            {
+                "parallel": {
+                    "account_for_embedding_in_pipeline_split": True,
+                    "account_for_loss_in_pipeline_split": True,
+                },
+                "model": {"num_layers": layers - 2},
+            },
+        ]
+    )
 
 
 def _full_recompute() -> list[dict[str, Any]]:
@@ -202,6 +230,8 @@ def drawn_run(seed: int, folder: Path, data: list[dict[str, Any]]) -> tuple[Run,
     records = {**dict.fromkeys(("text", "data_path", "train_data_path", "valid_data_path")), **data[-1]}
     run.change({"data": random.choice([{}, apart, {**records, "sft_packing": random.choice([True, False])}])})
     run.change({"model": {"z_loss_coeff": random.choice([0.0, 1e-3])}})
+    if run.raw["parallel"]["pipeline_model_parallel_size"] > 1:
+        run.change(random.choice([{}, uneven(random, run.raw["parallel"])]))
     RunConfig.from_dict(run.raw).topology(ranks)
     return run, ranks
 

@@ -254,14 +254,21 @@ def test_tied_embeddings_with_two_stages() -> None:
         {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
         {"recompute_granularity": "selective"},
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
     ],
-    ids=["full uniform", "full block", "selective"],
+    ids=["full uniform", "full block", "selective", "selective modules"],
 )
 def test_recomputed_activations_change_nothing(recompute: dict[str, Any]) -> None:
     (found,) = run({"model": recompute})
     (expected,) = single()
     assert found["losses"] == expected["losses"]
     assert torch.equal(found["master"], expected["master"])
+
+
+def test_uneven_stages_train_alike() -> None:
+    """1 layer and 3."""
+    split = {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1}
+    assert_same_training(run({"parallel": split}, 2), single(), 1e-5)
 
 
 def test_recompute_draws_the_same_dropout_again() -> None:

@@ -431,6 +431,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "sequence_parallel needs parallel.tensor_model_parallel_size > 1",
     ),
     ({"model.recompute_granularity": "full"}, 'recompute_granularity "full" needs model.recompute_method'),
+    ({"model.recompute_modules": ["mlp"]}, 'a meaning only with model.recompute_granularity "selective"'),
+    (
+        {"model.recompute_granularity": "selective", "model.recompute_modules": ["moe"]},
+        'no layer of the family "llama" has "moe"',
+    ),
+    (
+        {
+            "parallel.num_layers_in_first_pipeline_stage": 1,
+            "parallel.account_for_loss_in_pipeline_split": True,
+        },
+        "both say how many layers",
+    ),
     ({"model.recompute_method": "block"}, "model.recompute_method has a meaning only with"),
     (
         {

@@ -1,0 +1,100 @@
+"""Which layers a pipeline stage has: our numbers are Megatron-core's, and so is what is refused."""
+
+from dataclasses import asdict
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+
+from megatron_noloco.spec.split import PipelineSplit
+
+ends = st.none() | st.integers(1, 4)
+splits = st.builds(PipelineSplit, ends, ends, st.booleans(), st.booleans())
+
+
+def core_config(split: PipelineSplit, num_layers: int, stages: int, virtual: int) -> TransformerConfig:
+    return TransformerConfig(
+        num_layers=num_layers,
+        hidden_size=8,
+        num_attention_heads=1,
+        pipeline_model_parallel_size=stages,
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+        pipeline_dtype="fp32",
+        use_cpu_initialization=True,
+        **asdict(split),
+    )
+
+
+@settings(max_examples=200, deadline=None)
+@given(splits, st.integers(1, 12), st.integers(2, 4), st.integers(1, 3))
+def test_layers_are_where_core_builds_them(
+    split: PipelineSplit, num_layers: int, stages: int, virtual: int
+) -> None:
+    core = built_by_core(split, num_layers, stages, virtual)
+    try:
+        chunks = split.chunks(num_layers, stages, virtual)
+    except ValueError:
+        assert core is None
+        return
+    assert core == chunks
+    config, before = core_config(split, num_layers, stages, virtual), 0
+    for vp, pp in product(range(virtual), range(stages)):  # in the order of the model
+        assert get_transformer_layer_offset(config, vp if virtual > 1 else None, pp) == before
+        before += chunks[pp][vp]
+    assert before == num_layers
+
+
+def built_by_core(split: PipelineSplit, num_layers: int, stages: int, virtual: int) -> list[list[int]] | None:
+    """Layers, [stage][virtual stage]; None where core refuses, or would leave a stage or layers out."""
+    try:
+        config = core_config(split, num_layers, stages, virtual)
+        chunks = [
+            [get_num_layers_to_build(config, vp if virtual > 1 else None, pp) for vp in range(virtual)]
+            for pp in range(stages)
+        ]
+    except (ValueError, AssertionError):
+        return None
+    return chunks if min(map(min, chunks)) > 0 and sum(map(sum, chunks)) == num_layers else None
+
+
+@pytest.mark.parametrize(
+    ("split", "sizes", "line"),
+    [
+        (
+            PipelineSplit(num_layers_in_first_pipeline_stage=1),
+            (8, 3),
+            "8 layers (model.num_layers) less 1 at the ends do not divide into 2 stages",
+        ),
+        (
+            PipelineSplit(account_for_loss_in_pipeline_split=True),
+            (8, 2),
+            "8 layers (model.num_layers) and 1 for embedding or loss do not divide into 2 stages",
+        ),
+        (
+            PipelineSplit(2, 2),
+            (5, 2),
+            "5 layers (model.num_layers) less 2 and 2 at the ends do not divide into",
+        ),
+        (
+            PipelineSplit(num_layers_in_last_pipeline_stage=3),
+            (7, 3, 2),
+            "3 layers of a stage do not divide into 2 virtual stages",
+        ),
+        (
+            PipelineSplit(account_for_embedding_in_pipeline_split=True),
+            (1, 2),
+            "1 layer (model.num_layers) leave a stage without any (0 + 1)",
+        ),
+        (PipelineSplit(2, account_for_loss_in_pipeline_split=True), (8, 2), "give one of them"),
+        (PipelineSplit(2), (8, 1), "need parallel.pipeline_model_parallel_size > 1"),
+    ],
+)
+def test_what_cannot_be_divided_is_one_line(split: PipelineSplit, sizes: tuple[int, ...], line: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        split.chunks(*sizes)
+    assert line in str(caught.value)
+    assert "\n" not in str(caught.value)
