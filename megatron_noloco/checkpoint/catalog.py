@@ -18,7 +18,7 @@ from megatron_noloco.files import write_text
 from megatron_noloco.plans.topology import Position, Topology
 from megatron_noloco.spec.architecture import Architecture
 
-WEIGHTS = "slow_weights"
+WEIGHTS = "slow_weights"  # the vector of which a model is made
 _STEP = re.compile(r"step_(\d{8,})$")
 
 
@@ -32,7 +32,7 @@ class Manifest:
     position: Position
     config: dict[str, Any]
     files: dict[str, FileRecord]
-    architecture: Architecture
+    architecture: Architecture  # of the model that is split over the ranks
     layout: list[FlatPart]  # of this rank's flat vectors
     engine: dict[str, Any] = field(default_factory=dict)  # see `ReplicaEngine.numbers`
     counters: dict[str, float] = field(default_factory=dict)

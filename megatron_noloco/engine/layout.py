@@ -1,4 +1,4 @@
-"""Where the parameters lie in the flat weights of a rank."""
+"""Where the parameters lie in the flat vectors of a rank."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,8 @@ class FlatPart:
     """The parameters of one group of the inner optimizer, as ZeRO flattens them.
 
     They lie one after the other, padded at the end, and the whole is cut into equal parts, one for each
-    data-parallel rank. The flat weights of a rank are its parts of all groups, in the order of the groups.
+    data-parallel rank. The flat weights of a rank are its parts of all groups, in the order of the groups; slow
+    weights, momentum and the moments of the inner optimizer lie alike.
 
     Args:
         length: elements of this rank's part, padding included; the same on all data-parallel ranks.
