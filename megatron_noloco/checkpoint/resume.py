@@ -85,7 +85,7 @@ def _continue(
     notes: list[str],
 ) -> Start:
     saved = manifests[0]
-    changed = compare.changes(saved.config, settings.run)
+    changed = compare.changes(settings.completed(saved.config), settings.run)
     lines = [f"continuing from {folder}: step {saved.step}, {saved.consumed_samples} samples consumed"]
     lines += notes
     lines += [f"changed: {line}" for line in changed]

@@ -1,5 +1,6 @@
 """What a run wants of its checkpoints."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ class CheckpointSettings:
     """Attributes:
     folder: holds a folder per saved step.
     run: the JSON of the run, as it is written into each manifest.
+    completed: gives the JSON of a saved run the defaults of the fields that are newer than it.
     keep_last: complete checkpoints that are kept.
     async_save: whether training continues while a copy of the state is being written.
     load: "auto" (the newest sound checkpoint in `folder`), "none", or a step folder.
@@ -18,6 +20,7 @@ class CheckpointSettings:
 
     folder: Path
     run: dict[str, Any]
+    completed: Callable[[dict[str, Any]], dict[str, Any]]
     keep_last: int = 2
     async_save: bool = False
     load: str = "auto"

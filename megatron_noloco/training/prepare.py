@@ -11,7 +11,7 @@ import torch
 
 from megatron_noloco.checkpoint.resume import Start, find_start
 from megatron_noloco.checkpoint.settings import CheckpointSettings
-from megatron_noloco.config import RunConfig
+from megatron_noloco.config import ConfigError, RunConfig
 from megatron_noloco.config.deepspeed_keys import TORCH_OPTIMIZERS
 from megatron_noloco.data.corpus import find_text
 from megatron_noloco.data.datasets import Datasets, Needs, build_datasets
@@ -109,11 +109,19 @@ def checkpoint_settings(config: RunConfig) -> CheckpointSettings:
     return CheckpointSettings(
         folder=Path(config.training.output_dir) / "checkpoints",
         run=config.to_dict(),
+        completed=_completed,
         keep_last=checkpoint.keep_last,
         async_save=checkpoint.async_save,
         load=checkpoint.load,
         fold=checkpoint.fewer_replicas == "fold",
     )
+
+
+def _completed(saved: dict[str, Any]) -> dict[str, Any]:
+    try:
+        return RunConfig.from_dict(saved).to_dict()
+    except ConfigError:  # written by a version that had other fields
+        return saved
 
 
 def _check_arithmetic(config: RunConfig) -> None:

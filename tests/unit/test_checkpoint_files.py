@@ -27,6 +27,7 @@ from megatron_noloco.files import write_whole
 from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.samples import BatchPlan, SampleOrder
 from megatron_noloco.plans.topology import Position, Topology
+from megatron_noloco.training.prepare import checkpoint_settings
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -412,6 +413,15 @@ class TestChangesOfTheConfig:
 
     def test_a_block_switched_off_is_as_good_as_absent(self) -> None:
         assert self.changes({"bf16": {"enabled": False}, "fp16": {"enabled": False}}) == []
+
+    def test_fields_that_are_newer_than_the_checkpoint_had_their_defaults(self) -> None:
+        run = RunConfig.from_dict(CONFIG)
+        completed, saved = checkpoint_settings(run).completed, run.to_dict()
+        del saved["model"]["z_loss_coeff"], saved["data"]["eod_mask_loss"]
+        assert compare.changes(completed(saved), run.to_dict()) == []
+        saved["model"]["gone"] = 1
+        with pytest.raises(ValueError, match=r"model\.gone: 1 in the checkpoint, None now"):
+            compare.changes(completed(saved), run.to_dict())
 
     def test_where_and_how_long_it_runs_is_not_worth_a_line(self) -> None:
         assert (
