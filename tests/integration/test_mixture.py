@@ -45,7 +45,7 @@ def plain(rank: int, world_size: int, raw: dict[str, Any]) -> tuple[dict[str, Te
         layer.mlp.router.gating = lambda hidden, gating=gating: logits.append(gating(hidden)) or logits[-1]
     figures = []
     for index in range(run.microbatches):
-        tokens, labels = microbatch(run, groups, 0, 0, index)
+        tokens, labels, _ = microbatch(run, groups, 0, 0, index)
         logits.clear()
         loss = stage.chunks[0](tokens, None, None, labels=labels).float().mean()
         of_layers = [
