@@ -113,7 +113,7 @@ def test_routed_losses_are_booked_to_their_origin(tmp_path: Path, text: str) -> 
 @pytest.mark.parametrize(
     ("shape", "ranks"),
     [
-        ({"parallel": {"replicas": 3}, "bf16": {"enabled": True}}, 3),
+        pytest.param({"parallel": {"replicas": 3}, "bf16": {"enabled": True}}, 3, marks=pytest.mark.slow),
         (
             {
                 "parallel": {"replicas": 2, "pipeline_model_parallel_size": 2},

@@ -163,7 +163,7 @@ def state(run: Run) -> dict[str, Any]:
     [
         ([LATE], layout(pp=2, vpp=2), layout(tp=2, dp=2)),
         ([LATE], layout(tp=2), layout(pp=2, replicas=3)),
-        ([MUON, BF16, TIED], layout(dp=2, pp=2), layout(tp=2)),
+        pytest.param([MUON, BF16, TIED], layout(dp=2, pp=2), layout(tp=2), marks=pytest.mark.slow),
     ],
     ids=["AdamW", "more replicas", "Muon, bf16, tied"],
 )

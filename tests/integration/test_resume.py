@@ -129,7 +129,12 @@ def codes(outcomes: list[Outcome]) -> list[int]:
 
 
 # What other cases have in other combinations.
-SLOW = ("2 replicas x dp 2, bf16, DiLoCo", "2 replicas x 2 stages, bf16, tied")
+SLOW = (
+    "2 replicas x dp 2, bf16, DiLoCo",
+    "2 replicas x 2 stages, bf16, tied",
+    "2 replicas x 2 stages, bf16, Muon, dropout",
+    "3 replicas in one group x 2 stages, bf16, saved while an exchange is under way",
+)
 
 
 @pytest.mark.parametrize(
@@ -365,7 +370,7 @@ WARMUP_DECAY = {
 @pytest.mark.parametrize(
     "scheduler", [None, "cosine", WARMUP_DECAY, WSD], ids=["none", "cosine", "decay", "WSD"]
 )
-@pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [{}, pytest.param(BF16, marks=pytest.mark.slow)], ids=["fp32", "bf16"])
 def test_a_new_learning_rate_is_used(precision: dict[str, Any], scheduler: Any, tmp_path: Path) -> None:
     """After the resume, step by step, the rates of a run that had them from the start."""
     text = write_text(tmp_path, 200_000)

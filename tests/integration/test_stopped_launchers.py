@@ -34,7 +34,7 @@ def wait_until(told: Path, text: str) -> None:
     [
         ("mpirun.sh", 0),
         pytest.param("torchrun.sh", 1, marks=pytest.mark.slow),
-        ("deepspeed.sh", 143),
+        pytest.param("deepspeed.sh", 143, marks=pytest.mark.slow),
     ],
 )
 def test_sigterm_saves_and_leaves_nobody(script: str, code: int, tmp_path: Path) -> None:
