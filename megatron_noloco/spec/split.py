@@ -39,6 +39,11 @@ class PipelineSplit:
                 "parallel.pipeline_model_parallel_size > 1"
             )
         rest, others = num_layers + counted - sum(given), stages - len(given)
+        if others == 0 and virtual > 1:
+            raise ValueError(
+                "with virtual stages and both parallel.num_layers_in_first_pipeline_stage and _last_ there must "
+                "be stages between, by whose number Megatron-core divides; give one of the two"
+            )
         if others == 0 != rest or rest < 0 or (others and rest % (others * virtual)):
             what = f"{_layers(num_layers)} (model.num_layers)"
             what += f" and {counted} for embedding or loss" * bool(counted)

@@ -56,7 +56,8 @@ def built_by_core(split: PipelineSplit, num_layers: int, stages: int, virtual: i
             [get_num_layers_to_build(config, vp if virtual > 1 else None, pp) for vp in range(virtual)]
             for pp in range(stages)
         ]
-    except (ValueError, AssertionError):
+        get_transformer_layer_offset(config, virtual - 1 if virtual > 1 else None, stages - 1)
+    except (ValueError, AssertionError, ZeroDivisionError):
         return None
     return chunks if min(map(min, chunks)) > 0 and sum(map(sum, chunks)) == num_layers else None
 
