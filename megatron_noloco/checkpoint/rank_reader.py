@@ -62,9 +62,8 @@ class RankReader:
             name, _, group = full_name.rpartition(".")
             with self._open() as file:
                 is_vector = bool(file.get_slice(full_name).get_shape())
-                number = (
-                    None if is_vector else file.get_tensor(full_name).clone()
-                )  # it would be the file's memory
+                # Cloned, for it is the file's memory.
+                number = None if is_vector else file.get_tensor(full_name).clone()
             yield full_name, self._part(name, int(group)) if number is None else number
 
     def has_vector(self, name: str) -> bool:

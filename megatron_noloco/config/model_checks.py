@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from megatron_noloco.config.blocks import ParallelConfig
+from megatron_noloco.config.layers import layers_of_chunks
 from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.config.wording import count
 from megatron_noloco.model.families import families_with
@@ -56,7 +57,7 @@ def _check_stages(model: ModelConfig, parallel: ParallelConfig, microbatches: in
         parallel.virtual_pipeline_model_parallel_size,
     )
     try:
-        most = max(map(max, parallel.split.chunks(layers, stages, chunks)))
+        most = max(map(max, layers_of_chunks(parallel.split, layers, stages, chunks)))
     except ValueError as error:
         yield str(error)
     else:

@@ -6,6 +6,7 @@ from itertools import chain
 from typing import Any
 
 from megatron_noloco.config.deepspeed_optimizer import is_muon
+from megatron_noloco.config.layers import layers_of_chunks, shown
 from megatron_noloco.config.noloco_block import NolocoConfig
 from megatron_noloco.config.run_config import RunConfig
 from megatron_noloco.config.wording import count
@@ -17,7 +18,6 @@ from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.stability import rounds_to_halve
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.spec.architecture import Architecture
-from megatron_noloco.spec.split import shown
 
 
 def describe(config: RunConfig, topology: Topology, architecture: Architecture | None = None) -> list[str]:
@@ -49,7 +49,7 @@ def describe(config: RunConfig, topology: Topology, architecture: Architecture |
 
 def _layout(config: RunConfig, topology: Topology) -> str:
     virtual = f" ({topology.vpp} virtual stages each)" if topology.vpp > 1 else ""
-    chunks = config.parallel.split.chunks(config.model.num_layers, topology.pp, topology.vpp)
+    chunks = layers_of_chunks(config.parallel.split, config.model.num_layers, topology.pp, topology.vpp)
     parts = (
         count(topology.replicas, "replica"),
         f"pipeline {topology.pp}{virtual}" + f" of {shown(chunks)} layers" * (len(set(chain(*chunks))) > 1),

@@ -17,9 +17,7 @@ class Microbatch(NamedTuple):
 
     tokens: Tensor
     labels: Tensor  # IGNORED where there is no loss
-    documents: (
-        Tensor | None
-    )  # the number of each token's document in its sample; None: documents are not told apart
+    documents: Tensor | None  # the number of each token's document in its sample; None: not told apart
 
 
 class MicrobatchSource:

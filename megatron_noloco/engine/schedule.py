@@ -12,7 +12,7 @@ from megatron_noloco.plans.learning_rate import SCHEDULES, WSD, InverseSquareRoo
 class RatioLR:
     """Scales the learning rate of every parameter group, so that their ratios stay.
 
-    The methods and the attribute are those that DeepSpeed's engine and `ReplicaEngine` use of DeepSpeed's own
+    The methods and the attribute are those that DeepSpeed's engine and `engine.state` use of DeepSpeed's own
     schedules. The state is the number of local steps alone: a resumed run follows its own file.
 
     Attributes:
@@ -36,12 +36,6 @@ class RatioLR:
 
     def get_last_lr(self) -> list[float]:
         return [group["lr"] for group in self._optimizer.param_groups]
-
-    def state_dict(self) -> dict[str, int]:
-        return {"last_batch_iteration": self.last_batch_iteration}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.last_batch_iteration = state["last_batch_iteration"]
 
 
 def build_schedule(block: Mapping[str, Any], optimizer: Optimizer) -> Any:

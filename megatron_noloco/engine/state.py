@@ -75,10 +75,9 @@ def restore(
     _scaler(engine).update(numbers["loss_scale"])
     if engine.lr_scheduler is not None:
         step = numbers["schedule_step"]
-        taken = engine.global_steps - engine.skipped_steps
-        engine.lr_scheduler.step(
-            taken - 1 if step is None else step
-        )  # the rate of that step, by this schedule
+        if step is None:
+            step = engine.global_steps - engine.skipped_steps - 1
+        engine.lr_scheduler.step(step)  # the rate of that step, by this schedule
 
 
 def _scaler(engine: DeepSpeedEngine) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from megatron_noloco.model.families import FAMILIES
 from tests.harness import run_ranks
 from tests.integration.test_engine import assert_same_training
 from tests.integration.test_publish import assert_equal, exported, imported, load, logits_there, save
-from tests.integration.tiny import FAMILY_MODELS, tiny, train
+from tests.integration.tiny import FAMILY_MODELS, HF_SIZES, tiny, train
 
 # Keys of a config.json of transformers' own, of models that stand for a family
 THEIRS: dict[str, dict[str, Any]] = {
@@ -55,17 +55,7 @@ QUICK = ("untied, pp 1, tp 2", "tied, pp 2, tp 2")
 
 def write_theirs(folder: Path, keys: dict[str, Any]) -> dict[str, Tensor]:
     """A model that transformers made and saved, every weight of it drawn at random; its tensors."""
-    sizes = {
-        "vocab_size": 259,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "bos_token_id": 256,
-        "eos_token_id": 256,
-    }
+    sizes = {"vocab_size": 259, **HF_SIZES}
     settings = sizes | keys
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(settings.pop("model_type"), **settings))
     generator = torch.Generator().manual_seed(3)

@@ -34,7 +34,17 @@ from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Position
 from megatron_noloco.training.prepare import checkpoint_settings
 from tests.harness import REPOSITORY, run_ranks
-from tests.integration.tiny import MUON, build, metrics, microbatch, run_whole, tiny, weights_of, write_config
+from tests.integration.tiny import (
+    HF_SIZES,
+    MUON,
+    build,
+    metrics,
+    microbatch,
+    run_whole,
+    tiny,
+    weights_of,
+    write_config,
+)
 
 STEPS = 2
 TOKENS = torch.randint(257, (2, 16), generator=torch.Generator().manual_seed(1))
@@ -417,17 +427,7 @@ def test_export_refuses_a_place_it_cannot_write_to(
 
 def llama(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> dict[str, Tensor]:
     """A random one, saved by transformers; its tensors."""
-    sizes: dict[str, Any] = {
-        "vocab_size": 257,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 64,
-        "bos_token_id": 256,
-        "eos_token_id": 256,
-    }
+    sizes: dict[str, Any] = {"vocab_size": 257, **HF_SIZES}
     torch.manual_seed(5)
     model = LlamaForCausalLM(LlamaConfig(**(sizes | changes))).to(dtype)
     model.save_pretrained(folder, max_shard_size="50KB")

@@ -76,6 +76,17 @@ FAMILY_MODELS: dict[str, dict[str, Any]] = {
     "mistral": {"family": "mistral", "sliding_window": 5},
     "mixtral": {"family": "mixtral", "num_moe_experts": 4, "moe_aux_loss_coeff": 0.1},
 }
+# Of models that transformers makes, in its words; the vocabulary is each test's own.
+HF_SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": 256,
+    "eos_token_id": 256,
+}
 MUON = {"optimizer": {"type": "Muon", "params": {"lr": None, "muon_lr": 0.02, "adam_lr": 0.01}}}
 # How much coarser than fp32 its rounding is: DeepSpeed's kernel takes fp16 where a CPU has it.
 MUON_ROUNDING = 1 if ns_compute_dtype("gram") == torch.float32 else 100

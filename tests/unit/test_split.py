@@ -10,6 +10,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
+from megatron_noloco.config.layers import layers_of_chunks
 from megatron_noloco.spec.split import PipelineSplit
 
 ends = st.none() | st.integers(1, 4)
@@ -36,7 +37,7 @@ def test_layers_are_where_core_builds_them(
 ) -> None:
     core = built_by_core(split, num_layers, stages, virtual)
     try:
-        chunks = split.chunks(num_layers, stages, virtual)
+        chunks = layers_of_chunks(split, num_layers, stages, virtual)
     except ValueError:
         assert core is None
         return
@@ -96,6 +97,6 @@ def built_by_core(split: PipelineSplit, num_layers: int, stages: int, virtual: i
 )
 def test_what_cannot_be_divided_is_one_line(split: PipelineSplit, sizes: tuple[int, ...], line: str) -> None:
     with pytest.raises(ValueError) as caught:
-        split.chunks(*sizes)
+        layers_of_chunks(split, *sizes)
     assert line in str(caught.value)
     assert "\n" not in str(caught.value)
