@@ -85,6 +85,11 @@ class TrainingConfig(Block):
     exit_duration_minutes: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="Save and exit after so many minutes; null: never."
     )
+    peak_tflops: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="TFLOP/s that a GPU reaches at best in the precision of the run, for the MFU in the log; "
+        "null: those of its data sheet, where it is known.",
+    )
 
 
 class CheckpointConfig(Block):

@@ -21,6 +21,7 @@ from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.metrics import Metrics
 from megatron_noloco.metrics.writers import ReplicaFiles, Writer
 from megatron_noloco.model.families import table_of
+from megatron_noloco.model.families.flops import training_flops
 from megatron_noloco.model.stage import Stage, build_stage
 from megatron_noloco.outer import (
     Channel,
@@ -38,6 +39,7 @@ from megatron_noloco.training.monitor import DELAY_STEPS, Monitor
 from megatron_noloco.training.outer import build_final_average, build_outer
 from megatron_noloco.training.prepare import Prepared, checkpoint_settings
 from megatron_noloco.training.run import Run, Schedule
+from megatron_noloco.training.throughput import Throughput, peak_tflops_here
 from megatron_noloco.transport.protocol import Transport
 
 
@@ -72,7 +74,6 @@ def build(prepared: Prepared, transport: Transport, start: Start, progress: str 
         Exchange(transport, place, channel, deadline_seconds)
         for channel in (Channel.LOSSES, Channel.MEAN_MODEL)
     )
-    tokens_per_step = plan.replica_batch * prepared.architecture.seq_length
     mean_model = MeanModel(outer, means) if config.evaluation.mean_model else None
     return Run(
         schedule=_schedule(config),
@@ -82,7 +83,7 @@ def build(prepared: Prepared, transport: Transport, start: Start, progress: str 
         loader=StepLoader(source, routing, config.noloco.local_steps, reader, metrics.record),
         evaluator=Evaluator(engine, routing, prepared.validation, losses, mean_model),
         checkpointer=checkpointer,
-        monitor=Monitor(metrics, plan, tokens_per_step, console, config.noloco.fragments),
+        monitor=Monitor(metrics, plan, _throughput(prepared), console, config.noloco.fragments),
         stopping=stopping,
         final_average=build_final_average(config, outer, transport, place),
         delay=delay,
@@ -110,6 +111,17 @@ def _delay(config: RunConfig, outer: Rounds, start: Start) -> DelayChoice | None
         return DelayChoice(outer, start.step // local_steps)
     outer.delay_steps = min(int(start.counters[DELAY_STEPS]), local_steps)
     return None
+
+
+def _throughput(prepared: Prepared) -> Throughput:
+    config, topology, architecture = prepared.config, prepared.topology, prepared.architecture
+    samples = config.replica_batch
+    return Throughput(
+        tokens=samples * architecture.seq_length,
+        replicas=topology.replicas,
+        flops_per_rank=samples * training_flops(architecture) / topology.replica_size,
+        peak_tflops=config.training.peak_tflops or peak_tflops_here(config.precision),
+    )
 
 
 def _schedule(config: RunConfig) -> Schedule:

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from megatron_noloco.checkpoint.settings import SaveReport
-from megatron_noloco.metrics import LAST, LAST_MAX, LAST_SUM, MEAN, RMS, TOTAL, Metrics, Reduction
+from megatron_noloco.metrics import LAST, LAST_MAX, LAST_SUM, RMS, TOTAL, Metrics, Reduction
 from megatron_noloco.metrics.reduction import largest, last
 from megatron_noloco.outer import ExchangeReport, RoundReport
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.training.console import Console
 from megatron_noloco.training.record import Evaluation
+from megatron_noloco.training.throughput import Throughput
 
 DELAY_STEPS = "delay_steps"  # the counter that keeps what the run chose in its checkpoints
 PAUSES = Reduction(last, largest, per="run")
@@ -24,7 +25,7 @@ class Monitor:
 
     Args:
         metrics: where this rank's numbers go.
-        tokens_per_step: of this replica.
+        throughput: what the time of a local step is divided into.
         console: on rank 0, which shows checkpoints; rows reach it through `metrics`.
         fragments: whose rounds are reported one by one.
     """
@@ -33,14 +34,14 @@ class Monitor:
         self,
         metrics: Metrics,
         plan: BatchPlan,
-        tokens_per_step: int,
+        throughput: Throughput,
         console: Console | None,
         fragments: int = 1,
     ) -> None:
         self.metrics = metrics
         self.plan = plan
         self.fragments = fragments
-        self.tokens_per_step = tokens_per_step
+        self.throughput = throughput
         self.console = console
         self._begin_interval()
 
@@ -93,8 +94,7 @@ class Monitor:
         if not self._steps:
             return
         seconds = (time.perf_counter() - self._interval_started) / self._steps
-        self.metrics.record("speed/seconds_per_step", seconds, MEAN)
-        self.metrics.record("speed/tokens_per_second", self.tokens_per_step / seconds, MEAN)
+        self.throughput.record(seconds, self.metrics.record)
         self.metrics.record("train/consumed_samples", self.plan.consumed(done), LAST)  # by all replicas
         self.metrics.write_steps(done, self._steps)
         self._begin_interval()

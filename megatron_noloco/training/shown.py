@@ -13,7 +13,9 @@ Piece = Callable[[Row], str]  # empty: nothing to show
 _STEP: tuple[Piece, ...] = (
     lambda row: f"consumed samples: {row['train/consumed_samples']}",
     lambda row: f"elapsed time per iteration (ms): {1000 * row['speed/seconds_per_step']:.1f}",
-    lambda row: f"tokens per second: {row['speed/tokens_per_second']:.0f}",
+    lambda row: f"throughput per GPU (TFLOP/s/GPU): {row['speed/tflops_per_gpu']:.4g}",
+    lambda row: f"MFU: {100 * row['speed/mfu']:.1f} %" if "speed/mfu" in row else "",
+    lambda row: f"tokens per second: {_tokens_per_second(row)}",
     lambda row: f"learning rate: {row['train/learning_rate']:.3E}",
     lambda row: f"lm loss: {row['train/loss']:.4f}",
     lambda row: f"grad norm: {row['train/grad_norm']:.3f}",
@@ -76,6 +78,11 @@ def validation_lines(row: Row, unigram_entropy: float) -> list[str]:
 
 def _losses(losses: list[float]) -> str:
     return "replicas: " + " ".join(f"{loss:.4f}" for loss in losses)
+
+
+def _tokens_per_second(row: Row) -> str:
+    own, of_all = row["speed/tokens_per_second"], row["speed/tokens_per_second_of_all"]
+    return f"{own:.0f}" + (f" (all replicas: {of_all:.0f})" if of_all > own else "")
 
 
 def _round(row: Row) -> str:

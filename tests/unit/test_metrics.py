@@ -188,6 +188,8 @@ STEP = {
     "train/consumed_samples": 640,
     "speed/seconds_per_step": 0.1234,
     "speed/tokens_per_second": 5186.4,
+    "speed/tokens_per_second_of_all": 5186.4,
+    "speed/tflops_per_gpu": 0.00123456,
     "train/learning_rate": 0.003,
     "train/loss": 2.34567,
     "train/grad_norm": 0.98765,
@@ -211,7 +213,8 @@ ROUND = {
 }
 PLAIN = (
     " iteration  20/200 | consumed samples: 640 | elapsed time per iteration (ms): 123.4 | "
-    "tokens per second: 5186 | learning rate: 3.000E-03 | lm loss: 2.3457 | grad norm: 0.988 |"
+    "throughput per GPU (TFLOP/s/GPU): 0.001235 | tokens per second: 5186 | "
+    "learning rate: 3.000E-03 | lm loss: 2.3457 | grad norm: 0.988 |"
 )
 EXCHANGE = " exchange (ms): 12.3 wait (ms): 4.5 sent (MB): 1.48 |"
 
@@ -243,6 +246,14 @@ EXCHANGE = " exchange (ms): 12.3 wait (ms): 4.5 sent (MB): 1.48 |"
 )
 def test_the_log_line(more: dict[str, Any], text: str) -> None:
     assert log_line(STEP | more, 200) == PLAIN + text
+
+
+def test_the_throughput_in_the_log_line() -> None:
+    faster = {"speed/tflops_per_gpu": 412.345, "speed/mfu": 0.4169, "speed/tokens_per_second_of_all": 20745.6}
+    assert (
+        "| throughput per GPU (TFLOP/s/GPU): 412.3 | MFU: 41.7 % | tokens per second: 5186 (all replicas: 20746) |"
+        in log_line(STEP | faster, 200)
+    )
 
 
 def test_the_figures_under_the_bar() -> None:
