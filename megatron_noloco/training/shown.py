@@ -16,6 +16,7 @@ _STEP: tuple[Piece, ...] = (
     lambda row: f"throughput per GPU (TFLOP/s/GPU): {row['speed/tflops_per_gpu']:.4g}",
     lambda row: f"MFU: {100 * row['speed/mfu']:.1f} %" if "speed/mfu" in row else "",
     lambda row: f"tokens per second: {_tokens_per_second(row)}",
+    lambda row: f"peak memory (GB): {row['memory/peak_bytes'] / 1e9:.2f}",
     lambda row: f"learning rate: {row['train/learning_rate']:.3E}",
     lambda row: f"lm loss: {row['train/loss']:.4f}",
     lambda row: f"grad norm: {row['train/grad_norm']:.3f}",
@@ -59,6 +60,11 @@ def round_figures(row: Row) -> str:
         f"(wait {1000 * row['round/wait_seconds']:.0f})  sent {row['total/sent_bytes'] / 1e6:.0f} MB  "
         f"spread {row['round/spread']:.1e}"
     )
+
+
+def checkpoint_line(row: Row) -> str:
+    """Of a row of kind "checkpoint"."""
+    return f" checkpoint at iteration {row['step']} | pause (ms): {1000 * row['time/save_seconds']:.1f} |"
 
 
 def validation_lines(row: Row, unigram_entropy: float) -> list[str]:

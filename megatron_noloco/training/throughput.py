@@ -1,6 +1,7 @@
-"""How fast a run computes: tokens and floating-point operations per second, and the share of the peak."""
+"""What a run makes of its devices: tokens and floating-point operations per second, memory."""
 
 import re
+import resource
 from dataclasses import dataclass
 
 import torch
@@ -63,3 +64,10 @@ def peak_tflops(device: str, precision: Precision) -> float | None:
 def peak_tflops_here(precision: Precision) -> float | None:
     """Of the device of this rank; None on a CPU."""
     return peak_tflops(torch.cuda.get_device_name(), precision) if torch.cuda.is_available() else None
+
+
+def peak_memory_bytes() -> int:
+    """The most that this process has held so far: of GPU memory, what torch's tensors took; on a CPU, resident."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

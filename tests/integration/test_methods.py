@@ -11,6 +11,7 @@ from torch import Tensor
 from tests.harness import run_ranks
 from tests.integration.tiny import already_joined, metrics, run_whole, tiny, trained, write_config, write_text
 
+MEASURED = ("speed/", "time/", "memory/")
 TIMING = ("exchange_seconds", "wait_seconds", "pause_seconds")
 
 
@@ -27,7 +28,7 @@ def run(folder: Path, text: str, ranks: int, changes: dict[str, Any]) -> list[di
 def without_timing(replicas: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
     return [
         [
-            {name: row[name] for name in row if not (name.startswith("speed/") or name.endswith(TIMING))}
+            {name: row[name] for name in row if not (name.startswith(MEASURED) or name.endswith(TIMING))}
             for row in rows
         ]
         for rows in replicas

@@ -26,7 +26,13 @@ from megatron_noloco.metrics import (
 )
 from megatron_noloco.metrics.writers import ReplicaFiles
 from megatron_noloco.training.record import DatasetLosses, Evaluation
-from megatron_noloco.training.shown import log_line, round_figures, step_figures, validation_lines
+from megatron_noloco.training.shown import (
+    checkpoint_line,
+    log_line,
+    round_figures,
+    step_figures,
+    validation_lines,
+)
 from tests.harness import run_ranks
 
 
@@ -190,6 +196,7 @@ STEP = {
     "speed/tokens_per_second": 5186.4,
     "speed/tokens_per_second_of_all": 5186.4,
     "speed/tflops_per_gpu": 0.00123456,
+    "memory/peak_bytes": 412_000_000,
     "train/learning_rate": 0.003,
     "train/loss": 2.34567,
     "train/grad_norm": 0.98765,
@@ -213,7 +220,7 @@ ROUND = {
 }
 PLAIN = (
     " iteration  20/200 | consumed samples: 640 | elapsed time per iteration (ms): 123.4 | "
-    "throughput per GPU (TFLOP/s/GPU): 0.001235 | tokens per second: 5186 | "
+    "throughput per GPU (TFLOP/s/GPU): 0.001235 | tokens per second: 5186 | peak memory (GB): 0.41 | "
     "learning rate: 3.000E-03 | lm loss: 2.3457 | grad norm: 0.988 |"
 )
 EXCHANGE = " exchange (ms): 12.3 wait (ms): 4.5 sent (MB): 1.48 |"
@@ -261,6 +268,11 @@ def test_the_figures_under_the_bar() -> None:
     assert round_figures(STEP | ROUND) == (
         "round 1 partner 3  exchange 12 ms (wait 4)  sent 2 MB  spread 1.2e-03"
     )
+
+
+def test_the_line_of_a_checkpoint() -> None:
+    row = {"kind": "checkpoint", "step": 8, "time/save_seconds": 0.16541}
+    assert checkpoint_line(row) == " checkpoint at iteration 8 | pause (ms): 165.4 |"
 
 
 def test_the_lines_of_an_evaluation() -> None:
