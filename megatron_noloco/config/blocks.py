@@ -149,3 +149,19 @@ class TensorBoardConfig(Block):
         description="Whether scalars are also written for TensorBoard, in a folder per replica under "
         "training.output_dir.",
     )
+
+
+class WandbConfig(Block):
+    """Replaces DeepSpeed's block of the same name, as TensorBoard's does."""
+
+    enabled: bool = Field(
+        default=False,
+        description="Whether every replica also has a run in Weights & Biases; needs the package wandb.",
+    )
+    project: str = Field(default="megatron_noloco", min_length=1, description="Of these runs.")
+    group: str | None = Field(
+        default=None, description="Of these runs; null: the name of the folder training.output_dir."
+    )
+    team: str | None = Field(
+        default=None, description="Whose runs they are (wandb's entity); null: your own."
+    )

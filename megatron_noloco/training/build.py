@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -19,6 +20,7 @@ from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.huggingface.folder import PretrainedWeights
 from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.metrics import Metrics
+from megatron_noloco.metrics.wandb import WandbRun
 from megatron_noloco.metrics.writers import ReplicaFiles, Writer
 from megatron_noloco.model.families import table_of
 from megatron_noloco.model.families.flops import training_flops
@@ -54,8 +56,7 @@ def build(prepared: Prepared, transport: Transport, start: Start, progress: str 
     console = _console(prepared, transport, start, progress) if dist.get_rank() == 0 else None
     writers: list[Writer] = [console] if console is not None else []
     if groups.last_stage and at.dp == 0 and at.tp == 0:
-        folder = Path(config.training.output_dir) / f"replica_{at.replica:02d}"
-        writers.append(ReplicaFiles(folder, config.tensorboard.enabled, start.step))
+        writers += _writers(config, at.replica, start.step)
     metrics = Metrics(at.replica, groups.replica, writers, start.counters)
 
     engine = ReplicaEngine(stage, groups, config.deepspeed, metrics.record)
@@ -88,6 +89,22 @@ def build(prepared: Prepared, transport: Transport, start: Start, progress: str 
         final_average=build_final_average(config, outer, transport, place),
         delay=delay,
     )
+
+
+def _writers(config: RunConfig, replica: int, start_step: int) -> Iterator[Writer]:
+    """Of one replica."""
+    output_dir, name, wandb = Path(config.training.output_dir), f"replica_{replica:02d}", config.wandb
+    yield ReplicaFiles(output_dir / name, config.tensorboard.enabled, start_step)
+    if wandb.enabled:
+        yield WandbRun(
+            output_dir / name,
+            start_step,
+            name=name,
+            group=wandb.group or output_dir.resolve().name,
+            project=wandb.project,
+            entity=wandb.team,
+            config=config.to_dict(),
+        )
 
 
 def _model(prepared: Prepared) -> tuple[Groups, Stage]:

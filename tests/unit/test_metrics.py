@@ -3,8 +3,10 @@
 import errno
 import json
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -24,6 +26,7 @@ from megatron_noloco.metrics import (
     Metrics,
     Reduction,
 )
+from megatron_noloco.metrics.wandb import WandbRun
 from megatron_noloco.metrics.writers import ReplicaFiles
 from megatron_noloco.training.record import DatasetLosses, Evaluation
 from megatron_noloco.training.shown import (
@@ -349,6 +352,86 @@ def test_tensorboard_has_every_number_under_its_name(tmp_path: Path) -> None:
     assert set(events.Tags()["scalars"]) == expected
     (loss,) = events.Scalars("train/loss")
     assert (loss.step, loss.value) == (20, pytest.approx(2.34567))
+
+
+# Weights & Biases, with a stand-in for the package, which need not be installed
+
+
+class Wandb(ModuleType):
+    """What the writer uses of it; keeps what it is given."""
+
+    class errors:
+        class Error(Exception): ...
+
+    def __init__(self, refuses: str = "") -> None:
+        super().__init__("wandb")
+        self.begun: list[dict[str, Any]] = []
+        self.logged: list[tuple[int, dict[str, Any]]] = []
+        self.finished = False
+        self.refuses = refuses
+
+    def init(self, **options: Any) -> "Wandb":
+        if self.refuses == "init":
+            raise self.errors.Error("api_key not configured\n(no-tty)")
+        self.begun.append(options)
+        self.id = options["id"] or f"id{len(self.begun)}"
+        return self
+
+    def log(self, numbers: dict[str, Any], step: int) -> None:
+        if self.refuses == "log":
+            raise self.errors.Error("too late")
+        self.logged.append((step, numbers))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, refuses: str = "") -> Wandb:
+    wandb = Wandb(refuses)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    return wandb
+
+
+def test_wandb_has_the_single_numbers_of_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = stand_in(monkeypatch)
+    run = WandbRun(tmp_path, 0, name="replica_00", group="a")
+    run.write({"kind": "step", "step": 8, "replica": 0, "train/loss": 2.0, "round/partners": [1]})
+    run.close()
+    (options,) = wandb.begun
+    assert options == {
+        "dir": str(tmp_path),
+        "id": None,
+        "resume": "allow",
+        "name": "replica_00",
+        "group": "a",
+    }
+    assert wandb.logged == [(8, {"train/loss": 2.0})]
+    assert wandb.finished
+
+
+def test_a_resumed_run_continues_its_run_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = stand_in(monkeypatch)
+    for start_step in (0, 20, 0):
+        WandbRun(tmp_path, start_step).close()
+    assert [options["id"] for options in wandb.begun] == [None, "id1", None]
+
+
+@pytest.mark.parametrize(
+    ("refuses", "reason"), [("init", "api_key not configured (no-tty)"), ("log", "too late")]
+)
+def test_what_wandb_refuses_does_not_end_the_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    refuses: str,
+    reason: str,
+) -> None:
+    stand_in(monkeypatch, refuses)
+    run = WandbRun(tmp_path, 0)
+    run.write(STEP)
+    run.write(STEP)
+    run.close()
+    assert capsys.readouterr().err == f"{tmp_path}: wandb: {reason}; training continues without it\n"
 
 
 class FullDisk:
