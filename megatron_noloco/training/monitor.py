@@ -13,6 +13,7 @@ from megatron_noloco.metrics.reduction import largest, last
 from megatron_noloco.outer import ExchangeReport, RoundReport
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.training.console import Console
+from megatron_noloco.training.late import LatePartners
 from megatron_noloco.training.record import Evaluation
 from megatron_noloco.training.throughput import Throughput, peak_memory_bytes
 
@@ -43,6 +44,7 @@ class Monitor:
         self.fragments = fragments
         self.throughput = throughput
         self.console = console
+        self._late = LatePartners(metrics.replica)
         self._begin_interval()
 
     def _begin_interval(self) -> None:
@@ -75,6 +77,11 @@ class Monitor:
         record("round/poisoned_elements", exchange.poisoned_elements, LAST_SUM)
         record("round/payload_error", exchange.payload_error, RMS, exchange.squared_deviation)
         record("round/resent_elements", exchange.resent_elements, LAST_SUM)
+        late = self._late.notice(exchange)
+        if late is not None:
+            partner, seconds = late
+            record("late/partner", partner, LAST)
+            record("late/seconds", seconds, LAST)
 
     def averaged(self, reports: Sequence[ExchangeReport]) -> None:
         """After the last local step and its round: the exchanges that made all replicas equal."""

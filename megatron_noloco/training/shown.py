@@ -32,6 +32,11 @@ _ROUND: tuple[Piece, ...] = (
         f"exchange (ms): {1000 * row['round/exchange_seconds']:.1f} "
         f"wait (ms): {1000 * row['round/wait_seconds']:.1f} sent (MB): {row['round/sent_bytes'] / 1e6:.2f}"
     ),
+    lambda row: (
+        f"late partner: {row['late/partner']} by (ms): {1000 * row['late/seconds']:.1f}"
+        if "late/partner" in row
+        else ""
+    ),
     lambda row: f"spread: {row['round/spread']:.3E}" if not math.isnan(row["round/spread"]) else "",
     lambda row: f"payload error: {error:.1E}" if (error := row["round/payload_error"]) > 0 else "",
     lambda row: f"poisoned elements: {bad}" if (bad := row["round/poisoned_elements"]) else "",

@@ -242,6 +242,10 @@ EXCHANGE = " exchange (ms): 12.3 wait (ms): 4.5 sent (MB): 1.48 |"
             " routed: 75 % hop wait (ms): 10.0 | data wait (ms): 2.0 |",
         ),
         (ROUND, f" round 1 partner 3 |{EXCHANGE} spread: 1.230E-03 |"),
+        (
+            ROUND | {"late/partner": 2, "late/seconds": 0.0321},
+            f" round 1 partner 3 |{EXCHANGE} late partner: 2 by (ms): 32.1 | spread: 1.230E-03 |",
+        ),
         (ROUND | {"round/partners": [], "round/spread": math.nan}, f" round 1 bye |{EXCHANGE}"),
         (ROUND | {"round/fragment": 2}, f" round 1 fragment 2 partner 3 |{EXCHANGE} spread: 1.230E-03 |"),
         (

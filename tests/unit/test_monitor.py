@@ -84,6 +84,21 @@ def test_a_failed_save_has_no_row() -> None:
     assert rows == []
 
 
+def meet(rank: int, world_size: int) -> Rows:
+    watched, rows, clock = begin()
+    for index, (partner, wait) in enumerate([(1, 0.0), (2, 0.0), (3, 5.0)]):
+        exchange = ExchangeReport((0, partner), wait_seconds=wait, started=10.0 * index)
+        watched.local_step([RoundReport(index, exchange, 0.0, wait)])
+    clock.now += 30
+    watched.log(3)
+    return rows
+
+
+def test_a_late_partner_is_in_the_row() -> None:
+    (rows,) = run_ranks(1, meet)
+    assert (rows[0]["late/partner"], rows[0]["late/seconds"]) == (3, 5.0)
+
+
 @pytest.mark.parametrize("name", ["speed/seconds_per_step", "memory/peak_bytes"])
 def test_what_every_row_has(name: str) -> None:
     (rows,) = run_ranks(1, train)
