@@ -78,9 +78,7 @@ def datasets(row: dict[str, Any]) -> list[str]:
 
 
 def test_the_wait_for_data_is_written_down(run: Path) -> None:
-    for row in rows(run, "step"):
-        assert 0 <= row["data/wait_seconds"] < row["time/forward_backward_seconds"]
-        assert row["time/optimizer_seconds"] > 0
+    assert all(0 <= row["data/wait_seconds"] < row["speed/seconds_per_step"] for row in rows(run, "step"))
 
 
 def test_evaluation_is_per_dataset_and_in_the_blends_proportions(run: Path) -> None:
