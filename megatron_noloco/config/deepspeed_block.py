@@ -50,6 +50,7 @@ def resolve(
         *_clipping(values),
         *deepspeed_optimizer.check(values, "optimizer" in raw),
         *_zero(values),
+        *_monitors(values),
     ]
     for block in sorted(keys.CHECKED & values.keys()):
         problems += deepspeed_models.problems_in(block, values[block])
@@ -178,6 +179,12 @@ def _zero(values: dict[str, Any]) -> Iterator[Problem]:
         text = "zero_optimization.compute_grad_norm: the norm is logged, and clipped by; leave it out"
         yield Problem(path, text)
     zero["stage"] = 1
+
+
+def _monitors(values: dict[str, Any]) -> Iterator[Problem]:
+    for block, instead in keys.MONITORS.items():
+        if values.get(block, {}).get("enabled"):
+            yield Problem((block,), f"{block}.enabled is not supported: {instead}")
 
 
 def _precision(values: dict[str, Any]) -> Iterator[Problem]:

@@ -13,7 +13,7 @@ from megatron_noloco.engine import state
 from megatron_noloco.engine.build import build_deepspeed
 from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.engine.weights import MasterWeights, bit16_groups
-from megatron_noloco.metrics import LAST, Record, Reduction, unrecorded
+from megatron_noloco.metrics import LAST, Record, Reduction, timed, unrecorded
 from megatron_noloco.metrics.reduction import largest, total
 from megatron_noloco.model.stage import Stage
 from megatron_noloco.pipeline.groups import Groups, ProcessGroup
@@ -63,11 +63,13 @@ class ReplicaEngine:
         Returns the losses on the last stage, an empty list elsewhere.
         """
         self._deepspeed.module.train()
-        losses = self.pipeline.run(read, routes, self.microbatches)
-        self._complete_gradients()
+        with timed(self.record, "time/forward_backward_seconds"):
+            losses = self.pipeline.run(read, routes, self.microbatches)
         self.record("train/learning_rate", float(self._optimizer.param_groups[0]["lr"]), LAST)
-        self._deepspeed.allreduce_gradients()
-        self._deepspeed.step()
+        with timed(self.record, "time/optimizer_seconds"):
+            self._complete_gradients()
+            self._deepspeed.allreduce_gradients()
+            self._deepspeed.step()
         skipped = int(getattr(self._optimizer, "overflow", False))  # fp16: the weights did not move
         self.record("train/grad_norm", self._deepspeed.get_global_grad_norm(), LAST)  # before clipping
         self.record("train/loss_scale", float(getattr(self._optimizer, "loss_scale", 1.0)), LAST)

@@ -5,7 +5,7 @@
 interval, and over the ranks of a replica.
 """
 
-from megatron_noloco.metrics.metrics import Metrics, Record, unrecorded
+from megatron_noloco.metrics.metrics import Metrics, Record, timed, unrecorded
 from megatron_noloco.metrics.reduction import (
     LAST,
     LAST_MAX,
@@ -30,5 +30,6 @@ __all__ = [
     "Metrics",
     "Record",
     "Reduction",
+    "timed",
     "unrecorded",
 ]  # fmt: skip

@@ -1,12 +1,14 @@
 """Recording on one rank, and one row for all ranks of its replica."""
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_noloco.metrics.reduction import Reduction, Sample
+from megatron_noloco.metrics.reduction import SLOWEST, Reduction, Sample
 from megatron_noloco.metrics.writers import Writer
 
 Value = float | Tensor | list[int]
@@ -20,6 +22,14 @@ class Record(Protocol):
 
 def unrecorded(name: str, value: Value, reduction: Reduction, weight: float = 1.0) -> None:
     """A `Record` that keeps nothing."""
+
+
+@contextmanager
+def timed(record: Record, name: str) -> Iterator[None]:
+    """Record the seconds that the host spends inside, in a local step; nobody waits for a device."""
+    started = time.perf_counter()
+    yield
+    record(name, time.perf_counter() - started, SLOWEST)
 
 
 class Metrics:

@@ -4,6 +4,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,7 @@ def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
     _check_arithmetic(config)
     _check_optimizer(config.deepspeed["optimizer"])
     _check_writable(Path(config.training.output_dir))
+    _check_wandb(config.wandb.enabled)
     tokenizer = build_tokenizer(config.tokenizer)
     architecture = config.architecture(tokenizer.vocab_size)
     if config.training.pretrained is not None:
@@ -154,6 +156,14 @@ def _check_writable(output_dir: Path) -> None:
             pass
     except OSError as error:
         raise ValueError(f"training.output_dir: cannot write in {output_dir}: {error.strerror}") from None
+
+
+def _check_wandb(enabled: bool) -> None:
+    found = find_spec("wandb")
+    if enabled and (found is None or found.origin is None):  # a folder of that name is found, too
+        raise ValueError(
+            "wandb.enabled: the package wandb is not installed; pip install wandb, or set wandb.enabled to false"
+        )
 
 
 def _check_source(source: Source) -> None:

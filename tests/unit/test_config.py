@@ -103,6 +103,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tensorboard.job_name": "x"}, "tensorboard.job_name has no effect here"),
     ({"tensorboard": True}, "tensorboard: must be an object with enabled, got true"),
     ({"wandb.enable": True}, "wandb.enable is not a known key; did you mean wandb.enabled?"),
+    ({"wandb.entity": "us"}, "wandb.entity is not a known key"),
+    (
+        {"csv_monitor.enabled": True},
+        "csv_monitor.enabled is not supported: every replica has all its numbers in",
+    ),
+    ({"comet.enabled": True}, "comet.enabled is not supported: use wandb or tensorboard"),
     ({"comms_logger.prof_al": True}, "did you mean comms_logger.prof_all?"),
     (
         {"zero_optimization.leaf_module": {"clases": []}},
@@ -637,6 +643,8 @@ def test_deepspeed_s_own_spellings_pass() -> None:
         zero_optimization={**zero, "overlap_comm": None, "leaf_module": {"classes": ["a.B"]}},
         fp16={"enabled": True, "loss_scale": 128.0},
         wandb={"enabled": False, "group": None},
+        csv_monitor={"enabled": False, "job_name": "a"},
+        comet={"enabled": False, "mode": None},
         timers={"throughput": {"enabled": False}},
         data_types={"grad_accum_dtype": "fp16"},
     )
@@ -663,11 +671,20 @@ def test_precision() -> None:
     assert config().precision == "fp32"
 
 
-def test_tensorboard_and_checkpoint_are_ours_alone() -> None:
-    run = config(tensorboard={"enabled": False}, checkpoint={"save_interval": 5})
+def test_tensorboard_wandb_and_checkpoint_are_ours_alone() -> None:
+    run = config(tensorboard={"enabled": False}, wandb={"enabled": True}, checkpoint={"save_interval": 5})
     assert not run.tensorboard.enabled
     assert config().tensorboard.enabled
-    assert not {"tensorboard", "checkpoint"} & run.deepspeed.keys()
+    assert not {"tensorboard", "wandb", "checkpoint"} & run.deepspeed.keys()
+
+
+def test_wandb_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "find_spec", lambda name: None)
+    with pytest.raises(
+        ValueError, match=r"^wandb.enabled: the package wandb is not installed; pip install wandb"
+    ):
+        prepare.check_start(config(wandb={"enabled": True}))
+    prepare.check_start(config(wandb={"enabled": False}))
 
 
 def test_method_and_gamma() -> None:
