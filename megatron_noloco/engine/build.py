@@ -9,9 +9,12 @@ import torch
 from deepspeed.ops.op_builder import FusedAdamBuilder
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor
 
 from megatron_noloco.engine.mpu import ReplicaMpu
 from megatron_noloco.engine.muon import Muon
+from megatron_noloco.engine.parameter_groups import parameter_groups
 from megatron_noloco.engine.quiet import quiet
 from megatron_noloco.engine.schedule import build_schedule
 from megatron_noloco.model.stage import Stage
@@ -31,22 +34,41 @@ def build_deepspeed(stage: Stage, groups: Groups, ds_config: Mapping[str, Any]) 
     mpu = ReplicaMpu(groups)
     settings = deepspeed_settings(ds_config)
     muon = settings["optimizer"]["type"].lower() == "muon"
-    optimizer = Muon(stage.named_rows(), settings["optimizer"]["params"], groups) if muon else None
+    parameters = parameter_groups(stage.named_rows(), muon)
+    optimizer = None  # DeepSpeed builds it
+    if muon:
+        linear = [row for row, _ in stage.named_rows() if row.linear]
+        optimizer = Muon(parameters, linear, settings["optimizer"]["params"], groups)
     schedule = settings.get("scheduler")
     with quiet():
         engine = DeepSpeedEngine(
             args=None,
             model=stage,
             optimizer=optimizer,
+            model_parameters=parameters,
             lr_scheduler=partial(build_schedule, schedule) if schedule else None,
             mpu=mpu,
             config=settings,
             config_class=DeepSpeedConfig(settings, mpu),
             dist_init_required=False,
         )
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
+        engine.optimizer.scaled_global_norm = partial(_norm_of_all_groups, engine.optimizer)
     # One call of step() per batch: the schedule has already gone through every microbatch.
     engine.set_gradient_accumulation_boundary(True)
     return engine
+
+
+def _norm_of_all_groups(optimizer: DeepSpeedZeroOptimizer) -> Tensor:
+    """The gradient's norm over the whole replica, shape []; below 0 where it is not finite.
+
+    DeepSpeed sums group by group over the stages, which waits forever where two stages have different groups.
+    """
+    groups = range(len(optimizer.bit16_groups))
+    gradients = [gradient for group in groups for gradient in optimizer.averaged_gradients[group]]
+    parameters = [parameter for group in groups for parameter in optimizer.params_in_partition[group]]
+    norm: Tensor = optimizer.get_grad_norm_direct(gradients, parameters)
+    return norm
 
 
 def deepspeed_settings(ds_config: Mapping[str, Any]) -> dict[str, Any]:

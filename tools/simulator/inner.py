@@ -25,12 +25,11 @@ class StackedOptimizer:
 
     Args:
         weights: fp32, shape [R, elements]; updated in place.
-        params: of the JSON's optimizer block.
+        weight_decay: of each weight, fp32, shape [elements].
     """
 
-    def __init__(self, weights: Tensor, directions: Directions, params: dict[str, Any]) -> None:
-        self.weights, self.directions = weights, directions
-        self.weight_decay = params.get("weight_decay", 0.0)
+    def __init__(self, weights: Tensor, directions: Directions, weight_decay: Tensor) -> None:
+        self.weights, self.directions, self.weight_decay = weights, directions, weight_decay
 
     def step(self, gradients: Tensor, learning_rate: float) -> None:
         directions = self.directions.of(gradients)

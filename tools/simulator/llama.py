@@ -57,6 +57,14 @@ class StackedLlama:
             if parameter.linear:
                 yield from parameter.split(places[parameter.name][0])
 
+    def decays(self) -> Tensor:
+        """1 for each weight to which weight decay applies, else 0; fp32, shape [elements]."""
+        each = [
+            torch.full((size,), float(row.decays))
+            for row, size in zip(self.parameters, self.sizes, strict=True)
+        ]
+        return torch.cat(each)
+
     def losses(self, weights: Tensor, samples: Tensor) -> Tensor:
         """Mean loss per token of each replica, shape [R].
 

@@ -86,7 +86,8 @@ class Simulation:
             directions = AdamW(self.weights, params)
         else:
             directions = Muon(self.weights, params, self.model.matrices())
-        return StackedOptimizer(self.weights, directions, params)
+        weight_decay = params.get("weight_decay", 0.0) * self.model.decays()
+        return StackedOptimizer(self.weights, directions, weight_decay)
 
     def _outer(self) -> list[Rounds]:
         """The trainer's outer optimizers, one per replica, over messages between threads."""

@@ -83,6 +83,11 @@ class Parameter:
         return self.same_as or self.name
 
     @property
+    def decays(self) -> bool:
+        """Whether weight decay applies to it: in Megatron not to what has one dimension, norms and biases."""
+        return len(self.shape) > 1
+
+    @property
     def is_stacked(self) -> bool:
         """Whether the slices of all tensor-parallel ranks, one after the other, are the full parameter."""
         return self.tp_dim == 0 and not (self.rows and self.rows.cut_each)
