@@ -78,6 +78,8 @@ OPTIMIZER_PARAMS = {
         lr betas eps weight_decay decoupled_weight_decay foreach maximize capturable differentiable
         """),
 }
+# What all of them have besides, in Megatron's words: engine/parameter_groups.py reads it.
+GROUP_PARAMS = _words("decoupled_lr")
 # Of these, those that are no numbers (betas are two).
 OPTIMIZER_SWITCHES = _words("""
     amsgrad bias_correction torch_adam adam_w_mode fp32_optimizer_states set_grad_none fused foreach maximize

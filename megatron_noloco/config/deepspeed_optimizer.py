@@ -67,7 +67,7 @@ def _optimizer(values: dict[str, Any]) -> Iterator[Problem]:
     if "max_grad_norm" in params:
         text = "optimizer.params.max_grad_norm: use the top-level gradient_clipping"
         yield Problem(("optimizer",), text)
-    allowed = keys.OPTIMIZER_PARAMS.get(str(name).lower(), frozenset(params))
+    allowed = keys.OPTIMIZER_PARAMS.get(str(name).lower(), frozenset(params)) | keys.GROUP_PARAMS
     for key, value in params.items():
         path = ("optimizer", "params", key)
         if key == "max_grad_norm" or value == "auto":
@@ -125,14 +125,18 @@ def _scheduler(scheduler: dict[str, Any]) -> Iterator[Problem]:
 
 def _two_rates(optimizer: dict[str, Any], schedule: Any) -> Iterator[Problem]:
     """Ours and WarmupCosineLR scale the learning rates of the optimizer, the others set one for all weights."""
+    if not isinstance(schedule, str) or schedule not in keys.SCHEDULES.keys() - {"WarmupCosineLR"}:
+        return
     params = optimizer.get("params", {})
-    rates = [params.get(name) for name in MUON_RATES]
-    if is_muon(optimizer) and rates[0] != rates[1] and schedule in keys.SCHEDULES.keys() - {"WarmupCosineLR"}:
-        yield Problem(
-            ("scheduler",),
-            f"scheduler.type {schedule} sets one learning rate for all weights, but optimizer.params.muon_lr "
-            f"{rates[0]} is not adam_lr {rates[1]}; use WarmupCosineLR or WSD, which keep their ratio",
-        )
+    first, *others = MUON_RATES if is_muon(optimizer) else ["lr"]
+    rate = params.get(first, "(by default)")
+    for other in [*others, "decoupled_lr"]:
+        if params.get(other, rate) != rate:
+            yield Problem(
+                ("scheduler",),
+                f"scheduler.type {schedule} sets one learning rate for all weights, but optimizer.params.{first} "
+                f"{rate} is not {other} {params[other]}; use WarmupCosineLR or WSD, which keep their ratio",
+            )
 
 
 def _warm_up(params: dict[str, Any]) -> Iterator[Problem]:

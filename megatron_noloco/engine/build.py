@@ -33,8 +33,9 @@ def build_deepspeed(stage: Stage, groups: Groups, ds_config: Mapping[str, Any]) 
         deepspeed.comm.init_distributed(dist_init_required=False, verbose=False)
     mpu = ReplicaMpu(groups)
     settings = deepspeed_settings(ds_config)
+    decoupled_lr = settings["optimizer"]["params"].pop("decoupled_lr", None)
     muon = settings["optimizer"]["type"].lower() == "muon"
-    parameters = parameter_groups(stage.named_rows(), muon)
+    parameters = parameter_groups(stage.named_rows(), muon, decoupled_lr)
     optimizer = None  # DeepSpeed builds it
     if muon:
         linear = [row for row, _ in stage.named_rows() if row.linear]
@@ -88,9 +89,10 @@ def deepspeed_settings(ds_config: Mapping[str, Any]) -> dict[str, Any]:
             settings.setdefault("communication_data_type", "fp32")
     settings["zero_optimization"] = {**settings.get("zero_optimization", {}), "stage": 1}
     optimizer = settings["optimizer"]
-    if optimizer["type"].lower() in ("adam", "adamw"):
-        parameters = {"torch_adam": not _fused_adam_loads(), **optimizer.get("params", {})}
-        settings["optimizer"] = {**optimizer, "params": parameters}
+    parameters = dict(optimizer["params"])
+    if optimizer["type"].lower() in ("adam", "adamw") and "torch_adam" not in parameters:
+        parameters["torch_adam"] = not _fused_adam_loads()
+    settings["optimizer"] = {**optimizer, "params": parameters}
     return settings
 
 

@@ -14,9 +14,10 @@ from megatron_noloco.config.deepspeed_keys import TORCH_OPTIMIZERS
 from megatron_noloco.model.families import Table, table_of
 from megatron_noloco.plans.learning_rate import SCHEDULES
 from tests.harness import run_ranks
-from tests.integration.tiny import VOCABULARY, build, microbatch, tiny, train, weights_of
+from tests.integration.tiny import TINY, VOCABULARY, build, microbatch, tiny, train, weights_of
 
 STEPS = 5
+PEAK = TINY["optimizer"]["params"]["lr"]
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
@@ -62,10 +63,17 @@ def plain_torch(rank: int, world_size: int, raw: dict[str, Any], rates: list[flo
     """AdamW and clip_grad_norm_ on the same module, with autograd alone."""
     config, groups, stage = build(raw, world_size)
     params = {key: value for key, value in config.deepspeed["optimizer"]["params"].items() if key != "lr"}
-    parameters = [parameter for _, parameter in stage.named_rows()]
+    ratio = params.pop("decoupled_lr", PEAK) / PEAK
+    by_name = {row.name: parameter for row, parameter in stage.named_rows()}
+    ends = [by_name.pop(name) for name in (EMBEDDING, OUTPUT)]
     groups_of_parameters = [
-        {"params": [parameter for parameter in parameters if parameter.dim() > 1]},
-        {"params": [parameter for parameter in parameters if parameter.dim() == 1], "weight_decay": 0.0},
+        {"params": ends, "ratio": ratio},
+        {"params": [weight for weight in by_name.values() if weight.dim() > 1], "ratio": 1.0},
+        {
+            "params": [weight for weight in by_name.values() if weight.dim() == 1],
+            "ratio": 1.0,
+            "weight_decay": 0,
+        },
     ]
     optimizer = getattr(torch.optim, config.deepspeed["optimizer"]["type"])(groups_of_parameters, **params)
     for step, rate in enumerate(rates):
@@ -76,7 +84,7 @@ def plain_torch(rank: int, world_size: int, raw: dict[str, Any], rates: list[flo
         if clipping := config.deepspeed["gradient_clipping"]:
             torch.nn.utils.clip_grad_norm_(stage.parameters(), clipping)
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = group["ratio"] * rate
         optimizer.step()
         optimizer.zero_grad()
     return weights_of(stage)
@@ -126,6 +134,12 @@ def test_wsd_has_the_rates_it_says(precision: dict[str, Any]) -> None:
 def test_equals_plain_adamw_exactly(family: str) -> None:
     """Without weight decay on norms and, in a qwen2, on biases."""
     assert distance_from_plain_torch({"gradient_clipping": 0.0, "model": {"family": family}}) == 0.0
+
+
+def test_embedding_and_output_layer_have_a_learning_rate_of_their_own() -> None:
+    """A quarter of the others', so that the product is exact."""
+    changes = {"gradient_clipping": 0.0, "optimizer": {"params": {"decoupled_lr": PEAK / 4}}}
+    assert distance_from_plain_torch(changes) == 0.0
 
 
 @pytest.mark.parametrize("optimizer", sorted(TORCH_OPTIMIZERS))

@@ -283,6 +283,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "scheduler.type WarmupLR sets one learning rate for all weights, but optimizer.params.muon_lr 0.02 is not "
         "adam_lr 0.001; use WarmupCosineLR or WSD",
     ),
+    (
+        {
+            "optimizer.params": {"lr": 0.02, "decoupled_lr": 0.001},
+            "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, "warmup_num_steps": 1}},
+        },
+        "scheduler.type WarmupDecayLR sets one learning rate for all weights, but optimizer.params.lr 0.02 is not "
+        "decoupled_lr 0.001; use WarmupCosineLR or WSD",
+    ),
+    (
+        {"optimizer.params.decoupled_lr": True},
+        "optimizer.params.decoupled_lr: must be a number >= 0, got true",
+    ),
     ({"optimizer.params.foreach": 1}, "optimizer.params.foreach: must be true or false, got 1"),
     (
         {"optimizer": {"type": "Adadelta", "params": {"betas": [0.9, 0.99]}}},

@@ -112,13 +112,17 @@ def clip(gradients: Tensor, largest: float) -> None:
         gradients.div_(((norms + 1e-6) / largest).clamp(min=1.0))
 
 
+def usual_rate(params: dict[str, Any]) -> float:
+    """The learning rate to which those of AdamW beside Muon, of embedding and output layer have a ratio."""
+    return float(params.get("muon_lr", params.get("lr", 1e-3)))
+
+
 class LearningRate:
     """The learning rate of each local step, by the trainer's own schedules."""
 
     def __init__(self, ds_config: dict[str, Any]) -> None:
         params = ds_config["optimizer"].get("params", {})
-        rate = params.get("muon_lr", params.get("lr", 1e-3))  # of AdamW beside Muon: by its ratio to this
-        self._optimizer = torch.optim.SGD([torch.zeros(1)], lr=rate)
+        self._optimizer = torch.optim.SGD([torch.zeros(1)], lr=usual_rate(params))
         block = ds_config.get("scheduler")
         self._schedule = None
         if block is not None:

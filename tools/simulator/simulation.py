@@ -16,7 +16,7 @@ from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.training.outer import build_final_average, build_outer
 from megatron_noloco.transport.loopback import loopback_world
-from tools.simulator.inner import AdamW, Directions, LearningRate, Muon, StackedOptimizer, clip
+from tools.simulator.inner import AdamW, Directions, LearningRate, Muon, StackedOptimizer, clip, usual_rate
 from tools.simulator.llama import StackedLlama
 
 
@@ -86,7 +86,10 @@ class Simulation:
             directions = AdamW(self.weights, params)
         else:
             directions = Muon(self.weights, params, self.model.matrices())
-        weight_decay = params.get("weight_decay", 0.0) * self.model.decays()
+        if "decoupled_lr" in params:
+            decoupled = self.model.of_each(lambda row: row.is_embedding_or_output).bool()
+            directions.ratios[decoupled] = params["decoupled_lr"] / usual_rate(params)
+        weight_decay = params.get("weight_decay", 0.0) * self.model.of_each(lambda row: row.decays)
         return StackedOptimizer(self.weights, directions, weight_decay)
 
     def _outer(self) -> list[Rounds]:
