@@ -1,6 +1,7 @@
 """A DeepSpeed engine whose world is one replica."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatron_noloco.engine.quiet import quiet
 from megatron_noloco.engine.schedule import build_schedule
 from megatron_noloco.model.stage import Stage
 from megatron_noloco.pipeline.groups import Groups
+from megatron_noloco.plans.weight_decay import WeightDecay
 
 
 def build_deepspeed(stage: Stage, groups: Groups, ds_config: Mapping[str, Any]) -> DeepSpeedEngine:
@@ -33,13 +35,18 @@ def build_deepspeed(stage: Stage, groups: Groups, ds_config: Mapping[str, Any]) 
         deepspeed.comm.init_distributed(dist_init_required=False, verbose=False)
     mpu = ReplicaMpu(groups)
     settings = deepspeed_settings(ds_config)
-    decoupled_lr = settings["optimizer"]["params"].pop("decoupled_lr", None)
+    params = settings["optimizer"]["params"]
+    decoupled_lr = params.pop("decoupled_lr", None)
+    if weight_decay := WeightDecay.of(params):  # `ReplicaEngine` sets that of each step
+        for name in asdict(weight_decay):
+            del params[name]
+        params["weight_decay"] = weight_decay.start_weight_decay
     muon = settings["optimizer"]["type"].lower() == "muon"
     parameters = parameter_groups(stage.named_rows(), muon, decoupled_lr)
     optimizer = None  # DeepSpeed builds it
     if muon:
         linear = [row for row, _ in stage.named_rows() if row.linear]
-        optimizer = Muon(parameters, linear, settings["optimizer"]["params"], groups)
+        optimizer = Muon(parameters, linear, params, groups)
     schedule = settings.get("scheduler")
     with quiet():
         engine = DeepSpeedEngine(

@@ -24,7 +24,8 @@ def parameter_groups(
     Each group has, besides "params":
         muon: whether it has Muon.
         lr: `decoupled_lr`, where it applies; otherwise the optimizer's own applies.
-        weight_decay: 0, where the parameters do not decay; otherwise the optimizer's own applies.
+        decays: whether weight decay applies to its parameters.
+        weight_decay: 0, where it does not; otherwise the optimizer's own applies.
     """
     groups: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
     for row, parameter in named_rows:
@@ -34,6 +35,7 @@ def parameter_groups(
         {
             "params": parameters,
             "muon": has_muon,
+            "decays": decays,
             **({} if usual_lr else {"lr": decoupled_lr}),
             **({} if decays else {"weight_decay": 0.0}),
         }

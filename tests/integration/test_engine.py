@@ -13,11 +13,18 @@ from megatron_noloco.config.deepspeed_keys import SCHEDULES as DEEPSPEED_SCHEDUL
 from megatron_noloco.config.deepspeed_keys import TORCH_OPTIMIZERS
 from megatron_noloco.model.families import Table, table_of
 from megatron_noloco.plans.learning_rate import SCHEDULES
+from megatron_noloco.plans.weight_decay import WeightDecay
 from tests.harness import run_ranks
 from tests.integration.tiny import TINY, VOCABULARY, build, microbatch, tiny, train, weights_of
 
 STEPS = 5
 PEAK = TINY["optimizer"]["params"]["lr"]
+WEIGHT_DECAY = {
+    "start_weight_decay": 0.1,
+    "end_weight_decay": 0.4,
+    "weight_decay_incr_style": "cosine",
+    "weight_decay_incr_steps": STEPS - 2,
+}
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
@@ -63,6 +70,9 @@ def plain_torch(rank: int, world_size: int, raw: dict[str, Any], rates: list[flo
     """AdamW and clip_grad_norm_ on the same module, with autograd alone."""
     config, groups, stage = build(raw, world_size)
     params = {key: value for key, value in config.deepspeed["optimizer"]["params"].items() if key != "lr"}
+    decay = WeightDecay.of(params)
+    for name in WEIGHT_DECAY:
+        params.pop(name, None)
     ratio = params.pop("decoupled_lr", PEAK) / PEAK
     by_name = {row.name: parameter for row, parameter in stage.named_rows()}
     ends = [by_name.pop(name) for name in (EMBEDDING, OUTPUT)]
@@ -85,6 +95,8 @@ def plain_torch(rank: int, world_size: int, raw: dict[str, Any], rates: list[flo
             torch.nn.utils.clip_grad_norm_(stage.parameters(), clipping)
         for group in optimizer.param_groups:
             group["lr"] = group["ratio"] * rate
+            if decay and group["weight_decay"]:
+                group["weight_decay"] = decay.at(step)
         optimizer.step()
         optimizer.zero_grad()
     return weights_of(stage)
@@ -139,6 +151,11 @@ def test_equals_plain_adamw_exactly(family: str) -> None:
 def test_embedding_and_output_layer_have_a_learning_rate_of_their_own() -> None:
     """A quarter of the others', so that the product is exact."""
     changes = {"gradient_clipping": 0.0, "optimizer": {"params": {"decoupled_lr": PEAK / 4}}}
+    assert distance_from_plain_torch(changes) == 0.0
+
+
+def test_weight_decay_follows_its_schedule() -> None:
+    changes = {"gradient_clipping": 0.0, "optimizer": {"params": {"weight_decay": None, **WEIGHT_DECAY}}}
     assert distance_from_plain_torch(changes) == 0.0
 
 

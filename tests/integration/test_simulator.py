@@ -30,13 +30,29 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 # Of the tiny config's schedule only the steps are left.
 NOT_WSD = dict.fromkeys(("warmup_min_ratio", "warmup_type", "cos_min_ratio"))
+DECAYING = {
+    "optimizer": {
+        "params": {
+            "weight_decay": None,
+            "start_weight_decay": 0.0,
+            "end_weight_decay": 5.0,
+            "weight_decay_incr_style": "linear",
+        }
+    }
+}
 DECOUPLED = {"optimizer": {"params": {"decoupled_lr": 0.002}}}
 MUON_WSD = {**MUON, "scheduler": {"type": "WSD", "params": {"decay_num_steps": 15, **NOT_WSD}}}
 
 
 @pytest.mark.parametrize(
     ("name", "optimizer"),
-    [*((name, {}) for name in METHODS), ("pairs", DECOUPLED), ("pairs", MUON_WSD), ("DiLoCo", MUON)],
+    [
+        *((name, {}) for name in METHODS),
+        ("pairs", DECOUPLED),
+        ("pairs", DECAYING),
+        ("pairs", MUON_WSD),
+        ("DiLoCo", MUON),
+    ],
 )
 def test_four_replicas_learn_as_in_the_trainer(name: str, optimizer: dict[str, Any], tmp_path: Path) -> None:
     raw = tiny(

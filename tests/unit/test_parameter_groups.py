@@ -1,5 +1,6 @@
 """Which settings of the inner optimizer a parameter has."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -28,7 +29,7 @@ def names_in_groups(rows: list[Parameter], muon: bool) -> list[tuple[bool, float
     return [
         (
             group["muon"],
-            group.get("weight_decay"),
+            group.get("weight_decay", None if group["decays"] else math.nan),
             {".".join(names[parameter].split(".")[-2:]) for parameter in group["params"]},
         )
         for group in groups

@@ -25,16 +25,16 @@ class StackedOptimizer:
 
     Args:
         weights: fp32, shape [R, elements]; updated in place.
-        weight_decay: of each weight, fp32, shape [elements].
+        decays: 1 for each weight to which weight decay applies, else 0; fp32, shape [elements].
     """
 
-    def __init__(self, weights: Tensor, directions: Directions, weight_decay: Tensor) -> None:
-        self.weights, self.directions, self.weight_decay = weights, directions, weight_decay
+    def __init__(self, weights: Tensor, directions: Directions, decays: Tensor) -> None:
+        self.weights, self.directions, self.decays = weights, directions, decays
 
-    def step(self, gradients: Tensor, learning_rate: float) -> None:
+    def step(self, gradients: Tensor, learning_rate: float, weight_decay: float) -> None:
         directions = self.directions.of(gradients)
         rates = self.directions.ratios * learning_rate
-        self.weights.mul_(1 - rates * self.weight_decay).addcmul_(directions, rates, value=-1)
+        self.weights.mul_(1 - rates * self.decays * weight_decay).addcmul_(directions, rates, value=-1)
 
 
 class AdamW:

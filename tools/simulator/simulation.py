@@ -14,6 +14,7 @@ from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.outer import Rounds, TorchWeights
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Place
+from megatron_noloco.plans.weight_decay import WeightDecay
 from megatron_noloco.training.outer import build_final_average, build_outer
 from megatron_noloco.transport.loopback import loopback_world
 from tools.simulator.inner import AdamW, Directions, LearningRate, Muon, StackedOptimizer, clip, usual_rate
@@ -89,8 +90,12 @@ class Simulation:
         if "decoupled_lr" in params:
             decoupled = self.model.of_each(lambda row: row.is_embedding_or_output).bool()
             directions.ratios[decoupled] = params["decoupled_lr"] / usual_rate(params)
-        weight_decay = params.get("weight_decay", 0.0) * self.model.of_each(lambda row: row.decays)
-        return StackedOptimizer(self.weights, directions, weight_decay)
+        return StackedOptimizer(self.weights, directions, self.model.of_each(lambda row: row.decays))
+
+    def _weight_decay(self, step: int) -> float:
+        params = self.config.deepspeed["optimizer"].get("params", {})
+        scheduled = WeightDecay.of(params)
+        return scheduled.at(step) if scheduled else params.get("weight_decay", 0.0)
 
     def _outer(self) -> list[Rounds]:
         """The trainer's outer optimizers, one per replica, over messages between threads."""
@@ -129,7 +134,7 @@ class Simulation:
         (gradients,) = torch.autograd.grad(self._training_losses(self.weights, samples).sum(), self.weights)
         self.weights.requires_grad_(False)
         clip(gradients, float(self.config.deepspeed.get("gradient_clipping", 0.0)))
-        self.inner.step(gradients, self.learning_rate.next())
+        self.inner.step(gradients, self.learning_rate.next(), self._weight_decay(step))
 
     @torch.no_grad()
     def evaluate(self, step: int) -> Evaluation:
