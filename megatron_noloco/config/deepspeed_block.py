@@ -39,7 +39,7 @@ def resolve(
     Args:
         raw: the top-level keys that are not one of our blocks and are known to DeepSpeed.
         dp_size: DeepSpeed's world size, since a replica is a whole DeepSpeed world; None when it is not known.
-        train_iters: local steps, the meaning of scheduler.params.total_num_steps "auto"; None when not known.
+        train_iters: local steps of the run: scheduler.params.total_num_steps "auto"; None when not known.
     """
     values = copy.deepcopy(raw)
     problems = [
@@ -48,7 +48,7 @@ def resolve(
         *_autos(values, train_iters),
         *_batch(values, dp_size),
         *_clipping(values),
-        *deepspeed_optimizer.check(values, "optimizer" in raw),
+        *deepspeed_optimizer.check(values, "optimizer" in raw, train_iters),
         *_zero(values),
         *_monitors(values),
     ]

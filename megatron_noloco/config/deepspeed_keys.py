@@ -84,6 +84,10 @@ OPTIMIZER_PARAMS = {
         lr betas eps weight_decay decoupled_weight_decay foreach maximize capturable differentiable
         """),
 }
+# What all of them have besides, in Megatron's words; engine/ sets it on the groups of parameters.
+GROUP_PARAMS = _words("""
+    decoupled_lr start_weight_decay end_weight_decay weight_decay_incr_style weight_decay_incr_steps
+    """)
 # Of these, those that are no numbers (betas are two).
 OPTIMIZER_SWITCHES = _words("""
     amsgrad bias_correction torch_adam adam_w_mode fp32_optimizer_states set_grad_none fused foreach maximize

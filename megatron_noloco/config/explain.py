@@ -31,8 +31,11 @@ DeepSpeed world, so train_batch_size = train_micro_batch_size_per_gpu x gradient
 parallel.data_parallel_size counts the samples of ONE replica; any one of the three may be missing or "auto".
 gradient_clipping "auto" is 1.0, scheduler.params.total_num_steps "auto" is training.train_iters, every other
 "auto" is DeepSpeed's default. optimizer is required. zero_optimization.stage is 0 or 1 (0 is run as 1: the
-same numbers). At most one of bf16 and fp16 may be enabled; with neither the run is fp32. scheduler.type is one of
-DeepSpeed's, or one of ours:"""
+same numbers). At most one of bf16 and fp16 may be enabled; with neither the run is fp32. optimizer.params takes,
+besides DeepSpeed's, decoupled_lr (of embedding and output layer) and, in place of weight_decay,
+start_weight_decay, end_weight_decay, weight_decay_incr_style ("linear" or "cosine") and
+weight_decay_incr_steps (by default training.train_iters). scheduler.type is one of DeepSpeed's, or one of
+ours:"""
 
 
 def explain() -> str:

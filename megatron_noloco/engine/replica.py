@@ -19,6 +19,7 @@ from megatron_noloco.model.stage import Stage
 from megatron_noloco.pipeline.groups import Groups, ProcessGroup
 from megatron_noloco.pipeline.pipeline import MicrobatchLoss, Pipeline, ReadMicrobatch
 from megatron_noloco.plans.routing import Routes
+from megatron_noloco.plans.weight_decay import WeightDecay
 
 
 class ReplicaEngine:
@@ -39,6 +40,7 @@ class ReplicaEngine:
         self._tied = stage.tied_weight if groups.tied_embedding is not None else None
         if self._tied is not None and not groups.first_stage:
             self._tied.ds_pipe_replicated = True  # type: ignore[attr-defined]  # counts once in the norm
+        self._weight_decay = WeightDecay.of(ds_config["optimizer"]["params"])
         self._deepspeed = build_deepspeed(stage, groups, ds_config)
         self.pipeline = Pipeline(stage, groups, micro_batch_size, stage.architecture.seq_length, record)
         if stage.config.fp16:
@@ -66,6 +68,7 @@ class ReplicaEngine:
         with timed(self.record, "time/forward_backward_seconds"):
             losses = self.pipeline.run(read, routes, self.microbatches)
         self.record("train/learning_rate", float(self._optimizer.param_groups[0]["lr"]), LAST)
+        self._schedule_weight_decay()
         with timed(self.record, "time/optimizer_seconds"):
             self._complete_gradients()
             self._deepspeed.allreduce_gradients()
@@ -75,6 +78,13 @@ class ReplicaEngine:
         self.record("train/loss_scale", float(getattr(self._optimizer, "loss_scale", 1.0)), LAST)
         self.record("train/skipped_steps", skipped, Reduction(total, largest))
         return losses
+
+    def _schedule_weight_decay(self) -> None:
+        if self._weight_decay is not None:
+            taken = self._deepspeed.global_steps - self._deepspeed.skipped_steps
+            for group in self._optimizer.param_groups:
+                if group["decays"]:
+                    group["weight_decay"] = self._weight_decay.at(taken)
 
     @torch.no_grad()
     def evaluate(self, read: ReadMicrobatch, routes: Routes, microbatches: int) -> list[MicrobatchLoss]:

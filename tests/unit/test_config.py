@@ -48,6 +48,7 @@ GOOD: dict[str, Any] = {
     "training": {"train_iters": 10},
 }
 FP16 = {"fp16": {"enabled": True}}
+INCREASING = {"start_weight_decay": 0.0, "end_weight_decay": 0.1, "weight_decay_incr_style": "linear"}
 COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}}
 STEPS = {"total_num_steps": "auto", "decay_num_steps": 4}
 DEFAULT_WARM_UP = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}
@@ -288,6 +289,38 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         },
         "scheduler.type WarmupLR sets one learning rate for all weights, but optimizer.params.muon_lr 0.02 is not "
         "adam_lr 0.001; use WarmupCosineLR or WSD",
+    ),
+    (
+        {
+            "optimizer.params": {"lr": 0.02, "decoupled_lr": 0.001},
+            "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, "warmup_num_steps": 1}},
+        },
+        "scheduler.type WarmupDecayLR sets one learning rate for all weights, but optimizer.params.lr 0.02 is not "
+        "decoupled_lr 0.001; use WarmupCosineLR or WSD",
+    ),
+    (
+        {"optimizer.params.decoupled_lr": True},
+        "optimizer.params.decoupled_lr: must be a number >= 0, got true",
+    ),
+    (
+        {"optimizer.params": {"weight_decay_incr_style": "linear", "end_weight_decay": 0.1}},
+        'optimizer.params.start_weight_decay is missing (weight_decay_incr_style "linear" goes from',
+    ),
+    (
+        {"optimizer.params": {"start_weight_decay": 0.1}},
+        'optimizer.params.start_weight_decay needs weight_decay_incr_style "linear" or "cosine"',
+    ),
+    (
+        {"optimizer.params": {**INCREASING, "weight_decay": 0.1}},
+        'optimizer.params.weight_decay and weight_decay_incr_style "linear" exclude each other',
+    ),
+    (
+        {"optimizer.params": {**INCREASING, "weight_decay_incr_style": "steep"}},
+        'optimizer.params.weight_decay_incr_style: must be "constant", "linear" or "cosine", got \'steep\'',
+    ),
+    (
+        {"optimizer.params": {**INCREASING, "weight_decay_incr_steps": 0}},
+        "optimizer.params.weight_decay_incr_steps: must be an integer >= 1, got 0",
     ),
     ({"optimizer.params.foreach": 1}, "optimizer.params.foreach: must be true or false, got 1"),
     (
@@ -895,6 +928,18 @@ def test_the_banner_says_what_overlap_costs(overlap: dict[str, Any], text: str, 
     assert ("snapshot 4" in line) == (state == 20)
     off = config(noloco__enabled=False, noloco__overlap=overlap)
     assert not any("overlap" in line or "outer state" in line for line in describe(off, off.topology(8)))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+def test_weight_decay_increases_over_the_run(name: str) -> None:
+    run = config(optimizer={"type": name, "params": {"lr": 0.01, **INCREASING}})
+    params = run.deepspeed["optimizer"]["params"]
+    assert params["weight_decay_incr_steps"] == run.training.train_iters
+    assert "weight_decay" not in params
+    constant = {"lr": 0.01, "weight_decay": 0.1, "weight_decay_incr_style": "constant"}
+    params = config(optimizer={"type": name, "params": constant}).deepspeed["optimizer"]["params"]
+    assert params["weight_decay"] == 0.1
+    assert "weight_decay_incr_style" not in params
 
 
 def test_muon_is_completed_by_deepspeeds_defaults() -> None:

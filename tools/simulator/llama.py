@@ -6,13 +6,13 @@ pass of the sum of the losses gives every replica its own gradient.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_noloco.model.families import table_of
+from megatron_noloco.model.families import Parameter, table_of
 from megatron_noloco.model.weights import initial_weights
 from megatron_noloco.spec.architecture import Architecture
 
@@ -56,6 +56,11 @@ class StackedLlama:
         for parameter in self.parameters:
             if parameter.linear:
                 yield from parameter.split(places[parameter.name][0])
+
+    def of_each(self, value: Callable[[Parameter], float]) -> Tensor:
+        """A number for each weight, from the row of its parameter; fp32, shape [elements]."""
+        rows = zip(self.parameters, self.sizes, strict=True)
+        return torch.cat([torch.full((size,), float(value(row))) for row, size in rows])
 
     def losses(self, weights: Tensor, samples: Tensor) -> Tensor:
         """Mean loss per token of each replica, shape [R].

@@ -14,9 +14,10 @@ from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.outer import Rounds, TorchWeights
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Place
+from megatron_noloco.plans.weight_decay import WeightDecay
 from megatron_noloco.training.outer import build_final_average, build_outer
 from megatron_noloco.transport.loopback import loopback_world
-from tools.simulator.inner import AdamW, Directions, LearningRate, Muon, StackedOptimizer, clip
+from tools.simulator.inner import AdamW, Directions, LearningRate, Muon, StackedOptimizer, clip, usual_rate
 from tools.simulator.llama import StackedLlama
 
 
@@ -86,7 +87,15 @@ class Simulation:
             directions = AdamW(self.weights, params)
         else:
             directions = Muon(self.weights, params, self.model.matrices())
-        return StackedOptimizer(self.weights, directions, params)
+        if "decoupled_lr" in params:
+            decoupled = self.model.of_each(lambda row: row.is_embedding_or_output).bool()
+            directions.ratios[decoupled] = params["decoupled_lr"] / usual_rate(params)
+        return StackedOptimizer(self.weights, directions, self.model.of_each(lambda row: row.decays))
+
+    def _weight_decay(self, step: int) -> float:
+        params = self.config.deepspeed["optimizer"].get("params", {})
+        scheduled = WeightDecay.of(params)
+        return scheduled.at(step) if scheduled else params.get("weight_decay", 0.0)
 
     def _outer(self) -> list[Rounds]:
         """The trainer's outer optimizers, one per replica, over messages between threads."""
@@ -125,7 +134,7 @@ class Simulation:
         (gradients,) = torch.autograd.grad(self._training_losses(self.weights, samples).sum(), self.weights)
         self.weights.requires_grad_(False)
         clip(gradients, float(self.config.deepspeed.get("gradient_clipping", 0.0)))
-        self.inner.step(gradients, self.learning_rate.next())
+        self.inner.step(gradients, self.learning_rate.next(), self._weight_decay(step))
 
     @torch.no_grad()
     def evaluate(self, step: int) -> Evaluation:
