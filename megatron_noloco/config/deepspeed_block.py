@@ -193,6 +193,9 @@ def _precision(values: dict[str, Any]) -> Iterator[Problem]:
         return
     if values.get("fp16", {}).get("enabled") is True:
         yield Problem(("fp16",), "bf16 and fp16 are both enabled; choose one of them")
+    if bf16.get("check_grad_overflow") is False:
+        text = "bf16.check_grad_overflow: a step without a finite gradient is always skipped; leave it out"
+        yield Problem(("bf16",), text)
     if types.get("grad_accum_dtype") == "fp32" and bf16.get("immediate_grad_update") is False:
         yield Problem(
             ("data_types",),

@@ -35,18 +35,7 @@ def build_deepspeed(stage: Stage, groups: Groups, ds_config: Mapping[str, Any]) 
         deepspeed.comm.init_distributed(dist_init_required=False, verbose=False)
     mpu = ReplicaMpu(groups)
     settings = deepspeed_settings(ds_config)
-    params = settings["optimizer"]["params"]
-    decoupled_lr = params.pop("decoupled_lr", None)
-    if weight_decay := WeightDecay.of(params):  # `ReplicaEngine` sets that of each step
-        for name in asdict(weight_decay):
-            del params[name]
-        params["weight_decay"] = weight_decay.start_weight_decay
-    muon = settings["optimizer"]["type"].lower() == "muon"
-    parameters = parameter_groups(stage.named_rows(), muon, decoupled_lr)
-    optimizer = None  # DeepSpeed builds it
-    if muon:
-        linear = [row for row, _ in stage.named_rows() if row.linear]
-        optimizer = Muon(parameters, linear, params, groups)
+    parameters, optimizer = _parameters_and_optimizer(stage, groups, settings["optimizer"])
     schedule = settings.get("scheduler")
     with quiet():
         engine = DeepSpeedEngine(
@@ -65,6 +54,27 @@ def build_deepspeed(stage: Stage, groups: Groups, ds_config: Mapping[str, Any]) 
     # One call of step() per batch: the schedule has already gone through every microbatch.
     engine.set_gradient_accumulation_boundary(True)
     return engine
+
+
+def _parameters_and_optimizer(
+    stage: Stage, groups: Groups, block: dict[str, Any]
+) -> tuple[list[dict[str, Any]], Muon | None]:
+    """The parameter groups, and the optimizer of them where DeepSpeed does not build it.
+
+    Takes what DeepSpeed's and torch's optimizers do not know out of the block's params.
+    """
+    params = block["params"]
+    decoupled_lr = params.pop("decoupled_lr", None)
+    if weight_decay := WeightDecay.of(params):  # `ReplicaEngine` sets that of each step
+        for name in asdict(weight_decay):
+            del params[name]
+        params["weight_decay"] = weight_decay.start_weight_decay
+    muon = block["type"].lower() == "muon"
+    parameters = parameter_groups(stage.named_rows(), muon, decoupled_lr)
+    if not muon:
+        return parameters, None
+    linear = [row for row, _ in stage.named_rows() if row.linear]
+    return parameters, Muon(parameters, linear, params, groups)
 
 
 def _norm_of_all_groups(optimizer: DeepSpeedZeroOptimizer) -> Tensor:

@@ -73,7 +73,8 @@ class ReplicaEngine:
             self._complete_gradients()
             self._deepspeed.allreduce_gradients()
             self._deepspeed.step()
-        skipped = int(getattr(self._optimizer, "overflow", False))  # fp16: the weights did not move
+        # Where the gradient's norm was not finite, neither weights nor moments changed.
+        skipped = int(self._optimizer.overflow)
         self.record("train/grad_norm", self._deepspeed.get_global_grad_norm(), LAST)  # before clipping
         self.record("train/loss_scale", float(getattr(self._optimizer, "loss_scale", 1.0)), LAST)
         self.record("train/skipped_steps", skipped, Reduction(total, largest))

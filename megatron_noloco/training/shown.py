@@ -21,7 +21,7 @@ _STEP: tuple[Piece, ...] = (
     lambda row: f"lm loss: {row['train/loss']:.4f}",
     lambda row: f"grad norm: {row['train/grad_norm']:.3f}",
     lambda row: f"loss scale: {row['train/loss_scale']:g}" if row["train/loss_scale"] != 1 else "",
-    lambda row: f"skipped iterations: {row['train/skipped_steps']}" if row["train/loss_scale"] != 1 else "",
+    lambda row: f"skipped iterations: {skipped}" if (skipped := row["train/skipped_steps"]) else "",
     lambda row: _routed(row) if row["routing/share"] else "",
     lambda row: f"data wait (ms): {1000 * row['data/wait_seconds']:.1f}" if _data_is_late(row) else "",
 )

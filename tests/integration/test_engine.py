@@ -1,5 +1,6 @@
 """The engine against what it must equal: plain torch, and itself on other topologies."""
 
+import math
 from functools import cache
 from typing import Any
 
@@ -11,11 +12,23 @@ from torch import Tensor
 from megatron_noloco.config import RunConfig
 from megatron_noloco.config.deepspeed_keys import SCHEDULES as DEEPSPEED_SCHEDULES
 from megatron_noloco.config.deepspeed_keys import TORCH_OPTIMIZERS
+from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.model.families import Table, table_of
 from megatron_noloco.plans.learning_rate import SCHEDULES
+from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.weight_decay import WeightDecay
 from tests.harness import run_ranks
-from tests.integration.tiny import TINY, VOCABULARY, build, microbatch, tiny, train, weights_of
+from tests.integration.tiny import (
+    MUON,
+    TINY,
+    VOCABULARY,
+    Recorded,
+    build,
+    microbatch,
+    tiny,
+    train,
+    weights_of,
+)
 
 STEPS = 5
 PEAK = TINY["optimizer"]["params"]["lr"]
@@ -369,13 +382,65 @@ def test_fp16_with_a_static_scale() -> None:
     assert_same_training(run({"fp16": {"enabled": True, "loss_scale": 128}}), single(), 0.03)
 
 
+# Gradients that are not finite
+
+
+def poisoned_run(
+    rank: int, world_size: int, raw: dict[str, Any], poison: float
+) -> tuple[list[bool], dict[str, list[float]]]:
+    """Three steps, and one gradient of the last rank poisoned in the second.
+
+    Returns for each step whether the state changed, and what was recorded.
+    """
+    config, groups, stage = build(raw, world_size)
+    recorded = Recorded()
+    engine = ReplicaEngine(stage, groups, config.deepspeed, recorded)
+    complete, step = engine._complete_gradients, 0
+
+    def poisoned() -> None:
+        complete()
+        if step == 1 and rank == world_size - 1:
+            engine._gradient(list(stage.parameters())[-1]).view(-1)[0] = poison
+
+    engine._complete_gradients = poisoned  # type: ignore[method-assign]
+    routes = Routing(groups.topology.replicas, config.microbatches, 0, "off").straight()
+    changed, before = [], [torch.zeros(1)]
+    for step in range(3):  # read above
+        engine.train_batch(
+            lambda replica, index, step=step: microbatch(config, groups, step, replica, index), routes
+        )
+        after = [tensor.clone() for tensor in (*weights_of(stage).values(), *engine.tensors().values())]
+        changed.append(len(before) != len(after) or not all(map(torch.equal, before, after)))
+        before = after
+    return changed, dict(recorded)
+
+
+@pytest.mark.parametrize(
+    ("changes", "poison"),
+    [
+        ({}, math.nan),
+        (BF16, math.inf),
+        ({**BF16, "data_types": {"grad_accum_dtype": "bf16"}}, math.nan),
+        ({**MUON, "gradient_clipping": 0.0}, -math.inf),
+    ],
+    ids=["fp32", "bf16", "bf16 accumulated in bf16", "Muon"],
+)
+def test_a_step_whose_gradient_is_not_finite_changes_nothing(changes: dict[str, Any], poison: float) -> None:
+    """On any rank of the replica, and it is counted. The schedule does not go on either."""
+    parallel = {"data_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    raw = tiny({"parallel": parallel, **changes})
+    for changed, recorded in run_ranks(4, poisoned_run, raw, poison):
+        assert changed == [True, False, True]
+        assert recorded["train/skipped_steps"] == [0, 1, 0]
+        assert [math.isinf(norm) for norm in recorded["train/grad_norm"]] == [False, True, False]
+        assert recorded["train/learning_rate"][1] == recorded["train/learning_rate"][2]
+
+
 # Master and working weights
 
 
 def write_and_refresh(rank: int, world_size: int, raw: dict[str, Any]) -> bool:
     """Doubles the master weights; returns whether all working weights followed."""
-    from megatron_noloco.engine.replica import ReplicaEngine
-
     config, groups, stage = build(raw, world_size)
     engine = ReplicaEngine(stage, groups, config.deepspeed)
     before = weights_of(stage)

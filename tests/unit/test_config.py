@@ -331,6 +331,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"optimizer": {"type": "RMSprop", "params": {"alpha": "0.9"}}},
         "optimizer.params.alpha: must be a number >= 0, got '0.9'",
     ),
+    (
+        {"bf16": {"enabled": True, "check_grad_overflow": False}},
+        "bf16.check_grad_overflow: a step without a finite gradient is always skipped; leave it out",
+    ),
     ({"zero_optimization.compute_grad_norm": False}, "the norm is logged, and clipped by; leave it out"),
     ({"zero_optimization.offload_optimizer": {"device": "cpu"}}, "offload_optimizer is not supported"),
     (

@@ -233,6 +233,8 @@ EXCHANGE = " exchange (ms): 12.3 wait (ms): 4.5 sent (MB): 1.48 |"
     ("more", "text"),
     [
         ({}, ""),
+        ({"train/loss_scale": 65536.0}, " loss scale: 65536 |"),
+        ({"train/skipped_steps": 1}, " skipped iterations: 1 |"),
         (
             {"train/loss_scale": 65536.0, "train/skipped_steps": 2},
             " loss scale: 65536 | skipped iterations: 2 |",
