@@ -7,7 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 from megatron_noloco.data.microbatches import Microbatch, MicrobatchSource
-from megatron_noloco.metrics import Record, timed, unrecorded
+from megatron_noloco.metrics import SLOWEST, Record, timed, unrecorded
 from megatron_noloco.plans.routing import Routes, Routing
 from megatron_noloco.plans.topology import Position, Topology
 
@@ -91,5 +91,5 @@ class StepLoader:
         }
 
     def _read(self, step: int, replica: int, microbatch: int) -> Microbatch:
-        with timed(self._record, "data/wait_seconds"):
+        with timed(self._record, "data/wait_seconds", SLOWEST):
             return self._steps[step][replica, microbatch].result()

@@ -13,7 +13,7 @@ from megatron_noloco.engine import state
 from megatron_noloco.engine.build import build_deepspeed
 from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.engine.weights import MasterWeights, bit16_groups
-from megatron_noloco.metrics import LAST, Record, Reduction, timed, unrecorded
+from megatron_noloco.metrics import LAST, PER_STEP, Record, Reduction, timed, unrecorded
 from megatron_noloco.metrics.reduction import largest, total
 from megatron_noloco.model.stage import Stage
 from megatron_noloco.pipeline.groups import Groups, ProcessGroup
@@ -65,11 +65,11 @@ class ReplicaEngine:
         Returns the losses on the last stage, an empty list elsewhere.
         """
         self._deepspeed.module.train()
-        with timed(self.record, "time/forward_backward_seconds"):
+        with timed(self.record, "time/forward_backward_seconds", PER_STEP):
             losses = self.pipeline.run(read, routes, self.microbatches)
         self.record("train/learning_rate", float(self._optimizer.param_groups[0]["lr"]), LAST)
         self._schedule_weight_decay()
-        with timed(self.record, "time/optimizer_seconds"):
+        with timed(self.record, "time/optimizer_seconds", PER_STEP):
             self._complete_gradients()
             self._deepspeed.allreduce_gradients()
             self._deepspeed.step()

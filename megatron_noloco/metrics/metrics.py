@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_noloco.metrics.reduction import SLOWEST, Reduction, Sample
+from megatron_noloco.metrics.reduction import Reduction, Sample
 from megatron_noloco.metrics.writers import Writer
 
 Value = float | Tensor | list[int]
@@ -25,11 +25,11 @@ def unrecorded(name: str, value: Value, reduction: Reduction, weight: float = 1.
 
 
 @contextmanager
-def timed(record: Record, name: str) -> Iterator[None]:
-    """Record the seconds that the host spends inside, in a local step; nobody waits for a device."""
+def timed(record: Record, name: str, reduction: Reduction) -> Iterator[None]:
+    """Record the seconds that the host spends inside; nobody waits for a device."""
     started = time.perf_counter()
     yield
-    record(name, time.perf_counter() - started, SLOWEST)
+    record(name, time.perf_counter() - started, reduction)
 
 
 class Metrics:

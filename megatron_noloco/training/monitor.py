@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from megatron_noloco.checkpoint.settings import SaveReport
-from megatron_noloco.metrics import LAST, LAST_MAX, LAST_SUM, RMS, SLOWEST, TOTAL, Metrics, Reduction
+from megatron_noloco.metrics import LAST, LAST_MAX, LAST_SUM, PER_STEP, RMS, TOTAL, Metrics, Reduction
 from megatron_noloco.metrics.reduction import largest, last
 from megatron_noloco.outer import ExchangeReport, RoundReport
 from megatron_noloco.plans.samples import BatchPlan
@@ -58,7 +58,7 @@ class Monitor:
         pause_seconds = sum(report.pause_seconds for report in reports)
         self.metrics.record("total/sent_bytes", sent_bytes, TOTAL)
         self.metrics.record("total/pause_seconds", pause_seconds, PAUSES)
-        self.metrics.record("time/exchange_seconds", pause_seconds, SLOWEST)
+        self.metrics.record("time/exchange_seconds", pause_seconds, PER_STEP)
         for report in reports:
             self._round(report)
 
@@ -88,7 +88,7 @@ class Monitor:
         self.metrics.record("total/sent_bytes", sum(report.bytes_sent for report in reports), TOTAL)
         pause_seconds = sum(report.seconds for report in reports)
         self.metrics.record("total/pause_seconds", pause_seconds, PAUSES)
-        self.metrics.record("time/exchange_seconds", pause_seconds, SLOWEST)
+        self.metrics.record("time/exchange_seconds", pause_seconds, PER_STEP)
 
     def delay_chosen(self, done: int, delay_steps: int) -> None:
         """From the round after step `done` on, rounds are merged so many local steps after they began."""

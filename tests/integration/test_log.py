@@ -57,9 +57,9 @@ def test_every_row_has_speed_time_and_memory(folder: Path) -> None:
     for row in [row for replica in metrics(folder) for row in replica]:
         assert 0 < row["speed/tflops_per_gpu"] == pytest.approx(4 * row["speed/mfu"])
         assert row["speed/tokens_per_second_of_all"] == pytest.approx(2 * row["speed/tokens_per_second"])
-        assert 0 <= row["data/wait_seconds"] < row["time/forward_backward_seconds"]
-        assert row["time/optimizer_seconds"] > 0
-        assert row["time/exchange_seconds"] > 0  # local_steps is 2: a round in every row
+        phases = [row[f"time/{phase}_seconds"] for phase in ("forward_backward", "optimizer", "exchange")]
+        assert min(phases) > 0  # local_steps is 2: a round in every row
+        assert sum(phases) < row["speed/seconds_per_step"]
         assert row["memory/peak_bytes"] > 2**20
 
 
