@@ -1,11 +1,24 @@
 """The parameter groups of the inner optimizer: what its settings depend on."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from megatron_noloco.model.families import Parameter
+
+
+class Kind(NamedTuple):
+    """What the settings of a parameter depend on; groups are in the order of their kinds, the largest first."""
+
+    muon: bool
+    usual_lr: bool
+    decays: bool
+
+    @classmethod
+    def of(cls, row: Parameter, muon: bool, decoupled: bool) -> "Kind":
+        """Of a parameter, in a run with or without Muon and a `decoupled_lr`."""
+        return cls(muon and row.linear, not (decoupled and row.is_embedding_or_output), row.decays)
 
 
 def parameter_groups(
@@ -27,17 +40,16 @@ def parameter_groups(
         decays: whether weight decay applies to its parameters.
         weight_decay: 0, where it does not; otherwise the optimizer's own applies.
     """
-    groups: dict[tuple[bool, bool, bool], list[nn.Parameter]] = {}
+    groups: dict[Kind, list[nn.Parameter]] = {}
     for row, parameter in named_rows:
-        decoupled = decoupled_lr is not None and row.is_embedding_or_output
-        groups.setdefault((muon and row.linear, not decoupled, row.decays), []).append(parameter)
+        groups.setdefault(Kind.of(row, muon, decoupled_lr is not None), []).append(parameter)
     return [
         {
             "params": parameters,
-            "muon": has_muon,
-            "decays": decays,
-            **({} if usual_lr else {"lr": decoupled_lr}),
-            **({} if decays else {"weight_decay": 0.0}),
+            "muon": kind.muon,
+            "decays": kind.decays,
+            **({} if kind.usual_lr else {"lr": decoupled_lr}),
+            **({} if kind.decays else {"weight_decay": 0.0}),
         }
-        for (has_muon, usual_lr, decays), parameters in sorted(groups.items(), reverse=True)
+        for kind, parameters in sorted(groups.items(), reverse=True)
     ]

@@ -50,7 +50,7 @@ MUON_WSD = {**MUON, "scheduler": {"type": "WSD", "params": {"decay_num_steps": 1
         *((name, {}) for name in METHODS),
         ("pairs", DECOUPLED),
         ("pairs", DECAYING),
-        ("pairs", MUON_WSD),
+        ("fragments", MUON_WSD),
         ("DiLoCo", MUON),
     ],
 )

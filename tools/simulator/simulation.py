@@ -1,6 +1,6 @@
 """One simulated run: the JSON of the trainer, all replicas in this process."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -11,6 +11,8 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.data.datasets import Datasets, Needs, build_datasets
 from megatron_noloco.data.microbatches import Microbatch, ValidationSource, gather
 from megatron_noloco.data.tokenizer import build_tokenizer
+from megatron_noloco.engine.parameter_groups import Kind
+from megatron_noloco.model.families import Parameter, table_of
 from megatron_noloco.outer import Rounds, TorchWeights
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Place
@@ -63,7 +65,7 @@ class Simulation:
         self.replicas = config.parallel.replicas
         tokenizer = build_tokenizer(config.tokenizer)
         architecture = config.architecture(tokenizer.vocab_size)
-        self.model = StackedLlama(architecture)
+        self.model = StackedLlama(architecture, self._in_order(table_of(architecture)))
         self.plan = BatchPlan(self.replicas, 1, config.microbatches, config.micro_batch_size)
         seed = config.training.seed
         needs = Needs(architecture.vocab_size, architecture.seq_length, self.plan.global_batch, seed)
@@ -78,6 +80,12 @@ class Simulation:
         self._connections = list(zip(loopback_world(self.replicas), places, strict=True))
         self.outer = self._outer()
         self.sent_bytes = 0
+
+    def _in_order(self, rows: Iterable[Parameter]) -> list[Parameter]:
+        """That of the trainer's vectors, which fragments cut: group by group."""
+        block = self.config.deepspeed["optimizer"]
+        muon, decoupled = block["type"] == "Muon", "decoupled_lr" in block["params"]
+        return sorted(rows, key=lambda row: Kind.of(row, muon, decoupled), reverse=True)
 
     def _inner(self) -> StackedOptimizer:
         block = self.config.deepspeed["optimizer"]
