@@ -161,7 +161,8 @@ def data_wait(folder: Path, steps: int) -> dict[str, Any]:
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     records = []
     for path in (folder / "run").glob("replica_*/metrics.jsonl"):
-        records += [json.loads(line) for line in path.read_text().splitlines()[1:]]
+        rows = map(json.loads, path.read_text().splitlines())
+        records += [row for row in rows if row["kind"] == "step"][1:]
     shares = [record["data/wait_seconds"] / record["speed/seconds_per_step"] for record in records]
     return {
         "seconds_per_step": round(

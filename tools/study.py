@@ -125,7 +125,7 @@ def read(path: Path) -> dict[Key, dict[str, Any]]:
 def configure(
     study: dict[str, Any], name: str, learning_rate: float | None = None, seed: int = 0
 ) -> dict[str, Any]:
-    """The JSON of a run. A learning rate scales those of all parameters (Muon has two)."""
+    """The JSON of a run. A learning rate scales those of all parameters."""
     raw = copy.deepcopy(study["base"])
     raw["training"]["seed"] = seed
     for change in study["runs"][name]:
@@ -133,7 +133,8 @@ def configure(
     params = raw["optimizer"]["params"]
     if learning_rate is not None:
         factor = learning_rate / params["lr"]
-        params |= {field: params[field] * factor for field in ("lr", "muon_lr", "adam_lr") if field in params}
+        rates = ("lr", "muon_lr", "adam_lr", "decoupled_lr")
+        params |= {field: params[field] * factor for field in rates if field in params}
     return raw
 
 

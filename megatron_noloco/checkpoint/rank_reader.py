@@ -45,26 +45,39 @@ class RankReader:
         same = same_sizes(saved, topology) and layout == reader.manifests[saved.rank(at)].layout
         self.moved = not same
         self.source = self._manifest(Position(at.replica, 0, 0, 0) if self.moved else at)
-        with self._open() as file:
+        with self._open(self.source.position) as file:
             self._names = list(file.keys())
 
     def tensors(self, *prefixes: str) -> dict[str, Tensor]:
         """What the saved rank `source` has under names that begin like this, but for its slow weights."""
-        with self._open() as file:
+        with self._open(self.source.position) as file:
             return {name: file.get_tensor(name) for name in self._names if name.startswith(prefixes)}
 
     def of_weights(self, *prefixes: str) -> Iterator[tuple[str, Tensor]]:
-        """Likewise, one at a time: vectors are this rank's own, shape [FlatPart.length].
+        """The state of every group, one tensor at a time: vectors are this rank's own, shape [FlatPart.length].
 
-        A number for all weights of a group, shape [], is that of `source`.
+        A group has what the saved group of its first parameter has, by name; from there is also a number for all
+        weights of a group, shape [].
         """
-        for full_name in filter(lambda name: name.startswith(prefixes), self._names):
-            name, _, group = full_name.rpartition(".")
-            with self._open() as file:
-                is_vector = bool(file.get_slice(full_name).get_shape())
-                # Cloned, for it is the file's memory.
-                number = None if is_vector else file.get_tensor(full_name).clone()
-            yield full_name, self._part(name, int(group)) if number is None else number
+        for group in range(len(self._layout)):
+            for name, number in self._saved_state(group, prefixes).items():
+                yield f"{name}.{group}", self._part(name, group) if number is None else number
+
+    def _saved_state(self, group: int, prefixes: tuple[str, ...]) -> dict[str, Tensor | None]:
+        """By name, what the saved group has that held the first parameter of a group here; None for a vector."""
+        at, saved_group = self._at, group
+        if self.moved:
+            place = self._reader.place(self._layout[group].parameters[0][0])
+            at, saved_group = Position(at.replica, place.stage, 0, place.tp), place.group
+        state = {}
+        with self._open(at) as file:
+            for full_name in file.keys():  # noqa: SIM118  # it is no dict
+                name, _, of_group = full_name.rpartition(".")
+                if full_name.startswith(prefixes) and of_group == str(saved_group):
+                    is_vector = bool(file.get_slice(full_name).get_shape())
+                    # Its own memory, in place of the file's.
+                    state[name] = None if is_vector else file.get_tensor(full_name).clone()
+        return state
 
     def has_vector(self, name: str) -> bool:
         return name == catalog.WEIGHTS or f"{name}.0" in self._names
@@ -114,9 +127,9 @@ class RankReader:
     def _manifest(self, at: Position) -> Manifest:
         return self._reader.manifests[self._reader.topology.rank(at)]
 
-    def _open(self) -> safe_open:
-        """The file of all that is not slow weights."""
-        return safe_open(catalog.file_of(self._reader.folder, self.source.position, ""), framework="pt")
+    def _open(self, at: Position) -> safe_open:
+        """A saved rank's file of all that is not slow weights."""
+        return safe_open(catalog.file_of(self._reader.folder, at, ""), framework="pt")
 
 
 def same_sizes(one: Topology, other: Topology) -> bool:

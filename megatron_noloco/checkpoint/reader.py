@@ -75,6 +75,10 @@ class CheckpointReader:
         self.fill(flat, self._places[parameter.source][tp], replicas, vector)
         return flat.view(shape)
 
+    def place(self, name: str) -> Place:
+        """Where the first tensor-parallel rank of the checkpoint has a parameter."""
+        return self._places[self.table.find(name).source][0]
+
     def fill(self, flat: Tensor, place: Place, replicas: list[int], vector: str) -> None:
         """Fill `flat`, on any device, with the elements from `place` on."""
         self._read_flat(flat, place, replicas[0], vector)

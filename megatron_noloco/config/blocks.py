@@ -85,6 +85,11 @@ class TrainingConfig(Block):
     exit_duration_minutes: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="Save and exit after so many minutes; null: never."
     )
+    peak_tflops: Annotated[float, Field(gt=0)] | None = Field(
+        default=None,
+        description="TFLOP/s that a GPU reaches at best in the precision of the run, for the MFU in the log; "
+        "null: those of its data sheet, where it is known.",
+    )
 
 
 class CheckpointConfig(Block):
@@ -143,4 +148,20 @@ class TensorBoardConfig(Block):
         default=True,
         description="Whether scalars are also written for TensorBoard, in a folder per replica under "
         "training.output_dir.",
+    )
+
+
+class WandbConfig(Block):
+    """Replaces DeepSpeed's block of the same name, as TensorBoard's does."""
+
+    enabled: bool = Field(
+        default=False,
+        description="Whether every replica also has a run in Weights & Biases; needs the package wandb.",
+    )
+    project: str = Field(default="megatron_noloco", min_length=1, description="Of these runs.")
+    group: str | None = Field(
+        default=None, description="Of these runs; null: the name of the folder training.output_dir."
+    )
+    team: str | None = Field(
+        default=None, description="Whose runs they are (wandb's entity); null: your own."
     )

@@ -39,7 +39,7 @@ def resolve(
     Args:
         raw: the top-level keys that are not one of our blocks and are known to DeepSpeed.
         dp_size: DeepSpeed's world size, since a replica is a whole DeepSpeed world; None when it is not known.
-        train_iters: local steps, the meaning of scheduler.params.total_num_steps "auto"; None when not known.
+        train_iters: local steps of the run: scheduler.params.total_num_steps "auto"; None when not known.
     """
     values = copy.deepcopy(raw)
     problems = [
@@ -48,8 +48,9 @@ def resolve(
         *_autos(values, train_iters),
         *_batch(values, dp_size),
         *_clipping(values),
-        *deepspeed_optimizer.check(values, "optimizer" in raw),
+        *deepspeed_optimizer.check(values, "optimizer" in raw, train_iters),
         *_zero(values),
+        *_monitors(values),
     ]
     for block in sorted(keys.CHECKED & values.keys()):
         problems += deepspeed_models.problems_in(block, values[block])
@@ -180,12 +181,21 @@ def _zero(values: dict[str, Any]) -> Iterator[Problem]:
     zero["stage"] = 1
 
 
+def _monitors(values: dict[str, Any]) -> Iterator[Problem]:
+    for block, instead in keys.MONITORS.items():
+        if values.get(block, {}).get("enabled"):
+            yield Problem((block,), f"{block}.enabled is not supported: {instead}")
+
+
 def _precision(values: dict[str, Any]) -> Iterator[Problem]:
     bf16, types = values.get("bf16", {}), values.get("data_types", {})
     if bf16.get("enabled") is not True:
         return
     if values.get("fp16", {}).get("enabled") is True:
         yield Problem(("fp16",), "bf16 and fp16 are both enabled; choose one of them")
+    if bf16.get("check_grad_overflow") is False:
+        text = "bf16.check_grad_overflow: a step without a finite gradient is always skipped; leave it out"
+        yield Problem(("bf16",), text)
     if types.get("grad_accum_dtype") == "fp32" and bf16.get("immediate_grad_update") is False:
         yield Problem(
             ("data_types",),

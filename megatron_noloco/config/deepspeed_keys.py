@@ -39,6 +39,12 @@ NOT_HERE = {
     "autotuning": "DeepSpeed's tuner cannot start this program",
 }
 
+# DeepSpeed's monitors, which would write the learning rate of the first replica, and what to enable instead.
+MONITORS = {
+    "csv_monitor": "every replica has all its numbers in metrics.jsonl; leave it out",
+    "comet": "use wandb or tensorboard",
+}
+
 # Refused by DeepSpeed 0.19 itself, but only after minutes of start-up.
 REMOVED = _words("""
     amp compression_training curriculum_learning eigenvalue elasticity graph_harvesting nebula
@@ -47,7 +53,7 @@ REMOVED = _words("""
 
 # The blocks for which DeepSpeed has a pydantic model, or we have: see deepspeed_models.
 CHECKED = _words("""
-    zero_optimization bf16 fp16 data_types wandb csv_monitor comet comms_logger timers compile
+    zero_optimization bf16 fp16 data_types csv_monitor comet comms_logger timers compile
     """)
 
 # What DeepSpeed reads in its block `checkpoint`, whose name ours has.
@@ -78,6 +84,10 @@ OPTIMIZER_PARAMS = {
         lr betas eps weight_decay decoupled_weight_decay foreach maximize capturable differentiable
         """),
 }
+# What all of them have besides, in Megatron's words; engine/ sets it on the groups of parameters.
+GROUP_PARAMS = _words("""
+    decoupled_lr start_weight_decay end_weight_decay weight_decay_incr_style weight_decay_incr_steps
+    """)
 # Of these, those that are no numbers (betas are two).
 OPTIMIZER_SWITCHES = _words("""
     amsgrad bias_correction torch_adam adam_w_mode fp32_optimizer_states set_grad_none fused foreach maximize

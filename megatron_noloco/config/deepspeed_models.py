@@ -62,7 +62,7 @@ def _models() -> dict[str, tuple[type[BaseModel], type[BaseModel]]]:
     quieten()
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.compile.config import CompileConfig
-    from deepspeed.monitor.config import CometConfig, CSVConfig, WandbConfig
+    from deepspeed.monitor.config import CometConfig, CSVConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
@@ -72,7 +72,6 @@ def _models() -> dict[str, tuple[type[BaseModel], type[BaseModel]]]:
         "bf16": DeepSpeedBF16Config,
         "fp16": DeepSpeedFP16Config,
         "data_types": DataTypes,
-        "wandb": WandbConfig,
         "csv_monitor": CSVConfig,
         "comet": CometConfig,
         "comms_logger": CommsLoggerConfig,

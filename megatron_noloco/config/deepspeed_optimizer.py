@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_noloco.config import deepspeed_keys as keys
-from megatron_noloco.config import schedule
+from megatron_noloco.config import schedule, weight_decay
 from megatron_noloco.config.wording import Path, Problem, is_size, nearest, shown, unknown_key, wrong_value
 from megatron_noloco.plans.learning_rate import SCHEDULES
 
@@ -20,15 +20,17 @@ MUON_DEFAULTS = {
 MUON_RATES = {"muon_lr": 0.02, "adam_lr": 3e-4}
 
 
-def check(values: dict[str, Any], given: bool) -> Iterator[Problem]:
+def check(values: dict[str, Any], given: bool, train_iters: int | None) -> Iterator[Problem]:
     """What is wrong with the two blocks, which are objects; completes them where DeepSpeed needs it.
 
     Args:
         given: whether the file has an optimizer; one that is no object is no longer in `values`.
+        train_iters: local steps of the run; None when not known.
     """
     if "optimizer" in values:
         yield from _form("optimizer", values["optimizer"])
         yield from _optimizer(values)
+        yield from weight_decay.problems_in(values["optimizer"]["params"], train_iters)
         if is_muon(values["optimizer"]):
             values["optimizer"]["params"] = _complete_muon(values["optimizer"]["params"])
     elif not given:
@@ -67,7 +69,7 @@ def _optimizer(values: dict[str, Any]) -> Iterator[Problem]:
     if "max_grad_norm" in params:
         text = "optimizer.params.max_grad_norm: use the top-level gradient_clipping"
         yield Problem(("optimizer",), text)
-    allowed = keys.OPTIMIZER_PARAMS.get(str(name).lower(), frozenset(params))
+    allowed = keys.OPTIMIZER_PARAMS.get(str(name).lower(), frozenset(params)) | keys.GROUP_PARAMS
     for key, value in params.items():
         path = ("optimizer", "params", key)
         if key == "max_grad_norm" or value == "auto":
@@ -81,8 +83,9 @@ def _optimizer(values: dict[str, Any]) -> Iterator[Problem]:
 def _complete_muon(params: dict[str, Any]) -> dict[str, Any]:
     """All that Muon reads; lr, which stands for both rates, is not among them."""
     rates = {name: params.get("lr", default) for name, default in MUON_RATES.items()}
-    given = {name: value for name, value in params.items() if name != "lr"}
-    return {**rates, **MUON_DEFAULTS, **given}
+    completed = {**rates, **MUON_DEFAULTS, **params}
+    dropped = {"lr", "weight_decay"} if "start_weight_decay" in params else {"lr"}
+    return {name: value for name, value in completed.items() if name not in dropped}
 
 
 def _optimizer_value(path: Path, value: Any) -> Iterator[Problem]:
@@ -95,6 +98,11 @@ def _optimizer_value(path: Path, value: Any) -> Iterator[Problem]:
     elif path[-1] == "ns_method":
         if value not in ("gram", "standard"):
             yield wrong_value(path, '"gram" or "standard"', value)
+    elif path[-1] == "weight_decay_incr_steps":
+        if type(value) is not int or value < 1:
+            yield wrong_value(path, "an integer >= 1", value)
+    elif path[-1] == "weight_decay_incr_style":
+        pass  # see config/weight_decay.py
     elif path[-1] in keys.OPTIMIZER_SWITCHES:
         if type(value) is not bool:
             yield wrong_value(path, "true or false", value)
@@ -125,14 +133,18 @@ def _scheduler(scheduler: dict[str, Any]) -> Iterator[Problem]:
 
 def _two_rates(optimizer: dict[str, Any], schedule: Any) -> Iterator[Problem]:
     """Ours and WarmupCosineLR scale the learning rates of the optimizer, the others set one for all weights."""
+    if not isinstance(schedule, str) or schedule not in keys.SCHEDULES.keys() - {"WarmupCosineLR"}:
+        return
     params = optimizer.get("params", {})
-    rates = [params.get(name) for name in MUON_RATES]
-    if is_muon(optimizer) and rates[0] != rates[1] and schedule in keys.SCHEDULES.keys() - {"WarmupCosineLR"}:
-        yield Problem(
-            ("scheduler",),
-            f"scheduler.type {schedule} sets one learning rate for all weights, but optimizer.params.muon_lr "
-            f"{rates[0]} is not adam_lr {rates[1]}; use WarmupCosineLR or WSD, which keep their ratio",
-        )
+    first, *others = MUON_RATES if is_muon(optimizer) else ["lr"]
+    rate = params.get(first, "(by default)")
+    for other in [*others, "decoupled_lr"]:
+        if params.get(other, rate) != rate:
+            yield Problem(
+                ("scheduler",),
+                f"scheduler.type {schedule} sets one learning rate for all weights, but optimizer.params.{first} "
+                f"{rate} is not {other} {params[other]}; use WarmupCosineLR or WSD, which keep their ratio",
+            )
 
 
 def _warm_up(params: dict[str, Any]) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ import textwrap
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from megatron_noloco.config.deepspeed_keys import NOT_HERE, TOP_LEVEL
+from megatron_noloco.config.deepspeed_keys import MONITORS, NOT_HERE, TOP_LEVEL
 from megatron_noloco.config.run_config import BLOCKS
 from megatron_noloco.config.wording import expected_value, fields_of, shown
 from megatron_noloco.plans.learning_rate import SCHEDULES
@@ -22,6 +22,7 @@ _BLOCK_SENTENCES = {
     "checkpoint": "What is saved, and where a run continues. Replaces DeepSpeed's block of the same name.",
     "evaluation": "Loss on the validation split.",
     "tensorboard": "Replaces DeepSpeed's block of the same name.",
+    "wandb": "Replaces DeepSpeed's block of the same name.",
 }
 
 _DEEPSPEED = """\
@@ -30,8 +31,11 @@ DeepSpeed world, so train_batch_size = train_micro_batch_size_per_gpu x gradient
 parallel.data_parallel_size counts the samples of ONE replica; any one of the three may be missing or "auto".
 gradient_clipping "auto" is 1.0, scheduler.params.total_num_steps "auto" is training.train_iters, every other
 "auto" is DeepSpeed's default. optimizer is required. zero_optimization.stage is 0 or 1 (0 is run as 1: the
-same numbers). At most one of bf16 and fp16 may be enabled; with neither the run is fp32. scheduler.type is one of
-DeepSpeed's, or one of ours:"""
+same numbers). At most one of bf16 and fp16 may be enabled; with neither the run is fp32. optimizer.params takes,
+besides DeepSpeed's, decoupled_lr (of embedding and output layer) and, in place of weight_decay,
+start_weight_decay, end_weight_decay, weight_decay_incr_style ("linear" or "cosine") and
+weight_decay_incr_steps (by default training.train_iters). scheduler.type is one of DeepSpeed's, or one of
+ours:"""
 
 
 def explain() -> str:
@@ -50,7 +54,8 @@ def explain() -> str:
         + " ".join((schedule.__doc__ or "").split("\n\n")[0].split())
         for name, schedule in SCHEDULES.items()
     ]
-    known = "Known keys: " + ", ".join(sorted(TOP_LEVEL - NOT_HERE.keys() - BLOCKS.keys())) + "."
+    known_keys = TOP_LEVEL - NOT_HERE.keys() - MONITORS.keys() - BLOCKS.keys()
+    known = f"Known keys: {', '.join(sorted(known_keys))}."
     parts.append(
         "\n".join(
             [

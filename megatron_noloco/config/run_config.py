@@ -14,6 +14,7 @@ from megatron_noloco.config.blocks import (
     ParallelConfig,
     TensorBoardConfig,
     TrainingConfig,
+    WandbConfig,
 )
 from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.config.model_block import ModelConfig
@@ -34,6 +35,7 @@ BLOCKS: dict[str, type[Block]] = {
     "checkpoint": CheckpointConfig,
     "evaluation": EvaluationConfig,
     "tensorboard": TensorBoardConfig,
+    "wandb": WandbConfig,
 }
 
 
@@ -54,6 +56,7 @@ class RunConfig:
     checkpoint: CheckpointConfig
     evaluation: EvaluationConfig
     tensorboard: TensorBoardConfig
+    wandb: WandbConfig
     deepspeed: dict[str, Any]
 
     def __post_init__(self) -> None:

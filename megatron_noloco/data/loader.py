@@ -1,6 +1,5 @@
 """What one rank reads in each local step, read while the step before it computes."""
 
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -8,7 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 from megatron_noloco.data.microbatches import Microbatch, MicrobatchSource
-from megatron_noloco.metrics import SLOWEST, Record, unrecorded
+from megatron_noloco.metrics import SLOWEST, Record, timed, unrecorded
 from megatron_noloco.plans.routing import Routes, Routing
 from megatron_noloco.plans.topology import Position, Topology
 
@@ -92,7 +91,5 @@ class StepLoader:
         }
 
     def _read(self, step: int, replica: int, microbatch: int) -> Microbatch:
-        started = time.perf_counter()
-        held = self._steps[step][replica, microbatch].result()
-        self._record("data/wait_seconds", time.perf_counter() - started, SLOWEST)
-        return held
+        with timed(self._record, "data/wait_seconds", SLOWEST):
+            return self._steps[step][replica, microbatch].result()

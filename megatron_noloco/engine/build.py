@@ -1,6 +1,7 @@
 """A DeepSpeed engine whose world is one replica."""
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -9,13 +10,17 @@ import torch
 from deepspeed.ops.op_builder import FusedAdamBuilder
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor
 
 from megatron_noloco.engine.mpu import ReplicaMpu
 from megatron_noloco.engine.muon import Muon
+from megatron_noloco.engine.parameter_groups import parameter_groups
 from megatron_noloco.engine.quiet import quiet
 from megatron_noloco.engine.schedule import build_schedule
 from megatron_noloco.model.stage import Stage
 from megatron_noloco.pipeline.groups import Groups
+from megatron_noloco.plans.weight_decay import WeightDecay
 
 
 def build_deepspeed(stage: Stage, groups: Groups, ds_config: Mapping[str, Any]) -> DeepSpeedEngine:
@@ -30,23 +35,58 @@ def build_deepspeed(stage: Stage, groups: Groups, ds_config: Mapping[str, Any]) 
         deepspeed.comm.init_distributed(dist_init_required=False, verbose=False)
     mpu = ReplicaMpu(groups)
     settings = deepspeed_settings(ds_config)
-    muon = settings["optimizer"]["type"].lower() == "muon"
-    optimizer = Muon(stage.named_rows(), settings["optimizer"]["params"], groups) if muon else None
+    parameters, optimizer = _parameters_and_optimizer(stage, groups, settings["optimizer"])
     schedule = settings.get("scheduler")
     with quiet():
         engine = DeepSpeedEngine(
             args=None,
             model=stage,
             optimizer=optimizer,
+            model_parameters=parameters,
             lr_scheduler=partial(build_schedule, schedule) if schedule else None,
             mpu=mpu,
             config=settings,
             config_class=DeepSpeedConfig(settings, mpu),
             dist_init_required=False,
         )
+    if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
+        engine.optimizer.scaled_global_norm = partial(_norm_of_all_groups, engine.optimizer)
     # One call of step() per batch: the schedule has already gone through every microbatch.
     engine.set_gradient_accumulation_boundary(True)
     return engine
+
+
+def _parameters_and_optimizer(
+    stage: Stage, groups: Groups, block: dict[str, Any]
+) -> tuple[list[dict[str, Any]], Muon | None]:
+    """The parameter groups, and the optimizer of them where DeepSpeed does not build it.
+
+    Takes what DeepSpeed's and torch's optimizers do not know out of the block's params.
+    """
+    params = block["params"]
+    decoupled_lr = params.pop("decoupled_lr", None)
+    if weight_decay := WeightDecay.of(params):  # `ReplicaEngine` sets that of each step
+        for name in asdict(weight_decay):
+            del params[name]
+        params["weight_decay"] = weight_decay.start_weight_decay
+    muon = block["type"].lower() == "muon"
+    parameters = parameter_groups(stage.named_rows(), muon, decoupled_lr)
+    if not muon:
+        return parameters, None
+    linear = [row for row, _ in stage.named_rows() if row.linear]
+    return parameters, Muon(parameters, linear, params, groups)
+
+
+def _norm_of_all_groups(optimizer: DeepSpeedZeroOptimizer) -> Tensor:
+    """The gradient's norm over the whole replica, shape []; below 0 where it is not finite.
+
+    DeepSpeed sums group by group over the stages, which waits forever where two stages have different groups.
+    """
+    groups = range(len(optimizer.bit16_groups))
+    gradients = [gradient for group in groups for gradient in optimizer.averaged_gradients[group]]
+    parameters = [parameter for group in groups for parameter in optimizer.params_in_partition[group]]
+    norm: Tensor = optimizer.get_grad_norm_direct(gradients, parameters)
+    return norm
 
 
 def deepspeed_settings(ds_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,9 +106,10 @@ def deepspeed_settings(ds_config: Mapping[str, Any]) -> dict[str, Any]:
             settings.setdefault("communication_data_type", "fp32")
     settings["zero_optimization"] = {**settings.get("zero_optimization", {}), "stage": 1}
     optimizer = settings["optimizer"]
-    if optimizer["type"].lower() in ("adam", "adamw"):
-        parameters = {"torch_adam": not _fused_adam_loads(), **optimizer.get("params", {})}
-        settings["optimizer"] = {**optimizer, "params": parameters}
+    parameters = dict(optimizer["params"])
+    if optimizer["type"].lower() in ("adam", "adamw") and "torch_adam" not in parameters:
+        parameters["torch_adam"] = not _fused_adam_loads()
+    settings["optimizer"] = {**optimizer, "params": parameters}
     return settings
 
 

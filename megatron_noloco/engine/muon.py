@@ -1,6 +1,7 @@
 """Muon inside a replica: on the flat partitions of ZeRO, with DeepSpeed's Newton-Schulz kernels."""
 
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -10,7 +11,7 @@ from deepspeed.runtime.zero.muon.original_muon import (
     zeropower_via_gram_newtonschulz,
     zeropower_via_newtonschulz5,
 )
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_noloco.model.families import Parameter
 from megatron_noloco.pipeline.groups import Groups
@@ -37,29 +38,26 @@ class Muon(torch.optim.AdamW):
     reduced, unscaled and clipped already; the matrices are found in it again.
 
     Args:
-        named_rows: every parameter of this rank with its row of the family's table.
+        parameter_groups: of this rank; see `parameter_groups`.
+        linear: the rows of the parameters in the group that has Muon, in order.
         params: muon_lr, adam_lr, momentum, ns_method, betas, eps and weight_decay; all of them.
         groups: of this rank.
     """
 
     def __init__(
         self,
-        named_rows: Iterable[tuple[Parameter, nn.Parameter]],
+        parameter_groups: Sequence[Mapping[str, Any]],
+        linear: Sequence[Parameter],
         params: Mapping[str, Any],
         groups: Groups,
     ) -> None:
-        pairs = list(named_rows)
-        linear = [(row, parameter) for row, parameter in pairs if row.linear]
-        self._rows = [row for row, _ in linear]
-        sizes = (parameter.numel() for _, parameter in linear)
+        self._rows = linear
+        sizes = (math.prod(row.slice_shape(groups.topology.tp)) for row in linear)
         self._ranges = list(pairwise(accumulate(sizes, initial=0)))  # of each row, over all dp ranks
         self._groups = groups
-        muon = {"muon": True, "lr": params["muon_lr"], "momentum": params["momentum"]}
+        muon = {"lr": params["muon_lr"], "momentum": params["momentum"]}
         super().__init__(
-            [
-                {"params": [parameter for _, parameter in linear], **muon},
-                {"params": [p for row, p in pairs if not row.linear], "muon": False},
-            ],
+            [{**group, **muon} if group["muon"] else dict(group) for group in parameter_groups],
             lr=params["adam_lr"],
             betas=tuple(params["betas"]),
             eps=params["eps"],

@@ -13,12 +13,13 @@ from megatron_noloco.engine import state
 from megatron_noloco.engine.build import build_deepspeed
 from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.engine.weights import MasterWeights, bit16_groups
-from megatron_noloco.metrics import LAST, Record, Reduction, unrecorded
+from megatron_noloco.metrics import LAST, PER_STEP, Record, Reduction, timed, unrecorded
 from megatron_noloco.metrics.reduction import largest, total
 from megatron_noloco.model.stage import Stage
 from megatron_noloco.pipeline.groups import Groups, ProcessGroup
 from megatron_noloco.pipeline.pipeline import MicrobatchLoss, Pipeline, ReadMicrobatch
 from megatron_noloco.plans.routing import Routes
+from megatron_noloco.plans.weight_decay import WeightDecay
 
 
 class ReplicaEngine:
@@ -39,6 +40,7 @@ class ReplicaEngine:
         self._tied = stage.tied_weight if groups.tied_embedding is not None else None
         if self._tied is not None and not groups.first_stage:
             self._tied.ds_pipe_replicated = True  # type: ignore[attr-defined]  # counts once in the norm
+        self._weight_decay = WeightDecay.of(ds_config["optimizer"]["params"])
         self._deepspeed = build_deepspeed(stage, groups, ds_config)
         self.pipeline = Pipeline(stage, groups, micro_batch_size, stage.architecture.seq_length, record)
         if stage.config.fp16:
@@ -63,16 +65,27 @@ class ReplicaEngine:
         Returns the losses on the last stage, an empty list elsewhere.
         """
         self._deepspeed.module.train()
-        losses = self.pipeline.run(read, routes, self.microbatches)
-        self._complete_gradients()
+        with timed(self.record, "time/forward_backward_seconds", PER_STEP):
+            losses = self.pipeline.run(read, routes, self.microbatches)
         self.record("train/learning_rate", float(self._optimizer.param_groups[0]["lr"]), LAST)
-        self._deepspeed.allreduce_gradients()
-        self._deepspeed.step()
-        skipped = int(getattr(self._optimizer, "overflow", False))  # fp16: the weights did not move
+        self._schedule_weight_decay()
+        with timed(self.record, "time/optimizer_seconds", PER_STEP):
+            self._complete_gradients()
+            self._deepspeed.allreduce_gradients()
+            self._deepspeed.step()
+        # Where the gradient's norm was not finite, neither weights nor moments changed.
+        skipped = int(self._optimizer.overflow)
         self.record("train/grad_norm", self._deepspeed.get_global_grad_norm(), LAST)  # before clipping
         self.record("train/loss_scale", float(getattr(self._optimizer, "loss_scale", 1.0)), LAST)
         self.record("train/skipped_steps", skipped, Reduction(total, largest))
         return losses
+
+    def _schedule_weight_decay(self) -> None:
+        if self._weight_decay is not None:
+            taken = self._deepspeed.global_steps - self._deepspeed.skipped_steps
+            for group in self._optimizer.param_groups:
+                if group["decays"]:
+                    group["weight_decay"] = self._weight_decay.at(taken)
 
     @torch.no_grad()
     def evaluate(self, read: ReadMicrobatch, routes: Routes, microbatches: int) -> list[MicrobatchLoss]:

@@ -5,12 +5,13 @@
 interval, and over the ranks of a replica.
 """
 
-from megatron_noloco.metrics.metrics import Metrics, Record, unrecorded
+from megatron_noloco.metrics.metrics import Metrics, Record, timed, unrecorded
 from megatron_noloco.metrics.reduction import (
     LAST,
     LAST_MAX,
     LAST_SUM,
     MEAN,
+    PER_STEP,
     RMS,
     SLOWEST,
     SUM,
@@ -23,6 +24,7 @@ __all__ = [
     "LAST_MAX",
     "LAST_SUM",
     "MEAN",
+    "PER_STEP",
     "RMS",
     "SLOWEST",
     "SUM",
@@ -30,5 +32,6 @@ __all__ = [
     "Metrics",
     "Record",
     "Reduction",
+    "timed",
     "unrecorded",
 ]  # fmt: skip

@@ -1,6 +1,8 @@
 """Recording on one rank, and one row for all ranks of its replica."""
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -20,6 +22,14 @@ class Record(Protocol):
 
 def unrecorded(name: str, value: Value, reduction: Reduction, weight: float = 1.0) -> None:
     """A `Record` that keeps nothing."""
+
+
+@contextmanager
+def timed(record: Record, name: str, reduction: Reduction) -> Iterator[None]:
+    """Record the seconds that the host spends inside; nobody waits for a device."""
+    started = time.perf_counter()
+    yield
+    record(name, time.perf_counter() - started, reduction)
 
 
 class Metrics:

@@ -81,5 +81,6 @@ LAST_MAX = Reduction(last, largest)  # likewise, the slowest rank's: seconds of 
 RMS = Reduction(last, root_mean_square)  # likewise, weighted by elements: a standard deviation
 MEAN = Reduction(mean, mean)
 SUM = Reduction(total, total)
+PER_STEP = Reduction(total, mean, per="step")  # seconds in a local step, mean of the ranks
 SLOWEST = Reduction(total, largest, per="step")  # seconds in a local step, of the slowest rank
 TOTAL = Reduction(last, total, per="run")

@@ -49,9 +49,8 @@ class ReplicaFiles:
         if self._board is None:
             return
         with self._going_on():
-            for name, value in row.items():
-                if "/" in name and isinstance(value, int | float):
-                    self._board.add_scalar(name, value, row["step"])
+            for name, value in single_numbers(row).items():
+                self._board.add_scalar(name, value, row["step"])
 
     def close(self) -> None:
         with self._going_on():
@@ -69,6 +68,11 @@ class ReplicaFiles:
                     f"{self._folder}: {error.strerror or error}; training continues without its log\n"
                 )
             self._failed = True
+
+
+def single_numbers(row: Row) -> dict[str, float]:
+    """Those that a curve can show."""
+    return {name: value for name, value in row.items() if "/" in name and isinstance(value, int | float)}
 
 
 def _step_of(row: str) -> float:

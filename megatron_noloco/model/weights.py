@@ -43,7 +43,10 @@ def _draw(shape: tuple[int, ...], name: str, seed: int) -> Tensor:
 
 
 def match(chunk: GPTModel, table: Table, first_layer: int) -> Iterator[tuple[Parameter, nn.Parameter]]:
-    """Every parameter of a model chunk with its row of the table; `first_layer` layers lie before the chunk.
+    """Every parameter of a model chunk with its row, in the order of the table.
+
+    That order, which flat vectors have, does not depend on how the modules of a layer are built. `first_layer`
+    layers lie before the chunk.
 
     Raises ValueError when a parameter has no row, or a row of the chunk's layers (of the model, where the chunk is
     all of it) has no parameter: the table describes another model than was built.
@@ -57,7 +60,8 @@ def match(chunk: GPTModel, table: Table, first_layer: int) -> Iterator[tuple[Par
             raise ValueError(
                 f"the table of the model's family has a row {row.name}, but no parameter was built"
             )
-    yield from pairs
+    place = {row.name: index for index, row in enumerate(table)}
+    yield from sorted(pairs, key=lambda pair: place[pair[0].name])
 
 
 @torch.no_grad()

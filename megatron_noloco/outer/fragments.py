@@ -8,8 +8,8 @@ A round is element by element. So what docs/method.md says of a round holds for 
 gradient is that of the k local steps before its round begins, and of fewer in its first one.
 
 Where to cut. Each rank cuts its own vector into equal parts, whatever its parameters are: an embedding may be
-more than 1/F of all weights, and a partition of ZeRO begins and ends anywhere. The vector has the order of the
-model, so a fragment is some consecutive layers, of which the first and the last may be cut.
+more than 1/F of all weights, and a partition of ZeRO begins and ends anywhere. In a vector that has the order of
+the model, a fragment is some consecutive layers, of which the first and the last may be cut.
 
 Copies. What other ranks of the replica hold as well (`Weights.copied`) stays equal if it meets the same replicas
 after the same local steps. It lies at different places of the ranks' vectors, so all of it is in fragment 0.

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -19,8 +20,10 @@ from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.huggingface.folder import PretrainedWeights
 from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.metrics import Metrics
+from megatron_noloco.metrics.wandb import WandbRun
 from megatron_noloco.metrics.writers import ReplicaFiles, Writer
 from megatron_noloco.model.families import table_of
+from megatron_noloco.model.families.flops import training_flops
 from megatron_noloco.model.stage import Stage, build_stage
 from megatron_noloco.outer import (
     Channel,
@@ -38,6 +41,7 @@ from megatron_noloco.training.monitor import DELAY_STEPS, Monitor
 from megatron_noloco.training.outer import build_final_average, build_outer
 from megatron_noloco.training.prepare import Prepared, checkpoint_settings
 from megatron_noloco.training.run import Run, Schedule
+from megatron_noloco.training.throughput import Throughput, peak_tflops_here
 from megatron_noloco.transport.protocol import Transport
 
 
@@ -52,8 +56,7 @@ def build(prepared: Prepared, transport: Transport, start: Start, progress: str 
     console = _console(prepared, transport, start, progress) if dist.get_rank() == 0 else None
     writers: list[Writer] = [console] if console is not None else []
     if groups.last_stage and at.dp == 0 and at.tp == 0:
-        folder = Path(config.training.output_dir) / f"replica_{at.replica:02d}"
-        writers.append(ReplicaFiles(folder, config.tensorboard.enabled, start.step))
+        writers += _writers(config, at.replica, start.step)
     metrics = Metrics(at.replica, groups.replica, writers, start.counters)
 
     engine = ReplicaEngine(stage, groups, config.deepspeed, metrics.record)
@@ -72,7 +75,6 @@ def build(prepared: Prepared, transport: Transport, start: Start, progress: str 
         Exchange(transport, place, channel, deadline_seconds)
         for channel in (Channel.LOSSES, Channel.MEAN_MODEL)
     )
-    tokens_per_step = plan.replica_batch * prepared.architecture.seq_length
     mean_model = MeanModel(outer, means) if config.evaluation.mean_model else None
     return Run(
         schedule=_schedule(config),
@@ -82,11 +84,27 @@ def build(prepared: Prepared, transport: Transport, start: Start, progress: str 
         loader=StepLoader(source, routing, config.noloco.local_steps, reader, metrics.record),
         evaluator=Evaluator(engine, routing, prepared.validation, losses, mean_model),
         checkpointer=checkpointer,
-        monitor=Monitor(metrics, plan, tokens_per_step, console, config.noloco.fragments),
+        monitor=Monitor(metrics, plan, _throughput(prepared), console, config.noloco.fragments),
         stopping=stopping,
         final_average=build_final_average(config, outer, transport, place),
         delay=delay,
     )
+
+
+def _writers(config: RunConfig, replica: int, start_step: int) -> Iterator[Writer]:
+    """Of one replica."""
+    output_dir, name, wandb = Path(config.training.output_dir), f"replica_{replica:02d}", config.wandb
+    yield ReplicaFiles(output_dir / name, config.tensorboard.enabled, start_step)
+    if wandb.enabled:
+        yield WandbRun(
+            output_dir / name,
+            start_step,
+            name=name,
+            group=wandb.group or output_dir.resolve().name,
+            project=wandb.project,
+            entity=wandb.team,
+            config=config.to_dict(),
+        )
 
 
 def _model(prepared: Prepared) -> tuple[Groups, Stage]:
@@ -110,6 +128,17 @@ def _delay(config: RunConfig, outer: Rounds, start: Start) -> DelayChoice | None
         return DelayChoice(outer, start.step // local_steps)
     outer.delay_steps = min(int(start.counters[DELAY_STEPS]), local_steps)
     return None
+
+
+def _throughput(prepared: Prepared) -> Throughput:
+    config, topology, architecture = prepared.config, prepared.topology, prepared.architecture
+    samples = config.replica_batch
+    return Throughput(
+        tokens=samples * architecture.seq_length,
+        replicas=topology.replicas,
+        flops_per_rank=samples * training_flops(architecture) / topology.replica_size,
+        peak_tflops=config.training.peak_tflops or peak_tflops_here(config.precision),
+    )
 
 
 def _schedule(config: RunConfig) -> Schedule:

@@ -12,10 +12,15 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from megatron_noloco.checkpoint.settings import SaveReport
 from megatron_noloco.job.launcher import on_a_terminal
 from megatron_noloco.metrics.writers import Row
-from megatron_noloco.training.shown import log_line, round_figures, step_figures, validation_lines
+from megatron_noloco.training.shown import (
+    checkpoint_line,
+    log_line,
+    round_figures,
+    step_figures,
+    validation_lines,
+)
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,9 @@ class Console:
             self.last_evaluation = row
             self.say(*validation_lines(row, self.facts.unigram_entropy))
             return
+        if row["kind"] == "checkpoint":
+            self.say(checkpoint_line(row))
+            return
         previous = self.last_steps["step"] if self.last_steps else self.start_step
         self.steps_seconds += row["speed/seconds_per_step"] * (row["step"] - previous)
         self.last_steps = row
@@ -76,9 +84,6 @@ class Console:
         self._step_figures.plain = step_figures(row)
         if "round/index" in row:
             self._round_figures.plain = round_figures(row)
-
-    def saved(self, report: SaveReport) -> None:
-        self.say(f" checkpoint at iteration {report.step} | pause (ms): {1000 * report.pause_seconds:.1f} |")
 
     def close(self) -> None:
         if self._live is not None:

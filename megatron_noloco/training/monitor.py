@@ -8,12 +8,14 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from megatron_noloco.checkpoint.settings import SaveReport
-from megatron_noloco.metrics import LAST, LAST_MAX, LAST_SUM, MEAN, RMS, TOTAL, Metrics, Reduction
+from megatron_noloco.metrics import LAST, LAST_MAX, LAST_SUM, PER_STEP, RMS, TOTAL, Metrics, Reduction
 from megatron_noloco.metrics.reduction import largest, last
 from megatron_noloco.outer import ExchangeReport, RoundReport
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.training.console import Console
+from megatron_noloco.training.late import LatePartners
 from megatron_noloco.training.record import Evaluation
+from megatron_noloco.training.throughput import Throughput, peak_memory_bytes
 
 DELAY_STEPS = "delay_steps"  # the counter that keeps what the run chose in its checkpoints
 PAUSES = Reduction(last, largest, per="run")
@@ -24,8 +26,8 @@ class Monitor:
 
     Args:
         metrics: where this rank's numbers go.
-        tokens_per_step: of this replica.
-        console: on rank 0, which shows checkpoints; rows reach it through `metrics`.
+        throughput: what the time of a local step is divided into.
+        console: on rank 0, which shows what is no row; rows reach it through `metrics`.
         fragments: whose rounds are reported one by one.
     """
 
@@ -33,19 +35,20 @@ class Monitor:
         self,
         metrics: Metrics,
         plan: BatchPlan,
-        tokens_per_step: int,
+        throughput: Throughput,
         console: Console | None,
         fragments: int = 1,
     ) -> None:
         self.metrics = metrics
         self.plan = plan
         self.fragments = fragments
-        self.tokens_per_step = tokens_per_step
+        self.throughput = throughput
         self.console = console
+        self._late = LatePartners(metrics.replica)
         self._begin_interval()
 
     def _begin_interval(self) -> None:
-        self._interval_started = time.perf_counter()
+        self._interval_started = time.perf_counter()  # later by what was not the steps' time
         self._steps = 0
 
     def local_step(self, reports: list[RoundReport]) -> None:
@@ -55,6 +58,7 @@ class Monitor:
         pause_seconds = sum(report.pause_seconds for report in reports)
         self.metrics.record("total/sent_bytes", sent_bytes, TOTAL)
         self.metrics.record("total/pause_seconds", pause_seconds, PAUSES)
+        self.metrics.record("time/exchange_seconds", pause_seconds, PER_STEP)
         for report in reports:
             self._round(report)
 
@@ -73,11 +77,18 @@ class Monitor:
         record("round/poisoned_elements", exchange.poisoned_elements, LAST_SUM)
         record("round/payload_error", exchange.payload_error, RMS, exchange.squared_deviation)
         record("round/resent_elements", exchange.resent_elements, LAST_SUM)
+        late = self._late.notice(exchange)
+        if late is not None:
+            partner, seconds = late
+            record("late/partner", partner, LAST)
+            record("late/seconds", seconds, LAST)
 
     def averaged(self, reports: Sequence[ExchangeReport]) -> None:
         """After the last local step and its round: the exchanges that made all replicas equal."""
         self.metrics.record("total/sent_bytes", sum(report.bytes_sent for report in reports), TOTAL)
-        self.metrics.record("total/pause_seconds", sum(report.seconds for report in reports), PAUSES)
+        pause_seconds = sum(report.seconds for report in reports)
+        self.metrics.record("total/pause_seconds", pause_seconds, PAUSES)
+        self.metrics.record("time/exchange_seconds", pause_seconds, PER_STEP)
 
     def delay_chosen(self, done: int, delay_steps: int) -> None:
         """From the round after step `done` on, rounds are merged so many local steps after they began."""
@@ -93,13 +104,14 @@ class Monitor:
         if not self._steps:
             return
         seconds = (time.perf_counter() - self._interval_started) / self._steps
-        self.metrics.record("speed/seconds_per_step", seconds, MEAN)
-        self.metrics.record("speed/tokens_per_second", self.tokens_per_step / seconds, MEAN)
+        self.throughput.record(seconds, self.metrics.record)
+        self.metrics.record("memory/peak_bytes", peak_memory_bytes(), LAST_MAX)
         self.metrics.record("train/consumed_samples", self.plan.consumed(done), LAST)  # by all replicas
         self.metrics.write_steps(done, self._steps)
         self._begin_interval()
 
-    def evaluation(self, done: int, evaluation: Evaluation) -> None:
+    def evaluation(self, done: int, evaluation: Evaluation, seconds: float) -> None:
+        """After an evaluation that took so long."""
         own = evaluation.replica_losses[self.metrics.replica]
         for name, figure in (
             ("evaluated_step", float(done)),
@@ -107,19 +119,20 @@ class Monitor:
             ("mean_model_loss", evaluation.mean_model_loss),
         ):
             self.metrics.count(name, None if math.isnan(figure) else figure)
-        self.metrics.write("evaluation", done, evaluation.numbers(self.metrics.replica))
-        self._interval_started = time.perf_counter()  # not the steps' time
+        numbers = evaluation.numbers(self.metrics.replica) | {"time/evaluation_seconds": seconds}
+        self.metrics.write("evaluation", done, numbers)
+        self._interval_started += seconds
 
     def saved(self, report: SaveReport) -> None:
-        """A failed save is reported by the rank on which it failed."""
+        """After a save; one that failed is reported by the rank on which it failed."""
         if report.error is not None:
             sys.stderr.write(
                 f"rank {dist.get_rank()}: the checkpoint of step {report.step} failed, training continues: "
                 f"{report.error}\n"
             )
-        elif self.console is not None:
-            self.console.saved(report)
-        self._interval_started = time.perf_counter()
+        else:
+            self.metrics.write("checkpoint", report.step, {"time/save_seconds": report.pause_seconds})
+        self._interval_started += report.pause_seconds
 
     def summary(self, done: int, stopped_by: str | None) -> None:
         """The closing table; `stopped_by` says why a run ends early."""

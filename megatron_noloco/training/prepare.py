@@ -4,6 +4,7 @@ import os
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from megatron_noloco.checkpoint.resume import Start, find_start
 from megatron_noloco.checkpoint.settings import CheckpointSettings
 from megatron_noloco.config import ConfigError, RunConfig
-from megatron_noloco.config.deepspeed_keys import TORCH_OPTIMIZERS
+from megatron_noloco.config.deepspeed_keys import GROUP_PARAMS, TORCH_OPTIMIZERS
 from megatron_noloco.data.corpus import find_text
 from megatron_noloco.data.datasets import Datasets, Needs, build_datasets
 from megatron_noloco.data.indexed import IndexedTokens
@@ -77,6 +78,7 @@ def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
     _check_arithmetic(config)
     _check_optimizer(config.deepspeed["optimizer"])
     _check_writable(Path(config.training.output_dir))
+    _check_wandb(config.wandb.enabled)
     tokenizer = build_tokenizer(config.tokenizer)
     architecture = config.architecture(tokenizer.vocab_size)
     if config.training.pretrained is not None:
@@ -139,8 +141,9 @@ def _check_optimizer(optimizer: Mapping[str, Any]) -> None:
     if name.lower() == "lion" and not torch.cuda.is_available():
         raise ValueError("optimizer.type: DeepSpeed's Lion needs a GPU; use AdamW")
     if name in TORCH_OPTIMIZERS:
+        params = {key: value for key, value in optimizer["params"].items() if key not in GROUP_PARAMS}
         try:
-            getattr(torch.optim, name)([torch.zeros(1)], **optimizer["params"])
+            getattr(torch.optim, name)([torch.zeros(1)], **params)
         except (ValueError, RuntimeError) as error:
             raise ValueError(f"optimizer.params: torch's {name} does not take them: {error}") from None
 
@@ -154,6 +157,14 @@ def _check_writable(output_dir: Path) -> None:
             pass
     except OSError as error:
         raise ValueError(f"training.output_dir: cannot write in {output_dir}: {error.strerror}") from None
+
+
+def _check_wandb(enabled: bool) -> None:
+    found = find_spec("wandb")
+    if enabled and (found is None or found.origin is None):  # a folder of that name is found, too
+        raise ValueError(
+            "wandb.enabled: the package wandb is not installed; pip install wandb, or set wandb.enabled to false"
+        )
 
 
 def _check_source(source: Source) -> None:

@@ -92,7 +92,7 @@ class Run:
             if self.schedule.logs(done):
                 self.monitor.log(done)
             if self.schedule.evaluates_after(done):
-                self.monitor.evaluation(done, self.evaluator.evaluate(done))
+                self._evaluate(done)
             if self.schedule.saves(done):
                 self._save(done)
         return max(self.start_step, self.schedule.steps)
@@ -107,6 +107,11 @@ class Run:
         if self.delay:
             for report in reports:
                 self.delay.after_round(report)
+
+    def _evaluate(self, done: int) -> None:
+        started = time.perf_counter()
+        evaluation = self.evaluator.evaluate(done)
+        self.monitor.evaluation(done, evaluation, time.perf_counter() - started)
 
     def _leave(self, done: int) -> None:
         """Asked to stop: nothing is lost."""

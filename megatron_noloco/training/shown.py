@@ -13,12 +13,15 @@ Piece = Callable[[Row], str]  # empty: nothing to show
 _STEP: tuple[Piece, ...] = (
     lambda row: f"consumed samples: {row['train/consumed_samples']}",
     lambda row: f"elapsed time per iteration (ms): {1000 * row['speed/seconds_per_step']:.1f}",
-    lambda row: f"tokens per second: {row['speed/tokens_per_second']:.0f}",
+    lambda row: f"throughput per GPU (TFLOP/s/GPU): {row['speed/tflops_per_gpu']:.4g}",
+    lambda row: f"MFU: {100 * row['speed/mfu']:.1f} %" if "speed/mfu" in row else "",
+    lambda row: f"tokens per second: {_tokens_per_second(row)}",
+    lambda row: f"peak memory (GB): {row['memory/peak_bytes'] / 1e9:.2f}",
     lambda row: f"learning rate: {row['train/learning_rate']:.3E}",
     lambda row: f"lm loss: {row['train/loss']:.4f}",
     lambda row: f"grad norm: {row['train/grad_norm']:.3f}",
     lambda row: f"loss scale: {row['train/loss_scale']:g}" if row["train/loss_scale"] != 1 else "",
-    lambda row: f"skipped iterations: {row['train/skipped_steps']}" if row["train/loss_scale"] != 1 else "",
+    lambda row: f"skipped iterations: {skipped}" if (skipped := row["train/skipped_steps"]) else "",
     lambda row: _routed(row) if row["routing/share"] else "",
     lambda row: f"data wait (ms): {1000 * row['data/wait_seconds']:.1f}" if _data_is_late(row) else "",
 )
@@ -28,6 +31,11 @@ _ROUND: tuple[Piece, ...] = (
     lambda row: (
         f"exchange (ms): {1000 * row['round/exchange_seconds']:.1f} "
         f"wait (ms): {1000 * row['round/wait_seconds']:.1f} sent (MB): {row['round/sent_bytes'] / 1e6:.2f}"
+    ),
+    lambda row: (
+        f"late partner: {row['late/partner']} by (ms): {1000 * row['late/seconds']:.1f}"
+        if "late/partner" in row
+        else ""
     ),
     lambda row: f"spread: {row['round/spread']:.3E}" if not math.isnan(row["round/spread"]) else "",
     lambda row: f"payload error: {error:.1E}" if (error := row["round/payload_error"]) > 0 else "",
@@ -59,6 +67,11 @@ def round_figures(row: Row) -> str:
     )
 
 
+def checkpoint_line(row: Row) -> str:
+    """Of a row of kind "checkpoint"."""
+    return f" checkpoint at iteration {row['step']} | pause (ms): {1000 * row['time/save_seconds']:.1f} |"
+
+
 def validation_lines(row: Row, unigram_entropy: float) -> list[str]:
     """Of a row of kind "evaluation": the losses, and a line per dataset of a blend."""
     spread, mean = row["validation/spread"], row["validation/mean_model_loss"]
@@ -76,6 +89,11 @@ def validation_lines(row: Row, unigram_entropy: float) -> list[str]:
 
 def _losses(losses: list[float]) -> str:
     return "replicas: " + " ".join(f"{loss:.4f}" for loss in losses)
+
+
+def _tokens_per_second(row: Row) -> str:
+    own, of_all = row["speed/tokens_per_second"], row["speed/tokens_per_second_of_all"]
+    return f"{own:.0f}" + (f" (all replicas: {of_all:.0f})" if of_all > own else "")
 
 
 def _round(row: Row) -> str:

@@ -1,5 +1,6 @@
 """The engine against what it must equal: plain torch, and itself on other topologies."""
 
+import math
 from functools import cache
 from typing import Any
 
@@ -11,12 +12,32 @@ from torch import Tensor
 from megatron_noloco.config import RunConfig
 from megatron_noloco.config.deepspeed_keys import SCHEDULES as DEEPSPEED_SCHEDULES
 from megatron_noloco.config.deepspeed_keys import TORCH_OPTIMIZERS
+from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.model.families import Table, table_of
 from megatron_noloco.plans.learning_rate import SCHEDULES
+from megatron_noloco.plans.routing import Routing
+from megatron_noloco.plans.weight_decay import WeightDecay
 from tests.harness import run_ranks
-from tests.integration.tiny import VOCABULARY, build, microbatch, tiny, train, weights_of
+from tests.integration.tiny import (
+    MUON,
+    TINY,
+    VOCABULARY,
+    Recorded,
+    build,
+    microbatch,
+    tiny,
+    train,
+    weights_of,
+)
 
 STEPS = 5
+PEAK = TINY["optimizer"]["params"]["lr"]
+WEIGHT_DECAY = {
+    "start_weight_decay": 0.1,
+    "end_weight_decay": 0.4,
+    "weight_decay_incr_style": "cosine",
+    "weight_decay_incr_steps": STEPS - 2,
+}
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
@@ -62,7 +83,22 @@ def plain_torch(rank: int, world_size: int, raw: dict[str, Any], rates: list[flo
     """AdamW and clip_grad_norm_ on the same module, with autograd alone."""
     config, groups, stage = build(raw, world_size)
     params = {key: value for key, value in config.deepspeed["optimizer"]["params"].items() if key != "lr"}
-    optimizer = getattr(torch.optim, config.deepspeed["optimizer"]["type"])(stage.parameters(), **params)
+    decay = WeightDecay.of(params)
+    for name in WEIGHT_DECAY:
+        params.pop(name, None)
+    ratio = params.pop("decoupled_lr", PEAK) / PEAK
+    by_name = {row.name: parameter for row, parameter in stage.named_rows()}
+    ends = [by_name.pop(name) for name in (EMBEDDING, OUTPUT)]
+    groups_of_parameters = [
+        {"params": ends, "ratio": ratio},
+        {"params": [weight for weight in by_name.values() if weight.dim() > 1], "ratio": 1.0},
+        {
+            "params": [weight for weight in by_name.values() if weight.dim() == 1],
+            "ratio": 1.0,
+            "weight_decay": 0,
+        },
+    ]
+    optimizer = getattr(torch.optim, config.deepspeed["optimizer"]["type"])(groups_of_parameters, **params)
     for step, rate in enumerate(rates):
         for index in range(config.microbatches):
             tokens, labels, _ = microbatch(config, groups, step, 0, index)
@@ -70,7 +106,10 @@ def plain_torch(rank: int, world_size: int, raw: dict[str, Any], rates: list[flo
             (loss / config.microbatches).backward()
         if clipping := config.deepspeed["gradient_clipping"]:
             torch.nn.utils.clip_grad_norm_(stage.parameters(), clipping)
-        optimizer.param_groups[0]["lr"] = rate
+        for group in optimizer.param_groups:
+            group["lr"] = group["ratio"] * rate
+            if decay and group["weight_decay"]:
+                group["weight_decay"] = decay.at(step)
         optimizer.step()
         optimizer.zero_grad()
     return weights_of(stage)
@@ -116,13 +155,26 @@ def test_wsd_has_the_rates_it_says(precision: dict[str, Any]) -> None:
     assert found["learning_rates"] == pytest.approx([0.01 / 3, 0.02 / 3, 0.01, 0.01, 0.005, 0.0])
 
 
-def test_equals_plain_adamw_exactly() -> None:
-    assert distance_from_plain_torch({"gradient_clipping": 0.0}) == 0.0
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_equals_plain_adamw_exactly(family: str) -> None:
+    """Without weight decay on norms and, in a qwen2, on biases."""
+    assert distance_from_plain_torch({"gradient_clipping": 0.0, "model": {"family": family}}) == 0.0
+
+
+def test_embedding_and_output_layer_have_a_learning_rate_of_their_own() -> None:
+    """A quarter of the others', so that the product is exact."""
+    changes = {"gradient_clipping": 0.0, "optimizer": {"params": {"decoupled_lr": PEAK / 4}}}
+    assert distance_from_plain_torch(changes) == 0.0
+
+
+def test_weight_decay_follows_its_schedule() -> None:
+    changes = {"gradient_clipping": 0.0, "optimizer": {"params": {"weight_decay": None, **WEIGHT_DECAY}}}
+    assert distance_from_plain_torch(changes) == 0.0
 
 
 @pytest.mark.parametrize("optimizer", sorted(TORCH_OPTIMIZERS))
 def test_equals_the_others_of_torch_exactly(optimizer: str) -> None:
-    params = {"betas": None, "eps": None, "weight_decay": None}  # its own
+    params = {"betas": None, "eps": None}  # its own
     changes = {"optimizer": {"type": optimizer, "params": params}, "gradient_clipping": 0.0}
     assert distance_from_plain_torch(changes) == 0.0
 
@@ -330,13 +382,65 @@ def test_fp16_with_a_static_scale() -> None:
     assert_same_training(run({"fp16": {"enabled": True, "loss_scale": 128}}), single(), 0.03)
 
 
+# Gradients that are not finite
+
+
+def poisoned_run(
+    rank: int, world_size: int, raw: dict[str, Any], poison: float
+) -> tuple[list[bool], dict[str, list[float]]]:
+    """Three steps, and one gradient of the last rank poisoned in the second.
+
+    Returns for each step whether the state changed, and what was recorded.
+    """
+    config, groups, stage = build(raw, world_size)
+    recorded = Recorded()
+    engine = ReplicaEngine(stage, groups, config.deepspeed, recorded)
+    complete, step = engine._complete_gradients, 0
+
+    def poisoned() -> None:
+        complete()
+        if step == 1 and rank == world_size - 1:
+            engine._gradient(list(stage.parameters())[-1]).view(-1)[0] = poison
+
+    engine._complete_gradients = poisoned  # type: ignore[method-assign]
+    routes = Routing(groups.topology.replicas, config.microbatches, 0, "off").straight()
+    changed, before = [], [torch.zeros(1)]
+    for step in range(3):  # read above
+        engine.train_batch(
+            lambda replica, index, step=step: microbatch(config, groups, step, replica, index), routes
+        )
+        after = [tensor.clone() for tensor in (*weights_of(stage).values(), *engine.tensors().values())]
+        changed.append(len(before) != len(after) or not all(map(torch.equal, before, after)))
+        before = after
+    return changed, dict(recorded)
+
+
+@pytest.mark.parametrize(
+    ("changes", "poison"),
+    [
+        ({}, math.nan),
+        (BF16, math.inf),
+        ({**BF16, "data_types": {"grad_accum_dtype": "bf16"}}, math.nan),
+        ({**MUON, "gradient_clipping": 0.0}, -math.inf),
+    ],
+    ids=["fp32", "bf16", "bf16 accumulated in bf16", "Muon"],
+)
+def test_a_step_whose_gradient_is_not_finite_changes_nothing(changes: dict[str, Any], poison: float) -> None:
+    """On any rank of the replica, and it is counted. The schedule does not go on either."""
+    parallel = {"data_parallel_size": 2, "pipeline_model_parallel_size": 2}
+    raw = tiny({"parallel": parallel, **changes})
+    for changed, recorded in run_ranks(4, poisoned_run, raw, poison):
+        assert changed == [True, False, True]
+        assert recorded["train/skipped_steps"] == [0, 1, 0]
+        assert [math.isinf(norm) for norm in recorded["train/grad_norm"]] == [False, True, False]
+        assert recorded["train/learning_rate"][1] == recorded["train/learning_rate"][2]
+
+
 # Master and working weights
 
 
 def write_and_refresh(rank: int, world_size: int, raw: dict[str, Any]) -> bool:
     """Doubles the master weights; returns whether all working weights followed."""
-    from megatron_noloco.engine.replica import ReplicaEngine
-
     config, groups, stage = build(raw, world_size)
     engine = ReplicaEngine(stage, groups, config.deepspeed)
     before = weights_of(stage)

@@ -1,5 +1,6 @@
 """One config, three launchers, two transports: the same run."""
 
+import itertools
 import shutil
 import subprocess
 import sys
@@ -66,9 +67,11 @@ def test_same_run_as_under_mpirun(runs: dict[str, Path], other: str) -> None:
         for name in ("train/loss", "train/grad_norm", "train/learning_rate"):
             assert [row[name] for row in found] == [row[name] for row in reference], name
         assert [row.get("round/spread") for row in found] == [row.get("round/spread") for row in reference]
-    evaluations = metrics(runs[other], "evaluation")
-    assert [len(replica) for replica in evaluations] == [1, 1]
-    assert evaluations == metrics(runs["mpirun"], "evaluation")
+    found, reference = (metrics(runs[name], "evaluation") for name in (other, "mpirun"))
+    assert [len(replica) for replica in found] == [1, 1]
+    for row in itertools.chain(*found, *reference):
+        assert row.pop("time/evaluation_seconds") > 0
+    assert found == reference
 
 
 def test_both_replicas_learned_from_text_of_their_own(runs: dict[str, Path]) -> None:

@@ -11,7 +11,8 @@ from torch import Tensor
 from tests.harness import run_ranks
 from tests.integration.tiny import already_joined, metrics, run_whole, tiny, trained, write_config, write_text
 
-TIMING = ("seconds_per_step", "tokens_per_second", "exchange_seconds", "wait_seconds", "pause_seconds")
+MEASURED = ("speed/", "time/", "memory/", "late/")
+TIMING = ("exchange_seconds", "wait_seconds", "pause_seconds")
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,11 @@ def run(folder: Path, text: str, ranks: int, changes: dict[str, Any]) -> list[di
 
 def without_timing(replicas: list[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
     return [
-        [{name: row[name] for name in row if not name.endswith(TIMING)} for row in rows] for rows in replicas
+        [
+            {name: row[name] for name in row if not (name.startswith(MEASURED) or name.endswith(TIMING))}
+            for row in rows
+        ]
+        for rows in replicas
     ]
 
 

@@ -43,16 +43,22 @@ def plain_muon(rank: int, world_size: int, case: Case, routes: Routes) -> list[G
     """Weights of every replica's whole model after the steps, without DeepSpeed or Megatron's pipeline."""
     models = routing_reference._whole_models(case)
     momenta: list[Gradients] = [{} for _ in models]
-    others = [[p for name, p in model.named_parameters() if not is_linear(name)] for model in models]
+    others = [
+        [
+            {"params": [p for name, p in model.named_parameters() if p.dim() > 1 and not is_linear(name)]},
+            {"params": [p for _, p in model.named_parameters() if p.dim() == 1], "weight_decay": 0.0},
+        ]
+        for model in models
+    ]
     adams = [
         torch.optim.AdamW(
-            parameters,
+            parameter_groups,
             lr=PARAMS["adam_lr"],
             betas=PARAMS["betas"],
             eps=PARAMS["eps"],
             weight_decay=PARAMS["weight_decay"],
         )
-        for parameters in others
+        for parameter_groups in others
     ]
     for _ in range(STEPS):
         gradients = routing_reference._expected(case, models, routes).gradients
@@ -68,7 +74,9 @@ def plain_muon(rank: int, world_size: int, case: Case, routes: Routes) -> list[G
 
 
 def is_linear(name: str) -> bool:
-    return name.rsplit(".", 2)[-2] in ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+    return name.endswith(
+        ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
+    )
 
 
 @torch.no_grad()
@@ -222,7 +230,7 @@ def test_clipping_does_not_scale_the_step() -> None:
 
 
 def learning_rates(rank: int, world_size: int, raw: dict[str, Any], steps: int) -> list[list[float]]:
-    """Of both groups, step by step."""
+    """Of all groups, step by step: Muon's, then AdamW's with and without weight decay."""
     seen = []
     step = ReplicaEngine._complete_gradients
 
@@ -235,8 +243,17 @@ def learning_rates(rank: int, world_size: int, raw: dict[str, Any], steps: int) 
     return seen
 
 
+def test_embedding_and_output_layer_have_a_rate_of_their_own_on_stages() -> None:
+    """On the middle stages there is no such group."""
+    changes = {"optimizer": {"params": {"decoupled_lr": 0.005}}}
+    stages = {"parallel": {"pipeline_model_parallel_size": 4}}
+    assert_same_training(run({**changes, **stages}, 4), run(changes), 1e-4 * MUON_ROUNDING)
+    (rates,) = run_ranks(1, learning_rates, tiny(changes, tiny(MUON)), 3)
+    assert all(decoupled == pytest.approx(muon / 4) for muon, _, decoupled in rates)
+
+
 def test_a_schedule_keeps_the_ratio_of_the_learning_rates() -> None:
     (rates,) = run_ranks(1, learning_rates, tiny(MUON), 5)
-    assert len({muon for muon, _ in rates}) > 2
-    assert all(muon == pytest.approx(2 * adam) for muon, adam in rates)
-    assert [muon for muon, _ in rates] == run()[0]["learning_rates"], "the log has that of the linear maps"
+    assert len({muon for muon, *_ in rates}) > 2
+    assert all(adam == [pytest.approx(muon / 2)] * 2 for muon, *adam in rates)
+    assert [muon for muon, *_ in rates] == run()[0]["learning_rates"], "the log has that of the linear maps"

@@ -405,9 +405,11 @@ def four_replicas(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 def flat(run: Run, step: int, replicas: range, name: str) -> torch.Tensor:
+    """Shape [replicas, elements]: all parameter groups of a replica of one rank."""
     ranks = (Position(replica, 0, 0, 0) for replica in replicas)
-    files = (catalog.file_of(run.step_folder(step), at, name) for at in ranks)
-    return torch.stack([load_file(file)[f"{name}.0"] for file in files])
+    files = [load_file(catalog.file_of(run.step_folder(step), at, name)) for at in ranks]
+    groups = sum(key.startswith(f"{name}.") for key in files[0])
+    return torch.stack([torch.cat([file[f"{name}.{group}"] for group in range(groups)]) for file in files])
 
 
 @pytest.mark.parametrize(

@@ -30,11 +30,29 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 # Of the tiny config's schedule only the steps are left.
 NOT_WSD = dict.fromkeys(("warmup_min_ratio", "warmup_type", "cos_min_ratio"))
+DECAYING = {
+    "optimizer": {
+        "params": {
+            "weight_decay": None,
+            "start_weight_decay": 0.0,
+            "end_weight_decay": 5.0,
+            "weight_decay_incr_style": "linear",
+        }
+    }
+}
+DECOUPLED = {"optimizer": {"params": {"decoupled_lr": 0.002}}}
 MUON_WSD = {**MUON, "scheduler": {"type": "WSD", "params": {"decay_num_steps": 15, **NOT_WSD}}}
 
 
 @pytest.mark.parametrize(
-    ("name", "optimizer"), [*((name, {}) for name in METHODS), ("pairs", MUON_WSD), ("DiLoCo", MUON)]
+    ("name", "optimizer"),
+    [
+        *((name, {}) for name in METHODS),
+        ("pairs", DECOUPLED),
+        ("pairs", DECAYING),
+        ("fragments", MUON_WSD),
+        ("DiLoCo", MUON),
+    ],
 )
 def test_four_replicas_learn_as_in_the_trainer(name: str, optimizer: dict[str, Any], tmp_path: Path) -> None:
     raw = tiny(
@@ -49,7 +67,7 @@ def test_four_replicas_learn_as_in_the_trainer(name: str, optimizer: dict[str, A
     )
     run_ranks(4, run_whole, write_config(tmp_path, raw))
     simulated = list(Simulation(RunConfig.from_dict(raw)).run())
-    rounding = MUON_ROUNDING if optimizer else 1
+    rounding = MUON_ROUNDING if "type" in optimizer.get("optimizer", {}) else 1
     by_replica = metrics(tmp_path, "evaluation")
     trained = by_replica[0]
     assert [row.step for row in simulated] == [row["step"] for row in trained] == [2, 4, 6, 8]

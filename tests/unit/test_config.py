@@ -48,6 +48,7 @@ GOOD: dict[str, Any] = {
     "training": {"train_iters": 10},
 }
 FP16 = {"fp16": {"enabled": True}}
+INCREASING = {"start_weight_decay": 0.0, "end_weight_decay": 0.1, "weight_decay_incr_style": "linear"}
 COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}}
 STEPS = {"total_num_steps": "auto", "decay_num_steps": 4}
 DEFAULT_WARM_UP = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}
@@ -103,6 +104,12 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"tensorboard.job_name": "x"}, "tensorboard.job_name has no effect here"),
     ({"tensorboard": True}, "tensorboard: must be an object with enabled, got true"),
     ({"wandb.enable": True}, "wandb.enable is not a known key; did you mean wandb.enabled?"),
+    ({"wandb.entity": "us"}, "wandb.entity is not a known key"),
+    (
+        {"csv_monitor.enabled": True},
+        "csv_monitor.enabled is not supported: every replica has all its numbers in",
+    ),
+    ({"comet.enabled": True}, "comet.enabled is not supported: use wandb or tensorboard"),
     ({"comms_logger.prof_al": True}, "did you mean comms_logger.prof_all?"),
     (
         {"zero_optimization.leaf_module": {"clases": []}},
@@ -283,6 +290,38 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "scheduler.type WarmupLR sets one learning rate for all weights, but optimizer.params.muon_lr 0.02 is not "
         "adam_lr 0.001; use WarmupCosineLR or WSD",
     ),
+    (
+        {
+            "optimizer.params": {"lr": 0.02, "decoupled_lr": 0.001},
+            "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, "warmup_num_steps": 1}},
+        },
+        "scheduler.type WarmupDecayLR sets one learning rate for all weights, but optimizer.params.lr 0.02 is not "
+        "decoupled_lr 0.001; use WarmupCosineLR or WSD",
+    ),
+    (
+        {"optimizer.params.decoupled_lr": True},
+        "optimizer.params.decoupled_lr: must be a number >= 0, got true",
+    ),
+    (
+        {"optimizer.params": {"weight_decay_incr_style": "linear", "end_weight_decay": 0.1}},
+        'optimizer.params.start_weight_decay is missing (weight_decay_incr_style "linear" goes from',
+    ),
+    (
+        {"optimizer.params": {"start_weight_decay": 0.1}},
+        'optimizer.params.start_weight_decay needs weight_decay_incr_style "linear" or "cosine"',
+    ),
+    (
+        {"optimizer.params": {**INCREASING, "weight_decay": 0.1}},
+        'optimizer.params.weight_decay and weight_decay_incr_style "linear" exclude each other',
+    ),
+    (
+        {"optimizer.params": {**INCREASING, "weight_decay_incr_style": "steep"}},
+        'optimizer.params.weight_decay_incr_style: must be "constant", "linear" or "cosine", got \'steep\'',
+    ),
+    (
+        {"optimizer.params": {**INCREASING, "weight_decay_incr_steps": 0}},
+        "optimizer.params.weight_decay_incr_steps: must be an integer >= 1, got 0",
+    ),
     ({"optimizer.params.foreach": 1}, "optimizer.params.foreach: must be true or false, got 1"),
     (
         {"optimizer": {"type": "Adadelta", "params": {"betas": [0.9, 0.99]}}},
@@ -291,6 +330,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"optimizer": {"type": "RMSprop", "params": {"alpha": "0.9"}}},
         "optimizer.params.alpha: must be a number >= 0, got '0.9'",
+    ),
+    (
+        {"bf16": {"enabled": True, "check_grad_overflow": False}},
+        "bf16.check_grad_overflow: a step without a finite gradient is always skipped; leave it out",
     ),
     ({"zero_optimization.compute_grad_norm": False}, "the norm is logged, and clipped by; leave it out"),
     ({"zero_optimization.offload_optimizer": {"device": "cpu"}}, "offload_optimizer is not supported"),
@@ -637,6 +680,8 @@ def test_deepspeed_s_own_spellings_pass() -> None:
         zero_optimization={**zero, "overlap_comm": None, "leaf_module": {"classes": ["a.B"]}},
         fp16={"enabled": True, "loss_scale": 128.0},
         wandb={"enabled": False, "group": None},
+        csv_monitor={"enabled": False, "job_name": "a"},
+        comet={"enabled": False, "mode": None},
         timers={"throughput": {"enabled": False}},
         data_types={"grad_accum_dtype": "fp16"},
     )
@@ -663,11 +708,20 @@ def test_precision() -> None:
     assert config().precision == "fp32"
 
 
-def test_tensorboard_and_checkpoint_are_ours_alone() -> None:
-    run = config(tensorboard={"enabled": False}, checkpoint={"save_interval": 5})
+def test_tensorboard_wandb_and_checkpoint_are_ours_alone() -> None:
+    run = config(tensorboard={"enabled": False}, wandb={"enabled": True}, checkpoint={"save_interval": 5})
     assert not run.tensorboard.enabled
     assert config().tensorboard.enabled
-    assert not {"tensorboard", "checkpoint"} & run.deepspeed.keys()
+    assert not {"tensorboard", "wandb", "checkpoint"} & run.deepspeed.keys()
+
+
+def test_wandb_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "find_spec", lambda name: None)
+    with pytest.raises(
+        ValueError, match=r"^wandb.enabled: the package wandb is not installed; pip install wandb"
+    ):
+        prepare.check_start(config(wandb={"enabled": True}))
+    prepare.check_start(config(wandb={"enabled": False}))
 
 
 def test_method_and_gamma() -> None:
@@ -878,6 +932,18 @@ def test_the_banner_says_what_overlap_costs(overlap: dict[str, Any], text: str, 
     assert ("snapshot 4" in line) == (state == 20)
     off = config(noloco__enabled=False, noloco__overlap=overlap)
     assert not any("overlap" in line or "outer state" in line for line in describe(off, off.topology(8)))
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon"])
+def test_weight_decay_increases_over_the_run(name: str) -> None:
+    run = config(optimizer={"type": name, "params": {"lr": 0.01, **INCREASING}})
+    params = run.deepspeed["optimizer"]["params"]
+    assert params["weight_decay_incr_steps"] == run.training.train_iters
+    assert "weight_decay" not in params
+    constant = {"lr": 0.01, "weight_decay": 0.1, "weight_decay_incr_style": "constant"}
+    params = config(optimizer={"type": name, "params": constant}).deepspeed["optimizer"]["params"]
+    assert params["weight_decay"] == 0.1
+    assert "weight_decay_incr_style" not in params
 
 
 def test_muon_is_completed_by_deepspeeds_defaults() -> None:

@@ -4,6 +4,7 @@ import math
 import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from hypothesis import given, settings
@@ -32,7 +33,7 @@ class Layout:
 
     topology: Topology
     padded: int
-    groups: int  # 2: linear maps and all others, as with Muon
+    groups: int  # 3: linear maps, the other matrices and norms, as with Muon; 2: matrices and norms; 1: all
     tied: bool
 
     @property
@@ -42,9 +43,11 @@ class Layout:
     def parts(self, at: Position) -> list[FlatPart]:
         """What ZeRO would make of a stage: parameters one after the other, padded, cut into equal parts."""
         rows = [row for row in table_of(self.architecture) if self._is_here(row, at.stage)]
-        groups = [[row for row in rows if row.linear], [row for row in rows if not row.linear]]
+        kinds: list[Any] = [lambda row: (row.decays, row.linear), lambda row: row.decays, lambda row: True]
+        kind = kinds[3 - self.groups]
         parts = []
-        for group in groups if self.groups == 2 else [rows]:
+        for wanted in sorted({kind(row) for row in rows}, reverse=True):
+            group = [row for row in rows if kind(row) == wanted]
             shapes = [(row.name, list(row.slice_shape(self.topology.tp))) for row in group]
             elements = sum(math.prod(shape) for _, shape in shapes)
             parts.append(FlatPart(-(-elements // (2 * self.topology.dp)) * 2, shapes))
@@ -88,7 +91,7 @@ def write(folder: Path, layout: Layout) -> list[Manifest]:
         for vector in VECTORS:
             tensors = {f"{vector}.{group}": layout.vector(at, vector, group) for group in range(len(parts))}
             if vector != catalog.WEIGHTS:
-                tensors["inner.step.0"] = torch.tensor(float(STEP))
+                tensors |= {f"inner.step.{group}": torch.tensor(float(STEP)) for group in range(len(parts))}
             save_file(tensors, catalog.file_of(step_folder, at, vector))
         manifest = Manifest(STEP, 0, layout.topology, at, {}, {}, layout.architecture, parts)
         manifest.write(catalog.replica_folder(step_folder, at.replica))
@@ -102,12 +105,13 @@ def reader_of(folder: Path, manifests: list[Manifest], layout: Layout, at: Posit
 
 @st.composite
 def two_layouts(draw: st.DrawFn) -> tuple[Layout, Layout]:
-    groups, tied, replicas = draw(st.integers(1, 2)), draw(st.booleans()), draw(st.integers(1, 2))
+    tied, replicas = draw(st.booleans()), draw(st.integers(1, 2))
 
     def layout() -> Layout:
         pp, tp = draw(st.sampled_from((1, 2, 4))), draw(st.integers(1, 2))
         vpp = draw(st.sampled_from((1, 2))) if pp == 2 else 1
         padded = draw(st.sampled_from((30, 32, 40)))
+        groups = draw(st.integers(1, 3))
         return Layout(Topology(replicas, pp, draw(st.integers(1, 3)), tp, vpp), padded, groups, tied)
 
     return layout(), layout()
@@ -122,12 +126,13 @@ def test_each_weight_keeps_its_number(layouts: tuple[Layout, Layout]) -> None:
         for rank in range(after.topology.world_size):
             at = after.topology.position(rank)
             reader = reader_of(Path(folder), manifests, after, at)
-            groups = range(after.groups)
+            groups = range(len(after.parts(at)))
             expected = {
                 f"{vector}.{group}": after.vector(at, vector, group) for vector in VECTORS for group in groups
             }
             found = dict(reader.of_weights("inner."))
-            assert found.pop("inner.step.0") == STEP
+            assert all(found.pop(f"inner.step.{group}") == STEP for group in groups)
+            assert found.keys() == {name for name in expected if name.startswith("inner.")}
             for name, tensor in found.items():
                 assert torch.equal(tensor, expected[name]), name
             slow = torch.cat([expected[f"{catalog.WEIGHTS}.{group}"] for group in groups])
@@ -145,7 +150,10 @@ def test_folding_into_another_layout_keeps_the_mean(layouts: tuple[Layout, Layou
         shift = elastic.shift_of_mean(reader, catalog.WEIGHTS, 3, kept)
         saved = [
             torch.cat(
-                [after.vector(replace(at, replica=replica), catalog.WEIGHTS, g) for g in range(after.groups)]
+                [
+                    after.vector(replace(at, replica=replica), catalog.WEIGHTS, group)
+                    for group in range(len(after.parts(at)))
+                ]
             )
             for replica in range(3)
         ]

@@ -3,8 +3,10 @@
 import errno
 import json
 import math
+import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from megatron_noloco.metrics import (
     LAST_MAX,
     LAST_SUM,
     MEAN,
+    PER_STEP,
     RMS,
     SLOWEST,
     SUM,
@@ -24,9 +27,16 @@ from megatron_noloco.metrics import (
     Metrics,
     Reduction,
 )
+from megatron_noloco.metrics.wandb import WandbRun
 from megatron_noloco.metrics.writers import ReplicaFiles
 from megatron_noloco.training.record import DatasetLosses, Evaluation
-from megatron_noloco.training.shown import log_line, round_figures, step_figures, validation_lines
+from megatron_noloco.training.shown import (
+    checkpoint_line,
+    log_line,
+    round_figures,
+    step_figures,
+    validation_lines,
+)
 from tests.harness import run_ranks
 
 
@@ -55,6 +65,7 @@ REDUCED = {
     "LAST_SUM": (LAST_SUM, 90.0),
     "MEAN": (MEAN, 99 / 6),
     "SUM": (SUM, 99.0),
+    "PER_STEP": (PER_STEP, 99 / 6),
     "SLOWEST": (SLOWEST, 33.0),
     "TOTAL": (TOTAL, 99.0),
     "RMS": (RMS, math.sqrt((10**2 + 20**2 + 60**2) / 3)),
@@ -188,6 +199,9 @@ STEP = {
     "train/consumed_samples": 640,
     "speed/seconds_per_step": 0.1234,
     "speed/tokens_per_second": 5186.4,
+    "speed/tokens_per_second_of_all": 5186.4,
+    "speed/tflops_per_gpu": 0.00123456,
+    "memory/peak_bytes": 412_000_000,
     "train/learning_rate": 0.003,
     "train/loss": 2.34567,
     "train/grad_norm": 0.98765,
@@ -211,7 +225,8 @@ ROUND = {
 }
 PLAIN = (
     " iteration  20/200 | consumed samples: 640 | elapsed time per iteration (ms): 123.4 | "
-    "tokens per second: 5186 | learning rate: 3.000E-03 | lm loss: 2.3457 | grad norm: 0.988 |"
+    "throughput per GPU (TFLOP/s/GPU): 0.001235 | tokens per second: 5186 | peak memory (GB): 0.41 | "
+    "learning rate: 3.000E-03 | lm loss: 2.3457 | grad norm: 0.988 |"
 )
 EXCHANGE = " exchange (ms): 12.3 wait (ms): 4.5 sent (MB): 1.48 |"
 
@@ -220,6 +235,8 @@ EXCHANGE = " exchange (ms): 12.3 wait (ms): 4.5 sent (MB): 1.48 |"
     ("more", "text"),
     [
         ({}, ""),
+        ({"train/loss_scale": 65536.0}, " loss scale: 65536 |"),
+        ({"train/skipped_steps": 1}, " skipped iterations: 1 |"),
         (
             {"train/loss_scale": 65536.0, "train/skipped_steps": 2},
             " loss scale: 65536 | skipped iterations: 2 |",
@@ -229,6 +246,10 @@ EXCHANGE = " exchange (ms): 12.3 wait (ms): 4.5 sent (MB): 1.48 |"
             " routed: 75 % hop wait (ms): 10.0 | data wait (ms): 2.0 |",
         ),
         (ROUND, f" round 1 partner 3 |{EXCHANGE} spread: 1.230E-03 |"),
+        (
+            ROUND | {"late/partner": 2, "late/seconds": 0.0321},
+            f" round 1 partner 3 |{EXCHANGE} late partner: 2 by (ms): 32.1 | spread: 1.230E-03 |",
+        ),
         (ROUND | {"round/partners": [], "round/spread": math.nan}, f" round 1 bye |{EXCHANGE}"),
         (ROUND | {"round/fragment": 2}, f" round 1 fragment 2 partner 3 |{EXCHANGE} spread: 1.230E-03 |"),
         (
@@ -245,11 +266,24 @@ def test_the_log_line(more: dict[str, Any], text: str) -> None:
     assert log_line(STEP | more, 200) == PLAIN + text
 
 
+def test_the_throughput_in_the_log_line() -> None:
+    faster = {"speed/tflops_per_gpu": 412.345, "speed/mfu": 0.4169, "speed/tokens_per_second_of_all": 20745.6}
+    assert (
+        "| throughput per GPU (TFLOP/s/GPU): 412.3 | MFU: 41.7 % | tokens per second: 5186 (all replicas: 20746) |"
+        in log_line(STEP | faster, 200)
+    )
+
+
 def test_the_figures_under_the_bar() -> None:
     assert step_figures(STEP) == "loss 2.346  learning rate 3.00e-03  5186 tokens/s"
     assert round_figures(STEP | ROUND) == (
         "round 1 partner 3  exchange 12 ms (wait 4)  sent 2 MB  spread 1.2e-03"
     )
+
+
+def test_the_line_of_a_checkpoint() -> None:
+    row = {"kind": "checkpoint", "step": 8, "time/save_seconds": 0.16541}
+    assert checkpoint_line(row) == " checkpoint at iteration 8 | pause (ms): 165.4 |"
 
 
 def test_the_lines_of_an_evaluation() -> None:
@@ -326,6 +360,86 @@ def test_tensorboard_has_every_number_under_its_name(tmp_path: Path) -> None:
     assert set(events.Tags()["scalars"]) == expected
     (loss,) = events.Scalars("train/loss")
     assert (loss.step, loss.value) == (20, pytest.approx(2.34567))
+
+
+# Weights & Biases, with a stand-in for the package, which need not be installed
+
+
+class Wandb(ModuleType):
+    """What the writer uses of it; keeps what it is given."""
+
+    class errors:
+        class Error(Exception): ...
+
+    def __init__(self, refuses: str = "") -> None:
+        super().__init__("wandb")
+        self.begun: list[dict[str, Any]] = []
+        self.logged: list[tuple[int, dict[str, Any]]] = []
+        self.finished = False
+        self.refuses = refuses
+
+    def init(self, **options: Any) -> "Wandb":
+        if self.refuses == "init":
+            raise self.errors.Error("api_key not configured\n(no-tty)")
+        self.begun.append(options)
+        self.id = options["id"] or f"id{len(self.begun)}"
+        return self
+
+    def log(self, numbers: dict[str, Any], step: int) -> None:
+        if self.refuses == "log":
+            raise self.errors.Error("too late")
+        self.logged.append((step, numbers))
+
+    def finish(self) -> None:
+        self.finished = True
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, refuses: str = "") -> Wandb:
+    wandb = Wandb(refuses)
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    return wandb
+
+
+def test_wandb_has_the_single_numbers_of_every_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = stand_in(monkeypatch)
+    run = WandbRun(tmp_path, 0, name="replica_00", group="a")
+    run.write({"kind": "step", "step": 8, "replica": 0, "train/loss": 2.0, "round/partners": [1]})
+    run.close()
+    (options,) = wandb.begun
+    assert options == {
+        "dir": str(tmp_path),
+        "id": None,
+        "resume": "allow",
+        "name": "replica_00",
+        "group": "a",
+    }
+    assert wandb.logged == [(8, {"train/loss": 2.0})]
+    assert wandb.finished
+
+
+def test_a_resumed_run_continues_its_run_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = stand_in(monkeypatch)
+    for start_step in (0, 20, 0):
+        WandbRun(tmp_path, start_step).close()
+    assert [options["id"] for options in wandb.begun] == [None, "id1", None]
+
+
+@pytest.mark.parametrize(
+    ("refuses", "reason"), [("init", "api_key not configured (no-tty)"), ("log", "too late")]
+)
+def test_what_wandb_refuses_does_not_end_the_run(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    refuses: str,
+    reason: str,
+) -> None:
+    stand_in(monkeypatch, refuses)
+    run = WandbRun(tmp_path, 0)
+    run.write(STEP)
+    run.write(STEP)
+    run.close()
+    assert capsys.readouterr().err == f"{tmp_path}: wandb: {reason}; training continues without it\n"
 
 
 class FullDisk:

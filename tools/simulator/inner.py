@@ -25,17 +25,16 @@ class StackedOptimizer:
 
     Args:
         weights: fp32, shape [R, elements]; updated in place.
-        params: of the JSON's optimizer block.
+        decays: 1 for each weight to which weight decay applies, else 0; fp32, shape [elements].
     """
 
-    def __init__(self, weights: Tensor, directions: Directions, params: dict[str, Any]) -> None:
-        self.weights, self.directions = weights, directions
-        self.weight_decay = params.get("weight_decay", 0.0)
+    def __init__(self, weights: Tensor, directions: Directions, decays: Tensor) -> None:
+        self.weights, self.directions, self.decays = weights, directions, decays
 
-    def step(self, gradients: Tensor, learning_rate: float) -> None:
+    def step(self, gradients: Tensor, learning_rate: float, weight_decay: float) -> None:
         directions = self.directions.of(gradients)
         rates = self.directions.ratios * learning_rate
-        self.weights.mul_(1 - rates * self.weight_decay).addcmul_(directions, rates, value=-1)
+        self.weights.mul_(1 - rates * self.decays * weight_decay).addcmul_(directions, rates, value=-1)
 
 
 class AdamW:
@@ -113,13 +112,17 @@ def clip(gradients: Tensor, largest: float) -> None:
         gradients.div_(((norms + 1e-6) / largest).clamp(min=1.0))
 
 
+def usual_rate(params: dict[str, Any]) -> float:
+    """The learning rate to which those of AdamW beside Muon, of embedding and output layer have a ratio."""
+    return float(params.get("muon_lr", params.get("lr", 1e-3)))
+
+
 class LearningRate:
     """The learning rate of each local step, by the trainer's own schedules."""
 
     def __init__(self, ds_config: dict[str, Any]) -> None:
         params = ds_config["optimizer"].get("params", {})
-        rate = params.get("muon_lr", params.get("lr", 1e-3))  # of AdamW beside Muon: by its ratio to this
-        self._optimizer = torch.optim.SGD([torch.zeros(1)], lr=rate)
+        self._optimizer = torch.optim.SGD([torch.zeros(1)], lr=usual_rate(params))
         block = ds_config.get("scheduler")
         self._schedule = None
         if block is not None:

@@ -6,28 +6,31 @@ pass of the sum of the losses gives every replica its own gradient.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron_noloco.model.families import table_of
+from megatron_noloco.model.families import Parameter
 from megatron_noloco.model.weights import initial_weights
 from megatron_noloco.spec.architecture import Architecture
 
 
 class StackedLlama:
-    """Computes losses from a matrix of weights, shape [R, elements]: row r is replica r's, flat, in table order.
+    """Computes losses from a matrix of weights, shape [R, elements]: row r is replica r's, flat.
+
+    Args:
+        parameters: the rows of the family's table, in the order of the vector.
 
     Raises ValueError for a tied output layer, which this model does not have.
     """
 
-    def __init__(self, architecture: Architecture) -> None:
+    def __init__(self, architecture: Architecture, parameters: Sequence[Parameter]) -> None:
         if architecture.tied_embeddings:
             raise ValueError("model.untie_embeddings_and_output_weights must be true here")
         self.architecture = architecture
-        self.parameters = list(table_of(architecture))
+        self.parameters = parameters
         self.sizes = [math.prod(parameter.shape) for parameter in self.parameters]
         half = architecture.kv_channels // 2
         frequencies = architecture.rotary_base ** (-torch.arange(half) / half)
@@ -56,6 +59,11 @@ class StackedLlama:
         for parameter in self.parameters:
             if parameter.linear:
                 yield from parameter.split(places[parameter.name][0])
+
+    def of_each(self, value: Callable[[Parameter], float]) -> Tensor:
+        """A number for each weight, from the row of its parameter; fp32, shape [elements]."""
+        rows = zip(self.parameters, self.sizes, strict=True)
+        return torch.cat([torch.full((size,), float(value(row))) for row, size in rows])
 
     def losses(self, weights: Tensor, samples: Tensor) -> Tensor:
         """Mean loss per token of each replica, shape [R].

@@ -1,6 +1,6 @@
 """One simulated run: the JSON of the trainer, all replicas in this process."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -11,12 +11,15 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.data.datasets import Datasets, Needs, build_datasets
 from megatron_noloco.data.microbatches import Microbatch, ValidationSource, gather
 from megatron_noloco.data.tokenizer import build_tokenizer
+from megatron_noloco.engine.parameter_groups import Kind
+from megatron_noloco.model.families import Parameter, table_of
 from megatron_noloco.outer import Rounds, TorchWeights
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Place
+from megatron_noloco.plans.weight_decay import WeightDecay
 from megatron_noloco.training.outer import build_final_average, build_outer
 from megatron_noloco.transport.loopback import loopback_world
-from tools.simulator.inner import AdamW, Directions, LearningRate, Muon, StackedOptimizer, clip
+from tools.simulator.inner import AdamW, Directions, LearningRate, Muon, StackedOptimizer, clip, usual_rate
 from tools.simulator.llama import StackedLlama
 
 
@@ -62,7 +65,7 @@ class Simulation:
         self.replicas = config.parallel.replicas
         tokenizer = build_tokenizer(config.tokenizer)
         architecture = config.architecture(tokenizer.vocab_size)
-        self.model = StackedLlama(architecture)
+        self.model = StackedLlama(architecture, self._in_order(table_of(architecture)))
         self.plan = BatchPlan(self.replicas, 1, config.microbatches, config.micro_batch_size)
         seed = config.training.seed
         needs = Needs(architecture.vocab_size, architecture.seq_length, self.plan.global_batch, seed)
@@ -78,6 +81,12 @@ class Simulation:
         self.outer = self._outer()
         self.sent_bytes = 0
 
+    def _in_order(self, rows: Iterable[Parameter]) -> list[Parameter]:
+        """That of the trainer's vectors, which fragments cut: group by group."""
+        block = self.config.deepspeed["optimizer"]
+        muon, decoupled = block["type"] == "Muon", "decoupled_lr" in block["params"]
+        return sorted(rows, key=lambda row: Kind.of(row, muon, decoupled), reverse=True)
+
     def _inner(self) -> StackedOptimizer:
         block = self.config.deepspeed["optimizer"]
         params = block.get("params", {})
@@ -86,7 +95,15 @@ class Simulation:
             directions = AdamW(self.weights, params)
         else:
             directions = Muon(self.weights, params, self.model.matrices())
-        return StackedOptimizer(self.weights, directions, params)
+        if "decoupled_lr" in params:
+            decoupled = self.model.of_each(lambda row: row.is_embedding_or_output).bool()
+            directions.ratios[decoupled] = params["decoupled_lr"] / usual_rate(params)
+        return StackedOptimizer(self.weights, directions, self.model.of_each(lambda row: row.decays))
+
+    def _weight_decay(self, step: int) -> float:
+        params = self.config.deepspeed["optimizer"].get("params", {})
+        scheduled = WeightDecay.of(params)
+        return scheduled.at(step) if scheduled else params.get("weight_decay", 0.0)
 
     def _outer(self) -> list[Rounds]:
         """The trainer's outer optimizers, one per replica, over messages between threads."""
@@ -125,7 +142,7 @@ class Simulation:
         (gradients,) = torch.autograd.grad(self._training_losses(self.weights, samples).sum(), self.weights)
         self.weights.requires_grad_(False)
         clip(gradients, float(self.config.deepspeed.get("gradient_clipping", 0.0)))
-        self.inner.step(gradients, self.learning_rate.next())
+        self.inner.step(gradients, self.learning_rate.next(), self._weight_decay(step))
 
     @torch.no_grad()
     def evaluate(self, step: int) -> Evaluation:

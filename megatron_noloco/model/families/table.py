@@ -83,6 +83,16 @@ class Parameter:
         return self.same_as or self.name
 
     @property
+    def decays(self) -> bool:
+        """Whether weight decay applies to it: in Megatron not to what has one dimension, norms and biases."""
+        return len(self.shape) > 1
+
+    @property
+    def is_embedding_or_output(self) -> bool:
+        """Whether it is the matrix of an embedding or of the output layer: the only ones outside layers."""
+        return self.layer is None and _LAYER not in self.name and len(self.shape) > 1
+
+    @property
     def is_stacked(self) -> bool:
         """Whether the slices of all tensor-parallel ranks, one after the other, are the full parameter."""
         return self.tp_dim == 0 and not (self.rows and self.rows.cut_each)

@@ -1,0 +1,73 @@
+"""What a run makes of its devices: tokens and floating-point operations per second, memory."""
+
+import re
+import resource
+from dataclasses import dataclass
+
+import torch
+
+from megatron_noloco.metrics import MEAN, Record
+from megatron_noloco.spec.architecture import Precision
+
+# TFLOP/s in bf16 and fp16, without sparsity, by words of the device's name; the first entry that fits counts.
+# NVIDIA's data sheets give twice as much for Hopper, Ada and Blackwell, with sparsity: H100 (resources.nvidia.com,
+# "H100 Tensor Core GPU"), H200, A100 (312 for all its forms), L40S, HGX B200.
+_PEAK_TFLOPS = {
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H200 NVL": 835.0,
+    "H200": 989.0,
+    "GH200": 989.0,
+    "B200": 2250.0,
+    "A100": 312.0,
+    "L40S": 362.0,
+}
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """What a local step of one replica computes, and on what.
+
+    Attributes:
+        tokens: of the replica's batch.
+        replicas: of the run.
+        flops_per_rank: floating-point operations of the replica's batch (see `training_flops`), over its ranks.
+        peak_tflops: of a rank's device; None where it is not known.
+    """
+
+    tokens: int
+    replicas: int
+    flops_per_rank: float
+    peak_tflops: float | None = None
+
+    def record(self, seconds_per_step: float, record: Record) -> None:
+        """That of an interval. All replicas are counted as this one, so that nobody has to be asked."""
+        tokens_per_second = self.tokens / seconds_per_step
+        tflops = self.flops_per_rank / seconds_per_step / 1e12
+        record("speed/seconds_per_step", seconds_per_step, MEAN)
+        record("speed/tokens_per_second", tokens_per_second, MEAN)
+        record("speed/tokens_per_second_of_all", self.replicas * tokens_per_second, MEAN)
+        record("speed/tflops_per_gpu", tflops, MEAN)
+        if self.peak_tflops is not None:
+            record("speed/mfu", tflops / self.peak_tflops, MEAN)
+
+
+def peak_tflops(device: str, precision: Precision) -> float | None:
+    """Of a whole GPU, by the name that CUDA gives it, in dense products of the precision; None: not known."""
+    words = set(re.findall(r"\w+", device))
+    if precision == "fp32" or "MIG" in words:
+        return None
+    return next((peak for name, peak in _PEAK_TFLOPS.items() if words.issuperset(name.split())), None)
+
+
+def peak_tflops_here(precision: Precision) -> float | None:
+    """Of the device of this rank; None on a CPU."""
+    return peak_tflops(torch.cuda.get_device_name(), precision) if torch.cuda.is_available() else None
+
+
+def peak_memory_bytes() -> int:
+    """The most that this process has held so far: of GPU memory, what torch's tensors took; on a CPU, resident."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,0 +1,84 @@
+"""What a whole run writes about itself: speed, time, memory, checkpoints; and the same to Weights & Biases."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import run_ranks
+from tests.integration.tiny import metrics, run_whole, tiny, write_config, write_text
+
+# In place of the package: a run keeps what it is given, and writes it down when it is finished.
+WANDB = """
+import json, pathlib
+
+class errors:
+    class Error(Exception): ...
+
+class Run:
+    id = "a"
+    def __init__(self, options):
+        self.file, self.kept = pathlib.Path(options["dir"]) / "wandb.json", [options]
+    def log(self, numbers, step):
+        self.kept.append([step, numbers])
+    def finish(self):
+        self.file.write_text(json.dumps(self.kept))
+
+def init(**options):
+    return Run(options)
+"""
+
+
+def run_with(rank: int, world_size: int, config: str, packages: str) -> None:
+    sys.path.insert(0, packages)
+    run_whole(rank, world_size, config)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run of two replicas of two stages, 6 local steps, a row for every 2."""
+    folder = tmp_path_factory.mktemp("log")
+    (folder / "wandb.py").write_text(WANDB)
+    changes = {
+        "parallel": {"replicas": 2, "pipeline_model_parallel_size": 2},
+        "data": {"text": write_text(folder)},
+        "training": {"log_interval": 2, "output_dir": str(folder / "run"), "peak_tflops": 4.0},
+        "evaluation": {"interval": 3, "iters": 2},
+        "checkpoint": {"save_interval": 3},
+        "wandb": {"enabled": True, "team": "us"},
+    }
+    run_ranks(4, run_with, write_config(folder, tiny(changes)), str(folder))
+    return folder / "run"
+
+
+def test_every_row_has_speed_time_and_memory(folder: Path) -> None:
+    for row in [row for replica in metrics(folder) for row in replica]:
+        assert 0 < row["speed/tflops_per_gpu"] == pytest.approx(4 * row["speed/mfu"])
+        assert row["speed/tokens_per_second_of_all"] == pytest.approx(2 * row["speed/tokens_per_second"])
+        phases = [row[f"time/{phase}_seconds"] for phase in ("forward_backward", "optimizer", "exchange")]
+        assert min(phases) > 0  # local_steps is 2: a round in every row
+        assert sum(phases) < row["speed/seconds_per_step"]
+        assert row["memory/peak_bytes"] > 2**20
+
+
+def test_evaluations_and_checkpoints_have_rows_of_their_own(folder: Path) -> None:
+    for kind, seconds in (("evaluation", "time/evaluation_seconds"), ("checkpoint", "time/save_seconds")):
+        for rows in metrics(folder, kind):
+            assert [row["step"] for row in rows] == [3, 6]
+            assert all(row[seconds] > 0 for row in rows)
+
+
+def test_every_replica_has_a_run_of_wandb(folder: Path) -> None:
+    for replica in range(2):
+        path = folder / f"replica_{replica:02d}"
+        options, *logged = json.loads((path / "wandb.json").read_text())
+        name, group, team = options["name"], options["group"], options["entity"]
+        assert (name, group, team) == (path.name, "run", "us")
+        assert options["config"]["training"]["train_iters"] == 6
+        rows: list[dict[str, Any]] = [
+            json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()
+        ]
+        assert [step for step, _ in logged] == [row["step"] for row in rows]
+        assert [numbers.get("train/loss") for _, numbers in logged] == [row.get("train/loss") for row in rows]
