@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.harness import REPOSITORY, network_lab, run_launcher
+from tests.integration.tiny import tiny, write_text
 from tools.netlab.network import Link
 from tools.netlab.relay import address_of
 
@@ -49,6 +50,31 @@ def test_a_module_runs_on_all_hosts(permitted: None) -> None:
     found = json.loads(finished.stdout)
     assert (found["ranks"], found["transport"]) == (2, "mpi")
     assert found["exchange_seconds"] >= 1e-3
+
+
+@pytest.mark.slow
+def test_trainings_in_the_lab_are_timed(permitted: None, tmp_path: Path) -> None:
+    study = {
+        "base": tiny(
+            {
+                "data": {"text": write_text(tmp_path)},
+                "training": {"train_iters": 6, "log_interval": 1},
+                "evaluation": {"interval": 2, "iters": 1},
+            }
+        ),
+        "target": 5.4,
+        "runs": {"pair": ["parallel.replicas=2"], "alone": ["parallel.replicas=1", "noloco.enabled=false"]},
+    }
+    file, output = tmp_path / "study.json", tmp_path / "runs"
+    file.write_text(json.dumps(study))
+    command = [sys.executable, "-m", "tools.time_to_loss", str(file), "--rate", "1Gbit", "--delay", "1ms"]
+    for _ in range(2):  # the second time nothing is trained
+        finished = run_launcher([*command, "--output", str(output)], timeout=300, env=None)
+        assert finished.returncode == 0, finished.stderr
+        found = json.loads(finished.stdout[finished.stdout.index("{") :])
+        assert {name: run["steps"] for name, run in found["runs"].items()} == {"pair": 6, "alone": 6}
+        assert all(run["seconds_per_step"] > 0 for run in found["runs"].values())
+    assert (output / "loss.png").stat().st_size > 0
 
 
 def test_hosts_reach_each_other_and_nothing_runs_on_after_the_lab() -> None:

@@ -89,10 +89,12 @@ class Lab:
         there = f"cd {REPOSITORY} && exec {shlex.join(command)}"
         return [*_enter(str(self._holders[name])).split(), "sh", "-c", there]
 
-    def mpirun(self, options: Sequence[str], module: str, *arguments: str) -> str:
+    def mpirun(
+        self, options: Sequence[str], module: str, *arguments: str, seconds: float = _JOB_SECONDS
+    ) -> str:
         """Run a module of Python under Open MPI, one rank on each host, over TCP alone; returns what it printed.
 
-        Raises RuntimeError with what was said when it fails.
+        Raises RuntimeError with what was said when it fails, subprocess.TimeoutExpired after so many seconds.
         """
         environ = {
             **os.environ, **self.environ,
@@ -107,7 +109,7 @@ class Lab:
             "-x", "PYTHONPATH", "-x", "GLOO_SOCKET_IFNAME", "-x", "OMP_NUM_THREADS",
             *options, sys.executable, "-m", module, *arguments,
         )  # fmt: skip
-        finished = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=_JOB_SECONDS)
+        finished = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=seconds)
         if finished.returncode:
             raise RuntimeError(f"{module} ended with exit code {finished.returncode}:\n{finished.stderr}")
         return finished.stdout

@@ -1,0 +1,161 @@
+"""How long methods train on a slow network until they reach a given loss: whole trainings in the network lab.
+
+    python -m tools.time_to_loss tools/studies/time_to_loss.json --rate 10Mbit --delay 25ms --output runs/time
+
+For root, as `python -m tools.netlab` is, whose options of links it takes. The study has "base" (the trainer's
+JSON), "target" (nats per token) and "runs": a name for each method with its changes of the base, as `--set` of
+the simulator takes them. Each is one training under Open MPI, with every rank on a host of its own.
+
+The time is that of the local steps and rounds on the slowest replica; evaluations and the start are left out. The
+validation losses are joined by straight lines. A learning rate that stays where it is after its warm-up lets every
+moment of a run be compared.
+
+All ranks share the processors of this machine, so a local step takes longer than on hosts of their own.
+
+Prints one JSON object; OUTPUT has the runs' folders, the object, and a figure of the loss over time. A run that is
+there is not repeated.
+"""
+
+import argparse
+import copy
+import json
+import sys
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tools.netlab.__main__ import quantity
+from tools.netlab.lab import LabUnavailableError, lab
+from tools.netlab.network import Link
+from tools.simulator.changes import apply
+
+
+class Moment(NamedTuple):
+    """An evaluation."""
+
+    step: int
+    seconds: float  # of training before it
+    loss: float  # of the mean model; of replica 0 where there are no rounds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("study", type=Path)
+    parser.add_argument("--rate", default="10Mbit", help="of each link, in both directions")
+    parser.add_argument("--delay", default="25ms", help="each way")
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds of one training, at most")
+    options = parser.parse_args()
+    study = json.loads(options.study.read_text())
+    try:
+        link = Link(quantity("rate", options.rate), quantity("delay", options.delay))
+        curves = {
+            name: train(study["base"], changes, options.output / str(number), link, options.timeout)
+            for number, (name, changes) in enumerate(study["runs"].items())
+        }
+    except (ValueError, LabUnavailableError) as error:
+        print(f"time_to_loss: {error}", file=sys.stderr)
+        sys.exit(2)
+    found = {
+        "rate": options.rate,
+        "delay": options.delay,
+        "target": study["target"],
+        "runs": {name: summary(curve, study["target"]) for name, curve in curves.items()},
+    }
+    (options.output / "found.json").write_text(json.dumps(found))
+    plot(curves, study["target"], f"{options.rate}/s, {options.delay} each way", options.output / "loss.png")
+    print(json.dumps(found))
+
+
+def train(
+    base: dict[str, Any], changes: list[str], folder: Path, link: Link, timeout_seconds: float
+) -> list[Moment]:
+    """Train in the lab, unless that is done; raises LabUnavailableError, and what `Lab.mpirun` raises."""
+    raw = copy.deepcopy(base)
+    for change in [*changes, f"training.output_dir={folder}"]:
+        apply(raw, change)
+    if not (folder / "done").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        config = folder / "config.json"
+        config.write_text(json.dumps(raw, indent=2))
+        parallel = raw["parallel"]
+        ranks = parallel["replicas"] * parallel.get("data_parallel_size", 1)
+        with lab([link] * ranks) as there:
+            there.mpirun((), "megatron_noloco", "train", "--config", str(config), seconds=timeout_seconds)
+        (folder / "done").touch()
+    return curve(folder, raw["noloco"].get("enabled", True))
+
+
+def curve(run: Path, rounds: bool) -> list[Moment]:
+    """The evaluations of a run, from the metrics of its replicas; raises ValueError where there is none."""
+    files = [path.read_text().splitlines() for path in sorted(run.glob("replica_*/metrics.jsonl"))]
+    replicas = [[json.loads(line) for line in lines] for lines in files]
+    moments = [
+        Moment(
+            row["step"],
+            max(seconds_until(rows, row["step"]) for rows in replicas),
+            row["validation/mean_model_loss"] if rounds else row["validation/replica_losses"][0],
+        )
+        for row in replicas[0]
+        if row["kind"] == "evaluation"
+    ]
+    if not moments:
+        raise ValueError(f"{run}: there was no evaluation; give evaluation.interval and evaluation.iters")
+    return moments
+
+
+def seconds_until(rows: list[dict[str, Any]], step: int) -> float:
+    """Of training, until a step with which a row of one replica's steps ends."""
+    steps = [row for row in rows if row["kind"] == "step" and row["step"] <= step]
+    before = [0, *(row["step"] for row in steps)]
+    return sum(
+        row["speed/seconds_per_step"] * (row["step"] - previous)
+        for row, previous in zip(steps, before, strict=False)
+    )
+
+
+def summary(moments: list[Moment], target: float) -> dict[str, float | None]:
+    last = moments[-1]
+    return {
+        "seconds_per_step": last.seconds / last.step,
+        "steps": last.step,
+        "loss": last.loss,
+        "seconds_to_target": seconds_to(moments, target),
+    }
+
+
+def seconds_to(moments: list[Moment], target: float) -> float | None:
+    """None where the loss was not reached."""
+    for before, after in pairwise(moments):
+        if after.loss <= target < before.loss:
+            share = (before.loss - target) / (before.loss - after.loss)
+            return before.seconds + share * (after.seconds - before.seconds)
+    return None
+
+
+def plot(curves: dict[str, list[Moment]], target: float, network: str, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    for name, moments in curves.items():
+        axes.plot(
+            [moment.seconds for moment in moments],
+            [moment.loss for moment in moments],
+            marker=".",
+            label=name,
+        )
+    axes.axhline(target, color="black", linewidth=1, linestyle=":")
+    axes.set_xlabel(f"seconds of training, {network}")
+    axes.set_ylabel("validation loss of the mean model, nats per token")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()
