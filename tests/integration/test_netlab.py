@@ -2,10 +2,12 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.harness import REPOSITORY, network_lab, run_launcher
@@ -90,6 +92,33 @@ def test_hosts_reach_each_other_and_nothing_runs_on_after_the_lab() -> None:
         assert there.sent_bytes("lab0") > 0
     assert said == ["b'hello' lab0\n"]
     assert left.wait(timeout=60) < 0, "killed"
+
+
+LAB = """
+import subprocess
+from tools.netlab.lab import lab
+from tools.netlab.network import Link
+with lab([Link()] * 2) as there:
+    left = subprocess.Popen(there.on("lab1", "sleep", "1000"), start_new_session=True)
+    print(left.pid, flush=True)
+    left.wait()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda s: s.name)
+def test_nothing_runs_on_after_a_signal_to_all_processes_of_the_lab(
+    number: signal.Signals, permitted: None
+) -> None:
+    """As Ctrl-C sends it, and `timeout`."""
+    command = [sys.executable, "-c", LAB]
+    with subprocess.Popen(
+        command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        left = psutil.Process(int(process.stdout.readline()))
+        os.killpg(process.pid, number)
+    psutil.wait_procs([left], timeout=60)
+    assert not left.is_running()
 
 
 def test_one_line_where_namespaces_are_not_permitted(tmp_path: Path) -> None:

@@ -174,12 +174,13 @@ def lab(links: Sequence[Link], tcp: Tcp | None = None) -> Iterator[Lab]:
 def _holder(name: str, known: Path) -> Iterator[int]:
     """A process that holds the namespaces of one host until its input ends, also because this process was killed.
 
-    Then it ends what still runs on the host.
+    Then it ends what still runs on the host. In a session of its own: a signal for this process's group, as of
+    Ctrl-C, must not end it before that.
     """
     command = ["unshare", "--mount", "--net", "--uts", "sh", "-c", _HOLD, name, str(known)]
     pipe = subprocess.PIPE
     try:
-        holder = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe)
+        holder = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True)
     except FileNotFoundError:
         raise LabUnavailableError("there is no unshare on this machine") from None
     with holder:
