@@ -11,6 +11,7 @@ _EXTRAS = {
     "trainer": ("deepspeed", "megatron", "pydantic", "rich", "safetensors", "tensorboard"),
     "mpi": ("mpi4py",),
     "huggingface": ("transformers",),
+    "report": ("matplotlib",),
     "data": ("pyarrow", "tokenizers", "zstandard"),
 }
 

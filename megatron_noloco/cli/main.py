@@ -4,7 +4,7 @@ import argparse
 from typing import NoReturn
 
 from megatron_noloco import __version__
-from megatron_noloco.cli import config, data, huggingface, train
+from megatron_noloco.cli import config, data, huggingface, reading, train
 from megatron_noloco.cli.errors import report
 from megatron_noloco.job.leaving import abandon_job, leave
 
@@ -37,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect = commands.add_parser("inspect", help="what a checkpoint holds, and whether it is complete")
     inspect.add_argument("checkpoint", help="a step folder, or a run's output_dir (its latest checkpoint)")
     inspect.set_defaults(run=_inspect)
+    reading.add_commands(commands)
     huggingface.add_commands(commands)
     return parser
 

@@ -1,5 +1,6 @@
 """From a prepared config to a run: puts the parts together. Imports Megatron-core and DeepSpeed."""
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_noloco import __version__
 from megatron_noloco.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.checkpoint.restore import restore
 from megatron_noloco.checkpoint.resume import Start
@@ -17,6 +19,7 @@ from megatron_noloco.config import RunConfig, describe
 from megatron_noloco.data.loader import Reader, StepLoader
 from megatron_noloco.data.microbatches import MicrobatchSource
 from megatron_noloco.engine.replica import ReplicaEngine
+from megatron_noloco.files import write_text
 from megatron_noloco.huggingface.folder import PretrainedWeights
 from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.metrics import Metrics
@@ -53,8 +56,11 @@ def build(prepared: Prepared, transport: Transport, start: Start, progress: str 
     at, place, routing = groups.position, topology.place(transport.rank), config.routing(topology)
     plan = replace(prepared.plan, start_step=start.step, start_sample=start.sample)
 
-    console = _console(prepared, transport, start, progress) if dist.get_rank() == 0 else None
-    writers: list[Writer] = [console] if console is not None else []
+    console, writers = None, list[Writer]()
+    if dist.get_rank() == 0:
+        console = _console(prepared, transport, start, progress)
+        writers.append(console)
+        _write_facts(prepared)
     if groups.last_stage and at.dp == 0 and at.tp == 0:
         writers += _writers(config, at.replica, start.step)
     metrics = Metrics(at.replica, groups.replica, writers, start.counters)
@@ -151,16 +157,32 @@ def _schedule(config: RunConfig) -> Schedule:
     )
 
 
+def _synchronous_bytes_per_step(prepared: Prepared) -> float:
+    """What one replica sends when a step's gradients go through a ring all-reduce over the replicas."""
+    replicas = prepared.topology.replicas
+    bytes_per_weight = 4 if prepared.config.precision == "fp32" else 2
+    return 2 * (replicas - 1) / replicas * bytes_per_weight * table_of(prepared.architecture).parameter_count
+
+
+def _write_facts(prepared: Prepared) -> None:
+    """`run.json`: what `watch` and `report` say about a run beside its metrics, and a person looks for later."""
+    facts = {
+        "version": __version__,
+        "steps": prepared.config.training.train_iters,
+        "replicas": prepared.topology.replicas,
+        "parameters": table_of(prepared.architecture).parameter_count,
+        "synchronous_bytes_per_step": _synchronous_bytes_per_step(prepared),
+        "config": prepared.config.to_dict(),
+    }
+    write_text(Path(prepared.config.training.output_dir) / "run.json", json.dumps(facts, indent=2))
+
+
 def _console(prepared: Prepared, transport: Transport, start: Start, progress: str) -> Console:
     config, topology = prepared.config, prepared.topology
     training = config.training
-    # What one replica sends when a step's gradients go through a ring all-reduce over the replicas.
-    gradient_bytes = table_of(prepared.architecture).parameter_count * (
-        4 if config.precision == "fp32" else 2
-    )
     facts = RunFacts(
         unigram_entropy=prepared.datasets.unigram_entropy,
-        synchronous_bytes_per_step=2 * (topology.replicas - 1) / topology.replicas * gradient_bytes,
+        synchronous_bytes_per_step=_synchronous_bytes_per_step(prepared),
         output_dir=str(Path(training.output_dir).resolve()),
         how_to_continue="the same command"
         + ("" if config.checkpoint.load == "auto" else ' with checkpoint.load "auto"'),

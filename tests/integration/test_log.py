@@ -70,6 +70,15 @@ def test_evaluations_and_checkpoints_have_rows_of_their_own(folder: Path) -> Non
             assert all(row[seconds] > 0 for row in rows)
 
 
+def test_what_the_run_is_can_be_read_beside_its_numbers(folder: Path) -> None:
+    facts = json.loads((folder / "run.json").read_text())
+    assert (facts["steps"], facts["replicas"]) == (6, 2)
+    assert facts["synchronous_bytes_per_step"] == 4 * facts["parameters"], (
+        "a pair's ring: 2 * 1/2 vectors of fp32"
+    )
+    assert facts["config"]["noloco"]["local_steps"] == 2
+
+
 def test_every_replica_has_a_run_of_wandb(folder: Path) -> None:
     for replica in range(2):
         path = folder / f"replica_{replica:02d}"

@@ -53,7 +53,19 @@ MAY_IMPORT: dict[str, set[str]] = {
         "checkpoint",
         "huggingface",
     },
-    "cli": {"spec", "config", "outer", "job", "data", "preprocess", "checkpoint", "huggingface", "training"},
+    "reading": {"metrics"},
+    "cli": {
+        "spec",
+        "config",
+        "outer",
+        "job",
+        "data",
+        "preprocess",
+        "checkpoint",
+        "huggingface",
+        "training",
+        "reading",
+    },
 }
 ENTRANCE = f"{PACKAGE}/__main__.py"
 CLI = f"{PACKAGE}/cli/"

@@ -1,0 +1,52 @@
+"""The commands `watch` and `report`."""
+
+import argparse
+import time
+from pathlib import Path
+
+from megatron_noloco.cli.output import say
+
+_LOOK_SECONDS = 2.0
+
+
+def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    watch = commands.add_parser("watch", help="a run in the terminal, one line for each replica")
+    watch.add_argument("folder", metavar="RUN", type=Path, help="a run's output_dir")
+    watch.add_argument("--once", action="store_true", help="show its state, and end")
+    watch.set_defaults(run=_watch)
+
+    report = commands.add_parser("report", help="a run as one HTML page with its plots")
+    report.add_argument("folder", metavar="RUN", type=Path, help="a run's output_dir")
+    report.add_argument("--output", type=Path, help="the page to write (default: RUN/report.html)")
+    report.set_defaults(run=_report)
+
+
+def _watch(args: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.live import Live
+
+    from megatron_noloco.reading.rows import RunLog
+    from megatron_noloco.reading.table import as_table
+
+    run, terminal = RunLog(args.folder), Console()
+    if args.once:
+        terminal.print(as_table(run))
+        return 0
+    try:
+        with Live(as_table(run), console=terminal, auto_refresh=False) as live:
+            while True:
+                time.sleep(_LOOK_SECONDS)
+                run.update()
+                live.update(as_table(run), refresh=True)
+    except KeyboardInterrupt:
+        return 0
+
+
+def _report(args: argparse.Namespace) -> int:
+    from megatron_noloco.reading.page import write_page
+    from megatron_noloco.reading.rows import RunLog
+
+    path = args.output or args.folder / "report.html"
+    write_page(RunLog(args.folder), path)
+    say(str(path))
+    return 0

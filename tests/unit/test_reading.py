@@ -1,0 +1,151 @@
+"""A run's own numbers, read again: as they grow, as a table, and as a page."""
+
+import io
+import json
+import os
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from megatron_noloco.cli.main import main
+from megatron_noloco.files import write_text
+from megatron_noloco.reading.page import write_page
+from megatron_noloco.reading.rows import ReplicaLog, RunLog
+from megatron_noloco.reading.table import as_table
+
+
+def step(number: int, **more: Any) -> dict[str, Any]:
+    speed = {"speed/seconds_per_step": 2.0, "speed/tokens_per_second": 1000.0}
+    return {"kind": "step", "step": number, "train/loss": 3.0 - number / 10, **speed, **more}
+
+
+def meeting(index: int, *partners: int, **more: Any) -> dict[str, Any]:
+    numbers = {"round/index": index, "round/spread": 0.002, "round/pause_seconds": 0.1}
+    return {**numbers, "round/partners": list(partners), **more}
+
+
+def write(run: Path, replica: str, *rows: dict[str, Any]) -> Path:
+    path = run / f"replica_{replica}" / "metrics.jsonl"
+    path.parent.mkdir(parents=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    evaluation = {
+        "kind": "evaluation", "step": 4, "validation/loss": 2.5, "validation/mean_model_loss": 2.4
+    }  # fmt: skip
+    write(
+        tmp_path,
+        "00",
+        step(2, **meeting(0, 1), **{"total/sent_bytes": 100}),
+        step(4, **meeting(1), **{"total/sent_bytes": 100, "late/partner": 1, "train/skipped_steps": 3}),
+        evaluation,
+        {"kind": "checkpoint", "step": 4},
+    )
+    write(tmp_path, "01", step(2, **meeting(0, 0)), {"kind": "checkpoint", "step": 2})
+    (tmp_path / "run.json").write_text(json.dumps({"steps": 10, "synchronous_bytes_per_step": 400}))
+    return tmp_path
+
+
+def test_rows_are_read_as_they_come(tmp_path: Path) -> None:
+    path = write(tmp_path, "03", step(1))
+    log = ReplicaLog(path)
+    log.update()
+    with path.open("a") as file:
+        file.write(json.dumps(step(2))[:20])
+    log.update()
+    assert [row["step"] for row in log.rows] == [1], "the second is not complete"
+    with path.open("a") as file:
+        file.write(json.dumps(step(2))[20:] + '\n\0\0\n{"step": 3}\n' + json.dumps(step(4)) + "\n")
+    log.update()
+    log.update()
+    assert [row["step"] for row in log.rows] == [1, 2, 4], "damaged lines are left out"
+    write_text(path, json.dumps(step(1)) + "\n" + json.dumps(step(7)) + "\n")
+    log.update()
+    assert [row["step"] for row in log.rows] == [1, 7], "a resumed run has put another file in place"
+
+
+def test_new_replicas_are_seen_in_their_order(run: Path) -> None:
+    log = RunLog(run)
+    write(run, "100", step(1))
+    write(run, "02", step(1))
+    log.update()
+    assert [replica.replica for replica in log.replicas] == ["00", "01", "02", "100"]
+
+
+def shown(run: Path) -> list[str]:
+    text = io.StringIO()
+    log = RunLog(run)
+    now = log.replicas[0].written + 75
+    Console(file=text, width=200).print(as_table(log, now))
+    return [" ".join(line.split()) for line in text.getvalue().splitlines()]
+
+
+def test_what_a_person_looks_for(run: Path) -> None:
+    os.utime(run / "replica_01" / "metrics.jsonl", (0, 0))
+    first, headings, zero, one, *more = shown(run)
+    assert first == f"{run}: step 2 of 10, 16s of training left"
+    assert headings == "replica step loss tokens/s round with pause ms spread valid. age"
+    assert zero == "00 4 2.6000 1000 1 bye 100 2.0e-03 2.5000 75s"
+    assert one.startswith("01 2 2.8000 1000 0 0 100 2.0e-03 ")
+    assert more == [
+        "validation at step 4: mean model 2.4000",
+        "last checkpoint: step 2",
+        "replica 00: a bye in 1 of 2 rounds in the log, 3 skipped steps, waited for replica 1: 1 x",
+    ]
+
+
+def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
+    write(tmp_path, "00")
+    assert shown(tmp_path)[0] == f"{tmp_path}: step 0"
+    write_page(RunLog(tmp_path), tmp_path / "page.html")
+
+
+class Page(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.text = ""
+        self.links: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.links += [value or "" for name, value in attributes if name in ("src", "href", "xlink:href")]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_the_page_has_every_plot_and_needs_nothing_else(run: Path) -> None:
+    assert main(["report", str(run)]) == 0
+    page = Page((run / "report.html").read_text())
+    for title in ("Loss", "Spread", "Where the time goes", "Bytes", "Who met whom"):
+        assert title in page.text
+    assert page.tags.count("svg") == 5
+    assert all(link.startswith("#") for link in page.links)
+    assert "last checkpoint: step 2" in page.text
+
+
+def test_a_run_without_rounds_has_no_plots_of_them(tmp_path: Path) -> None:
+    write(tmp_path, "00", step(1), step(2))
+    assert main(["report", str(tmp_path), "--output", str(tmp_path / "page.html")]) == 0
+    page = Page((tmp_path / "page.html").read_text())
+    assert page.tags.count("svg") == 2
+    assert "Spread" not in page.text
+
+
+@pytest.mark.parametrize("command", [("watch", "--once"), ("report",)], ids=lambda words: words[0])
+def test_a_folder_that_is_no_run(
+    command: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command[0], str(tmp_path), *command[1:]]) == 2
+    assert capsys.readouterr().err == (
+        f"{tmp_path}: no replica has written metrics there (replica_00/metrics.jsonl); give the "
+        "training.output_dir of a run\n"
+    )
