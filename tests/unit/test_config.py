@@ -1031,8 +1031,18 @@ def test_shipped_configs_parse(path: Path) -> None:
 
 
 def test_every_expected_config_is_shipped() -> None:
-    names = {"quickstart", "llama_125m", "llama_1.3b", "llama_6.8b", "diloco", "synchronous"}
-    assert names <= {path.stem for path in SHIPPED}
+    names = {
+        "quickstart",
+        "llama_125m",
+        "llama_125m_recipe",
+        "llama_1.3b",
+        "llama_6.8b",
+        "diloco",
+        "synchronous",
+    }
+    assert names == {path.stem for path in SHIPPED}
+    told = (ROOT / "configs" / "README.md").read_text()
+    assert all(f"`{path.name}`" in told for path in SHIPPED)
 
 
 def test_the_papers_global_batches() -> None:
