@@ -4,7 +4,7 @@ import argparse
 from typing import NoReturn
 
 from megatron_noloco import __version__
-from megatron_noloco.cli import config, data, huggingface, reading, train
+from megatron_noloco.cli import config, data, doctor, huggingface, reading, train
 from megatron_noloco.cli.errors import report
 from megatron_noloco.job.leaving import abandon_job, leave
 
@@ -38,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("checkpoint", help="a step folder, or a run's output_dir (its latest checkpoint)")
     inspect.set_defaults(run=_inspect)
     reading.add_commands(commands)
+    doctor.add_command(commands)
     huggingface.add_commands(commands)
     return parser
 

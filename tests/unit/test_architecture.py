@@ -54,6 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "huggingface",
     },
     "reading": {"metrics"},
+    "doctor": {"plans", "transport", "outer"},
     "cli": {
         "spec",
         "config",
@@ -65,6 +66,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "huggingface",
         "training",
         "reading",
+        "doctor",
     },
 }
 ENTRANCE = f"{PACKAGE}/__main__.py"
@@ -74,7 +76,7 @@ CLI = f"{PACKAGE}/cli/"
 DOORS = {
     "deepspeed": (f"{PACKAGE}/engine/", f"{PACKAGE}/config/deepspeed_models.py"),
     "megatron": (f"{PACKAGE}/model/", f"{PACKAGE}/pipeline/"),
-    "mpi4py": (f"{PACKAGE}/transport/mpi.py", f"{PACKAGE}/job/"),
+    "mpi4py": (f"{PACKAGE}/transport/mpi.py", f"{PACKAGE}/job/", f"{PACKAGE}/doctor/pair.py"),
     "pydantic": (f"{PACKAGE}/config/",),
 }
 WITHOUT_TORCH = tuple(f"{PACKAGE}/{room}/" for room in ("spec", "plans", "config"))

@@ -1,0 +1,92 @@
+"""The Python packages: versions that fit together, and the optional ones."""
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+from packaging.specifiers import SpecifierSet
+
+from megatron_noloco.doctor.finding import Finding
+
+# As in pyproject.toml; a test compares them.
+NEEDED = {
+    "torch": ">=2.6,<2.14",
+    "numpy": ">=1.26",
+    "deepspeed": "==0.19.8",
+    "megatron-core": "==0.16.1",
+    "pydantic": ">=2.7,<3",
+    "rich": ">=13",
+    "safetensors": ">=0.4",
+    "tensorboard": ">=2.14",
+    "mpi4py": ">=4.0",
+    "transformers": ">=4.45",
+    "tokenizers": ">=0.20",
+    "pyarrow": ">=14",
+    "zstandard": ">=0.22",
+}
+PYTHON = SpecifierSet(">=3.11,<3.14")
+
+
+def check_packages() -> Iterator[Finding]:
+    here = ".".join(map(str, sys.version_info[:3]))
+    if not PYTHON.contains(here):
+        yield Finding(
+            "Python", "problem", f"{here} is not tested", "make setup PYTHON=python3.12, or 3.11 or 3.13"
+        )
+    found = {}
+    for name, needed in NEEDED.items():
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            yield Finding("packages", "problem", f"{name} is not installed", f"pip install '{name}{needed}'")
+            continue
+        if not SpecifierSet(needed).contains(found[name], prereleases=True):
+            yield Finding(
+                "packages",
+                "problem",
+                f"{name} {found[name]}; {needed} is needed",
+                f"pip install '{name}{needed}'",
+            )
+    shown = ", ".join(
+        f"{name} {found[name]}" for name in ("torch", "deepspeed", "megatron-core") if name in found
+    )
+    yield Finding("packages", "ok", f"Python {here}, {shown}")
+
+
+def check_kernels(gpu: bool) -> Iterator[Finding]:
+    """What makes a GPU faster.
+
+    Args:
+        gpu: whether there is one; without, none of them is of use.
+    """
+    if not gpu:
+        return
+    transformer_engine = importlib.util.find_spec("transformer_engine") is not None
+    yield (
+        Finding("kernels", "ok", f"Transformer Engine {version('transformer_engine')}")
+        if transformer_engine
+        else Finding(
+            "kernels",
+            "note",
+            "no Transformer Engine: layers are not fused, attention is torch's, there is no FP8, and windows and "
+            "documents cost a mask of seq_length^2 bytes",
+            "pip install --no-build-isolation 'transformer-engine[pytorch]'",
+        )
+    )
+    if importlib.util.find_spec("apex") is None:
+        yield Finding(
+            "kernels",
+            "note",
+            "no apex: optimizer and norms use torch's kernels",
+            "requirements-gpu.txt has the commands",
+        )
+    elif importlib.util.find_spec("amp_C") is None:
+        yield Finding(
+            "kernels",
+            "problem",
+            "apex is not NVIDIA's, or was built without its CUDA extensions: PyPI's apex is an unrelated package",
+            "pip uninstall apex; requirements-gpu.txt has the commands",
+        )
+    else:
+        yield Finding("kernels", "ok", "apex with its CUDA extensions")

@@ -1,0 +1,106 @@
+"""An exchange between two ranks; `doctor` starts it by mpirun. Rank 0 prints one JSON object.
+
+mpirun -n 2 python -m megatron_noloco.doctor.pair SECONDS
+"""
+
+import json
+import socket
+import statistics
+import sys
+import time
+from typing import NamedTuple
+
+import torch
+from mpi4py import MPI
+
+from megatron_noloco.outer import Channel, Exchange
+from megatron_noloco.plans.topology import Place
+from megatron_noloco.transport.mpi import MpiTransport
+
+_ELEMENTS = 1 << 22  # 16 MiB
+_PARTS = 16  # of the work, between which messages may move
+_LEVELS = {
+    MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled",
+    MPI.THREAD_SERIALIZED: "serialized", MPI.THREAD_MULTIPLE: "multiple",
+}  # fmt: skip
+
+
+class Pair(NamedTuple):
+    """What was measured."""
+
+    hosts: list[str]
+    library: str  # of MPI
+    thread_level: str
+    latency_seconds: float  # of an exchange of one number
+    gb_per_second: float  # each way
+    hidden: float  # share of an exchange that work meanwhile of the same length hides
+    clock_skew_seconds: float  # by which the second host's clock is ahead
+
+
+def measure(seconds: float) -> Pair:
+    """About so many seconds of exchanges: alone, and with work meanwhile that takes as long."""
+    torch.set_num_threads(1)
+    transport = MpiTransport()
+    if transport.world_size != 2:
+        raise ValueError(f"this is for 2 ranks, not {transport.world_size}")
+    exchange = Exchange(transport, Place(transport.rank, 2), Channel.ROUNDS, 60.0, _ELEMENTS)
+    number = 0
+
+    def timed(elements: int, work_seconds: float = 0.0) -> float:
+        nonlocal number
+        number += 1
+        vector = torch.ones(elements)
+        MPI.COMM_WORLD.Barrier()
+        started = time.perf_counter()
+        exchange.begin(vector, (0, 1), number, "a measurement")
+        for _ in range(_PARTS if work_seconds else 0):
+            work(work_seconds / _PARTS)
+            for _ in exchange.progress():
+                pass
+        for _ in exchange.finish():
+            pass
+        return float(MPI.COMM_WORLD.allreduce(time.perf_counter() - started, MPI.MAX))
+
+    latency = statistics.median(timed(1) for _ in range(20))
+    timed(_ELEMENTS)
+    once = timed(_ELEMENTS)
+    repeats = max(3, min(50, round(seconds / (4 * once))))
+    alone = statistics.median(timed(_ELEMENTS) for _ in range(repeats))
+    beside = statistics.median(timed(_ELEMENTS, alone) for _ in range(repeats))
+    return Pair(
+        hosts=MPI.COMM_WORLD.allgather(socket.gethostname()),
+        library=MPI.Get_library_version().split(",")[0].strip(),
+        thread_level=_LEVELS[MPI.Query_thread()],
+        latency_seconds=latency,
+        gb_per_second=4 * _ELEMENTS / alone / 1e9,
+        hidden=max(0.0, min(1.0, 2 - beside / alone)),
+        clock_skew_seconds=clock_skew(),
+    )
+
+
+def work(seconds: float) -> None:
+    """Matrix products on one core."""
+    matrix, until = torch.ones(128, 128), time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        matrix @ matrix
+
+
+def clock_skew() -> float:
+    """By how much the clock of rank 1's host is ahead, from the quickest of some round trips."""
+    trips = []
+    for _ in range(20):
+        if MPI.COMM_WORLD.rank == 0:
+            sent = time.time()
+            MPI.COMM_WORLD.send(None, 1)
+            there, back = MPI.COMM_WORLD.recv(source=1), time.time()
+            trips.append((back - sent, there - (sent + back) / 2))
+        else:
+            MPI.COMM_WORLD.recv(source=0)
+            MPI.COMM_WORLD.send(time.time(), 0)
+    return min(trips)[1] if trips else 0.0
+
+
+if __name__ == "__main__":
+    found = measure(float(sys.argv[1]))
+    if MPI.COMM_WORLD.rank == 0:
+        sys.stdout.write(json.dumps(found._asdict()) + "\n")

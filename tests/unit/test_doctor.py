@@ -1,0 +1,125 @@
+"""What the doctor says about a machine, and what about one that lacks something."""
+
+import json
+import re
+import resource
+import tomllib
+from collections import namedtuple
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+
+from megatron_noloco.cli.main import main
+from megatron_noloco.doctor import machine, mpi, packages
+from megatron_noloco.doctor.finding import Finding
+from tests.harness import REPOSITORY
+
+Usage = namedtuple("Usage", "free")
+Address = namedtuple("Address", "family address")
+Status = namedtuple("Status", "isup speed")
+
+
+def lines(findings: Iterable[Finding], state: str = "problem") -> list[str]:
+    return [finding.what for finding in findings if finding.state == state]
+
+
+def test_versions_are_those_of_the_package() -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    asked = project["dependencies"] + [line for name in extras if name != "dev" for line in extras[name]]
+    bounds = dict(re.fullmatch(r"([\w-]+)(.*)", line).groups() for line in asked)  # type: ignore[union-attr]
+    assert packages.NEEDED.items() <= bounds.items()
+    assert project["requires-python"] == str(packages.PYTHON).replace("<3.14,>=3.11", ">=3.11,<3.14")
+
+
+def test_a_package_that_is_missing_and_one_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name == "mpi4py":
+            raise PackageNotFoundError(name)
+        return {"deepspeed": "0.20.0"}.get(name, real(name))
+
+    real = packages.version
+    monkeypatch.setattr(packages, "version", version)
+    assert lines(packages.check_packages()) == [
+        "deepspeed 0.20.0; ==0.19.8 is needed",
+        "mpi4py is not installed",
+    ]
+
+
+def test_the_other_apex(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyPI's package of that name is unrelated."""
+    found = {"apex"}
+    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: name in found or None)
+    assert "unrelated" in lines(packages.check_kernels(gpu=True))[0]
+    assert list(packages.check_kernels(gpu=False)) == []
+    found.add("amp_C")
+    assert lines(packages.check_kernels(gpu=True)) == []
+
+
+def test_a_driver_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
+    assert lines(machine.check_accelerators()) == []
+    monkeypatch.setattr(machine.shutil, "which", lambda name: f"/usr/bin/{name}")
+    assert "torch" in lines(machine.check_accelerators())[0]
+
+
+def test_a_container_with_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: Usage(64e6))
+    monkeypatch.setattr(resource, "getrlimit", lambda limit: (1024, 1024))
+    found = list(machine.check_limits())
+    assert lines(found)[0].startswith("64 MB free in /dev/shm")
+    assert lines(found, "note")[0].startswith("1024 open files")
+
+
+@pytest.mark.parametrize(
+    ("addresses", "own", "notes"),
+    [
+        ({"eth0": "10.0.0.7"}, "10.0.0.7", []),
+        ({"eth0": "10.0.0.7"}, "127.0.1.1", ["this host's name"]),
+        ({"eth0": "10.0.0.7", "docker0": "172.17.0.1"}, "10.0.0.7", ["2 interfaces"]),
+        ({}, "127.0.1.1", ["no interface"]),
+    ],
+)
+def test_interfaces(
+    addresses: dict[str, str], own: str, notes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    all_ = {"lo": "127.0.0.1", **addresses}
+    inet = machine.socket.AF_INET
+    monkeypatch.setattr(
+        machine.psutil, "net_if_addrs", lambda: {name: [Address(inet, at)] for name, at in all_.items()}
+    )
+    monkeypatch.setattr(machine.psutil, "net_if_stats", lambda: {name: Status(True, 1000) for name in all_})
+    monkeypatch.setattr(machine.socket, "gethostbyname", lambda name: own)
+    found = lines(machine.check_network(), "note")
+    assert [any(line.startswith(note) for line in found) for note in notes] == [True] * len(notes)
+    assert len(found) == len(notes)
+
+
+def test_an_mpirun_that_cannot_start_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text("#!/bin/sh\necho 'no such host' >&2\nexit 3\n")
+    mpirun.chmod(0o755)
+    monkeypatch.setattr(mpi, "find_mpirun", lambda: str(mpirun))
+    assert lines(mpi.check_mpi(None, 1.0)) == [f"2 ranks under {mpirun} did not exchange: no such host"]
+    monkeypatch.setattr(mpi, "find_mpirun", lambda: None)
+    assert lines(mpi.check_mpi(None, 1.0), "note")[0].startswith("no mpirun")
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two real ranks exchange for a moment."""
+    assert main(["doctor", "--json", "--seconds", "0.1"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ready"]
+    assert {"packages", "MPI", "exchange"} <= {finding["area"] for finding in found["findings"]}
+    monkeypatch.setitem(packages.NEEDED, "numpy", "<1")
+    assert main(["doctor", "--seconds", "0"]) == 1
+    out = capsys.readouterr().out
+    assert out.splitlines()[-1].startswith("Fix first: packages: numpy ")
+
+
+def test_a_hostfile_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--hostfile", "/nowhere/hosts"]) == 2
+    assert capsys.readouterr().err == "--hostfile /nowhere/hosts: there is no such file\n"
