@@ -51,7 +51,7 @@ def check_mpi(hostfile: Path | None, seconds: float) -> Iterator[Finding]:
         "exchange",
         "ok",
         f"{hosts}: {1e6 * found['latency_seconds']:.0f} microseconds for one number, "
-        f"{1000 * found['gb_per_second']:.0f} MB/s each way, {100 * found['hidden']:.0f} % of it hidden behind compute",
+        f"{1000 * found['gb_per_second']:.0f} MB/s each way, {100 * found['hidden']:.0f} % hidden behind compute",
     )
     if skew > _SKEW_SECONDS:
         yield Finding(
