@@ -1,0 +1,119 @@
+"""NoLoCo attached to DeepSpeed engines of a user's own, with every ZeRO stage."""
+
+from typing import Any
+
+import deepspeed
+import pytest
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from megatron_noloco.attach import ReplicaGroups, attach
+from megatron_noloco.outer import OuterSettings
+from megatron_noloco.plans.grouping import Grouping
+from tests.harness import run_ranks
+from tests.integration.spy import Spy
+from tests.integration.tiny import HF_SIZES
+
+REPLICAS, SIZE, SEED = 2, 2, 5
+SETTINGS = OuterSettings(local_steps=2, outer_momentum=0.5, outer_lr=0.7)
+
+
+def engine_of(stage: int, mpu: Any, seed: int = 0, **block: Any) -> Any:
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, **HF_SIZES))
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
+        "zero_optimization": {"stage": stage},
+        "gradient_clipping": 1.0,
+        **block,
+    }
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_init_required=False, verbose=False)
+    engine, *_ = deepspeed.initialize(
+        model=model, model_parameters=model.parameters(), config=config, mpu=mpu, dist_init_required=False
+    )
+    return engine
+
+
+def whole(engine: Any) -> Tensor:
+    """All weights of the replica as they are computed with, fp32, flat."""
+    parameters = list(engine.module.parameters())
+    with deepspeed.zero.GatheredParameters(parameters):
+        return torch.cat([parameter.detach().float().flatten() for parameter in parameters]).clone()
+
+
+def train(rank: int, world_size: int, stage: int, block: dict[str, Any], rounds: int) -> dict[str, Any]:
+    """The weights before and after each round; the microbatches with a collective that left the replica."""
+    engine = engine_of(stage, ReplicaGroups(REPLICAS), **block)
+    noloco = attach(engine, SETTINGS, replicas=REPLICAS, seed=SEED)
+    spy = Spy()
+    spy.listen_to_torch()
+    first, found = whole(engine), []
+    draw = torch.Generator().manual_seed(rank)
+    for step in range(2 * 2 * rounds):  # two microbatches to a local step
+        spy.step = step
+        tokens = torch.randint(64, (2, 16), generator=draw)
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+        before = whole(engine) if step % 4 == 3 else None
+        reports = noloco.step()
+        assert len(reports) == (step % 4 == 3)
+        if before is not None:
+            found.append((before, whole(engine)))
+    own = range(rank - rank % SIZE, rank - rank % SIZE + SIZE)
+    left = {call.step for call in spy.calls if call.peer is None and not set(call.ranks) <= set(own)}
+    messages = sum(call.peer is not None and call.peer not in own for call in spy.calls)
+    return {"first": first, "rounds": found, "left": left, "messages": messages}
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_rounds_are_those_of_the_method(stage: int, precision: str) -> None:
+    """2 replicas of 2 data-parallel ranks; against the formula, on weights gathered from the engines."""
+    block = {"bf16": {"enabled": True}} if precision == "bf16" else {}
+    found = run_ranks(REPLICAS * SIZE, train, stage, block, 2)
+    tolerance = {"rtol": 0, "atol": 1e-6} if precision == "fp32" else {"rtol": 2**-7, "atol": 2e-4}
+    phi = [found[0]["first"].clone() for _ in range(REPLICAS)]
+    delta = [torch.zeros_like(phi[0]) for _ in range(REPLICAS)]
+    for number in range(2):
+        theta = [found[replica * SIZE]["rounds"][number][0] for replica in range(REPLICAS)]
+        assert not torch.equal(*theta), "each replica has data of its own"
+        pull = torch.stack([0.7 * t for t in theta]).mean(0)  # beta = gamma: c = beta * theta
+        for replica in range(REPLICAS):
+            delta[replica] = 0.5 * delta[replica] + pull - 0.7 * phi[replica]
+            phi[replica] = phi[replica] + delta[replica]
+            for rank in range(replica * SIZE, (replica + 1) * SIZE):
+                torch.testing.assert_close(found[rank]["rounds"][number][1], phi[replica], **tolerance)
+    assert Grouping(REPLICAS, 2, SEED).group(0, 0) == (0, 1)
+    # ZeRO 3 compares the order of modules, which it records in the first passes, among all ranks of a job.
+    assert all(one["left"] <= ({0, 1} if stage == 3 else set()) for one in found)
+    assert all(one["messages"] for one in found)
+
+
+def refused(rank: int, world_size: int, what: str) -> str:
+    replicas = 1 if what == "reach" else REPLICAS
+    engine = engine_of(1, ReplicaGroups(replicas), seed=rank // SIZE if what == "seeds" else 0)
+    try:
+        attach(engine, SETTINGS, replicas=REPLICAS)
+    except ValueError as error:
+        return str(error)
+    return "taken"
+
+
+@pytest.mark.parametrize(
+    ("what", "line"),
+    [
+        (
+            "reach",
+            "rank 3: the gradient all-reduce of this engine spans ranks [0, 1, 2, 3], its replica is [2, 3]; ",
+        ),
+        ("seeds", "the weights of replica 1 differ from those of replica 0; "),
+    ],
+)
+def test_what_is_refused_in_one_line(what: str, line: str) -> None:
+    found = run_ranks(REPLICAS * SIZE, refused, what)
+    assert found[3].startswith(line)
+    assert "\n" not in found[3]
