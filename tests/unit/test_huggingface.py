@@ -238,6 +238,38 @@ def test_rotary_embeddings_of_transformers_4_and_5(
 
 # What decides the model in published config.json files; then the number of weights in the tensors beside them
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "Llama-2-7b": (
+        {
+            "model_type": "llama", "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096,
+            "intermediate_size": 11008, "max_position_embeddings": 4096, "num_attention_heads": 32,
+            "num_hidden_layers": 32, "num_key_value_heads": 32, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+            "rope_scaling": None, "rope_theta": 10000.0, "tie_word_embeddings": False, "vocab_size": 32000,
+        },
+        6_738_415_616,
+    ),
+    "Llama-3-8B": (
+        {
+            "model_type": "llama", "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096,
+            "intermediate_size": 14336, "max_position_embeddings": 8192, "num_attention_heads": 32,
+            "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+            "rope_scaling": None, "rope_theta": 500000.0, "tie_word_embeddings": False, "vocab_size": 128256,
+        },
+        8_030_261_248,
+    ),
+    "Llama-3.1-8B": (
+        {
+            "model_type": "llama", "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096,
+            "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False,
+            "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+            "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192, "rope_type": "llama3",
+            },
+            "rope_theta": 500000.0, "tie_word_embeddings": False, "vocab_size": 128256,
+        },
+        8_030_261_248,
+    ),
     "Llama-3.2-1B": (
         {
             "model_type": "llama", "attention_bias": False, "attention_dropout": 0.0, "head_dim": 64,
@@ -304,7 +336,7 @@ def test_published_models_are_read_with_all_their_weights(name: str) -> None:
     assert table_of(found).parameter_count == parameters
     assert found.family == keys["model_type"]
     assert found.rotary_base == keys["rope_theta"]
-    assert found.rope_scaling_factor == (32.0 if "Llama" in name else None)
+    assert found.rope_scaling_factor == {"Llama-3.1-8B": 8.0, "Llama-3.2-1B": 32.0}.get(name)
     assert found.sliding_window == (4096 if "Mistral" in name else None)
 
 
