@@ -35,14 +35,27 @@ def llama3(factor: float) -> dict[str, Any]:
     }
 
 
+def yarn(factor: float) -> dict[str, Any]:
+    """A context of so many tokens before that frequencies are scaled wholly, in part, and not at all."""
+    return {
+        "rope_type": "yarn",
+        "rope_theta": 1e3,
+        "factor": factor,
+        "original_max_position_embeddings": 64,
+    }
+
+
 # Keys of a config.json of transformers' own, of models that stand for a family
 THEIRS: dict[str, dict[str, Any]] = {
     "Llama 1, 2": {"model_type": "llama", "rms_norm_eps": 1e-4},
     "Llama 3": {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
     "Llama 3.1": {"model_type": "llama", "max_position_embeddings": 16384, "rope_parameters": llama3(8.0)},
     "Llama 3.2": {"model_type": "llama", "max_position_embeddings": 16384, "rope_parameters": llama3(32.0)},
+    "Llama with YaRN": {"model_type": "llama", "rope_parameters": yarn(16.0)},
     "Qwen2, Qwen2.5": {"model_type": "qwen2", "use_sliding_window": False, "sliding_window": 5},
+    "Qwen2.5 with YaRN": {"model_type": "qwen2", "rope_parameters": yarn(4.0)},
     "Qwen3": {"model_type": "qwen3", "head_dim": 12},
+    "Qwen3 with YaRN": {"model_type": "qwen3", "head_dim": 12, "rope_parameters": yarn(4.0)},
     "Mistral": {"model_type": "mistral", "sliding_window": None},
     "Mistral with a window": {"model_type": "mistral", "sliding_window": 5},
     "Mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
@@ -83,11 +96,10 @@ def sequence_parallel(family: str, sizes: dict[str, int]) -> dict[str, bool]:
     return {"sequence_parallel": True} if needed else {}
 
 
-IN_OTHER_TESTS = ("Llama 1, 2", "Llama 3", "Llama 3.1")  # but for one number: test_publish.py, and Llama 3.2
+# In the default run there is another of their kind: test_publish.py, Llama 3.2, and Qwen3 with YaRN.
+BY_HAND = ("Llama 1, 2", "Llama 3", "Llama 3.1", "Llama with YaRN", "Qwen2.5 with YaRN")
 CASES = [
-    pytest.param(
-        model, name, marks=[] if name in QUICK and model not in IN_OTHER_TESTS else [pytest.mark.slow]
-    )
+    pytest.param(model, name, marks=[] if name in QUICK and model not in BY_HAND else [pytest.mark.slow])
     for model in THEIRS
     for name in PARALLEL
 ]
@@ -135,6 +147,7 @@ def test_a_model_of_transformers_computes_the_same_here_and_leaves_as_it_came(
 WITHOUT = {
     "Llama 3.1": {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_scaling": None},
     "Llama 3.2": {"rope_parameters": llama3(8.0), "rope_scaling": None},
+    "Qwen3 with YaRN": {"rope_parameters": yarn(5.0), "rope_scaling": None},
     "Mistral with a window": {"sliding_window": None},
     "a window that is one token longer": {"sliding_window": 6},
 }

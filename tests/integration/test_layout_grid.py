@@ -38,9 +38,7 @@ GRID = [
 ]
 QUICK = [("pp 4", "tp 2", (2, 2)), ("dp 2", "pp 2 x vpp 2", (2, 4))]
 
-Losses = list[
-    list[float]
-]  # of each replica, step by step; a replica can begin later than others, or end before
+Losses = list[list[float]]  # of each replica, step by step; some begin later than others, or end before
 Saved = Callable[[str, int], Run]  # by layout and number of replicas
 
 

@@ -200,6 +200,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"model.sliding_window": 0}, "model.sliding_window: must be an integer >= 1 or null, got 0"),
     ({"model.rope_scaling_factor": 0.5}, "model.rope_scaling_factor: must be a number >= 1 or null, got 0.5"),
+    (
+        {"model.yarn_rotary_scaling_factor": 4.0},
+        "model.yarn_rotary_scaling_factor and model.yarn_original_max_position_embeddings belong together",
+    ),
+    (
+        {
+            "model.yarn_rotary_scaling_factor": 4.0,
+            "model.yarn_original_max_position_embeddings": 64,
+            "model.rope_scaling_factor": 8.0,
+        },
+        "model.rope_scaling_factor and YaRN scale the same rotary frequencies; leave one of them out",
+    ),
     ({"noloco.routing.interval": "often"}, '"round", "step", "microbatch", "off", got \'often\''),
     ({"noloco.routing": "off"}, "noloco.routing: must be an object with interval, got 'off'"),
     ({"noloco": True}, "noloco: must be an object with enabled, method"),
