@@ -382,7 +382,7 @@ class TestMuon:
         ]
         muon, adam = original_muon.MuonWithAuxAdam(groups).param_groups
         assert {"muon_lr": muon["lr"], "adam_lr": adam["lr"]} == MUON_RATES
-        ours = {**MUON_DEFAULTS, "betas": tuple(MUON_DEFAULTS["betas"])}
+        ours = {**MUON_DEFAULTS, "betas": tuple(MUON_DEFAULTS["betas"]), "weight_decay": 0.0}
         theirs = {**muon, **adam}
         assert {name: theirs[name] for name in ours} == ours
 
