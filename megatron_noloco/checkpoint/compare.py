@@ -19,6 +19,7 @@ _FREE = (
     "model.recompute_granularity",
     "model.recompute_method",
     "model.recompute_num_layers",
+    "model.recompute_modules",
 )
 _IRRELEVANT = (
     "training",

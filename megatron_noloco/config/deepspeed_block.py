@@ -50,7 +50,7 @@ def resolve(
         *_clipping(values),
         *deepspeed_optimizer.check(values, "optimizer" in raw, train_iters),
         *_zero(values),
-        *_monitors(values),
+        *_disabled(values),
     ]
     for block in sorted(keys.CHECKED & values.keys()):
         problems += deepspeed_models.problems_in(block, values[block])
@@ -181,10 +181,13 @@ def _zero(values: dict[str, Any]) -> Iterator[Problem]:
     zero["stage"] = 1
 
 
-def _monitors(values: dict[str, Any]) -> Iterator[Problem]:
-    for block, instead in keys.MONITORS.items():
-        if values.get(block, {}).get("enabled"):
-            yield Problem((block,), f"{block}.enabled is not supported: {instead}")
+def _disabled(values: dict[str, Any]) -> Iterator[Problem]:
+    for key, reason in keys.DISABLED.items():
+        value = values.get(key)
+        if isinstance(value, dict) and value.get("enabled"):
+            yield Problem((key,), f"{key}.enabled is not supported: {reason}")
+        elif value is True:
+            yield Problem((key,), f"{key} is not supported: {reason}")
 
 
 def _precision(values: dict[str, Any]) -> Iterator[Problem]:

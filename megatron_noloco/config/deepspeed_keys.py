@@ -39,10 +39,14 @@ NOT_HERE = {
     "autotuning": "DeepSpeed's tuner cannot start this program",
 }
 
-# DeepSpeed's monitors, which would write the learning rate of the first replica, and what to enable instead.
-MONITORS = {
+# What must not be enabled, and why. DeepSpeed's monitors would write the learning rate of the first replica; its
+# profilers look at forward and backward passes and at messages that are not DeepSpeed's here.
+DISABLED = {
     "csv_monitor": "every replica has all its numbers in metrics.jsonl; leave it out",
     "comet": "use wandb or tensorboard",
+    "flops_profiler": "it would see no forward pass; metrics.jsonl has speed/tflops_per_gpu",
+    "wall_clock_breakdown": "its forward and backward would be 0 ms; metrics.jsonl has the time of each phase",
+    "comms_logger": "it would miss all messages but DeepSpeed's own; metrics.jsonl has bytes and waits",
 }
 
 # Refused by DeepSpeed 0.19 itself, but only after minutes of start-up.

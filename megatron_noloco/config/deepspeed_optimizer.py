@@ -15,7 +15,6 @@ MUON_DEFAULTS = {
     "ns_method": "gram",
     "betas": [0.9, 0.95],
     "eps": 1e-10,
-    "weight_decay": 0.0,
 }
 MUON_RATES = {"muon_lr": 0.02, "adam_lr": 3e-4}
 
@@ -30,9 +29,12 @@ def check(values: dict[str, Any], given: bool, train_iters: int | None) -> Itera
     if "optimizer" in values:
         yield from _form("optimizer", values["optimizer"])
         yield from _optimizer(values)
-        yield from weight_decay.problems_in(values["optimizer"]["params"], train_iters)
+        params = values["optimizer"]["params"]
+        yield from weight_decay.problems_in(params, train_iters)
+        if "start_weight_decay" not in params:
+            params.setdefault("weight_decay", 0.0)  # as in DeepSpeed's own; torch's AdamW would take 0.01
         if is_muon(values["optimizer"]):
-            values["optimizer"]["params"] = _complete_muon(values["optimizer"]["params"])
+            values["optimizer"]["params"] = _complete_muon(params)
     elif not given:
         text = 'optimizer is missing (such as {"type": "AdamW", "params": {"lr": 3e-4}})'
         yield Problem(("optimizer",), text)
@@ -84,8 +86,7 @@ def _complete_muon(params: dict[str, Any]) -> dict[str, Any]:
     """All that Muon reads; lr, which stands for both rates, is not among them."""
     rates = {name: params.get("lr", default) for name, default in MUON_RATES.items()}
     completed = {**rates, **MUON_DEFAULTS, **params}
-    dropped = {"lr", "weight_decay"} if "start_weight_decay" in params else {"lr"}
-    return {name: value for name, value in completed.items() if name not in dropped}
+    return {name: value for name, value in completed.items() if name != "lr"}
 
 
 def _optimizer_value(path: Path, value: Any) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ import textwrap
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from megatron_noloco.config.deepspeed_keys import MONITORS, NOT_HERE, TOP_LEVEL
+from megatron_noloco.config.deepspeed_keys import DISABLED, NOT_HERE, TOP_LEVEL
 from megatron_noloco.config.run_config import BLOCKS
 from megatron_noloco.config.wording import expected_value, fields_of, shown
 from megatron_noloco.plans.learning_rate import SCHEDULES
@@ -54,7 +54,7 @@ def explain() -> str:
         + " ".join((schedule.__doc__ or "").split("\n\n")[0].split())
         for name, schedule in SCHEDULES.items()
     ]
-    known_keys = TOP_LEVEL - NOT_HERE.keys() - MONITORS.keys() - BLOCKS.keys()
+    known_keys = TOP_LEVEL - NOT_HERE.keys() - DISABLED.keys() - BLOCKS.keys()
     known = f"Known keys: {', '.join(sorted(known_keys))}."
     parts.append(
         "\n".join(

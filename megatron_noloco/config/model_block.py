@@ -56,6 +56,14 @@ class ModelConfig(Block):
     init_method_std: float = Field(
         default=0.02, gt=0, description="Standard deviation of the initial weights."
     )
+    yarn_rotary_scaling_factor: Annotated[float, Field(ge=1)] | None = Field(
+        default=None,
+        description="How many times longer YaRN makes the context of a model, such as 4 in Qwen2.5 and Qwen3; "
+        "null: rotary frequencies are as trained.",
+    )
+    yarn_original_max_position_embeddings: Positive | None = Field(
+        default=None, description="With YaRN: tokens of the context before, such as 32768."
+    )
     rope_scaling_factor: Annotated[float, Field(ge=1)] | None = Field(
         default=None,
         description=_only("rope_scaling_factor")

@@ -26,6 +26,14 @@ def check_model(model: ModelConfig) -> Iterator[str]:
         yield f"a head of {count(model.head_size, 'channel')} has no rotary embedding: it must be even"
     if heads % groups:
         yield f"model.num_attention_heads {heads} does not divide into model.num_query_groups {groups}"
+    yarn = (model.yarn_rotary_scaling_factor, model.yarn_original_max_position_embeddings)
+    if (yarn[0] is None) != (yarn[1] is None):
+        yield (
+            "model.yarn_rotary_scaling_factor and model.yarn_original_max_position_embeddings belong together; "
+            "give both or neither"
+        )
+    elif yarn[0] is not None and model.own("rope_scaling_factor") is not None:
+        yield "model.rope_scaling_factor and YaRN scale the same rotary frequencies; leave one of them out"
     experts, chosen = model.own("num_moe_experts"), model.own("moe_router_topk")
     if experts is not None and chosen > experts:
         yield f"model.moe_router_topk {chosen} is more than model.num_moe_experts {experts}"

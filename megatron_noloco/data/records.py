@@ -161,7 +161,8 @@ class RecordDataset:
             record = self._records[place]
             stop = start + len(record.tokens) - 1
             tokens[start:stop] = record.tokens[:-1]
-            labels[start:stop] = np.where(record.answer[1:], record.tokens[1:], IGNORED)
+            # Not by np.where: tokens may be unsigned, and IGNORED would become one of them.
+            labels[start:stop][record.answer[1:]] = record.tokens[1:][record.answer[1:]]
             documents[start:stop] = number
             start = stop
         return Sample(tokens, labels, documents if self.packed else None)

@@ -73,6 +73,8 @@ def model_block(architecture: Architecture) -> dict[str, Any]:
         "kv_channels": architecture.kv_channels,
         "vocab_size": architecture.vocab_size,
         "rotary_base": architecture.rotary_base,
+        "yarn_rotary_scaling_factor": architecture.yarn_rotary_scaling_factor,
+        "yarn_original_max_position_embeddings": architecture.yarn_original_max_position_embeddings,
         "norm_epsilon": architecture.norm_epsilon,
         "untie_embeddings_and_output_weights": not architecture.tied_embeddings,
         "seq_length": architecture.seq_length,

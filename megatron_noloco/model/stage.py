@@ -221,7 +221,8 @@ def transformer_config(architecture: Architecture, compute: Compute, topology: T
             "virtual_pipeline_model_parallel_size": topology.vpp,
             "microbatch_group_size_per_vp_stage": topology.pp,
         }
-    return TransformerConfig(
+    options = family_of(architecture).megatron_options(architecture)
+    config = TransformerConfig(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
         ffn_hidden_size=architecture.ffn_hidden_size,
@@ -258,5 +259,8 @@ def transformer_config(architecture: Architecture, compute: Compute, topology: T
         gradient_accumulation_fusion=False,  # needs Megatron's own gradient buffers
         cuda_graph_scope=[],
         **virtual,
-        **family_of(architecture).megatron_options(architecture).config,
+        **options.config,
     )
+    for name, value in options.attributes.items():
+        setattr(config, name, value)
+    return config

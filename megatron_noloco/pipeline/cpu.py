@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.common.embeddings import rotary_pos_embedding
+from megatron.core.models.common.embeddings import rotary_pos_embedding, yarn_rotary_pos_embedding
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.tensor_parallel import layers, mappings, random
 from megatron.core.utils import GlobalMemoryBuffer
@@ -20,6 +20,7 @@ _MODULES_THAT_NAME_CUDA = (
     mappings,  # gather and reduce-scatter buffers of tensor and sequence parallelism
     layers,  # gradient buffer of sequence parallelism
     rotary_pos_embedding,  # moves its frequencies to the current CUDA device
+    yarn_rotary_pos_embedding,  # does, too
 )
 
 

@@ -30,6 +30,9 @@ class Architecture:
     norm_epsilon: float
     tied_embeddings: bool  # the output layer's weight is the embedding
     init_method_std: float
+    # Of rotary frequencies that YaRN extends; None: it does not.
+    yarn_rotary_scaling_factor: float | None = None  # how many times longer the context became
+    yarn_original_max_position_embeddings: int | None = None  # tokens of the context before
     # What only some families have (`Family.own_fields`); None elsewhere.
     rope_scaling_factor: float | None = None  # of the frequencies of the rotary embeddings, as in Llama 3.1
     sliding_window: int | None = None  # tokens that a token attends to, itself included; None: all before it

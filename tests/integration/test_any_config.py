@@ -141,6 +141,8 @@ def draw(random: Random) -> tuple[dict[str, Any], int]:
         },
         "tensorboard": {"enabled": one_of([True, False])},
     }
+    if random.random() < 0.3:
+        changes["model"] |= {"yarn_rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 64}
     tied = not changes["model"]["untie_embeddings_and_output_weights"]
     if tied and stages > 1:  # refused: the copies would drift apart
         changes["noloco"]["grouping"] = "replica"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from megatron_noloco.cli.main import main
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
@@ -20,8 +20,12 @@ STEPS = 16
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_llama(tmp_path_factory.mktemp("llama"))
+
+
+def make_llama(folder: Path, initializer_range: float = 0.02) -> Path:
     """A model with random weights, a tokenizer and a chat template."""
-    folder = chat_tokenizer(tmp_path_factory.mktemp("llama"), TEMPLATE)
+    chat_tokenizer(folder, TEMPLATE)
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -32,40 +36,45 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
             num_attention_heads=4,
             num_key_value_heads=2,
             max_position_embeddings=128,
+            initializer_range=initializer_range,
         )
     )
     model.save_pretrained(folder)
     return folder
 
 
-@pytest.fixture(scope="module")
-def run(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """2 replicas of 2 stages, several conversations of unequal length in each sample."""
-    folder = tmp_path_factory.mktemp("run")
-    records = [
-        {
-            "messages": [
-                {"role": "user", "content": " ".join(NUMBERS[: 1 + place % 8])},
-                {"role": "assistant", "content": NUMBERS[1 + place % 8]},
-            ]
-        }
-        for place in range(200)
-    ]
+def fine_tune(llama: Path, folder: Path, records: list[Any], changes: dict[str, Any]) -> Path:
+    """2 replicas of 2 stages on random routes, several conversations of unequal length in each sample; the run."""
     (folder / "chat.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    changes: dict[str, Any] = {
+    common: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
         "noloco": {"local_steps": 4, "routing": {"interval": "microbatch"}},
         "parallel": {"replicas": 2, "pipeline_model_parallel_size": 2},
         "model": {"seq_length": 128},
-        "data": {"text": None, "sft_data_path": str(folder / "chat.jsonl"), "split": "9,1"},
-        "training": {"train_iters": STEPS, "output_dir": str(folder / "run")},
-        "checkpoint": {"save_interval": STEPS},
-        "evaluation": {"full": True, "iters": 1},
+        "data": {"text": None, "sft_data_path": str(folder / "chat.jsonl")},
+        "training": {"output_dir": str(folder / "run")},
     }
-    raw = tiny(changes) | {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2}
-    template = write_config(folder, raw)
+    template = write_config(folder, tiny(changes, tiny(common)))
     assert main(["import", str(llama), "--config", template, "--output", str(folder / "run.json")]) == 0
     run_ranks(4, run_whole, str(folder / "run.json"))
     return folder / "run"
+
+
+def asked(question: str, answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+@pytest.fixture(scope="module")
+def run(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    records = [asked(" ".join(NUMBERS[: 1 + place % 8]), NUMBERS[1 + place % 8]) for place in range(200)]
+    changes = {
+        "data": {"split": "9,1"},
+        "training": {"train_iters": STEPS},
+        "checkpoint": {"save_interval": STEPS},
+        "evaluation": {"full": True, "iters": 1},
+    }
+    return fine_tune(llama, tmp_path_factory.mktemp("run"), records, changes)
 
 
 def test_the_answers_are_learnt(run: Path) -> None:
@@ -88,3 +97,46 @@ def test_an_export_keeps_the_template(run: Path, llama: Path, tmp_path: Path) ->
     run_command("export", str(run), "--output", str(tmp_path / "exported"))
     exported, imported = (AutoTokenizer.from_pretrained(folder) for folder in (tmp_path / "exported", llama))
     assert exported.apply_chat_template(CHAT) == imported.apply_chat_template(CHAT)
+
+
+def test_ten_chats_are_learnt_by_heart_and_said_again(tmp_path: Path) -> None:
+    """The way of a user: an imported model, fine-tuned, exported, and asked with its template by transformers."""
+    generator = torch.Generator().manual_seed(0)
+    words = [NUMBERS[i] for i in torch.randint(len(NUMBERS), (60,), generator=generator)]
+    phrases = [" ".join(words[i : i + 3]) for i in range(0, 60, 3)]
+    chats = dict(zip(phrases[:10], phrases[10:], strict=True))
+    assert len(chats) == 10
+    steps = 80
+    changes = {
+        "train_micro_batch_size_per_gpu": 2,
+        "scheduler": {"params": {"total_num_steps": steps}},
+        "model": {"seq_length": 64},
+        "data": {"split": "1,0,0", "sft_packing": False},
+        "training": {"train_iters": steps, "log_interval": 10},
+        "checkpoint": {"save_interval": steps},
+    }
+    model = make_llama(tmp_path / "llama", 0.1)  # learns faster
+    run = fine_tune(model, tmp_path, [asked(*chat) for chat in chats.items()], changes)
+    assert all(rows[-1]["train/loss"] < 0.1 for rows in metrics(run)), (
+        "prompts, which nobody could learn, have none"
+    )
+    run_command("export", str(run), "--output", str(tmp_path / "exported"))
+    assert run_ranks(1, answers, tmp_path / "exported", list(chats))[0] == list(chats.values())
+
+
+def answers(rank: int, world_size: int, folder: Path, questions: list[str]) -> list[str]:
+    """What the model says to each question, without its end, which it must reach."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    found = []
+    for question in questions:
+        prompt = tokenizer.apply_chat_template(
+            asked(question, "")["messages"][:1],
+            add_generation_prompt=True,
+            return_tensors="pt",
+            return_dict=True,
+        )
+        said = model.generate(**prompt, max_new_tokens=40, do_sample=False)[0, prompt["input_ids"].size(1) :]
+        assert said[-1] == tokenizer.eos_token_id
+        found.append(tokenizer.decode(said, skip_special_tokens=True))
+    return found

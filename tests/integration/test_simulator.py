@@ -89,6 +89,8 @@ def test_four_replicas_learn_as_in_the_trainer(name: str, optimizer: dict[str, A
         ({"parallel": {"replicas": "auto"}}, "parallel: give a number of replicas"),
         ({"parallel": {"pipeline_model_parallel_size": 2}}, "parallel: give a number of replicas"),
         ({"data": {"eod_mask_loss": True}}, "data.eod_mask_loss and data.sft_data_path are not simulated"),
+        ({"model": {"family": "qwen2"}}, 'model.family "qwen2" is not simulated, only "llama"'),
+        ({"model": {"rope_scaling_factor": 8.0}}, "model.rope_scaling_factor is not simulated"),
         ({"model": {"z_loss_coeff": 0.1}}, "model.z_loss_coeff is not simulated"),
         ({"bf16": {"enabled": True}}, "optimizer.type must be AdamW or Muon, and the precision fp32"),
         (

@@ -18,6 +18,7 @@ IN_FOLDER = {
 ALONE = {
     "bench_data": ("--megabytes 0.1 --workers 1 --repeats 1 --steps 0", "preprocess_over_raw"),
     "bench_payload": ("--elements 2048 --repeats 1", "ways"),
+    "bench_tflops": ("--matrix 8 --repeats 1", "step_over_matmul"),
     "bench_routing": (
         "--replicas 2 --stages 2 --hidden 16 --seq-length 8 --repeats 1",
         "median_over_off",
@@ -29,7 +30,7 @@ OF_RANKS = {
 }
 
 
-SECONDS_LONG = ("bench_checkpoint", "bench_data", "bench_routing")
+SECONDS_LONG = ("bench_checkpoint", "bench_data", "bench_routing", "bench_tflops")
 
 
 def each(names: Iterable[str]) -> list[Any]:

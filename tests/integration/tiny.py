@@ -73,6 +73,11 @@ FAMILY_MODELS: dict[str, dict[str, Any]] = {
     "llama 3.1": {"family": "llama", "rotary_base": 5e5, "rope_scaling_factor": 8.0},
     "qwen2": {"family": "qwen2"},
     "qwen3": {"family": "qwen3", "kv_channels": 12},
+    "qwen3 with YaRN": {
+        "family": "qwen3",
+        "yarn_rotary_scaling_factor": 4.0,
+        "yarn_original_max_position_embeddings": 64,
+    },
     "mistral": {"family": "mistral", "sliding_window": 5},
     "mixtral": {"family": "mixtral", "num_moe_experts": 4, "moe_aux_loss_coeff": 0.1},
 }

@@ -400,6 +400,13 @@ class TestChangesOfTheConfig:
             "parallel.tensor_model_parallel_size: 1 in the checkpoint, 2 now",
         ]
 
+    def test_what_is_recomputed_may_change_and_is_told(self) -> None:
+        found = self.changes({"model": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]}})
+        assert found == [
+            "model.recompute_granularity: None in the checkpoint, 'selective' now",
+            "model.recompute_modules: None in the checkpoint, ['mlp'] now",
+        ]
+
     def test_how_it_is_trained_may_change_and_is_told(self) -> None:
         edits = {
             "optimizer": {"params": {"lr": 0.002, "weight_decay": 0.1}},

@@ -110,6 +110,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "csv_monitor.enabled is not supported: every replica has all its numbers in",
     ),
     ({"comet.enabled": True}, "comet.enabled is not supported: use wandb or tensorboard"),
+    (
+        {"flops_profiler.enabled": True},
+        "flops_profiler.enabled is not supported: it would see no forward pass",
+    ),
+    (
+        {"wall_clock_breakdown": True},
+        "wall_clock_breakdown is not supported: its forward and backward would be",
+    ),
+    ({"comms_logger.enabled": True}, "comms_logger.enabled is not supported: it would miss all messages but"),
     ({"comms_logger.prof_al": True}, "did you mean comms_logger.prof_all?"),
     (
         {"zero_optimization.leaf_module": {"clases": []}},
@@ -200,6 +209,18 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"model.sliding_window": 0}, "model.sliding_window: must be an integer >= 1 or null, got 0"),
     ({"model.rope_scaling_factor": 0.5}, "model.rope_scaling_factor: must be a number >= 1 or null, got 0.5"),
+    (
+        {"model.yarn_rotary_scaling_factor": 4.0},
+        "model.yarn_rotary_scaling_factor and model.yarn_original_max_position_embeddings belong together",
+    ),
+    (
+        {
+            "model.yarn_rotary_scaling_factor": 4.0,
+            "model.yarn_original_max_position_embeddings": 64,
+            "model.rope_scaling_factor": 8.0,
+        },
+        "model.rope_scaling_factor and YaRN scale the same rotary frequencies; leave one of them out",
+    ),
     ({"noloco.routing.interval": "often"}, '"round", "step", "microbatch", "off", got \'often\''),
     ({"noloco.routing": "off"}, "noloco.routing: must be an object with interval, got 'off'"),
     ({"noloco": True}, "noloco: must be an object with enabled, method"),
@@ -683,6 +704,9 @@ def test_deepspeed_s_own_spellings_pass() -> None:
         csv_monitor={"enabled": False, "job_name": "a"},
         comet={"enabled": False, "mode": None},
         timers={"throughput": {"enabled": False}},
+        flops_profiler={"enabled": False},
+        comms_logger={"enabled": False},
+        wall_clock_breakdown=False,
         data_types={"grad_accum_dtype": "fp16"},
     )
     assert run.deepspeed["zero_optimization"] == {
@@ -886,7 +910,7 @@ def test_the_banner_says_the_numbers() -> None:
         "4 replicas x 8 = 32 samples; x 32 = 1,024 tokens",
         "noloco, k = 5, alpha = 0.5, beta = 0.7, gamma = 0.7, n = 2; rho = 0.700",
         "reshuffled every round",
-        "optimizer: AdamW, lr 0.001\n",
+        "optimizer: AdamW, lr 0.001, weight_decay 0\n",
         "fp32",
         f"parameters: {table_of(run.architecture(256)).parameter_count:,} (padded vocabulary 256)",
     ):
@@ -944,6 +968,12 @@ def test_weight_decay_increases_over_the_run(name: str) -> None:
     params = config(optimizer={"type": name, "params": constant}).deepspeed["optimizer"]["params"]
     assert params["weight_decay"] == 0.1
     assert "weight_decay_incr_style" not in params
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Muon", "Lion", "SGD", "NAdam"])
+def test_nothing_decays_by_default(name: str) -> None:
+    run = config(optimizer={"type": name, "params": {"lr": 0.01}})
+    assert run.deepspeed["optimizer"]["params"]["weight_decay"] == 0.0
 
 
 def test_muon_is_completed_by_deepspeeds_defaults() -> None:

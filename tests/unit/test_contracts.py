@@ -26,7 +26,7 @@ from deepspeed.runtime.lr_schedules import WarmupCosineLR
 from deepspeed.runtime.zero.muon import original_muon
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from megatron.core import parallel_state
-from megatron.core.models.common.embeddings import rotary_pos_embedding
+from megatron.core.models.common.embeddings import rotary_pos_embedding, yarn_rotary_pos_embedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -78,7 +78,9 @@ def test_the_installed_version_is_the_pinned_one(package: str) -> None:
 class TestCpu:
     """model/cpu.py rebinds these names."""
 
-    @pytest.mark.parametrize("module", [schedules, mappings, layers, rotary_pos_embedding])
+    @pytest.mark.parametrize(
+        "module", [schedules, mappings, layers, rotary_pos_embedding, yarn_rotary_pos_embedding]
+    )
     def test_the_module_says_torch(self, module: Any) -> None:
         assert "torch" in vars(module)
         source = inspect.getsource(module)
@@ -380,7 +382,7 @@ class TestMuon:
         ]
         muon, adam = original_muon.MuonWithAuxAdam(groups).param_groups
         assert {"muon_lr": muon["lr"], "adam_lr": adam["lr"]} == MUON_RATES
-        ours = {**MUON_DEFAULTS, "betas": tuple(MUON_DEFAULTS["betas"])}
+        ours = {**MUON_DEFAULTS, "betas": tuple(MUON_DEFAULTS["betas"]), "weight_decay": 0.0}
         theirs = {**muon, **adam}
         assert {name: theirs[name] for name in ours} == ours
 

@@ -25,12 +25,16 @@ from megatron_noloco.spec.architecture import Architecture
 HEADS, HEAD_SIZE, HIDDEN, FFN, LAYERS, VOCABULARY = 4, 6, 20, 24, 2, 259
 
 
+YARN = {"yarn_rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 16}
+
 # Of each family, with its own fields
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"family": "llama"},
     "llama 3.1": {"family": "llama", "rope_scaling_factor": 32.0, "rotary_base": 5e5},
+    "llama with YaRN": {"family": "llama", **YARN},
     "qwen2": {"family": "qwen2"},
     "qwen3": {"family": "qwen3"},
+    "qwen3 with YaRN": {"family": "qwen3", **YARN},
     "mistral": {"family": "mistral"},
     "mistral with a window": {"family": "mistral", "sliding_window": 9},
     "mixtral": {"family": "mixtral", "num_moe_experts": 3, "moe_router_topk": 2, "sliding_window": 9},
@@ -238,6 +242,38 @@ def test_rotary_embeddings_of_transformers_4_and_5(
 
 # What decides the model in published config.json files; then the number of weights in the tensors beside them
 PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "Llama-2-7b": (
+        {
+            "model_type": "llama", "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096,
+            "intermediate_size": 11008, "max_position_embeddings": 4096, "num_attention_heads": 32,
+            "num_hidden_layers": 32, "num_key_value_heads": 32, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+            "rope_scaling": None, "rope_theta": 10000.0, "tie_word_embeddings": False, "vocab_size": 32000,
+        },
+        6_738_415_616,
+    ),
+    "Llama-3-8B": (
+        {
+            "model_type": "llama", "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096,
+            "intermediate_size": 14336, "max_position_embeddings": 8192, "num_attention_heads": 32,
+            "num_hidden_layers": 32, "num_key_value_heads": 8, "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+            "rope_scaling": None, "rope_theta": 500000.0, "tie_word_embeddings": False, "vocab_size": 128256,
+        },
+        8_030_261_248,
+    ),
+    "Llama-3.1-8B": (
+        {
+            "model_type": "llama", "attention_bias": False, "hidden_act": "silu", "hidden_size": 4096,
+            "intermediate_size": 14336, "max_position_embeddings": 131072, "mlp_bias": False,
+            "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+            "pretraining_tp": 1, "rms_norm_eps": 1e-05,
+            "rope_scaling": {
+                "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0,
+                "original_max_position_embeddings": 8192, "rope_type": "llama3",
+            },
+            "rope_theta": 500000.0, "tie_word_embeddings": False, "vocab_size": 128256,
+        },
+        8_030_261_248,
+    ),
     "Llama-3.2-1B": (
         {
             "model_type": "llama", "attention_bias": False, "attention_dropout": 0.0, "head_dim": 64,
@@ -297,6 +333,25 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("family", "rope"),
+    [
+        (
+            "qwen2",
+            {"type": "yarn", "factor": 4, "original_max_position_embeddings": 32768},
+        ),  # as Qwen2.5 has it
+        ("qwen3", {"rope_type": "yarn", "factor": 4.0}),  # transformers takes max_position_embeddings
+        ("llama", {"rope_type": "yarn", "factor": 4.0, "beta_fast": 32, "beta_slow": 1, "mscale": None}),
+    ],
+)
+def test_yarn_as_it_is_written(family: str, rope: dict[str, Any]) -> None:
+    keys = hf_config(make_model(model=family)) | {"rope_scaling": rope, "max_position_embeddings": 32768}
+    found = architecture_of(keys)
+    assert found.yarn_rotary_scaling_factor == 4.0
+    assert found.yarn_original_max_position_embeddings == 32768
+    assert found.rope_scaling_factor is None
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_are_read_with_all_their_weights(name: str) -> None:
     keys, parameters = PUBLISHED[name]
@@ -304,7 +359,7 @@ def test_published_models_are_read_with_all_their_weights(name: str) -> None:
     assert table_of(found).parameter_count == parameters
     assert found.family == keys["model_type"]
     assert found.rotary_base == keys["rope_theta"]
-    assert found.rope_scaling_factor == (32.0 if "Llama" in name else None)
+    assert found.rope_scaling_factor == {"Llama-3.1-8B": 8.0, "Llama-3.2-1B": 32.0}.get(name)
     assert found.sliding_window == (4096 if "Mistral" in name else None)
 
 
@@ -406,8 +461,8 @@ REFUSED: dict[str, tuple[Spoil, tuple[str, ...]]] = {
     "another activation": (change_config(hidden_act="gelu"), ("hidden_act", "gelu")),
     "rope scaling, old": (change_config(rope_scaling={"type": "linear", "factor": 2.0}), ("rope_scaling",)),
     "rope scaling, new": (
-        change_config(rope_parameters={"rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0}),
-        ("rope_scaling", "'yarn'", 'only "llama3"'),
+        change_config(rope_parameters={"rope_type": "longrope", "rope_theta": 5e5, "factor": 8.0}),
+        ("rope_scaling", "'longrope'", 'only "llama3" and "yarn"'),
     ),
     "another low frequency": (
         change_config(rope_scaling=LLAMA3 | {"low_freq_factor": 2.0}),
@@ -471,11 +526,12 @@ def import_folder(folder: Path, changes: dict[str, Any] | None = None) -> tuple[
     return main(["import", str(folder), "--config", str(config), "--output", str(output)]), output
 
 
+HF_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
 REFUSED_OF: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     (
         "qwen2",
         {"rope_scaling": LLAMA3},
-        ("'llama3'", "scaled rotary embeddings are not supported in this family"),
+        ("rope_scaling is of type 'llama3'", 'this family has only "yarn"'),
     ),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}, ("max_window_layers 1 of 2 layers",)),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": "all"}, ("max_window_layers 'all' of 2",)),
@@ -489,7 +545,11 @@ REFUSED_OF: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("qwen3", {"use_sliding_window": True, "max_window_layers": 0}, ("use_sliding_window is true",)),
     ("mistral", {"sliding_window": 0}, ("sliding_window is 0", ">= 1")),
     ("mistral", {"sliding_window": 9, "layer_types": ["full_attention"]}, ('must be "sliding_attention"',)),
-    ("mistral", {"rope_parameters": {"rope_type": "yarn"}}, ("'yarn'", "not supported in this family")),
+    ("mistral", {"rope_parameters": {"rope_type": "yarn"}}, ("factor is missing",)),
+    ("qwen3", {"rope_scaling": HF_YARN | {"factor": 0}}, ("factor is 0", "> 0")),
+    ("qwen3", {"rope_scaling": HF_YARN | {"beta_fast": 16}}, ("beta_fast 16", "must be 32.0 with YaRN")),
+    ("qwen3", {"rope_scaling": HF_YARN | {"truncate": False}}, ("truncate False", "must be True with YaRN")),
+    ("qwen2", {"rope_scaling": HF_YARN | {"attention_factor": 1.0}}, ("attention_factor 1.0", "left out")),
     ("mixtral", {"router_jitter_noise": 0.1}, ("router_jitter_noise is 0.1", "not supported")),
     ("mixtral", {"num_experts_per_tok": 1}, ("num_experts_per_tok is 1; it must be at least 2",)),
     ("mixtral", {"num_local_experts": 0}, ("num_local_experts is 0", ">= 1")),

@@ -133,8 +133,8 @@ class TestRecords:
 
 
 def record(length: int, first: int = 0, answered: int = 1) -> Record:
-    """Counting tokens, of which the last `answered` are the answer."""
-    return Record(np.arange(first, first + length), np.arange(length) >= length - answered)
+    """Counting tokens, unsigned as those of a tokenizer are, of which the last `answered` are the answer."""
+    return Record(np.arange(first, first + length, dtype=np.uint16), np.arange(length) >= length - answered)
 
 
 class TestRecordDataset:

@@ -23,12 +23,17 @@ class StackedLlama:
     Args:
         parameters: the rows of the family's table, in the order of the vector.
 
-    Raises ValueError for a tied output layer, which this model does not have.
+    Raises ValueError for what this model does not have: other families, scaled frequencies, tied embeddings.
     """
 
     def __init__(self, architecture: Architecture, parameters: Sequence[Parameter]) -> None:
         if architecture.tied_embeddings:
             raise ValueError("model.untie_embeddings_and_output_weights must be true here")
+        if architecture.family != "llama":
+            raise ValueError(f'model.family "{architecture.family}" is not simulated, only "llama"')
+        for name in ("rope_scaling_factor", "yarn_rotary_scaling_factor"):
+            if getattr(architecture, name) is not None:
+                raise ValueError(f"model.{name} is not simulated")
         self.architecture = architecture
         self.parameters = parameters
         self.sizes = [math.prod(parameter.shape) for parameter in self.parameters]

@@ -15,6 +15,7 @@ class MegatronOptions:
 
     config: dict[str, Any] = field(default_factory=dict)  # of TransformerConfig
     model: dict[str, Any] = field(default_factory=dict)  # of GPTModel
+    attributes: dict[str, Any] = field(default_factory=dict)  # which GPTModel expects on a TransformerConfig
 
 
 class Family(ABC):

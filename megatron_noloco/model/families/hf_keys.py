@@ -10,6 +10,15 @@ Keys = Mapping[str, Any]
 
 # Megatron-core fixes these in `RotaryEmbedding._apply_scaling`; they are those of Llama 3.1, 3.2 and 3.3.
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+# What transformers takes for these keys of YaRN (Peng et al. 2023, arXiv 2309.00071), the paper's numbers.
+YARN_DEFAULTS = {
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": True,
+    "attention_factor": None,  # 0.1 ln(factor) + 1
+    "mscale": None,
+    "mscale_all_dim": None,
+}
 
 
 def size(theirs: Keys, key: str, default: int | None = None) -> int:
@@ -74,31 +83,42 @@ def rotary(theirs: Keys) -> Keys:
     }
 
 
-def refuse_scaling(theirs: Keys) -> None:
-    """For families without scaled rotary embeddings."""
-    kind = rotary(theirs)["rope_type"]
-    if kind != "default":
-        raise ValueError(
-            f"rope_scaling is of type {kind!r}; scaled rotary embeddings are not supported in this family"
-        )
+def scaling(theirs: Keys, kinds: Sequence[str]) -> dict[str, Any]:
+    """The fields of `Architecture` that say how rotary frequencies are scaled; refuses a type not in `kinds`.
 
-
-def llama3_factor(theirs: Keys) -> float | None:
-    """By how much rotary frequencies are scaled as in Llama 3.1; None: they are not scaled."""
+    None of the fields: they are not scaled.
+    """
     rope = rotary(theirs)
-    if rope["rope_type"] == "default":
-        return None
-    if rope["rope_type"] != "llama3":
-        raise ValueError(f'rope_scaling is of type {rope["rope_type"]!r}; only "llama3" is supported')
+    kind = rope["rope_type"]
+    if kind == "default":
+        return {}
+    if kind not in kinds:
+        known = " and ".join(f'"{name}"' for name in kinds)
+        raise ValueError(f"rope_scaling is of type {kind!r}; this family has only {known}")
     # A model's context before it was extended; transformers looks for it in these places, in this order.
     longest = rope.get("original_max_position_embeddings", theirs.get("max_position_embeddings"))
-    given = {
-        **rope,
-        "original_max_position_embeddings": theirs.get("original_max_position_embeddings", longest),
-    }
+    before = theirs.get("original_max_position_embeddings", longest)
+    return _SCALINGS[kind]({**rope, "original_max_position_embeddings": before})
+
+
+def _llama3(rope: Keys) -> dict[str, Any]:
     for key, value in LLAMA3_SCALING.items():
-        if given.get(key) != value:
+        if rope.get(key) != value:
             raise ValueError(
-                f"rope_scaling has {key} {given.get(key)!r}; Megatron-core 0.16.1 computes {value:g} only"
+                f"rope_scaling has {key} {rope.get(key)!r}; Megatron-core 0.16.1 computes {value:g} only"
             )
-    return number(given, "factor")
+    return {"rope_scaling_factor": number(rope, "factor")}
+
+
+def _yarn(rope: Keys) -> dict[str, Any]:
+    for key, value in YARN_DEFAULTS.items():
+        if rope.get(key) not in (None, value):
+            known = "left out" if value is None else f"{value!r}"
+            raise ValueError(f"rope_scaling has {key} {rope[key]!r}; it must be {known} with YaRN")
+    return {
+        "yarn_rotary_scaling_factor": number(rope, "factor"),
+        "yarn_original_max_position_embeddings": size(rope, "original_max_position_embeddings"),
+    }
+
+
+_SCALINGS = {"llama3": _llama3, "yarn": _yarn}

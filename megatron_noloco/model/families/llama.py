@@ -17,6 +17,7 @@ class Llama(LlamaLike):
     name = "llama"
     own_fields: ClassVar = {"rope_scaling_factor": None}
     hf_class = "LlamaForCausalLM"
+    rope_types = ("llama3", "yarn")
     hf_defaults: ClassVar = {"max_position_embeddings": 2048}
 
     def megatron_options(self, architecture: Architecture) -> MegatronOptions:
@@ -29,14 +30,14 @@ class Llama(LlamaLike):
         self, architecture: Architecture, dtype: str, end_of_document: int | None
     ) -> dict[str, Any]:
         keys = super().hf_config(architecture, dtype, end_of_document)
-        keys |= {"attention_bias": False, "mlp_bias": False}
+        return {**keys, "attention_bias": False, "mlp_bias": False}
+
+    def hf_scaling(self, architecture: Architecture) -> dict[str, Any]:
         factor = architecture.rope_scaling_factor
-        if factor is not None:
-            scaling = {"rope_type": "llama3", "factor": factor, **hf_keys.LLAMA3_SCALING}
-            keys["rope_scaling"] = scaling  # before transformers 5; the next line since
-            keys["rope_parameters"] = {**scaling, "rope_theta": architecture.rotary_base}
-        return keys
+        if factor is None:
+            return super().hf_scaling(architecture)
+        return {"rope_type": "llama3", "factor": factor, **hf_keys.LLAMA3_SCALING}
 
     def own_values(self, theirs: hf_keys.Keys) -> dict[str, Any]:
         hf_keys.refuse_flags(theirs, ("attention_bias", "mlp_bias"), "Llamas with biases are not supported")
-        return {"rope_scaling_factor": hf_keys.llama3_factor(theirs)}
+        return super().own_values(theirs)

@@ -20,6 +20,7 @@ class LlamaLike(Family):
     """Llama itself, but for what its descendants change: rows of a layer, and keys of Hugging Face's config."""
 
     hf_class: ClassVar[str]  # the class in transformers
+    rope_types: ClassVar[Sequence[str]] = ("yarn",)  # Hugging Face's types of scaled rotary embeddings
     hf_defaults: ClassVar[Mapping[str, Any]] = {}  # what transformers takes for keys that a config.json lacks
 
     def rows(self, architecture: Architecture) -> Sequence[Parameter]:
@@ -96,6 +97,8 @@ class LlamaLike(Family):
     def megatron_options(self, architecture: Architecture) -> MegatronOptions:
         import torch.nn.functional as F
 
+        a = architecture
+        yarn = a.yarn_rotary_scaling_factor is not None
         return MegatronOptions(
             config={
                 "normalization": "RMSNorm",
@@ -103,13 +106,25 @@ class LlamaLike(Family):
                 "activation_func": F.silu,
                 "add_bias_linear": False,
             },
-            model={"position_embedding_type": "rope", "rotary_base": architecture.rotary_base},
+            model={"position_embedding_type": "yarn" if yarn else "rope", "rotary_base": a.rotary_base},
+            attributes={
+                "yarn_rotary_scaling_factor": a.yarn_rotary_scaling_factor,
+                "yarn_original_max_position_embeddings": a.yarn_original_max_position_embeddings,
+                "yarn_beta_fast": hf_keys.YARN_DEFAULTS["beta_fast"],
+                "yarn_beta_slow": hf_keys.YARN_DEFAULTS["beta_slow"],
+                "yarn_mscale": None,
+                "yarn_mscale_all_dim": None,
+                "yarn_correction_range_round_to_int": hf_keys.YARN_DEFAULTS["truncate"],
+            }
+            if yarn
+            else {},
         )
 
     def hf_config(
         self, architecture: Architecture, dtype: str, end_of_document: int | None
     ) -> dict[str, Any]:
         a = architecture
+        scaling = self.hf_scaling(a)
         return {
             "architectures": [self.hf_class],
             "model_type": self.name,
@@ -121,8 +136,10 @@ class LlamaLike(Family):
             "head_dim": a.kv_channels,
             "hidden_act": "silu",
             "rms_norm_eps": a.norm_epsilon,
-            "rope_theta": a.rotary_base,  # before transformers 5; the next line since
-            "rope_parameters": {"rope_type": "default", "rope_theta": a.rotary_base},
+            # Before transformers 5 the first two keys; since then the third.
+            "rope_theta": a.rotary_base,
+            **({"rope_scaling": scaling} if scaling else {}),
+            "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": a.rotary_base},
             "max_position_embeddings": a.seq_length,
             "vocab_size": a.vocab_size,
             "tie_word_embeddings": a.tied_embeddings,
@@ -131,6 +148,17 @@ class LlamaLike(Family):
             "eos_token_id": end_of_document,
             "dtype": dtype,
             "torch_dtype": dtype,  # the name before transformers 4.56
+        }
+
+    def hf_scaling(self, architecture: Architecture) -> dict[str, Any]:
+        """What Hugging Face's config says about scaled rotary embeddings; empty: they are not scaled."""
+        a = architecture
+        if a.yarn_rotary_scaling_factor is None:
+            return {}
+        return {
+            "rope_type": "yarn",
+            "factor": a.yarn_rotary_scaling_factor,
+            "original_max_position_embeddings": a.yarn_original_max_position_embeddings,
         }
 
     def architecture(self, hf_config: Mapping[str, Any]) -> Architecture:
@@ -154,6 +182,7 @@ class LlamaLike(Family):
             norm_epsilon=hf_keys.number(theirs, "rms_norm_eps", 1e-6),
             tied_embeddings=bool(theirs.get("tie_word_embeddings", False)),
             init_method_std=hf_keys.number(theirs, "initializer_range", 0.02),
+            **hf_keys.scaling(theirs, self.rope_types),
             **own,
         )
 
@@ -162,7 +191,6 @@ class LlamaLike(Family):
 
         Raises ValueError, in one line, for keys that make it a model which is not of this family as it is here.
         """
-        hf_keys.refuse_scaling(theirs)
         return {}
 
 
