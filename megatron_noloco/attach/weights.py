@@ -3,19 +3,17 @@
 Names of attributes are those of DeepSpeed 0.19.8, which has no others for them; tests say when that changes.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megatron_noloco.outer.weights import Weights
 
-_PARTITIONS = {
-    "single_partition_of_fp32_groups": "ZeRO 1 and 2",
-    "fp32_groups_flat_partition": "ZeRO 1 in bf16 with fp32 gradients",
-    "fp32_partitioned_groups_flat": "ZeRO 3",
-}
+# Of ZeRO 1 and 2; of ZeRO 1 in bf16 with gradients in fp32.
+_PARTITIONS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition")
 
 
 class EngineWeights(Weights):
@@ -42,6 +40,9 @@ class EngineWeights(Weights):
             if hasattr(self._optimizer, name):
                 self._parts = list(getattr(self._optimizer, name))
                 return
+        if hasattr(self._optimizer, "fp32_partitioned_groups_flat"):  # ZeRO 3
+            self._parts = list(_without_padding(self._optimizer))
+            return
         self._whole = engine.dp_world_size > 1
         if hasattr(self._optimizer, "fp32_groups"):  # ZeRO 0 in bf16 and fp16
             groups = zip(self._optimizer.fp32_groups, self._optimizer.fp16_groups, strict=True)
@@ -68,8 +69,19 @@ class EngineWeights(Weights):
         if hasattr(self._optimizer, "update_lp_params"):
             self._optimizer.update_lp_params()
         elif hasattr(self._optimizer, "fp32_partitioned_groups_flat"):
-            for group in range(len(self._parts)):
+            for group in range(len(self._optimizer.fp32_partitioned_groups_flat)):
                 self._optimizer._reassign_or_swap_out_partitioned_parameters(group)
             if kept := self._optimizer.persistent_parameters:
                 kept[0].partition(kept, has_been_updated=False)
                 kept[0].all_gather(kept)
+
+
+def _without_padding(optimizer: Any) -> Iterator[Tensor]:
+    """This rank's part of each parameter; the last ranks have less of it, and padding that means nothing."""
+    for flat, parameters in zip(optimizer.fp32_partitioned_groups_flat, optimizer.fp16_groups, strict=True):
+        start = 0
+        for parameter in parameters:
+            length = parameter.ds_tensor.numel()
+            left = parameter.ds_numel - length * dist.get_rank(parameter.ds_process_group)
+            yield flat[start : start + max(0, min(length, left))]
+            start += length

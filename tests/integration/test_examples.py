@@ -20,7 +20,7 @@ from megatron_noloco.outer import OuterOptimizer, OuterSettings, TorchWeights
 from megatron_noloco.plans.grouping import Group, Grouping
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.torch_dist import TorchTransport
-from tests.harness import REPOSITORY, run_ranks
+from tests.harness import REPOSITORY, run_launcher, run_ranks
 
 EXAMPLE = REPOSITORY / "examples" / "plain_torch.py"
 
@@ -196,3 +196,25 @@ def test_the_minimal_example_has_the_weights_of_the_production_code(replicas: in
 
 def test_the_minimal_example_is_a_page() -> None:
     assert len(EXAMPLE.with_stem("minimal_noloco").read_text().splitlines()) <= 100
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_loop_around_deepspeeds_engine(stage: int) -> None:
+    torchrun = Path(sys.executable).with_name("torchrun")
+    script = EXAMPLE.with_name("deepspeed_engine.py")
+    command = [
+        str(torchrun),
+        "--standalone",
+        "--nproc-per-node",
+        "4",
+        str(script),
+        "--zero-stage",
+        str(stage),
+    ]
+    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    finished = run_launcher(command, timeout=240, env=environ)
+    assert finished.returncode == 0, finished.stderr
+    said = re.findall(r"^step (\d+): loss (\S+), spread (\S+)$", finished.stdout, re.M)
+    assert [int(step) for step, _, _ in said] == [10, 20, 30, 40, 50, 60]
+    assert float(said[-1][1]) < 0.7 * float(said[0][1])
+    assert all(float(spread) > 0 for _, _, spread in said)

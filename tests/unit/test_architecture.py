@@ -55,6 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "reading": {"metrics"},
     "doctor": {"plans", "transport", "outer"},
+    "attach": {"plans", "transport", "outer"},
     "cli": {
         "spec",
         "config",
