@@ -150,6 +150,7 @@ def plot(curves: dict[str, list[Moment]], target: float, network: str, path: Pat
             label=name,
         )
     axes.axhline(target, color="black", linewidth=1, linestyle=":")
+    axes.set_xscale("log")
     axes.set_xlabel(f"seconds of training, {network}")
     axes.set_ylabel("validation loss of the mean model, nats per token")
     axes.legend()
