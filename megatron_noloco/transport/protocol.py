@@ -76,6 +76,33 @@ class Flight(Protocol):
         ...
 
 
+class Partners(Protocol):
+    """Counterparts in other jobs, which come and go on their own: whom one can meet, and for how long to wait.
+
+    An exchange has a number, the same for its members. A rank begins and ends its exchanges in ascending order.
+    """
+
+    @property
+    def deadline_seconds(self) -> float:
+        """How long to wait for a partner in the next exchange."""
+        ...
+
+    def begin(self, rank: int, number: int) -> str:
+        """This rank comes to an exchange with `rank`; returns why that one is not to be met, or ""."""
+        ...
+
+    def end(self, rank: int, void_below: int, seconds: float | None) -> None:
+        """The exchange begun last with `rank` is over: it took so long, or failed (None).
+
+        Messages with tags below `void_below` that are still under way are void, on both sides.
+        """
+        ...
+
+    def agree(self, yes: bool) -> bool:
+        """Whether all ranks of this replica say yes; all of them call it at the same place."""
+        ...
+
+
 class Transport(Protocol):
     """A rank's door to other ranks. Two ranks that post matching messages under one tag exchange them.
 
@@ -94,5 +121,10 @@ class Transport(Protocol):
 
     @property
     def world_size(self) -> int: ...
+
+    @property
+    def partners(self) -> Partners | None:
+        """None where all ranks are of one job, and end together."""
+        ...
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Flight: ...

@@ -20,6 +20,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"spec", "plans", "model/families"},
     "outer": {"plans", "transport"},
     "job": {"transport"},
+    "federation": {"plans", "transport"},
     "pipeline": {"plans", "metrics"},
     "model": {"spec", "plans", "model/families", "pipeline"},
     "engine": {"plans", "metrics", "model/families", "outer", "pipeline", "model"},
@@ -64,6 +65,7 @@ DOORS = {
     "megatron": (f"{PACKAGE}/model/", f"{PACKAGE}/pipeline/"),
     "mpi4py": (f"{PACKAGE}/transport/mpi.py", f"{PACKAGE}/job/"),
     "pydantic": (f"{PACKAGE}/config/",),
+    "zmq": (f"{PACKAGE}/federation/",),
 }
 WITHOUT_TORCH = tuple(f"{PACKAGE}/{room}/" for room in ("spec", "plans", "config"))
 
@@ -209,6 +211,7 @@ def test_the_picture_shows_these_rooms() -> None:
                 ("engine/a.py", "import_module('megatron.core')", "megatron"),
                 ("data/dataset.py", "from megatron.core import datasets", "megatron"),
                 ("transport/tcp.py", "from mpi4py import MPI", "mpi4py"),
+                ("transport/tcp.py", "import zmq", "zmq"),
             ]
         ),
     ],
