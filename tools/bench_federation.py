@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_noloco.federation.counterparts import Deadline
+from megatron_noloco.federation.counterparts import Deadline, Patience
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.rendezvous import SharedFolder
 from megatron_noloco.federation.transport import FederationTransport, Network
@@ -82,7 +82,9 @@ def run(
     for way, keys in (("federation", None), ("federation, CURVE", Keys.read(folder / "key"))):
         rendezvous = SharedFolder(folder / way, "tcp://127.0.0.1:0", RUN)
         network = Network(rendezvous, RUN, keys, chunk_bytes=chunk_bytes)
-        transport = FederationTransport(Place(rank, 2), network, Deadline(DEADLINE_SECONDS, DEADLINE_SECONDS))
+        transport = FederationTransport(
+            Place(rank, 2), network, Patience(Deadline(DEADLINE_SECONDS, DEADLINE_SECONDS))
+        )
         if not transport.wait_for(1, DEADLINE_SECONDS):
             raise SystemExit("the other process is not there")
         transports.append(transport)

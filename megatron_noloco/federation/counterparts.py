@@ -4,6 +4,8 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -42,10 +44,22 @@ class Deadline:
         return min(longest, max(shortest, median + _DEVIATIONS * deviation))
 
 
+@dataclass(frozen=True)
+class Patience:
+    """For how long, and how many exchanges, a partner may be late.
+
+    Attributes:
+        behind: one that is so many exchanges behind is not met.
+    """
+
+    deadline: Deadline
+    behind: int = 3
+
+
 class Counterparts:
     """`transport.protocol.Partners` on the service of a rank.
 
-    A partner is not met when it is not there, is over with the exchange, is more than one exchange behind, or has
+    A partner is not met when it is not there, is over with the exchange, is too many exchanges behind, or has
     missed a deadline and begun no exchange since.
 
     Args:
@@ -53,28 +67,27 @@ class Counterparts:
     """
 
     def __init__(
-        self, service: Service, deadline: Deadline, agree: Callable[[bool], bool] | None = None
+        self, service: Service, patience: Patience, agree: Callable[[bool], bool] | None = None
     ) -> None:
         self._service = service
-        self._deadline = deadline
+        self._patience = patience
         self._agree = agree
-        self._number = -1
         self._suspects: dict[int, tuple[int, int]] = {}  # what they had begun when they missed a deadline
 
     @property
     def deadline_seconds(self) -> float:
-        return self._deadline.seconds
+        return self._patience.deadline.seconds
 
-    def begin(self, rank: int, number: int) -> str:
-        self._number = max(self._number, number)
-        self._service.do(lambda: self._service.begin(number))
-        return self._why_not(self._service.peers[rank], number)
+    def begin(self, number: int, rank: int | None) -> str:
+        self._service.do(partial(self._service.begin, number))
+        return "" if rank is None else self._why_not(self._service.peers[rank], number)
 
-    def end(self, rank: int, void_below: int, seconds: float | None) -> None:
-        number = self._number
-        self._service.do(lambda: self._service.end(number, void_below))
+    def end(self, number: int, void_below: int) -> None:
+        self._service.do(partial(self._service.end, number, void_below))
+
+    def record(self, rank: int, seconds: float | None) -> None:
         if seconds is not None:
-            self._deadline.add(seconds)
+            self._patience.deadline.add(seconds)
         else:
             peer = self._service.peers[rank]
             self._suspects[rank] = peer.epoch, peer.begun
@@ -90,7 +103,7 @@ class Counterparts:
         self._suspects.pop(peer.rank, None)
         if peer.over >= number:
             return "is ahead"
-        return "is behind" if peer.begun < number - 1 else ""
+        return "is behind" if number - peer.begun > self._patience.behind else ""
 
 
 def agreement_of_replica() -> Callable[[bool], bool] | None:

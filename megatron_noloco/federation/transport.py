@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from megatron_noloco.federation.counterparts import Counterparts, Deadline
+from megatron_noloco.federation.counterparts import Counterparts, Patience
 from megatron_noloco.federation.frames import DTYPE_CODES
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.link import Address
@@ -76,8 +76,7 @@ class FederationTransport:
 
     Args:
         place: of this rank; its replica is the slot.
-        deadline: for partners.
-        agree: see `Counterparts`.
+        patience, agree: see `Counterparts`.
 
     Raises ValueError when it cannot listen, OSError when its address cannot be made known.
     """
@@ -91,7 +90,7 @@ class FederationTransport:
         self,
         place: Place,
         network: Network,
-        deadline: Deadline,
+        patience: Patience,
         agree: Callable[[bool], bool] | None = None,
     ) -> None:
         self.rank = place.rank
@@ -101,7 +100,7 @@ class FederationTransport:
         member = Member(self.rank, network.run, epoch=time.time_ns())
         listen = network.rendezvous.listen(self.rank)
         self.service = Service(member, self._others, listen, network.chunk_bytes, network.keys)
-        self.partners = Counterparts(self.service, deadline, agree)
+        self.partners = Counterparts(self.service, patience, agree)
         address = Address(reachable(self.service.endpoint, network.host), member.epoch)
         network.rendezvous.publish(self.rank, address)
         self._closing = threading.Event()
@@ -135,6 +134,10 @@ class FederationTransport:
     def present(self) -> list[int]:
         """The counterparts that are there, in ascending order."""
         return [rank for rank, peer in self.service.peers.items() if peer.connected and peer.epoch]
+
+    def begun(self) -> list[int]:
+        """The exchange that each counterpart that is there began last."""
+        return [self.service.peers[rank].begun for rank in self.present()]
 
     def wait_for(self, others: int, seconds: float) -> bool:
         """Until so many counterparts are there; False when they are not in time."""

@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron_noloco.outer.coded_exchange import CodedExchange, Coding
+from megatron_noloco.outer.commit import CommittedExchange
 from megatron_noloco.outer.contacts import Contacts
 from megatron_noloco.outer.exchange import STRETCH, Exchange
 from megatron_noloco.outer.fragments import cut
@@ -302,7 +303,9 @@ class OuterOptimizer:
             if bits is None
             else CodedExchange(transport, place, Channel.ROUNDS, deadline_seconds, Coding(bits, stretch))
         )
-        return Round(self._vectors, exchange, self._longest)
+        if transport.partners is None:
+            return Round(self._vectors, exchange, self._longest)
+        return Round(self._vectors, CommittedExchange(exchange, transport.partners), self._longest)
 
     @contextmanager
     def _paused(self) -> Iterator[None]:

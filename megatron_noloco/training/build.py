@@ -17,6 +17,7 @@ from megatron_noloco.config import RunConfig, describe
 from megatron_noloco.data.loader import Reader, StepLoader
 from megatron_noloco.data.microbatches import MicrobatchSource
 from megatron_noloco.engine.replica import ReplicaEngine
+from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.huggingface.folder import PretrainedWeights
 from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.metrics import Metrics
@@ -37,6 +38,7 @@ from megatron_noloco.pipeline.groups import PATIENCE, Groups, build_groups
 from megatron_noloco.training.console import Console, RunFacts
 from megatron_noloco.training.delay import DelayChoice
 from megatron_noloco.training.evaluate import Evaluator
+from megatron_noloco.training.federation import KeepingUp
 from megatron_noloco.training.monitor import DELAY_STEPS, Monitor
 from megatron_noloco.training.outer import build_final_average, build_outer
 from megatron_noloco.training.prepare import Prepared, checkpoint_settings
@@ -50,7 +52,7 @@ def build(prepared: Prepared, transport: Transport, start: Start, progress: str 
     config, topology = prepared.config, prepared.topology
     stopping = Stopping(config.training.exit_duration_minutes)
     groups, stage = _model(prepared)
-    at, place, routing = groups.position, topology.place(transport.rank), config.routing(topology)
+    at, place, routing = groups.position, topology.place(dist.get_rank()), config.routing(topology)
     plan = replace(prepared.plan, start_step=start.step, start_sample=start.sample)
 
     console = _console(prepared, transport, start, progress) if dist.get_rank() == 0 else None
@@ -65,7 +67,7 @@ def build(prepared: Prepared, transport: Transport, start: Start, progress: str 
     order = prepared.datasets.order(config.training.seed)
     source = MicrobatchSource(prepared.datasets.train, order, plan)
     reader = Reader.at(topology, at, stage.separate_documents)
-    checkpointer = Checkpointer(checkpoint_settings(config), engine, outer, plan)
+    checkpointer = Checkpointer(checkpoint_settings(config, topology), engine, outer, plan)
     if start.folder is not None:
         restore(start.folder, start.manifests, engine, outer, checkpointer.settings)
     delay = _delay(config, outer, start)
@@ -88,6 +90,7 @@ def build(prepared: Prepared, transport: Transport, start: Start, progress: str 
         stopping=stopping,
         final_average=build_final_average(config, outer, transport, place),
         delay=delay,
+        keeping_up=KeepingUp(transport, config) if isinstance(transport, FederationTransport) else None,
     )
 
 
@@ -135,7 +138,7 @@ def _throughput(prepared: Prepared) -> Throughput:
     samples = config.replica_batch
     return Throughput(
         tokens=samples * architecture.seq_length,
-        replicas=topology.replicas,
+        replicas=topology.ensemble,
         flops_per_rank=samples * training_flops(architecture) / topology.replica_size,
         peak_tflops=config.training.peak_tflops or peak_tflops_here(config.precision),
     )
@@ -160,7 +163,7 @@ def _console(prepared: Prepared, transport: Transport, start: Start, progress: s
     )
     facts = RunFacts(
         unigram_entropy=prepared.datasets.unigram_entropy,
-        synchronous_bytes_per_step=2 * (topology.replicas - 1) / topology.replicas * gradient_bytes,
+        synchronous_bytes_per_step=2 * (topology.ensemble - 1) / topology.ensemble * gradient_bytes,
         output_dir=str(Path(training.output_dir).resolve()),
         how_to_continue="the same command"
         + ("" if config.checkpoint.load == "auto" else ' with checkpoint.load "auto"'),

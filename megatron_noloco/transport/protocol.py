@@ -87,15 +87,16 @@ class Partners(Protocol):
         """How long to wait for a partner in the next exchange."""
         ...
 
-    def begin(self, rank: int, number: int) -> str:
-        """This rank comes to an exchange with `rank`; returns why that one is not to be met, or ""."""
+    def begin(self, number: int, rank: int | None) -> str:
+        """This rank comes to an exchange with `rank` (None: a bye); returns why not to meet that one, or ""."""
         ...
 
-    def end(self, rank: int, void_below: int, seconds: float | None) -> None:
-        """The exchange begun last with `rank` is over: it took so long, or failed (None).
+    def end(self, number: int, void_below: int) -> None:
+        """The exchange is over. Messages with smaller tags that are still under way are void, on both sides."""
+        ...
 
-        Messages with tags below `void_below` that are still under way are void, on both sides.
-        """
+    def record(self, rank: int, seconds: float | None) -> None:
+        """The exchange begun with `rank` took so long, or failed (None)."""
         ...
 
     def agree(self, yes: bool) -> bool:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_noloco.federation.counterparts import Deadline
+from megatron_noloco.federation.counterparts import Deadline, Patience
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.rendezvous import SharedFolder
 from megatron_noloco.federation.transport import FederationTransport, Network
@@ -64,7 +64,7 @@ def federation(
     """Of a rank that has found the others."""
     network = Network(SharedFolder(folder, "tcp://127.0.0.1:0", run), run, keys, chunk_bytes=CHUNK_BYTES)
     transport = FederationTransport(
-        Place(rank, world_size), network, Deadline(DEADLINE_SECONDS, DEADLINE_SECONDS)
+        Place(rank, world_size), network, Patience(Deadline(DEADLINE_SECONDS, DEADLINE_SECONDS))
     )
     assert transport.wait_for(world_size - 1, DEADLINE_SECONDS)
     return transport

@@ -19,8 +19,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model/families": {"spec"},
     "config": {"spec", "plans", "model/families"},
     "outer": {"plans", "transport"},
-    "job": {"transport"},
     "federation": {"plans", "transport"},
+    "job": {"transport"},
     "pipeline": {"plans", "metrics"},
     "model": {"spec", "plans", "model/families", "pipeline"},
     "engine": {"plans", "metrics", "model/families", "outer", "pipeline", "model"},
@@ -46,6 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "model/families",
         "config",
         "outer",
+        "federation",
         "job",
         "pipeline",
         "model",
@@ -54,7 +55,18 @@ MAY_IMPORT: dict[str, set[str]] = {
         "checkpoint",
         "huggingface",
     },
-    "cli": {"spec", "config", "outer", "job", "data", "preprocess", "checkpoint", "huggingface", "training"},
+    "cli": {
+        "spec",
+        "config",
+        "outer",
+        "federation",
+        "job",
+        "data",
+        "preprocess",
+        "checkpoint",
+        "huggingface",
+        "training",
+    },
 }
 ENTRANCE = f"{PACKAGE}/__main__.py"
 CLI = f"{PACKAGE}/cli/"

@@ -15,7 +15,7 @@ import pytest
 import torch
 import zmq
 
-from megatron_noloco.federation.counterparts import Deadline
+from megatron_noloco.federation.counterparts import Deadline, Patience
 from megatron_noloco.federation.frames import LARGEST, SIZE, Frame, Kind, checksum_of, read
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.link import Address
@@ -28,6 +28,7 @@ from tests.harness import free_port
 RUN = 77
 LOCAL = "tcp://127.0.0.1:0"
 SECONDS = 20.0
+PATIENCE = Patience(Deadline(SECONDS, SECONDS))
 
 
 @contextmanager
@@ -35,7 +36,7 @@ def transport(
     folder: Path, slot: int, slots: int = 2, run: int = RUN, keys: Keys | None = None
 ) -> Iterator[FederationTransport]:
     network = Network(SharedFolder(folder, LOCAL, run), run, keys)
-    made = FederationTransport(Place(slot, slots), network, Deadline(SECONDS, SECONDS))
+    made = FederationTransport(Place(slot, slots), network, PATIENCE)
     try:
         yield made
     finally:
@@ -162,12 +163,12 @@ def test_a_port_that_is_taken_is_refused_in_one_line(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         rendezvous = SharedFolder(tmp_path, f"tcp://127.0.0.1:{taken.getsockname()[1]}", RUN)
         with pytest.raises(ValueError, match=r"federation.listen: cannot listen at tcp://127.0.0.1:\d+: "):
-            FederationTransport(Place(0, 2), Network(rendezvous, RUN), Deadline(1, 1))
+            FederationTransport(Place(0, 2), Network(rendezvous, RUN), PATIENCE)
 
 
 def test_ranks_of_a_list_find_each_other() -> None:
     places = FixedList.of(f"127.0.0.1:{free_port()},127.0.0.1:{free_port()}", 2, 1)
-    pair = [FederationTransport(Place(slot, 2), Network(places, RUN), Deadline(1, 1)) for slot in range(2)]
+    pair = [FederationTransport(Place(slot, 2), Network(places, RUN), PATIENCE) for slot in range(2)]
     try:
         assert all(one.wait_for(1, SECONDS) for one in pair)
         swap(*pair, tag=1)
@@ -215,7 +216,7 @@ def test_a_file_without_a_key_is_refused_in_one_line(tmp_path: Path, content: st
     (tmp_path / "key").write_text(content)
     with pytest.raises(ValueError, match="holds no key; `megatron-noloco keys FILE` makes one"):
         Keys.read(tmp_path / "key")
-    with pytest.raises(ValueError, match="federation.key_file: .*: No such file"):
+    with pytest.raises(ValueError, match=r"federation.key_file: .*: No such file"):
         Keys.read(tmp_path / "other")
 
 
@@ -242,9 +243,7 @@ def test_members_meet_and_others_do_not(tmp_path: Path) -> None:
 def test_another_run_is_refused_on_both_sides(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     ports = [free_port(), free_port()]
     places = FixedList.of(",".join(f"127.0.0.1:{port}" for port in ports), 2, 1)
-    pair = [
-        FederationTransport(Place(slot, 2), Network(places, RUN + slot), Deadline(1, 1)) for slot in range(2)
-    ]
+    pair = [FederationTransport(Place(slot, 2), Network(places, RUN + slot), PATIENCE) for slot in range(2)]
     try:
         until(lambda: all(one.service.dropped["another run"] > 1 for one in pair))
         assert [one.present() for one in pair] == [[], []]
@@ -353,8 +352,8 @@ def test_what_is_void_on_one_side_fails_on_the_other(tmp_path: Path) -> None:
         assert first.wait_for(1, SECONDS)
         assert second.wait_for(1, SECONDS)
         old, later = (first.post([], [Message(1, torch.zeros(5))], tag) for tag in (10, 20))
-        second.partners.begin(0, 3)
-        second.partners.end(0, void_below=15, seconds=None)
+        second.partners.begin(3, 0)
+        second.partners.end(3, void_below=15)
         with pytest.raises(ConnectionError, match="rank 1 has ended this exchange"):
             list(old.arrivals(SECONDS))
         assert later.landed() == []
@@ -364,22 +363,23 @@ def test_what_is_void_on_one_side_fails_on_the_other(tmp_path: Path) -> None:
 
 def test_whom_to_meet(tmp_path: Path) -> None:
     with transport(tmp_path, 0) as first:
-        assert first.partners.begin(1, 0) == "is not there"
+        assert first.partners.begin(0, 1) == "is not there"
         with transport(tmp_path, 1) as second:
             assert first.wait_for(1, SECONDS)
             peer = first.service.peers[1]
-            assert first.partners.begin(1, 0) == ""
-            assert first.partners.begin(1, 1) == "is behind"
-            second.partners.begin(0, 1)
+            assert first.partners.begin(0, 1) == ""
+            assert first.partners.begin(3, 1) == "is behind"
+            second.partners.begin(1, 0)
             until(lambda: peer.begun == 1)
             assert first.partners.begin(1, 1) == ""
-            assert first.partners.begin(1, 2) == ""
-            first.partners.end(1, void_below=1, seconds=None)
-            assert first.partners.begin(1, 2) == "missed its last deadline"
-            second.partners.begin(0, 2)
+            assert first.partners.begin(4, 1) == ""
+            assert first.partners.begin(5, 1) == "is behind"
+            first.partners.record(1, None)
+            assert first.partners.begin(2, 1) == "missed its last deadline"
+            second.partners.begin(2, 0)
             until(lambda: peer.begun == 2)
-            assert first.partners.begin(1, 2) == ""
-            second.partners.end(0, void_below=2, seconds=1.0)
+            assert first.partners.begin(2, 1) == ""
+            second.partners.end(2, void_below=2)
             until(lambda: peer.over == 2)
-            assert first.partners.begin(1, 2) == "is ahead"
-        until(lambda: first.partners.begin(1, 3) == "is not there")
+            assert first.partners.begin(2, 1) == "is ahead"
+        until(lambda: first.partners.begin(3, 1) == "is not there")
