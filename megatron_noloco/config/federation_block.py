@@ -17,7 +17,7 @@ class FederationConfig(Block):
     )
     rendezvous: str | None = Field(
         default=None,
-        description='How jobs find each other: "file:///FOLDER", which all can write, or "tcp://HOST:PORT,...", '
+        description='How jobs find each other: "file://FOLDER", which all can write, or "tcp://HOST:PORT,...", '
         "one for each slot.",
     )
     listen: str = Field(

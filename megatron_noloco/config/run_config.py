@@ -187,6 +187,11 @@ class RunConfig:
         return int(self.deepspeed["train_micro_batch_size_per_gpu"])
 
     @property
+    def world_size(self) -> int | None:
+        """Ranks of a job; None where `parallel.replicas` is "auto"."""
+        return self.parallel.world_size if self.federation.slots is None else self.replica_size
+
+    @property
     def replica_size(self) -> int:
         """Ranks of one replica."""
         parallel = self.parallel

@@ -43,7 +43,8 @@ def describe(config: RunConfig, topology: Topology, architecture: Architecture |
         if config.noloco.fragments > 1:
             lines.append(f"fragments: {_fragments(config.noloco)}")
         lines.append(f"overlap: {_overlap(config.noloco)}")
-        lines.append(f"outer state: {outer_state(config.noloco, topology.ensemble)}")
+        kept_aside = bool(topology.slots)
+        lines.append(f"outer state: {outer_state(config.noloco, topology.ensemble, kept_aside)}")
     if architecture is not None:
         rows = architecture.padded_vocab_size
         lines.append(f"parameters: {table_of(architecture).parameter_count:,} (padded vocabulary {rows:,})")
@@ -159,14 +160,20 @@ def _overlap(noloco: NolocoConfig) -> str:
     return f"training goes on during an exchange; a round is merged {when}"
 
 
-def outer_state(noloco: NolocoConfig, replicas: int) -> str:
-    """What `outer` keeps beside the weights."""
+def outer_state(noloco: NolocoConfig, replicas: int, kept_aside: bool = False) -> str:
+    """What `outer` keeps beside the weights.
+
+    Args:
+        kept_aside: whether a mean waits until it is certain, as in a federation.
+    """
     in_pairs = noloco.group_size_among(replicas) <= 2
     of_round = {"combined vector": 4.0}
     if in_pairs and noloco.payload == "fp32":
         of_round["received vector"] = 4
     elif in_pairs:
         of_round |= {"codes": int(noloco.payload.removeprefix("int")) / 4, "sketches and steps": 0.1}
+    if kept_aside:
+        of_round["mean"] = 4
     if noloco.delays:
         of_round["snapshot"] = 4
     longest_delay = noloco.local_steps if noloco.chooses_delay else noloco.delay_steps

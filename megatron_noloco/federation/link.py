@@ -14,7 +14,7 @@ from megatron_noloco.federation.keys import Keys
 _SEND_QUEUE = 16  # messages that ZeroMQ holds for a link: some chunks, so that what is void stops soon
 _AT_ONCE = 8  # chunks handed to ZeroMQ before other work has its turn
 _RECONNECT_MILLISECONDS = (100, 2000)
-_SILENCE_MILLISECONDS = 5000  # of TCP, after which a connection counts as lost
+_UNACKNOWLEDGED_MILLISECONDS = 10_000  # after which TCP gives a connection up
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
 
 Chunks = Iterator[tuple[bytes, np.ndarray]]
@@ -39,7 +39,9 @@ class Link:
         self.socket.sndhwm = _SEND_QUEUE
         self.socket.immediate = 1  # only a connection that stands takes messages
         self.socket.reconnect_ivl, self.socket.reconnect_ivl_max = _RECONNECT_MILLISECONDS
-        self.socket.heartbeat_ivl, self.socket.heartbeat_timeout = 1000, _SILENCE_MILLISECONDS
+        # Not ZeroMQ's own heartbeats: libzmq 4.3.5 aborts a process that was stopped for as long as their time-out
+        # (zeromq/libzmq issues 3937, 4364, 4767). HELLO frames show that a rank is there.
+        self.socket.tcp_maxrt = _UNACKNOWLEDGED_MILLISECONDS
         if keys is not None:
             keys.connecting(self.socket)
         self.monitor = self.socket.get_monitor_socket(_EVENTS)

@@ -99,19 +99,19 @@ class FixedList:
 
 
 def rendezvous_of(text: str, listen: str, run: int, sizes: tuple[int, int]) -> Rendezvous:
-    """From the config: "file:///a/folder" or "tcp://host:port,host:port".
+    """From the config: "file:///a/folder" (or "file://from/here") or "tcp://host:port,host:port".
 
     Args:
         sizes: slots, and ranks of a replica.
 
     Raises ValueError for anything else.
     """
-    if text.startswith(_FOLDER) and Path(text.removeprefix(_FOLDER)).is_absolute():
+    if text.startswith(_FOLDER) and text != _FOLDER:
         return SharedFolder(Path(text.removeprefix(_FOLDER)), listen, run)
     if text.startswith(_LIST):
         return FixedList.of(text.removeprefix(_LIST), *sizes)
     raise ValueError(
-        f'federation.rendezvous: "{text}" is neither "file:///FOLDER", a folder that all replicas can write, nor '
+        f'federation.rendezvous: "{text}" is neither "file://FOLDER", a folder that all replicas can write, nor '
         '"tcp://HOST:PORT,HOST:PORT", one for each slot'
     )
 

@@ -143,7 +143,7 @@ def test_a_list_has_an_address_for_each_slot_or_each_rank() -> None:
         ("tcp://a:1", "1 addresses, but there are 2 slots"),
         ("tcp://a:1,b", '"b" is not HOST:PORT'),
         ("tcp://a:1,b:99999", '"b:99999" is not HOST:PORT'),
-        ("file://relative", "is neither"),
+        ("file://", "is neither"),
         ("/a/folder", "is neither"),
     ],
 )
