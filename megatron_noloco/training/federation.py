@@ -79,6 +79,10 @@ def _network(config: RunConfig, replica_size: int) -> Network:
     return Network(rendezvous, run, keys, reachable_address)
 
 
+class NothingToContinueError(RuntimeError):
+    """A replica has nothing from which it could join the others."""
+
+
 class KeepingUp:
     """Which local step comes next, in a federation.
 
@@ -98,13 +102,21 @@ class KeepingUp:
         self._longest_seconds = config.noloco.deadline_seconds
 
     def start(self, done: int) -> bool:
-        """Before the first local step: tell where this rank is; whether those to start with came in time."""
+        """Before the first local step: tell where this rank is; whether those to start with came in time.
+
+        Raises NothingToContinueError for a replica that has no weights yet while the others have trained.
+        """
         round_index, fragment = next_after(done, self._local_steps, self._fragments)
         over = round_index * self._fragments + fragment - 1
         if over >= 0:
             self._transport.partners.begin(over, None)
             self._transport.partners.end(over, 0)
         came = self._transport.wait_for(self._start_with - 1, self._longest_seconds)
+        if not self._transport.partners.agree(done > 0 or self._ahead(0) == 0):
+            raise NothingToContinueError(
+                "the others have trained already, and this replica has no checkpoint: its weights would spoil "
+                "theirs; set checkpoint.load to a step folder of another replica, copied here if need be"
+            )
         return self._transport.partners.agree(came)
 
     def next_step(self, step: int) -> int:

@@ -117,9 +117,14 @@ def join_job(prepared: Prepared) -> tuple[Transport, Start]:
 def checkpoint_settings(config: RunConfig, topology: Topology) -> CheckpointSettings:
     """What the run wants of its checkpoints; each job of a federation has its own, in its replica's folder."""
     checkpoint, output_dir = config.checkpoint, Path(config.training.output_dir)
+    folder, others = output_dir / "checkpoints", []
+    if topology.slots:
+        folder = output_dir / f"replica_{topology.slot:02d}" / "checkpoints"
+        others = [path for path in sorted(output_dir.glob("replica_*/checkpoints")) if path != folder]
     return CheckpointSettings(
-        folder=(output_dir / f"replica_{topology.slot:02d}" if topology.slots else output_dir)
-        / "checkpoints",
+        folder=folder,
+        others=tuple(others),
+        margin=config.federation.rounds_behind * config.noloco.local_steps,
         run=config.to_dict(),
         completed=_completed,
         keep_last=checkpoint.keep_last,

@@ -96,11 +96,26 @@ class Federation:
             assert all(process.is_alive() for process in self._running[replica]), self.told(replica)
             time.sleep(_LOOK_SECONDS)
 
-    def partners(self, replica: int) -> list[int]:
-        """In how many rounds it met each partner."""
-        return [
-            partner for row in self.rows(replica) if "round/index" in row for partner in row["round/partners"]
-        ]
+    def until_it_meets_others(self, replica: int, after: int) -> None:
+        """Until a replica has had a round that was no bye, later than a step."""
+        deadline = time.monotonic() + LONGEST_SECONDS
+        while not any(row["step"] > after and row.get("round/partners") for row in self.rows(replica)):
+            assert time.monotonic() < deadline, self.told(replica)
+            assert all(process.is_alive() for process in self._running[replica]), self.told(replica)
+            time.sleep(_LOOK_SECONDS)
+
+    def stop(self) -> None:
+        """Ask all jobs that run to end, and wait."""
+        for replica in self._running:
+            self.signal(replica, signal.SIGTERM)
+        self.wait()
+
+    def exit_codes(self, replica: int) -> list[int | None]:
+        """Of a job that ends by itself."""
+        processes = self._running.pop(replica)
+        for process in processes:
+            process.join(LONGEST_SECONDS)
+        return [process.exitcode for process in processes]
 
     def missed(self, replica: int) -> int:
         """Rounds that were byes though the plan had a partner."""

@@ -86,15 +86,15 @@ def test_separate_jobs_train_as_one_job_does(
     assert len({tuple(of_replica) for of_replica in losses}) == slots, "each has data of its own"
 
 
-def test_a_replica_is_killed_and_comes_back(tmp_path: Path, text: str) -> None:
-    """The others go on; it continues from its own checkpoint, where the others are."""
+def test_a_replica_is_killed_and_comes_back_and_a_new_one_joins(tmp_path: Path, text: str) -> None:
+    """The others go on. It continues from its own checkpoint or a newer one of theirs; the new one from theirs."""
     more = {
         "federation": {"start_with": 3, "rounds_behind": 2},
-        "training": {"train_iters": 120},
+        "training": {"train_iters": 100_000},
         "checkpoint": {"save_interval": 4},
-        "evaluation": {"iters": 2},
+        "evaluation": {"interval": 10, "iters": 2},
     }
-    with Federation(tmp_path, changes(text, 3, **more)) as federation:
+    with Federation(tmp_path, changes(text, 4, **more)) as federation:
         for replica in range(3):
             federation.start(replica)
         federation.until(2, 10)
@@ -102,15 +102,31 @@ def test_a_replica_is_killed_and_comes_back(tmp_path: Path, text: str) -> None:
         killed_at = federation.rows(2)[-1]["step"]
         federation.until(0, killed_at + 20)
         federation.start(2)
-        federation.wait()
+        federation.until_it_meets_others(2, after=killed_at)
+        federation.start(3)
+        federation.until_it_meets_others(3, after=killed_at)
+        federation.stop()
         assert "continuing from" in federation.told(2)
-        assert "going on at iteration" in federation.told(2)
-        assert "| replica 2 " in federation.told(0) or "| replica 2 " in federation.told(1)
+        assert "replica 3 is new: a clone of replica" in federation.told(3)
         assert federation.missed(0) + federation.missed(1) > 0
-        later = [row for row in federation.rows(2) if row["step"] > killed_at + 4 and "round/index" in row]
-        assert any(row["round/partners"] for row in later), "it meets the others again"
         losses = [federation.rows(replica, "evaluation")[-1]["validation/loss"] for replica in range(3)]
         assert max(losses) < 5.0, "of 5.6 at the start"
+
+
+def test_a_replica_without_weights_does_not_join_those_that_have_trained(tmp_path: Path, text: str) -> None:
+    more = {
+        "federation": {"start_with": 1, "rounds_behind": 2},
+        "training": {"train_iters": 100_000},
+        "checkpoint": {"save_interval": 0},
+    }
+    with Federation(tmp_path, changes(text, 2, **more)) as federation:
+        federation.start(0)
+        federation.until(0, 20)
+        federation.start(1)
+        assert federation.exit_codes(1) == [1]
+        assert "this replica has no checkpoint: its weights would spoil theirs" in federation.told(1)
+        assert "Traceback" not in federation.told(1)
+        federation.stop()
 
 
 def test_a_stopped_replica_costs_one_deadline_and_is_skipped_then(tmp_path: Path, text: str) -> None:
