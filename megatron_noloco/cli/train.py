@@ -32,11 +32,11 @@ def _train(args: argparse.Namespace) -> int:
     # Imports Megatron-core and DeepSpeed, which takes seconds: only for a run that can start.
     from megatron_noloco.outer import PartnerTimeoutError
     from megatron_noloco.training.build import build
-    from megatron_noloco.training.federation import NothingToContinueError
+    from megatron_noloco.training.federation import UntrainedError
 
     try:
         return 0 if build(prepared, *joined, args.progress).train() else FAILURE
-    except (PartnerTimeoutError, NothingToContinueError) as error:
+    except (PartnerTimeoutError, UntrainedError) as error:
         raise StoppedError(str(error)) from None
     except (ValueError, OSError) as error:  # input was checked before: this needs a traceback
         raise RuntimeError("training failed") from error

@@ -79,17 +79,17 @@ class Counterparts:
         return self._patience.deadline.seconds
 
     def begin(self, number: int, rank: int | None) -> str:
-        self._service.do(partial(self._service.begin, number))
-        return "" if rank is None else self._why_not(self._service.peers[rank], number)
+        self._service.do(partial(self._service.desk.begin, number))
+        return "" if rank is None else self._why_not(self._service.desk.peers[rank], number)
 
     def end(self, number: int, void_below: int) -> None:
-        self._service.do(partial(self._service.end, number, void_below))
+        self._service.do(partial(self._service.desk.end, number, void_below))
 
     def record(self, rank: int, seconds: float | None) -> None:
         if seconds is not None:
             self._patience.deadline.add(seconds)
         else:
-            peer = self._service.peers[rank]
+            peer = self._service.desk.peers[rank]
             self._suspects[rank] = peer.epoch, peer.begun
 
     def agree(self, yes: bool) -> bool:

@@ -15,7 +15,13 @@ _SEND_QUEUE = 16  # messages that ZeroMQ holds for a link: some chunks, so that 
 _AT_ONCE = 8  # chunks handed to ZeroMQ before other work has its turn
 _RECONNECT_MILLISECONDS = (100, 2000)
 _UNACKNOWLEDGED_MILLISECONDS = 10_000  # after which TCP gives a connection up
-_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+_EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
 
 Chunks = Iterator[tuple[bytes, np.ndarray]]
 
@@ -106,11 +112,10 @@ class Link:
         self._chunks.clear()
         self._next, self._hello, self.waiting = None, b"", False
 
-    def events(self) -> Iterator[bool]:
-        """Whether the connection stands, each time that this has changed."""
+    def events(self) -> Iterator[int]:
+        """What has happened to the connection: it stands, is lost, or cannot be made because of the keys."""
         while self.monitor.poll(0):
-            event = parse_monitor_message(self.monitor.recv_multipart())["event"]
-            yield event == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            yield parse_monitor_message(self.monitor.recv_multipart())["event"]
 
     def close(self, linger_milliseconds: int = 0) -> None:
         self.socket.disable_monitor()

@@ -1,8 +1,4 @@
-"""The thread of a rank that owns its sockets: it moves messages while the rank computes.
-
-All that arrives is checked against what was asked for. What does not fit is dropped and counted; it never raises
-and never makes memory grow. Other threads ask for work with `do`, and read `peers` without changing anything.
-"""
+"""The thread of a rank that owns its sockets: it moves messages while the rank computes."""
 
 import os
 import queue
@@ -10,40 +6,22 @@ import sys
 import threading
 import time
 import traceback
-from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
 import zmq
 
-from megatron_noloco.federation.frames import SIZE, Frame, Kind, read
+from megatron_noloco.federation.desk import Desk, Member
+from megatron_noloco.federation.frames import SIZE
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.link import Address, Link
-from megatron_noloco.federation.peer import MOST_WANTS, Peer, Receive, Send
 
 HELLO_SECONDS = 0.5  # between two
 _AT_ONCE = 16  # frames received before other work has its turn
 _RECEIVE_QUEUE = 16  # frames that ZeroMQ holds for each connection; then TCP holds back the sender
 _ENCRYPTED_MORE = 64  # bytes, at least those that CURVE adds to a message
-_UNKNOWN = "has not been heard of: its address is not known"
+_LINGER_MILLISECONDS = 2000
 _ZAP = "inproc://zeromq.zap.01"
-
-
-@dataclass(frozen=True)
-class Member:
-    """This process, as the others know it.
-
-    Attributes:
-        rank: unique in the federation.
-        run: a number of the run: jobs of another run, or another model, have another one.
-        epoch: of the process; a later process of the same rank has a larger one.
-    """
-
-    rank: int
-    run: int
-    epoch: int
 
 
 class Service:
@@ -56,37 +34,28 @@ class Service:
 
     Attributes:
         endpoint: where it is bound.
-        peers: by rank.
-        dropped: how often something arrived that was not wanted, by reason.
+        desk: its methods are work for `do`.
 
     Raises ValueError when it cannot be bound.
     """
 
     def __init__(
-        self, member: Member, counterparts: list[int], listen: str, longest_chunk: int, keys: Keys | None
+        self, member: Member, counterparts: Iterable[int], listen: str, longest_chunk: int, keys: Keys | None
     ) -> None:
-        self.peers: Mapping[int, Peer] = {rank: Peer(rank) for rank in counterparts}
-        self.dropped: Counter[str] = Counter()
-        self._member = member
+        self._links: dict[int, Link] = {}
+        self.desk = Desk(member, counterparts, self._links)
         self._keys = keys
         self._context: zmq.Context[Any] = zmq.Context()
-        self._links: dict[int, Link] = {}
-        self._receives: dict[int, Receive] = {}  # by ticket
-        self._tickets = 0
-        self._begun = self._over = -1
-        self._void_below = 0  # tag
-        self._told: set[str] = set()
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK)
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.linger = 0
         self._inbox.rcvhwm = _RECEIVE_QUEUE
         self._inbox.maxmsgsize = max(longest_chunk, SIZE) + _ENCRYPTED_MORE
-        self._gate: zmq.Socket[Any] | None = None
+        self._gate = self._context.socket(zmq.REP)  # asks whether a key may come in; never without keys
+        self._gate.linger = 0
+        self._gate.bind(_ZAP)
         if keys is not None:
-            self._gate = self._context.socket(zmq.REP)
-            self._gate.linger = 0
-            self._gate.bind(_ZAP)
             keys.listening(self._inbox)
         try:
             self._inbox.bind(listen)
@@ -98,10 +67,8 @@ class Service:
         self._thread = threading.Thread(target=self._run, name="federation", daemon=True)
         self._thread.start()
 
-    # For other threads
-
     def do(self, work: Callable[[], None]) -> None:
-        """Have something done by the thread of the service, soon and in the order of the calls."""
+        """Have something done by the thread of the service, soon and in the order of the calls. For any thread."""
         self._work.put(work)
         os.eventfd_write(self._bell, 1)
 
@@ -111,80 +78,42 @@ class Service:
             self.do(self._close)
             self._thread.join()
 
-    # Work for `do`
-
     def connect(self, rank: int, address: Address) -> None:
-        """Reach a counterpart there; nothing changes where that is known."""
+        """Work for `do`: reach a counterpart there. Nothing changes where that is known."""
         link = self._links.get(rank)
         if link is not None and link.address == address:
             return
         if link is not None:
-            self._lost(self.peers[rank], "has another address now")
+            self._lost(rank, "has another address now")
             link.close()
         self._links[rank] = Link(self._context, address, self._keys)
 
-    def send(self, rank: int, send: Send) -> None:
-        if rank not in self._links:
-            send.landing.report(ConnectionError(f"rank {rank} {_UNKNOWN}"))
-            return
-        peer = self.peers[rank]
-        peer.posted[send.tag].append(send)
-        self._match(peer, send.tag)
-
-    def receive(self, receive: Receive) -> None:
-        if receive.rank not in self._links:
-            receive.landing.report(ConnectionError(f"rank {receive.rank} {_UNKNOWN}"))
-            return
-        self._tickets += 1
-        self._receives[self._tickets] = receive
-        self._control(
-            receive.rank,
-            self._frame(
-                Kind.WANT,
-                tag=receive.tag,
-                number=self._tickets,
-                length=receive.message.buffer.nbytes,
-                dtype=receive.dtype,
-            ),
-        )
-
-    def begin(self, number: int) -> None:
-        """Tell the others that this exchange has begun here."""
-        self._begun = number
-        self._hello_all()
-
-    def end(self, number: int, void_below: int) -> None:
-        """Tell the others that this exchange is over here, and that what has a smaller tag is void."""
-        self._over, self._void_below = number, max(self._void_below, void_below)
-        for peer in self.peers.values():
-            self._drop(peer, self._void_below, "")
-        self._hello_all()
-
-    # The thread
+    def _close(self) -> None:
+        self._closing = True
 
     def _run(self) -> None:
         try:
             next_hello = 0.0
             while not self._closing:
                 if (now := time.monotonic()) >= next_hello:
-                    self._hello_all()
+                    self.desk.greet()
                     next_hello = now + HELLO_SECONDS
                 self._turn(max(0.0, next_hello - now))
         except Exception:
-            sys.stderr.write(f"rank {self._member.rank}: the federation's thread has failed\n")
+            sys.stderr.write(f"rank {self.desk.member.rank}: the federation's thread has failed\n")
             traceback.print_exc()
         finally:
-            for peer in self.peers.values():
-                self._lost(peer, "cannot be reached: this rank's messages have stopped")
+            for rank in self._links:
+                self._lost(rank, "cannot be reached: this rank's messages have stopped", drop_link=False)
             for link in self._links.values():
-                link.close(2000 if self._closing else 0)
+                link.close(_LINGER_MILLISECONDS if self._closing else 0)
             self._context.destroy()
 
     def _turn(self, seconds: float) -> None:
         """Wait for something to do, and do it."""
         poller = zmq.Poller()
-        gates = [self._gate] if self._gate is not None else []
-        for readable in (self._bell, self._inbox, *gates, *(link.monitor for link in self._links.values())):
+        monitors = (link.monitor for link in self._links.values())
+        for readable in (self._bell, self._inbox, self._gate, *monitors):
             poller.register(readable, zmq.POLLIN)
         for link in self._links.values():
             if link.waiting:
@@ -194,22 +123,32 @@ class Service:
             os.eventfd_read(self._bell)
             while not self._work.empty():
                 self._work.get()()
-        if self._keys is not None and self._gate is not None and self._gate in ready:
+        if self._keys is not None and self._gate in ready:
             self._gate.send_multipart(self._keys.answer(self._gate.recv_multipart()))
         for rank, link in self._links.items():
-            for connected in link.events():
-                self._connected(self.peers[rank], link, connected)
+            for event in link.events():
+                self._notice(rank, event)
             if link.waiting and link.socket in ready:
                 link.flush()
         if self._inbox in ready:
             self._read_inbox()
 
-    def _connected(self, peer: Peer, link: Link, connected: bool) -> None:
-        peer.connected = connected
-        if connected:
-            link.hello(self._hello())
+    def _notice(self, rank: int, event: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.desk.peers[rank].connected = True
+            self.desk.greet(rank)
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._lost(rank, "has gone: the connection was lost")
         else:
-            self._lost(peer, "has gone: the connection was lost")
+            self.desk.say(f"rank {rank} cannot be joined: both need the same key file, or encryption none")
+
+    def _lost(self, rank: int, why: str, drop_link: bool = True) -> None:
+        """Whatever is under way with it has failed."""
+        peer = self.desk.peers[rank]
+        peer.connected = False
+        self.desk.drop(peer, why=why)
+        if drop_link:
+            self._links[rank].drop_all()
 
     def _read_inbox(self) -> None:
         for _ in range(_AT_ONCE):
@@ -217,134 +156,4 @@ class Service:
                 header, *data = self._inbox.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 return
-            reason = self._take(header.bytes, data) if len(header) == SIZE else "no frame"
-            if reason:
-                self.dropped[reason] += 1
-
-    def _take(self, header: bytes, data: list[Any]) -> str:
-        """Act on what has arrived; returns why it is dropped, if it is."""
-        frame = read(header)
-        if frame is None:
-            return "no frame"
-        peer = self.peers.get(frame.sender)
-        if peer is None:
-            return "unknown sender"
-        if frame.run != self._member.run:
-            self._say(
-                f"rank {frame.sender} is refused: its job has another seed, model, method or number of slots"
-            )
-            return "another run"
-        if len(data) != (frame.kind == Kind.DATA):
-            return "wrong parts"
-        if frame.epoch < peer.epoch:
-            return "earlier process"
-        if frame.kind in (Kind.HELLO, Kind.WANT):
-            if frame.epoch > peer.epoch:
-                self._lost(peer, "was started anew")
-                peer.epoch, peer.begun, peer.over = frame.epoch, -1, -1
-            peer.heard = time.monotonic()
-            return self._take_hello(peer, frame) if frame.kind == Kind.HELLO else self._take_want(peer, frame)
-        if (frame.epoch, frame.to_epoch) != (peer.epoch, self._member.epoch):
-            return "earlier process"
-        peer.heard = time.monotonic()
-        if frame.kind == Kind.DONE:
-            send = peer.unconfirmed.pop(frame.number, None)
-            if send is None:
-                return "unknown ticket"
-            send.landing.report(send.whole.arrival)
-            return ""
-        return self._take_data(frame, np.frombuffer(data[0].buffer, np.uint8))
-
-    def _take_hello(self, peer: Peer, frame: Frame) -> str:
-        peer.begun, peer.over = frame.number - 1, frame.offset - 1
-        self._drop(peer, frame.tag, "has ended this exchange")
-        return ""
-
-    def _take_want(self, peer: Peer, frame: Frame) -> str:
-        if frame.tag < self._void_below:
-            return "void"
-        if peer.wants_waiting() >= MOST_WANTS:
-            return "too many wants"
-        peer.wants[frame.tag].append(frame)
-        self._match(peer, frame.tag)
-        return ""
-
-    def _take_data(self, frame: Frame, data: np.ndarray) -> str:
-        receive = self._receives.get(frame.number)
-        if receive is None:
-            return "unknown ticket"
-        if not receive.take(frame, data):
-            return "wrong chunk"
-        if receive.complete:
-            del self._receives[frame.number]
-            self._control(
-                frame.sender,
-                self._frame(Kind.DONE, tag=frame.tag, number=frame.number, to_epoch=frame.epoch),
-            )
-        return ""
-
-    def _match(self, peer: Peer, tag: int) -> None:
-        for send, want in peer.match(tag):
-            if (want.length, want.dtype) != (send.message.buffer.nbytes, send.dtype):
-                problem = (
-                    f"expects {want.length} bytes where {send.message.buffer.nbytes} are sent (tag {tag})"
-                )
-                send.landing.report(ConnectionError(f"rank {peer.rank} {problem}"))
-                self._say(f"rank {peer.rank} {problem}, or another type of numbers")
-                continue
-            if want.number in peer.unconfirmed:  # no ticket is given twice
-                continue
-            peer.unconfirmed[want.number] = send
-            member = self._member
-            self._links[peer.rank].chunks(
-                want.number, send.frames(want, member.run, member.rank, member.epoch)
-            )
-
-    def _lost(self, peer: Peer, why: str) -> None:
-        """Whatever is under way with it has failed."""
-        peer.connected = peer.connected and why.startswith("was started")
-        self._drop(peer, None, why)
-        if peer.rank in self._links and not peer.connected:
-            self._links[peer.rank].drop_all()
-
-    def _drop(self, peer: Peer, below_tag: int | None, why: str) -> None:
-        """End what is under way with a peer under smaller tags (None: all); `why` is told to who waits for it."""
-        error = ConnectionError(f"rank {peer.rank} {why}")
-        sends, tickets = peer.drop_sends(below_tag)
-        if tickets and peer.rank in self._links:
-            self._links[peer.rank].drop(tickets)
-        for ticket, receive in list(self._receives.items()):
-            if receive.rank == peer.rank and (below_tag is None or receive.tag < below_tag):
-                del self._receives[ticket]
-                if why:
-                    receive.landing.report(error)
-        for send in sends:
-            if why:
-                send.landing.report(error)
-
-    def _control(self, rank: int, frame: Frame) -> None:
-        if (link := self._links.get(rank)) is not None:
-            link.control(frame.pack())
-
-    def _hello(self) -> bytes:
-        return self._frame(
-            Kind.HELLO, tag=self._void_below, number=self._begun + 1, offset=self._over + 1
-        ).pack()
-
-    def _hello_all(self) -> None:
-        for rank, link in self._links.items():
-            if self.peers[rank].connected:
-                link.hello(self._hello())
-
-    def _frame(self, kind: Kind, **fields: int) -> Frame:
-        member = self._member
-        return Frame(kind, member.run, member.rank, member.epoch, **fields)
-
-    def _say(self, line: str) -> None:
-        """Once."""
-        if line not in self._told:
-            self._told.add(line)
-            sys.stderr.write(f"rank {self._member.rank}: {line}\n")
-
-    def _close(self) -> None:
-        self._closing = True
+            self.desk.take(header.bytes if len(header) == SIZE else b"", data)

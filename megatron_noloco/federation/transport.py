@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron_noloco.federation.counterparts import Counterparts, Patience
+from megatron_noloco.federation.desk import Member
 from megatron_noloco.federation.frames import DTYPE_CODES
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.link import Address
 from megatron_noloco.federation.peer import Receive, Send
 from megatron_noloco.federation.rendezvous import Rendezvous, reachable
-from megatron_noloco.federation.service import Member, Service
+from megatron_noloco.federation.service import Service
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.chunks import Chunk, Landing, check_messages, cut
 from megatron_noloco.transport.protocol import Arrival, Message
@@ -28,7 +29,7 @@ class Network:
     """How a rank reaches the others.
 
     Attributes:
-        run: a number of the run; see `service.Member`.
+        run: a number of the run; see `desk.Member`.
         keys: None: nothing is authenticated or encrypted.
         host: gives the address of this host, where it listens at all of them.
         chunk_bytes: the same on all ranks.
@@ -125,19 +126,19 @@ class FederationTransport:
         for index, message in enumerate(receives):
             chunks = [chunk for chunk in wanted if chunk.arrival.message == index]
             receive = Receive(message.rank, tag, message, chunks, received)
-            self.service.do(partial(self.service.receive, receive))
+            self.service.do(partial(self.service.desk.receive, receive))
         for message, entire in zip(sends, whole, strict=True):
             send = Send(tag, message, cut([message], self._network.chunk_bytes), sent, entire)
-            self.service.do(partial(self.service.send, message.rank, send))
+            self.service.do(partial(self.service.desk.send, message.rank, send))
         return FederationFlight(received, sent)
 
     def present(self) -> list[int]:
         """The counterparts that are there, in ascending order."""
-        return [rank for rank, peer in self.service.peers.items() if peer.connected and peer.epoch]
+        return [rank for rank, peer in self.service.desk.peers.items() if peer.connected and peer.epoch]
 
     def begun(self) -> list[int]:
         """The exchange that each counterpart that is there began last."""
-        return [self.service.peers[rank].begun for rank in self.present()]
+        return [self.service.desk.peers[rank].begun for rank in self.present()]
 
     def wait_for(self, others: int, seconds: float) -> bool:
         """Until so many counterparts are there; False when they are not in time."""

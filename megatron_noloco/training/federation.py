@@ -79,8 +79,8 @@ def _network(config: RunConfig, replica_size: int) -> Network:
     return Network(rendezvous, run, keys, reachable_address)
 
 
-class NothingToContinueError(RuntimeError):
-    """A replica has nothing from which it could join the others."""
+class UntrainedError(RuntimeError):
+    """A replica has no weights with which it could join the others."""
 
 
 class KeepingUp:
@@ -100,38 +100,45 @@ class KeepingUp:
         self._rounds_behind = config.federation.rounds_behind
         self._start_with = config.federation.start_with
         self._longest_seconds = config.noloco.deadline_seconds
+        self._untrained = False
 
     def start(self, done: int) -> bool:
-        """Before the first local step: tell where this rank is; whether those to start with came in time.
-
-        Raises NothingToContinueError for a replica that has no weights yet while the others have trained.
-        """
+        """Before the first local step: tell where this rank is; whether those to start with came in time."""
+        self._untrained = done == 0
         round_index, fragment = next_after(done, self._local_steps, self._fragments)
         over = round_index * self._fragments + fragment - 1
         if over >= 0:
             self._transport.partners.begin(over, None)
             self._transport.partners.end(over, 0)
         came = self._transport.wait_for(self._start_with - 1, self._longest_seconds)
-        if not self._transport.partners.agree(done > 0 or self._ahead(0) == 0):
-            raise NothingToContinueError(
-                "the others have trained already, and this replica has no checkpoint: its weights would spoil "
-                "theirs; set checkpoint.load to a step folder of another replica, copied here if need be"
-            )
         return self._transport.partners.agree(came)
 
     def next_step(self, step: int) -> int:
-        """The local step (from 0) that follows when `step` would; the same on all ranks of the replica."""
+        """The local step (from 0) that follows when `step` would; the same on all ranks of the replica.
+
+        Raises UntrainedError for a replica that began anew, and finds that the others have trained long before.
+        """
         if step % self._local_steps:
             return step
-        holder = [self._ahead(step)]
+        holder = [self._phase_of_others()]
         if dist.get_world_size() > 1:
             dist.broadcast_object_list(holder, src=0)
-        return holder[0]
+        phase = holder[0]
+        if phase is None:
+            return step
+        if phase - step // self._local_steps < self._rounds_behind:
+            self._untrained = False  # or as little as the others
+            return step
+        if self._untrained:
+            raise UntrainedError(
+                "the others have trained already, and this replica has no checkpoint: its weights would spoil "
+                "theirs; set checkpoint.load to a step folder of another replica, copied here if need be"
+            )
+        return phase * self._local_steps
 
-    def _ahead(self, step: int) -> int:
+    def _phase_of_others(self) -> int | None:
+        """The local phase that half of the others, at least, have reached; None where nobody is there."""
         begun = [number for number in self._transport.begun() if number >= 0]
         if not begun:
-            return step
-        phase = min(statistics.median_low(begun) // self._fragments + 1, self._last_phase)
-        behind = phase - step // self._local_steps
-        return phase * self._local_steps if behind >= self._rounds_behind else step
+            return None
+        return min(statistics.median_low(begun) // self._fragments + 1, self._last_phase)

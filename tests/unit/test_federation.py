@@ -220,7 +220,7 @@ def test_a_file_without_a_key_is_refused_in_one_line(tmp_path: Path, content: st
         Keys.read(tmp_path / "other")
 
 
-def test_members_meet_and_others_do_not(tmp_path: Path) -> None:
+def test_members_meet_and_others_do_not(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     keys, wrong = Keys.make(tmp_path / "key"), Keys.make(tmp_path / "wrong")
     folder = tmp_path / "there"
     with (
@@ -235,6 +235,14 @@ def test_members_meet_and_others_do_not(tmp_path: Path) -> None:
         assert first.present() == [1]
         assert second.present() == [0]
         assert third.present() == fourth.present() == []
+        told: list[str] = []
+
+        def all_have_told() -> bool:
+            told.extend(capfd.readouterr().err.splitlines())
+            return {line.partition(": ")[0] for line in told} == {f"rank {rank}" for rank in range(4)}
+
+        until(all_have_told)
+        assert all("cannot be joined: both need the same key file" in line for line in told)
 
 
 # What was not asked for
@@ -245,7 +253,7 @@ def test_another_run_is_refused_on_both_sides(tmp_path: Path, capfd: pytest.Capt
     places = FixedList.of(",".join(f"127.0.0.1:{port}" for port in ports), 2, 1)
     pair = [FederationTransport(Place(slot, 2), Network(places, RUN + slot), PATIENCE) for slot in range(2)]
     try:
-        until(lambda: all(one.service.dropped["another run"] > 1 for one in pair))
+        until(lambda: all(one.service.desk.dropped["another run"] > 1 for one in pair))
         assert [one.present() for one in pair] == [[], []]
     finally:
         for one in pair:
@@ -294,7 +302,7 @@ def test_garbage_is_dropped_and_changes_nothing(tmp_path: Path, seed: int) -> No
         assert partner.wait_for(1, SECONDS)
         buffer = torch.zeros(10)
         flight = victim.post([], [Message(1, buffer)], tag=5)
-        victim_epoch = victim.service._member.epoch
+        victim_epoch = victim.service.desk.member.epoch
         sound = [Frame(kind, RUN, 1, 3, 4, 5, 6, 7, 8).pack() for kind in Kind]
         attacker = context.socket(zmq.PUSH)
         attacker.connect(victim.service.endpoint)
@@ -306,10 +314,10 @@ def test_garbage_is_dropped_and_changes_nothing(tmp_path: Path, seed: int) -> No
                 with socket.create_connection((host, int(port))) as plain:
                     plain.sendall(os.urandom(draw.randrange(1, 200)))
             if count == 2000:
-                until(lambda: victim.service.dropped.total() >= 2000)
+                until(lambda: victim.service.desk.dropped.total() >= 2000)
                 before = process.memory_info().rss
         # Of the bytes on plain connections, too, ZeroMQ makes a message now and then.
-        until(lambda: victim.service.dropped.total() >= 10_000)
+        until(lambda: victim.service.desk.dropped.total() >= 10_000)
         assert process.memory_info().rss - before < 20e6
         assert flight.landed() == []
         assert not buffer.any()
@@ -324,8 +332,8 @@ def test_wants_of_a_partner_are_bounded(tmp_path: Path) -> None:
     with transport(tmp_path, 0) as first, transport(tmp_path, 1) as second:
         assert second.wait_for(1, SECONDS)
         flights = [second.post([], [Message(0, torch.zeros(1))], tag=1) for _ in range(1030)]
-        until(lambda: first.service.dropped["too many wants"] == 6)
-        assert first.service.peers[1].wants_waiting() == 1024
+        until(lambda: first.service.desk.dropped["too many wants"] == 6)
+        assert first.service.desk.peers[1].wants_waiting() == 1024
         assert flights[0].landed() == []
 
 
@@ -366,7 +374,7 @@ def test_whom_to_meet(tmp_path: Path) -> None:
         assert first.partners.begin(0, 1) == "is not there"
         with transport(tmp_path, 1) as second:
             assert first.wait_for(1, SECONDS)
-            peer = first.service.peers[1]
+            peer = first.service.desk.peers[1]
             assert first.partners.begin(0, 1) == ""
             assert first.partners.begin(3, 1) == "is behind"
             second.partners.begin(1, 0)

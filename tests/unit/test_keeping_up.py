@@ -11,7 +11,7 @@ from megatron_noloco.checkpoint import adopt as adopting
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.adopt import adopt
 from megatron_noloco.training import federation
-from megatron_noloco.training.federation import KeepingUp, NothingToContinueError
+from megatron_noloco.training.federation import KeepingUp, UntrainedError
 
 
 class Others:
@@ -81,11 +81,23 @@ def test_a_replica_tells_where_it_continues(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_new_weights_do_not_join_trained_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    keeping_up(monkeypatch, [0])[0].start(0)
-    with pytest.raises(
-        NothingToContinueError, match=r"no checkpoint: .* set checkpoint.load to a step folder"
-    ):
-        keeping_up(monkeypatch, [7])[0].start(0)
+    own, others = keeping_up(monkeypatch, [])
+    own.start(0)
+    assert own.next_step(10) == 10, "nobody is there"
+    others.numbers = [7]
+    with pytest.raises(UntrainedError, match=r"no checkpoint: .* set checkpoint.load to a step folder"):
+        own.next_step(20)
+
+
+@pytest.mark.parametrize("start", [0, 10])
+def test_who_has_trained_with_the_others_or_before_may_fall_behind(
+    monkeypatch: pytest.MonkeyPatch, start: int
+) -> None:
+    own, others = keeping_up(monkeypatch, [0])
+    own.start(start)
+    assert own.next_step(10) == 10
+    others.numbers = [7]
+    assert own.next_step(20) == 80
 
 
 def steps_of(folder: Path) -> list[int | None]:
