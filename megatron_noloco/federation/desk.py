@@ -16,6 +16,7 @@ import numpy as np
 from megatron_noloco.federation.frames import Frame, Kind, read
 from megatron_noloco.federation.link import Chunks
 from megatron_noloco.federation.peer import MOST_WANTS, Peer, Receive, Send
+from megatron_noloco.transport.protocol import WithdrawnError
 
 
 @dataclass(frozen=True)
@@ -109,9 +110,8 @@ class Desk:
             if rank in ranks or (not ranks and self.peers[rank].connected):
                 way.hello(hello)
 
-    def drop(self, peer: Peer, below_tag: int | None = None, why: str = "") -> None:
-        """End what is under way with a peer under smaller tags (None: all); `why` is told to who waits for it."""
-        error = ConnectionError(f"rank {peer.rank} {why}")
+    def drop(self, peer: Peer, below_tag: int | None = None, failure: ConnectionError | None = None) -> None:
+        """End what is under way with a peer under smaller tags (None: all); who waits for it gets `failure`."""
         sends, tickets = peer.drop_sends(below_tag)
         if tickets:
             self._ways[peer.rank].drop(tickets)
@@ -120,8 +120,9 @@ class Desk:
             if receive.rank == peer.rank and (below_tag is None or receive.tag < below_tag):
                 del self._receives[ticket]
                 landings.append(receive.landing)
-        for landing in landings if why else ():
-            landing.report(error)
+        if failure is not None:
+            for landing in landings:
+                landing.report(failure)
 
     def say(self, line: str) -> None:
         """Tell a person, once."""
@@ -157,13 +158,13 @@ class Desk:
         ):
             return "earlier process"
         if frame.epoch > peer.epoch:
-            self.drop(peer, why="was started anew")
+            self.drop(peer, failure=ConnectionError(f"rank {peer.rank} was started anew"))
             peer.epoch, peer.begun, peer.over = frame.epoch, -1, -1
         peer.heard = time.monotonic()
         match frame.kind:
             case Kind.HELLO:
                 peer.begun, peer.over = frame.number - 1, frame.offset - 1
-                self.drop(peer, frame.tag, "has ended this exchange")
+                self.drop(peer, frame.tag, WithdrawnError(f"rank {peer.rank} has ended this exchange"))
                 return ""
             case Kind.WANT:
                 return self._take_want(peer, frame)

@@ -146,7 +146,7 @@ class Service:
         """Whatever is under way with it has failed."""
         peer = self.desk.peers[rank]
         peer.connected = False
-        self.desk.drop(peer, why=why)
+        self.desk.drop(peer, failure=ConnectionError(f"rank {rank} {why}"))
         if drop_link:
             self._links[rank].drop_all()
 

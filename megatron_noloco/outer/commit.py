@@ -31,7 +31,7 @@ from megatron_noloco.outer.patience import PartnerTimeoutError
 from megatron_noloco.outer.spans import Ranges
 from megatron_noloco.outer.tags import Channel, tag_of
 from megatron_noloco.plans.grouping import Group
-from megatron_noloco.transport.protocol import ExchangeTimeoutError, Flight, Message, Partners
+from megatron_noloco.transport.protocol import ExchangeTimeoutError, Flight, Message, Partners, WithdrawnError
 
 _FAILURES = (PartnerTimeoutError, ExchangeTimeoutError, ConnectionError)
 
@@ -126,11 +126,10 @@ class CommittedExchange:
         self._wait_for_token()
         if not self._partners.agree(self._failure is None):
             self._miss(_short(self._failure) or "did not answer another rank")
-            self.report.in_doubt = True
+            self.report.in_doubt = not isinstance(self._failure, WithdrawnError)
             return False
-        with suppress(
-            *_FAILURES
-        ):  # it must not be void before it is there; the partner reports what it knows
+        # The token must not be void before it is there. Where it does not arrive, the partner is in doubt, not we.
+        with suppress(*_FAILURES):
             prepared.finish(self._exchange.patience.deadline_seconds)
         return True
 

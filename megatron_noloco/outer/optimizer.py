@@ -88,6 +88,8 @@ class OuterOptimizer:
     ) -> None:
         if grouping.replicas != place.replicas:
             raise ValueError(f"the grouping is one of {grouping.replicas} replicas, not {place.replicas}")
+        if transport.partners is not None and grouping.group_size > 2:
+            raise ValueError(f"separate jobs exchange in pairs, not in groups of {grouping.group_size}")
         self.weights = weights
         self.transport = transport
         self.place = place

@@ -44,6 +44,10 @@ class ExchangeTimeoutError(TimeoutError):
         self.waited_seconds = waited_seconds
 
 
+class WithdrawnError(ConnectionError):
+    """The other side has said that it no longer takes part in this exchange."""
+
+
 class Flight(Protocol):
     """Messages under way."""
 

@@ -21,6 +21,9 @@ from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.link import Address
 from megatron_noloco.federation.rendezvous import FixedList, SharedFolder, reachable, rendezvous_of
 from megatron_noloco.federation.transport import FederationTransport, Network
+from megatron_noloco.outer import Channel, Exchange
+from megatron_noloco.outer.commit import CommittedExchange
+from megatron_noloco.outer.tags import tag_of
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.protocol import Message
 from tests.harness import free_port
@@ -367,6 +370,23 @@ def test_what_is_void_on_one_side_fails_on_the_other(tmp_path: Path) -> None:
         assert later.landed() == []
         second.post([Message(0, torch.ones(5))], [], tag=20)
         list(later.arrivals(SECONDS))
+
+
+def test_a_partner_that_withdraws_leaves_no_doubt(tmp_path: Path) -> None:
+    """It has sent its vector, but ends the exchange without saying that it has ours."""
+    with transport(tmp_path, 0) as first, transport(tmp_path, 1) as second:
+        assert first.wait_for(1, SECONDS)
+        assert second.wait_for(1, SECONDS)
+        ours, theirs = (Exchange(one, Place(one.rank, 2), Channel.ROUNDS, SECONDS) for one in (first, second))
+        committed = CommittedExchange(ours, first.partners)
+        second.partners.begin(4, 0)
+        committed.begin(torch.zeros(100), (0, 1), 4, "a test")
+        theirs.whole_mean(torch.ones(100), (0, 1), 4, "a test")
+        second.partners.end(4, tag_of(5, 0))
+        ((_, _, mean),) = committed.finish()
+        assert not mean.any()
+        assert committed.report.missed == "replica 1 has ended this exchange"
+        assert not committed.report.in_doubt
 
 
 def test_whom_to_meet(tmp_path: Path) -> None:
