@@ -91,12 +91,12 @@ class Desk:
 
     def begin(self, number: int) -> None:
         """Tell the others that this exchange has begun here."""
-        self._begun = number
+        self._begun = max(self._begun, number)
         self.greet()
 
     def end(self, number: int, void_below: int) -> None:
         """Tell the others that this exchange is over here, and that what has a smaller tag is void."""
-        self._over, self._void_below = number, max(self._void_below, void_below)
+        self._over, self._void_below = max(self._over, number), max(self._void_below, void_below)
         for peer in self.peers.values():
             self.drop(peer, self._void_below)
         self.greet()

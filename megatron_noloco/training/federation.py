@@ -14,6 +14,7 @@ from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.rendezvous import Rendezvous, rendezvous_of
 from megatron_noloco.federation.transport import FederationTransport, Network
 from megatron_noloco.job.join import reachable_address
+from megatron_noloco.outer.tags import tag_of
 from megatron_noloco.plans.fragments import next_after
 from megatron_noloco.plans.topology import Topology
 
@@ -105,11 +106,7 @@ class KeepingUp:
     def start(self, done: int) -> bool:
         """Before the first local step: tell where this rank is; whether those to start with came in time."""
         self._untrained = done == 0
-        round_index, fragment = next_after(done, self._local_steps, self._fragments)
-        over = round_index * self._fragments + fragment - 1
-        if over >= 0:
-            self._transport.partners.begin(over, None)
-            self._transport.partners.end(over, 0)
+        self._tell(done)
         came = self._transport.wait_for(self._start_with - 1, self._longest_seconds)
         return self._transport.partners.agree(came)
 
@@ -134,7 +131,16 @@ class KeepingUp:
                 "the others have trained already, and this replica has no checkpoint: its weights would spoil "
                 "theirs; set checkpoint.load to a step folder of another replica, copied here if need be"
             )
+        self._tell(phase * self._local_steps)
         return phase * self._local_steps
+
+    def _tell(self, done: int) -> None:
+        """The exchanges before this step are over here: nobody is to wait in one that was left out."""
+        round_index, fragment = next_after(done, self._local_steps, self._fragments)
+        over = round_index * self._fragments + fragment - 1
+        if over >= 0:
+            self._transport.partners.begin(over, None)
+            self._transport.partners.end(over, tag_of(over + 1, 0))
 
     def _phase_of_others(self) -> int | None:
         """The local phase that half of the others, at least, have reached; None where nobody is there."""

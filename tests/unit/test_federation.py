@@ -380,6 +380,7 @@ def test_a_partner_that_withdraws_leaves_no_doubt(tmp_path: Path) -> None:
         ours, theirs = (Exchange(one, Place(one.rank, 2), Channel.ROUNDS, SECONDS) for one in (first, second))
         committed = CommittedExchange(ours, first.partners)
         second.partners.begin(4, 0)
+        until(lambda: first.service.desk.peers[1].begun == 4)
         committed.begin(torch.zeros(100), (0, 1), 4, "a test")
         theirs.whole_mean(torch.ones(100), (0, 1), 4, "a test")
         second.partners.end(4, tag_of(5, 0))

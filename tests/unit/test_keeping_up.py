@@ -80,6 +80,14 @@ def test_a_replica_tells_where_it_continues(monkeypatch: pytest.MonkeyPatch) -> 
     assert others.told == []
 
 
+def test_nobody_waits_in_an_exchange_that_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, others = keeping_up(monkeypatch, [0])
+    own.start(10)
+    others.numbers, others.told = [7], []
+    assert own.next_step(20) == 80
+    assert others.told == [("begun", 7), ("over", 7)]
+
+
 def test_new_weights_do_not_join_trained_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     own, others = keeping_up(monkeypatch, [])
     own.start(0)
