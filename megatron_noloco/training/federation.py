@@ -18,6 +18,7 @@ from megatron_noloco.outer.tags import tag_of
 from megatron_noloco.plans.fragments import next_after
 from megatron_noloco.plans.topology import Topology
 
+_TRAINED_ROUNDS = 10  # after so many, weights are not to be averaged with fresh ones
 _ALIKE = ("local_steps", "pairing", "payload", "fragments", "outer_momentum", "outer_lr")
 
 
@@ -123,10 +124,11 @@ class KeepingUp:
         phase = holder[0]
         if phase is None:
             return step
-        if phase - step // self._local_steps < self._rounds_behind:
+        behind = phase - step // self._local_steps
+        if behind < self._rounds_behind:
             self._untrained = False  # or as little as the others
             return step
-        if self._untrained:
+        if self._untrained and behind >= _TRAINED_ROUNDS:
             raise UntrainedError(
                 "the others have trained already, and this replica has no checkpoint: its weights would spoil "
                 "theirs; set checkpoint.load to a step folder of another replica, copied here if need be"

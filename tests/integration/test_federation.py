@@ -121,7 +121,7 @@ def test_a_replica_without_weights_does_not_join_those_that_have_trained(tmp_pat
     }
     with Federation(tmp_path, changes(text, 2, **more)) as federation:
         federation.start(0)
-        federation.until(0, 20)
+        federation.until(0, 40)
         federation.start(1)
         assert federation.exit_codes(1) == [1]
         assert "this replica has no checkpoint: its weights would spoil theirs" in federation.told(1)

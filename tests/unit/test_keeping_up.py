@@ -89,9 +89,12 @@ def test_nobody_waits_in_an_exchange_that_was_left_out(monkeypatch: pytest.Monke
 
 
 def test_new_weights_do_not_join_trained_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(federation, "_TRAINED_ROUNDS", 5)
     own, others = keeping_up(monkeypatch, [])
     own.start(0)
     assert own.next_step(10) == 10, "nobody is there"
+    others.numbers = [4]
+    assert own.next_step(20) == 50, "they have trained little"
     others.numbers = [7]
     with pytest.raises(UntrainedError, match=r"no checkpoint: .* set checkpoint.load to a step folder"):
         own.next_step(20)
