@@ -2,10 +2,11 @@
 PYTHON ?= python3
 INSTALLED := .venv/.installed
 
-.PHONY: help setup quickstart test checks contracts evidence clean
+.PHONY: help setup quickstart federation test checks contracts evidence clean
 
 help:
 	@echo 'make quickstart   train a small Llama with 4 replicas on this machine (4 minutes on 2 cores)'
+	@echo 'make federation   three replicas as separate jobs; one is killed and comes back (1 minute)'
 	@echo 'make test         all tests but those marked slow or contract'
 	@echo 'make checks       what to run before a commit: ruff, mypy, the unit tests'
 	@echo 'make contracts    what the code relies on in Megatron-core and DeepSpeed; after a change of versions'
@@ -20,6 +21,9 @@ $(INSTALLED): requirements.txt
 
 quickstart: $(INSTALLED)
 	@PYTHON='$(CURDIR)/.venv/bin/python' sh launch/quickstart.sh
+
+federation: $(INSTALLED)
+	@PYTHON='$(CURDIR)/.venv/bin/python' sh launch/federation.sh
 
 test: $(INSTALLED)
 	@.venv/bin/python -m pytest -m 'not slow and not contract'

@@ -37,6 +37,7 @@ from megatron_noloco.pipeline.groups import build_groups
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.samples import BatchPlan
+from megatron_noloco.plans.topology import Topology
 from megatron_noloco.quiet import quieten
 from megatron_noloco.training.prepare import checkpoint_settings
 from megatron_noloco.transport.torch_dist import TorchTransport
@@ -117,7 +118,7 @@ def build(options: argparse.Namespace, folder: Path, asynchronous: bool) -> Chec
     outer = OuterOptimizer(engine.weights, TorchTransport(), place, grouping, OuterSettings())
     routes = Routing(1, config.microbatches, 0, "off").straight()
     engine.train_batch(read, routes)
-    return Checkpointer(checkpoint_settings(config), engine, outer, BatchPlan(1, 1, 1, 1))
+    return Checkpointer(checkpoint_settings(config, Topology()), engine, outer, BatchPlan(1, 1, 1, 1))
 
 
 def read(replica: int, microbatch: int) -> tuple[Tensor, Tensor, None]:

@@ -9,25 +9,27 @@ from megatron_noloco.plans.topology import Position, Topology
 FOLDED = ("slow_weights", "outer_momentum")  # whose mean over the replicas is kept
 
 
-def source_replica(replica: int, saved_replicas: int) -> int:
-    """The saved replica that `replica` continues: itself, or when there are more now, one of the old in turn."""
-    return replica % saved_replicas
+def source_replica(replica: int, saved: Topology) -> int:
+    """The saved replica that `replica` continues: itself, or where it was not saved, one of the others in turn."""
+    return saved.slot + (replica - saved.slot) % saved.replicas
 
 
-def needed(manifests: list[Manifest], replicas: int, fold: bool) -> list[Manifest]:
-    """Those whose files will be read, by one rank or another of a run of so many replicas."""
-    return [manifest for manifest in manifests if fold or manifest.position.replica < replicas]
+def needed(manifests: list[Manifest], now: Topology, fold: bool) -> list[Manifest]:
+    """Those whose files will be read, by one rank or another of a run of this layout."""
+    sources = {source_replica(replica, manifests[0].topology) for replica in now.numbers}
+    return [manifest for manifest in manifests if fold or manifest.position.replica in sources]
 
 
-def what_happened(saved_replicas: int, replicas: int, fold: bool) -> list[str]:
-    """A line per replica that was cloned, dropped or folded; nothing when their number is the same."""
+def what_happened(saved: Topology, now: Topology, fold: bool) -> list[str]:
+    """A line per replica that was cloned, dropped or folded; nothing when they are the same."""
     cloned = [
-        f"replica {replica} is new: a clone of replica {source_replica(replica, saved_replicas)}, "
+        f"replica {replica} is new: a clone of replica {source_replica(replica, saved)}, "
         f"with data of its own from here on"
-        for replica in range(saved_replicas, replicas)
+        for replica in now.numbers
+        if replica not in saved.numbers
     ]
     fate = "folded into the mean of those kept" if fold else "dropped"
-    lost = [f"replica {replica} is {fate}" for replica in range(replicas, saved_replicas)]
+    lost = [f"replica {replica} is {fate}" for replica in range(now.ensemble, saved.replicas)]
     return cloned + lost
 
 
@@ -46,7 +48,7 @@ def counters_of(manifests: list[Manifest], topology: Topology, at: Position) -> 
     Bytes add up over the ranks of a replica, so each rank takes an equal part; anything else is the largest.
     """
     saved = manifests[0].topology
-    source = source_replica(at.replica, saved.replicas)
+    source = source_replica(at.replica, saved)
     if same_sizes(saved, topology):
         return manifests[saved.rank(Position(source, at.stage, at.dp, at.tp))].counters
     counted: dict[str, list[float]] = {}

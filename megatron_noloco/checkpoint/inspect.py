@@ -52,7 +52,7 @@ def report(folder: Path, manifests: list[Manifest]) -> list[str]:
     parameters = sum(
         math.prod(shape)
         for manifest in manifests
-        if manifest.position.replica == 0 and manifest.position.dp == 0
+        if manifest.position.replica == topology.slot and manifest.position.dp == 0
         for part in manifest.layout
         for _, shape in part.parameters
     )
@@ -68,7 +68,7 @@ def report(folder: Path, manifests: list[Manifest]) -> list[str]:
         f"size: {size / 1e6:.1f} MB, {size / (parameters * topology.replicas):.1f} bytes per parameter",
         f"integrity: {sum(len(manifest.files) for manifest in manifests)} files, all checksums match",
     ]
-    for replica in range(topology.replicas):
+    for replica in topology.numbers:
         counters = manifests[topology.rank(Position(replica, topology.pp - 1, 0, 0))].counters
         if "validation_loss" in counters:
             lines.append(f"replica {replica}: validation loss {counters['validation_loss']:.4f}")
@@ -88,7 +88,7 @@ def _stage_spread(folder: Path, manifests: list[Manifest], stage: int) -> float:
     topology = manifests[0].topology
     squares, count = 0.0, 0
     for dp, tp in product(range(topology.dp), range(topology.tp)):
-        places = [Position(replica, stage, dp, tp) for replica in range(topology.replicas)]
+        places = [Position(replica, stage, dp, tp) for replica in topology.numbers]
         for group in range(len(manifests[topology.rank(places[0])].layout)):
             name = f"{WEIGHTS}.{group}"
             vectors = [FlatVector(catalog.file_of(folder, at, name), name) for at in places]

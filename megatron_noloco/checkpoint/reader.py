@@ -94,7 +94,7 @@ class CheckpointReader:
         places: dict[str, list[Place]] = {}
         for stage in range(self.topology.pp):
             for tp in range(self.topology.tp):
-                manifest = self.manifests[self.topology.rank(Position(0, stage, 0, tp))]
+                manifest = self.manifests[self.topology.rank(Position(self.topology.slot, stage, 0, tp))]
                 for group, part in enumerate(manifest.layout):
                     start = 0
                     for name, shape in part.parameters:

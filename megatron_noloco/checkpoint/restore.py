@@ -33,7 +33,7 @@ def restore(
     """
     groups, saved = engine.groups, manifests[0].topology
     place = groups.position
-    at = replace(place, replica=elastic.source_replica(place.replica, saved.replicas))
+    at = replace(place, replica=elastic.source_replica(place.replica, saved))
     reader = RankReader(
         CheckpointReader(folder, manifests),
         table_of(engine.stage.architecture),
@@ -43,9 +43,9 @@ def restore(
     )
     engine.restore(reader.of_weights(*PREFIXES), reader.source.engine)
     state = _outer_state(reader)
-    if settings.fold and groups.topology.replicas < saved.replicas:
+    if settings.fold and groups.topology.ensemble < saved.replicas:
         for name in filter(reader.has_vector, elastic.FOLDED):
-            shift = elastic.shift_of_mean(reader, name, saved.replicas, groups.topology.replicas)
+            shift = elastic.shift_of_mean(reader, name, saved.replicas, groups.topology.ensemble)
             state[name] += shift
             if name == WEIGHTS:
                 engine.weights.add(shift)

@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_noloco.checkpoint import catalog, compare, elastic
+from megatron_noloco.checkpoint.adopt import adopt
 from megatron_noloco.checkpoint.catalog import Manifest
 from megatron_noloco.checkpoint.files import DamagedCheckpointError, verify
 from megatron_noloco.checkpoint.settings import CheckpointSettings
@@ -46,12 +47,14 @@ def find_start(settings: CheckpointSettings, topology: Topology) -> Start:
     if load == "none":
         return _start_over(checkpoints)
     explicit = load != "auto"
+    if not explicit and dist.get_rank() == 0:
+        adopt(checkpoints, settings.others, settings.margin)
     candidates = _agreed(
         [str(Path(load))] if explicit else [str(path) for path in catalog.steps(checkpoints)]
     )
     notes: list[str] = []
     for folder in map(Path, candidates):
-        manifests, problem = _examine(folder, topology.replicas, settings.fold)
+        manifests, problem = _examine(folder, topology, settings.fold)
         problems = [text for text in _everybodys(problem) if text]
         if not problems:
             return _continue(settings, topology, folder, manifests, notes)
@@ -62,14 +65,14 @@ def find_start(settings: CheckpointSettings, topology: Topology) -> Start:
     return Start(None, notes + start.notes)
 
 
-def _examine(folder: Path, replicas: int, fold: bool) -> tuple[list[Manifest], str]:
+def _examine(folder: Path, topology: Topology, fold: bool) -> tuple[list[Manifest], str]:
     """All manifests, or what is wrong with this rank's share of the files that will be read.
 
     Which rank reads a file depends on both layouts; each file is verified once, by some rank.
     """
     try:
         manifests = catalog.read_manifests(folder)
-        needed = elastic.needed(manifests, replicas, fold)
+        needed = elastic.needed(manifests, topology, fold)
         for manifest in needed[dist.get_rank() :: dist.get_world_size()]:
             verify(catalog.replica_folder(folder, manifest.position.replica), manifest.files)
         return manifests, ""
@@ -89,7 +92,7 @@ def _continue(
     lines = [f"continuing from {folder}: step {saved.step}, {saved.consumed_samples} samples consumed"]
     lines += notes
     lines += [f"changed: {line}" for line in changed]
-    lines += elastic.what_happened(saved.topology.replicas, topology.replicas, settings.fold)
+    lines += elastic.what_happened(saved.topology, topology, settings.fold)
     newer = catalog.steps(settings.folder)  # than the step continued from, where that lies in this folder
     if folder.parent.resolve() == settings.folder.resolve():
         newer = [path for path in newer if (catalog.step_of(path) or 0) > saved.step]

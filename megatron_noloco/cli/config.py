@@ -39,7 +39,7 @@ def _check(path: str, world_size: int | None) -> None:
     from megatron_noloco.config import describe, load_config
 
     config = load_config(path)
-    world_size = config.parallel.world_size if world_size is None else world_size
+    world_size = config.world_size if world_size is None else world_size
     topology = None if world_size is None else config.topology(world_size)
 
     from megatron_noloco.training.prepare import check_start  # imports torch: only for a sound config

@@ -10,6 +10,7 @@ from megatron_noloco.job.leaving import FAILURE, usage_error
 _EXTRAS = {
     "trainer": ("deepspeed", "megatron", "pydantic", "rich", "safetensors", "tensorboard"),
     "mpi": ("mpi4py",),
+    "federation": ("zmq",),
     "huggingface": ("transformers",),
     "report": ("matplotlib",),
     "data": ("pyarrow", "tokenizers", "zstandard"),

@@ -4,7 +4,7 @@ import argparse
 from typing import NoReturn
 
 from megatron_noloco import __version__
-from megatron_noloco.cli import config, data, doctor, huggingface, reading, train
+from megatron_noloco.cli import config, data, doctor, huggingface, keys, reading, train
 from megatron_noloco.cli.errors import report
 from megatron_noloco.job.leaving import abandon_job, leave
 
@@ -34,6 +34,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_command(commands)
     config.add_command(commands)
     data.add_command(commands)
+    keys.add_command(commands)
     inspect = commands.add_parser("inspect", help="what a checkpoint holds, and whether it is complete")
     inspect.add_argument("checkpoint", help="a step folder, or a run's output_dir (its latest checkpoint)")
     inspect.set_defaults(run=_inspect)

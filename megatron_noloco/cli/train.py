@@ -13,6 +13,9 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     train.add_argument(
         "--progress", choices=("auto", "bar", "lines"), default="auto", help="auto: a bar on a terminal"
     )
+    train.add_argument(
+        "--replica", type=int, metavar="I", help="in a federation: which one this job is, from 0"
+    )
     train.set_defaults(run=_train)
 
 
@@ -23,16 +26,17 @@ def _train(args: argparse.Namespace) -> int:
 
     from megatron_noloco.training.prepare import join_job, prepare  # import torch: only for a sound config
 
-    prepared = prepare(config, os.environ)
+    prepared = prepare(config, os.environ, args.replica)
     joined = join_job(prepared)
 
     # Imports Megatron-core and DeepSpeed, which takes seconds: only for a run that can start.
     from megatron_noloco.outer import PartnerTimeoutError
     from megatron_noloco.training.build import build
+    from megatron_noloco.training.federation import UntrainedError
 
     try:
         return 0 if build(prepared, *joined, args.progress).train() else FAILURE
-    except PartnerTimeoutError as error:
+    except (PartnerTimeoutError, UntrainedError) as error:
         raise StoppedError(str(error)) from None
     except (ValueError, OSError) as error:  # input was checked before: this needs a traceback
         raise RuntimeError("training failed") from error

@@ -17,6 +17,7 @@ _BLOCK_SENTENCES = {
     "noloco": "The method: rounds between replicas, and routing.",
     "model": "The model, in Megatron's words.",
     "parallel": "The parallel layout: ranks = replicas x pipeline x data x tensor parallel sizes.",
+    "federation": "Replicas as separate jobs, which may come and go.",
     "data": "What is read.",
     "training": "The run.",
     "checkpoint": "What is saved, and where a run continues. Replaces DeepSpeed's block of the same name.",

@@ -1,7 +1,7 @@
 """The whole configuration of a run: our blocks and what DeepSpeed is given; and the values it stands for."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -17,6 +17,7 @@ from megatron_noloco.config.blocks import (
     WandbConfig,
 )
 from megatron_noloco.config.data_block import DataConfig
+from megatron_noloco.config.federation_block import FederationConfig, check_federation
 from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.config.noloco_block import NolocoConfig
 from megatron_noloco.config.wording import ConfigError, Problem, fields_of, problems_of
@@ -30,6 +31,7 @@ BLOCKS: dict[str, type[Block]] = {
     "noloco": NolocoConfig,
     "model": ModelConfig,
     "parallel": ParallelConfig,
+    "federation": FederationConfig,
     "data": DataConfig,
     "training": TrainingConfig,
     "checkpoint": CheckpointConfig,
@@ -51,6 +53,7 @@ class RunConfig:
     noloco: NolocoConfig
     model: ModelConfig
     parallel: ParallelConfig
+    federation: FederationConfig
     data: DataConfig
     training: TrainingConfig
     checkpoint: CheckpointConfig
@@ -66,6 +69,8 @@ class RunConfig:
 
     def _problems(self) -> Iterator[str]:
         replicas = self.parallel.replicas if self.parallel.replicas != "auto" else None
+        replicas = self.federation.slots or replicas
+        yield from check_federation(self.federation, self.noloco, self.parallel)
         yield from checks.check_method(self.noloco, replicas)
         yield from checks.check_rounds(self.noloco, self.training, replicas)
         yield from checks.check_phase(self.noloco)
@@ -108,21 +113,30 @@ class RunConfig:
         """The JSON object of this configuration, with all defaults written out; from_dict reads it back."""
         return {**self.deepspeed, **{name: getattr(self, name).model_dump() for name in BLOCKS}}
 
-    def topology(self, world_size: int) -> Topology:
-        """Who is where among `world_size` ranks; raises ConfigError when the numbers do not fit."""
+    def topology(self, world_size: int, slot: int = 0) -> Topology:
+        """Who is where among `world_size` ranks of this job; raises ConfigError when the numbers do not fit.
+
+        Args:
+            slot: in a federation, the number of this job's replica.
+        """
+        slots = self.federation.slots
         try:
-            topology = checks.lay_out(self.parallel, world_size)
+            if slots is None:
+                topology = checks.lay_out(self.parallel, world_size)
+            else:
+                one = checks.lay_out(self.parallel.model_copy(update={"replicas": 1}), world_size)
+                topology = replace(one, slot=slot, slots=slots)
         except ValueError as error:
             raise ConfigError([str(error)]) from None
-        problems = list(checks.check_method(self.noloco, topology.replicas))
-        problems += checks.check_copies(self.noloco, self.model, self.parallel, topology.replicas)
+        problems = list(checks.check_method(self.noloco, topology.ensemble))
+        problems += checks.check_copies(self.noloco, self.model, self.parallel, topology.ensemble)
         if problems:
             raise ConfigError(problems)
         return topology
 
     def routing(self, topology: Topology) -> Routing:
         """The plan of routes; `active` says whether any microbatch leaves its replica."""
-        return self._routing(topology.replicas)
+        return self._routing(topology.ensemble)
 
     def _routing(self, replicas: int) -> Routing:
         stages = self.parallel.pipeline_model_parallel_size
@@ -171,6 +185,18 @@ class RunConfig:
     def micro_batch_size(self) -> int:
         """Samples in a microbatch."""
         return int(self.deepspeed["train_micro_batch_size_per_gpu"])
+
+    @property
+    def world_size(self) -> int | None:
+        """Ranks of a job; None where `parallel.replicas` is "auto"."""
+        return self.parallel.world_size if self.federation.slots is None else self.replica_size
+
+    @property
+    def replica_size(self) -> int:
+        """Ranks of one replica."""
+        parallel = self.parallel
+        within_stage = parallel.data_parallel_size * parallel.tensor_model_parallel_size
+        return parallel.pipeline_model_parallel_size * within_stage
 
     @property
     def microbatches(self) -> int:

@@ -6,6 +6,7 @@ from itertools import chain
 from typing import Any
 
 from megatron_noloco.config.deepspeed_optimizer import is_muon
+from megatron_noloco.config.federation_block import FederationConfig
 from megatron_noloco.config.layers import layers_of_chunks, shown
 from megatron_noloco.config.noloco_block import NolocoConfig
 from megatron_noloco.config.run_config import RunConfig
@@ -30,17 +31,20 @@ def describe(config: RunConfig, topology: Topology, architecture: Architecture |
         f"parallel: {_layout(config, topology)}",
         f"batch per replica: {_replica_batch(config, topology)}",
         f"batch in total: {_total_batch(config, topology)}",
-        f"method: {_method(config.noloco, topology.replicas)}",
+        f"method: {_method(config.noloco, topology.ensemble)}",
         f"routing: {_routing(config.routing(topology))}",
         f"optimizer: {_optimizer(config, architecture)}",
         f"schedule: {_schedule(config.deepspeed.get('scheduler'))}",
         f"precision: {config.precision}, ZeRO stage {config.zero_stage} over the data-parallel ranks of a replica",
     ]
+    if topology.slots:
+        lines.insert(1, f"federation: {_federation(config.federation, topology)}")
     if config.noloco.enabled:
         if config.noloco.fragments > 1:
             lines.append(f"fragments: {_fragments(config.noloco)}")
         lines.append(f"overlap: {_overlap(config.noloco)}")
-        lines.append(f"outer state: {outer_state(config.noloco, topology.replicas)}")
+        kept_aside = bool(topology.slots)
+        lines.append(f"outer state: {outer_state(config.noloco, topology.ensemble, kept_aside)}")
     if architecture is not None:
         rows = architecture.padded_vocab_size
         lines.append(f"parameters: {table_of(architecture).parameter_count:,} (padded vocabulary {rows:,})")
@@ -59,6 +63,14 @@ def _layout(config: RunConfig, topology: Topology) -> str:
     return f"{' x '.join(parts)} = {count(topology.world_size, 'rank')}"
 
 
+def _federation(federation: FederationConfig, topology: Topology) -> str:
+    secure = "encrypted and authenticated" if federation.encryption == "curve" else "in the open"
+    return (
+        f"this job is replica {topology.slot} of at most {topology.slots}; exchanges {secure}; no mean model is "
+        f"evaluated"
+    )
+
+
 def _replica_batch(config: RunConfig, topology: Topology) -> str:
     samples, seq_length = config.replica_batch, config.model.seq_length
     return (
@@ -69,9 +81,9 @@ def _replica_batch(config: RunConfig, topology: Topology) -> str:
 
 
 def _total_batch(config: RunConfig, topology: Topology) -> str:
-    samples = topology.replicas * config.replica_batch
+    samples = topology.ensemble * config.replica_batch
     return (
-        f"{count(topology.replicas, 'replica')} x {config.replica_batch:,} = {count(samples, 'sample')}; "
+        f"{count(topology.ensemble, 'replica')} x {config.replica_batch:,} = {count(samples, 'sample')}; "
         f"x {config.model.seq_length:,} = {count(samples * config.model.seq_length, 'token')} per local step"
     )
 
@@ -148,14 +160,20 @@ def _overlap(noloco: NolocoConfig) -> str:
     return f"training goes on during an exchange; a round is merged {when}"
 
 
-def outer_state(noloco: NolocoConfig, replicas: int) -> str:
-    """What `outer` keeps beside the weights."""
+def outer_state(noloco: NolocoConfig, replicas: int, kept_aside: bool = False) -> str:
+    """What `outer` keeps beside the weights.
+
+    Args:
+        kept_aside: whether a mean waits until it is certain, as in a federation.
+    """
     in_pairs = noloco.group_size_among(replicas) <= 2
     of_round = {"combined vector": 4.0}
     if in_pairs and noloco.payload == "fp32":
         of_round["received vector"] = 4
     elif in_pairs:
         of_round |= {"codes": int(noloco.payload.removeprefix("int")) / 4, "sketches and steps": 0.1}
+    if kept_aside:
+        of_round["mean"] = 4
     if noloco.delays:
         of_round["snapshot"] = 4
     longest_delay = noloco.local_steps if noloco.chooses_delay else noloco.delay_steps

@@ -108,6 +108,10 @@ class ReplicaEngine:
         """
         state.restore(self._deepspeed, self.weights, tensors, numbers)
 
+    def skip(self, steps: int) -> None:
+        """Go on as after so many further local steps, with the weights as they are."""
+        state.advance(self._deepspeed, steps)
+
     def parameter_layout(self) -> list[FlatPart]:
         """Where each parameter lies in the flat weights."""
         names = {parameter: row.name for row, parameter in self.stage.named_rows()}

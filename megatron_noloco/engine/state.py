@@ -80,6 +80,13 @@ def restore(
         engine.lr_scheduler.step(step)  # the rate of that step, by this schedule
 
 
+def advance(engine: DeepSpeedEngine, steps: int) -> None:
+    """The counters and the learning rate of so many local steps later."""
+    engine.global_steps += steps
+    if engine.lr_scheduler is not None:
+        engine.lr_scheduler.step(engine.lr_scheduler.last_batch_iteration + steps)
+
+
 def _scaler(engine: DeepSpeedEngine) -> dict[str, Any]:
     """The attributes of the loss scaler, live; nothing where the scale never changes."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)

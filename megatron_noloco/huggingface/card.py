@@ -12,7 +12,7 @@ def model_card(source: Source) -> str:
     what = (
         f"the mean of {topology.replicas} replicas' slow weights"
         if len(source.replicas) > 1
-        else f"replica {source.replicas[0]} of {topology.replicas}"
+        else f"replica {source.replicas[0]} of {topology.ensemble}"
     )
     lines = [
         "---",

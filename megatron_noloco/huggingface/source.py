@@ -44,7 +44,7 @@ class Source:
         topology = self.manifests[0].topology
         counters = {
             replica: self.manifests[topology.rank(Position(replica, topology.pp - 1, 0, 0))].counters
-            for replica in range(topology.replicas)
+            for replica in topology.numbers
         }
         return {replica: figures for replica, figures in counters.items() if "validation_loss" in figures}
 
@@ -71,7 +71,7 @@ def open_source(path: Path, combine: str) -> Source:
     """
     folder = find_step_folder(path)
     manifests = catalog.read_manifests(folder)
-    everyone = list(range(manifests[0].topology.replicas))
+    everyone = list(manifests[0].topology.numbers)
     source = Source(folder, manifests, RunConfig.from_dict(manifests[0].config), everyone)
     source = replace(source, replicas=_choose(source, combine))
     with ThreadPoolExecutor() as pool:
@@ -100,5 +100,7 @@ def _choose(source: Source, combine: str) -> list[int]:
     if match is None:
         raise ValueError(f'--combine: {combine!r} is not known; use "mean", "best" or "replica=K"')
     if int(match[1]) not in source.replicas:
-        raise ValueError(f"--combine {combine}: the checkpoint has replicas 0 to {source.replicas[-1]}")
+        raise ValueError(
+            f"--combine {combine}: the checkpoint has replicas {source.replicas[0]} to {source.replicas[-1]}"
+        )
     return [int(match[1])]

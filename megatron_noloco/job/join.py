@@ -80,7 +80,7 @@ def _store_found_by_mpi(world: World) -> dist.TCPStore:
     """Rank 0 opens a store on a port that the system picks, so none is taken twice, and shares its address."""
     same_host = len(set(mpi.share_with_all(socket.gethostname()))) == 1
     if world.rank == 0:
-        address = os.environ.get("MASTER_ADDR") or (_LOCAL_HOST if same_host else _reachable_address())
+        address = os.environ.get("MASTER_ADDR") or (_LOCAL_HOST if same_host else reachable_address())
         store = _store(world, address, int(os.environ.get("MASTER_PORT", "0")))
         mpi.share_with_all(f"{address} {store.port}")
         return store
@@ -112,7 +112,7 @@ def _host_of_rank_0(world: World) -> str:
     return host
 
 
-def _reachable_address() -> str:
+def reachable_address() -> str:
     """An address of this host that other hosts can use, as far as this host can tell; else its name."""
     name = socket.gethostname()
     try:

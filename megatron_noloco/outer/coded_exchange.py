@@ -199,7 +199,7 @@ class CodedExchange(Exchange):
         )
         flight = self.transport.post(outgoing, incoming, self._tag + phase)
         self.report.bytes_sent += sum(message.buffer.nbytes for message in outgoing)
-        arrivals = self._patience.collect(flight)
+        arrivals = self.patience.collect(flight)
 
         def waits() -> Iterator[None]:
             yield from (None for arrival in arrivals if arrival is None)

@@ -49,6 +49,7 @@ class Exchange:
     Attributes:
         report: of the exchange begun last; complete when `finish` is exhausted.
         sends_from_device: whether a vector in an accelerator's memory is sent from there.
+        patience: how long it waits; may be changed between two exchanges.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Exchange:
         self._what, self._tag = "", 0
         self._exact: Ranges = ()
         self._under_way = False
-        self._patience = Patience(deadline_seconds)
+        self.patience = Patience(deadline_seconds)
         self._pieces: Generator[MeanPiece | None]
         self._kept = Kept()
 
@@ -99,7 +100,7 @@ class Exchange:
         self.report = ExchangeReport(group)
         self._what, self._exact = what, exact
         self._tag = tag_of(number, self.channel)
-        self._patience.work()
+        self.patience.work()
         posted = self._post(vector[: self.stretch]) if len(vector) else iter(())
         self._pieces = self._all_pieces(vector, posted)
         self._under_way = True
@@ -121,7 +122,7 @@ class Exchange:
         """
         if not self._under_way:
             raise RuntimeError("nothing is under way: begin comes before finish")
-        self._patience.wait()
+        self.patience.wait()
         try:
             yield from (piece for piece in self._pieces if piece is not None)
         finally:
@@ -176,7 +177,7 @@ class Exchange:
         rank, inbox = self.place.rank_of(partner), self._inbox(vector)
         flight = self.transport.post([Message(rank, vector)], [Message(rank, inbox)], self._tag)
         self.report.bytes_sent += vector.nbytes
-        arrivals = self._patience.collect(flight)
+        arrivals = self.patience.collect(flight)
 
         def pieces() -> Iterator[MeanPiece | None]:
             for arrival in arrivals:
@@ -205,7 +206,7 @@ class Exchange:
             [Message(ranks[j], slices[j]) for j in others],
             self._tag,
         )
-        arrivals = self._patience.collect(flight)
+        arrivals = self.patience.collect(flight)
 
         def pieces() -> Iterator[MeanPiece | None]:
             yield from (None for arrival in arrivals if arrival is None)
@@ -218,7 +219,7 @@ class Exchange:
             )
             self.report.bytes_sent += vector.nbytes - slices[me].nbytes + len(others) * mean.nbytes
             yield MeanPiece(parts[me].start, parts[me].stop, mean)
-            for arrival in self._patience.collect(handing_out):
+            for arrival in self.patience.collect(handing_out):
                 if arrival is None:
                     yield None
                     continue

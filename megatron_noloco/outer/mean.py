@@ -35,7 +35,15 @@ class ExchangeReport:
         0.0  # of the code, likewise: s^2 / 12 of each coded element, the rounding's variance
     )
     resent_elements: int = 0  # sent in fp32 after the code, which could not hold them
+    missed: str = ""  # whom the plan names and why it was not met: a bye instead
+    in_doubt: bool = False  # a bye here, but the other side may have taken the round for a common one
     started: float = field(default_factory=time.perf_counter, repr=False)
+
+    def become_bye(self, replica: int, missed: str) -> None:
+        """The exchange did not take place, or does not count."""
+        self.group, self.missed = (replica,), missed
+        self.squared_deviation = self.squared_error = 0.0
+        self.compared_elements = self.poisoned_elements = self.resent_elements = 0
 
     @property
     def standard_deviation(self) -> float:

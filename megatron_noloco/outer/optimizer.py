@@ -39,6 +39,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron_noloco.outer.coded_exchange import CodedExchange, Coding
+from megatron_noloco.outer.commit import CommittedExchange
 from megatron_noloco.outer.contacts import Contacts
 from megatron_noloco.outer.exchange import STRETCH, Exchange
 from megatron_noloco.outer.fragments import cut
@@ -87,6 +88,8 @@ class OuterOptimizer:
     ) -> None:
         if grouping.replicas != place.replicas:
             raise ValueError(f"the grouping is one of {grouping.replicas} replicas, not {place.replicas}")
+        if transport.partners is not None and grouping.group_size > 2:
+            raise ValueError(f"separate jobs exchange in pairs, not in groups of {grouping.group_size}")
         self.weights = weights
         self.transport = transport
         self.place = place
@@ -302,7 +305,9 @@ class OuterOptimizer:
             if bits is None
             else CodedExchange(transport, place, Channel.ROUNDS, deadline_seconds, Coding(bits, stretch))
         )
-        return Round(self._vectors, exchange, self._longest)
+        if transport.partners is None:
+            return Round(self._vectors, exchange, self._longest)
+        return Round(self._vectors, CommittedExchange(exchange, transport.partners), self._longest)
 
     @contextmanager
     def _paused(self) -> Iterator[None]:

@@ -39,6 +39,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megatron_noloco.outer.commit import CommittedExchange
 from megatron_noloco.outer.exchange import Exchange
 from megatron_noloco.outer.fragments import Fragment
 from megatron_noloco.outer.mean import ExchangeReport, MeanPiece
@@ -76,7 +77,7 @@ class Round:
         report: of the exchange; complete once it has landed.
     """
 
-    def __init__(self, vectors: OuterVectors, exchange: Exchange, longest: int) -> None:
+    def __init__(self, vectors: OuterVectors, exchange: Exchange | CommittedExchange, longest: int) -> None:
         self._vectors = vectors
         self._exchange = exchange
         self._longest = longest

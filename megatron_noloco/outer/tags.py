@@ -20,6 +20,7 @@ class Channel(IntEnum):
     LOSSES = 2
     CONTACTS = 3
     FINAL = 4
+    COMMITS = 5
 
 
 def tag_of(number: int, channel: int) -> int:

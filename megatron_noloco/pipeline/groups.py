@@ -65,20 +65,21 @@ def build_groups(
     """
     at = topology.position(dist.get_rank())
     grid = topology.grid
+    own = grid[at.replica - topology.slot]
     group = partial(_group, timeout=patience)
-    tp = group(grid[at.replica, at.stage, at.dp, :].tolist())
-    pp = group(grid[at.replica, :, at.dp, at.tp].tolist())
-    dp = group(grid[at.replica, at.stage, :, at.tp].tolist())
-    mp = group(grid[at.replica, :, at.dp, :].ravel().tolist())
-    replica = group(grid[at.replica].ravel().tolist())
+    tp = group(own[at.stage, at.dp, :].tolist())
+    pp = group(own[:, at.dp, at.tp].tolist())
+    dp = group(own[at.stage, :, at.tp].tolist())
+    mp = group(own[:, at.dp, :].ravel().tolist())
+    replica = group(own.ravel().tolist())
     alone = group([dist.get_rank()])
     tied_embedding = None
     if tied and topology.pp > 1:
         if at.stage in (0, topology.pp - 1):
-            tied_embedding = group(grid[at.replica, [0, -1], at.dp, at.tp].tolist())
+            tied_embedding = group(own[[0, -1], at.dp, at.tp].tolist())
         else:
             group([dist.get_rank()])  # of no use here, but counted
-    reachable = grid[:, :, at.dp, at.tp] if routed else grid[at.replica, :, at.dp, at.tp]
+    reachable = grid[:, :, at.dp, at.tp] if routed else own[:, at.dp, at.tp]
     forward_hops, backward_hops = group(reachable.ravel().tolist()), group(reachable.ravel().tolist())
     if torch.cuda.is_available():
         # NCCL connects a group at its first collective; at the first hop it would connect pair by pair, in the

@@ -57,7 +57,8 @@ class Topology:
     """The parallel layout of a run.
 
     rank = ((replica * pp + stage) * dp + dp_rank) * tp + tp_rank, so the tensor-parallel ranks of a stage are
-    neighbours (one node) and a replica is a contiguous block of ranks.
+    neighbours (one node) and a replica is a contiguous block of ranks. In a federation each job is one replica,
+    and counts its own ranks from 0.
 
     Attributes:
         replicas: copies of the model that meet only in rounds.
@@ -66,6 +67,8 @@ class Topology:
         tp: tensor-parallel slices of a stage.
         vpp: model chunks per stage (Megatron's interleaved schedule); these need no further ranks.
         sequence_parallel: whether activations are split over the tensor-parallel ranks outside attention and MLP.
+        slot: the number of the first replica; in a federation, of the only one of this job.
+        slots: of a federation; 0: all replicas are of this job.
     """
 
     replicas: int = 1
@@ -74,15 +77,29 @@ class Topology:
     tp: int = 1
     vpp: int = 1
     sequence_parallel: bool = False
+    slot: int = 0
+    slots: int = 0
 
     def __post_init__(self) -> None:
         for name in ("replicas", "pp", "dp", "tp", "vpp"):
             if (size := getattr(self, name)) < 1:
                 raise ValueError(f"{name} must be at least 1, not {size}")
+        if self.slots and not (self.replicas == 1 and 0 <= self.slot < self.slots):
+            raise ValueError(f"slot {self.slot} of {self.slots} must be that of one replica, from 0")
+
+    @property
+    def ensemble(self) -> int:
+        """Replicas of all jobs together; in a federation, as many as it has slots."""
+        return self.slots or self.replicas
+
+    @property
+    def numbers(self) -> range:
+        """Of the replicas of this job."""
+        return range(self.slot, self.slot + self.replicas)
 
     @property
     def world_size(self) -> int:
-        """Ranks of all replicas together."""
+        """Ranks of all replicas of this job together."""
         return self.replicas * self.replica_size
 
     @property
@@ -97,16 +114,17 @@ class Topology:
 
     def rank(self, position: Position) -> int:
         within = (position.stage * self.dp + position.dp) * self.tp + position.tp
-        return position.replica * self.replica_size + within
+        return (position.replica - self.slot) * self.replica_size + within
 
     def position(self, rank: int) -> Position:
         """Raises ValueError when `rank` is not one of this topology's."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
         replica, stage, dp, tp = np.unravel_index(rank, self.grid.shape)
-        return Position(int(replica), int(stage), int(dp), int(tp))
+        return Position(self.slot + int(replica), int(stage), int(dp), int(tp))
 
     def place(self, rank: int) -> Place:
         """What the outer optimizer of `rank` needs to know; raises ValueError as `position` does."""
         at = self.position(rank)
-        return Place(at.replica, self.replicas, at.stage, rank, self.replica_size)
+        number = self.slot * self.replica_size + rank  # in the federation
+        return Place(at.replica, self.ensemble, at.stage, number, self.replica_size)

@@ -19,6 +19,7 @@ from megatron_noloco.config import RunConfig, describe
 from megatron_noloco.data.loader import Reader, StepLoader
 from megatron_noloco.data.microbatches import MicrobatchSource
 from megatron_noloco.engine.replica import ReplicaEngine
+from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.files import write_text
 from megatron_noloco.huggingface.folder import PretrainedWeights
 from megatron_noloco.job.stopping import Stopping
@@ -40,6 +41,7 @@ from megatron_noloco.pipeline.groups import PATIENCE, Groups, build_groups
 from megatron_noloco.training.console import Console, RunFacts
 from megatron_noloco.training.delay import DelayChoice
 from megatron_noloco.training.evaluate import Evaluator
+from megatron_noloco.training.federation import KeepingUp
 from megatron_noloco.training.monitor import DELAY_STEPS, Monitor
 from megatron_noloco.training.outer import build_final_average, build_outer
 from megatron_noloco.training.prepare import Prepared, checkpoint_settings
@@ -53,7 +55,7 @@ def build(prepared: Prepared, transport: Transport, start: Start, progress: str 
     config, topology = prepared.config, prepared.topology
     stopping = Stopping(config.training.exit_duration_minutes)
     groups, stage = _model(prepared)
-    at, place, routing = groups.position, topology.place(transport.rank), config.routing(topology)
+    at, place, routing = groups.position, topology.place(dist.get_rank()), config.routing(topology)
     plan = replace(prepared.plan, start_step=start.step, start_sample=start.sample)
 
     console, writers = None, list[Writer]()
@@ -71,7 +73,7 @@ def build(prepared: Prepared, transport: Transport, start: Start, progress: str 
     order = prepared.datasets.order(config.training.seed)
     source = MicrobatchSource(prepared.datasets.train, order, plan)
     reader = Reader.at(topology, at, stage.separate_documents)
-    checkpointer = Checkpointer(checkpoint_settings(config), engine, outer, plan)
+    checkpointer = Checkpointer(checkpoint_settings(config, topology), engine, outer, plan)
     if start.folder is not None:
         restore(start.folder, start.manifests, engine, outer, checkpointer.settings)
     delay = _delay(config, outer, start)
@@ -94,6 +96,7 @@ def build(prepared: Prepared, transport: Transport, start: Start, progress: str 
         stopping=stopping,
         final_average=build_final_average(config, outer, transport, place),
         delay=delay,
+        keeping_up=KeepingUp(transport, config) if isinstance(transport, FederationTransport) else None,
     )
 
 
@@ -141,7 +144,7 @@ def _throughput(prepared: Prepared) -> Throughput:
     samples = config.replica_batch
     return Throughput(
         tokens=samples * architecture.seq_length,
-        replicas=topology.replicas,
+        replicas=topology.ensemble,
         flops_per_rank=samples * training_flops(architecture) / topology.replica_size,
         peak_tflops=config.training.peak_tflops or peak_tflops_here(config.precision),
     )
@@ -159,7 +162,7 @@ def _schedule(config: RunConfig) -> Schedule:
 
 def _synchronous_bytes_per_step(prepared: Prepared) -> float:
     """What one replica sends when a step's gradients go through a ring all-reduce over the replicas."""
-    replicas = prepared.topology.replicas
+    replicas = prepared.topology.ensemble
     bytes_per_weight = 4 if prepared.config.precision == "fp32" else 2
     return 2 * (replicas - 1) / replicas * bytes_per_weight * table_of(prepared.architecture).parameter_count
 
@@ -169,7 +172,7 @@ def _write_facts(prepared: Prepared) -> None:
     facts = {
         "version": __version__,
         "steps": prepared.config.training.train_iters,
-        "replicas": prepared.topology.replicas,
+        "replicas": prepared.topology.ensemble,
         "parameters": table_of(prepared.architecture).parameter_count,
         "synchronous_bytes_per_step": _synchronous_bytes_per_step(prepared),
         "config": prepared.config.to_dict(),

@@ -112,7 +112,8 @@ class Console:
         if self.last_evaluation is not None:
             losses = self.last_evaluation["validation/replica_losses"]
             mean = self.last_evaluation["validation/mean_model_loss"]
-            for replica, loss in enumerate(losses):
+            first = self.last_evaluation["replica"] if len(losses) == 1 else 0
+            for replica, loss in enumerate(losses, first):
                 yield f"validation loss, replica {replica}", f"{loss:.4f} nats per token"
             if len(losses) > 1 and not math.isnan(mean):
                 yield "validation loss, mean model", f"{mean:.4f} nats per token"

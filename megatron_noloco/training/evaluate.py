@@ -1,4 +1,4 @@
-"""Evaluation: the loss of every replica and of their mean model, on the same validation microbatches.
+"""Evaluation: the loss of every replica of this job and of their mean model, on the same validation microbatches.
 
 The one place where all replicas communicate. Nothing here happens between evaluations. Without the mean model
 (`evaluation.mean_model` false) only losses are exchanged; without evaluations (`evaluation.iters` 0) the
@@ -38,7 +38,9 @@ class Evaluator:
         self.sources = sources
         self.losses = losses
         self.mean_model = mean_model
-        self.replicas = engine.groups.topology.replicas
+        topology = engine.groups.topology
+        self.replicas = topology.replicas  # those that it can reach: of a federation, this one alone
+        self.alone = topology.ensemble == 1
 
     @torch.no_grad()
     def evaluate(self, done: int) -> Evaluation:
@@ -49,7 +51,8 @@ class Evaluator:
         """
         own_losses = self._losses()
         if self.replicas == 1:
-            return self._evaluation([own_losses], own_losses, math.nan)
+            mean_losses = own_losses if self.alone else [math.nan] * len(own_losses)
+            return self._evaluation([own_losses], mean_losses, math.nan)
         by_replica = self._share(own_losses, done)
         if self.mean_model is None:
             return self._evaluation(by_replica, [math.nan] * len(self.sources), math.nan)

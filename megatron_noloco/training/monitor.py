@@ -18,7 +18,7 @@ from megatron_noloco.training.record import Evaluation
 from megatron_noloco.training.throughput import Throughput, peak_memory_bytes
 
 DELAY_STEPS = "delay_steps"  # the counter that keeps what the run chose in its checkpoints
-PAUSES = Reduction(last, largest, per="run")
+PAUSES = MISSED = Reduction(last, largest, per="run")
 
 
 class Monitor:
@@ -77,6 +77,11 @@ class Monitor:
         record("round/poisoned_elements", exchange.poisoned_elements, LAST_SUM)
         record("round/payload_error", exchange.payload_error, RMS, exchange.squared_deviation)
         record("round/resent_elements", exchange.resent_elements, LAST_SUM)
+        if exchange.missed:
+            record("total/missed_rounds", 1, MISSED)
+            if exchange.in_doubt:
+                record("total/rounds_in_doubt", 1, MISSED)
+            self.say(f" round {report.round_index} bye | {exchange.missed} |")
         late = self._late.notice(exchange)
         if late is not None:
             partner, seconds = late
@@ -90,14 +95,23 @@ class Monitor:
         self.metrics.record("total/pause_seconds", pause_seconds, PAUSES)
         self.metrics.record("time/exchange_seconds", pause_seconds, PER_STEP)
 
+    def skipped(self, done: int, step: int) -> None:
+        """Local steps that are not taken: the other replicas are beyond them."""
+        self.metrics.record("total/skipped_ahead", step - done, MISSED)
+        self.say(
+            f" going on at iteration {step + 1}: the others are there | not taken: {done + 1} to {step} |"
+        )
+
+    def say(self, line: str) -> None:
+        """Show a line that is no row of numbers."""
+        if self.console is not None:
+            self.console.say(line)
+
     def delay_chosen(self, done: int, delay_steps: int) -> None:
         """From the round after step `done` on, rounds are merged so many local steps after they began."""
         self.metrics.count(DELAY_STEPS, delay_steps)
-        if self.console is not None:
-            steps = "1 local step" if delay_steps == 1 else f"{delay_steps} local steps"
-            self.console.say(
-                f" overlap from iteration {done} on | a round is merged {steps} after it began |"
-            )
+        steps = "1 local step" if delay_steps == 1 else f"{delay_steps} local steps"
+        self.say(f" overlap from iteration {done} on | a round is merged {steps} after it began |")
 
     def log(self, done: int) -> None:
         """Write a row about the steps that none was written about yet, if any; on all ranks of a replica alike."""
@@ -112,14 +126,15 @@ class Monitor:
 
     def evaluation(self, done: int, evaluation: Evaluation, seconds: float) -> None:
         """After an evaluation that took so long."""
-        own = evaluation.replica_losses[self.metrics.replica]
+        place = 0 if len(evaluation.replica_losses) == 1 else self.metrics.replica
+        own = evaluation.replica_losses[place]
         for name, figure in (
             ("evaluated_step", float(done)),
             ("validation_loss", own),
             ("mean_model_loss", evaluation.mean_model_loss),
         ):
             self.metrics.count(name, None if math.isnan(figure) else figure)
-        numbers = evaluation.numbers(self.metrics.replica) | {"time/evaluation_seconds": seconds}
+        numbers = evaluation.numbers(place) | {"time/evaluation_seconds": seconds}
         self.metrics.write("evaluation", done, numbers)
         self._interval_started += seconds
 

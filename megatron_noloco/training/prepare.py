@@ -28,6 +28,7 @@ from megatron_noloco.plans.topology import Topology
 from megatron_noloco.quiet import quieten
 from megatron_noloco.spec.architecture import Architecture
 from megatron_noloco.spec.data import RecordSource, Source, TextSource
+from megatron_noloco.training.federation import check_network, enter, slot_of
 from megatron_noloco.transport.protocol import Transport
 
 
@@ -44,13 +45,17 @@ class Prepared:
     validation: list[ValidationSource]  # one per dataset of the blend
 
 
-def prepare(config: RunConfig, environ: Mapping[str, str]) -> Prepared:
-    """Check the config against the launch and the data; raises ValueError with one clear line."""
+def prepare(config: RunConfig, environ: Mapping[str, str], replica: int | None = None) -> Prepared:
+    """Check the config against the launch and the data; raises ValueError with one clear line.
+
+    Args:
+        replica: in a federation, the number of this job's replica.
+    """
     quieten()
     world = read_world(environ)
-    topology = config.topology(world.world_size)
+    topology = config.topology(world.world_size, slot_of(config, replica))
     tokenizer, architecture = check_start(config)
-    plan = BatchPlan(topology.replicas, topology.dp, config.microbatches, config.micro_batch_size)
+    plan = BatchPlan(topology.ensemble, topology.dp, config.microbatches, config.micro_batch_size)
     evaluation = config.evaluation
     needs = Needs(
         vocab_size=architecture.vocab_size,
@@ -79,6 +84,7 @@ def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
     _check_optimizer(config.deepspeed["optimizer"])
     _check_writable(Path(config.training.output_dir))
     _check_wandb(config.wandb.enabled)
+    check_network(config)
     tokenizer = build_tokenizer(config.tokenizer)
     architecture = config.architecture(tokenizer.vocab_size)
     if config.training.pretrained is not None:
@@ -101,15 +107,24 @@ def join_job(prepared: Prepared) -> tuple[Transport, Start]:
     neighbours = ranks_on_this_host()  # asked by every rank: the variable may be set on some hosts only
     if not cuda and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // neighbours))
-    transport = choose_transport(prepared.config.noloco.transport, world)
-    return transport, find_start(checkpoint_settings(prepared.config), prepared.topology)
+    config, topology = prepared.config, prepared.topology
+    transport: Transport = (
+        enter(config, topology) if topology.slots else choose_transport(config.noloco.transport, world)
+    )
+    return transport, find_start(checkpoint_settings(config, topology), topology)
 
 
-def checkpoint_settings(config: RunConfig) -> CheckpointSettings:
-    """What the run wants of its checkpoints."""
-    checkpoint = config.checkpoint
+def checkpoint_settings(config: RunConfig, topology: Topology) -> CheckpointSettings:
+    """What the run wants of its checkpoints; each job of a federation has its own, in its replica's folder."""
+    checkpoint, output_dir = config.checkpoint, Path(config.training.output_dir)
+    folder, others = output_dir / "checkpoints", []
+    if topology.slots:
+        folder = output_dir / f"replica_{topology.slot:02d}" / "checkpoints"
+        others = [path for path in sorted(output_dir.glob("replica_*/checkpoints")) if path != folder]
     return CheckpointSettings(
-        folder=Path(config.training.output_dir) / "checkpoints",
+        folder=folder,
+        others=tuple(others),
+        margin=config.federation.rounds_behind * config.noloco.local_steps,
         run=config.to_dict(),
         completed=_completed,
         keep_last=checkpoint.keep_last,

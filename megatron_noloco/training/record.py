@@ -20,13 +20,13 @@ class DatasetLosses:
 class Evaluation:
     """Validation losses, nats per token; of a blend, in its proportions."""
 
-    replica_losses: list[float]
+    replica_losses: list[float]  # of the replicas of this job
     mean_model_loss: float  # nan where it is not evaluated
     spread: float  # standard deviation over all replicas of this rank's slow weights; nan where not compared
     datasets: list[DatasetLosses] = field(default_factory=list)  # of a blend; empty for a single dataset
 
     def numbers(self, replica: int) -> dict[str, Any]:
-        """The row that `replica` writes; what was not measured is left out."""
+        """The row that a replica writes, the `replica`-th of this job; what was not measured is left out."""
         own = self.replica_losses[replica]
         row = {
             "validation/loss": own,

@@ -13,6 +13,7 @@ from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.outer import Rounds
 from megatron_noloco.training.delay import DelayChoice
 from megatron_noloco.training.evaluate import Evaluator
+from megatron_noloco.training.federation import KeepingUp
 from megatron_noloco.training.monitor import Monitor
 from megatron_noloco.training.outer import FinalAverage
 
@@ -56,6 +57,7 @@ class Run:
     stopping: Stopping
     final_average: FinalAverage | None = None
     delay: DelayChoice | None = None  # where the run itself chooses delay_steps, and has not yet
+    keeping_up: KeepingUp | None = None  # with the other jobs of a federation
 
     def train(self) -> bool:
         """Train to the end, or until asked to stop.
@@ -79,10 +81,14 @@ class Run:
 
     def _loop(self) -> int:
         """The local steps done, counted from the beginning of the training."""
-        for step in range(self.start_step, self.schedule.steps):
-            if self.stopping.before_step(step):
-                self._leave(step)
-                return step
+        done = self.start_step
+        if self.keeping_up is not None and not self.keeping_up.start(done):
+            self.monitor.say("fewer replicas than federation.start_with are there; starting without")
+        while done < self.schedule.steps:
+            if self.stopping.before_step(done):
+                self._leave(done)
+                return done
+            step = self._next_step(done)
             done = step + 1
             started = time.perf_counter()
             self.engine.train_batch(*self.loader.step(step))
@@ -95,7 +101,15 @@ class Run:
                 self._evaluate(done)
             if self.schedule.saves(done):
                 self._save(done)
-        return max(self.start_step, self.schedule.steps)
+        return done
+
+    def _next_step(self, done: int) -> int:
+        """The number of the next local step, from 0: in a federation, some may be left out."""
+        step = done if self.keeping_up is None else self.keeping_up.next_step(done)
+        if step > done:
+            self.engine.skip(step - done)
+            self.monitor.skipped(done, step)
+        return step
 
     def _round(self, done: int, step_seconds: float) -> None:
         """What follows every local step: a round, a part of one, or nothing."""

@@ -44,6 +44,10 @@ class ExchangeTimeoutError(TimeoutError):
         self.waited_seconds = waited_seconds
 
 
+class WithdrawnError(ConnectionError):
+    """The other side has said that it no longer takes part in this exchange."""
+
+
 class Flight(Protocol):
     """Messages under way."""
 
@@ -76,6 +80,34 @@ class Flight(Protocol):
         ...
 
 
+class Partners(Protocol):
+    """Counterparts in other jobs, which come and go on their own: whom one can meet, and for how long to wait.
+
+    An exchange has a number, the same for its members. A rank begins and ends its exchanges in ascending order.
+    """
+
+    @property
+    def deadline_seconds(self) -> float:
+        """How long to wait for a partner in the next exchange."""
+        ...
+
+    def begin(self, number: int, rank: int | None) -> str:
+        """This rank comes to an exchange with `rank` (None: a bye); returns why not to meet that one, or ""."""
+        ...
+
+    def end(self, number: int, void_below: int) -> None:
+        """The exchange is over. Messages with smaller tags that are still under way are void, on both sides."""
+        ...
+
+    def record(self, rank: int, seconds: float | None) -> None:
+        """The exchange begun with `rank` took so long, or failed (None)."""
+        ...
+
+    def agree(self, yes: bool) -> bool:
+        """Whether all ranks of this replica say yes; all of them call it at the same place."""
+        ...
+
+
 class Transport(Protocol):
     """A rank's door to other ranks. Two ranks that post matching messages under one tag exchange them.
 
@@ -94,5 +126,10 @@ class Transport(Protocol):
 
     @property
     def world_size(self) -> int: ...
+
+    @property
+    def partners(self) -> Partners | None:
+        """None where all ranks are of one job, and end together."""
+        ...
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Flight: ...

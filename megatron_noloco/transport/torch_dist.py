@@ -65,6 +65,7 @@ class TorchTransport:
     device_buffers = False
     connects_lazily = False  # gloo connects all ranks of a group when it is made
     progress = "threads of gloo"
+    partners = None
 
     def __init__(
         self, group: dist.ProcessGroup | None = None, chunk_bytes: int = DEFAULT_CHUNK_BYTES

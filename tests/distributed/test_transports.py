@@ -1,11 +1,19 @@
-"""One suite, three transports: threads, torch.distributed and MPI."""
+"""One suite for all transports: threads, torch.distributed, MPI and the federation's."""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from megatron_noloco.federation.counterparts import Deadline, Patience
+from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.rendezvous import SharedFolder
+from megatron_noloco.federation.transport import FederationTransport, Network
+from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.loopback import loopback_world
 from megatron_noloco.transport.protocol import ExchangeTimeoutError, Message
 from megatron_noloco.transport.torch_dist import TorchTransport
@@ -40,7 +48,49 @@ def mpi_outcomes() -> Outcomes:
     return [line["outcomes"] for line in sorted(said(finished), key=lambda line: line["rank"])]
 
 
-@pytest.fixture(scope="module", params=[loopback_outcomes, torch_outcomes, mpi_outcomes])
+def _federated(rank: int, world_size: int, folder: Path, with_keys: bool) -> dict[str, str]:
+    """Each rank is a replica of one rank."""
+    keys = Keys.read(folder / "key") if with_keys else None
+    transport = federation(rank, world_size, folder, keys)
+    outcomes = run_suite(transport)
+    dist.barrier()
+    transport.close()
+    return outcomes
+
+
+def federation(
+    rank: int, world_size: int, folder: Path, keys: Keys | None = None, run: int = 1
+) -> FederationTransport:
+    """Of a rank that has found the others."""
+    network = Network(SharedFolder(folder, "tcp://127.0.0.1:0", run), run, keys, chunk_bytes=CHUNK_BYTES)
+    transport = FederationTransport(
+        Place(rank, world_size), network, Patience(Deadline(DEADLINE_SECONDS, DEADLINE_SECONDS))
+    )
+    assert transport.wait_for(world_size - 1, DEADLINE_SECONDS)
+    return transport
+
+
+def federation_outcomes() -> Outcomes:
+    with TemporaryDirectory() as folder:
+        return run_ranks(WORLD_SIZE, _federated, Path(folder), False, timeout=180)
+
+
+def federation_with_keys_outcomes() -> Outcomes:
+    with TemporaryDirectory() as folder:
+        Keys.make(Path(folder) / "key")
+        return run_ranks(WORLD_SIZE, _federated, Path(folder), True, timeout=180)
+
+
+TRANSPORTS = [
+    loopback_outcomes,
+    torch_outcomes,
+    mpi_outcomes,
+    federation_outcomes,
+    federation_with_keys_outcomes,
+]
+
+
+@pytest.fixture(scope="module", params=TRANSPORTS)
 def outcomes(request: pytest.FixtureRequest) -> Outcomes:
     return request.param()
 

@@ -67,7 +67,9 @@ def save(
     if losses is not None:
         counters = {"validation_loss": losses[at.replica], "mean_model_loss": 1.25, "evaluated_step": steps}
     plan = BatchPlan(topology.replicas, topology.dp, config.microbatches, config.micro_batch_size)
-    checkpointer = Checkpointer(checkpoint_settings(config), engine, NoRounds(engine.weights), plan)
+    checkpointer = Checkpointer(
+        checkpoint_settings(config, groups.topology), engine, NoRounds(engine.weights), plan
+    )
     report = checkpointer.save(steps, counters)
     assert report.error is None
     checkpointer.close()

@@ -19,6 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model/families": {"spec"},
     "config": {"spec", "plans", "model/families"},
     "outer": {"plans", "transport"},
+    "federation": {"plans", "transport"},
     "job": {"transport"},
     "pipeline": {"plans", "metrics"},
     "model": {"spec", "plans", "model/families", "pipeline"},
@@ -45,6 +46,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "model/families",
         "config",
         "outer",
+        "federation",
         "job",
         "pipeline",
         "model",
@@ -60,6 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "spec",
         "config",
         "outer",
+        "federation",
         "job",
         "data",
         "preprocess",
@@ -79,6 +82,7 @@ DOORS = {
     "megatron": (f"{PACKAGE}/model/", f"{PACKAGE}/pipeline/"),
     "mpi4py": (f"{PACKAGE}/transport/mpi.py", f"{PACKAGE}/job/", f"{PACKAGE}/doctor/pair.py"),
     "pydantic": (f"{PACKAGE}/config/",),
+    "zmq": (f"{PACKAGE}/federation/",),
 }
 WITHOUT_TORCH = tuple(f"{PACKAGE}/{room}/" for room in ("spec", "plans", "config"))
 
@@ -224,6 +228,7 @@ def test_the_picture_shows_these_rooms() -> None:
                 ("engine/a.py", "import_module('megatron.core')", "megatron"),
                 ("data/dataset.py", "from megatron.core import datasets", "megatron"),
                 ("transport/tcp.py", "from mpi4py import MPI", "mpi4py"),
+                ("transport/tcp.py", "import zmq", "zmq"),
             ]
         ),
     ],

@@ -299,18 +299,42 @@ class TestCatalog:
         assert catalog.steps(tmp_path / "nowhere") == []
 
 
+def of(replicas: int) -> Topology:
+    return Topology(replicas)
+
+
+def job(slot: int) -> Topology:
+    """One replica of a federation."""
+    return Topology(slot=slot, slots=8)
+
+
 class TestOtherNumberOfReplicas:
+    def test_a_job_of_a_federation_continues_its_own_replica_or_another(self) -> None:
+        assert elastic.source_replica(5, job(5)) == 5
+        assert elastic.source_replica(5, job(2)) == 2
+        assert elastic.source_replica(5, of(4)) == 1
+        assert elastic.what_happened(job(5), job(5), fold=False) == []
+        assert elastic.what_happened(of(4), job(1), fold=False) == []
+        assert elastic.what_happened(job(2), job(5), fold=False) == [
+            "replica 5 is new: a clone of replica 2, with data of its own from here on"
+        ]
+
     def test_more_replicas_continue_the_old_ones_in_turn(self) -> None:
-        assert [elastic.source_replica(replica, 4) for replica in range(6)] == [0, 1, 2, 3, 0, 1]
-        assert elastic.what_happened(4, 6, fold=False) == [
+        assert [elastic.source_replica(replica, of(4)) for replica in range(6)] == [0, 1, 2, 3, 0, 1]
+        assert elastic.what_happened(of(4), of(6), fold=False) == [
             "replica 4 is new: a clone of replica 0, with data of its own from here on",
             "replica 5 is new: a clone of replica 1, with data of its own from here on",
         ]
 
     def test_fewer_replicas(self) -> None:
-        assert elastic.what_happened(4, 2, fold=False) == ["replica 2 is dropped", "replica 3 is dropped"]
-        assert elastic.what_happened(4, 3, fold=True) == ["replica 3 is folded into the mean of those kept"]
-        assert elastic.what_happened(4, 4, fold=True) == []
+        assert elastic.what_happened(of(4), of(2), fold=False) == [
+            "replica 2 is dropped",
+            "replica 3 is dropped",
+        ]
+        assert elastic.what_happened(of(4), of(3), fold=True) == [
+            "replica 3 is folded into the mean of those kept"
+        ]
+        assert elastic.what_happened(of(4), of(4), fold=True) == []
 
     @pytest.mark.parametrize("kept", [1, 2])
     def test_folding_keeps_the_mean_over_all(self, kept: int, tmp_path: Path) -> None:
@@ -423,7 +447,7 @@ class TestChangesOfTheConfig:
 
     def test_fields_that_are_newer_than_the_checkpoint_had_their_defaults(self) -> None:
         run = RunConfig.from_dict(CONFIG)
-        completed, saved = checkpoint_settings(run).completed, run.to_dict()
+        completed, saved = checkpoint_settings(run, Topology()).completed, run.to_dict()
         del saved["model"]["z_loss_coeff"], saved["data"]["eod_mask_loss"]
         assert compare.changes(completed(saved), run.to_dict()) == []
         saved["model"]["gone"] = 1

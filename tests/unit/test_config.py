@@ -22,7 +22,7 @@ from megatron_noloco.config import (
 from megatron_noloco.config.run_config import BLOCKS
 from megatron_noloco.config.wording import fields_of
 from megatron_noloco.model.families import table_of
-from megatron_noloco.plans.topology import Topology
+from megatron_noloco.plans.topology import Place, Topology
 from megatron_noloco.spec.architecture import Architecture, Compute
 from megatron_noloco.spec.data import Blend, IndexedSource, Split, TextSource, TokenizerChoice
 from megatron_noloco.training import prepare
@@ -31,6 +31,11 @@ ROOT = Path(__file__).parents[2]
 SHIPPED = sorted((ROOT / "configs").glob("*.json"))
 MISSING = object()
 
+FEDERATION = {
+    "parallel.replicas": MISSING,
+    "noloco.routing": {"interval": "off"},
+    "federation": {"slots": 4, "rendezvous": "file://there", "encryption": "none"},
+}
 GOOD: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,
     "gradient_accumulation_steps": 2,
@@ -65,7 +70,7 @@ def edited(edits: dict[str, Any]) -> dict[str, Any]:
         if value is MISSING:
             del place[name]
         else:
-            place[name] = value
+            place[name] = copy.deepcopy(value)
     return raw
 
 
@@ -530,6 +535,39 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"noloco.pairing": "cycle", "parallel.replicas": 6},
         'noloco.pairing "cycle" takes groups of 2 and 3 for 6 replicas (the prime factors), more than',
+    ),
+    # a federation
+    ({"federation.rendezvous": "file://there"}, "federation.slots is missing"),
+    (FEDERATION | {"federation.rendezvous": MISSING}, "federation.rendezvous is missing"),
+    (
+        FEDERATION | {"federation.encryption": "curve"},
+        "federation.key_file is missing: `megatron_noloco keys FILE`",
+    ),
+    (FEDERATION | {"federation.start_with": 5}, "federation.start_with 5 is more than federation.slots 4"),
+    (FEDERATION | {"parallel.replicas": 4}, "parallel.replicas 4: a job of a federation is one replica"),
+    (FEDERATION | {"noloco.method": "diloco"}, "federation: a round is of two jobs"),
+    (FEDERATION | {"noloco.group_size": 3}, "federation: a round is of two jobs"),
+    (FEDERATION | {"noloco.enabled": False}, "federation: a round is of two jobs"),
+    (
+        FEDERATION | {"noloco.grouping": "stage"},
+        'noloco.grouping "stage": in a federation all ranks of a replica',
+    ),
+    (FEDERATION | {"noloco.final_average": True}, "noloco.final_average needs all replicas at the same time"),
+    (
+        FEDERATION | {"noloco.transport": "mpi"},
+        'noloco.transport "mpi": a federation has a transport of its own',
+    ),
+    (
+        FEDERATION | {"noloco.routing": {}},
+        'noloco.routing.interval "round": a local step would wait for replicas',
+    ),
+    (
+        FEDERATION | {"federation.slots": 6, "noloco.pairing": "cycle"},
+        "takes groups of 2 and 3 for 6 replicas",
+    ),
+    (
+        FEDERATION | {"federation.slot": 4},
+        "federation.slot is not a known key; did you mean federation.slots?",
     ),
 ]
 
@@ -1042,6 +1080,22 @@ def test_groups_per_stage_go_together_with_a_tied_embedding_that_meets_the_same_
         unknown.topology(8)
 
 
+def test_a_job_of_a_federation_is_one_replica() -> None:
+    run = RunConfig.from_dict(edited(FEDERATION))
+    topology = run.topology(2, slot=3)
+    assert topology == Topology(pp=2, slot=3, slots=4)
+    assert [topology.position(rank).replica for rank in range(2)] == [3, 3]
+    assert topology.place(1) == Place(replica=3, replicas=4, stage=1, rank=7, ranks_per_replica=2)
+    assert run.grouping(topology.ensemble) == config().grouping(4)
+    banner = describe(run, topology)
+    assert (
+        "federation: this job is replica 3 of at most 4; exchanges in the open; no mean model is" in banner[1]
+    )
+    assert any(line.startswith("batch in total: 4 replicas x 8 = 32 samples") for line in banner)
+    with pytest.raises(ConfigError, match="4 ranks are not 1 replica x pipeline 2"):
+        run.topology(4)
+
+
 def test_explain_mentions_every_field() -> None:
     words = " ".join(explain().split())
     for block, model in BLOCKS.items():
@@ -1056,8 +1110,8 @@ def test_explain_mentions_every_field() -> None:
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
 def test_shipped_configs_parse(path: Path) -> None:
     run = load_config(path)
-    assert run.parallel.world_size is not None
-    assert describe(run, run.topology(run.parallel.world_size), run.architecture(257))
+    assert run.world_size is not None
+    assert describe(run, run.topology(run.world_size), run.architecture(257))
 
 
 def test_every_expected_config_is_shipped() -> None:

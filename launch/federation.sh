@@ -1,0 +1,56 @@
+#!/bin/sh
+# Three replicas as separate jobs on this machine: one is killed, and comes back.
+#   usage: launch/federation.sh      (or: make federation)
+# They find each other in runs/federation/rendezvous, and send over the loopback interface in the open.
+set -eu
+# shellcheck source=launch/common.sh
+. "$(dirname "$0")/common.sh"
+cd "$root"
+config=configs/federation.json runs=runs/federation
+check_config "$config" 1
+export OMP_NUM_THREADS=1 GLOO_SOCKET_IFNAME=lo
+rm -rf "$runs"
+mkdir -p "$runs"
+
+start() { # REPLICA: starts its job in the background; sets job
+    "$PYTHON" -m megatron_noloco train --config "$config" --replica "$1" --progress lines \
+        >>"$runs/replica_$1.log" 2>&1 </dev/null &
+    job=$!
+}
+
+steps() { # REPLICA: the local steps that it has logged
+    tail -n 1 "$runs/replica_0$1/metrics.jsonl" 2>/dev/null | sed -n 's/.*"step": \([0-9]*\),.*/\1/p'
+}
+
+reach() { # REPLICA STEP: waits until it has logged this step, or its job has ended
+    until [ "$(steps "$1" || true)" -ge "$2" ] 2>/dev/null; do
+        kill -0 "$job" 2>/dev/null || { echo "replica $1 has ended: see $runs/replica_$1.log" >&2; exit 1; }
+        sleep 0.2
+    done
+}
+
+echo "federation: three jobs are starting; their logs are $runs/replica_*.log"
+trap 'kill $first $second $job 2>/dev/null || true' EXIT
+first='' second='' job=''
+start 0; first=$job
+start 1; second=$job
+start 2
+reach 2 60
+kill -9 "$job"
+wait "$job" 2>/dev/null || true
+echo "replica 2 was killed at step $(steps 2)"
+job=$first
+reach 0 120
+start 2
+echo "replica 2 is back; the others are at step $(steps 0)"
+for job in "$first" "$second" "$job"; do
+    wait_for_job "$job"
+    [ "$code" = 0 ] || { echo "a job has failed: see $runs/replica_*.log" >&2; exit 1; }
+done
+trap - EXIT
+for replica in 0 1 2; do
+    echo "replica $replica:"
+    grep -E '^ going on at|^continuing from' "$runs/replica_$replica.log" || true
+    echo "  rounds that were byes because of another replica: $(grep -c '^ round .* bye |' "$runs/replica_$replica.log")"
+    grep 'validation loss, replica' "$runs/replica_$replica.log"
+done

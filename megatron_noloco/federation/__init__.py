@@ -1,0 +1,1 @@
+"""Replicas as separate jobs: messages between their ranks over ZeroMQ, who is there, how they find each other."""

@@ -1,0 +1,123 @@
+"""The way to one rank of another job: a ZeroMQ socket, what waits to be sent on it, and whether it is open."""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from megatron_noloco.federation.keys import Keys
+
+_SEND_QUEUE = 16  # messages that ZeroMQ holds for a link: some chunks, so that what is void stops soon
+_AT_ONCE = 8  # chunks handed to ZeroMQ before other work has its turn
+_RECONNECT_MILLISECONDS = (100, 2000)
+_UNACKNOWLEDGED_MILLISECONDS = 10_000  # after which TCP gives a connection up
+_EVENTS = (
+    zmq.EVENT_HANDSHAKE_SUCCEEDED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+)
+
+Chunks = Iterator[tuple[bytes, np.ndarray]]
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where a rank is reached; another process of it has another epoch, where this is known (else 0)."""
+
+    endpoint: str
+    epoch: int = 0
+
+
+class Link:
+    """Used by one thread. `Again` of ZeroMQ never leaves it: what cannot be sent now waits for `flush`."""
+
+    def __init__(self, context: "zmq.Context[Any]", address: Address, keys: Keys | None) -> None:
+        self.address = address
+        self.waiting = False  # for room to send
+        self.socket = context.socket(zmq.PUSH)
+        self.socket.linger = 0
+        self.socket.sndhwm = _SEND_QUEUE
+        self.socket.immediate = 1  # only a connection that stands takes messages
+        self.socket.reconnect_ivl, self.socket.reconnect_ivl_max = _RECONNECT_MILLISECONDS
+        # Not ZeroMQ's own heartbeats: libzmq 4.3.5 aborts a process that was stopped for as long as their time-out
+        # (zeromq/libzmq issues 3937, 4364, 4767). HELLO frames show that a rank is there.
+        self.socket.tcp_maxrt = _UNACKNOWLEDGED_MILLISECONDS
+        if keys is not None:
+            keys.connecting(self.socket)
+        self.monitor = self.socket.get_monitor_socket(_EVENTS)
+        self.socket.connect(address.endpoint)
+        self._hello = b""
+        self._control: deque[bytes] = deque()
+        self._chunks: deque[tuple[int, Chunks]] = deque()
+        self._next: tuple[bytes, np.ndarray] | None = None
+
+    def hello(self, frame: bytes) -> None:
+        """Send it, in the place of one that is not sent yet."""
+        self._hello = frame
+        self.flush()
+
+    def control(self, frame: bytes) -> None:
+        """Send a frame without chunk, before all chunks."""
+        self._control.append(frame)
+        self.flush()
+
+    def chunks(self, ticket: int, frames: Chunks) -> None:
+        """Send the chunks of a ticket, after those that wait already."""
+        self._chunks.append((ticket, frames))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send what can be sent now; `waiting` says whether something is left."""
+        self.waiting = True
+        try:
+            while self._control:
+                self.socket.send(self._control[0], zmq.NOBLOCK)
+                self._control.popleft()
+            if self._hello:  # after the frames that it may declare void
+                self.socket.send(self._hello, zmq.NOBLOCK)
+                self._hello = b""
+            for _ in range(_AT_ONCE):
+                if not self._send_chunk():
+                    self.waiting = False
+                    return
+        except zmq.Again:
+            pass
+
+    def _send_chunk(self) -> bool:
+        while self._next is None:
+            if not self._chunks:
+                return False
+            self._next = next(self._chunks[0][1], None)
+            if self._next is None:
+                self._chunks.popleft()
+        self.socket.send_multipart(self._next, zmq.NOBLOCK, copy=False)
+        self._next = None
+        return True
+
+    def drop(self, tickets: set[int]) -> None:
+        """Send no more of their chunks."""
+        if self._chunks and self._chunks[0][0] in tickets:
+            self._next = None
+        self._chunks = deque(entry for entry in self._chunks if entry[0] not in tickets)
+
+    def drop_all(self) -> None:
+        """After the connection was lost."""
+        self._control.clear()
+        self._chunks.clear()
+        self._next, self._hello, self.waiting = None, b"", False
+
+    def events(self) -> Iterator[int]:
+        """What has happened to the connection: it stands, is lost, or cannot be made because of the keys."""
+        while self.monitor.poll(0):
+            yield parse_monitor_message(self.monitor.recv_multipart())["event"]
+
+    def close(self, linger_milliseconds: int = 0) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(linger_milliseconds)

@@ -1,0 +1,159 @@
+"""The thread of a rank that owns its sockets: it moves messages while the rank computes."""
+
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import zmq
+
+from megatron_noloco.federation.desk import Desk, Member
+from megatron_noloco.federation.frames import SIZE
+from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.link import Address, Link
+
+HELLO_SECONDS = 0.5  # between two
+_AT_ONCE = 16  # frames received before other work has its turn
+_RECEIVE_QUEUE = 16  # frames that ZeroMQ holds for each connection; then TCP holds back the sender
+_ENCRYPTED_MORE = 64  # bytes, at least those that CURVE adds to a message
+_LINGER_MILLISECONDS = 2000
+_ZAP = "inproc://zeromq.zap.01"
+
+
+class Service:
+    """Starts on construction; `close` ends it.
+
+    Args:
+        counterparts: the ranks of other jobs that this one exchanges with.
+        listen: an endpoint of ZeroMQ, such as "tcp://*:0".
+        longest_chunk: bytes; who sends more is cut off.
+
+    Attributes:
+        endpoint: where it is bound.
+        desk: its methods are work for `do`.
+
+    Raises ValueError when it cannot be bound.
+    """
+
+    def __init__(
+        self, member: Member, counterparts: Iterable[int], listen: str, longest_chunk: int, keys: Keys | None
+    ) -> None:
+        self._links: dict[int, Link] = {}
+        self.desk = Desk(member, counterparts, self._links)
+        self._keys = keys
+        self._context: zmq.Context[Any] = zmq.Context()
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK)
+        self._inbox = self._context.socket(zmq.PULL)
+        self._inbox.linger = 0
+        self._inbox.rcvhwm = _RECEIVE_QUEUE
+        self._inbox.maxmsgsize = max(longest_chunk, SIZE) + _ENCRYPTED_MORE
+        self._gate = self._context.socket(zmq.REP)  # asks whether a key may come in; never without keys
+        self._gate.linger = 0
+        self._gate.bind(_ZAP)
+        if keys is not None:
+            keys.listening(self._inbox)
+        try:
+            self._inbox.bind(listen)
+        except zmq.ZMQError as error:
+            self._context.destroy(0)
+            raise ValueError(f"federation.listen: cannot listen at {listen}: {error}") from None
+        self.endpoint = self._inbox.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="federation", daemon=True)
+        self._thread.start()
+
+    def do(self, work: Callable[[], None]) -> None:
+        """Have something done by the thread of the service, soon and in the order of the calls. For any thread."""
+        self._work.put(work)
+        os.eventfd_write(self._bell, 1)
+
+    def close(self) -> None:
+        """What has been handed over is still sent, for two seconds at most."""
+        if self._thread.is_alive():
+            self.do(self._close)
+            self._thread.join()
+
+    def connect(self, rank: int, address: Address) -> None:
+        """Work for `do`: reach a counterpart there. Nothing changes where that is known."""
+        link = self._links.get(rank)
+        if link is not None and link.address == address:
+            return
+        if link is not None:
+            self._lost(rank, "has another address now")
+            link.close()
+        self._links[rank] = Link(self._context, address, self._keys)
+
+    def _close(self) -> None:
+        self._closing = True
+
+    def _run(self) -> None:
+        try:
+            next_hello = 0.0
+            while not self._closing:
+                if (now := time.monotonic()) >= next_hello:
+                    self.desk.greet()
+                    next_hello = now + HELLO_SECONDS
+                self._turn(max(0.0, next_hello - now))
+        except Exception:
+            sys.stderr.write(f"rank {self.desk.member.rank}: the federation's thread has failed\n")
+            traceback.print_exc()
+        finally:
+            for rank in self._links:
+                self._lost(rank, "cannot be reached: this rank's messages have stopped", drop_link=False)
+            for link in self._links.values():
+                link.close(_LINGER_MILLISECONDS if self._closing else 0)
+            self._context.destroy()
+
+    def _turn(self, seconds: float) -> None:
+        """Wait for something to do, and do it."""
+        poller = zmq.Poller()
+        monitors = (link.monitor for link in self._links.values())
+        for readable in (self._bell, self._inbox, self._gate, *monitors):
+            poller.register(readable, zmq.POLLIN)
+        for link in self._links.values():
+            if link.waiting:
+                poller.register(link.socket, zmq.POLLOUT)
+        ready = dict(poller.poll(round(1000 * seconds)))
+        if self._bell in ready:
+            os.eventfd_read(self._bell)
+            while not self._work.empty():
+                self._work.get()()
+        if self._keys is not None and self._gate in ready:
+            self._gate.send_multipart(self._keys.answer(self._gate.recv_multipart()))
+        for rank, link in self._links.items():
+            for event in link.events():
+                self._notice(rank, event)
+            if link.waiting and link.socket in ready:
+                link.flush()
+        if self._inbox in ready:
+            self._read_inbox()
+
+    def _notice(self, rank: int, event: int) -> None:
+        if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            self.desk.peers[rank].connected = True
+            self.desk.greet(rank)
+        elif event == zmq.EVENT_DISCONNECTED:
+            self._lost(rank, "has gone: the connection was lost")
+        else:
+            self.desk.say(f"rank {rank} cannot be joined: both need the same key file, or encryption none")
+
+    def _lost(self, rank: int, why: str, drop_link: bool = True) -> None:
+        """Whatever is under way with it has failed."""
+        peer = self.desk.peers[rank]
+        peer.connected = False
+        self.desk.drop(peer, failure=ConnectionError(f"rank {rank} {why}"))
+        if drop_link:
+            self._links[rank].drop_all()
+
+    def _read_inbox(self) -> None:
+        for _ in range(_AT_ONCE):
+            try:
+                header, *data = self._inbox.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self.desk.take(header.bytes if len(header) == SIZE else b"", data)

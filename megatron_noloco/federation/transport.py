@@ -1,0 +1,167 @@
+"""Messages between ranks of separate jobs."""
+
+import atexit
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from megatron_noloco.federation.counterparts import Counterparts, Patience
+from megatron_noloco.federation.desk import Member
+from megatron_noloco.federation.frames import DTYPE_CODES
+from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.link import Address
+from megatron_noloco.federation.peer import Receive, Send
+from megatron_noloco.federation.rendezvous import Rendezvous, reachable
+from megatron_noloco.federation.service import Service
+from megatron_noloco.plans.topology import Place
+from megatron_noloco.transport.chunks import Chunk, Landing, check_messages, cut
+from megatron_noloco.transport.protocol import Arrival, Message
+
+CHUNK_BYTES = 1 << 20
+_LOOK_SECONDS = 1.0  # between two looks for addresses
+
+
+@dataclass(frozen=True)
+class Network:
+    """How a rank reaches the others.
+
+    Attributes:
+        run: a number of the run; see `desk.Member`.
+        keys: None: nothing is authenticated or encrypted.
+        host: gives the address of this host, where it listens at all of them.
+        chunk_bytes: the same on all ranks.
+    """
+
+    rendezvous: Rendezvous
+    run: int
+    keys: Keys | None = None
+    host: Callable[[], str] = socket.gethostname
+    chunk_bytes: int = CHUNK_BYTES
+
+
+class FederationFlight:
+    """Messages under way; a send is over when the other side has confirmed that it has all of it."""
+
+    def __init__(self, received: Landing, sent: Landing) -> None:
+        self._received = received
+        self._sent = sent
+
+    def arrivals(self, deadline_seconds: float) -> Iterator[Arrival]:
+        return self._received.collect(deadline_seconds)
+
+    def finish(self, deadline_seconds: float) -> None:
+        for _ in self._sent.collect(deadline_seconds):
+            pass
+
+    def landed(self) -> list[Arrival]:
+        return self._received.landed()
+
+    def done(self) -> bool:
+        self._sent.landed()
+        return self._received.complete() and self._sent.complete()
+
+    @property
+    def wait_seconds(self) -> float:
+        return self._received.wait_seconds + self._sent.wait_seconds
+
+
+class FederationTransport:
+    """One rank's door to its counterparts in other jobs.
+
+    A rank has a number in the federation: slot * ranks of a replica + its rank in its job. It exchanges with the
+    ranks at the same place in other slots only. A counterpart that is lost, or was never there, fails the flights
+    that need it, with a ConnectionError, and nothing else.
+
+    Args:
+        place: of this rank; its replica is the slot.
+        patience, agree: see `Counterparts`.
+
+    Raises ValueError when it cannot listen, OSError when its address cannot be made known.
+    """
+
+    name = "federation"
+    device_buffers = False
+    connects_lazily = False  # connections are opened as soon as an address is known
+    progress = "threads of the federation's transport"
+
+    def __init__(
+        self,
+        place: Place,
+        network: Network,
+        patience: Patience,
+        agree: Callable[[bool], bool] | None = None,
+    ) -> None:
+        self.rank = place.rank
+        self.world_size = place.replicas * place.ranks_per_replica
+        self._network = network
+        self._others = [place.rank_of(slot) for slot in range(place.replicas) if slot != place.replica]
+        member = Member(self.rank, network.run, epoch=time.time_ns())
+        listen = network.rendezvous.listen(self.rank)
+        self.service = Service(member, self._others, listen, network.chunk_bytes, network.keys)
+        self.partners = Counterparts(self.service, patience, agree)
+        address = Address(reachable(self.service.endpoint, network.host), member.epoch)
+        network.rendezvous.publish(self.rank, address)
+        self._closing = threading.Event()
+        self._looking = threading.Thread(target=self._look, name="rendezvous", daemon=True)
+        self._looking.start()
+        atexit.register(self.close)
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> FederationFlight:
+        check_messages([*sends, *receives], self.rank, self.world_size)
+        unknown = {message.rank for message in [*sends, *receives]} - set(self._others)
+        if unknown:
+            raise ValueError(f"rank {self.rank} is no counterpart of rank {min(unknown)}")
+        for message in [*sends, *receives]:
+            if message.buffer.dtype not in DTYPE_CODES:
+                raise ValueError(f"{message.buffer.dtype} cannot be sent; the types are {list(DTYPE_CODES)}")
+        wanted = cut(receives, self._network.chunk_bytes)
+        whole = [
+            Chunk(Arrival(index, 0, message.buffer.numel()), message.rank, message.buffer)
+            for index, message in enumerate(sends)
+        ]
+        received, sent = Landing(wanted, tag), Landing(whole, tag)
+        for index, message in enumerate(receives):
+            chunks = [chunk for chunk in wanted if chunk.arrival.message == index]
+            receive = Receive(message.rank, tag, message, chunks, received)
+            self.service.do(partial(self.service.desk.receive, receive))
+        for message, entire in zip(sends, whole, strict=True):
+            send = Send(tag, message, cut([message], self._network.chunk_bytes), sent, entire)
+            self.service.do(partial(self.service.desk.send, message.rank, send))
+        return FederationFlight(received, sent)
+
+    def present(self) -> list[int]:
+        """The counterparts that are there, in ascending order."""
+        return [rank for rank, peer in self.service.desk.peers.items() if peer.connected and peer.epoch]
+
+    def begun(self) -> list[int]:
+        """The exchange that each counterpart that is there began last."""
+        return [self.service.desk.peers[rank].begun for rank in self.present()]
+
+    def wait_for(self, others: int, seconds: float) -> bool:
+        """Until so many counterparts are there; False when they are not in time."""
+        deadline = time.monotonic() + seconds
+        while len(self.present()) < others:
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.05)
+        return True
+
+    def close(self) -> None:
+        """Leave the federation; what has been handed over is still sent, within two seconds."""
+        self._closing.set()
+        self.service.close()
+
+    def _look(self) -> None:
+        """A file system that does not answer must not stop messages: this is a thread of its own."""
+        while not self._closing.is_set():
+            try:
+                addresses = self._network.rendezvous.find()
+            except OSError:  # known addresses stay in use
+                addresses = {}
+            for rank in self._others:
+                if rank in addresses:
+                    self.service.do(partial(self.service.connect, rank, addresses[rank]))
+            self._closing.wait(_LOOK_SECONDS)

@@ -1,0 +1,159 @@
+"""An exchange between separate jobs, which counts for both partners or for neither.
+
+In one job a partner that is lost ends the run. Separate jobs go on, so it must be certain whether a round took
+place: if one of a pair used the mean and the other did not, the mean over the replicas would no longer follow
+DiLoCo's recursion (docs/method.md). Nor may the ranks of a replica differ: some of them hold copies of the same
+weights.
+
+1. The ranks of a replica agree whether the partner is to be met. If not, the round is a bye at once.
+2. The vectors are exchanged. The mean is kept aside.
+3. The ranks of a replica agree whether all of them have it. If so, each sends its counterpart a token: *prepared*.
+   If not, the round is a bye, and the partner is told that its messages are void.
+4. The ranks agree whether all of them have received the counterpart's token. If so, the mean is used.
+
+A replica that sent no token has a bye, and so has its partner, which receives none. A replica that did, and waits
+in vain, cannot know whether its own token arrived; no number of further messages would change that. It takes the
+bye, and reports the round as in doubt. If its partner did use the mean, the mean of c over the R replicas is off,
+once, by the pair's difference over 2 R.
+"""
+
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+import torch
+from torch import Tensor
+
+from megatron_noloco.outer.exchange import Exchange
+from megatron_noloco.outer.mean import ExchangeReport, MeanPiece
+from megatron_noloco.outer.memory import Kept
+from megatron_noloco.outer.patience import PartnerTimeoutError
+from megatron_noloco.outer.spans import Ranges
+from megatron_noloco.outer.tags import Channel, tag_of
+from megatron_noloco.plans.grouping import Group
+from megatron_noloco.transport.protocol import ExchangeTimeoutError, Flight, Message, Partners, WithdrawnError
+
+_FAILURES = (PartnerTimeoutError, ExchangeTimeoutError, ConnectionError)
+
+
+class CommittedExchange:
+    """As `Exchange`, but nothing of the mean is given before it is certain, and no failure leaves it.
+
+    The exchanges of one rank must begin and finish in the same order on all ranks of its replica. Holds the mean:
+    4 bytes per element more.
+
+    Args:
+        exchange: of a pair; on the channel `Channel.ROUNDS`.
+        partners: of its transport.
+    """
+
+    def __init__(self, exchange: Exchange, partners: Partners) -> None:
+        self._exchange = exchange
+        self._partners = partners
+        self._replica = exchange.place.replica
+        self._kept = Kept()
+        self._vector = torch.empty(0)
+        self._mean: Tensor | None = None  # None: a bye
+        self._failure: Exception | None = None
+        self._partner = self._rank = self._number = -1
+        self._begun_at = 0.0
+        self._token: Flight | None = None
+
+    @property
+    def report(self) -> ExchangeReport:
+        return self._exchange.report
+
+    @property
+    def sends_from_device(self) -> bool:
+        return self._exchange.sends_from_device
+
+    def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
+        """As in `Exchange`; the ranks of a replica agree first, so all of them call it together."""
+        self._vector, self._mean, self._failure, self._number = vector, None, None, number
+        others = [member for member in group if member != self._replica]
+        assert len(others) <= 1, f"a group of {len(group)} cannot commit"
+        if not others:
+            self._exchange.report = ExchangeReport(group)
+            self._partners.begin(number, None)
+            return
+        self._partner, self._rank = others[0], self._exchange.place.rank_of(others[0])
+        reason = self._partners.begin(number, self._rank)
+        if not self._partners.agree(not reason):
+            self._exchange.report = ExchangeReport(group)
+            self._miss(reason or "is not there for another rank")
+            return
+        self._mean = self._kept.take("mean", torch.float32, len(vector))
+        self._exchange.patience.deadline_seconds = self._partners.deadline_seconds
+        self._begun_at = time.monotonic()
+        self._token = self._post_token([], [Message(self._rank, torch.zeros(1, dtype=torch.uint8))])
+        self._exchange.begin(vector, group, number, what, exact)
+
+    def progress(self) -> Iterator[MeanPiece]:
+        """Move what is under way; gives nothing before `finish`."""
+        if self._mean is not None and self._failure is None:
+            self._collect(self._exchange.progress())
+        return iter(())
+
+    def finish(self) -> Iterator[MeanPiece]:
+        """Yield the whole mean; after a bye, the own vector. All ranks of a replica call it together."""
+        if self._mean is not None:
+            started = time.monotonic()
+            if self._failure is None:
+                self._collect(self._exchange.finish())
+            seconds = time.monotonic() - started
+            counts = self._commit()
+            self._partners.record(self._rank, seconds if counts else None)
+            if not counts:
+                self._mean = None
+        self._partners.end(self._number, tag_of(self._number + 1, 0))
+        mean = self._vector if self._mean is None else self._mean
+        yield MeanPiece(0, len(mean), mean)
+
+    def _collect(self, pieces: Iterator[MeanPiece]) -> None:
+        assert self._mean is not None
+        try:
+            for piece in pieces:
+                self._mean[piece.start : piece.stop] = piece.mean
+        except _FAILURES as failure:
+            self._failure = failure
+
+    def _commit(self) -> bool:
+        """Whether the mean counts, the same on all ranks of the replica; else the report is that of a bye."""
+        if not self._partners.agree(self._failure is None):
+            self._miss(_short(self._failure) or "did not reach another rank in time")
+            return False
+        prepared = self._post_token([Message(self._rank, torch.ones(1, dtype=torch.uint8))], [])
+        self._wait_for_token()
+        if not self._partners.agree(self._failure is None):
+            self._miss(_short(self._failure) or "did not answer another rank")
+            self.report.in_doubt = not isinstance(self._failure, WithdrawnError)
+            return False
+        # The token must not be void before it is there. Where it does not arrive, the partner is in doubt, not we.
+        with suppress(*_FAILURES):
+            prepared.finish(self._exchange.patience.deadline_seconds)
+        return True
+
+    def _wait_for_token(self) -> None:
+        assert self._token is not None
+        elapsed_seconds = time.monotonic() - self._begun_at  # since the receive was posted
+        try:
+            for _ in self._token.arrivals(elapsed_seconds + self._exchange.patience.deadline_seconds):
+                pass
+        except _FAILURES as failure:
+            self._failure = failure
+        self.report.wait_seconds += self._token.wait_seconds
+
+    def _post_token(self, sends: list[Message], receives: list[Message]) -> Flight:
+        tag = tag_of(self._number, Channel.COMMITS)
+        return self._exchange.transport.post(sends, receives, tag)
+
+    def _miss(self, why: str) -> None:
+        self.report.become_bye(self._replica, f"replica {self._partner} {why}")
+
+
+def _short(failure: Exception | None) -> str:
+    """As the log names it."""
+    if failure is None:
+        return ""
+    late = isinstance(failure, TimeoutError | PartnerTimeoutError)
+    return "missed the deadline" if late else str(failure).partition(" ")[2].partition(" ")[2]

@@ -1,0 +1,136 @@
+"""Jobs of a federation on this machine, each the command line in processes of its own.
+
+They are forked, so that the engines' imports are paid for once.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_noloco.cli.main import main
+from megatron_noloco.job import leaving
+from tests.harness import free_port
+from tests.integration.tiny import tiny, write_config
+
+LONGEST_SECONDS = 120.0
+_LOOK_SECONDS = 0.02
+
+
+class Federation:
+    """A config for all jobs, and the jobs that run. As a context: none is left behind."""
+
+    def __init__(self, folder: Path, changes: Mapping[str, Any]) -> None:
+        ours = {
+            "federation": {
+                "rendezvous": f"file://{folder}/rendezvous",
+                "listen": "tcp://127.0.0.1:0",
+                "encryption": "none",
+                "shortest_deadline_seconds": 60.0,
+            },
+            "training": {"output_dir": str(folder)},
+            "noloco": {"routing": {"interval": "off"}},
+            "model": {"num_layers": 2},
+            "gradient_accumulation_steps": 2,
+        }
+        self.folder = folder
+        self.config = write_config(folder, tiny(changes, tiny(ours)))
+        self._running: dict[int, list[Any]] = {}
+
+    def __enter__(self) -> "Federation":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for replica in list(self._running):
+            self.kill(replica)
+
+    def start(self, replica: int, ranks: int = 1) -> None:
+        context = multiprocessing.get_context("fork")
+        launch = (self.config, replica, ranks, free_port(), self.folder)
+        self._running[replica] = [
+            context.Process(target=_run, args=(rank, *launch), daemon=True) for rank in range(ranks)
+        ]
+        for process in self._running[replica]:
+            process.start()
+
+    def kill(self, replica: int) -> None:
+        for process in self._running.pop(replica):
+            process.kill()
+            process.join()
+
+    def signal(self, replica: int, number: signal.Signals) -> None:
+        for process in self._running[replica]:
+            os.kill(process.pid, number)
+
+    def wait(self) -> None:
+        """Until all jobs that run have ended well."""
+        deadline = time.monotonic() + LONGEST_SECONDS
+        for replica, processes in list(self._running.items()):
+            for process in processes:
+                process.join(max(0.0, deadline - time.monotonic()))
+                assert process.exitcode == 0, f"replica {replica}: {process.exitcode}\n{self.told(replica)}"
+            del self._running[replica]
+
+    def told(self, replica: int) -> str:
+        """What the first rank of the replica has written; of all its jobs, one after the other."""
+        path = self.folder / f"replica_{replica}.log"
+        return path.read_text() if path.exists() else ""
+
+    def rows(self, replica: int, kind: str = "step") -> list[dict[str, Any]]:
+        path = self.folder / f"replica_{replica:02d}" / "metrics.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [row for row in map(json.loads, lines) if row["kind"] == kind]
+
+    def until(self, replica: int, step: int) -> None:
+        """Until a replica has written a row about a step as late as this."""
+        deadline = time.monotonic() + LONGEST_SECONDS
+        while not any(row["step"] >= step for row in self.rows(replica)):
+            assert time.monotonic() < deadline, self.told(replica)
+            assert all(process.is_alive() for process in self._running[replica]), self.told(replica)
+            time.sleep(_LOOK_SECONDS)
+
+    def until_it_meets_others(self, replica: int, after: int) -> None:
+        """Until a replica has had a round that was no bye, later than a step."""
+        deadline = time.monotonic() + LONGEST_SECONDS
+        while not any(row["step"] > after and row.get("round/partners") for row in self.rows(replica)):
+            assert time.monotonic() < deadline, self.told(replica)
+            assert all(process.is_alive() for process in self._running[replica]), self.told(replica)
+            time.sleep(_LOOK_SECONDS)
+
+    def stop(self) -> None:
+        """Ask all jobs that run to end, and wait."""
+        for replica in self._running:
+            self.signal(replica, signal.SIGTERM)
+        self.wait()
+
+    def exit_codes(self, replica: int) -> list[int | None]:
+        """Of a job that ends by itself."""
+        processes = self._running.pop(replica)
+        for process in processes:
+            process.join(LONGEST_SECONDS)
+        return [process.exitcode for process in processes]
+
+    def missed(self, replica: int) -> int:
+        """Rounds that were byes though the plan had a partner."""
+        return max((row.get("total/missed_rounds", 0) for row in self.rows(replica)), default=0)
+
+
+def _run(rank: int, config: str, replica: int, ranks: int, port: int, folder: Path) -> None:
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in place.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    leaving._LATE_RANK_0_SECONDS = 0.0
+    name = f"replica_{replica}.log" if rank == 0 else f"replica_{replica}_rank_{rank}.log"
+    output = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
+    assert not dist.is_initialized()
+    leaving.leave(main(["train", "--config", config, "--progress", "lines", "--replica", str(replica)]))

@@ -1,0 +1,150 @@
+"""Replicas as separate jobs: the same training as one job; and what becomes of it when jobs come and go."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron_noloco.checkpoint import catalog
+from tests.harness import run_ranks
+from tests.integration.federation import Federation
+from tests.integration.tiny import run_whole, tiny, write_config, write_text
+
+STEPS = 8
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write_text(tmp_path_factory.mktemp("text"))
+
+
+def state_of(checkpoints: Path, replica: int, step: int) -> dict[str, Tensor]:
+    """Every tensor that a replica saved, by file and name."""
+    folder = catalog.replica_folder(catalog.step_folder(checkpoints, step), replica)
+    return {
+        f"{path.name} {name}": tensor
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+
+
+def changes(text: str, slots: int, **more: Any) -> dict[str, Any]:
+    base = {
+        "data": {"text": text},
+        "federation": {"slots": slots},
+        "training": {"train_iters": STEPS},
+        "checkpoint": {"save_interval": STEPS},
+    }
+    return tiny(more, base)
+
+
+@pytest.mark.parametrize(
+    ("slots", "ranks", "more"),
+    [
+        (4, 1, {}),
+        (
+            4,
+            1,
+            {"noloco": {"payload": "int8", "fragments": 2, "overlap": {"mode": "delayed", "delay_steps": 1}}},
+        ),
+        (2, 2, {"parallel": {"pipeline_model_parallel_size": 2}, "model": {"hidden_dropout": 0.1}}),
+        pytest.param(2, 2, {"parallel": {"data_parallel_size": 2}}, marks=pytest.mark.slow),
+    ],
+    ids=["four replicas", "coded, in fragments, with overlap", "two stages, dropout", "data parallel"],
+)
+def test_separate_jobs_train_as_one_job_does(
+    tmp_path: Path, text: str, slots: int, ranks: int, more: dict[str, Any]
+) -> None:
+    """To the last bit: weights, momentum, inner optimizer."""
+    all_of_them = {"federation": {"start_with": slots, "rounds_behind": STEPS}}
+    with Federation(tmp_path / "jobs", changes(text, slots, **tiny(more, all_of_them))) as federation:
+        for replica in range(slots):
+            federation.start(replica, ranks)
+        federation.wait()
+        assert [federation.missed(replica) for replica in range(slots)] == [0] * slots
+        losses = [[row["train/loss"] for row in federation.rows(replica)] for replica in range(slots)]
+    one_job = {
+        "federation": None,
+        "parallel": {"replicas": slots},
+        "training": {"output_dir": str(tmp_path / "one")},
+        "noloco": {"routing": {"interval": "off"}},
+        "model": {"num_layers": 2},
+        "gradient_accumulation_steps": 2,
+    }
+    config = write_config(tmp_path / "one", tiny(tiny(one_job, changes(text, slots, **more))))
+    run_ranks(slots * ranks, run_whole, config)
+    for replica in range(slots):
+        found = state_of(tmp_path / "jobs" / f"replica_{replica:02d}" / "checkpoints", replica, STEPS)
+        expected = state_of(tmp_path / "one" / "checkpoints", replica, STEPS)
+        assert found.keys() == expected.keys()
+        different = [name for name in found if not torch.equal(found[name], expected[name])]
+        assert different == [], f"replica {replica}"
+    assert len({tuple(of_replica) for of_replica in losses}) == slots, "each has data of its own"
+
+
+def test_a_replica_is_killed_and_comes_back_and_a_new_one_joins(tmp_path: Path, text: str) -> None:
+    """The others go on. It continues from its own checkpoint or a newer one of theirs; the new one from theirs."""
+    more = {
+        "federation": {"start_with": 3, "rounds_behind": 2},
+        "training": {"train_iters": 100_000},
+        "checkpoint": {"save_interval": 4},
+        "evaluation": {"interval": 10, "iters": 2},
+    }
+    with Federation(tmp_path, changes(text, 4, **more)) as federation:
+        for replica in range(3):
+            federation.start(replica)
+        federation.until(2, 10)
+        federation.kill(2)
+        killed_at = federation.rows(2)[-1]["step"]
+        federation.until(0, killed_at + 20)
+        federation.start(2)
+        federation.until_it_meets_others(2, after=killed_at)
+        federation.start(3)
+        federation.until_it_meets_others(3, after=killed_at)
+        federation.stop()
+        assert "continuing from" in federation.told(2)
+        assert "replica 3 is new: a clone of replica" in federation.told(3)
+        assert federation.missed(0) + federation.missed(1) > 0
+        losses = [federation.rows(replica, "evaluation")[-1]["validation/loss"] for replica in range(3)]
+        assert max(losses) < 5.0, "of 5.6 at the start"
+
+
+def test_a_replica_without_weights_does_not_join_those_that_have_trained(tmp_path: Path, text: str) -> None:
+    more = {
+        "federation": {"start_with": 1, "rounds_behind": 2},
+        "training": {"train_iters": 100_000},
+        "checkpoint": {"save_interval": 0},
+    }
+    with Federation(tmp_path, changes(text, 2, **more)) as federation:
+        federation.start(0)
+        federation.until(0, 40)
+        federation.start(1)
+        assert federation.exit_codes(1) == [1]
+        assert "this replica has no checkpoint: its weights would spoil theirs" in federation.told(1)
+        assert "Traceback" not in federation.told(1)
+        federation.stop()
+
+
+def test_a_stopped_replica_costs_one_deadline_and_is_skipped_then(tmp_path: Path, text: str) -> None:
+    more = {
+        "federation": {"start_with": 2, "shortest_deadline_seconds": 0.5},
+        "noloco": {"deadline_seconds": 2.0},
+        "training": {"train_iters": 40},
+        "checkpoint": {"save_interval": 0},
+    }
+    with Federation(tmp_path, changes(text, 2, **more)) as federation:
+        federation.start(0)
+        federation.start(1)
+        federation.until(1, 8)
+        federation.signal(1, signal.SIGSTOP)
+        federation.until(0, 40)
+        told = federation.told(0)
+        assert told.count("| replica 1 missed the deadline |") <= 2
+        assert "| replica 1 missed its last deadline |" in told or "| replica 1 is not there |" in told
+        federation.signal(1, signal.SIGCONT)
+        federation.wait()
+        assert federation.rows(1)[-1]["step"] == 40

@@ -1,0 +1,200 @@
+"""An exchange between separate jobs counts for both partners or for neither."""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_noloco.outer import Channel, CodedExchange, Coding, Exchange, ExchangeReport
+from megatron_noloco.outer.commit import CommittedExchange
+from megatron_noloco.outer.tags import CHANNELS, PHASES
+from megatron_noloco.plans.topology import Place
+from megatron_noloco.transport.loopback import LoopbackFlight, LoopbackTransport, loopback_world
+from megatron_noloco.transport.protocol import Message
+
+LENGTH = 5000
+SHORT_SECONDS, LONG_SECONDS = 0.3, 20.0
+Lost = Callable[[int, int], bool]  # (rank that sends, channel) -> whether its messages get lost
+
+
+class Door:
+    """A rank's transport that loses messages."""
+
+    device_buffers = False
+
+    def __init__(self, inner: LoopbackTransport, lost: Lost) -> None:
+        self._inner, self._lost = inner, lost
+        self.rank, self.world_size = inner.rank, inner.world_size
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> LoopbackFlight:
+        if self._lost(self.rank, tag // PHASES % CHANNELS):
+            sends = []
+        return self._inner.post(sends, receives, tag)
+
+
+@dataclass
+class Votes:
+    """Among the ranks of a replica, which are threads."""
+
+    ranks: int
+    barrier: threading.Barrier = field(init=False)
+    no: bool = False
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(self.ranks, timeout=LONG_SECONDS)
+
+    def agree(self, yes: bool) -> bool:
+        if self.barrier.wait() == 0:
+            self.no = False
+        self.barrier.wait()
+        if not yes:
+            self.no = True
+        self.barrier.wait()
+        result = not self.no
+        self.barrier.wait()
+        return result
+
+
+class Partners:
+    """What the exchange asks for and tells."""
+
+    def __init__(self, votes: Votes, deadline_seconds: float, refused: str = "") -> None:
+        self.agree = votes.agree
+        self.deadline_seconds = deadline_seconds
+        self.refused = refused
+        self.ended: list[int] = []
+        self.recorded: list[bool] = []
+
+    def begin(self, number: int, rank: int | None) -> str:
+        return "" if rank is None else self.refused
+
+    def end(self, number: int, void_below: int) -> None:
+        assert void_below == (number + 1) * CHANNELS * PHASES
+        self.ended.append(number)
+
+    def record(self, rank: int, seconds: float | None) -> None:
+        self.recorded.append(seconds is not None)
+
+
+@dataclass
+class Outcome:
+    mean: Tensor
+    report: ExchangeReport
+    partners: Partners
+
+
+def vector(rank: int) -> Tensor:
+    return torch.randn(LENGTH, generator=torch.Generator().manual_seed(rank))
+
+
+def average(
+    lost: Lost, ranks: int = 1, bits: int | None = None, seconds: float = SHORT_SECONDS, refused: str = ""
+) -> list[Outcome]:
+    """A round of two replicas of so many ranks, by rank; with `refused`, rank 0 does not want to meet."""
+    votes = [Votes(ranks), Votes(ranks)]
+    world = loopback_world(2 * ranks, chunk_bytes=4096)
+
+    def run(rank: int) -> Outcome:
+        place = Place(rank // ranks, 2, rank=rank, ranks_per_replica=ranks)
+        door = Door(world[rank], lost)
+        exchange = (
+            Exchange(door, place, Channel.ROUNDS, seconds, LENGTH)  # type: ignore[arg-type]
+            if bits is None
+            else CodedExchange(door, place, Channel.ROUNDS, seconds, Coding(bits, LENGTH))  # type: ignore[arg-type]
+        )
+        partners = Partners(votes[rank // ranks], seconds, refused if rank == 0 else "")
+        committed = CommittedExchange(exchange, partners)
+        committed.begin(vector(rank), (0, 1), 7, "a test")
+        assert list(committed.progress()) == []
+        mean = torch.zeros(LENGTH)
+        for start, stop, piece in committed.finish():
+            mean[start:stop] = piece
+        return Outcome(mean, committed.report, partners)
+
+    with ThreadPoolExecutor(2 * ranks) as threads:
+        return list(threads.map(run, range(2 * ranks)))
+
+
+def nothing(rank: int, channel: int) -> bool:
+    return False
+
+
+def assert_bye(outcome: Outcome, rank: int, missed: str, ranks: int = 1) -> None:
+    assert torch.equal(outcome.mean, vector(rank)), rank
+    assert outcome.report.group == (rank // ranks,)
+    assert outcome.report.missed == f"replica {1 - rank // ranks} {missed}"
+    assert outcome.report.compared_elements == 0
+    assert outcome.partners.ended == [7]
+
+
+def test_without_faults_the_mean_is_that_of_the_exchange() -> None:
+    for outcome in average(nothing, ranks=2, seconds=LONG_SECONDS):
+        assert outcome.report.group == (0, 1)
+        assert outcome.partners.recorded == [True]
+        assert outcome.partners.ended == [7]
+    found = average(nothing, seconds=LONG_SECONDS)
+    expected = (vector(0) + vector(1)) * 0.5
+    assert torch.equal(found[0].mean, expected)
+    assert torch.equal(found[1].mean, expected)
+
+
+def test_a_coded_mean_is_kept_whole() -> None:
+    found = average(nothing, bits=16, seconds=LONG_SECONDS)
+    for outcome in found:
+        torch.testing.assert_close(outcome.mean, (vector(0) + vector(1)) / 2, atol=1e-2, rtol=0)
+    torch.testing.assert_close(found[0].mean + found[1].mean, vector(0) + vector(1))
+
+
+def test_who_is_not_met_costs_nothing() -> None:
+    """Rank 0 posts nothing; rank 1, which did, hears nothing."""
+    first, second = average(nothing, refused="is behind")
+    assert_bye(first, 0, "is behind")
+    assert_bye(second, 1, "missed the deadline")
+    assert first.partners.recorded == []
+    assert second.partners.recorded == [False]
+    assert not first.report.in_doubt
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_a_vector_that_is_lost_one_way_is_a_bye_for_both(bits: int | None) -> None:
+    first, second = average(lambda rank, channel: (rank, channel) == (1, Channel.ROUNDS), bits=bits)
+    assert_bye(first, 0, "missed the deadline")
+    assert_bye(second, 1, "missed the deadline")
+    assert not first.report.in_doubt, "it never said that it was prepared"
+
+
+def test_a_token_that_is_lost_is_seen_by_the_one_who_misses_it() -> None:
+    """What cannot be excluded: one takes the mean, the other a bye; what they use is off by this."""
+    first, second = average(lambda rank, channel: (rank, channel) == (1, Channel.COMMITS))
+    assert_bye(first, 0, "missed the deadline")
+    assert first.report.in_doubt
+    assert not second.report.in_doubt
+    assert torch.equal(second.mean, (vector(0) + vector(1)) * 0.5)
+    off = (first.mean + second.mean - vector(0) - vector(1)) / 2
+    torch.testing.assert_close(off, (vector(0) - vector(1)) / 4)
+
+
+def test_all_ranks_of_both_replicas_decide_alike() -> None:
+    """One of two ranks of replica 1 does not send its vector: nobody uses a mean, though two ranks have theirs."""
+    found = average(lambda rank, channel: (rank, channel) == (3, Channel.ROUNDS), ranks=2)
+    for rank, outcome in enumerate(found):
+        assert torch.equal(outcome.mean, vector(rank)), rank
+        assert outcome.report.group == (rank // 2,)
+        assert outcome.partners.recorded == [False]
+    assert "another rank" in found[0].report.missed
+    assert "missed the deadline" in found[1].report.missed
+
+
+def test_a_bye_of_the_plan_is_no_miss() -> None:
+    (transport,) = loopback_world(1)
+    partners = Partners(Votes(1), SHORT_SECONDS)
+    committed = CommittedExchange(Exchange(transport, Place(0, 1), Channel.ROUNDS, 1.0), partners)
+    committed.begin(vector(0), (0,), 3, "a test")
+    ((start, stop, mean),) = committed.finish()
+    assert (start, stop) == (0, LENGTH)
+    assert torch.equal(mean, vector(0))
+    assert (committed.report.missed, partners.ended, partners.recorded) == ("", [3], [])

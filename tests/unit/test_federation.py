@@ -1,0 +1,414 @@
+"""Frames, addresses, deadlines, keys; and what a rank of a federation does with what it did not ask for."""
+
+import json
+import os
+import random
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+import zmq
+
+from megatron_noloco.federation.counterparts import Deadline, Patience
+from megatron_noloco.federation.frames import LARGEST, SIZE, Frame, Kind, checksum_of, read
+from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.link import Address
+from megatron_noloco.federation.rendezvous import FixedList, SharedFolder, reachable, rendezvous_of
+from megatron_noloco.federation.transport import FederationTransport, Network
+from megatron_noloco.outer import Channel, Exchange
+from megatron_noloco.outer.commit import CommittedExchange
+from megatron_noloco.outer.tags import tag_of
+from megatron_noloco.plans.topology import Place
+from megatron_noloco.transport.protocol import Message
+from tests.harness import free_port
+
+RUN = 77
+LOCAL = "tcp://127.0.0.1:0"
+SECONDS = 20.0
+PATIENCE = Patience(Deadline(SECONDS, SECONDS))
+
+
+@contextmanager
+def transport(
+    folder: Path, slot: int, slots: int = 2, run: int = RUN, keys: Keys | None = None
+) -> Iterator[FederationTransport]:
+    network = Network(SharedFolder(folder, LOCAL, run), run, keys)
+    made = FederationTransport(Place(slot, slots), network, PATIENCE)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@contextmanager
+def zmq_context() -> Iterator["zmq.Context[zmq.Socket[bytes]]"]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        yield context
+    finally:
+        context.destroy(linger=0)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that another thread does."""
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def swap(one: FederationTransport, other: FederationTransport, tag: int) -> None:
+    mine, theirs = torch.zeros(1000), torch.zeros(1000)
+    flights = [
+        one.post([Message(other.rank, torch.full((1000,), 1.0))], [Message(other.rank, mine)], tag),
+        other.post([Message(one.rank, torch.full((1000,), 2.0))], [Message(one.rank, theirs)], tag),
+    ]
+    for flight in flights:
+        list(flight.arrivals(SECONDS))
+        flight.finish(SECONDS)
+    assert (mine == 2.0).all()
+    assert (theirs == 1.0).all()
+
+
+# Frames
+
+
+def test_a_frame_is_read_as_it_was_packed() -> None:
+    frame = Frame(Kind.DATA, 2**60, 3, 4, 5, 2**45, 7, 8, 9, 2, 2**32 - 1)
+    assert len(frame.pack()) == SIZE
+    assert read(frame.pack()) == frame
+
+
+def test_a_damaged_frame_is_none() -> None:
+    sound = Frame(Kind.WANT, 1, 2, 3).pack()
+    assert read(sound[:-1]) is None
+    assert read(sound + b"\0") is None
+    for place in range(SIZE):
+        damaged = bytearray(sound)
+        damaged[place] ^= 0x10
+        assert read(bytes(damaged)) is None, place
+
+
+def test_numbers_out_of_range_are_refused() -> None:
+    assert read(Frame(Kind.WANT, 1, 2, 3, number=LARGEST).pack()) is not None
+    assert read(Frame(Kind.WANT, 1, 2, 3, number=LARGEST + 1).pack()) is None
+    assert read(Frame(Kind.WANT, 1, 2, 3, dtype=99).pack()) is None
+
+
+@pytest.mark.parametrize("length", [0, 1, 511, 512, 513, 100_003])
+def test_checksum_notices_every_changed_word(length: int) -> None:
+    data = np.random.default_rng(length).integers(0, 256, length, dtype=np.uint8)
+    expected = checksum_of(data)
+    assert checksum_of(data.copy()) == expected
+    for place in range(0, length, max(1, length // 50)):
+        changed = data.copy()
+        changed[place] ^= 1
+        assert checksum_of(changed) != expected
+    assert checksum_of(np.append(data, np.uint8(0))) != expected
+
+
+# Addresses
+
+
+def test_a_shared_folder_gives_what_others_published(tmp_path: Path) -> None:
+    mine, theirs = SharedFolder(tmp_path / "there", LOCAL, 1), SharedFolder(tmp_path / "there", LOCAL, 1)
+    mine.publish(0, Address("tcp://a:1", 10))
+    theirs.publish(1, Address("tcp://b:2", 11))
+    SharedFolder(tmp_path / "there", LOCAL, run=2).publish(2, Address("tcp://c:3", 12))
+    (tmp_path / "there" / "rank_00007.json").write_text("{")
+    (tmp_path / "there" / "rank_x.json").write_text(json.dumps({"run": "1", "endpoint": "e", "epoch": 1}))
+    assert mine.find() == {0: Address("tcp://a:1", 10), 1: Address("tcp://b:2", 11)}
+    theirs.publish(1, Address("tcp://b:5", 12))
+    assert mine.find()[1] == Address("tcp://b:5", 12)
+
+
+def test_a_list_has_an_address_for_each_slot_or_each_rank() -> None:
+    by_slot = FixedList.of("a:10,b:20", 2, 2)
+    assert [address.endpoint for address in by_slot.find().values()] == [
+        "tcp://a:10",
+        "tcp://a:11",
+        "tcp://b:20",
+        "tcp://b:21",
+    ]
+    assert by_slot.listen(3) == "tcp://*:21"
+    assert FixedList.of("a:1,b:1,c:1,d:1", 2, 2).places == (("a", 1), ("b", 1), ("c", 1), ("d", 1))
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("tcp://a:1", "1 addresses, but there are 2 slots"),
+        ("tcp://a:1,b", '"b" is not HOST:PORT'),
+        ("tcp://a:1,b:99999", '"b:99999" is not HOST:PORT'),
+        ("file://", "is neither"),
+        ("/a/folder", "is neither"),
+    ],
+)
+def test_rendezvous_is_refused_in_one_line(text: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem) as caught:
+        rendezvous_of(text, LOCAL, RUN, (2, 1))
+    assert str(caught.value).startswith("federation.rendezvous: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_who_listens_everywhere_is_reached_at_its_host() -> None:
+    assert reachable("tcp://0.0.0.0:5", lambda: "here") == "tcp://here:5"
+    assert reachable("tcp://10.0.0.1:5", lambda: "here") == "tcp://10.0.0.1:5"
+
+
+def test_a_port_that_is_taken_is_refused_in_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        rendezvous = SharedFolder(tmp_path, f"tcp://127.0.0.1:{taken.getsockname()[1]}", RUN)
+        with pytest.raises(ValueError, match=r"federation.listen: cannot listen at tcp://127.0.0.1:\d+: "):
+            FederationTransport(Place(0, 2), Network(rendezvous, RUN), PATIENCE)
+
+
+def test_ranks_of_a_list_find_each_other() -> None:
+    places = FixedList.of(f"127.0.0.1:{free_port()},127.0.0.1:{free_port()}", 2, 1)
+    pair = [FederationTransport(Place(slot, 2), Network(places, RUN), PATIENCE) for slot in range(2)]
+    try:
+        assert all(one.wait_for(1, SECONDS) for one in pair)
+        swap(*pair, tag=1)
+    finally:
+        for one in pair:
+            one.close()
+
+
+# Deadlines
+
+
+def test_a_deadline_follows_what_exchanges_took() -> None:
+    deadline = Deadline(shortest=2.0, longest=100.0)
+    assert deadline.seconds == 100.0
+    for wait in (5.0, 6.0, 5.0, 7.0):
+        deadline.add(wait)
+    assert deadline.seconds == 5.5 + 8 * 0.5
+    for _ in range(32):
+        deadline.add(0.1)
+    assert deadline.seconds == 2.0
+    for _ in range(32):
+        deadline.add(99.9)
+    assert deadline.seconds == 99.9
+
+
+def test_the_longest_deadline_is_kept() -> None:
+    assert Deadline(shortest=10.0, longest=1.0).seconds == 1.0
+
+
+# Keys
+
+
+def test_keys_are_written_once_and_for_the_owner_only(tmp_path: Path) -> None:
+    made = Keys.make(tmp_path / "key")
+    assert Keys.read(tmp_path / "key") == made
+    assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(FileExistsError):
+        Keys.make(tmp_path / "key")
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{}", '{"public": 1, "secret": 2}', '{"public": "a", "secret": "b"}']
+)
+def test_a_file_without_a_key_is_refused_in_one_line(tmp_path: Path, content: str) -> None:
+    (tmp_path / "key").write_text(content)
+    with pytest.raises(ValueError, match="holds no key; `megatron-noloco keys FILE` makes one"):
+        Keys.read(tmp_path / "key")
+    with pytest.raises(ValueError, match=r"federation.key_file: .*: No such file"):
+        Keys.read(tmp_path / "other")
+
+
+def test_members_meet_and_others_do_not(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    keys, wrong = Keys.make(tmp_path / "key"), Keys.make(tmp_path / "wrong")
+    folder = tmp_path / "there"
+    with (
+        transport(folder, 0, 4, keys=keys) as first,
+        transport(folder, 1, 4, keys=keys) as second,
+        transport(folder, 2, 4, keys=wrong) as third,
+        transport(folder, 3, 4) as fourth,
+    ):
+        assert first.wait_for(1, SECONDS)
+        assert second.wait_for(1, SECONDS)
+        swap(first, second, tag=1)
+        assert first.present() == [1]
+        assert second.present() == [0]
+        assert third.present() == fourth.present() == []
+        told: list[str] = []
+
+        def all_have_told() -> bool:
+            told.extend(capfd.readouterr().err.splitlines())
+            return {line.partition(": ")[0] for line in told} == {f"rank {rank}" for rank in range(4)}
+
+        until(all_have_told)
+        assert all("cannot be joined: both need the same key file" in line for line in told)
+
+
+# What was not asked for
+
+
+def test_another_run_is_refused_on_both_sides(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    ports = [free_port(), free_port()]
+    places = FixedList.of(",".join(f"127.0.0.1:{port}" for port in ports), 2, 1)
+    pair = [FederationTransport(Place(slot, 2), Network(places, RUN + slot), PATIENCE) for slot in range(2)]
+    try:
+        until(lambda: all(one.service.desk.dropped["another run"] > 1 for one in pair))
+        assert [one.present() for one in pair] == [[], []]
+    finally:
+        for one in pair:
+            one.close()
+    told = capfd.readouterr().err.splitlines()
+    assert sorted(line.split(" is refused")[0] for line in told) == ["rank 0: rank 1", "rank 1: rank 0"]
+
+
+def garbage(draw: random.Random, sound: list[bytes], victim_epoch: int) -> list[bytes]:
+    """A message that no counterpart would send."""
+    noise = draw.randbytes(draw.randrange(300))
+    epoch = time.time_ns()
+    match draw.randrange(8):
+        case 0:
+            return [noise]
+        case 1:  # cut short
+            return [draw.choice(sound)[: draw.randrange(SIZE)]]
+        case 2:  # altered
+            altered = bytearray(draw.choice(sound))
+            altered[draw.randrange(SIZE)] ^= 1 << draw.randrange(8)
+            return [bytes(altered)]
+        case 3:
+            return [Frame(Kind.HELLO, RUN + 1, 1, epoch, tag=LARGEST).pack()]
+        case 4:
+            return [Frame(Kind.HELLO, RUN, draw.randrange(2, 1 << 32), epoch).pack()]
+        case 5:  # without, or with too many parts
+            kind = draw.choice([Kind.DATA, Kind.HELLO, Kind.WANT])
+            parts = [] if kind == Kind.DATA else [noise]
+            return [Frame(kind, RUN, 1, epoch, victim_epoch).pack(), *parts]
+        case 6:  # of a process that has ended
+            return [Frame(Kind.HELLO, RUN, 1, 1, tag=LARGEST).pack()]
+        case _:  # for a ticket that was not given to this sender, or that is too long
+            fields = {"tag": 5, "number": draw.randrange(3), "length": draw.choice([4, 40, LARGEST])}
+            return [
+                Frame(Kind.DATA, RUN, 1, draw.choice([1, epoch]), victim_epoch, dtype=7, **fields).pack(),
+                noise,
+            ]
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_garbage_is_dropped_and_changes_nothing(tmp_path: Path, seed: int) -> None:
+    """10,000 messages and 300 connections; the receive that is posted meanwhile gets what its partner sends."""
+    draw = random.Random(seed)
+    with transport(tmp_path, 0) as victim, transport(tmp_path, 1) as partner, zmq_context() as context:
+        assert victim.wait_for(1, SECONDS)
+        assert partner.wait_for(1, SECONDS)
+        buffer = torch.zeros(10)
+        flight = victim.post([], [Message(1, buffer)], tag=5)
+        victim_epoch = victim.service.desk.member.epoch
+        sound = [Frame(kind, RUN, 1, 3, 4, 5, 6, 7, 8).pack() for kind in Kind]
+        attacker = context.socket(zmq.PUSH)
+        attacker.connect(victim.service.endpoint)
+        host, port = victim.service.endpoint.removeprefix("tcp://").split(":")
+        before, process = 0, psutil.Process()
+        for count in range(1, 10_001):
+            attacker.send_multipart(garbage(draw, sound, victim_epoch))
+            if count % 33 == 0:
+                with socket.create_connection((host, int(port))) as plain:
+                    plain.sendall(os.urandom(draw.randrange(1, 200)))
+            if count == 2000:
+                until(lambda: victim.service.desk.dropped.total() >= 2000)
+                before = process.memory_info().rss
+        # Of the bytes on plain connections, too, ZeroMQ makes a message now and then.
+        until(lambda: victim.service.desk.dropped.total() >= 10_000)
+        assert process.memory_info().rss - before < 20e6
+        assert flight.landed() == []
+        assert not buffer.any()
+        assert victim.present() == [1]
+        partner.post([Message(0, torch.full((10,), 3.0))], [], tag=5)
+        list(flight.arrivals(SECONDS))
+        assert (buffer == 3.0).all()
+        swap(victim, partner, tag=6)
+
+
+def test_wants_of_a_partner_are_bounded(tmp_path: Path) -> None:
+    with transport(tmp_path, 0) as first, transport(tmp_path, 1) as second:
+        assert second.wait_for(1, SECONDS)
+        flights = [second.post([], [Message(0, torch.zeros(1))], tag=1) for _ in range(1030)]
+        until(lambda: first.service.desk.dropped["too many wants"] == 6)
+        assert first.service.desk.peers[1].wants_waiting() == 1024
+        assert flights[0].landed() == []
+
+
+def test_a_partner_that_goes_fails_only_what_is_under_way_with_it(tmp_path: Path) -> None:
+    with transport(tmp_path, 0, 3) as first, transport(tmp_path, 1, 3) as second:
+        with transport(tmp_path, 2, 3) as third:
+            assert first.wait_for(2, SECONDS)
+            assert second.wait_for(2, SECONDS)
+            buffers = torch.zeros(1000), torch.zeros(1000)
+            lost = first.post([], [Message(third.rank, buffers[0])], tag=1)
+            kept = first.post([], [Message(second.rank, buffers[1])], tag=1)
+        with pytest.raises(ConnectionError, match="rank 2 has gone"):
+            list(lost.arrivals(SECONDS))
+        second.post([Message(0, torch.full((1000,), 3.0))], [], tag=1)
+        list(kept.arrivals(SECONDS))
+        assert (buffers[1] == 3.0).all()
+        with transport(tmp_path, 2, 3) as third:  # and back
+            until(lambda: third.present() == [0, 1] and first.present() == [1, 2])
+            swap(first, third, tag=2)
+
+
+def test_what_is_void_on_one_side_fails_on_the_other(tmp_path: Path) -> None:
+    with transport(tmp_path, 0) as first, transport(tmp_path, 1) as second:
+        assert first.wait_for(1, SECONDS)
+        assert second.wait_for(1, SECONDS)
+        old, later = (first.post([], [Message(1, torch.zeros(5))], tag) for tag in (10, 20))
+        second.partners.begin(3, 0)
+        second.partners.end(3, void_below=15)
+        with pytest.raises(ConnectionError, match="rank 1 has ended this exchange"):
+            list(old.arrivals(SECONDS))
+        assert later.landed() == []
+        second.post([Message(0, torch.ones(5))], [], tag=20)
+        list(later.arrivals(SECONDS))
+
+
+def test_a_partner_that_withdraws_leaves_no_doubt(tmp_path: Path) -> None:
+    """It has sent its vector, but ends the exchange without saying that it has ours."""
+    with transport(tmp_path, 0) as first, transport(tmp_path, 1) as second:
+        assert first.wait_for(1, SECONDS)
+        assert second.wait_for(1, SECONDS)
+        ours, theirs = (Exchange(one, Place(one.rank, 2), Channel.ROUNDS, SECONDS) for one in (first, second))
+        committed = CommittedExchange(ours, first.partners)
+        second.partners.begin(4, 0)
+        until(lambda: first.service.desk.peers[1].begun == 4)
+        committed.begin(torch.zeros(100), (0, 1), 4, "a test")
+        theirs.whole_mean(torch.ones(100), (0, 1), 4, "a test")
+        second.partners.end(4, tag_of(5, 0))
+        ((_, _, mean),) = committed.finish()
+        assert not mean.any()
+        assert committed.report.missed == "replica 1 has ended this exchange"
+        assert not committed.report.in_doubt
+
+
+def test_whom_to_meet(tmp_path: Path) -> None:
+    with transport(tmp_path, 0) as first:
+        assert first.partners.begin(0, 1) == "is not there"
+        with transport(tmp_path, 1) as second:
+            assert first.wait_for(1, SECONDS)
+            peer = first.service.desk.peers[1]
+            assert first.partners.begin(0, 1) == ""
+            assert first.partners.begin(3, 1) == "is behind"
+            second.partners.begin(1, 0)
+            until(lambda: peer.begun == 1)
+            assert first.partners.begin(1, 1) == ""
+            assert first.partners.begin(4, 1) == ""
+            assert first.partners.begin(5, 1) == "is behind"
+            first.partners.record(1, None)
+            assert first.partners.begin(2, 1) == "missed its last deadline"
+            second.partners.begin(2, 0)
+            until(lambda: peer.begun == 2)
+            assert first.partners.begin(2, 1) == ""
+            second.partners.end(2, void_below=2)
+            until(lambda: peer.over == 2)
+            assert first.partners.begin(2, 1) == "is ahead"
+        until(lambda: first.partners.begin(3, 1) == "is not there")

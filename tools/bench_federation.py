@@ -1,0 +1,148 @@
+"""How fast two jobs swap a vector: over the federation's transport, in the open and with keys; over a socket.
+
+    python -m tools.bench_federation --megabytes 64
+
+Starts a second process on this machine; both swap 64 MB each way on the loopback interface. Each repeat runs all
+ways in turn, so that noise of the machine meets them alike. Prints one JSON object.
+"""
+
+import argparse
+import json
+import multiprocessing
+import socket
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from megatron_noloco.federation.counterparts import Deadline, Patience
+from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.rendezvous import SharedFolder
+from megatron_noloco.federation.transport import FederationTransport, Network
+from megatron_noloco.plans.topology import Place
+from megatron_noloco.transport.protocol import Message
+
+DEADLINE_SECONDS = 300.0
+RUN = 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--megabytes", type=float, default=64.0, help="bytes of the fp32 vector / 1e6")
+    parser.add_argument("--chunk-kib", type=int, default=1024, help="longest chunk of the transport")
+    parser.add_argument("--repeats", type=int, default=11, help="timed repeats, after two to warm up")
+    options = parser.parse_args()
+    elements = int(options.megabytes * 1e6) // 4
+    arguments = (elements, options.chunk_kib * 1024, options.repeats)
+    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as server:
+        keys = Path(folder) / "key"
+        Keys.make(keys)
+        context = multiprocessing.get_context("spawn")
+        other = context.Process(target=_other, args=(Path(folder), server.getsockname()[1], *arguments))
+        other.start()
+        accepted, _ = server.accept()
+        seconds = run(0, Path(folder), accepted, *arguments)
+        other.join()
+    medians = {way: statistics.median(times) for way, times in seconds.items()}
+    report = {
+        "bytes": elements * 4,
+        "chunk_bytes": options.chunk_kib * 1024,
+        "repeats": options.repeats,
+        "median_seconds": {way: round(value, 4) for way, value in medians.items()},
+        "gb_per_second_each_way": {
+            way: round(elements * 4 / value / 1e9, 3) for way, value in medians.items()
+        },
+        "speed_over_plain_socket": {
+            way: round(medians["plain socket"] / value, 2) for way, value in medians.items()
+        },
+    }
+    print(json.dumps(report), flush=True)
+
+
+def _other(folder: Path, port: int, *arguments: int) -> None:
+    run(1, folder, socket.create_connection(("127.0.0.1", port)), *arguments)
+
+
+def run(
+    rank: int, folder: Path, plain: socket.socket, elements: int, chunk_bytes: int, repeats: int
+) -> dict[str, list[float]]:
+    """Seconds of this rank, per way and repeat."""
+    torch.set_num_threads(1)
+    outgoing, incoming = torch.full((elements,), float(rank)), torch.zeros(elements)
+    plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    transports = []
+    ways: dict[str, Callable[[], None]] = {"plain socket": lambda: _swap_plainly(plain, outgoing, incoming)}
+    for way, keys in (("federation", None), ("federation, CURVE", Keys.read(folder / "key"))):
+        rendezvous = SharedFolder(folder / way, "tcp://127.0.0.1:0", RUN)
+        network = Network(rendezvous, RUN, keys, chunk_bytes=chunk_bytes)
+        transport = FederationTransport(
+            Place(rank, 2), network, Patience(Deadline(DEADLINE_SECONDS, DEADLINE_SECONDS))
+        )
+        if not transport.wait_for(1, DEADLINE_SECONDS):
+            raise SystemExit("the other process is not there")
+        transports.append(transport)
+        ways[way] = _swap_over(transport, outgoing, incoming)
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for repeat in range(-2, repeats):
+        for way, swap in ways.items():
+            _wait_for_other(plain)
+            started = time.perf_counter()
+            swap()
+            if repeat >= 0:
+                seconds[way].append(time.perf_counter() - started)
+            assert incoming[0] == incoming[-1] == 1 - rank
+            incoming.zero_()
+    _wait_for_other(plain)
+    for transport in transports:
+        transport.close()
+    return seconds
+
+
+def _swap_over(
+    transport: FederationTransport, outgoing: torch.Tensor, incoming: torch.Tensor
+) -> Callable[[], None]:
+    partner = 1 - transport.rank
+
+    def swap() -> None:
+        flight = transport.post([Message(partner, outgoing)], [Message(partner, incoming)], tag=1)
+        for _ in flight.arrivals(DEADLINE_SECONDS):
+            pass
+        flight.finish(DEADLINE_SECONDS)
+
+    return swap
+
+
+def _swap_plainly(plain: socket.socket, outgoing: torch.Tensor, incoming: torch.Tensor) -> None:
+    sender = threading.Thread(target=plain.sendall, args=(_bytes_of(outgoing),))
+    sender.start()
+    _receive(plain, _bytes_of(incoming))
+    sender.join()
+
+
+def _bytes_of(vector: torch.Tensor) -> memoryview:
+    return vector.view(torch.uint8).numpy().data
+
+
+def _receive(plain: socket.socket, place: memoryview) -> None:
+    while place:
+        received = plain.recv_into(place)
+        if not received:
+            raise SystemExit("the other process has gone")
+        place = place[received:]
+
+
+def _wait_for_other(plain: socket.socket) -> None:
+    plain.sendall(b"x")
+    _receive(plain, memoryview(bytearray(1)))
+
+
+if __name__ == "__main__":
+    with suppress(KeyboardInterrupt):
+        main()
