@@ -16,7 +16,7 @@ NEEDED = {
     "deepspeed": "==0.19.8",
     "megatron-core": "==0.16.1",
     "pydantic": ">=2.7,<3",
-    "pyzmq": ">=26",
+    "pyzmq": ">=26,<28",
     "rich": ">=13",
     "safetensors": ">=0.4",
     "tensorboard": ">=2.14",
