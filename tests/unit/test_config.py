@@ -1119,6 +1119,7 @@ def test_every_expected_config_is_shipped() -> None:
         "quickstart",
         "llama_125m",
         "llama_125m_recipe",
+        "federation",
         "llama_1.3b",
         "llama_6.8b",
         "diloco",
