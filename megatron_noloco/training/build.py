@@ -177,7 +177,9 @@ def _write_facts(prepared: Prepared) -> None:
         "synchronous_bytes_per_step": _synchronous_bytes_per_step(prepared),
         "config": prepared.config.to_dict(),
     }
-    write_text(Path(prepared.config.training.output_dir) / "run.json", json.dumps(facts, indent=2))
+    folder = Path(prepared.config.training.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)  # its replicas' folders are made by other ranks
+    write_text(folder / "run.json", json.dumps(facts, indent=2))
 
 
 def _console(prepared: Prepared, transport: Transport, start: Start, progress: str) -> Console:
