@@ -95,9 +95,11 @@ def test_hosts_reach_each_other_and_nothing_runs_on_after_the_lab() -> None:
 
 
 LAB = """
+import signal
 import subprocess
 from tools.netlab.lab import lab
 from tools.netlab.network import Link
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
 with lab([Link()] * 2) as there:
     left = subprocess.Popen(there.on("lab1", "sleep", "1000"), start_new_session=True)
     print(left.pid, flush=True)
@@ -117,6 +119,7 @@ def test_nothing_runs_on_after_a_signal_to_all_processes_of_the_lab(
         assert process.stdout is not None
         left = psutil.Process(int(process.stdout.readline()))
         os.killpg(process.pid, number)
+        process.wait(timeout=60)
     psutil.wait_procs([left], timeout=60)
     assert not left.is_running()
 
