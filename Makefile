@@ -26,7 +26,7 @@ federation: $(INSTALLED)
 	@PYTHON='$(CURDIR)/.venv/bin/python' sh launch/federation.sh
 
 test: $(INSTALLED)
-	@.venv/bin/python -m pytest -m 'not slow and not contract'
+	@.venv/bin/python -m pytest -m 'not slow and not contract' --durations=12 --durations-min=8
 
 checks: $(INSTALLED)
 	.venv/bin/ruff check .
