@@ -4,7 +4,7 @@ import atexit
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,7 +17,7 @@ from megatron_noloco.federation.peer import Receive, Send
 from megatron_noloco.federation.rendezvous import Rendezvous, reachable
 from megatron_noloco.federation.service import Service
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.transport.chunks import Chunk, Landing, check_messages, cut
+from megatron_noloco.transport.chunks import Chunk, Landing, LandingFlight, check_messages, cut
 from megatron_noloco.transport.protocol import Arrival, Message
 
 CHUNK_BYTES = 1 << 20
@@ -42,38 +42,13 @@ class Network:
     chunk_bytes: int = CHUNK_BYTES
 
 
-class FederationFlight:
-    """Messages under way; a send is over when the other side has confirmed that it has all of it."""
-
-    def __init__(self, received: Landing, sent: Landing) -> None:
-        self._received = received
-        self._sent = sent
-
-    def arrivals(self, deadline_seconds: float) -> Iterator[Arrival]:
-        return self._received.collect(deadline_seconds)
-
-    def finish(self, deadline_seconds: float) -> None:
-        for _ in self._sent.collect(deadline_seconds):
-            pass
-
-    def landed(self) -> list[Arrival]:
-        return self._received.landed()
-
-    def done(self) -> bool:
-        self._sent.landed()
-        return self._received.complete() and self._sent.complete()
-
-    @property
-    def wait_seconds(self) -> float:
-        return self._received.wait_seconds + self._sent.wait_seconds
-
-
 class FederationTransport:
     """One rank's door to its counterparts in other jobs.
 
     A rank has a number in the federation: slot * ranks of a replica + its rank in its job. It exchanges with the
     ranks at the same place in other slots only. A counterpart that is lost, or was never there, fails the flights
-    that need it, with a ConnectionError, and nothing else.
+    that need it, with a ConnectionError, and nothing else. A send is over when the other side has confirmed that
+    it has all of it.
 
     Args:
         place: of this rank; its replica is the slot.
@@ -109,7 +84,7 @@ class FederationTransport:
         self._looking.start()
         atexit.register(self.close)
 
-    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> FederationFlight:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> LandingFlight:
         check_messages([*sends, *receives], self.rank, self.world_size)
         unknown = {message.rank for message in [*sends, *receives]} - set(self._others)
         if unknown:
@@ -130,7 +105,7 @@ class FederationTransport:
         for message, entire in zip(sends, whole, strict=True):
             send = Send(tag, message, cut([message], self._network.chunk_bytes), sent, entire)
             self.service.do(partial(self.service.desk.send, message.rank, send))
-        return FederationFlight(received, sent)
+        return LandingFlight(received, sent)
 
     def present(self) -> list[int]:
         """The counterparts that are there, in ascending order."""

@@ -1,4 +1,4 @@
-"""What the transports share: messages cut into chunks, and a queue on which chunks land."""
+"""What the transports share: messages cut into chunks, a queue on which chunks land, and a flight of such."""
 
 import queue
 import time
@@ -106,3 +106,32 @@ class Landing:
             raise ExchangeTimeoutError(rank, self._tag, time.monotonic() - self._posted) from None
         finally:
             self.wait_seconds += time.monotonic() - started
+
+
+class LandingFlight:
+    """A flight whose chunks others report as they land: those received, and those that have left.
+
+    After a time-out chunks may still be reported, so whoever reports them keeps their buffers.
+    """
+
+    def __init__(self, received: Landing, sent: Landing) -> None:
+        self._received = received
+        self._sent = sent
+
+    def arrivals(self, deadline_seconds: float) -> Iterator[Arrival]:
+        return self._received.collect(deadline_seconds)
+
+    def finish(self, deadline_seconds: float) -> None:
+        for _ in self._sent.collect(deadline_seconds):
+            pass
+
+    def landed(self) -> list[Arrival]:
+        return self._received.landed()
+
+    def done(self) -> bool:
+        self._sent.landed()
+        return self._received.complete() and self._sent.complete()
+
+    @property
+    def wait_seconds(self) -> float:
+        return self._received.wait_seconds + self._sent.wait_seconds

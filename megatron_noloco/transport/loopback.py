@@ -2,13 +2,20 @@
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES, Chunk, Landing, check_messages, cut
-from megatron_noloco.transport.protocol import Arrival, Message
+from megatron_noloco.transport.chunks import (
+    DEFAULT_CHUNK_BYTES,
+    Chunk,
+    Landing,
+    LandingFlight,
+    check_messages,
+    cut,
+)
+from megatron_noloco.transport.protocol import Message
 
 
 @dataclass
@@ -53,29 +60,6 @@ class _Exchange:
             del self._channels[key]  # a long simulation uses a fresh tag every round
 
 
-class LoopbackFlight:
-    """Sends were copied when posted, so only receives are ever waited for."""
-
-    def __init__(self, landing: Landing) -> None:
-        self._landing = landing
-
-    def arrivals(self, deadline_seconds: float) -> Iterator[Arrival]:
-        return self._landing.collect(deadline_seconds)
-
-    def finish(self, deadline_seconds: float) -> None:
-        del deadline_seconds  # nothing to wait for
-
-    def landed(self) -> list[Arrival]:
-        return self._landing.landed()
-
-    def done(self) -> bool:
-        return self._landing.complete()
-
-    @property
-    def wait_seconds(self) -> float:
-        return self._landing.wait_seconds
-
-
 class LoopbackTransport:
     """One rank of `loopback_world`; to be used by one thread."""
 
@@ -91,7 +75,7 @@ class LoopbackTransport:
         self._exchange = exchange
         self._chunk_bytes = chunk_bytes
 
-    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> LoopbackFlight:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> LandingFlight:
         check_messages([*sends, *receives], self.rank, self.world_size)
         wanted = cut(receives, self._chunk_bytes)
         landing = Landing(wanted, tag)
@@ -99,7 +83,7 @@ class LoopbackTransport:
             self._exchange.want(chunk.rank, self.rank, tag, chunk, landing)
         for chunk in cut(sends, self._chunk_bytes):
             self._exchange.send(self.rank, chunk.rank, tag, chunk.data)
-        return LoopbackFlight(landing)
+        return LandingFlight(landing, Landing([], tag))  # sends were copied: nothing to wait for
 
 
 def loopback_world(world_size: int, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> list[LoopbackTransport]:

@@ -8,50 +8,25 @@ keeps the deadline.
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 
-from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES, Chunk, Landing, check_messages, cut
-from megatron_noloco.transport.protocol import Arrival, Message
+from megatron_noloco.transport.chunks import (
+    DEFAULT_CHUNK_BYTES,
+    Chunk,
+    Landing,
+    LandingFlight,
+    check_messages,
+    cut,
+)
+from megatron_noloco.transport.protocol import Message
 
 _NEVER = timedelta(days=365)  # gloo's own time-out: out of the way
 
 _Started = dist.Work | ConnectionError  # an operation under way, or refused
-
-
-class TorchFlight:
-    """Works in the air, watched by one daemon thread per partner and direction.
-
-    A thread whose partner never answers stays behind after a time-out, holding its works, and these hold
-    their buffers: what lands late lands in memory that still exists. It ends with the partner or the process.
-    """
-
-    def __init__(
-        self, receives: list[tuple[Chunk, _Started]], sends: list[tuple[Chunk, _Started]], tag: int
-    ) -> None:
-        self._received = _watch(receives, tag)
-        self._sent = _watch(sends, tag)
-
-    def arrivals(self, deadline_seconds: float) -> Iterator[Arrival]:
-        return self._received.collect(deadline_seconds)
-
-    def finish(self, deadline_seconds: float) -> None:
-        for _ in self._sent.collect(deadline_seconds):
-            pass
-
-    def landed(self) -> list[Arrival]:
-        return self._received.landed()
-
-    def done(self) -> bool:
-        self._sent.landed()
-        return self._received.complete() and self._sent.complete()
-
-    @property
-    def wait_seconds(self) -> float:
-        return self._received.wait_seconds + self._sent.wait_seconds
 
 
 class TorchTransport:
@@ -75,7 +50,7 @@ class TorchTransport:
         self.rank = dist.get_rank(self._group)
         self.world_size = dist.get_world_size(self._group)
 
-    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> TorchFlight:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> LandingFlight:
         check_messages([*sends, *receives], self.rank, self.world_size)
         tag %= 2**31
         receiving = [
@@ -86,7 +61,7 @@ class TorchTransport:
             (chunk, _start(dist.isend, chunk, group=self._group, tag=tag, group_dst=chunk.rank))
             for chunk in cut(sends, self._chunk_bytes)
         ]
-        return TorchFlight(receiving, sending, tag)
+        return LandingFlight(_watch(receiving, tag), _watch(sending, tag))
 
 
 def _start(operation: Callable[..., dist.Work | None], chunk: Chunk, **arguments: Any) -> _Started:
@@ -104,7 +79,11 @@ def _lost(rank: int, error: RuntimeError) -> ConnectionError:
 
 
 def _watch(flying: list[tuple[Chunk, _Started]], tag: int) -> Landing:
-    """Start a thread per partner, so that one that is late does not hide the chunks of another."""
+    """Start a daemon thread per partner, so that one that is late does not hide the chunks of another.
+
+    A thread whose partner never answers stays behind after a time-out, holding its works, and these hold
+    their buffers: what lands late lands in memory that still exists. It ends with the partner or the process.
+    """
     landing = Landing([chunk for chunk, _ in flying], tag)
     by_rank: defaultdict[int, list[tuple[Chunk, _Started]]] = defaultdict(list)
     for chunk, started in flying:
