@@ -11,6 +11,5 @@ the replica. `attach` refuses an engine whose data parallelism reaches further, 
 
 from megatron_noloco.attach.attached import Attached, attach
 from megatron_noloco.attach.groups import ReplicaGroups
-from megatron_noloco.attach.weights import EngineWeights
 
-__all__ = ["Attached", "EngineWeights", "ReplicaGroups", "attach"]
+__all__ = ["Attached", "ReplicaGroups", "attach"]

@@ -5,10 +5,10 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_noloco.attach.weights import EngineWeights
-from megatron_noloco.outer import OuterOptimizer, OuterSettings, RoundReport
+from megatron_noloco.attach.groups import cut_into
+from megatron_noloco.attach.weights import weights_of
+from megatron_noloco.outer import OuterOptimizer, OuterSettings, RoundReport, Weights
 from megatron_noloco.plans.grouping import Grouping, Pairing
-from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.protocol import Transport
 from megatron_noloco.transport.torch_dist import TorchTransport
 
@@ -63,26 +63,23 @@ def attach(
     Raises ValueError where the engine's data parallelism is not that of one replica, where replicas have different
     weights, and where the weights of the engine cannot be had.
     """
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    if ranks % replicas:
-        raise ValueError(f"{ranks} ranks do not divide into {replicas} replicas")
-    size = ranks // replicas
-    own = list(range(rank - rank % size, rank - rank % size + size))
+    topology, rank = cut_into(replicas), dist.get_rank()
+    place = topology.place(rank)
+    own = topology.grid[place.replica].ravel().tolist()
     reached = sorted(dist.get_process_group_ranks(engine.data_parallel_group))
     if reached != own:
         raise ValueError(
             f"rank {rank}: the gradient all-reduce of this engine spans ranks {reached}, its replica is {own}; "
             f"give deepspeed.initialize mpu=ReplicaGroups({replicas})"
         )
-    weights = EngineWeights(engine)
-    _check_equal(weights, size)
-    place = Place(rank // size, replicas, rank=rank, ranks_per_replica=size)
+    weights = weights_of(engine)
+    _check_equal(weights, topology.replica_size)
     grouping = Grouping(replicas, group_size, seed, pairing=pairing)
     transport = TorchTransport() if transport is None else transport
     return Attached(engine, OuterOptimizer(weights, transport, place, grouping, settings or OuterSettings()))
 
 
-def _check_equal(weights: EngineWeights, replica_size: int) -> None:
+def _check_equal(weights: Weights, replica_size: int) -> None:
     """Raises ValueError where counterparts differ. A collective over the whole job, here at the start only."""
     digest = hashlib.sha256(weights.read().numpy().tobytes()).hexdigest()
     digests: list[str] = [""] * dist.get_world_size()

@@ -2,6 +2,16 @@
 
 import torch.distributed as dist
 
+from megatron_noloco.plans.topology import Topology
+
+
+def cut_into(replicas: int) -> Topology:
+    """The ranks of this job as blocks of consecutive ranks; raises ValueError where they do not divide."""
+    ranks = dist.get_world_size()
+    if replicas < 1 or ranks % replicas:
+        raise ValueError(f"{ranks} ranks do not divide into {replicas} replicas")
+    return Topology(replicas, dp=ranks // replicas)
+
 
 class ReplicaGroups:
     """The `mpu` for `deepspeed.initialize`: data-parallel ranks are those of this rank's replica, and no others.
@@ -13,13 +23,11 @@ class ReplicaGroups:
     """
 
     def __init__(self, replicas: int) -> None:
-        ranks = dist.get_world_size()
-        if replicas < 1 or ranks % replicas:
-            raise ValueError(f"{ranks} ranks do not divide into {replicas} replicas")
-        self._size, rank = ranks // replicas, dist.get_rank()
-        blocks = [list(range(first, first + self._size)) for first in range(0, ranks, self._size)]
-        self._data_parallel = [dist.new_group(block) for block in blocks][rank // self._size]
-        self._alone = [dist.new_group([other]) for other in range(ranks)][rank]
+        topology, rank = cut_into(replicas), dist.get_rank()
+        self._position, self._size = topology.position(rank), topology.replica_size
+        blocks = topology.grid.reshape(replicas, -1).tolist()
+        self._data_parallel = [dist.new_group(block) for block in blocks][self._position.replica]
+        self._alone = [dist.new_group([other]) for other in range(topology.world_size)][rank]
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
         return self._data_parallel
@@ -28,7 +36,7 @@ class ReplicaGroups:
         return self._size
 
     def get_data_parallel_rank(self) -> int:
-        return dist.get_rank() % self._size
+        return self._position.dp
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
         return self._alone

@@ -13,7 +13,7 @@ class MasterWeights(Weights):
     """The fp32 weights this rank owns: 1/dp of those of its stage and tensor-parallel rank.
 
     Args:
-        optimizer: DeepSpeed's ZeRO stage 1 optimizer (`single_partition_of_fp32_groups`), or its BF16_Optimizer
+        optimizer: DeepSpeed's of ZeRO stages 1 and 2 (`single_partition_of_fp32_groups`), or its BF16_Optimizer
             (`fp32_groups_flat_partition`).
         dp_rank: of this rank.
         copied: parameters that other stages or tensor-parallel ranks of the replica hold as well.

@@ -57,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "reading": {"metrics"},
     "doctor": {"plans", "transport", "outer"},
-    "attach": {"plans", "transport", "outer"},
+    "attach": {"plans", "transport", "outer", "engine"},
     "cli": {
         "spec",
         "config",
