@@ -24,6 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron_noloco.reading.rows import ReplicaLog, RunLog
 from tools.netlab.__main__ import quantity
 from tools.netlab.lab import LabUnavailableError, lab
 from tools.netlab.network import Link
@@ -90,25 +91,23 @@ def train(
 
 def curve(run: Path, rounds: bool) -> list[Moment]:
     """The evaluations of a run, from the metrics of its replicas; raises ValueError where there is none."""
-    files = [path.read_text().splitlines() for path in sorted(run.glob("replica_*/metrics.jsonl"))]
-    replicas = [[json.loads(line) for line in lines] for lines in files]
+    replicas = RunLog(run).replicas
     moments = [
         Moment(
             row["step"],
-            max(seconds_until(rows, row["step"]) for rows in replicas),
+            max(seconds_until(log, row["step"]) for log in replicas),
             row["validation/mean_model_loss"] if rounds else row["validation/replica_losses"][0],
         )
-        for row in replicas[0]
-        if row["kind"] == "evaluation"
+        for row in replicas[0].of("evaluation")
     ]
     if not moments:
         raise ValueError(f"{run}: there was no evaluation; give evaluation.interval and evaluation.iters")
     return moments
 
 
-def seconds_until(rows: list[dict[str, Any]], step: int) -> float:
+def seconds_until(log: ReplicaLog, step: int) -> float:
     """Of training, until a step with which a row of one replica's steps ends."""
-    steps = [row for row in rows if row["kind"] == "step" and row["step"] <= step]
+    steps = [row for row in log.of("step") if row["step"] <= step]
     before = [0, *(row["step"] for row in steps)]
     return sum(
         row["speed/seconds_per_step"] * (row["step"] - previous)

@@ -33,10 +33,7 @@ def _copied(folder: Path, destination: Path) -> bool:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(folder, partial)
         partial.rename(destination)
-    except (
-        OSError,
-        shutil.Error,
-    ):  # removed meanwhile; or the disk is full, and the run begins with what it has
+    except OSError:  # removed meanwhile; or the disk is full, and the run begins with what it has
         shutil.rmtree(partial, ignore_errors=True)
         return False
     return True

@@ -24,24 +24,9 @@ from megatron_noloco.pipeline.groups import build_groups
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.spec.architecture import Architecture, Compute
 from tests.harness import run_ranks
+from tests.unit.architectures import SMALL
 
 QKV = "decoder.layers.{layer}.self_attention.linear_qkv."
-SMALL = Architecture(
-    family="llama",
-    num_layers=2,
-    hidden_size=16,
-    ffn_hidden_size=24,
-    num_attention_heads=4,
-    num_query_groups=2,
-    kv_channels=6,
-    seq_length=8,
-    vocab_size=30,
-    padded_vocab_size=32,
-    rotary_base=1e4,
-    norm_epsilon=1e-5,
-    tied_embeddings=False,
-    init_method_std=0.02,
-)
 
 
 # The file of a new family: Llama with biases on queries, keys and values, and another name for a norm

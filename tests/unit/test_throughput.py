@@ -17,24 +17,8 @@ from megatron_noloco.plans.topology import Topology
 from megatron_noloco.spec.architecture import Architecture, Compute
 from megatron_noloco.training.throughput import Throughput, peak_tflops
 from tests.harness import run_ranks
+from tests.unit.architectures import SMALL
 
-# Two layers of width 16, four heads of 6 channels in two groups, samples of 8 tokens.
-SMALL = Architecture(
-    family="llama",
-    num_layers=2,
-    hidden_size=16,
-    ffn_hidden_size=24,
-    num_attention_heads=4,
-    num_query_groups=2,
-    kv_channels=6,
-    seq_length=8,
-    vocab_size=30,
-    padded_vocab_size=32,
-    rotary_base=1e4,
-    norm_epsilon=1e-5,
-    tied_embeddings=False,
-    init_method_std=0.02,
-)
 SPARSE = replace(SMALL, family="mixtral", num_moe_experts=5, moe_router_topk=2)
 
 
