@@ -13,7 +13,8 @@ from megatron_noloco.outer import Channel, CodedExchange, Coding, Exchange, Exch
 from megatron_noloco.outer.commit import CommittedExchange
 from megatron_noloco.outer.tags import CHANNELS, PHASES
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.transport.loopback import LoopbackFlight, LoopbackTransport, loopback_world
+from megatron_noloco.transport.chunks import LandingFlight
+from megatron_noloco.transport.loopback import LoopbackTransport, loopback_world
 from megatron_noloco.transport.protocol import Message
 
 LENGTH = 5000
@@ -30,7 +31,7 @@ class Door:
         self._inner, self._lost = inner, lost
         self.rank, self.world_size = inner.rank, inner.world_size
 
-    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> LoopbackFlight:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> LandingFlight:
         if self._lost(self.rank, tag // PHASES % CHANNELS):
             sends = []
         return self._inner.post(sends, receives, tag)
