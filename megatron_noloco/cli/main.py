@@ -4,7 +4,7 @@ import argparse
 from typing import NoReturn
 
 from megatron_noloco import __version__
-from megatron_noloco.cli import config, data, doctor, huggingface, keys, reading, train
+from megatron_noloco.cli import config, data, doctor, huggingface, keys, plan, reading, train
 from megatron_noloco.cli.errors import report
 from megatron_noloco.job.leaving import abandon_job, leave
 
@@ -33,6 +33,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     train.add_command(commands)
     config.add_command(commands)
+    plan.add_command(commands)
     data.add_command(commands)
     keys.add_command(commands)
     inspect = commands.add_parser("inspect", help="what a checkpoint holds, and whether it is complete")

@@ -9,10 +9,10 @@ from megatron_noloco.config.deepspeed_optimizer import is_muon
 from megatron_noloco.config.federation_block import FederationConfig
 from megatron_noloco.config.layers import layers_of_chunks, shown
 from megatron_noloco.config.noloco_block import NolocoConfig
+from megatron_noloco.config.outer_memory import bytes_of_rounds, bytes_of_state, rounds_at_a_time
 from megatron_noloco.config.run_config import RunConfig
 from megatron_noloco.config.wording import count
 from megatron_noloco.model.families import table_of
-from megatron_noloco.plans.fragments import most_under_way
 from megatron_noloco.plans.grouping import prime_factors
 from megatron_noloco.plans.learning_rate import SCHEDULES
 from megatron_noloco.plans.routing import Routing
@@ -166,21 +166,9 @@ def outer_state(noloco: NolocoConfig, replicas: int, kept_aside: bool = False) -
     Args:
         kept_aside: whether a mean waits until it is certain, as in a federation.
     """
+    vectors = bytes_of_state(noloco) | bytes_of_rounds(noloco, replicas, kept_aside)
     in_pairs = noloco.group_size_among(replicas) <= 2
-    of_round = {"combined vector": 4.0}
-    if in_pairs and noloco.payload == "fp32":
-        of_round["received vector"] = 4
-    elif in_pairs:
-        of_round |= {"codes": int(noloco.payload.removeprefix("int")) / 4, "sketches and steps": 0.1}
-    if kept_aside:
-        of_round["mean"] = 4
-    if noloco.delays:
-        of_round["snapshot"] = 4
-    longest_delay = noloco.local_steps if noloco.chooses_delay else noloco.delay_steps
-    at_a_time = most_under_way(noloco.local_steps, noloco.fragments, longest_delay)
-    share = at_a_time / noloco.fragments
-    vectors = {"slow weights": 4.0, "outer momentum": 4.0}
-    vectors |= {vector: size * share for vector, size in of_round.items()}
+    at_a_time = rounds_at_a_time(noloco)
     rounds = "" if at_a_time == 1 else f" for each of {at_a_time} rounds"
     return (
         f"{sum(vectors.values()):.3g} bytes per parameter ("

@@ -1,28 +1,13 @@
 """What a run makes of its devices: tokens and floating-point operations per second, memory."""
 
-import re
 import resource
 from dataclasses import dataclass
 
 import torch
 
 from megatron_noloco.metrics import MEAN, Record
+from megatron_noloco.spec.accelerators import find_accelerator
 from megatron_noloco.spec.architecture import Precision
-
-# TFLOP/s in bf16 and fp16, without sparsity, by words of the device's name; the first entry that fits counts.
-# NVIDIA's data sheets give twice as much for Hopper, Ada and Blackwell, with sparsity: H100 (resources.nvidia.com,
-# "H100 Tensor Core GPU"), H200, A100 (312 for all its forms), L40S, HGX B200.
-_PEAK_TFLOPS = {
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H100": 989.0,
-    "H200 NVL": 835.0,
-    "H200": 989.0,
-    "GH200": 989.0,
-    "B200": 2250.0,
-    "A100": 312.0,
-    "L40S": 362.0,
-}
 
 
 @dataclass(frozen=True)
@@ -55,10 +40,8 @@ class Throughput:
 
 def peak_tflops(device: str, precision: Precision) -> float | None:
     """Of a whole GPU, by the name that CUDA gives it, in dense products of the precision; None: not known."""
-    words = set(re.findall(r"\w+", device))
-    if precision == "fp32" or "MIG" in words:
-        return None
-    return next((peak for name, peak in _PEAK_TFLOPS.items() if words.issuperset(name.split())), None)
+    kind = find_accelerator(device)
+    return None if kind is None or precision == "fp32" else kind.tflops
 
 
 def peak_tflops_here(precision: Precision) -> float | None:

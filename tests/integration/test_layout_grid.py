@@ -27,6 +27,8 @@ SIZES: dict[str, dict[str, int]] = {
     "tp 2": {"tp": 2},
     "dp 2": {"dp": 2},
     "tp 2 x pp 2": {"tp": 2, "pp": 2},
+    "dp 2 x pp 2": {"dp": 2, "pp": 2},
+    "dp 2 x tp 2": {"dp": 2, "tp": 2},
 }
 SMALL = [name for name in SIZES if ranks(layout(**SIZES[name], replicas=1)) <= 2]  # for four replicas
 GRID = [

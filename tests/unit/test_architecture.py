@@ -56,6 +56,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "huggingface",
     },
     "reading": {"metrics"},
+    "planning": {"spec", "plans", "model/families", "config", "outer", "engine"},
     "doctor": {"plans", "transport", "outer"},
     "attach": {"plans", "transport", "outer", "engine"},
     "cli": {
@@ -71,6 +72,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "training",
         "reading",
         "doctor",
+        "planning",
     },
 }
 ENTRANCE = f"{PACKAGE}/__main__.py"

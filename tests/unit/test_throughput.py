@@ -83,7 +83,7 @@ def test_torch_counts_the_same(family: str) -> None:
         ("NVIDIA A100 80GB PCIe", 312),
         ("NVIDIA A10", None),
         ("NVIDIA H20", None),
-        ("NVIDIA GeForce RTX 4090", None),
+        ("NVIDIA GeForce RTX 4090", 165.2),
     ],
 )
 def test_the_peak_of_a_device(device: str, peak: float | None) -> None:

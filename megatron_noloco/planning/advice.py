@@ -1,0 +1,73 @@
+"""What to change where a model does not fit."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from megatron_noloco.config import ConfigError, RunConfig
+from megatron_noloco.planning.memory import fullest_stage
+from megatron_noloco.plans.topology import Topology
+from megatron_noloco.spec.architecture import Architecture
+
+
+def changes_that_save(
+    config: RunConfig, architecture: Architecture, topology: Topology
+) -> Iterator[tuple[str, int, int]]:
+    """Changes of the file, one at a time: what to write, ranks of a replica, bytes on a GPU of its fullest rank.
+
+    Those that the file does not permit are left out.
+    """
+    parallel = config.parallel
+    pp, tp, dp = (
+        parallel.pipeline_model_parallel_size,
+        parallel.tensor_model_parallel_size,
+        parallel.data_parallel_size,
+    )
+    candidates: list[dict[str, Any]] = [
+        {"noloco": {"slow_weights": "host"}},
+        {
+            "model": {
+                "recompute_granularity": "full",
+                "recompute_method": "uniform",
+                "recompute_num_layers": 1,
+            }
+        },
+        {"train_micro_batch_size_per_gpu": config.micro_batch_size // 2},
+        {"parallel": {"data_parallel_size": 2 * dp}},
+        {"parallel": {"pipeline_model_parallel_size": 2 * pp}},
+        {"parallel": {"tensor_model_parallel_size": 2 * tp}},
+    ]
+    for change in candidates:
+        changed = _changed(config, change)
+        if changed is not None:
+            topology = replace(
+                topology,
+                pp=changed.parallel.pipeline_model_parallel_size,
+                tp=changed.parallel.tensor_model_parallel_size,
+                dp=changed.parallel.data_parallel_size,
+            )
+            memory = fullest_stage(changed, architecture, topology)[2]
+            yield _written(change), topology.replica_size, memory.device_bytes
+
+
+def _changed(config: RunConfig, change: dict[str, Any]) -> RunConfig | None:
+    raw = config.to_dict()
+    raw.pop("train_batch_size")  # it follows
+    for block, value in change.items():
+        if raw[block] == value or (isinstance(value, dict) and value.items() <= raw[block].items()):
+            return None
+        raw[block] = {**raw[block], **value} if isinstance(value, dict) else value
+    if "train_micro_batch_size_per_gpu" in change:
+        raw["gradient_accumulation_steps"] *= 2
+    raw["parallel"] = {**raw["parallel"], "replicas": "auto"}
+    try:
+        return RunConfig.from_dict(raw)
+    except ConfigError:
+        return None
+
+
+def _written(change: dict[str, Any]) -> str:
+    ((name, value),) = change.items()
+    if not isinstance(value, dict):
+        return f"{name} {value}, gradient_accumulation_steps doubled"
+    return ", ".join(f"{name}.{field} {setting}" for field, setting in value.items())

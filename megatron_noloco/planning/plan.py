@@ -1,0 +1,82 @@
+"""What a config needs, in one value."""
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from megatron_noloco.config import RunConfig
+from megatron_noloco.model.families.flops import training_flops
+from megatron_noloco.planning.held import Held
+from megatron_noloco.planning.memory import Memory, fullest_stage
+from megatron_noloco.planning.traffic import Network, Way, routed_bytes, ways
+from megatron_noloco.plans.topology import Topology
+from megatron_noloco.spec.architecture import Architecture
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The needs of a run.
+
+    Attributes:
+        stage: the pipeline stage whose ranks need most memory.
+        held, memory: of one of these.
+        step_seconds: of a local step without exchanges; None: not known.
+        network: None: not known, and so no ways are compared.
+        ways: see `traffic.ways`.
+        routed_bytes: see there.
+    """
+
+    topology: Topology
+    stage: int
+    held: Held
+    memory: Memory
+    step_seconds: float | None
+    network: Network | None
+    ways: list[Way]
+    routed_bytes: float
+
+    def as_json(self) -> dict[str, Any]:
+        """For scripts."""
+        step = self.step_seconds
+        return {
+            "ranks": self.topology.world_size,
+            "replicas": self.topology.ensemble,
+            "stage": self.stage,
+            "weights_of_rank": asdict(self.held),
+            "memory_bytes": {"device": self.memory.device, "host": self.memory.host},
+            "step_seconds": step,
+            "routed_bytes_per_step": self.routed_bytes,
+            "ways": [
+                asdict(way)
+                | (
+                    {}
+                    if step is None
+                    else {"share_lost": way.share_lost(step), "enough_steps": way.enough_steps(step)}
+                )
+                for way in self.ways
+            ],
+        }
+
+
+def plan_of(
+    config: RunConfig,
+    architecture: Architecture,
+    topology: Topology,
+    network: Network | None = None,
+    step_seconds: float | None = None,
+) -> Plan:
+    stage, held, memory = fullest_stage(config, architecture, topology)
+    found = [] if network is None else ways(config, topology, held, network)
+    return Plan(topology, stage, held, memory, step_seconds, network, found, routed_bytes(config, topology))
+
+
+def computing_seconds(
+    config: RunConfig, architecture: Architecture, tflops: float, utilisation: float
+) -> float:
+    """Of a local step: its floating-point operations, shared by the ranks of a replica.
+
+    Args:
+        tflops: of a rank's device at most.
+        utilisation: the part of them that is reached (MFU).
+    """
+    flops = config.replica_batch * training_flops(architecture)
+    return flops / (config.replica_size * tflops * 1e12 * utilisation)

@@ -1,0 +1,122 @@
+"""What `plan` says of a config, against what runs of it did."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_noloco.config import RunConfig
+from megatron_noloco.planning.held import held_by_stages
+from megatron_noloco.planning.memory import fullest_stage
+from megatron_noloco.planning.traffic import exchange_bytes
+from tests.harness import run_ranks
+from tests.integration.tiny import MUON, VOCABULARY, metrics, run_whole, tiny, write_config, write_text
+
+ROUNDS = 3  # of 2 local steps
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "pairs": (2, {"parallel": {"replicas": 2}}),
+    "groups of 4": (4, {"parallel": {"replicas": 4}, "noloco": {"group_size": 4}}),
+    "uneven stages": (
+        4,
+        {
+            "parallel": {
+                "replicas": 2,
+                "pipeline_model_parallel_size": 2,
+                "num_layers_in_first_pipeline_stage": 1,
+            }
+        },
+    ),
+    "data and tensor parallel": (
+        8,
+        {"parallel": {"replicas": 2, "data_parallel_size": 2, "tensor_model_parallel_size": 2}},
+    ),
+    "tied, virtual stages, Muon, int8": (
+        4,
+        MUON
+        | {
+            "parallel": {
+                "replicas": 2,
+                "pipeline_model_parallel_size": 2,
+                "virtual_pipeline_model_parallel_size": 2,
+            },
+            "model": {"untie_embeddings_and_output_weights": False},
+            "noloco": {"payload": "int8"},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_bytes_of_exchanges(layout: str, tmp_path: Path) -> None:
+    """Of all ranks of a replica, to the byte, but for what did not fit its code and was sent again."""
+    ranks, changes = LAYOUTS[layout]
+    raw = tiny(
+        {"data": {"text": write_text(tmp_path)}, "training": {"output_dir": str(tmp_path)}}, tiny(changes)
+    )
+    run_ranks(ranks, run_whole, write_config(tmp_path, raw))
+    config = RunConfig.from_dict(raw)
+    topology = config.topology(ranks)
+    stages = held_by_stages(config, config.architecture(VOCABULARY), topology)
+    planned = ROUNDS * sum(
+        topology.dp * topology.tp * exchange_bytes(config.noloco, held, topology.replicas, topology.dp)
+        for held in stages
+    )
+    for rows in metrics(tmp_path):
+        again = 4 * sum(row.get("round/resent_elements", 0) for row in rows)
+        if config.noloco.payload == "fp32":
+            assert (rows[-1]["total/sent_bytes"], again) == (planned, 0)
+        else:  # copies go in fp32 beside their codes
+            copies = 4 * ROUNDS * sum(held.copied for held in stages)
+            assert rows[-1]["total/sent_bytes"] - again == planned - copies
+            assert again >= copies > 0
+
+
+@pytest.mark.parametrize(
+    ("replicas", "changes"),
+    [
+        pytest.param(2, {"bf16": {"enabled": True}}, marks=pytest.mark.slow),
+        pytest.param(1, MUON, marks=pytest.mark.slow),
+        pytest.param(2, {"noloco": {"payload": "int8"}}, marks=pytest.mark.slow),
+    ],
+    ids=["bf16", "Muon", "int8"],
+)
+def test_the_memory_of_a_rank(replicas: int, changes: dict[str, Any], tmp_path: Path) -> None:
+    """What a larger model needs more than a small one, within 10 % of resident memory.
+
+    The difference, since libraries take some 0.5 GB. glibc is told to give back what is freed at once.
+    """
+    text = write_text(tmp_path)
+    sizes = [{"hidden_size": 32}, {"hidden_size": 512, "ffn_hidden_size": 1536, "num_attention_heads": 8}]
+    found = [
+        memory(tmp_path / str(number), text, replicas, changes, model) for number, model in enumerate(sizes)
+    ]
+    measured, planned = (found[1][which] - found[0][which] for which in range(2))
+    assert planned == pytest.approx(measured, rel=0.1)
+
+
+def memory(
+    folder: Path, text: str, replicas: int, changes: dict[str, Any], model: dict[str, Any]
+) -> tuple[float, int]:
+    """Bytes of a run's rank at its peak, as it says itself, and as planned."""
+    where = {
+        "parallel": {"replicas": replicas},
+        "model": {"seq_length": 64, "num_layers": 6, **model},
+        "train_micro_batch_size_per_gpu": 4,
+        "gradient_accumulation_steps": 2,
+        "data": {"text": text},
+        "training": {"train_iters": 4, "output_dir": str(folder)},
+        "checkpoint": {"save_interval": 0},
+    }
+    raw = tiny(where, tiny(changes))
+    config_file = write_config(folder, raw)
+    environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
+    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={replicas}"]
+    command += ["-m", "megatron_noloco", "train", "--config", config_file]
+    subprocess.run([sys.executable, *command], env=environment, check=True, capture_output=True, timeout=300)
+    config = RunConfig.from_dict(raw)
+    planned = fullest_stage(config, config.architecture(VOCABULARY), config.topology(replicas))[2]
+    peak = max(row["memory/peak_bytes"] for row in metrics(folder)[0])
+    return peak, planned.device_bytes + planned.host_bytes

@@ -1,0 +1,81 @@
+"""The command `plan`, and its arithmetic by hand."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_noloco.cli.main import main
+from megatron_noloco.planning.traffic import Network, Way
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def test_it_tells_memory_and_time(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["--gpu", "A100", "--bandwidth", "1Gbit", "--latency", "25ms"]
+    assert main(["plan", str(CONFIGS / "llama_1.3b.json"), *asked]) == 0
+    told = capsys.readouterr().out
+    for words in ("16 replicas x 4 ranks", "inner optimizer", "fits A100", "this config", "synchronous"):
+        assert words in told
+
+
+def test_changes_that_help_where_it_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(CONFIGS / "llama_6.8b.json"), "--gpu", "4090"]) == 0
+    told = capsys.readouterr().out
+    assert "too much for 4090 of 24 GB" in told
+    assert "model.recompute_granularity full" in told
+    assert "parallel.pipeline_model_parallel_size 8" in told
+
+
+def test_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
+    """4 replicas of 2 stages; pairs send each rank's weights once, in 1044 of 2048 bytes with int8."""
+    asked = ["--json", "--bandwidth", "8Mbit", "--step", "0.5s", "--gpus", "16"]
+    assert main(["plan", str(CONFIGS / "quickstart.json"), *asked]) == 0
+    plan: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert (plan["ranks"], plan["replicas"], plan["step_seconds"]) == (16, 8, 0.5)
+    ways = {way["name"]: way for way in plan["ways"]}
+    pairs = ways["NoLoCo in pairs, fp32"]
+    assert pairs["bytes_per_exchange"] == 4 * plan["weights_of_rank"]["owned"]
+    assert pairs["seconds_per_exchange"] == pytest.approx(pairs["bytes_per_exchange"] / 1e6)
+    assert ways["DiLoCo, fp32"]["bytes_per_exchange"] == pytest.approx(
+        2 * 7 / 8 * pairs["bytes_per_exchange"]
+    )
+    assert ways["synchronous"]["local_steps"] == 1
+
+
+def test_the_time_lost() -> None:
+    """1 MB at 1 MB/s by two ranks of a node, two messages after each other: 2.5 s of 10 + 2.5."""
+    network = Network(bytes_per_second=1e6, latency=0.25, ranks_per_node=2)
+    seconds = network.seconds(1e6, trips=2)
+    assert seconds == 2.5
+    waits = Way("", 1_000_000, seconds, local_steps=10)
+    assert waits.share_lost(step_seconds=1) == 0.2
+    assert Way("", 0, seconds, waits.enough_steps(1)).share_lost(1) <= 0.01
+    assert Way("", 0, seconds, waits.enough_steps(1) - 1).share_lost(1) > 0.01
+    overlaps = Way("", 1_000_000, seconds, local_steps=10, hidden_steps=10)
+    assert (overlaps.share_lost(1), overlaps.enough_steps(1)) == (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["--gpu", "Voodoo"], "--gpu Voodoo: not known; known are H100 PCIe"),
+        (["--gpus", "7"], "7"),
+    ],
+)
+def test_bad_input_is_one_line(
+    arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(CONFIGS / "quickstart.json"), *arguments]) == 2
+    said = capsys.readouterr()
+    assert problem in said.err
+    assert said.err.count("\n") == 1
+    assert not said.out
+
+
+def test_a_wrong_unit(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "file.json", "--bandwidth", "1GB"])
+    assert ended.value.code == 2
+    assert '"1GB" is no bandwidth; write 100Mbit or 1Gbit' in capsys.readouterr().err
