@@ -2,14 +2,15 @@
 PYTHON ?= python3
 INSTALLED := .venv/.installed
 
-.PHONY: help setup quickstart federation test checks contracts evidence clean
+.PHONY: help setup quickstart federation test checks contracts docs evidence clean
 
 help:
 	@echo 'make quickstart   train a small Llama with 4 replicas on this machine (4 minutes on 2 cores)'
 	@echo 'make federation   three replicas as separate jobs; one is killed and comes back (1 minute)'
 	@echo 'make test         all tests but those marked slow or contract'
-	@echo 'make checks       what to run before a commit: ruff, mypy, the unit tests'
+	@echo 'make checks       what to run before a commit: ruff, mypy, the unit tests, make docs'
 	@echo 'make contracts    what the code relies on in Megatron-core and DeepSpeed; after a change of versions'
+	@echo 'make docs         the documentation as a site, in site/; fails where a link leads nowhere'
 	@echo 'make evidence     redraw the tables of docs/evidence.md from shorter runs, in runs/evidence (25 minutes)'
 	@echo 'make setup        make .venv and install requirements.txt; the others do it when needed'
 	@echo 'make clean        remove .venv and caches; runs/ stays'
@@ -33,13 +34,17 @@ checks: $(INSTALLED)
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/python -m pytest -q -m 'not slow and not contract' tests/unit
+	@$(MAKE) --no-print-directory docs
 
 contracts: $(INSTALLED)
 	.venv/bin/python -m pytest -q -m contract
+
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict --quiet
 
 evidence: $(INSTALLED)
 	@PYTHON='$(CURDIR)/.venv/bin/python' sh launch/evidence.sh
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -6,6 +6,7 @@ import textwrap
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from megatron_noloco.config.blocks import Block
 from megatron_noloco.config.deepspeed_keys import DISABLED, NOT_HERE, TOP_LEVEL
 from megatron_noloco.config.run_config import BLOCKS
 from megatron_noloco.config.wording import expected_value, fields_of, shown
@@ -43,31 +44,62 @@ def explain() -> str:
     """Every field of every block: dotted name, default, what it accepts, and its sentence."""
     parts = []
     for name, model in BLOCKS.items():
-        rows = [_row(dotted, field) for dotted, field in fields_of(name, model)]
+        rows = _rows(name, model)
         column = max(len(dotted) for dotted, _, _ in rows) + 2
         lines = [f"{name}: {_BLOCK_SENTENCES[name]}"]
         for dotted, default, sentence in rows:
             lines.append(f"  {dotted:<{column}}{default}")
             lines += _wrapped(sentence, " " * (column + 2))
         parts.append("\n".join(lines))
-    schedules = [
-        f"{name}: {', '.join(field.name for field in dataclasses.fields(schedule))}; "
-        + " ".join((schedule.__doc__ or "").split("\n\n")[0].split())
-        for name, schedule in SCHEDULES.items()
-    ]
-    known_keys = TOP_LEVEL - NOT_HERE.keys() - DISABLED.keys() - BLOCKS.keys()
-    known = f"Known keys: {', '.join(sorted(known_keys))}."
     parts.append(
         "\n".join(
             [
                 "DeepSpeed's keys:",
                 *_wrapped(_DEEPSPEED, "  "),
-                *(line for schedule in schedules for line in _wrapped(schedule, "    ")),
-                *_wrapped(known, "  "),
+                *(line for schedule in _schedules() for line in _wrapped(schedule, "    ")),
+                *_wrapped(_known_keys(), "  "),
             ]
         )
     )
     return "\n\n".join(parts) + "\n"
+
+
+def as_markdown() -> str:
+    """The same as a page with a table for each block."""
+    parts = [
+        "# Configuration",
+        "One JSON object; `python -m megatron_noloco config --explain` prints this page.",
+    ]
+    for name, model in BLOCKS.items():
+        parts += [f"## {name}", _BLOCK_SENTENCES[name]]
+        rows = [
+            f"| `{dotted}` | {_cell(takes)} | {_cell(sentence)} |"
+            for dotted, takes, sentence in _rows(name, model)
+        ]
+        parts.append("\n".join(["| field | takes | meaning |", "|---|---|---|", *rows]))
+    parts += ["## DeepSpeed's keys", _DEEPSPEED, *(f"- {line}" for line in _schedules()), _known_keys()]
+    return "\n\n".join(parts) + "\n"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _schedules() -> list[str]:
+    return [
+        f"{name}: {', '.join(field.name for field in dataclasses.fields(schedule))}; "
+        + " ".join((schedule.__doc__ or "").split("\n\n")[0].split())
+        for name, schedule in SCHEDULES.items()
+    ]
+
+
+def _known_keys() -> str:
+    known = TOP_LEVEL - NOT_HERE.keys() - DISABLED.keys() - BLOCKS.keys()
+    return f"Known keys: {', '.join(sorted(known))}."
+
+
+def _rows(name: str, model: type[Block]) -> list[tuple[str, str, str]]:
+    return [_row(dotted, field) for dotted, field in fields_of(name, model)]
 
 
 def _row(dotted: str, field: FieldInfo) -> tuple[str, str, str]:

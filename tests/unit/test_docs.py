@@ -1,0 +1,50 @@
+"""What the documentation says of the code is true of the code."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_noloco.config import RunConfig
+from megatron_noloco.config.explain import as_markdown
+
+ROOT = Path(__file__).parents[2]
+_SEVERAL_LITERALS = re.compile(r'"\s*\n\s*f?"')  # of Python, that are one string
+
+
+def quoted_messages() -> list[str]:
+    """What stands in backquotes in the first column of a table of docs/troubleshooting.md."""
+    rows = (ROOT / "docs/troubleshooting.md").read_text().splitlines()
+    return [
+        text for row in rows if row.startswith("| `") for text in re.findall("`([^`]+)`", row.split(" | ")[0])
+    ]
+
+
+@pytest.fixture(scope="module")
+def sources() -> str:
+    files = [*(ROOT / "megatron_noloco").rglob("*.py"), *(ROOT / "launch").glob("*.sh")]
+    return "\n".join(_SEVERAL_LITERALS.sub("", file.read_text()) for file in files)
+
+
+@pytest.mark.parametrize("message", quoted_messages())
+def test_a_message_is_one_that_the_code_writes(message: str, sources: str) -> None:
+    assert message in sources
+
+
+def test_the_configuration_of_two_machines_is_valid() -> None:
+    """The blocks of docs/internet.md in the place of those of configs/federation.json."""
+    (block,) = re.findall(r"```json\n(.*?)```", (ROOT / "docs/internet.md").read_text(), re.DOTALL)
+    raw: dict[str, Any] = json.loads((ROOT / "configs/federation.json").read_text())
+    config = RunConfig.from_dict(raw | json.loads("{" + block + "}"))
+    assert config.topology(1, slot=3).ensemble == 4
+
+
+def test_the_reference_has_every_field() -> None:
+    page = as_markdown()
+    config = json.loads((ROOT / "configs/quickstart.json").read_text())
+    for block in ("noloco", "parallel", "model", "training"):
+        for field, value in config[block].items():
+            if not isinstance(value, dict):
+                assert f"| `{block}.{field}` |" in page

@@ -1,0 +1,52 @@
+"""What mkdocs cannot do alone: pages that are made from other files, and links to files that are not in docs/.
+
+A hook of mkdocs.yml. The first page is README.md; the configuration reference is made from the models, so that it
+cannot differ from them.
+"""
+
+import re
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from megatron_noloco.config.explain import as_markdown
+
+ROOT = Path(__file__).parents[1]
+_LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
+_PAGES = {
+    "README.md": "index.md",
+    "CONTRIBUTING.md": "contributing.md",
+}  # of the root, and what they are here
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add the pages that are made."""
+    made = {page: (ROOT / name).read_text() for name, page in _PAGES.items()}
+    made["configuration.md"] = as_markdown()
+    for name, content in made.items():
+        files.append(File.generated(config, name, content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Turn links as GitHub shows them into links of the site; what the site has not becomes its name."""
+    here = ROOT if page.file.src_uri in _PAGES.values() else ROOT / "docs"
+
+    def link(match: re.Match[str]) -> str:
+        text, target = match[1], match[2]
+        path, _, anchor = target.partition("#")
+        if not path or "://" in target:
+            return match[0]
+        within = (here / path).resolve().relative_to(ROOT)
+        name = _PAGES.get(str(within))
+        if name is None and within.parts[0] == "docs":
+            name = str(within.relative_to("docs"))
+        if name is None:
+            if not (ROOT / within).exists():
+                raise FileNotFoundError(f"{page.file.src_uri} links to {target}, which does not exist")
+            return f"`{within}`" if text in (target, str(within)) else f"{text} (`{within}`)"
+        return f"[{text}]({name}{'#' + anchor if anchor else ''})"
+
+    return _LINK.sub(link, markdown)
