@@ -73,7 +73,7 @@ def as_markdown() -> str:
     for name, model in BLOCKS.items():
         parts += [f"## {name}", _BLOCK_SENTENCES[name]]
         rows = [
-            f"| `{dotted}` | {_cell(takes)} | {_cell(sentence)} |"
+            f"| `{dotted.removeprefix(name + chr(46))}` | {_cell(takes)} | {_cell(sentence)} |"
             for dotted, takes, sentence in _rows(name, model)
         ]
         parts.append("\n".join(["| field | takes | meaning |", "|---|---|---|", *rows]))

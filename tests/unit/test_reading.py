@@ -3,6 +3,8 @@
 import io
 import json
 import os
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -130,6 +132,31 @@ def test_the_page_has_every_plot_and_needs_nothing_else(run: Path) -> None:
     assert page.tags.count("svg") == 5
     assert all(link.startswith("#") for link in page.links)
     assert "last checkpoint: step 2" in page.text
+
+
+BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+
+
+@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium or Chrome here")
+def test_a_browser_draws_every_plot(run: Path) -> None:
+    """Each has a size there, and so have the lines in it."""
+    assert main(["report", str(run)]) == 0
+    page = run / "report.html"
+    drawn = (
+        "plot => plot.getBoundingClientRect().width > 100 && plot.querySelector('g path').getBBox().width > 0"
+    )
+    count = f"document.title = [...document.querySelectorAll('svg')].filter({drawn}).length"
+    page.write_text(page.read_text() + f"<script>onload = () => {{{count}}}</script>")
+    options = [
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={run / 'browser'}",
+        "--dump-dom",
+    ]
+    command = [str(BROWSER), *options, page.as_uri()]
+    seen = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    assert "<title>5</title>" in seen
 
 
 def test_a_run_without_rounds_has_no_plots_of_them(tmp_path: Path) -> None:
