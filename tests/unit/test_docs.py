@@ -9,6 +9,7 @@ import pytest
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.config.explain import as_markdown
+from tools.config_table import BEGIN, END, README, table
 
 ROOT = Path(__file__).parents[2]
 _SEVERAL_LITERALS = re.compile(r'"\s*\n\s*f?"')  # of Python, that are one string
@@ -48,3 +49,8 @@ def test_the_reference_has_every_field() -> None:
         for field, value in config[block].items():
             if not isinstance(value, dict):
                 assert f"| `{field}` |" in page.split(f"## {block}\n")[1].split("\n## ")[0]
+
+
+def test_the_table_of_configs_is_that_of_plan() -> None:
+    written = README.read_text().split(BEGIN)[1].split(END)[0]
+    assert written == table(), "python -m tools.config_table"

@@ -1,0 +1,62 @@
+"""The table of configs/README.md: what each configuration needs, as `plan` says.
+
+    python -m tools.config_table
+
+writes it there, between two comments.
+"""
+
+from pathlib import Path
+
+from megatron_noloco.config import RunConfig, load_config
+from megatron_noloco.data.tokenizer import ByteTokenizer
+from megatron_noloco.planning.plan import plan_of
+from megatron_noloco.planning.traffic import Network
+
+README = Path(__file__).parents[1] / "configs" / "README.md"
+BEGIN, END = "<!-- tools/config_table.py -->\n", "<!-- end -->"
+_RATES = {"100 Mbit/s": 100e6, "1 Gbit/s": 1e9, "10 Gbit/s": 10e9, "100 Gbit/s": 100e9}
+_LARGEST_NODE = 8  # ranks
+
+
+def main() -> None:
+    before, rest = README.read_text().split(BEGIN)
+    README.write_text(before + BEGIN + table() + END + rest.split(END)[1])
+
+
+def table() -> str:
+    head = ["file", "ranks", "GB per rank", "GB in host memory", "tokens per local step", "MB per exchange"]
+    head += [f"seconds, {rate}" for rate in _RATES]
+    rows = [head, ["---"] + ["---:"] * (len(head) - 1)]
+    rows += [_row(path.name, load_config(str(path))) for path in sorted(README.parent.glob("*.json"))]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _row(name: str, config: RunConfig) -> list[str]:
+    topology = config.topology(config.world_size or config.replica_size)
+    architecture = config.architecture(config.model.vocab_size or ByteTokenizer.vocab_size)
+    ranks = min(topology.replica_size, _LARGEST_NODE)
+    plan = plan_of(config, architecture, topology)
+    tokens = topology.ensemble * config.replica_batch * architecture.seq_length
+    seconds, sent = ["-"] * len(_RATES), "-"
+    for place, rate in enumerate(_RATES.values()):
+        networked = plan_of(config, architecture, topology, Network(rate / 8, 0.0, ranks))
+        if networked.ways and networked.ways[0].name == "this config":
+            seconds[place] = _short(networked.ways[0].seconds_per_exchange)
+            sent = _short(networked.ways[0].bytes_per_exchange / 1e6)
+    return [
+        f"`{name}`",
+        str(topology.world_size),
+        f"{plan.memory.device_bytes / 1e9:.2g}",
+        f"{plan.memory.host_bytes / 1e9:.2g}",
+        f"{tokens:,}",
+        sent,
+        *seconds,
+    ]
+
+
+def _short(figure: float) -> str:
+    return f"{figure:,.0f}" if figure >= 100 else f"{figure:.2g}" if figure >= 0.001 else "< 0.001"
+
+
+if __name__ == "__main__":
+    main()
