@@ -26,11 +26,11 @@ class Memory:
 
     @property
     def device_bytes(self) -> int:
-        return sum(self.device.values())
+        return _total(self.device)
 
     @property
     def host_bytes(self) -> int:
-        return sum(self.host.values())
+        return _total(self.host)
 
 
 def memory_of(
@@ -54,7 +54,7 @@ def memory_of(
         "logits": _logits(config, architecture, topology) * held.predicts,
     }
     stepping = {"step of the inner optimizer": _step(config, held)}
-    device |= max(computing, stepping, key=lambda parts: sum(parts.values()))  # they do not come together
+    device |= computing if _total(computing) > _total(stepping) else stepping  # they do not come together
     outer = {}
     if config.noloco.enabled:
         replicas, kept_aside = topology.ensemble, bool(topology.slots)
@@ -100,6 +100,10 @@ def activation_bytes(
     attention = working * (queries + 2 * keys + keys + 2 * queries) + _FP32 * a.num_attention_heads
     mlp = working * 5 * a.ffn_hidden_size * (a.moe_router_topk or 1)
     return norms // (tp if sequence_parallel else 1) + (attention + mlp) // tp
+
+
+def _total(parts: dict[str, int]) -> int:
+    return sum(parts.values())
 
 
 def _step(config: RunConfig, held: Held) -> int:

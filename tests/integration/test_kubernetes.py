@@ -1,0 +1,63 @@
+"""The manifest of launch/: its form, and what its shell script makes of a signal. No cluster is at hand."""
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+MANIFEST = Path(__file__).parents[2] / "launch" / "kubernetes.yaml"
+VERSION = "1.31"  # of Kubernetes
+
+
+def documents() -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(MANIFEST.read_text()))
+
+
+def test_it_fits_the_published_schema() -> None:
+    """108 MB of schemas, so the package is not among the requirements: `pip install kubernetes-validate`."""
+    kubernetes_validate = pytest.importorskip("kubernetes_validate")
+    for document in documents():
+        kubernetes_validate.validate(document, VERSION, strict=True)
+
+
+def test_names_that_must_agree() -> None:
+    service, job = documents()
+    pod = job["spec"]["template"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert pod["spec"]["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == pod["metadata"]["labels"]
+    (container,) = pod["spec"]["containers"]
+    (rule,) = job["spec"]["podFailurePolicy"]["rules"]
+    assert rule["onExitCodes"]["containerName"] == container["name"]
+    assert {mount["name"] for mount in container["volumeMounts"]} == {
+        volume["name"] for volume in pod["spec"]["volumes"]
+    }
+
+
+@pytest.mark.parametrize(
+    ("asked_to_stop", "code", "expected"), [(False, 0, 0), (False, 2, 2), (True, 0, 143)], ids=str
+)
+def test_a_replica_that_was_stopped_has_not_completed(asked_to_stop: bool, code: int, expected: int) -> None:
+    """It saves and leaves with 0; the pod must fail, or Kubernetes would not start it again."""
+    (container,) = documents()[1]["spec"]["template"]["spec"]["containers"]
+    shell, script = container["command"][:3], container["command"][3]
+    assert script == "sh"
+    replica = f"""
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: sys.exit({code}))
+print("ready", flush=True)
+time.sleep({60 if asked_to_stop else 0})
+sys.exit({code})
+"""
+    with subprocess.Popen(
+        [*shell, "sh", sys.executable, "-c", replica], stdout=subprocess.PIPE, text=True
+    ) as pod:
+        assert pod.stdout is not None
+        assert pod.stdout.readline() == "ready\n"
+        if asked_to_stop:
+            pod.send_signal(signal.SIGTERM)
+        assert pod.wait(60) == expected
