@@ -1,0 +1,233 @@
+"""A federation that is disturbed from outside at random moments, against one that is not.
+
+    nice python -m tools.chaos --output runs/chaos
+
+Every replica is a process of its own, with a folder of its own: they share no files. Some are killed (SIGKILL),
+one after another; some of these come back, the first of them without its folder; some are stopped and continued
+(SIGSTOP, SIGCONT); new ones join empty slots. What happens to whom, and when, follows from `--seed`: each moment
+is a random local step of the run and a random part of a second after it, so that it falls into a step, an exchange,
+an evaluation or a save. Then the same replicas run undisturbed, those that join from the beginning on.
+
+Prints one JSON object: what was done, how every replica ended, the losses of both runs, and the longest pause of a
+replica to which nothing was done. Exit code 1 when a replica that should have ended did not, or not well.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_BASE = Path(__file__).parents[1] / "configs" / "federation.json"
+_LOOK_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One disturbance: after `step` local steps of the federation, and `seconds` more."""
+
+    step: int
+    seconds: float
+    what: str  # "kill", "return", "return empty", "freeze", "join"
+    replica: int
+    frozen_seconds: float = 0.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, required=True, help="a folder; it is emptied")
+    parser.add_argument("--replicas", type=int, default=8, help="at the start")
+    parser.add_argument("--kills", type=int, default=3)
+    parser.add_argument("--returns", type=int, default=2, help="of those killed")
+    parser.add_argument("--joins", type=int, default=1, help="new replicas")
+    parser.add_argument("--freezes", type=int, default=2, help="stopped for some seconds")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=1800.0, help="seconds for each of the two runs")
+    options = parser.parse_args()
+    faults = draw_faults(options)
+    shutil.rmtree(options.output, ignore_errors=True)
+    slots = options.replicas + options.joins
+    with Federation(options.output / "disturbed", slots, options.steps) as disturbed:
+        endings = disturbed.run(options.replicas, faults, options.limit)
+    with Federation(options.output / "undisturbed", slots, options.steps) as undisturbed:
+        undisturbed.run(slots, [], options.limit)
+    gone = {fault.replica for fault in faults if fault.what == "kill"}
+    gone -= {fault.replica for fault in faults if fault.what.startswith("return")}
+    touched = {fault.replica for fault in faults}
+    expected = [replica for replica in range(slots) if replica not in gone]
+    losses = {replica: disturbed.loss(replica) for replica in expected}
+    loss, reference = mean(losses.values()), mean(map(undisturbed.loss, range(slots)))
+    well = all(endings[replica] == 0 for replica in expected) and None not in losses.values()
+    print(json.dumps({
+        "seed": options.seed,
+        "faults": [fault.__dict__ for fault in faults],
+        "exit_codes": endings,
+        "losses": losses,
+        "mean_loss": loss,
+        "undisturbed_mean_loss": reference,
+        "loss_ratio": loss / reference if loss and reference else None,
+        "longest_pause_seconds": max(map(disturbed.longest_pause, set(expected) - touched)),
+        "undisturbed_longest_pause_seconds": max(map(undisturbed.longest_pause, range(slots))),
+        "missed_rounds": {replica: disturbed.last(replica, "total/missed_rounds") for replica in expected},
+        "rounds_in_doubt": {replica: disturbed.last(replica, "total/rounds_in_doubt") for replica in expected},
+        "processes_left": disturbed.running() + undisturbed.running(),
+    }))  # fmt: skip
+    return 0 if well else 1
+
+
+def draw_faults(options: argparse.Namespace) -> list[Fault]:
+    """In the order of their moments; a replica is in at most one kind of trouble."""
+    draws = random.Random(options.seed)
+    if options.returns > options.kills or options.kills + options.freezes >= options.replicas:
+        sys.exit("chaos: at least one replica must stay untouched, and only those killed can return")
+
+    def moment(first: float, last: float) -> tuple[int, float]:
+        return draws.randrange(int(first * options.steps), int(last * options.steps)), draws.random()
+
+    victims = draws.sample(range(options.replicas), options.kills + options.freezes)
+    faults = []
+    for number, replica in enumerate(victims[: options.kills]):
+        killed = moment(0.1, 0.5)
+        faults.append(Fault(*killed, "kill", replica))
+        if number < options.returns:
+            back = max(killed[0] + options.steps // 10, moment(0.4, 0.7)[0])
+            faults.append(Fault(back, draws.random(), "return empty" if number == 0 else "return", replica))
+    for replica in victims[options.kills :]:
+        faults.append(Fault(*moment(0.1, 0.8), "freeze", replica, draws.uniform(2, 15)))
+    for number in range(options.joins):
+        faults.append(Fault(*moment(0.2, 0.6), "join", options.replicas + number))
+    return sorted(faults, key=lambda fault: (fault.step, fault.seconds))
+
+
+class Federation:
+    """Replicas on this machine, in a folder with a folder for each. As a context: no process is left behind."""
+
+    def __init__(self, folder: Path, slots: int, steps: int) -> None:
+        self.folder = folder
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._ports = list(free_ports(slots))
+        self._base: dict[str, Any] = json.loads(_BASE.read_text())
+        self._base["training"] |= {"train_iters": steps, "log_interval": 1}
+        self._base["scheduler"]["params"]["total_num_steps"] = steps
+        self._base["evaluation"] = {"interval": max(1, steps // 6), "iters": 10}
+        self._base["federation"] |= {"slots": slots, "start_with": 1, "shortest_deadline_seconds": 5}
+
+    def __enter__(self) -> "Federation":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+    def run(self, replicas: int, faults: list[Fault], limit: float) -> dict[int, int | None]:
+        """The exit code of every replica's last process; None where it was killed at the limit."""
+        deadline = time.monotonic() + limit
+        for replica in range(replicas):
+            self.start(replica)
+        thaws: list[tuple[float, int]] = []
+        coming = list(faults)
+        while time.monotonic() < deadline and (coming or thaws or self.running()):
+            for when, replica in [thaw for thaw in thaws if thaw[0] <= time.monotonic()]:
+                self._processes[replica].send_signal(signal.SIGCONT)
+                thaws.remove((when, replica))
+            if coming and (self.step() >= coming[0].step or not self.running()):
+                fault = coming.pop(0)
+                time.sleep(fault.seconds)
+                self._apply(fault)
+                if fault.what == "freeze":
+                    thaws.append((time.monotonic() + fault.frozen_seconds, fault.replica))
+            time.sleep(_LOOK_SECONDS)
+        return {replica: process.poll() for replica, process in self._processes.items()}
+
+    def _apply(self, fault: Fault) -> None:
+        match fault.what:
+            case "kill":
+                self._processes[fault.replica].kill()
+                self._processes[fault.replica].wait()
+            case "freeze":
+                self._processes[fault.replica].send_signal(signal.SIGSTOP)
+            case "return empty":
+                shutil.rmtree(self._folder(fault.replica))
+                self.start(fault.replica)
+            case _:
+                self.start(fault.replica)
+
+    def start(self, replica: int) -> None:
+        folder = self._folder(replica)
+        folder.mkdir(parents=True, exist_ok=True)
+        here = {"listen": f"tcp://127.0.0.1:{self._ports[replica]}"}
+        here["rendezvous"] = "tcp://" + ",".join(f"127.0.0.1:{port}" for port in self._ports)
+        config = self._base | {"federation": self._base["federation"] | here}
+        config["training"] = config["training"] | {"output_dir": str(folder)}
+        file = folder / "config.json"
+        file.write_text(json.dumps(config))
+        command = ["-m", "megatron_noloco", "train", "--config", str(file), "--replica", str(replica)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        with (self.folder / f"replica_{replica}.log").open("ab") as log:
+            self._processes[replica] = subprocess.Popen(
+                [sys.executable, *command, "--progress", "lines"], stdout=log, stderr=log, env=environment
+            )
+
+    def running(self) -> int:
+        return sum(process.poll() is None for process in self._processes.values())
+
+    def step(self) -> int:
+        """Of the replica that is furthest."""
+        return max((int(self.last(replica, "step") or 0) for replica in self._processes), default=0)
+
+    def loss(self, replica: int) -> float | None:
+        """Of its last evaluation, in nats per token."""
+        return self.last(replica, "validation/loss")
+
+    def last(self, replica: int, name: str) -> Any:
+        """The newest value of a number."""
+        return next((row[name] for row in reversed(self._rows(replica)) if name in row), None)
+
+    def longest_pause(self, replica: int) -> float:
+        """Seconds for which training stood still in a round."""
+        return max((row.get("round/pause_seconds", 0.0) for row in self._rows(replica)), default=0.0)
+
+    def _folder(self, replica: int) -> Path:
+        return self.folder / f"host_{replica}"
+
+    def _rows(self, replica: int) -> list[dict[str, Any]]:
+        rows = []
+        for file in self._folder(replica).glob("replica_*/metrics.jsonl"):
+            for line in file.read_text().splitlines():
+                with contextlib.suppress(json.JSONDecodeError):  # cut off by a kill, or not yet written
+                    rows.append(json.loads(line))
+        return rows
+
+
+def free_ports(count: int) -> Iterator[int]:
+    """Ports of the loopback interface that nobody uses now."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        ports = [each.getsockname()[1] for each in sockets]
+    yield from ports
+
+
+def mean(losses: Any) -> float | None:
+    found = [loss for loss in losses if loss is not None]
+    return sum(found) / len(found) if found else None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
