@@ -2,7 +2,7 @@
 PYTHON ?= python3
 INSTALLED := .venv/.installed
 
-.PHONY: help setup quickstart federation test checks contracts evidence clean
+.PHONY: help setup quickstart federation test checks contracts evidence gpu-check clean
 
 help:
 	@echo 'make quickstart   train a small Llama with 4 replicas on this machine (4 minutes on 2 cores)'
@@ -10,6 +10,7 @@ help:
 	@echo 'make test         all tests but those marked slow or contract'
 	@echo 'make checks       what to run before a commit: ruff, mypy, the unit tests'
 	@echo 'make contracts    what the code relies on in Megatron-core and DeepSpeed; after a change of versions'
+	@echo 'make gpu-check    what a GPU is to prove: tests, speed, a table in runs/gpu-check; goes on where it stopped'
 	@echo 'make evidence     redraw the tables of docs/evidence.md from shorter runs, in runs/evidence (25 minutes)'
 	@echo 'make setup        make .venv and install requirements.txt; the others do it when needed'
 	@echo 'make clean        remove .venv and caches; runs/ stays'
@@ -39,6 +40,9 @@ contracts: $(INSTALLED)
 
 evidence: $(INSTALLED)
 	@PYTHON='$(CURDIR)/.venv/bin/python' sh launch/evidence.sh
+
+gpu-check: $(INSTALLED)
+	@.venv/bin/python -m tools.gpu_check
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
