@@ -23,7 +23,7 @@ def after_rounds(device: str, group_size: int, settings: dict[str, Any]) -> list
     grouping = Grouping(REPLICAS, group_size, 0)
 
     def replica(transport: Any) -> list[Tensor]:
-        own = start.to(device)
+        own = start.to(device, copy=True)
         outer = OuterOptimizer(
             TorchWeights([own]),
             transport,
@@ -32,7 +32,7 @@ def after_rounds(device: str, group_size: int, settings: dict[str, Any]) -> list
             OuterSettings(local_steps=LOCAL_STEPS, deadline_seconds=60.0, **settings),
         )
         draw = torch.Generator().manual_seed(transport.rank + 1)
-        for step in range(ROUNDS * LOCAL_STEPS):
+        for step in range(ROUNDS * LOCAL_STEPS + 1):
             own.add_(torch.randn(LENGTH, generator=draw).to(device), alpha=0.01)
             if device == "cuda":  # work that a local step would have queued
                 busy = torch.randn(2048, 2048, device=device)
