@@ -107,7 +107,7 @@ def join_job(prepared: Prepared) -> tuple[Transport, Start]:
     if cuda:
         check_gpus(topology.replica_size)
     neighbours = ranks_on_this_host()  # asked by every rank: the variable may be set on some hosts only
-    if not cuda and "OMP_NUM_THREADS" not in os.environ:
+    if "OMP_NUM_THREADS" not in os.environ:  # beside GPUs as well: exchanges compute on the host
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // neighbours))
     config = prepared.config
     transport: Transport = (
