@@ -2,7 +2,7 @@
 PYTHON ?= python3
 INSTALLED := .venv/.installed
 
-.PHONY: help setup quickstart federation test checks contracts docs evidence clean
+.PHONY: help setup quickstart federation test checks contracts docs evidence gpu-check clean
 
 help:
 	@echo 'make quickstart   train a small Llama with 4 replicas on this machine (4 minutes on 2 cores)'
@@ -11,6 +11,7 @@ help:
 	@echo 'make checks       what to run before a commit: ruff, mypy, the unit tests, make docs'
 	@echo 'make contracts    what the code relies on in Megatron-core and DeepSpeed; after a change of versions'
 	@echo 'make docs         the documentation as a site, in site/; fails where a link leads nowhere'
+	@echo 'make gpu-check    what a GPU is to prove: tests, speed, a table in runs/gpu-check; goes on where it stopped'
 	@echo 'make evidence     redraw the tables of docs/evidence.md from shorter runs, in runs/evidence (25 minutes)'
 	@echo 'make setup        make .venv and install requirements.txt; the others do it when needed'
 	@echo 'make clean        remove .venv and caches; runs/ stays'
@@ -44,6 +45,9 @@ docs: $(INSTALLED)
 
 evidence: $(INSTALLED)
 	@PYTHON='$(CURDIR)/.venv/bin/python' sh launch/evidence.sh
+
+gpu-check: $(INSTALLED)
+	@.venv/bin/python -m tools.gpu_check
 
 clean:
 	rm -rf .venv build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

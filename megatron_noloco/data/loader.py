@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import torch
+
 from megatron_noloco.data.microbatches import Microbatch, MicrobatchSource
 from megatron_noloco.metrics import SLOWEST, Record, timed, unrecorded
 from megatron_noloco.plans.routing import Routes, Routing
@@ -49,6 +51,8 @@ class Reader:
 class StepLoader:
     """Microbatches and routes, step by step; a thread reads one step ahead.
 
+    Where there is a GPU, microbatches are in pinned memory: copying them to the device waits for nothing.
+
     Args:
         local_steps: k, from round to round.
         record: takes what the training loop waits for data, as "data/wait_seconds".
@@ -67,7 +71,8 @@ class StepLoader:
         self._routing = routing
         self._local_steps = local_steps
         self._reader = reader
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="data")
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="data", initializer=self._begin_thread)
         self._steps: dict[int, dict[Address, Future[Microbatch]]] = {}  # this step's and the next one's
 
     def step(self, step: int) -> StepInput:
@@ -84,11 +89,17 @@ class StepLoader:
     def _begin(self, step: int) -> dict[Address, Future[Microbatch]]:
         addresses = sorted(self._reader.addresses(self._routes(step), self._source.plan.microbatches))
         return {
-            (replica, microbatch): self._thread.submit(
-                self._source.microbatch, step, replica, self._reader.dp, microbatch
-            )
+            (replica, microbatch): self._thread.submit(self._load, step, replica, microbatch)
             for replica, microbatch in addresses
         }
+
+    def _begin_thread(self) -> None:
+        if self._gpu is not None:
+            torch.cuda.set_device(self._gpu)  # a new thread begins on GPU 0
+
+    def _load(self, step: int, replica: int, microbatch: int) -> Microbatch:
+        read = self._source.microbatch(step, replica, self._reader.dp, microbatch)
+        return read if self._gpu is None else read.pinned()
 
     def _read(self, step: int, replica: int, microbatch: int) -> Microbatch:
         with timed(self._record, "data/wait_seconds", SLOWEST):

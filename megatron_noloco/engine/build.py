@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import asdict
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -11,8 +12,8 @@ from deepspeed.ops.op_builder import FusedAdamBuilder
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from torch import Tensor
 
+from megatron_noloco.engine.clipping import read_norm_once
 from megatron_noloco.engine.mpu import ReplicaMpu
 from megatron_noloco.engine.muon import Muon
 from megatron_noloco.engine.parameter_groups import parameter_groups
@@ -39,7 +40,7 @@ def build_deepspeed(stage: Stage, groups: Groups, ds_config: Mapping[str, Any]) 
     schedule = settings.get("scheduler")
     with quiet():
         engine = DeepSpeedEngine(
-            args=None,
+            args=SimpleNamespace(device_rank=torch.cuda.current_device() if torch.cuda.is_available() else 0),
             model=stage,
             optimizer=optimizer,
             model_parameters=parameters,
@@ -50,7 +51,7 @@ def build_deepspeed(stage: Stage, groups: Groups, ds_config: Mapping[str, Any]) 
             dist_init_required=False,
         )
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
-        engine.optimizer.scaled_global_norm = partial(_norm_of_all_groups, engine.optimizer)
+        read_norm_once(engine.optimizer)
     # One call of step() per batch: the schedule has already gone through every microbatch.
     engine.set_gradient_accumulation_boundary(True)
     return engine
@@ -75,18 +76,6 @@ def _parameters_and_optimizer(
         return parameters, None
     linear = [row for row, _ in stage.named_rows() if row.linear]
     return parameters, Muon(parameters, linear, params, groups)
-
-
-def _norm_of_all_groups(optimizer: DeepSpeedZeroOptimizer) -> Tensor:
-    """The gradient's norm over the whole replica, shape []; below 0 where it is not finite.
-
-    DeepSpeed sums group by group over the stages, which waits forever where two stages have different groups.
-    """
-    groups = range(len(optimizer.bit16_groups))
-    gradients = [gradient for group in groups for gradient in optimizer.averaged_gradients[group]]
-    parameters = [parameter for group in groups for parameter in optimizer.params_in_partition[group]]
-    norm: Tensor = optimizer.get_grad_norm_direct(gradients, parameters)
-    return norm
 
 
 def deepspeed_settings(ds_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import socket
 from datetime import timedelta
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 
 from megatron_noloco.job import launcher, mpi
@@ -23,6 +24,21 @@ def ranks_on_this_host() -> int:
     names: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(names, socket.gethostname())
     return names.count(socket.gethostname())
+
+
+def check_gpus(replica_size: int) -> None:
+    """Raises ValueError where ranks of one replica have one GPU: NCCL refuses that at the first message only.
+
+    A collective over all ranks, for the start only. Replicas of one rank may share a GPU: they need no NCCL.
+    """
+    own = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+    gpus: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(gpus, own)
+    if replica_size > 1 and gpus.count(own) > 1:
+        raise ValueError(
+            f"rank {dist.get_rank()}: {gpus.count(own)} ranks have one GPU, and a replica has {replica_size}; "
+            "only replicas of one rank can share a GPU: start one process per GPU, or set all parallel sizes to 1"
+        )
 
 
 def join(world: World, backend: str) -> None:

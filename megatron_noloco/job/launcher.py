@@ -163,10 +163,17 @@ def slurm_port(environ: Environ) -> int:
     return 15000 + (int(job) * 31 + int(step)) % 15000
 
 
-def local_device(world: World, devices: int) -> int:
-    """Which GPU is this process's; a launcher may show each process its own alone. Raises ValueError."""
+def local_device(world: World, devices: int, shared: bool = False) -> int:
+    """Which GPU is this process's; a launcher may show each process its own alone. Raises ValueError.
+
+    Args:
+        devices: how many GPUs this process sees.
+        shared: whether several processes may have one GPU; they then have them in turn.
+    """
     if devices == 1:
         return 0
+    if shared:
+        return world.local_rank % devices
     if world.local_rank >= devices:
         raise ValueError(
             f"rank {world.rank}: local rank {world.local_rank}, but this host has {devices} GPUs; start one "

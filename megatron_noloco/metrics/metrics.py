@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -80,8 +81,8 @@ class Metrics:
         Gathers over the replica's ranks, all of which must call it after the same step.
         """
         own = {
-            name: (self._reductions[name], self._reductions[name].over_steps(_read(samples), steps))
-            for name, samples in self._samples.items()
+            name: (self._reductions[name], self._reductions[name].over_steps(samples, steps))
+            for name, samples in _read(self._samples).items()
         }
         self._samples = {}
         everyones: list[Any] = [None] * dist.get_world_size(self._group)
@@ -117,8 +118,20 @@ class Metrics:
             writer.close()
 
 
-def _read(samples: Sequence[Sample]) -> list[Sample]:
-    return [Sample(_number(value), weight) for value, weight in samples]
+def _read(recorded: Mapping[str, Sequence[Sample]]) -> dict[str, list[Sample]]:
+    """Numbers in the place of tensors. A read waits for a device, so those of one device are read together."""
+    values = (sample.value for samples in recorded.values() for sample in samples)
+    tensors = {id(value): value for value in values if isinstance(value, Tensor)}
+    alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for key, tensor in tensors.items():
+        alike.setdefault((tensor.device, tensor.dtype), []).append(key)
+    numbers: dict[int, Any] = {}
+    for keys in alike.values():
+        numbers |= zip(keys, torch.stack([tensors[key] for key in keys]).tolist(), strict=True)
+    return {
+        name: [Sample(numbers.get(id(value), value), weight) for value, weight in samples]
+        for name, samples in recorded.items()
+    }
 
 
 def _number(value: Any) -> Any:

@@ -60,6 +60,12 @@ class CausalAttention(nn.Module):
         if self.before is not None and self.before < tokens - 1:
             near = window(tokens, self.before, query.device)
             mask = near if mask is None else mask & near
+        grouped = key.size(2) != query.size(2)
+        if grouped and query.is_cuda and (mask is not None or query.dtype == torch.float32):
+            # Of torch's fused kernels only flash attention, without mask and in 16 bits, takes grouped heads.
+            each = query.size(2) // key.size(2)
+            key, value = key.repeat_interleave(each, 2), value.repeat_interleave(each, 2)
+            grouped = False
         context = F.scaled_dot_product_attention(
             query.permute(1, 2, 0, 3),
             key.permute(1, 2, 0, 3),
@@ -68,7 +74,7 @@ class CausalAttention(nn.Module):
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=mask is None,
             scale=self.softmax_scale,
-            enable_gqa=key.size(2) != query.size(2),
+            enable_gqa=grouped,
         )
         return context.permute(2, 0, 1, 3).flatten(2)
 

@@ -252,10 +252,12 @@ def transformer_config(architecture: Architecture, compute: Compute, topology: T
         batch_p2p_comm=True,
         batch_p2p_sync=False,
         deallocate_pipeline_outputs=True,
-        # These two fusions compile with torch.compile: worth it on a GPU, half a minute of start-up on a CPU.
+        # These three fusions compile with torch.compile: worth it on a GPU, half a minute of start-up on a CPU.
         bias_activation_fusion=cuda,
         bias_dropout_fusion=cuda,
-        masked_softmax_fusion=False,
+        cross_entropy_loss_fusion=cuda and compute.precision == "bf16",  # core's rounds the gradient to bf16
+        apply_rope_fusion=uses_transformer_engine(compute.transformer_impl),  # a kernel of Transformer Engine
+        masked_softmax_fusion=False,  # attention is torch's or Transformer Engine's, both fused
         gradient_accumulation_fusion=False,  # needs Megatron's own gradient buffers
         cuda_graph_scope=[],
         **virtual,

@@ -9,6 +9,7 @@ from megatron_noloco.outer.mean import MeanPiece
 from megatron_noloco.outer.memory import HOST, buffer
 from megatron_noloco.outer.settings import OuterSettings
 from megatron_noloco.outer.spans import Spans
+from megatron_noloco.outer.streams import SideStream, wait_for
 from megatron_noloco.outer.weights import Weights
 
 _AT_ONCE = 1 << 20  # elements formed at a time: they stay in cache
@@ -33,6 +34,7 @@ class OuterVectors:
         self.slow_weights = buffer(weights.length, self.home)
         weights.read_into(self.slow_weights)
         self.momentum = buffer(weights.length, self.home).zero_()
+        self._side = SideStream(self.home)
 
     @torch.no_grad()
     def combine(self, spans: Spans, combined: Tensor, snapshot: Tensor | None) -> None:
@@ -41,6 +43,8 @@ class OuterVectors:
         Args:
             combined: shape [spans.length], on any device.
             snapshot: to be filled with theta_s, likewise, where phi lies; None for a round without delay.
+
+        On return all is written: `combined` can be sent.
         """
         pull = self.settings.gamma - self.settings.outer_lr
         for ours, place in _in_cache(spans):
@@ -55,25 +59,29 @@ class OuterVectors:
             if pull:
                 piece.add_(phi, alpha=pull)
             if piece is not c:
-                c.copy_(piece)
+                c.copy_(piece, non_blocking=True)
+        wait_for(self.home)
 
     @torch.no_grad()
     def step(self, spans: Spans, mean: MeanPiece, snapshot: Tensor | None) -> list[tuple[int, Tensor]]:
         """The outer step of some elements; a snapshot becomes the correction, phi - theta_s.
 
+        On an accelerator it does not wait for local steps that are queued there; on return it is done.
+
         Returns phi in pieces, each with the place of its first element in the vector of weights.
         """
         # Piece by piece while it is in cache: several passes over memory become one.
         moved = []
-        for ours, place in spans.within(mean.start, mean.stop):
-            phi, delta = self.slow_weights[place], self.momentum[place]
-            c = mean.mean[ours.start - mean.start : ours.stop - mean.start]
-            delta.mul_(self.settings.outer_momentum).add_(c.to(delta.device))
-            delta.sub_(phi, alpha=self.settings.gamma)
-            phi.add_(delta)
-            if snapshot is not None:
-                torch.sub(phi, snapshot[ours], out=snapshot[ours])
-            moved.append((place.start, phi))
+        with self._side.used():
+            for ours, place in spans.within(mean.start, mean.stop):
+                phi, delta = self.slow_weights[place], self.momentum[place]
+                c = mean.mean[ours.start - mean.start : ours.stop - mean.start]
+                delta.mul_(self.settings.outer_momentum).add_(c.to(delta.device, non_blocking=True))
+                delta.sub_(phi, alpha=self.settings.gamma)
+                phi.add_(delta)
+                if snapshot is not None:
+                    torch.sub(phi, snapshot[ours], out=snapshot[ours])
+                moved.append((place.start, phi))
         return moved
 
     @torch.no_grad()

@@ -4,6 +4,7 @@
 grow with the number of replicas: no rank takes part in the making of another replica's groups.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -50,6 +51,18 @@ def _group(ranks: list[int], timeout: timedelta) -> ProcessGroup:
     return dist.new_group(sorted(ranks), timeout=timeout, use_local_synchronization=True)
 
 
+def _connect(groups: Sequence[ProcessGroup | None]) -> None:
+    """Let NCCL connect the ranks of each group, in the order in which all ranks made them.
+
+    It would do so at the first collective, in the middle of a schedule whose kernels already wait for each other;
+    and at the first hop pair by pair.
+    """
+    for group in groups:
+        if group is not None and group.size() > 1:
+            dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+    torch.cuda.synchronize()
+
+
 def build_groups(
     topology: Topology, routed: bool, tied: bool = False, patience: timedelta = PATIENCE
 ) -> Groups:
@@ -82,10 +95,7 @@ def build_groups(
     reachable = grid[:, :, at.dp, at.tp] if routed else own[:, at.dp, at.tp]
     forward_hops, backward_hops = group(reachable.ravel().tolist()), group(reachable.ravel().tolist())
     if torch.cuda.is_available():
-        # NCCL connects a group at its first collective; at the first hop it would connect pair by pair, in the
-        # middle of a schedule whose kernels already wait for each other.
-        for hops in (forward_hops, backward_hops):
-            dist.all_reduce(torch.zeros(1, device="cuda"), group=hops)
+        _connect([tp, pp, dp, mp, tied_embedding, forward_hops, backward_hops])
 
     collection = ProcessGroupCollection()
     collection.tp, collection.pp, collection.mp = tp, pp, mp

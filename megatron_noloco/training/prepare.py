@@ -3,7 +3,7 @@
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.data.records import record_files
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_noloco.huggingface.pretrained import check_fits
-from megatron_noloco.job.join import choose_transport, join, ranks_on_this_host
+from megatron_noloco.job.join import check_gpus, choose_transport, join, ranks_on_this_host
 from megatron_noloco.job.launcher import World, local_device, read_world
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Topology
@@ -99,15 +99,17 @@ def join_job(prepared: Prepared) -> tuple[Transport, Start]:
     Raises ValueError when the others or the transport cannot be had, or the checkpoint to continue from does not
     fit, OSError when it cannot be read. Other ranks may then be waiting for this one: `job.leaving.abandon_job`.
     """
-    world, cuda = prepared.world, torch.cuda.is_available()
-    if cuda:
-        world = replace(world, local_rank=local_device(world, torch.cuda.device_count()))
-        torch.cuda.set_device(world.local_rank)
+    world, topology, cuda = prepared.world, prepared.topology, torch.cuda.is_available()
+    if cuda:  # before anything is allocated
+        alone = topology.replica_size == 1
+        torch.cuda.set_device(local_device(world, torch.cuda.device_count(), shared=alone))
     join(world, "cpu:gloo,cuda:nccl" if cuda else "gloo")
+    if cuda:
+        check_gpus(topology.replica_size)
     neighbours = ranks_on_this_host()  # asked by every rank: the variable may be set on some hosts only
-    if not cuda and "OMP_NUM_THREADS" not in os.environ:
+    if "OMP_NUM_THREADS" not in os.environ:  # beside GPUs as well: exchanges compute on the host
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // neighbours))
-    config, topology = prepared.config, prepared.topology
+    config = prepared.config
     transport: Transport = (
         enter(config, topology) if topology.slots else choose_transport(config.noloco.transport, world)
     )

@@ -18,7 +18,12 @@ IN_FOLDER = {
 ALONE = {
     "bench_data": ("--megabytes 0.1 --workers 1 --repeats 1 --steps 0", "preprocess_over_raw"),
     "bench_payload": ("--elements 2048 --repeats 1", "ways"),
+    "bench_throughput": ("--size tiny --warm-ups 1 --repeats 1 --no-compile", "profile"),
     "bench_tflops": ("--matrix 8 --repeats 1", "step_over_matmul"),
+    "gpu_check.replicas": (
+        "rounds --replicas 2 --size tiny --precision fp32 --local-steps 2 --steps 6",
+        "peer",
+    ),
     "bench_routing": (
         "--replicas 2 --stages 2 --hidden 16 --seq-length 8 --repeats 1",
         "median_over_off",
@@ -30,7 +35,7 @@ OF_RANKS = {
 }
 
 
-SECONDS_LONG = ("bench_checkpoint", "bench_data", "bench_routing", "bench_tflops")
+SECONDS_LONG = ("bench_checkpoint", "bench_data", "bench_routing", "bench_tflops", "gpu_check.replicas")
 
 
 def each(names: Iterable[str]) -> list[Any]:

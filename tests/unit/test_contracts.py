@@ -70,7 +70,7 @@ def test_the_installed_version_is_the_pinned_one(package: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     pinned = pins(project["optional-dependencies"]["trainer"])[package]
     assert version(package) == pinned, "everything below was read in the pinned version"
-    for name in ("requirements.txt", "requirements-gpu.txt"):
+    for name in ("requirements.txt", "requirements-gpu.txt", "requirements-gpu-check.txt"):
         if (ROOT / name).exists():
             assert pins((ROOT / name).read_text().splitlines()).get(package, pinned) == pinned, name
 

@@ -102,5 +102,6 @@ def place(local_rank: int) -> World:
 def test_each_process_has_a_gpu_of_its_own() -> None:
     assert [local_device(place(local_rank), 4) for local_rank in range(4)] == [0, 1, 2, 3]
     assert local_device(place(3), 1) == 0, "the launcher shows each process its own alone"
+    assert [local_device(place(local_rank), 2, shared=True) for local_rank in range(4)] == [0, 1, 0, 1]
     with pytest.raises(ValueError, match=r"^rank 5: local rank 2, but this host has 2 GPUs; start one "):
         local_device(place(2), 2)

@@ -1,0 +1,119 @@
+"""The engine on a GPU against plain torch on it, and what a local step waits for."""
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_noloco.engine.replica import ReplicaEngine
+from megatron_noloco.plans.routing import Routing
+from tests.integration.tiny import MUON, Recorded, build, microbatch, tiny
+
+pytestmark = pytest.mark.gpu
+
+STEPS, RATE = 6, 0.01
+LOCAL = {"model": {"transformer_impl": "local"}, "scheduler": None}
+BF16 = {"bf16": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}  # dynamic
+OVERFLOWING = {"fp16": {"enabled": True, "initial_scale_power": 32, "hysteresis": 1}}
+
+
+def trained(changes: dict[str, Any], steps: int = STEPS) -> tuple[list[float], Recorded, dict[str, Tensor]]:
+    """The engine's losses, records and weights."""
+    config, groups, stage = build(tiny(changes, tiny(LOCAL)), 1)
+    recorded = Recorded()
+    engine = ReplicaEngine(stage, groups, config.deepspeed, recorded)
+    routes = Routing(1, config.microbatches, 0, "off").straight()
+    losses = []
+    for step in range(steps):
+        found = engine.train_batch(
+            lambda replica, index, step=step: microbatch(config, groups, step, replica, index), routes
+        )
+        losses.append(sum(float(loss.loss) for loss in found) / len(found))
+    return losses, recorded, {row.name: parameter.detach().float() for row, parameter in stage.named_rows()}
+
+
+def plain_torch(changes: dict[str, Any], scale: float = 1.0) -> tuple[list[float], dict[str, Tensor]]:
+    """The same model with autograd, torch's clipping and torch's AdamW on fp32 master weights."""
+    config, groups, stage = build(tiny(changes, tiny(LOCAL)), 1)
+    chunk = stage.chunks[0].cuda()
+    named = {row.name: parameter for row, parameter in stage.named_rows()}
+    masters = {name: parameter.detach().float().clone() for name, parameter in named.items()}
+    decays = [master for master in masters.values() if master.dim() > 1]
+    others = [master for master in masters.values() if master.dim() == 1]
+    params = config.deepspeed["optimizer"]["params"]
+    optimizer = torch.optim.AdamW([{"params": decays}, {"params": others, "weight_decay": 0.0}], **params)
+    losses = []
+    for step in range(STEPS):
+        losses.append(0.0)
+        for master in masters.values():
+            master.grad = torch.zeros_like(master)
+        for index in range(config.microbatches):
+            tokens, labels, _ = microbatch(config, groups, step, 0, index)
+            loss = chunk(tokens.cuda(), None, None, labels=labels.cuda()).float().mean()
+            losses[-1] += float(loss) / config.microbatches
+            (loss * scale / config.microbatches).backward()
+            for name, parameter in named.items():
+                assert parameter.grad is not None
+                masters[name].grad.add_(parameter.grad.float())  # type: ignore[union-attr]
+                parameter.grad = None
+        for master in masters.values():
+            master.grad.div_(scale)  # type: ignore[union-attr]
+        torch.nn.utils.clip_grad_norm_(masters.values(), config.deepspeed["gradient_clipping"])
+        optimizer.step()
+        with torch.no_grad():
+            for name, parameter in named.items():
+                parameter.copy_(masters[name])
+    return losses, {name: parameter.detach().float() for name, parameter in named.items()}
+
+
+@pytest.mark.parametrize(
+    ("changes", "scale", "tolerance"),
+    [({}, 1.0, 1e-5), (BF16, 1.0, 0.02), (FP16, 256.0, 0.005)],
+    ids=["fp32", "bf16", "fp16"],
+)
+def test_equals_plain_torch(changes: dict[str, Any], scale: float, tolerance: float) -> None:
+    losses, _, weights = trained(changes)
+    expected_losses, expected = plain_torch(changes, scale)
+    assert losses[-1] < losses[0] - 0.3, "it learns"
+    assert losses == pytest.approx(expected_losses, abs=tolerance)
+    for name, weight in expected.items():
+        assert float((weights[name] - weight).abs().max()) < tolerance, name
+
+
+def test_a_dynamic_scale_goes_down_where_fp16_overflows() -> None:
+    _, recorded, _ = trained(OVERFLOWING, steps=30)
+    skipped = int(sum(recorded["train/skipped_steps"]))
+    assert 0 < skipped < 30
+    assert recorded["train/loss_scale"][-1] == pytest.approx(2.0 ** (32 - skipped))
+    assert recorded["train/skipped_steps"][-1] == 0, "it ends where nothing overflows"
+
+
+@pytest.mark.parametrize(
+    ("changes", "waits"),
+    [({}, 1), (BF16, 2), (FP16, 1), (MUON, 1)],
+    ids=["fp32", "bf16", "fp16", "Muon"],
+)
+def test_what_a_local_step_waits_for(changes: dict[str, Any], waits: int) -> None:
+    """The norm of the gradients, and in DeepSpeed's bf16 optimizer whether it is to be clipped."""
+    config, groups, stage = build(tiny(changes, tiny(LOCAL)), 1)
+    values: list[Any] = []
+    engine = ReplicaEngine(stage, groups, config.deepspeed, lambda name, value, *_: values.append(value))
+    routes = Routing(1, config.microbatches, 0, "off").straight()
+    read = [microbatch(config, groups, 0, 0, index) for index in range(config.microbatches)]
+    pinned = [(tokens.pin_memory(), labels.pin_memory(), None) for tokens, labels, _ in read]
+    for _ in range(3):
+        engine.train_batch(lambda replica, index: pinned[index], routes)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            engine.train_batch(lambda replica, index: pinned[index], routes)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    places = [
+        f"{warning.filename}:{warning.lineno}" for warning in found if "synchroniz" in str(warning.message)
+    ]
+    assert len(places) == waits, places

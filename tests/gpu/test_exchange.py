@@ -1,0 +1,69 @@
+"""Rounds of weights on a GPU, through pinned memory and a side stream, against the same rounds on a CPU."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_noloco.outer import OuterOptimizer, OuterSettings, TorchWeights
+from megatron_noloco.plans.grouping import Grouping
+from megatron_noloco.plans.topology import Place
+from megatron_noloco.transport.loopback import loopback_world
+
+pytestmark = pytest.mark.gpu
+
+REPLICAS, LENGTH, ROUNDS, LOCAL_STEPS = 4, 3_000_001, 4, 3
+
+
+def after_rounds(device: str, group_size: int, settings: dict[str, Any]) -> list[Tensor]:
+    """All replicas' fast and slow weights and momenta, after local steps that add noise, the same anywhere."""
+    start = torch.randn(LENGTH, generator=torch.Generator().manual_seed(0))
+    grouping = Grouping(REPLICAS, group_size, 0)
+
+    def replica(transport: Any) -> list[Tensor]:
+        own = start.to(device, copy=True)
+        outer = OuterOptimizer(
+            TorchWeights([own]),
+            transport,
+            Place(transport.rank, REPLICAS),
+            grouping,
+            OuterSettings(local_steps=LOCAL_STEPS, deadline_seconds=60.0, **settings),
+        )
+        draw = torch.Generator().manual_seed(transport.rank + 1)
+        for step in range(ROUNDS * LOCAL_STEPS + 1):
+            own.add_(torch.randn(LENGTH, generator=draw).to(device), alpha=0.01)
+            if device == "cuda":  # work that a local step would have queued
+                busy = torch.randn(2048, 2048, device=device)
+                for _ in range(20):
+                    busy = busy @ busy * 1e-3
+            outer.after_local_step(step + 1)
+            outer.progress()
+        outer.land()
+        return [tensor.cpu() for tensor in (own, outer.slow_weights, outer.momentum)]
+
+    with ThreadPoolExecutor(REPLICAS) as threads:
+        return [tensor for found in threads.map(replica, loopback_world(REPLICAS)) for tensor in found]
+
+
+@pytest.mark.parametrize("delay_steps", [0, 2])
+@pytest.mark.parametrize("group_size", [2, 4])
+@pytest.mark.parametrize("payload", ["fp32", "int8"])
+def test_with_slow_weights_on_the_host_rounds_are_those_of_a_cpu_bit_for_bit(
+    delay_steps: int, group_size: int, payload: str
+) -> None:
+    settings = {"delay_steps": delay_steps, "payload": payload}
+    on_gpu, on_cpu = (after_rounds(device, group_size, settings) for device in ("cuda", "cpu"))
+    assert not torch.equal(on_cpu[0], on_cpu[3]), "replicas differ"
+    assert all(map(torch.equal, on_gpu, on_cpu))
+
+
+@pytest.mark.parametrize("delay_steps", [0, 2])
+@pytest.mark.parametrize("group_size", [2, 4])
+def test_with_slow_weights_on_the_device_they_differ_by_rounding(delay_steps: int, group_size: int) -> None:
+    """A GPU rounds a * b + c once where a CPU may round twice."""
+    settings = {"delay_steps": delay_steps, "slow_weights": "device"}
+    on_gpu, on_cpu = (after_rounds(device, group_size, settings) for device in ("cuda", "cpu"))
+    for found, expected in zip(on_gpu, on_cpu, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)

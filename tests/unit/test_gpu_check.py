@@ -1,0 +1,124 @@
+"""`make gpu-check` on a CPU: what waits, what is remembered, what is shown; with real processes."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tools.gpu_check.runner import REPOSITORY, Outcome, Results, Step, figures, run, run_all
+from tools.gpu_check.steps import STEPS
+from tools.gpu_check.table import table
+
+
+def python(name: str, code: str, limit_seconds: float = 60, gpus: int = 1) -> Step:
+    return Step(name, f"what {name} proves", ("-c", code), limit_seconds, gpus)
+
+
+GOOD = python("good", """print('noise'); print('{"figure": "2 tokens/s", "peer": "3"}')""")
+BAD = python("bad", "print('half done'); raise SystemExit('it is wrong')")
+
+
+def results(folder: Path) -> Results:
+    return Results(folder / "results.json")
+
+
+def test_without_a_gpu_every_step_waits(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tools.gpu_check", "--output", str(tmp_path)]
+    environ = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    finished = subprocess.run(
+        command, capture_output=True, text=True, cwd=REPOSITORY, env=environ, timeout=120
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.startswith(f"no GPU: these {len(STEPS)} steps are waiting: about, ")
+
+
+def test_a_step_that_passes_and_one_that_fails(tmp_path: Path) -> None:
+    kept = results(tmp_path)
+    good, bad = run_all([GOOD, BAD], kept, gpus=1, seconds=600)
+    assert good.startswith("good: passed in ")
+    assert bad.startswith("bad: FAILED in ")
+    assert (kept.found["good"].figure, kept.found["good"].peer) == ("2 tokens/s", "3")
+    assert not kept.found["bad"].passed
+    assert kept.found["bad"].error == "it is wrong"
+    assert (tmp_path / "bad.log").read_text().startswith("half done")
+
+
+def test_finished_steps_are_not_run_again(tmp_path: Path) -> None:
+    """Until they are forgotten."""
+    count = tmp_path / "count"
+    step = python("counted", f"open({str(count)!r}, 'a').write('x')")
+    for runs in (1, 1, 2):
+        if runs == 2:
+            results(tmp_path).forget(["counted"])
+        list(run_all([step, BAD], results(tmp_path), gpus=1, seconds=600))
+        assert count.read_text() == "x" * runs
+
+
+def test_steps_for_which_there_are_no_gpus_or_no_time_wait(tmp_path: Path) -> None:
+    kept = results(tmp_path)
+    large, long = python("large", "", gpus=2), python("long", "", limit_seconds=1000)
+    list(run_all([large, long, GOOD], kept, gpus=1, seconds=600))
+    assert list(kept.found) == ["good"]
+
+
+def test_a_step_that_is_too_slow_ends_with_all_that_it_started(tmp_path: Path) -> None:
+    child = tmp_path / "child"
+    code = (
+        "import subprocess, sys, time\n"
+        "other = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"open({str(child)!r}, 'w').write(str(other.pid))\n"
+        "print('began', flush=True)\n"
+        "time.sleep(600)"
+    )
+    outcome = run(python("slow", code, limit_seconds=5), tmp_path / "slow.log")
+    assert not outcome.passed
+    assert outcome.error.splitlines() == ["ended after its 5 seconds", "began"]
+    while running(int(child.read_text())):  # its end is on its way; the test's own time-out is the limit
+        time.sleep(0.05)
+
+
+def running(pid: int) -> bool:
+    """A process that has ended and waits for its parent does not run."""
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("out", "expected"),
+    [
+        ('{"figure": 1, "peer": "2"}\n', ("1", "2")),
+        ('a {brace}\n{\n "figure": "1", "profile": {"mm": 0.5}\n}\n', ("1", "")),
+        ("...\n== 3 passed in 2.1s ==\n", ("3 passed in 2.1s", "")),
+        ("", ("", "")),
+    ],
+)
+def test_figures(out: str, expected: tuple[str, str]) -> None:
+    assert figures(out) == expected
+
+
+def test_the_table_has_every_step_and_the_errors() -> None:
+    waiting = python("waiting", "")
+    found = {"good": Outcome(True, 12.3, "1 | 2", "3"), "bad": Outcome(False, 4.0, error="line 1\nline 2")}
+    lines = table([GOOD, BAD, waiting], found).splitlines()
+    assert lines[2:5] == [
+        "| good | what good proves | yes | 12 | 1 \\| 2 | 3 |",
+        "| bad | what bad proves | **no** | 4 |  |  |",
+        "| waiting | what waiting proves | waiting |  |  |  |",
+    ]
+    assert lines[5:] == ["", "**bad**", "", "```", "line 1", "line 2", "```"]
+
+
+def test_every_step_names_a_module_or_a_test_that_is_there() -> None:
+    for step in STEPS:
+        if step.command[1] == "pytest":
+            assert (REPOSITORY / step.command[-1]).exists(), step.name
+        else:
+            path = REPOSITORY / step.command[1].replace(".", "/")
+            assert path.with_suffix(".py").exists(), step.name
+    tested = {Path(step.command[-1]).name for step in STEPS if step.command[1] == "pytest"}
+    assert tested == {path.name for path in (REPOSITORY / "tests/gpu").glob("test_*.py")}

@@ -1,0 +1,121 @@
+"""Runs of `train` with several replicas of one rank, which share one GPU; a step of the check for each.
+
+    python -m tools.gpu_check.replicas quickstart | rounds | overlap [--replicas 4] [--size 125M] [--steps 150]
+
+quickstart: the quickstart's run without pipeline stages; its loss beside that of `make quickstart` on a CPU.
+rounds: seconds of a local step with a round every 50, and without rounds.
+overlap: seconds for which a round stops the local steps, with one step's delay and without.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tools.gpu_check.runner import REPOSITORY
+from tools.throughput_models import SIZES, config_of
+
+QUICKSTART_LOSS = 1.3631  # in README.md
+LOCAL_STEPS = 50
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("what", choices=WAYS)
+    parser.add_argument("--replicas", type=int, default=4)
+    parser.add_argument("--size", choices=SIZES, default="125M")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")
+    parser.add_argument("--local-steps", type=int, default=LOCAL_STEPS)
+    parser.add_argument("--steps", type=int, default=3 * LOCAL_STEPS)
+    options = parser.parse_args()
+    print(json.dumps(WAYS[options.what](options)))
+
+
+def quickstart(options: argparse.Namespace) -> dict[str, Any]:
+    config = json.loads((REPOSITORY / "configs/quickstart.json").read_text())
+    config["parallel"] = {"replicas": options.replicas}
+    evaluation = rows(config, options.replicas, "evaluation")[-1]
+    loss = evaluation["validation/mean_model_loss"]
+    return {"figure": f"{loss:.4f} nats per token", "peer": f"{QUICKSTART_LOSS} on a CPU, with two stages"}
+
+
+def rounds(options: argparse.Namespace) -> dict[str, Any]:
+    with_rounds = seconds_per_step(options, noloco(options))
+    without = seconds_per_step(options, {"enabled": False})
+    return {
+        "figure": f"{with_rounds:.4f} s a step, {without / with_rounds:.4f} of the speed without rounds",
+        "peer": f"{without:.4f} s without rounds",
+    }
+
+
+def overlap(options: argparse.Namespace) -> dict[str, Any]:
+    at_once, delayed = (
+        statistics.median(row["round/pause_seconds"] for row in timed_rows(options, noloco(options) | delay))
+        for delay in ({}, {"overlap": {"mode": "delayed", "delay_steps": 1}})
+    )
+    return {"figure": f"{delayed:.3f} s a round, with a delay of a step", "peer": f"{at_once:.3f} s without"}
+
+
+def noloco(options: argparse.Namespace) -> dict[str, Any]:
+    return {"local_steps": options.local_steps, "slow_weights": "device"}
+
+
+def seconds_per_step(options: argparse.Namespace, block: dict[str, Any]) -> float:
+    return statistics.median(row["speed/seconds_per_step"] for row in timed_rows(options, block))
+
+
+def timed_rows(options: argparse.Namespace, block: dict[str, Any]) -> list[dict[str, Any]]:
+    """A row for each phase of local steps but the first, in which kernels are compiled."""
+    size = SIZES[options.size]
+    config = config_of(size, options.precision, "auto")
+    config |= {"noloco": block, "parallel": {"replicas": options.replicas}, "evaluation": {"iters": 0}}
+    config["model"] |= {"vocab_size": size.vocabulary}
+    config["data"] = {"text": "python-stdlib", "tokenizer_type": "byte"}
+    config["training"] = {"train_iters": options.steps, "log_interval": options.local_steps}
+    return rows(config, options.replicas, "step")[1:]
+
+
+def rows(config: dict[str, Any], ranks: int, kind: str) -> list[dict[str, Any]]:
+    """What replica 0 of a run of this config wrote. Raises SystemExit with the end of what a failed run said."""
+    with tempfile.TemporaryDirectory() as folder:
+        config["training"] |= {"output_dir": f"{folder}/run"}
+        path = Path(folder) / "config.json"
+        path.write_text(json.dumps(config))
+        script = "mpirun.sh" if mpirun() else "torchrun.sh"
+        environ = os.environ | {"PYTHON": sys.executable}
+        finished = subprocess.run(
+            [f"launch/{script}", str(ranks), str(path)],
+            cwd=REPOSITORY,
+            env=environ,
+            capture_output=True,
+            text=True,
+        )
+        if finished.returncode != 0:
+            raise SystemExit("\n".join((finished.stdout + finished.stderr).splitlines()[-30:]))
+        lines = (Path(folder) / "run" / "replica_00" / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["kind"] == kind]
+
+
+def mpirun() -> bool:
+    """Whether launch/mpirun.sh finds one."""
+    beside = Path(sys.executable).parent / "mpirun"
+    return "MPIRUN" in os.environ or beside.exists() or shutil.which("mpirun") is not None
+
+
+WAYS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
+    "quickstart": quickstart,
+    "rounds": rounds,
+    "overlap": overlap,
+}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Runs steps one after the other, each in a process of its own, and remembers what came out."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+_GRACE_SECONDS = 5.0
+_ERROR_LINES = 12
+
+
+@dataclass(frozen=True)
+class Step:
+    """One thing to be proved.
+
+    Attributes:
+        name: without spaces.
+        what: one line for the table.
+        command: arguments of the Python interpreter. Its exit code says whether the step passed. Its figures are
+            those of the JSON object that ends its output: "figure", and of what it is compared with, "peer"; else
+            the last line is the figure.
+        limit_seconds: then its processes are ended.
+        gpus: how many it needs.
+    """
+
+    name: str
+    what: str
+    command: tuple[str, ...]
+    limit_seconds: float
+    gpus: int = 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came out of a step."""
+
+    passed: bool
+    seconds: float
+    figure: str = ""
+    peer: str = ""
+    error: str = ""  # the last lines of what it said
+
+
+class Results:
+    """The outcomes so far, by the names of the steps, kept in a file.
+
+    Attributes:
+        folder: of the file; it is there.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self.folder = path, path.parent
+        self.folder.mkdir(parents=True, exist_ok=True)
+        saved = json.loads(path.read_text()) if path.exists() else {}
+        self.found = {name: Outcome(**outcome) for name, outcome in saved.items()}
+
+    def add(self, name: str, outcome: Outcome) -> None:
+        self.found[name] = outcome
+        self._write()
+
+    def forget(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.found.pop(name, None)
+        self._write()
+
+    def _write(self) -> None:
+        partial = self._path.with_suffix(".partial")
+        partial.write_text(
+            json.dumps({name: asdict(outcome) for name, outcome in self.found.items()}, indent=1)
+        )
+        partial.replace(self._path)
+
+
+def run_all(steps: Sequence[Step], results: Results, gpus: int, seconds: float) -> Iterator[str]:
+    """Run the steps without an outcome for which there are GPUs and time; a line about each that is done."""
+    deadline = time.monotonic() + seconds
+    for step in steps:
+        if step.name in results.found or step.gpus > gpus or time.monotonic() + step.limit_seconds > deadline:
+            continue
+        outcome = run(step, results.folder / f"{step.name}.log")
+        results.add(step.name, outcome)
+        verdict = "passed" if outcome.passed else "FAILED"
+        yield f"{step.name}: {verdict} in {outcome.seconds:.0f} s  {outcome.figure}  {outcome.error}".rstrip()
+
+
+def run(step: Step, log: Path) -> Outcome:
+    """Run a step now; all that it says goes to the log. Nothing that it started is left behind."""
+    paths = [str(REPOSITORY), os.environ.get("PYTHONPATH")]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    started = time.monotonic()
+    process = subprocess.Popen(
+        [sys.executable, *step.command],
+        cwd=REPOSITORY,
+        env=environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    late = False
+    try:
+        out, error = process.communicate(timeout=step.limit_seconds)
+    except subprocess.TimeoutExpired:
+        late = True
+        out, error = _end(process)
+    except BaseException:
+        _end(process)
+        raise
+    seconds = round(time.monotonic() - started, 1)
+    log.write_text(f"{out}\n{error}")
+    passed = process.returncode == 0 and not late
+    figure, peer = figures(out)
+    if passed:
+        return Outcome(True, seconds, figure, peer)
+    said = [f"ended after its {step.limit_seconds:g} seconds"] if late else []
+    said += (error.strip() or out.strip()).splitlines()[-_ERROR_LINES:]
+    return Outcome(False, seconds, figure, peer, "\n".join(said))
+
+
+def figures(out: str) -> tuple[str, str]:
+    """Figure and peer's, as a step's output tells them."""
+    for start in [at for at, character in enumerate(out) if character == "{"]:
+        try:
+            told = json.loads(out[start:])
+        except ValueError:
+            continue
+        return str(told.get("figure", "")), str(told.get("peer", ""))
+    return (out.strip().splitlines() or [""])[-1].strip("= "), ""
+
+
+def _end(process: "subprocess.Popen[str]") -> tuple[str, str]:
+    """Ask first: mpirun and torchrun have their ranks in other process groups, and end them when asked."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return process.communicate(timeout=_GRACE_SECONDS)
+    return "", ""
