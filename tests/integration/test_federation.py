@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron_noloco.checkpoint import catalog
 from tests.harness import run_ranks
+from tests.integration.chaos import command
 from tests.integration.federation import Federation
 from tests.integration.tiny import run_whole, tiny, write_config, write_text
 
@@ -40,6 +41,27 @@ def changes(text: str, slots: int, **more: Any) -> dict[str, Any]:
         "checkpoint": {"save_interval": STEPS},
     }
     return tiny(more, base)
+
+
+def test_tools_take_the_folders_of_several_replicas(tmp_path: Path, text: str) -> None:
+    with Federation(tmp_path, changes(text, 4, federation={"start_with": 2})) as federation:
+        federation.start(0)
+        federation.start(2)
+        federation.wait()
+    folders = [tmp_path / "replica_00", tmp_path / "replica_02"]
+    told = {
+        name: run_ranks(1, command, [name, *arguments])[0]
+        for name, arguments in {
+            "export": [str(tmp_path), "--output", str(tmp_path / "mean")],
+            "evaluate": [*map(str, folders), "--samples", "4"],
+            "generate": ["--checkpoint", *map(str, folders), "--prompt", "a", "--tokens", "2"],
+        }.items()
+    }
+    assert [outcome.code for outcome in told.values()] == [0, 0, 0], told
+    assert f"exported replicas 0, 2 at step {STEPS} to {tmp_path / 'mean'}" in told["export"].out
+    measured = [line.split(" on ")[0] for line in told["evaluate"].out.splitlines()]
+    assert measured == ["replica 0", "replica 2", "mean model"]
+    assert "the mean of 2 replicas' slow weights" in (tmp_path / "mean" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
