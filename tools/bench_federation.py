@@ -80,8 +80,8 @@ def run(
     transports = []
     ways: dict[str, Callable[[], None]] = {"plain socket": lambda: _swap_plainly(plain, outgoing, incoming)}
     for way, keys in (("federation", None), ("federation, CURVE", Keys.read(folder / "key"))):
-        rendezvous = SharedFolder(folder / way, "tcp://127.0.0.1:0", RUN)
-        network = Network(rendezvous, RUN, keys, chunk_bytes=chunk_bytes)
+        rendezvous = SharedFolder(folder / way, RUN)
+        network = Network(rendezvous, RUN, "tcp://127.0.0.1:0", keys, chunk_bytes=chunk_bytes)
         transport = FederationTransport(
             Place(rank, 2), network, Patience(Deadline(DEADLINE_SECONDS, DEADLINE_SECONDS))
         )

@@ -18,11 +18,13 @@ class FederationConfig(Block):
     rendezvous: str | None = Field(
         default=None,
         description='How jobs find each other: "file://FOLDER", which all can write, or "tcp://HOST:PORT,...", '
-        "one for each slot.",
+        "addresses of one or more replicas, from any one of which the others are learned.",
     )
-    listen: str = Field(
-        default="tcp://*:0",
-        description='With a folder: where a rank listens, as ZeroMQ writes it; "*": every interface, port 0: any.',
+    listen: str | None = Field(
+        default=None,
+        description="Where the first rank of a replica listens, as ZeroMQ writes it, the others at the ports that "
+        'follow; "*": every interface, port 0: any. null: "tcp://*:0" with a folder, with addresses the port of '
+        "the first of them.",
     )
     encryption: Literal["curve", "none"] = Field(
         default="curve",

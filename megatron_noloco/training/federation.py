@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_noloco.config import RunConfig
 from megatron_noloco.federation.counterparts import Deadline, Patience, agreement_of_replica
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.rendezvous import Rendezvous, rendezvous_of
+from megatron_noloco.federation.rendezvous import rendezvous_of
 from megatron_noloco.federation.transport import FederationTransport, Network
 from megatron_noloco.job.join import reachable_address
 from megatron_noloco.outer.tags import tag_of
@@ -56,29 +56,32 @@ def run_number(config: RunConfig) -> int:
 def check_network(config: RunConfig) -> None:
     """Raises ValueError when rendezvous or key are no such thing; nothing is opened."""
     if config.federation.slots is not None:
-        _network(config, config.replica_size)
+        _network(config)
 
 
 def enter(config: RunConfig, topology: Topology) -> FederationTransport:
     """The door of this rank to the others; all ranks of the job call it. Raises ValueError, OSError."""
     deadline = Deadline(config.federation.shortest_deadline_seconds, config.noloco.deadline_seconds)
     patience = Patience(deadline, config.federation.rounds_behind * config.noloco.fragments)
-    place, network = topology.place(dist.get_rank()), _network(config, topology.replica_size)
-    return FederationTransport(place, network, patience, agreement_of_replica())
+    place = topology.place(dist.get_rank())
+    transport = FederationTransport(place, _network(config), patience, agreement_of_replica())
+    if topology.world_size > 1:  # who meets one rank learns where all ranks of its replica are
+        addresses: list[Any] = [None] * topology.world_size
+        dist.all_gather_object(addresses, (place.rank, transport.address))
+        transport.service.learn(dict(addresses))
+    return transport
 
 
-def _network(config: RunConfig, replica_size: int) -> Network:
+def _network(config: RunConfig) -> Network:
     federation, run = config.federation, run_number(config)
     assert federation.slots is not None
     assert federation.rendezvous is not None
-    rendezvous: Rendezvous = rendezvous_of(
-        federation.rendezvous, federation.listen, run, (federation.slots, replica_size)
-    )
+    rendezvous = rendezvous_of(federation.rendezvous, run)
     keys = None
     if federation.encryption == "curve":
         assert federation.key_file is not None
         keys = Keys.read(Path(federation.key_file))
-    return Network(rendezvous, run, keys, reachable_address)
+    return Network(rendezvous, run, federation.listen or rendezvous.listen, keys, reachable_address)
 
 
 class UntrainedError(RuntimeError):

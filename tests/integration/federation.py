@@ -41,7 +41,7 @@ class Federation:
             "gradient_accumulation_steps": 2,
         }
         self.folder = folder
-        self.config = write_config(folder, tiny(changes, tiny(ours)))
+        self.raw = tiny(changes, tiny(ours))
         self._running: dict[int, list[Any]] = {}
 
     def __enter__(self) -> "Federation":
@@ -51,9 +51,11 @@ class Federation:
         for replica in list(self._running):
             self.kill(replica)
 
-    def start(self, replica: int, ranks: int = 1) -> None:
+    def start(self, replica: int, ranks: int = 1, changes: Mapping[str, Any] | None = None) -> None:
+        """A job; `changes` are to its config alone."""
         context = multiprocessing.get_context("fork")
-        launch = (self.config, replica, ranks, free_port(), self.folder)
+        config = write_config(self.folder / f"config_of_replica_{replica}", tiny(changes, self.raw))
+        launch = (config, replica, ranks, free_port(), self.folder)
         self._running[replica] = [
             context.Process(target=_run, args=(rank, *launch), daemon=True) for rank in range(ranks)
         ]

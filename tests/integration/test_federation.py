@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_noloco.checkpoint import catalog
-from tests.harness import run_ranks
+from tests.harness import free_port, run_ranks
 from tests.integration.chaos import command
 from tests.integration.federation import Federation
 from tests.integration.tiny import run_whole, tiny, write_config, write_text
@@ -133,6 +133,34 @@ def test_a_replica_is_killed_and_comes_back_and_a_new_one_joins(tmp_path: Path, 
         assert federation.missed(0) + federation.missed(1) > 0
         losses = [federation.rows(replica, "evaluation")[-1]["validation/loss"] for replica in range(3)]
         assert max(losses) < 5.0, "of 5.6 at the start"
+
+
+def test_any_one_replica_is_enough_to_find_all(tmp_path: Path, text: str) -> None:
+    """Three jobs know only the first. It is killed and comes back elsewhere; a new one knows only the third."""
+    ports = [free_port() for _ in range(5)]
+
+    def found_by(seed: int, listen: int) -> dict[str, Any]:
+        addresses = [f"tcp://127.0.0.1:{ports[place]}" for place in (seed, listen)]
+        return {"federation": dict(zip(("rendezvous", "listen"), addresses, strict=True))}
+
+    more = {
+        "federation": {"start_with": 3, "rounds_behind": 2},
+        "training": {"train_iters": 100_000},
+        "checkpoint": {"save_interval": 4},
+    }
+    with Federation(tmp_path, changes(text, 4, **more)) as federation:
+        for replica in range(3):
+            federation.start(replica, changes=found_by(0, replica))
+        for replica in range(3):
+            federation.until_it_meets_others(replica, after=0)
+        federation.kill(0)
+        killed_at = federation.rows(0)[-1]["step"]
+        federation.until(1, killed_at + 8)
+        federation.start(3, changes=found_by(2, 3))
+        federation.until_it_meets_others(3, after=killed_at)
+        federation.start(0, changes=found_by(1, 4))
+        federation.until_it_meets_others(0, after=killed_at)
+        federation.stop()
 
 
 def test_a_replica_without_weights_does_not_join_those_that_have_trained(tmp_path: Path, text: str) -> None:
