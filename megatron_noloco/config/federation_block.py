@@ -43,7 +43,8 @@ class FederationConfig(Block):
     rounds_behind: Positive = Field(
         default=3,
         description="A replica that is so many rounds behind is not waited for, and goes on where half of the "
-        "others are, without the local steps between.",
+        "others are, without the local steps between; at its start it takes over a checkpoint that is further "
+        "ahead of its own.",
     )
     start_with: Positive = Field(
         default=1,

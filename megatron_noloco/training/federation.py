@@ -18,6 +18,7 @@ from megatron_noloco.outer.tags import tag_of
 from megatron_noloco.plans.fragments import next_after
 from megatron_noloco.plans.topology import Topology
 
+_FIRST_SECONDS = 5.0  # to find one that is there
 _TRAINED_ROUNDS = 10  # after so many, weights are not to be averaged with fresh ones
 _ALIKE = ("local_steps", "pairing", "payload", "fragments", "outer_momentum", "outer_lr")
 
@@ -84,6 +85,20 @@ def _network(config: RunConfig) -> Network:
     return Network(rendezvous, run, federation.listen or rendezvous.listen, keys, reachable_address)
 
 
+def wait_for_others(config: RunConfig, transport: FederationTransport) -> list[str]:
+    """Until there are enough to start with; shortly for any that may have a state to give. All ranks call it.
+
+    Returns a line where they did not come in time.
+    """
+    wanted = config.federation.start_with - 1
+    if not wanted:
+        transport.wait_for(1, _FIRST_SECONDS)
+    came = transport.wait_for(wanted, config.noloco.deadline_seconds)
+    if transport.partners.agree(came):
+        return []
+    return ["fewer replicas than federation.start_with are there; starting without"]
+
+
 class UntrainedError(RuntimeError):
     """A replica has no weights with which it could join the others."""
 
@@ -103,16 +118,12 @@ class KeepingUp:
         self._fragments = config.noloco.fragments
         self._last_phase = (config.training.train_iters - 1) // self._local_steps
         self._rounds_behind = config.federation.rounds_behind
-        self._start_with = config.federation.start_with
-        self._longest_seconds = config.noloco.deadline_seconds
         self._untrained = False
 
-    def start(self, done: int) -> bool:
-        """Before the first local step: tell where this rank is; whether those to start with came in time."""
+    def start(self, done: int) -> None:
+        """Before the first local step: tell where this rank is."""
         self._untrained = done == 0
         self._tell(done)
-        came = self._transport.wait_for(self._start_with - 1, self._longest_seconds)
-        return self._transport.partners.agree(came)
 
     def next_step(self, step: int) -> int:
         """The local step (from 0) that follows when `step` would; the same on all ranks of the replica.
@@ -134,7 +145,7 @@ class KeepingUp:
         if self._untrained and behind >= _TRAINED_ROUNDS:
             raise UntrainedError(
                 "the others have trained already, and this replica has no checkpoint: its weights would spoil "
-                "theirs; set checkpoint.load to a step folder of another replica, copied here if need be"
+                "theirs; start it again when one of those that it can reach has saved a checkpoint"
             )
         self._tell(phase * self._local_steps)
         return phase * self._local_steps
