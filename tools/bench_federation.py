@@ -3,7 +3,8 @@
     python -m tools.bench_federation --megabytes 64
 
 Starts a second process on this machine; both swap 64 MB each way on the loopback interface. Each repeat runs all
-ways in turn, so that noise of the machine meets them alike. Prints one JSON object.
+ways in turn, so that noise of the machine meets them alike; what the processor does for one of them, it hardly
+changes. Prints one JSON object.
 """
 
 import argparse
@@ -48,14 +49,17 @@ def main() -> None:
         other = context.Process(target=_other, args=(Path(folder), server.getsockname()[1], *arguments))
         other.start()
         accepted, _ = server.accept()
-        seconds = run(0, Path(folder), accepted, *arguments)
+        times = run(0, Path(folder), accepted, *arguments)
         other.join()
-    medians = {way: statistics.median(times) for way, times in seconds.items()}
+    medians = {way: statistics.median(wall for wall, _ in of_way) for way, of_way in times.items()}
+    processor = {way: statistics.median(cpu for _, cpu in of_way) for way, of_way in times.items()}
     report = {
         "bytes": elements * 4,
         "chunk_bytes": options.chunk_kib * 1024,
         "repeats": options.repeats,
         "median_seconds": {way: round(value, 4) for way, value in medians.items()},
+        "least_seconds": {way: round(min(wall for wall, _ in of_way), 4) for way, of_way in times.items()},
+        "processor_seconds": {way: round(value, 4) for way, value in processor.items()},
         "gb_per_second_each_way": {
             way: round(elements * 4 / value / 1e9, 3) for way, value in medians.items()
         },
@@ -72,8 +76,8 @@ def _other(folder: Path, port: int, *arguments: int) -> None:
 
 def run(
     rank: int, folder: Path, plain: socket.socket, elements: int, chunk_bytes: int, repeats: int
-) -> dict[str, list[float]]:
-    """Seconds of this rank, per way and repeat."""
+) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of this rank and of its processor, on all threads, per way and repeat."""
     torch.set_num_threads(1)
     outgoing, incoming = torch.full((elements,), float(rank)), torch.zeros(elements)
     plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -89,14 +93,14 @@ def run(
             raise SystemExit("the other process is not there")
         transports.append(transport)
         ways[way] = _swap_over(transport, outgoing, incoming)
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
     for repeat in range(-2, repeats):
         for way, swap in ways.items():
             _wait_for_other(plain)
-            started = time.perf_counter()
+            started, busy = time.perf_counter(), time.process_time()
             swap()
             if repeat >= 0:
-                seconds[way].append(time.perf_counter() - started)
+                seconds[way].append((time.perf_counter() - started, time.process_time() - busy))
             assert incoming[0] == incoming[-1] == 1 - rank
             incoming.zero_()
     _wait_for_other(plain)
