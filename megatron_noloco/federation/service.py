@@ -125,6 +125,13 @@ class Service:
                 self._lost(rank, "has another address now")
                 link.close()
             self._links[rank] = Link(self._context, addresses[rank].endpoint, self._keys)
+        own = self.desk.member
+        other = addresses.get(own.rank)
+        if other is not None and other.epoch > own.epoch:
+            self.desk.say(
+                f"another process of this rank, at {other.endpoint}, counts for the others: is --replica that of "
+                "another job, or the clock of this host behind?"
+            )
         while directory.asked:
             rank = directory.asked.pop()
             if rank in addresses:

@@ -158,18 +158,16 @@ def garbage(draw: random.Random, sound: list[bytes], victim_epoch: int) -> list[
         case 4:
             return [Frame(Kind.HELLO, RUN, draw.randrange(2, 1 << 32), epoch).pack()]
         case 5:  # without, or with too many parts
-            kind = draw.choice([Kind.DATA, Kind.HELLO, Kind.WANT])
-            parts = [] if kind == Kind.DATA else [noise]
+            kind = draw.choice(list(Kind))
+            parts = [] if kind in (Kind.DATA, Kind.HERE, Kind.OFFER) else [noise]
             return [Frame(kind, RUN, 1, epoch, victim_epoch).pack(), *parts]
         case 6:  # of a process that has ended
             return [Frame(Kind.HELLO, RUN, 1, 1, tag=LARGEST).pack()]
         case 7:  # addresses that are none, or another number of bytes than was said
             checksum = checksum_of(np.frombuffer(noise, np.uint8))
-            length = len(noise) + draw.randrange(2)
-            return [
-                Frame(Kind.HERE, RUN, 1, epoch, number=1, length=length, checksum=checksum).pack(),
-                noise or b"x",
-            ]
+            kind, length = draw.choice([(Kind.HERE, len(noise)), (Kind.HERE, LARGEST), (Kind.OFFER, LARGEST)])
+            here = Frame(kind, RUN, 1, epoch, victim_epoch, number=1, length=length, checksum=checksum)
+            return [here.pack(), noise or b"x"]
         case _:  # for a ticket that was not given to this sender, or that is too long
             fields = {"tag": 5, "number": draw.randrange(3), "length": draw.choice([4, 40, LARGEST])}
             return [

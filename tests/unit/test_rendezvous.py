@@ -17,7 +17,7 @@ from megatron_noloco.federation.rendezvous import Seeds, SharedFolder, listen_at
 from megatron_noloco.federation.transport import FederationTransport, Network
 from megatron_noloco.plans.topology import Place
 from tests.harness import free_port
-from tests.unit.federated import LOCAL, PATIENCE, RUN, swap, until
+from tests.unit.federated import LOCAL, PATIENCE, RUN, swap, transport, until
 
 
 class Asked:
@@ -222,6 +222,23 @@ def test_a_seed_need_not_be_at_the_same_place_of_its_replica() -> None:
                 one.service.learn({other.rank: other.address for other in of_slot})
         until(lambda: [one.present() for one in ranks] == [[2, 4], [3, 5], [0, 4], [1, 5], [0, 2], [1, 3]])
         assert all(len(one.service.desk.directory.addresses) == 6 for one in ranks)
+
+
+def test_the_same_replica_twice_is_told_to_the_one_that_no_longer_counts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with transport(tmp_path, 0) as first, transport(tmp_path, 1) as second:
+        until(lambda: first.present() == [1] and second.present() == [0])
+        with transport(tmp_path, 0) as again:
+            until(lambda: again.present() == [1])
+            told = f"rank 0: another process of this rank, at {again.address.endpoint}, counts for the others"
+            lines: list[str] = []
+
+            def first_is_told() -> bool:
+                lines.extend(capfd.readouterr().err.splitlines())
+                return any(line.startswith(told) for line in lines)
+
+            until(first_is_told)
 
 
 def test_who_has_another_key_is_told_by_the_seed_and_by_itself(
