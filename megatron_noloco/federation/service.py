@@ -19,6 +19,7 @@ from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.link import HANDSHAKE_FAILURES, Link
 
 HELLO_SECONDS = 0.5  # between two
+_THREADS = 2  # of ZeroMQ, which encrypt and decrypt: one for what leaves, one for what comes
 _AT_ONCE = 16  # frames received before other work has its turn
 _RECEIVE_QUEUE = 16  # frames that ZeroMQ holds for each connection; then TCP holds back the sender
 _ENCRYPTED_MORE = 64  # bytes, at least those that CURVE adds to a message
@@ -48,7 +49,7 @@ class Service:
         self._links: dict[int, Link] = {}
         self.desk = Desk(member, counterparts, self._links)
         self._keys = keys
-        self._context: zmq.Context[Any] = zmq.Context()
+        self._context: zmq.Context[Any] = zmq.Context(_THREADS)
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK)
         self._inbox = self._context.socket(zmq.PULL)
