@@ -114,11 +114,9 @@ class Desk:
 
     # Handovers, see `handover`
 
-    def ask(self, tag: int) -> None:
-        """Ask all that can be reached what they have to give."""
-        for rank, way in self._ways.items():
-            if self.peers[rank].connected:
-                way.control(self.member.frame(Kind.ASK, tag=tag).pack())
+    def ask(self, rank: int, tag: int) -> None:
+        """Ask a counterpart that is there what it has to give."""
+        self._ways[rank].control(self.member.frame(Kind.ASK, tag=tag).pack())
 
     def offer(self, rank: int, tag: int, description: bytes, sends: Sequence[Send]) -> None:
         """Answer who has asked, and post what is described, in the place of what it was offered before."""

@@ -57,14 +57,16 @@ class Handover:
         Returns the tag for `take` as well.
         """
         tag, deadline = next(self._tags), time.monotonic() + seconds
-        self._transport.service.do(partial(self._desk.ask, tag))
+        asked: set[int] = set()
         while time.monotonic() < deadline:
-            if all(
-                _answer(self._desk.peers[rank].offer, tag) is not None for rank in self._transport.present()
-            ):
+            there = set(self._transport.present())
+            for rank in there - asked:
+                self._transport.service.do(partial(self._desk.ask, rank, tag))
+            asked |= there
+            if all(self._answer(rank, tag) is not None for rank in there):
                 break
             time.sleep(_LOOK_SECONDS)
-        answers = {rank: _answer(peer.offer, tag) for rank, peer in self._desk.peers.items()}
+        answers = {rank: self._answer(rank, tag) for rank in asked}
         return tag, {rank: answer for rank, answer in answers.items() if answer}
 
     def take(self, rank: int, tag: int, buffers: Sequence[Tensor], seconds: float) -> None:
@@ -81,6 +83,11 @@ class Handover:
                 raise ExchangeTimeoutError(rank, tag, seconds)
             else:
                 time.sleep(_LOOK_SECONDS)
+
+    def _answer(self, rank: int, tag: int) -> bytes | None:
+        """What a counterpart has offered under this tag; None: nothing yet."""
+        offer = self._desk.peers[rank].offer
+        return offer[1] if offer is not None and offer[0] == tag else None
 
     def _asked(self, rank: int, tag: int) -> None:
         """By the thread of the service."""
@@ -128,8 +135,3 @@ class _OpenFile:
                 yield np.frombuffer(chunk, np.uint8)
         except (OSError, ValueError):
             return
-
-
-def _answer(offer: tuple[int, bytes] | None, tag: int) -> bytes | None:
-    """The description offered under this tag."""
-    return offer[1] if offer is not None and offer[0] == tag else None

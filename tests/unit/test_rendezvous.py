@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_noloco.federation.directory import Address, Directory, is_endpoint
@@ -154,6 +154,7 @@ def test_what_can_be_no_address_is_refused(rank: int) -> None:
     assert own.unpack(larger.pack()) is None
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_garbage_is_no_directory(noise: bytes) -> None:
     """Or, hardly ever, one that holds sound addresses only."""
