@@ -23,8 +23,8 @@ class FederationConfig(Block):
     listen: str | None = Field(
         default=None,
         description="Where the first rank of a replica listens, as ZeroMQ writes it, the others at the ports that "
-        'follow; "*": every interface, port 0: any. null: "tcp://*:0" with a folder, with addresses the port of '
-        "the first of them.",
+        'follow; "*": every interface, port 0: any. null: "tcp://*:0" with a folder, with addresses the port that '
+        "all have.",
     )
     encryption: Literal["curve", "none"] = Field(
         default="curve",

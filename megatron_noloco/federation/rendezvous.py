@@ -79,7 +79,6 @@ class Seeds:
     def __init__(self, places: list[tuple[str, int]]) -> None:
         self._places = places
         self._looks = count()
-        self.listen = f"tcp://*:{places[0][1]}"
 
     @classmethod
     def of(cls, text: str) -> "Seeds":
@@ -91,6 +90,17 @@ class Seeds:
                 raise ValueError(f'federation.rendezvous: "{entry.strip()}" is not HOST:PORT')
             places.append((host, int(port)))
         return cls(places)
+
+    @property
+    def listen(self) -> str:
+        """At the port that all seeds have. Raises ValueError where they have several."""
+        ports = sorted({port for _, port in self._places})
+        if len(ports) > 1:
+            raise ValueError(
+                f"federation.listen is missing: the addresses in federation.rendezvous have the ports {ports}, so "
+                'say where this replica listens, such as "tcp://*:0" for any port'
+            )
+        return f"tcp://*:{ports[0]}"
 
     def publish(self, rank: int, address: Address) -> None:
         """Whoever is asked is told."""

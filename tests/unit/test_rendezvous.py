@@ -56,12 +56,17 @@ def test_a_shared_folder_gives_what_others_published(tmp_path: Path) -> None:
 
 def test_all_seeds_are_asked_by_who_is_alone_and_seldom_by_others() -> None:
     seeds, door = Seeds.of("127.0.0.1:10, localhost:20"), Asked()
-    assert seeds.listen == "tcp://*:10"
     seeds.look(door, alone=True)
     assert door.asked == ["tcp://127.0.0.1:10", "tcp://127.0.0.1:20"]
     for _ in range(20):
         seeds.look(door, alone=False)
     assert len(door.asked) == 2 + 2 * 2
+
+
+def test_ranks_listen_at_the_port_of_all_seeds() -> None:
+    assert Seeds.of("a:10,b:10").listen == "tcp://*:10"
+    with pytest.raises(ValueError, match=r"^federation.listen is missing: .* have the ports \[10, 20\]"):
+        _ = Seeds.of("a:10,b:20").listen
 
 
 def test_a_seed_that_has_no_address_does_not_stop_the_others() -> None:
