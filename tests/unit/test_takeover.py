@@ -1,7 +1,8 @@
-"""What a rank accepts of a checkpoint that another job offers, and what it leaves on disk."""
+"""What a rank accepts of a checkpoint that another job offers, what it leaves on disk, and whom it asks."""
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,11 @@ from megatron_noloco.checkpoint.handover import accepted, newest_of_rank, receiv
 from megatron_noloco.checkpoint.resume import Start
 from megatron_noloco.checkpoint.settings import CheckpointSettings
 from megatron_noloco.config import RunConfig
+from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.plans.topology import Position
+from megatron_noloco.training import takeover
+from megatron_noloco.training.takeover import Takeover
+from tests.unit.federated import transport, until
 from tests.unit.test_checkpoint_files import CONFIG, job, write_checkpoint
 
 GIVER, TAKER = replace(job(2), pp=2), replace(job(5), pp=2)
@@ -161,3 +166,85 @@ def test_a_disk_without_room_is_noticed_before_anything_is_fetched(
     monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(OSError, match="No space left"):
         receive(tmp_path / "ours", accept(content), lambda buffers: pytest.fail("fetched"))
+
+
+# Together, over the transport; every job is one rank
+
+
+class OneRank:
+    """torch.distributed in a world of one."""
+
+    @staticmethod
+    def get_rank() -> int:
+        return 0
+
+    @staticmethod
+    def get_world_size() -> int:
+        return 1
+
+    @staticmethod
+    def barrier() -> None:
+        pass
+
+    @staticmethod
+    def broadcast_object_list(holder: list[Any], src: int) -> None:
+        pass
+
+    @staticmethod
+    def all_gather_object(values: list[Any], value: Any) -> None:
+        values[0] = value
+
+
+def start_of(door: FederationTransport, folder: Path, margin: int = 5, load: str = "auto") -> list[str]:
+    """What the start of a job says; from then on it gives."""
+    settings = replace(SETTINGS, folder=folder, load=load)
+    return Takeover(door, settings, job(door.rank), ARCHITECTURE, margin)()
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(takeover, "dist", OneRank)
+    monkeypatch.setattr(takeover, "_BETWEEN_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_newest_is_taken_over_and_where_it_is_damaged_the_next(tmp_path: Path) -> None:
+    folders = [tmp_path / str(slot) for slot in range(4)]
+    for slot, step in enumerate((30, 20, 10)):
+        write_checkpoint(folders[slot], step, job(slot))
+    weights = catalog.file_of(catalog.step_folder(folders[0], 30), Position(0, 0, 0, 0), catalog.WEIGHTS)
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with ExitStack() as stack:
+        doors = [stack.enter_context(transport(tmp_path / "there", slot, 8)) for slot in range(4)]
+        until(lambda: all(len(door.present()) == 3 for door in doors))
+        for slot in range(3):
+            assert start_of(doors[slot], folders[slot], margin=100) == []
+        damaged, taken = start_of(doors[3], folders[3])
+        assert damaged.startswith("the checkpoint of replica 0 was not taken over: ")
+        assert damaged.endswith("checksum does not match its manifest")
+        assert taken.startswith("taken over from replica 1: its checkpoint of step 20, ")
+        assert [path.name for path in catalog.steps(folders[3])] == ["step_00000020"]
+        assert catalog.is_complete(catalog.step_folder(folders[3], 20))
+        assert (folders[3] / "latest").read_text() == "step_00000020\n"
+        assert start_of(doors[3], folders[3], margin=10) == [], "30 is not more than 10 ahead"
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_save_that_was_never_completed_is_out_of_the_way(tmp_path: Path) -> None:
+    """And the step of one's own checkpoint is told, with what is not read."""
+    folders = [tmp_path / str(slot) for slot in range(2)]
+    write_checkpoint(folders[0], 20, job(0))
+    write_checkpoint(folders[1], 4, job(1))
+    unfinished = catalog.replica_folder(catalog.step_folder(folders[1], 20), 1)
+    unfinished.mkdir(parents=True)
+    (unfinished / "file").write_text("of a save that was cut short")
+    with transport(tmp_path / "there", 0, 8) as giver, transport(tmp_path / "there", 1, 8) as taker:
+        until(lambda: giver.present() == [1] and taker.present() == [0])
+        assert start_of(giver, folders[0]) == []
+        assert start_of(taker, folders[1], load="none") == [], "the config says where to start"
+        (told,) = start_of(taker, folders[1])
+    assert told.endswith("; the own one was of step 4, and the samples between are not read")
+    assert names_in(catalog.step_folder(folders[1], 20)) == names_in(catalog.step_folder(folders[0], 20))
+    assert (folders[1] / "step_00000020.set_aside" / "replica_01" / "file").exists()
