@@ -24,6 +24,8 @@ _AT_ONCE = 16  # frames received before other work has its turn
 _RECEIVE_QUEUE = 16  # frames that ZeroMQ holds for each connection; then TCP holds back the sender
 _ENCRYPTED_MORE = 64  # bytes, at least those that CURVE adds to a message
 _LINGER_MILLISECONDS = 2000
+_MOST_ERRANDS = 64  # at a time
+_ERRAND_SECONDS = 10.0  # after which one is given up
 _SAME_KEY = "both need the same key file, or encryption none"
 _ZAP = "inproc://zeromq.zap.01"
 
@@ -70,7 +72,7 @@ class Service:
             ) from None
         self.endpoint = self._inbox.getsockopt_string(zmq.LAST_ENDPOINT)
         self._refusals = self._inbox.get_monitor_socket(HANDSHAKE_FAILURES)
-        self._errands: dict[str, Link] = {}  # by endpoint
+        self._errands: dict[str, tuple[Link, float]] = {}  # by endpoint; and when each is given up
         self._closing = False
         self._followed = 0  # version of the directory
         self._thread = threading.Thread(target=self._run, name="federation", daemon=True)
@@ -100,17 +102,22 @@ class Service:
 
     def _tell(self, endpoint: str, asks: bool = False) -> None:
         """Our directory, on a connection for it alone: the rank there need not be a counterpart."""
-        if endpoint not in self._errands:  # else it is not there yet
-            link = self._errands[endpoint] = Link(self._context, endpoint, self._keys)
+        if endpoint not in self._errands and len(self._errands) < _MOST_ERRANDS:
+            link = Link(self._context, endpoint, self._keys)
             link.control(*self.desk.directory.frame(asks))
+            self._errands[endpoint] = link, time.monotonic() + _ERRAND_SECONDS
 
     def _run_errands(self) -> None:
-        for endpoint, link in list(self._errands.items()):
+        for endpoint, (link, given_up) in list(self._errands.items()):
             if any(event & HANDSHAKE_FAILURES for event in link.events()):
                 self.desk.say(f"{endpoint} cannot be joined: {_SAME_KEY}")
             link.flush()
-            if not link.waiting:
-                self._errands.pop(endpoint).close(_LINGER_MILLISECONDS)
+            if not link.waiting or time.monotonic() > given_up:
+                link.close(0 if link.waiting else _LINGER_MILLISECONDS)
+                del self._errands[endpoint]
+
+    def _all_links(self) -> list[Link]:
+        return [*self._links.values(), *(link for link, _ in self._errands.values())]
 
     def _follow_directory(self) -> None:
         """Reach counterparts where they are now, and answer who has asked."""
@@ -153,14 +160,14 @@ class Service:
             for rank in self._links:
                 self._lost(rank, "cannot be reached: this rank's messages have stopped", drop_link=False)
             self._inbox.disable_monitor()
-            for link in (*self._links.values(), *self._errands.values()):
+            for link in self._all_links():
                 link.close(_LINGER_MILLISECONDS if self._closing else 0)
             self._context.destroy()
 
     def _turn(self, seconds: float) -> None:
         """Wait for something to do, and do it."""
         poller = zmq.Poller()
-        links = [*self._links.values(), *self._errands.values()]
+        links = self._all_links()
         for readable in (
             self._bell,
             self._inbox,

@@ -57,6 +57,7 @@ class Takeover:
             slot = self._choose(found, own)
             if slot is not None:
                 started = time.monotonic()
+                notes += self._make_room(manifests[slot].step)
                 problem = self._take(handover, tag, manifests[slot])
                 if not problem:
                     seconds = time.monotonic() - started
@@ -96,12 +97,16 @@ class Takeover:
         slots = self.topology.slots
         return min(ahead, key=lambda slot: (-common[slot], (slot - self.topology.slot) % slots), default=None)
 
+    def _make_room(self, step: int) -> list[str]:
+        """Rank 0 moves a save of this step out of the way, which was never completed."""
+        folder, lines = catalog.step_folder(self.settings.folder, step), list[str]()
+        if dist.get_rank() == 0 and folder.exists():
+            lines = [f"set aside: {folder} is now {catalog.set_aside(folder).name}"]
+        dist.barrier()
+        return lines
+
     def _take(self, handover: Handover, tag: int, manifest: Manifest) -> str:
         """What went wrong on some rank; all have the same answer."""
-        folder = catalog.step_folder(self.settings.folder, manifest.step)
-        if dist.get_rank() == 0 and folder.exists():  # of a save that was never completed
-            catalog.set_aside(folder)
-        dist.barrier()
         giver = self.topology.place(dist.get_rank()).rank_of(manifest.position.replica)
         problem = ""
         try:
@@ -115,6 +120,7 @@ class Takeover:
         problems = [text for text in _gathered(problem) if text]
         if dist.get_rank() == 0:
             if problems:
+                folder = catalog.step_folder(self.settings.folder, manifest.step)
                 shutil.rmtree(folder, ignore_errors=True)
             catalog.name_latest(self.settings.folder)
         dist.barrier()

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_noloco.federation import service
 from megatron_noloco.federation.directory import Address, Directory, is_endpoint
 from megatron_noloco.federation.frames import LARGEST, Member
 from megatron_noloco.federation.keys import Keys
@@ -228,6 +229,16 @@ def test_a_seed_need_not_be_at_the_same_place_of_its_replica() -> None:
                 one.service.learn({other.rank: other.address for other in of_slot})
         until(lambda: [one.present() for one in ranks] == [[2, 4], [3, 5], [0, 4], [1, 5], [0, 2], [1, 3]])
         assert all(len(one.service.desk.directory.addresses) == 6 for one in ranks)
+
+
+def test_who_asks_and_is_gone_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even when very many do."""
+    monkeypatch.setattr(service, "_ERRAND_SECONDS", 0.5)
+    with transport(tmp_path, 0) as one:
+        for port in range(1, 201):
+            one.service.ask(f"tcp://127.0.0.1:{port}")
+        until(lambda: 0 < len(one.service._errands) <= 64)
+        until(lambda: one.service._errands == {})
 
 
 def test_the_same_replica_twice_is_told_to_the_one_that_no_longer_counts(

@@ -244,7 +244,8 @@ def test_a_save_that_was_never_completed_is_out_of_the_way(tmp_path: Path) -> No
         until(lambda: giver.present() == [1] and taker.present() == [0])
         assert start_of(giver, folders[0]) == []
         assert start_of(taker, folders[1], load="none") == [], "the config says where to start"
-        (told,) = start_of(taker, folders[1])
+        aside, told = start_of(taker, folders[1])
+    assert aside == f"set aside: {unfinished.parent} is now step_00000020.set_aside"
     assert told.endswith("; the own one was of step 4, and the samples between are not read")
     assert names_in(catalog.step_folder(folders[1], 20)) == names_in(catalog.step_folder(folders[0], 20))
     assert (folders[1] / "step_00000020.set_aside" / "replica_01" / "file").exists()
