@@ -50,7 +50,7 @@ done
 trap - EXIT
 for replica in 0 1 2; do
     echo "replica $replica:"
-    grep -E '^ going on at|^continuing from' "$runs/replica_$replica.log" || true
+    grep -E '^ going on at|^continuing from|^taken over' "$runs/replica_$replica.log" || true
     echo "  rounds that were byes because of another replica: $(grep -c '^ round .* bye |' "$runs/replica_$replica.log")"
     grep 'validation loss, replica' "$runs/replica_$replica.log"
 done

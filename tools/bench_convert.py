@@ -108,7 +108,7 @@ def convert(step_folder: Path, output: Path, dtype: str) -> None:
     seconds: list[float] = []
     cpu_seconds: list[float] = []
     with timed(seconds, cpu_seconds):
-        export(open_source(step_folder, "mean"), output, dtype, 500 * 10**6)
+        export(open_source([step_folder], "mean"), output, dtype, 500 * 10**6)
         for file in output.iterdir():
             sync(file)
     report = {"seconds": seconds[0], "cpu_seconds": cpu_seconds[0]}

@@ -3,7 +3,8 @@
     python -m tools.bench_federation --megabytes 64
 
 Starts a second process on this machine; both swap 64 MB each way on the loopback interface. Each repeat runs all
-ways in turn, so that noise of the machine meets them alike. Prints one JSON object.
+ways in turn, so that noise of the machine meets them alike; what the processor does for one of them, it hardly
+changes. Prints one JSON object.
 """
 
 import argparse
@@ -14,10 +15,13 @@ import statistics
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
+import psutil
 import torch
 
 from megatron_noloco.federation.counterparts import Deadline, Patience
@@ -48,22 +52,39 @@ def main() -> None:
         other = context.Process(target=_other, args=(Path(folder), server.getsockname()[1], *arguments))
         other.start()
         accepted, _ = server.accept()
-        seconds = run(0, Path(folder), accepted, *arguments)
+        times = run(0, Path(folder), accepted, *arguments)
         other.join()
-    medians = {way: statistics.median(times) for way, times in seconds.items()}
+    length = elements * 4
     report = {
-        "bytes": elements * 4,
+        "bytes": length,
         "chunk_bytes": options.chunk_kib * 1024,
         "repeats": options.repeats,
-        "median_seconds": {way: round(value, 4) for way, value in medians.items()},
-        "gb_per_second_each_way": {
-            way: round(elements * 4 / value / 1e9, 3) for way, value in medians.items()
-        },
-        "speed_over_plain_socket": {
-            way: round(medians["plain socket"] / value, 2) for way, value in medians.items()
-        },
+        "ways": {way: _figures(length, taken) for way, taken in times.items()},
     }
     print(json.dumps(report), flush=True)
+
+
+class Taken(NamedTuple):
+    """What one swap took on this rank."""
+
+    seconds: float
+    processor_seconds: float
+    of_threads: Counter[int]  # of those that live on
+
+
+def _figures(length: int, taken: list[Taken]) -> dict[str, float]:
+    """Of one way. The seconds of threads are means: they are counted in hundredths."""
+    seconds = statistics.median(one.seconds for one in taken)
+    busy = Counter[int]()
+    for one in taken:
+        busy.update(one.of_threads)
+    return {
+        "seconds": round(seconds, 4),
+        "least_seconds": round(min(one.seconds for one in taken), 4),
+        "gb_per_second_each_way": round(length / seconds / 1e9, 3),
+        "processor_seconds": round(statistics.median(one.processor_seconds for one in taken), 4),
+        "processor_seconds_of_busiest_thread": round(max(busy.values()) / len(taken), 4),
+    }
 
 
 def _other(folder: Path, port: int, *arguments: int) -> None:
@@ -72,16 +93,16 @@ def _other(folder: Path, port: int, *arguments: int) -> None:
 
 def run(
     rank: int, folder: Path, plain: socket.socket, elements: int, chunk_bytes: int, repeats: int
-) -> dict[str, list[float]]:
-    """Seconds of this rank, per way and repeat."""
+) -> dict[str, list[Taken]]:
+    """By way."""
     torch.set_num_threads(1)
     outgoing, incoming = torch.full((elements,), float(rank)), torch.zeros(elements)
     plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     transports = []
     ways: dict[str, Callable[[], None]] = {"plain socket": lambda: _swap_plainly(plain, outgoing, incoming)}
     for way, keys in (("federation", None), ("federation, CURVE", Keys.read(folder / "key"))):
-        rendezvous = SharedFolder(folder / way, "tcp://127.0.0.1:0", RUN)
-        network = Network(rendezvous, RUN, keys, chunk_bytes=chunk_bytes)
+        rendezvous = SharedFolder(folder / way, RUN)
+        network = Network(rendezvous, RUN, "tcp://127.0.0.1:0", keys, chunk_bytes=chunk_bytes)
         transport = FederationTransport(
             Place(rank, 2), network, Patience(Deadline(DEADLINE_SECONDS, DEADLINE_SECONDS))
         )
@@ -89,20 +110,26 @@ def run(
             raise SystemExit("the other process is not there")
         transports.append(transport)
         ways[way] = _swap_over(transport, outgoing, incoming)
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    taken: dict[str, list[Taken]] = {way: [] for way in ways}
     for repeat in range(-2, repeats):
         for way, swap in ways.items():
             _wait_for_other(plain)
-            started = time.perf_counter()
+            before = time.perf_counter(), time.process_time(), _of_threads()
             swap()
+            after = time.perf_counter(), time.process_time(), _of_threads()
             if repeat >= 0:
-                seconds[way].append(time.perf_counter() - started)
+                taken[way].append(Taken(after[0] - before[0], after[1] - before[1], after[2] - before[2]))
             assert incoming[0] == incoming[-1] == 1 - rank
             incoming.zero_()
     _wait_for_other(plain)
     for transport in transports:
         transport.close()
-    return seconds
+    return taken
+
+
+def _of_threads() -> Counter[int]:
+    """The processor's seconds of this process since its start, by thread."""
+    return Counter({one.id: one.user_time + one.system_time for one in psutil.Process().threads()})
 
 
 def _swap_over(

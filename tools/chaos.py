@@ -5,8 +5,8 @@
 Every replica is a process of its own, with a folder of its own: they share no files. Some are killed (SIGKILL),
 one after another; some of these come back, the first of them without its folder; some are stopped and continued
 (SIGSTOP, SIGCONT); new ones join empty slots. What happens to whom, and when, follows from `--seed`: each moment
-is a random local step of the run and a random part of a second after it, so that it falls into a step, an exchange,
-an evaluation or a save. Then the same replicas run undisturbed, those that join from the beginning on.
+is a random local step of the run and a random part of a second after it, so that it falls into a step, an
+exchange, an evaluation or a save. Then the same replicas run undisturbed, those that join from the beginning on.
 
 Prints one JSON object: what was done, how every replica ended, the losses of both runs, and the longest pause of a
 replica to which nothing was done. Exit code 1 when a replica that should have ended did not, or not well.

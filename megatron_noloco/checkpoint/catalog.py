@@ -46,9 +46,18 @@ class Manifest:
     def read(cls, path: Path) -> "Manifest":
         """Raises DamagedCheckpointError when the file is missing or is no manifest."""
         try:
-            raw = json.loads(path.read_text())
+            content = path.read_bytes()
+        except OSError as error:
+            raise DamagedCheckpointError(f"{path}: {error.strerror}") from None
+        return cls.parse(content, str(path))
+
+    @classmethod
+    def parse(cls, content: bytes, where: str) -> "Manifest":
+        """Of what a manifest's file holds. Raises DamagedCheckpointError, with `where`, for anything else."""
+        try:
+            raw = json.loads(content)
             if raw.pop("format") != FORMAT:
-                raise DamagedCheckpointError(f"{path}: written by another version of this program")
+                raise DamagedCheckpointError(f"{where}: written by another version of this program")
             raw["topology"] = Topology(**raw["topology"])
             raw["position"] = Position(**raw["position"])
             raw["files"] = {name: FileRecord(**record) for name, record in raw["files"].items()}
@@ -60,10 +69,8 @@ class Manifest:
             return cls(**raw)
         except DamagedCheckpointError:  # a ValueError, too
             raise
-        except OSError as error:
-            raise DamagedCheckpointError(f"{path}: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise DamagedCheckpointError(f"{path}: not a manifest") from None
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise DamagedCheckpointError(f"{where}: not a manifest") from None
 
 
 def rank_name(position: Position) -> str:

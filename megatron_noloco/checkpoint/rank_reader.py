@@ -8,7 +8,6 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megatron_noloco.checkpoint import catalog
-from megatron_noloco.checkpoint.catalog import Manifest
 from megatron_noloco.checkpoint.reader import CheckpointReader, Place
 from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.model.families import Parameter, Table
@@ -42,9 +41,9 @@ class RankReader:
         self._at = at
         self._layout = layout
         saved = reader.topology
-        same = same_sizes(saved, topology) and layout == reader.manifests[saved.rank(at)].layout
+        same = same_sizes(saved, topology) and layout == reader.saved.manifest(at).layout
         self.moved = not same
-        self.source = self._manifest(Position(at.replica, 0, 0, 0) if self.moved else at)
+        self.source = reader.saved.manifest(Position(at.replica, 0, 0, 0) if self.moved else at)
         with self._open(self.source.position) as file:
             self._names = list(file.keys())
 
@@ -124,12 +123,9 @@ class RankReader:
             rows = torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
         return row.slice(rows, self._at.tp, self._tp_size)
 
-    def _manifest(self, at: Position) -> Manifest:
-        return self._reader.manifests[self._reader.topology.rank(at)]
-
     def _open(self, at: Position) -> safe_open:
         """A saved rank's file of all that is not slow weights."""
-        return safe_open(catalog.file_of(self._reader.folder, at, ""), framework="pt")
+        return safe_open(self._reader.saved.file(at, ""), framework="pt")
 
 
 def same_sizes(one: Topology, other: Topology) -> bool:

@@ -1,14 +1,13 @@
 """Single tensors out of a checkpoint: full, of one replica or averaged over several, whatever wrote them."""
 
 import math
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron_noloco.checkpoint import catalog
-from megatron_noloco.checkpoint.catalog import WEIGHTS, Manifest
+from megatron_noloco.checkpoint.catalog import WEIGHTS
+from megatron_noloco.checkpoint.ensemble import Ensemble
 from megatron_noloco.checkpoint.vector import FlatVector
 from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.topology import Position
@@ -45,11 +44,10 @@ class CheckpointReader:
     everything of which there is one number for each weight is read alike. Several replicas are averaged.
     """
 
-    def __init__(self, folder: Path, manifests: list[Manifest]) -> None:
-        self.folder = folder
-        self.manifests = manifests
-        self.topology = manifests[0].topology
-        self.table = table_of(manifests[0].architecture)
+    def __init__(self, saved: Ensemble) -> None:
+        self.saved = saved
+        self.topology = saved.topology
+        self.table = table_of(saved.manifests[0].architecture)
         self._vectors: dict[tuple[Position, str], FlatVector] = {}
         self._parts, self._other, self._merged = Scratch(), Scratch(), Scratch()
         self._places = self._find_parameters()
@@ -94,7 +92,7 @@ class CheckpointReader:
         places: dict[str, list[Place]] = {}
         for stage in range(self.topology.pp):
             for tp in range(self.topology.tp):
-                manifest = self.manifests[self.topology.rank(Position(self.topology.slot, stage, 0, tp))]
+                manifest = self.saved.manifest(Position(self.topology.slot, stage, 0, tp))
                 for group, part in enumerate(manifest.layout):
                     start = 0
                     for name, shape in part.parameters:
@@ -114,4 +112,4 @@ class CheckpointReader:
                 file.read_into(flat[first - start : last - start], first - begin)
 
     def _vector(self, at: Position, name: str) -> FlatVector:
-        return self._vectors.setdefault((at, name), FlatVector(catalog.file_of(self.folder, at, name), name))
+        return self._vectors.setdefault((at, name), FlatVector(self.saved.file(at, name), name))

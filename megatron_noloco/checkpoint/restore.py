@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megatron_noloco.checkpoint import elastic
 from megatron_noloco.checkpoint.catalog import WEIGHTS, Manifest
+from megatron_noloco.checkpoint.ensemble import Ensemble
 from megatron_noloco.checkpoint.rank_reader import RankReader
 from megatron_noloco.checkpoint.reader import CheckpointReader
 from megatron_noloco.checkpoint.settings import CheckpointSettings
@@ -35,7 +36,7 @@ def restore(
     place = groups.position
     at = replace(place, replica=elastic.source_replica(place.replica, saved))
     reader = RankReader(
-        CheckpointReader(folder, manifests),
+        CheckpointReader(Ensemble.of(folder, manifests)),
         table_of(engine.stage.architecture),
         groups.topology,
         at,

@@ -11,7 +11,6 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_noloco.checkpoint import catalog, compare, elastic
-from megatron_noloco.checkpoint.adopt import adopt
 from megatron_noloco.checkpoint.catalog import Manifest
 from megatron_noloco.checkpoint.files import DamagedCheckpointError, verify
 from megatron_noloco.checkpoint.settings import CheckpointSettings
@@ -47,8 +46,6 @@ def find_start(settings: CheckpointSettings, topology: Topology) -> Start:
     if load == "none":
         return _start_over(checkpoints)
     explicit = load != "auto"
-    if not explicit and dist.get_rank() == 0:
-        adopt(checkpoints, settings.others, settings.margin)
     candidates = _agreed(
         [str(Path(load))] if explicit else [str(path) for path in catalog.steps(checkpoints)]
     )

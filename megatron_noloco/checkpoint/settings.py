@@ -15,8 +15,6 @@ class CheckpointSettings:
     keep_last: complete checkpoints that are kept.
     async_save: whether training continues while a copy of the state is being written.
     load: "auto" (the newest sound checkpoint in `folder`), "none", or a step folder.
-    others: folders like `folder`, of the other jobs of a federation, as far as this one can see them.
-    margin: with "auto", a checkpoint of theirs is used when it is more local steps than this beyond one's own.
     fold: with fewer replicas than were saved, fold the others into the mean of those kept; else drop them.
     """
 
@@ -27,8 +25,6 @@ class CheckpointSettings:
     async_save: bool = False
     load: str = "auto"
     fold: bool = False
-    others: tuple[Path, ...] = ()
-    margin: int = 0
 
     @property
     def seed(self) -> int:

@@ -7,14 +7,14 @@ import tempfile
 from pathlib import Path
 
 from megatron_noloco.cli.errors import StoppedError
-from megatron_noloco.cli.output import say
+from megatron_noloco.cli.output import CHECKPOINT, say
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     export = commands.add_parser("export", help="checkpoint -> Hugging Face folder, checked")
-    export.add_argument("checkpoint", help="a step folder, or a run's output_dir (its latest checkpoint)")
+    export.add_argument("checkpoint", nargs="+", type=Path, help=CHECKPOINT)
     export.add_argument("--output", required=True, help="the folder to write")
     export.add_argument(
         "--combine", default="mean", metavar="mean|best|replica=K", help="which weights (default: mean)"
@@ -33,7 +33,7 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
     generate = commands.add_parser("generate", help="text from a checkpoint or a Hugging Face folder")
     source = generate.add_mutually_exclusive_group(required=True)
-    source.add_argument("--checkpoint", help="a step folder, or a run's output_dir")
+    source.add_argument("--checkpoint", nargs="+", type=Path, help=CHECKPOINT)
     source.add_argument("--hf", help="a Hugging Face folder")
     generate.add_argument("--prompt", required=True)
     generate.add_argument("--tokens", type=int, default=200, help="at most so many new tokens")
@@ -42,7 +42,9 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     generate.set_defaults(run=_generate)
 
     evaluate = commands.add_parser("evaluate", help="loss and perplexity of each replica and of their mean")
-    evaluate.add_argument("model", help="a step folder, a run's output_dir, or a Hugging Face folder")
+    evaluate.add_argument(
+        "model", nargs="+", type=Path, help=f"a Hugging Face folder, or a checkpoint: {CHECKPOINT}"
+    )
     evaluate.add_argument(
         "--data",
         help="text, a folder of text, or a dataset's prefix (default: the run's own validation split)",
@@ -57,7 +59,7 @@ def _export(args: argparse.Namespace) -> int:
     from megatron_noloco.huggingface.export import export
     from megatron_noloco.huggingface.source import open_source
 
-    source = open_source(Path(args.checkpoint), args.combine)
+    source = open_source(args.checkpoint, args.combine)
     output = Path(args.output)
     export(source, output, args.dtype, parse_size(args.max_shard_size))
     say(*source.losses_report())
@@ -65,7 +67,7 @@ def _export(args: argparse.Namespace) -> int:
     say(f"logits: largest difference from the trainer's own {difference:.1e} (must be below {TOLERANCE:g})")
     if not difference < TOLERANCE:  # NaN is no agreement either
         raise StoppedError(f"{output}: the exported model is not the trained one; left marked as unfinished")
-    say(f"exported {source.folder} to {output}")
+    say(f"exported {source.saved} to {output}")
     return 0
 
 
@@ -95,7 +97,7 @@ def _generate(args: argparse.Namespace) -> int:
         generate(Path(args.hf), *options)
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        export(open_source(Path(args.checkpoint), "mean"), Path(folder) / "model", "float32", 500 * 10**6)
+        export(open_source(args.checkpoint, "mean"), Path(folder) / "model", "float32", 500 * 10**6)
         generate(Path(folder) / "model", *options)
     return 0
 
@@ -106,7 +108,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     for name in ("samples", "seq_length"):
         if getattr(args, name) is not None and getattr(args, name) < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
-    model = open_model(Path(args.model), args.data, args.seq_length)
+    model = open_model(args.model, args.data, args.seq_length)
     for figures in evaluate(model, args.samples):
         say(
             f"{figures.model} on {figures.dataset}: loss {figures.loss:.4f} nats per token, "

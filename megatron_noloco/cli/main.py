@@ -1,11 +1,13 @@
 """All commands, and what becomes of their errors: `python -m megatron_noloco COMMAND`."""
 
 import argparse
+from pathlib import Path
 from typing import NoReturn
 
 from megatron_noloco import __version__
 from megatron_noloco.cli import config, data, doctor, huggingface, keys, plan, reading, train
 from megatron_noloco.cli.errors import report
+from megatron_noloco.cli.output import CHECKPOINT, say
 from megatron_noloco.job.leaving import abandon_job, leave
 
 
@@ -37,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     data.add_command(commands)
     keys.add_command(commands)
     inspect = commands.add_parser("inspect", help="what a checkpoint holds, and whether it is complete")
-    inspect.add_argument("checkpoint", help="a step folder, or a run's output_dir (its latest checkpoint)")
+    inspect.add_argument("checkpoint", nargs="+", type=Path, help=CHECKPOINT)
     inspect.set_defaults(run=_inspect)
     reading.add_commands(commands)
     doctor.add_command(commands)
@@ -47,7 +49,6 @@ def _parser() -> argparse.ArgumentParser:
 
 def _inspect(args: argparse.Namespace) -> int:
     from megatron_noloco.checkpoint.inspect import inspect
-    from megatron_noloco.cli.output import say
 
     say(*inspect(args.checkpoint))
     return 0

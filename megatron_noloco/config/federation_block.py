@@ -18,11 +18,13 @@ class FederationConfig(Block):
     rendezvous: str | None = Field(
         default=None,
         description='How jobs find each other: "file://FOLDER", which all can write, or "tcp://HOST:PORT,...", '
-        "one for each slot.",
+        "addresses of one or more replicas, from any one of which the others are learned.",
     )
-    listen: str = Field(
-        default="tcp://*:0",
-        description='With a folder: where a rank listens, as ZeroMQ writes it; "*": every interface, port 0: any.',
+    listen: str | None = Field(
+        default=None,
+        description="Where the first rank of a replica listens, as ZeroMQ writes it, the others at the ports that "
+        'follow; "*": every interface, port 0: any. null: "tcp://*:0" with a folder, with addresses the port that '
+        "all have.",
     )
     encryption: Literal["curve", "none"] = Field(
         default="curve",
@@ -41,7 +43,8 @@ class FederationConfig(Block):
     rounds_behind: Positive = Field(
         default=3,
         description="A replica that is so many rounds behind is not waited for, and goes on where half of the "
-        "others are, without the local steps between.",
+        "others are, without the local steps between; at its start it takes over a checkpoint that is further "
+        "ahead of its own.",
     )
     start_with: Positive = Field(
         default=1,

@@ -7,43 +7,15 @@ and never makes memory grow.
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from megatron_noloco.federation.frames import Frame, Kind, read
-from megatron_noloco.federation.link import Chunks
-from megatron_noloco.federation.peer import MOST_WANTS, Peer, Receive, Send
+from megatron_noloco.federation.directory import Directory
+from megatron_noloco.federation.frames import HANDOVER_TAG, Frame, Kind, Member, checksum_of, read
+from megatron_noloco.federation.peer import MOST_WANTS, Peer, Receive, Send, Way
 from megatron_noloco.transport.protocol import WithdrawnError
-
-
-@dataclass(frozen=True)
-class Member:
-    """This process, as the others know it.
-
-    Attributes:
-        rank: unique in the federation.
-        run: a number of the run: jobs of another run, or another model, have another one.
-        epoch: of the process; a later process of the same rank has a larger one.
-    """
-
-    rank: int
-    run: int
-    epoch: int
-
-
-class Way(Protocol):
-    """The way to a counterpart: what the desk needs of a `Link`."""
-
-    def hello(self, frame: bytes) -> None: ...
-
-    def control(self, frame: bytes) -> None: ...
-
-    def chunks(self, ticket: int, frames: Chunks) -> None: ...
-
-    def drop(self, tickets: set[int]) -> None: ...
 
 
 class Desk:
@@ -55,12 +27,16 @@ class Desk:
     Attributes:
         peers: by rank.
         dropped: how often something arrived that was not wanted, by reason.
+        directory: where all ranks are.
+        when_asked: called with rank and tag of each ASK; answers with `offer`, now or later.
     """
 
     def __init__(self, member: Member, counterparts: Iterable[int], ways: Mapping[int, Way]) -> None:
         self.member = member
         self.peers: Mapping[int, Peer] = {rank: Peer(rank) for rank in counterparts}
         self.dropped: Counter[str] = Counter()
+        self.directory = Directory(member)
+        self.when_asked: Callable[[int, int], None] = lambda rank, tag: self.offer(rank, tag, b"", [])
         self._ways = ways
         self._receives: dict[int, Receive] = {}  # by ticket
         self._tickets = 0
@@ -72,7 +48,7 @@ class Desk:
 
     def send(self, rank: int, send: Send) -> None:
         if rank not in self._ways:
-            send.landing.report(_unknown(rank))
+            send.told.report(_unknown(rank))
             return
         self.peers[rank].posted[send.tag].append(send)
         self._match(self.peers[rank], send.tag)
@@ -84,7 +60,7 @@ class Desk:
         self._tickets += 1
         self._receives[self._tickets] = receive
         length = receive.message.buffer.nbytes
-        want = self._frame(
+        want = self.member.frame(
             Kind.WANT, tag=receive.tag, number=self._tickets, length=length, dtype=receive.dtype
         )
         self._ways[receive.rank].control(want.pack())
@@ -102,27 +78,57 @@ class Desk:
         self.greet()
 
     def greet(self, *ranks: int) -> None:
-        """Tell them, or all that can be reached, that this rank is there."""
-        hello = self._frame(
+        """Tell them, or all that can be reached, that this rank is there, and what they do not know of others."""
+        hello = self.member.frame(
             Kind.HELLO, tag=self._void_below, number=self._begun + 1, offset=self._over + 1
         ).pack()
         for rank, way in self._ways.items():
             if rank in ranks or (not ranks and self.peers[rank].connected):
                 way.hello(hello)
+                if self.peers[rank].informed != self.directory.version:
+                    way.control(*self.directory.frame())
+                    self.peers[rank].informed = self.directory.version
 
     def drop(self, peer: Peer, below_tag: int | None = None, failure: ConnectionError | None = None) -> None:
         """End what is under way with a peer under smaller tags (None: all); who waits for it gets `failure`."""
-        sends, tickets = peer.drop_sends(below_tag)
+
+        def gone(tag: int) -> bool:
+            return below_tag is None or tag < below_tag
+
+        self._drop_sends(peer, gone, failure)
+        for ticket, receive in list(self._receives.items()):
+            if receive.rank == peer.rank and gone(receive.tag):
+                del self._receives[ticket]
+                if failure is not None:
+                    receive.landing.report(failure)
+
+    def _drop_sends(
+        self, peer: Peer, gone: Callable[[int], bool], failure: ConnectionError | None = None
+    ) -> None:
+        sends, tickets = peer.drop_sends(gone)
         if tickets:
             self._ways[peer.rank].drop(tickets)
-        landings = [send.landing for send in sends]
-        for ticket, receive in list(self._receives.items()):
-            if receive.rank == peer.rank and (below_tag is None or receive.tag < below_tag):
-                del self._receives[ticket]
-                landings.append(receive.landing)
         if failure is not None:
-            for landing in landings:
-                landing.report(failure)
+            for send in sends:
+                send.told.report(failure)
+
+    # Handovers, see `handover`
+
+    def ask(self, rank: int, tag: int) -> None:
+        """Ask a counterpart that is there what it has to give."""
+        self._ways[rank].control(self.member.frame(Kind.ASK, tag=tag).pack())
+
+    def offer(self, rank: int, tag: int, description: bytes, sends: Sequence[Send]) -> None:
+        """Answer who has asked, and post what is described, in the place of what it was offered before."""
+        peer, checksum = self.peers[rank], checksum_of(np.frombuffer(description, np.uint8))
+        again = ConnectionError(f"rank {rank} has asked again")
+        self._drop_sends(peer, lambda tag: tag >= HANDOVER_TAG, again)
+        for send in sends:
+            self.send(rank, send)
+        if rank in self._ways:
+            sizes = {"length": len(description), "checksum": checksum}
+            frame = self.member.frame(Kind.OFFER, to_epoch=peer.epoch, tag=tag, **sizes)
+            self._ways[rank].control(frame.pack(), description)
 
     def say(self, line: str) -> None:
         """Tell a person, once."""
@@ -143,16 +149,20 @@ class Desk:
         frame = read(header)
         if frame is None:
             return "no frame"
-        peer = self.peers.get(frame.sender)
-        if peer is None:
+        if frame.sender >= self.member.ranks:
             return "unknown sender"
         if frame.run != self.member.run:
             other = "its job has another seed, model, layout, method or number of slots"
             self.say(f"rank {frame.sender} is refused: {other}")
             return "another run"
-        if len(data) != (frame.kind == Kind.DATA):
+        if len(data) != (frame.kind in (Kind.DATA, Kind.HERE, Kind.OFFER)):
             return "wrong parts"
-        asks = frame.kind in (Kind.HELLO, Kind.WANT)
+        if frame.kind == Kind.HERE:
+            return self.directory.take(frame, np.frombuffer(data[0].buffer, np.uint8))
+        peer = self.peers.get(frame.sender)
+        if peer is None:
+            return "unknown sender"
+        asks = frame.kind in (Kind.HELLO, Kind.WANT, Kind.ASK)
         if frame.epoch < peer.epoch or not (
             asks or (frame.epoch, frame.to_epoch) == (peer.epoch, self.member.epoch)
         ):
@@ -172,6 +182,11 @@ class Desk:
                 return self._take_data(frame, np.frombuffer(data[0].buffer, np.uint8))
             case Kind.DONE:
                 return self._take_done(peer, frame)
+            case Kind.ASK:
+                self.when_asked(peer.rank, frame.tag)
+                return ""
+            case Kind.OFFER:
+                return _take_offer(peer, frame, np.frombuffer(data[0].buffer, np.uint8))
 
     def _take_want(self, peer: Peer, want: Frame) -> str:
         if want.tag < self._void_below:
@@ -192,7 +207,7 @@ class Desk:
             return "wrong chunk"
         if receive.complete:
             del self._receives[frame.number]
-            done = self._frame(Kind.DONE, tag=frame.tag, number=frame.number, to_epoch=frame.epoch)
+            done = self.member.frame(Kind.DONE, tag=frame.tag, number=frame.number, to_epoch=frame.epoch)
             self._ways[frame.sender].control(done.pack())
         return ""
 
@@ -200,24 +215,27 @@ class Desk:
         send = peer.unconfirmed.pop(frame.number, None)
         if send is None:
             return "unknown ticket"
-        send.landing.report(send.whole.arrival)
+        send.told.report(send.whole)
         return ""
 
     def _match(self, peer: Peer, tag: int) -> None:
         for send, want in peer.match(tag):
-            length = send.message.buffer.nbytes
-            if (want.length, want.dtype) != (length, send.dtype):
-                problem = f"expects {want.length} bytes where {length} are sent, or other numbers (tag {tag})"
-                send.landing.report(ConnectionError(f"rank {peer.rank} {problem}"))
+            if (want.length, want.dtype) != (send.length, send.dtype):
+                problem = (
+                    f"expects {want.length} bytes where {send.length} are sent, or other numbers (tag {tag})"
+                )
+                send.told.report(ConnectionError(f"rank {peer.rank} {problem}"))
                 self.say(f"rank {peer.rank} {problem}")
             elif want.number not in peer.unconfirmed:  # no ticket is given twice
                 peer.unconfirmed[want.number] = send
-                member = self.member
-                frames = send.frames(want, member.run, member.rank, member.epoch)
-                self._ways[peer.rank].chunks(want.number, frames)
+                self._ways[peer.rank].chunks(want.number, send.frames(want, self.member))
 
-    def _frame(self, kind: Kind, **fields: int) -> Frame:
-        return Frame(kind, self.member.run, self.member.rank, self.member.epoch, **fields)
+
+def _take_offer(peer: Peer, frame: Frame, data: np.ndarray) -> str:
+    if (frame.length, frame.checksum) != (len(data), checksum_of(data)):
+        return "wrong chunk"
+    peer.offer = frame.tag, data.tobytes()
+    return ""
 
 
 def _unknown(rank: int) -> ConnectionError:

@@ -1,4 +1,4 @@
-"""What travels between two ranks of a federation: a header of fixed size, and with DATA the numbers themselves.
+"""What travels between two ranks of a federation: a header of fixed size; after DATA, HERE and OFFER, bytes.
 
 | kind | from whom | means | number | offset | length |
 |---|---|---|---|---|---|
@@ -6,6 +6,9 @@
 | WANT | who receives | a receive is posted under `tag` | its ticket | 0 | bytes of it |
 | DATA | who sends | a chunk for a ticket | the ticket | of its first byte | bytes of the chunk |
 | DONE | who receives | all of a ticket has arrived | the ticket | 0 | 0 |
+| HERE | every rank | the addresses it knows, see `directory` | 1: it asks for ours | 0 | bytes of them |
+| ASK | who has no state | it would take over one, under `tag` | 0 | 0 | 0 |
+| OFFER | who was asked | what it can give under `tag`, see `handover` | 0 | 0 | bytes of the description |
 
 The tag of a HELLO is a bound: what is under way below it is void. A ticket is a number that a process gives to one
 of its receives, and never again. `to_epoch` is the epoch of the process that gave it, so that what was meant for a
@@ -16,6 +19,7 @@ Nothing received is unpickled or evaluated. `read` checks every field before any
 
 import struct
 import zlib
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -26,6 +30,7 @@ _HEADER = struct.Struct("!4sBBBxIQQQQQQQI")
 _MAGIC, _VERSION = b"nlco", 1
 SIZE = _HEADER.size + 4  # the last four bytes are a checksum of those before
 LARGEST = 2**63 - 1
+HANDOVER_TAG = 2**62  # and above: of handovers, which no exchange makes void
 _COLUMNS = 64  # 64-bit words
 
 # The order is a part of the format.
@@ -41,6 +46,9 @@ class Kind(IntEnum):
     WANT = 1
     DATA = 2
     DONE = 3
+    HERE = 4
+    ASK = 5
+    OFFER = 6
 
 
 class Frame(NamedTuple):
@@ -50,19 +58,40 @@ class Frame(NamedTuple):
     run: int  # see `run_number`
     sender: int  # its rank
     epoch: int  # of the sender's process
-    to_epoch: int = 0  # of the receiver's process; 0 with HELLO and WANT
+    to_epoch: int = 0  # of the receiver's process; 0 with HELLO, WANT, HERE and ASK
     tag: int = 0
     number: int = 0
     offset: int = 0
     length: int = 0
     dtype: int = 0  # with WANT and DATA
-    checksum: int = 0  # of the chunk
+    checksum: int = 0  # of the chunk, addresses or description
 
     def pack(self) -> bytes:
         numbers = self.epoch, self.to_epoch, self.tag, self.number, self.offset, self.length
         start = _MAGIC, _VERSION, self.kind, self.dtype, self.sender, self.run
         head = _HEADER.pack(*start, *numbers, self.checksum)
         return head + zlib.crc32(head).to_bytes(4, "big")
+
+
+@dataclass(frozen=True)
+class Member:
+    """This process, as the others know it.
+
+    Attributes:
+        rank: unique in the federation.
+        run: a number of the run: jobs of another run, or another model, have another one.
+        epoch: of the process; a later process of the same rank has a larger one.
+        ranks: of the federation, in all slots.
+    """
+
+    rank: int
+    run: int
+    epoch: int
+    ranks: int
+
+    def frame(self, kind: Kind, **fields: int) -> Frame:
+        """One of its own."""
+        return Frame(kind, self.run, self.rank, self.epoch, **fields)
 
 
 def read(header: bytes) -> Frame | None:

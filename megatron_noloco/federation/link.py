@@ -2,7 +2,6 @@
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,30 +14,21 @@ _SEND_QUEUE = 16  # messages that ZeroMQ holds for a link: some chunks, so that 
 _AT_ONCE = 8  # chunks handed to ZeroMQ before other work has its turn
 _RECONNECT_MILLISECONDS = (100, 2000)
 _UNACKNOWLEDGED_MILLISECONDS = 10_000  # after which TCP gives a connection up
-_EVENTS = (
-    zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+HANDSHAKE_FAILURES = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
+_EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILURES
 
 Chunks = Iterator[tuple[bytes, np.ndarray]]
-
-
-@dataclass(frozen=True)
-class Address:
-    """Where a rank is reached; another process of it has another epoch, where this is known (else 0)."""
-
-    endpoint: str
-    epoch: int = 0
 
 
 class Link:
     """Used by one thread. `Again` of ZeroMQ never leaves it: what cannot be sent now waits for `flush`."""
 
-    def __init__(self, context: "zmq.Context[Any]", address: Address, keys: Keys | None) -> None:
-        self.address = address
+    def __init__(self, context: "zmq.Context[Any]", endpoint: str, keys: Keys | None) -> None:
+        self.endpoint = endpoint
         self.waiting = False  # for room to send
         self.socket = context.socket(zmq.PUSH)
         self.socket.linger = 0
@@ -51,9 +41,9 @@ class Link:
         if keys is not None:
             keys.connecting(self.socket)
         self.monitor = self.socket.get_monitor_socket(_EVENTS)
-        self.socket.connect(address.endpoint)
+        self.socket.connect(endpoint)
         self._hello = b""
-        self._control: deque[bytes] = deque()
+        self._control: deque[tuple[bytes, ...]] = deque()
         self._chunks: deque[tuple[int, Chunks]] = deque()
         self._next: tuple[bytes, np.ndarray] | None = None
 
@@ -62,9 +52,9 @@ class Link:
         self._hello = frame
         self.flush()
 
-    def control(self, frame: bytes) -> None:
-        """Send a frame without chunk, before all chunks."""
-        self._control.append(frame)
+    def control(self, *parts: bytes) -> None:
+        """Send a frame and what small thing belongs to it, before all chunks."""
+        self._control.append(parts)
         self.flush()
 
     def chunks(self, ticket: int, frames: Chunks) -> None:
@@ -77,7 +67,7 @@ class Link:
         self.waiting = True
         try:
             while self._control:
-                self.socket.send(self._control[0], zmq.NOBLOCK)
+                self.socket.send_multipart(self._control[0], zmq.NOBLOCK)
                 self._control.popleft()
             if self._hello:  # after the frames that it may declare void
                 self.socket.send(self._hello, zmq.NOBLOCK)

@@ -5,39 +5,60 @@ nothing arrives that has no place, and no memory is needed for what comes early.
 """
 
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
-from megatron_noloco.federation.frames import DTYPE_CODES, Frame, Kind, checksum_of
-from megatron_noloco.transport.chunks import Chunk, Landing
-from megatron_noloco.transport.protocol import Message
+from megatron_noloco.federation.frames import DTYPE_CODES, Frame, Kind, Member, checksum_of
+from megatron_noloco.federation.link import Chunks
+from megatron_noloco.transport.chunks import Chunk, Landing, cut
+from megatron_noloco.transport.protocol import Arrival, Message
 
 MOST_WANTS = 1024  # of one rank, for messages that are not posted yet; more are dropped
 
 
+class Told(Protocol):
+    """Who is told what became of a message."""
+
+    def report(self, outcome: Arrival | ConnectionError) -> None: ...
+
+
 @dataclass
 class Send:
-    """A message to a rank; its landing is told when it has arrived there."""
+    """A message to a rank.
+
+    Attributes:
+        length: bytes.
+        dtype: its code.
+        chunks: gives its pieces, uint8, in order; where they end too soon, the other side waits in vain.
+        told: that it has arrived there, or never will.
+    """
 
     tag: int
-    message: Message
-    chunks: list[Chunk]
-    landing: Landing
-    whole: Chunk  # what the landing waits for
+    length: int
+    dtype: int
+    chunks: Callable[[], Iterator[np.ndarray]]
+    told: Told
+    whole: Arrival
 
-    @property
-    def dtype(self) -> int:
-        return DTYPE_CODES[self.message.buffer.dtype]
+    @classmethod
+    def of(cls, tag: int, message: Message, chunk_bytes: int, told: Told, whole: Arrival) -> "Send":
+        """Of numbers in memory."""
 
-    def frames(self, want: Frame, run: int, sender: int, epoch: int) -> Iterator[tuple[bytes, np.ndarray]]:
+        def chunks() -> Iterator[np.ndarray]:
+            return (chunk.data.numpy() for chunk in cut([message], chunk_bytes))
+
+        buffer = message.buffer
+        return cls(tag, buffer.nbytes, DTYPE_CODES[buffer.dtype], chunks, told, whole)
+
+    def frames(self, want: Frame, member: Member) -> Iterator[tuple[bytes, np.ndarray]]:
         """Header and numbers of each chunk."""
         offset = 0
-        for chunk in self.chunks:
-            data = chunk.data.numpy()
-            frame = Frame(Kind.DATA, run, sender, epoch, want.epoch, self.tag, want.number, offset, len(data),
-                          self.dtype, checksum_of(data))  # fmt: skip
+        for data in self.chunks():
+            frame = member.frame(Kind.DATA, to_epoch=want.epoch, tag=self.tag, number=want.number, offset=offset,
+                                 length=len(data), dtype=self.dtype, checksum=checksum_of(data))  # fmt: skip
             yield frame.pack(), data
             offset += len(data)
 
@@ -78,6 +99,18 @@ class Receive:
         return self.landed == len(self.chunks)
 
 
+class Way(Protocol):
+    """The way to a rank of another job: what is needed of a `Link`."""
+
+    def hello(self, frame: bytes) -> None: ...
+
+    def control(self, *parts: bytes) -> None: ...
+
+    def chunks(self, ticket: int, frames: Chunks) -> None: ...
+
+    def drop(self, tickets: set[int]) -> None: ...
+
+
 @dataclass
 class Peer:
     """A rank of another job.
@@ -87,6 +120,8 @@ class Peer:
         begun, over: the exchange it began last, and the one that is over last; -1: none.
         heard: when, on the monotonic clock; -inf: never.
         connected: whether what we send can reach it.
+        informed: the version of our directory that it was sent last; -1: none.
+        offer: what it has answered to an ASK: its tag, and the description; None: nothing yet.
         posted: our messages that it has not asked for, oldest first, by tag.
         wants: what it has asked for and we have not posted, likewise.
         unconfirmed: our messages that are being sent or were, by its ticket.
@@ -98,6 +133,8 @@ class Peer:
     over: int = -1
     heard: float = float("-inf")
     connected: bool = False
+    informed: int = -1
+    offer: tuple[int, bytes] | None = None
     posted: defaultdict[int, deque[Send]] = field(default_factory=lambda: defaultdict(deque))
     wants: defaultdict[int, deque[Frame]] = field(default_factory=lambda: defaultdict(deque))
     unconfirmed: dict[int, Send] = field(default_factory=dict)
@@ -115,15 +152,11 @@ class Peer:
     def wants_waiting(self) -> int:
         return sum(map(len, self.wants.values()))
 
-    def drop_sends(self, below_tag: int | None) -> tuple[list[Send], set[int]]:
-        """Forget our messages to it with smaller tags (None: all), and its wants for such.
+    def drop_sends(self, gone: Callable[[int], bool]) -> tuple[list[Send], set[int]]:
+        """Forget our messages to it with tags that are `gone`, and its wants for such.
 
         Returns them, and the tickets of those that it has asked for.
         """
-
-        def gone(tag: int) -> bool:
-            return below_tag is None or tag < below_tag
-
         dropped = [send for tag in filter(gone, list(self.posted)) for send in self.posted.pop(tag)]
         for tag in filter(gone, list(self.wants)):
             del self.wants[tag]

@@ -1,33 +1,48 @@
-"""How the jobs of a federation learn of each other's addresses: a folder that all can write, or a list.
+"""How a rank comes to know the first others: a folder that all can write, or the addresses of some members.
 
-Neither coordinates anything. What is lost is written again by its owner, and connections that stand need neither.
+From one that it knows it learns of all the others (`directory`). Neither coordinates anything, and what is lost is
+told again by its owner.
 """
 
 import json
+import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Protocol
 
-from megatron_noloco.federation.link import Address
+from megatron_noloco.federation.directory import Address, is_endpoint
 from megatron_noloco.files import write_text
 
-_FOLDER, _LIST = "file://", "tcp://"
+_FOLDER, _SEEDS = "file://", "tcp://"
+_SELDOM = 10  # looks, of which one asks the seeds though others are there: two halves find each other again
+
+
+class Door(Protocol):
+    """What a rendezvous needs of a `Service`."""
+
+    def learn(self, addresses: Mapping[int, Address]) -> None: ...
+
+    def ask(self, endpoint: str) -> None: ...
 
 
 class Rendezvous(Protocol):
-    """See `rendezvous_of`."""
+    """See `rendezvous_of`.
 
-    def listen(self, rank: int) -> str:
-        """Where this rank is to listen: an endpoint of ZeroMQ."""
-        ...
+    Attributes:
+        listen: where ranks listen by default; see `Network`.
+    """
+
+    @property
+    def listen(self) -> str: ...
 
     def publish(self, rank: int, address: Address) -> None:
         """Tell where this rank is. Raises OSError."""
         ...
 
-    def find(self) -> Mapping[int, Address]:
-        """The addresses known by now, of all ranks. Raises OSError."""
+    def look(self, door: Door, alone: bool) -> None:
+        """Find out where others are; `alone`: none is there yet. Called again and again. Raises OSError."""
         ...
 
 
@@ -36,18 +51,15 @@ class SharedFolder:
     """A file for each rank. A rank of another process replaces that of the one before."""
 
     folder: Path
-    endpoint: str  # to listen at
     run: int
-
-    def listen(self, rank: int) -> str:
-        return self.endpoint
+    listen = "tcp://*:0"
 
     def publish(self, rank: int, address: Address) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         content = {"run": f"{self.run:016x}", "endpoint": address.endpoint, "epoch": address.epoch}
         write_text(self.folder / f"rank_{rank:05d}.json", json.dumps(content) + "\n")
 
-    def find(self) -> Mapping[int, Address]:
+    def look(self, door: Door, alone: bool) -> None:
         """Files of other runs are left out, and what is no such file."""
         found = {}
         for path in sorted(self.folder.glob("rank_*.json")):
@@ -58,62 +70,74 @@ class SharedFolder:
                     found[int(path.stem.removeprefix("rank_"))] = address
             except (ValueError, KeyError, TypeError):
                 continue
-        return found
+        door.learn(found)
 
 
-@dataclass(frozen=True)
-class FixedList:
-    """An address for each slot, at which its first rank listens; its other ranks at the ports that follow.
+class Seeds:
+    """Addresses of any ranks of any members, of which one that answers is enough; one's own may be among them."""
 
-    Or one for each rank of each slot, for replicas on several hosts.
-    """
-
-    places: tuple[tuple[str, int], ...]  # host and port, by rank
+    def __init__(self, places: list[tuple[str, int]]) -> None:
+        self._places = places
+        self._looks = count()
 
     @classmethod
-    def of(cls, addresses: str, slots: int, replica_size: int) -> "FixedList":
-        """From "host:port,host:port,..."; raises ValueError for anything else."""
+    def of(cls, text: str) -> "Seeds":
+        """From "host:port,host:port"; raises ValueError."""
         places = []
-        for entry in addresses.split(","):
-            host, colon, port = entry.strip().rpartition(":")
-            if not (host and colon and port.isdecimal() and 0 < int(port) < 2**16):
+        for entry in text.split(","):
+            host, _, port = entry.strip().rpartition(":")
+            if not is_endpoint(f"tcp://{entry.strip()}"):
                 raise ValueError(f'federation.rendezvous: "{entry.strip()}" is not HOST:PORT')
             places.append((host, int(port)))
-        if len(places) == slots * replica_size:
-            return cls(tuple(places))
-        if len(places) != slots:
-            raise ValueError(
-                f"federation.rendezvous: {len(places)} addresses, but there are {slots} slots (and {replica_size} "
-                f"ranks in each); give {slots}" + (f" or {slots * replica_size}" if replica_size > 1 else "")
-            )
-        return cls(tuple((host, port + rank) for host, port in places for rank in range(replica_size)))
+        return cls(places)
 
-    def listen(self, rank: int) -> str:
-        return f"tcp://*:{self.places[rank][1]}"
+    @property
+    def listen(self) -> str:
+        """At the port that all seeds have. Raises ValueError where they have several."""
+        ports = sorted({port for _, port in self._places})
+        if len(ports) > 1:
+            raise ValueError(
+                f"federation.listen is missing: the addresses in federation.rendezvous have the ports {ports}, so "
+                'say where this replica listens, such as "tcp://*:0" for any port'
+            )
+        return f"tcp://*:{ports[0]}"
 
     def publish(self, rank: int, address: Address) -> None:
-        """Everybody has the list."""
+        """Whoever is asked is told."""
 
-    def find(self) -> Mapping[int, Address]:
-        return {rank: Address(f"tcp://{host}:{port}") for rank, (host, port) in enumerate(self.places)}
+    def look(self, door: Door, alone: bool) -> None:
+        """Names are looked up here: in ZeroMQ's own thread that would hold up all messages."""
+        if not alone and next(self._looks) % _SELDOM:
+            return
+        unknown = []
+        for host, port in self._places:
+            try:
+                door.ask(f"tcp://{socket.gethostbyname(host)}:{port}")
+            except OSError as error:  # another one may do
+                unknown.append(f"{host}: {error.strerror}")
+        if unknown:
+            raise OSError("; ".join(unknown))
 
 
-def rendezvous_of(text: str, listen: str, run: int, sizes: tuple[int, int]) -> Rendezvous:
+def rendezvous_of(text: str, run: int) -> Rendezvous:
     """From the config: "file:///a/folder" (or "file://from/here") or "tcp://host:port,host:port".
-
-    Args:
-        sizes: slots, and ranks of a replica.
 
     Raises ValueError for anything else.
     """
     if text.startswith(_FOLDER) and text != _FOLDER:
-        return SharedFolder(Path(text.removeprefix(_FOLDER)), listen, run)
-    if text.startswith(_LIST):
-        return FixedList.of(text.removeprefix(_LIST), *sizes)
+        return SharedFolder(Path(text.removeprefix(_FOLDER)), run)
+    if text.startswith(_SEEDS):
+        return Seeds.of(text.removeprefix(_SEEDS))
     raise ValueError(
         f'federation.rendezvous: "{text}" is neither "file://FOLDER", a folder that all replicas can write, nor '
-        '"tcp://HOST:PORT,HOST:PORT", one for each slot'
+        '"tcp://HOST:PORT,...", addresses of one or more replicas'
     )
+
+
+def listen_at(endpoint: str, rank: int) -> str:
+    """Where a rank of a replica (from 0) listens when the first listens at `endpoint`: as many ports further."""
+    host, _, port = endpoint.rpartition(":")
+    return f"{host}:{int(port) + rank}" if port.isdecimal() and int(port) else endpoint
 
 
 def reachable(endpoint: str, host: Callable[[], str]) -> str:

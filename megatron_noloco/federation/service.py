@@ -6,21 +6,27 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import zmq
 
-from megatron_noloco.federation.desk import Desk, Member
-from megatron_noloco.federation.frames import SIZE
+from megatron_noloco.federation.desk import Desk
+from megatron_noloco.federation.directory import Address
+from megatron_noloco.federation.frames import SIZE, Member
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.link import Address, Link
+from megatron_noloco.federation.link import HANDSHAKE_FAILURES, Link
 
 HELLO_SECONDS = 0.5  # between two
+_THREADS = 2  # of ZeroMQ, which encrypt and decrypt: one for what leaves, one for what comes
 _AT_ONCE = 16  # frames received before other work has its turn
 _RECEIVE_QUEUE = 16  # frames that ZeroMQ holds for each connection; then TCP holds back the sender
 _ENCRYPTED_MORE = 64  # bytes, at least those that CURVE adds to a message
 _LINGER_MILLISECONDS = 2000
+_MOST_ERRANDS = 64  # at a time
+_ERRAND_SECONDS = 10.0  # after which one is given up
+_SAME_KEY = "both need the same key file, or encryption none"
 _ZAP = "inproc://zeromq.zap.01"
 
 
@@ -45,13 +51,13 @@ class Service:
         self._links: dict[int, Link] = {}
         self.desk = Desk(member, counterparts, self._links)
         self._keys = keys
-        self._context: zmq.Context[Any] = zmq.Context()
+        self._context: zmq.Context[Any] = zmq.Context(_THREADS)
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK)
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.linger = 0
         self._inbox.rcvhwm = _RECEIVE_QUEUE
-        self._inbox.maxmsgsize = max(longest_chunk, SIZE) + _ENCRYPTED_MORE
+        self._inbox.maxmsgsize = max(longest_chunk, SIZE, self.desk.directory.longest) + _ENCRYPTED_MORE
         self._gate = self._context.socket(zmq.REP)  # asks whether a key may come in; never without keys
         self._gate.linger = 0
         self._gate.bind(_ZAP)
@@ -61,9 +67,14 @@ class Service:
             self._inbox.bind(listen)
         except zmq.ZMQError as error:
             self._context.destroy(0)
-            raise ValueError(f"federation.listen: cannot listen at {listen}: {error}") from None
+            raise ValueError(
+                f"federation.listen: cannot listen at {listen}: {error}; port 0 takes any that is free"
+            ) from None
         self.endpoint = self._inbox.getsockopt_string(zmq.LAST_ENDPOINT)
+        self._refusals = self._inbox.get_monitor_socket(HANDSHAKE_FAILURES)
+        self._errands: dict[str, tuple[Link, float]] = {}  # by endpoint; and when each is given up
         self._closing = False
+        self._followed = 0  # version of the directory
         self._thread = threading.Thread(target=self._run, name="federation", daemon=True)
         self._thread.start()
 
@@ -78,18 +89,61 @@ class Service:
             self.do(self._close)
             self._thread.join()
 
-    def connect(self, rank: int, address: Address) -> None:
-        """Work for `do`: reach a counterpart there. Nothing changes where that is known."""
-        link = self._links.get(rank)
-        if link is not None and link.address == address:
-            return
-        if link is not None:
-            self._lost(rank, "has another address now")
-            link.close()
-        self._links[rank] = Link(self._context, address, self._keys)
+    def learn(self, addresses: Mapping[int, Address]) -> None:
+        """These ranks are there. For any thread."""
+        self.do(partial(self.desk.directory.merge, addresses))
+
+    def ask(self, endpoint: str) -> None:
+        """Whoever listens there is told what this rank knows of all ranks, and asked for the same."""
+        self.do(lambda: self._tell(endpoint, asks=True))
 
     def _close(self) -> None:
         self._closing = True
+
+    def _tell(self, endpoint: str, asks: bool = False) -> None:
+        """Our directory, on a connection for it alone: the rank there need not be a counterpart."""
+        if endpoint not in self._errands and len(self._errands) < _MOST_ERRANDS:
+            link = Link(self._context, endpoint, self._keys)
+            link.control(*self.desk.directory.frame(asks))
+            self._errands[endpoint] = link, time.monotonic() + _ERRAND_SECONDS
+
+    def _run_errands(self) -> None:
+        for endpoint, (link, given_up) in list(self._errands.items()):
+            if any(event & HANDSHAKE_FAILURES for event in link.events()):
+                self.desk.say(f"{endpoint} cannot be joined: {_SAME_KEY}")
+            link.flush()
+            if not link.waiting or time.monotonic() > given_up:
+                link.close(0 if link.waiting else _LINGER_MILLISECONDS)
+                del self._errands[endpoint]
+
+    def _all_links(self) -> list[Link]:
+        return [*self._links.values(), *(link for link, _ in self._errands.values())]
+
+    def _follow_directory(self) -> None:
+        """Reach counterparts where they are now, and answer who has asked."""
+        directory = self.desk.directory
+        if directory.version == self._followed and not directory.asked:
+            return
+        self._followed, addresses = directory.version, directory.addresses
+        for rank in self.desk.peers.keys() & addresses.keys():
+            link = self._links.get(rank)
+            if link is not None and link.endpoint == addresses[rank].endpoint:
+                continue  # a new process at the same place is noticed by its frames
+            if link is not None:
+                self._lost(rank, "has another address now")
+                link.close()
+            self._links[rank] = Link(self._context, addresses[rank].endpoint, self._keys)
+        own = self.desk.member
+        other = addresses.get(own.rank)
+        if other is not None and other.epoch > own.epoch:
+            self.desk.say(
+                f"another process of this rank, at {other.endpoint}, counts for the others: is --replica that of "
+                "another job, or the clock of this host behind?"
+            )
+        while directory.asked:
+            rank = directory.asked.pop()
+            if rank in addresses:
+                self._tell(addresses[rank].endpoint)
 
     def _run(self) -> None:
         try:
@@ -105,17 +159,24 @@ class Service:
         finally:
             for rank in self._links:
                 self._lost(rank, "cannot be reached: this rank's messages have stopped", drop_link=False)
-            for link in self._links.values():
+            self._inbox.disable_monitor()
+            for link in self._all_links():
                 link.close(_LINGER_MILLISECONDS if self._closing else 0)
             self._context.destroy()
 
     def _turn(self, seconds: float) -> None:
         """Wait for something to do, and do it."""
         poller = zmq.Poller()
-        monitors = (link.monitor for link in self._links.values())
-        for readable in (self._bell, self._inbox, self._gate, *monitors):
+        links = self._all_links()
+        for readable in (
+            self._bell,
+            self._inbox,
+            self._refusals,
+            self._gate,
+            *(link.monitor for link in links),
+        ):
             poller.register(readable, zmq.POLLIN)
-        for link in self._links.values():
+        for link in links:
             if link.waiting:
                 poller.register(link.socket, zmq.POLLOUT)
         ready = dict(poller.poll(round(1000 * seconds)))
@@ -130,8 +191,13 @@ class Service:
                 self._notice(rank, event)
             if link.waiting and link.socket in ready:
                 link.flush()
+        self._run_errands()
+        if self._refusals in ready:
+            self._refusals.recv_multipart()
+            self.desk.say(f"a connection was refused: {_SAME_KEY}")
         if self._inbox in ready:
             self._read_inbox()
+        self._follow_directory()
 
     def _notice(self, rank: int, event: int) -> None:
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
@@ -140,12 +206,12 @@ class Service:
         elif event == zmq.EVENT_DISCONNECTED:
             self._lost(rank, "has gone: the connection was lost")
         else:
-            self.desk.say(f"rank {rank} cannot be joined: both need the same key file, or encryption none")
+            self.desk.say(f"rank {rank} cannot be joined: {_SAME_KEY}")
 
     def _lost(self, rank: int, why: str, drop_link: bool = True) -> None:
         """Whatever is under way with it has failed."""
         peer = self.desk.peers[rank]
-        peer.connected = False
+        peer.connected, peer.informed = False, -1
         self.desk.drop(peer, failure=ConnectionError(f"rank {rank} {why}"))
         if drop_link:
             self._links[rank].drop_all()

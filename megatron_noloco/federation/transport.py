@@ -9,12 +9,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from megatron_noloco.federation.counterparts import Counterparts, Patience
-from megatron_noloco.federation.desk import Member
-from megatron_noloco.federation.frames import DTYPE_CODES
+from megatron_noloco.federation.directory import Address
+from megatron_noloco.federation.frames import DTYPE_CODES, Member
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.link import Address
 from megatron_noloco.federation.peer import Receive, Send
-from megatron_noloco.federation.rendezvous import Rendezvous, reachable
+from megatron_noloco.federation.rendezvous import Rendezvous, listen_at, reachable
 from megatron_noloco.federation.service import Service
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.chunks import Chunk, Landing, LandingFlight, check_messages, cut
@@ -30,6 +29,7 @@ class Network:
 
     Attributes:
         run: a number of the run; see `desk.Member`.
+        listen: where the first rank of a replica listens, the others at the ports that follow; 0: at any.
         keys: None: nothing is authenticated or encrypted.
         host: gives the address of this host, where it listens at all of them.
         chunk_bytes: the same on all ranks.
@@ -37,6 +37,7 @@ class Network:
 
     rendezvous: Rendezvous
     run: int
+    listen: str = "tcp://*:0"
     keys: Keys | None = None
     host: Callable[[], str] = socket.gethostname
     chunk_bytes: int = CHUNK_BYTES
@@ -49,6 +50,10 @@ class FederationTransport:
     ranks at the same place in other slots only. A counterpart that is lost, or was never there, fails the flights
     that need it, with a ConnectionError, and nothing else. A send is over when the other side has confirmed that
     it has all of it.
+
+    Attributes:
+        address: where the others reach it.
+        chunk_bytes: of the longest chunk.
 
     Args:
         place: of this rank; its replica is the slot.
@@ -72,13 +77,15 @@ class FederationTransport:
         self.rank = place.rank
         self.world_size = place.replicas * place.ranks_per_replica
         self._network = network
+        self.chunk_bytes = network.chunk_bytes
         self._others = [place.rank_of(slot) for slot in range(place.replicas) if slot != place.replica]
-        member = Member(self.rank, network.run, epoch=time.time_ns())
-        listen = network.rendezvous.listen(self.rank)
+        member = Member(self.rank, network.run, time.time_ns(), self.world_size)
+        listen = listen_at(network.listen, self.rank % place.ranks_per_replica)
         self.service = Service(member, self._others, listen, network.chunk_bytes, network.keys)
         self.partners = Counterparts(self.service, patience, agree)
-        address = Address(reachable(self.service.endpoint, network.host), member.epoch)
-        network.rendezvous.publish(self.rank, address)
+        self.address = Address(reachable(self.service.endpoint, network.host), member.epoch)
+        self.service.learn({self.rank: self.address})
+        network.rendezvous.publish(self.rank, self.address)
         self._closing = threading.Event()
         self._looking = threading.Thread(target=self._look, name="rendezvous", daemon=True)
         self._looking.start()
@@ -92,7 +99,7 @@ class FederationTransport:
         for message in [*sends, *receives]:
             if message.buffer.dtype not in DTYPE_CODES:
                 raise ValueError(f"{message.buffer.dtype} cannot be sent; the types are {list(DTYPE_CODES)}")
-        wanted = cut(receives, self._network.chunk_bytes)
+        wanted = cut(receives, self.chunk_bytes)
         whole = [
             Chunk(Arrival(index, 0, message.buffer.numel()), message.rank, message.buffer)
             for index, message in enumerate(sends)
@@ -103,7 +110,7 @@ class FederationTransport:
             receive = Receive(message.rank, tag, message, chunks, received)
             self.service.do(partial(self.service.desk.receive, receive))
         for message, entire in zip(sends, whole, strict=True):
-            send = Send(tag, message, cut([message], self._network.chunk_bytes), sent, entire)
+            send = Send.of(tag, message, self.chunk_bytes, sent, entire.arrival)
             self.service.do(partial(self.service.desk.send, message.rank, send))
         return LandingFlight(received, sent)
 
@@ -130,13 +137,10 @@ class FederationTransport:
         self.service.close()
 
     def _look(self) -> None:
-        """A file system that does not answer must not stop messages: this is a thread of its own."""
+        """What does not answer, a file system or a name server, must not stop messages: a thread of its own."""
         while not self._closing.is_set():
             try:
-                addresses = self._network.rendezvous.find()
-            except OSError:  # known addresses stay in use
-                addresses = {}
-            for rank in self._others:
-                if rank in addresses:
-                    self.service.do(partial(self.service.connect, rank, addresses[rank]))
+                self._network.rendezvous.look(self.service, alone=not self.present())
+            except OSError as error:  # known addresses stay in use
+                self.service.do(partial(self.service.desk.say, f"federation.rendezvous: {error}"))
             self._closing.wait(_LOOK_SECONDS)

@@ -7,10 +7,10 @@ from megatron_noloco.huggingface.source import Source
 
 
 def model_card(source: Source) -> str:
-    manifest, family = source.manifests[0], source.architecture.family
-    topology = manifest.topology
+    manifest, family = source.saved.manifests[0], source.architecture.family
+    topology, saved = manifest.topology, len(source.saved.replicas)
     what = (
-        f"the mean of {topology.replicas} replicas' slow weights"
+        f"the mean of {saved} replicas' slow weights"
         if len(source.replicas) > 1
         else f"replica {source.replicas[0]} of {topology.ensemble}"
     )
@@ -25,14 +25,14 @@ def model_card(source: Source) -> str:
         "",
         f"- local steps: {manifest.step}",
         f"- tokens, all replicas together: {manifest.consumed_samples * source.architecture.seq_length}",
-        f"- replicas x pipeline x data x tensor parallel sizes: {topology.replicas} x {topology.pp} x "
+        f"- replicas x pipeline x data x tensor parallel sizes: {saved} x {topology.pp} x "
         f"{topology.dp} x {topology.tp}",
     ]
     lines += [f"- {line}" for line in source.losses_report()]
-    if topology.replicas > 1:
+    if saved > 1:
         lines += [
             f"- spread between the replicas, stage {stage}: {spread:.3E}"
-            for stage, spread in enumerate(stage_spreads(source.folder, source.manifests))
+            for stage, spread in enumerate(stage_spreads(source.saved))
         ]
     lines += ["", "The run's configuration:", "", "```json", json.dumps(manifest.config, indent=1), "```", ""]
     return "\n".join(lines)

@@ -5,7 +5,7 @@ are the same.
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -78,21 +78,25 @@ def _mean_loss(whole: WholeModel, dataset: SampleDataset, ids: np.ndarray) -> tu
     return total / tokens, tokens
 
 
-def open_model(path: Path, data: str | None, seq_length: int | None) -> Model:
-    """What to measure: a checkpoint's step folder, a run's output_dir, or a Hugging Face folder.
+def open_model(paths: Sequence[Path], data: str | None, seq_length: int | None) -> Model:
+    """What to measure: a Hugging Face folder, or a checkpoint.
 
     Args:
+        paths: the one folder, or see `find_ensemble`.
         data: text, a folder of text, or a dataset's prefix; None: the run's own validation split.
         seq_length: tokens in a sample; None: the model's.
 
     Raises ValueError when there is nothing to measure, or nothing to measure on.
     """
-    is_run = (path / "checkpoints").is_dir()  # which may keep a config.json of its own
-    if (path / "config.json").is_file() and not is_run:
+    first = paths[0]
+    is_run = (first / "checkpoints").is_dir()  # which may keep a config.json of its own
+    if (first / "config.json").is_file() and not is_run:
+        if len(paths) > 1:
+            raise ValueError(f"{first}: a Hugging Face folder is evaluated alone")
         if data is None:
-            raise ValueError(f"{path}: a Hugging Face folder has no validation split; give --data")
-        return _open_hugging_face(path, data, seq_length)
-    source = open_source(path, "mean")
+            raise ValueError(f"{first}: a Hugging Face folder has no validation split; give --data")
+        return _open_hugging_face(first, data, seq_length)
+    source = open_source(paths, "mean")
     architecture = replace(source.architecture, seq_length=seq_length or source.architecture.seq_length)
     names = [f"replica {replica}" for replica in source.replicas]
     sets = [[replica] for replica in source.replicas]

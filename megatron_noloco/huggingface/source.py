@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -9,12 +10,11 @@ from pathlib import Path
 
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.catalog import Manifest
+from megatron_noloco.checkpoint.ensemble import Ensemble, find_ensemble
 from megatron_noloco.checkpoint.files import verify
-from megatron_noloco.checkpoint.inspect import find_step_folder
 from megatron_noloco.checkpoint.reader import CheckpointReader
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
-from megatron_noloco.plans.topology import Position
 from megatron_noloco.spec.architecture import Architecture
 
 
@@ -22,8 +22,7 @@ from megatron_noloco.spec.architecture import Architecture
 class Source:
     """A complete checkpoint, and the replicas whose mean is the model."""
 
-    folder: Path
-    manifests: list[Manifest]
+    saved: Ensemble
     config: RunConfig
     replicas: list[int]
 
@@ -34,18 +33,14 @@ class Source:
 
     @property
     def architecture(self) -> Architecture:
-        return self.manifests[0].architecture
+        return self.saved.manifests[0].architecture
 
     def reader(self) -> CheckpointReader:
-        return CheckpointReader(self.folder, self.manifests)
+        return CheckpointReader(self.saved)
 
     def losses(self) -> dict[int, dict[str, float]]:
         """What the last evaluation before the checkpoint measured, by replica."""
-        topology = self.manifests[0].topology
-        counters = {
-            replica: self.manifests[topology.rank(Position(replica, topology.pp - 1, 0, 0))].counters
-            for replica in topology.numbers
-        }
+        counters = {replica: self.saved.last_stage(replica).counters for replica in self.saved.replicas}
         return {replica: figures for replica, figures in counters.items() if "validation_loss" in figures}
 
     def losses_report(self) -> list[str]:
@@ -62,26 +57,24 @@ class Source:
         return lines
 
 
-def open_source(path: Path, combine: str) -> Source:
+def open_source(paths: Sequence[Path], combine: str) -> Source:
     """Raises ValueError when the checkpoint is incomplete or damaged, or `combine` asks for what it does not hold.
 
     Args:
-        path: a step folder, or a run's `output_dir`.
+        paths: see `find_ensemble`.
         combine: "mean" of all replicas, the "best" one by validation loss, or "replica=K".
     """
-    folder = find_step_folder(path)
-    manifests = catalog.read_manifests(folder)
-    everyone = list(manifests[0].topology.numbers)
-    source = Source(folder, manifests, RunConfig.from_dict(manifests[0].config), everyone)
+    saved = find_ensemble(paths)
+    source = Source(saved, RunConfig.from_dict(saved.manifests[0].config), saved.replicas)
     source = replace(source, replicas=_choose(source, combine))
     with ThreadPoolExecutor() as pool:
-        list(pool.map(lambda manifest: _verify_weights(folder, manifest), manifests))
+        list(pool.map(lambda manifest: _verify_weights(saved, manifest), saved.manifests))
     return source
 
 
-def _verify_weights(folder: Path, manifest: Manifest) -> None:
+def _verify_weights(saved: Ensemble, manifest: Manifest) -> None:
     """What only a resume needs is not read, and may be gone."""
-    path = catalog.file_of(folder, manifest.position, catalog.WEIGHTS)
+    path = saved.file(manifest.position, catalog.WEIGHTS)
     verify(path.parent, {path.name: manifest.files[path.name]})
 
 
@@ -93,14 +86,13 @@ def _choose(source: Source, combine: str) -> list[int]:
         losses = {replica: figures["validation_loss"] for replica, figures in source.losses().items()}
         if len(losses) < len(source.replicas):
             raise ValueError(
-                f"{source.folder}: no validation losses recorded; use --combine mean or replica=K"
+                f"{source.saved}: no validation losses recorded; use --combine mean or replica=K"
             )
         return [min(losses, key=lambda replica: (math.isnan(losses[replica]), losses[replica]))]
     match = re.fullmatch(r"replica=(\d+)", combine)
     if match is None:
         raise ValueError(f'--combine: {combine!r} is not known; use "mean", "best" or "replica=K"')
     if int(match[1]) not in source.replicas:
-        raise ValueError(
-            f"--combine {combine}: the checkpoint has replicas {source.replicas[0]} to {source.replicas[-1]}"
-        )
+        there = ", ".join(map(str, source.replicas))
+        raise ValueError(f"--combine {combine}: the checkpoint has replicas {there}")
     return [int(match[1])]

@@ -11,13 +11,14 @@ import torch.distributed as dist
 from megatron_noloco.config import RunConfig
 from megatron_noloco.federation.counterparts import Deadline, Patience, agreement_of_replica
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.rendezvous import Rendezvous, rendezvous_of
+from megatron_noloco.federation.rendezvous import rendezvous_of
 from megatron_noloco.federation.transport import FederationTransport, Network
 from megatron_noloco.job.join import reachable_address
 from megatron_noloco.outer.tags import tag_of
 from megatron_noloco.plans.fragments import next_after
 from megatron_noloco.plans.topology import Topology
 
+_FIRST_SECONDS = 5.0  # to find one that is there
 _TRAINED_ROUNDS = 10  # after so many, weights are not to be averaged with fresh ones
 _ALIKE = ("local_steps", "pairing", "payload", "fragments", "outer_momentum", "outer_lr")
 
@@ -56,29 +57,46 @@ def run_number(config: RunConfig) -> int:
 def check_network(config: RunConfig) -> None:
     """Raises ValueError when rendezvous or key are no such thing; nothing is opened."""
     if config.federation.slots is not None:
-        _network(config, config.replica_size)
+        _network(config)
 
 
 def enter(config: RunConfig, topology: Topology) -> FederationTransport:
     """The door of this rank to the others; all ranks of the job call it. Raises ValueError, OSError."""
     deadline = Deadline(config.federation.shortest_deadline_seconds, config.noloco.deadline_seconds)
     patience = Patience(deadline, config.federation.rounds_behind * config.noloco.fragments)
-    place, network = topology.place(dist.get_rank()), _network(config, topology.replica_size)
-    return FederationTransport(place, network, patience, agreement_of_replica())
+    place = topology.place(dist.get_rank())
+    transport = FederationTransport(place, _network(config), patience, agreement_of_replica())
+    if topology.world_size > 1:  # who meets one rank learns where all ranks of its replica are
+        addresses: list[Any] = [None] * topology.world_size
+        dist.all_gather_object(addresses, (place.rank, transport.address))
+        transport.service.learn(dict(addresses))
+    return transport
 
 
-def _network(config: RunConfig, replica_size: int) -> Network:
+def _network(config: RunConfig) -> Network:
     federation, run = config.federation, run_number(config)
     assert federation.slots is not None
     assert federation.rendezvous is not None
-    rendezvous: Rendezvous = rendezvous_of(
-        federation.rendezvous, federation.listen, run, (federation.slots, replica_size)
-    )
+    rendezvous = rendezvous_of(federation.rendezvous, run)
     keys = None
     if federation.encryption == "curve":
         assert federation.key_file is not None
         keys = Keys.read(Path(federation.key_file))
-    return Network(rendezvous, run, keys, reachable_address)
+    return Network(rendezvous, run, federation.listen or rendezvous.listen, keys, reachable_address)
+
+
+def wait_for_others(config: RunConfig, transport: FederationTransport) -> list[str]:
+    """Until there are enough to start with; shortly for any that may have a state to give. All ranks call it.
+
+    Returns a line where they did not come in time.
+    """
+    wanted = config.federation.start_with - 1
+    if not wanted:
+        transport.wait_for(1, _FIRST_SECONDS)
+    came = transport.wait_for(wanted, config.noloco.deadline_seconds)
+    if transport.partners.agree(came):
+        return []
+    return ["fewer replicas than federation.start_with are there; starting without"]
 
 
 class UntrainedError(RuntimeError):
@@ -100,16 +118,12 @@ class KeepingUp:
         self._fragments = config.noloco.fragments
         self._last_phase = (config.training.train_iters - 1) // self._local_steps
         self._rounds_behind = config.federation.rounds_behind
-        self._start_with = config.federation.start_with
-        self._longest_seconds = config.noloco.deadline_seconds
         self._untrained = False
 
-    def start(self, done: int) -> bool:
-        """Before the first local step: tell where this rank is; whether those to start with came in time."""
+    def start(self, done: int) -> None:
+        """Before the first local step: tell where this rank is."""
         self._untrained = done == 0
         self._tell(done)
-        came = self._transport.wait_for(self._start_with - 1, self._longest_seconds)
-        return self._transport.partners.agree(came)
 
     def next_step(self, step: int) -> int:
         """The local step (from 0) that follows when `step` would; the same on all ranks of the replica.
@@ -131,7 +145,7 @@ class KeepingUp:
         if self._untrained and behind >= _TRAINED_ROUNDS:
             raise UntrainedError(
                 "the others have trained already, and this replica has no checkpoint: its weights would spoil "
-                "theirs; set checkpoint.load to a step folder of another replica, copied here if need be"
+                "theirs; start it again when one of those that it can reach has saved a checkpoint"
             )
         self._tell(phase * self._local_steps)
         return phase * self._local_steps

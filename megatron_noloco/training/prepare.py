@@ -3,7 +3,7 @@
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,8 @@ from megatron_noloco.plans.topology import Topology
 from megatron_noloco.quiet import quieten
 from megatron_noloco.spec.architecture import Architecture
 from megatron_noloco.spec.data import RecordSource, Source, TextSource
-from megatron_noloco.training.federation import check_network, enter, slot_of
+from megatron_noloco.training.federation import check_network, enter, slot_of, wait_for_others
+from megatron_noloco.training.takeover import Takeover
 from megatron_noloco.transport.protocol import Transport
 
 
@@ -110,23 +111,24 @@ def join_job(prepared: Prepared) -> tuple[Transport, Start]:
     if "OMP_NUM_THREADS" not in os.environ:  # beside GPUs as well: exchanges compute on the host
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // neighbours))
     config = prepared.config
-    transport: Transport = (
-        enter(config, topology) if topology.slots else choose_transport(config.noloco.transport, world)
-    )
-    return transport, find_start(checkpoint_settings(config, topology), topology)
+    settings, notes = checkpoint_settings(config, topology), list[str]()
+    if topology.slots:
+        transport: Transport = (federation := enter(config, topology))
+        notes += wait_for_others(config, federation)
+        margin = config.federation.rounds_behind * config.noloco.local_steps
+        notes += Takeover(federation, settings, topology, prepared.architecture, margin)()
+    else:
+        transport = choose_transport(config.noloco.transport, world)
+    start = find_start(settings, topology)
+    return transport, replace(start, notes=notes + start.notes)
 
 
 def checkpoint_settings(config: RunConfig, topology: Topology) -> CheckpointSettings:
     """What the run wants of its checkpoints; each job of a federation has its own, in its replica's folder."""
     checkpoint, output_dir = config.checkpoint, Path(config.training.output_dir)
-    folder, others = output_dir / "checkpoints", []
-    if topology.slots:
-        folder = output_dir / f"replica_{topology.slot:02d}" / "checkpoints"
-        others = [path for path in sorted(output_dir.glob("replica_*/checkpoints")) if path != folder]
+    of_job = output_dir / f"replica_{topology.slot:02d}" if topology.slots else output_dir
     return CheckpointSettings(
-        folder=folder,
-        others=tuple(others),
-        margin=config.federation.rounds_behind * config.noloco.local_steps,
+        folder=of_job / "checkpoints",
         run=config.to_dict(),
         completed=_completed,
         keep_last=checkpoint.keep_last,

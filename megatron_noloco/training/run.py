@@ -82,8 +82,8 @@ class Run:
     def _loop(self) -> int:
         """The local steps done, counted from the beginning of the training."""
         done = self.start_step
-        if self.keeping_up is not None and not self.keeping_up.start(done):
-            self.monitor.say("fewer replicas than federation.start_with are there; starting without")
+        if self.keeping_up is not None:
+            self.keeping_up.start(done)
         while done < self.schedule.steps:
             if self.stopping.before_step(done):
                 self._leave(done)

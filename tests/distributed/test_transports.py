@@ -62,7 +62,7 @@ def federation(
     rank: int, world_size: int, folder: Path, keys: Keys | None = None, run: int = 1
 ) -> FederationTransport:
     """Of a rank that has found the others."""
-    network = Network(SharedFolder(folder, "tcp://127.0.0.1:0", run), run, keys, chunk_bytes=CHUNK_BYTES)
+    network = Network(SharedFolder(folder, run), run, "tcp://127.0.0.1:0", keys, chunk_bytes=CHUNK_BYTES)
     transport = FederationTransport(
         Place(rank, world_size), network, Patience(Deadline(DEADLINE_SECONDS, DEADLINE_SECONDS))
     )

@@ -25,9 +25,13 @@ _LOOK_SECONDS = 0.02
 
 
 class Federation:
-    """A config for all jobs, and the jobs that run. As a context: none is left behind."""
+    """A config for all jobs, and the jobs that run. As a context: none is left behind.
 
-    def __init__(self, folder: Path, changes: Mapping[str, Any]) -> None:
+    Args:
+        apart: each job has an `output_dir` of its own, as on machines that share nothing.
+    """
+
+    def __init__(self, folder: Path, changes: Mapping[str, Any], apart: bool = False) -> None:
         ours = {
             "federation": {
                 "rendezvous": f"file://{folder}/rendezvous",
@@ -35,13 +39,13 @@ class Federation:
                 "encryption": "none",
                 "shortest_deadline_seconds": 60.0,
             },
-            "training": {"output_dir": str(folder)},
             "noloco": {"routing": {"interval": "off"}},
             "model": {"num_layers": 2},
             "gradient_accumulation_steps": 2,
         }
         self.folder = folder
-        self.config = write_config(folder, tiny(changes, tiny(ours)))
+        self.apart = apart
+        self.raw = tiny(changes, tiny(ours))
         self._running: dict[int, list[Any]] = {}
 
     def __enter__(self) -> "Federation":
@@ -51,9 +55,14 @@ class Federation:
         for replica in list(self._running):
             self.kill(replica)
 
-    def start(self, replica: int, ranks: int = 1) -> None:
+    def start(self, replica: int, ranks: int = 1, changes: Mapping[str, Any] | None = None) -> None:
+        """A job; `changes` are to its config alone."""
         context = multiprocessing.get_context("fork")
-        launch = (self.config, replica, ranks, free_port(), self.folder)
+        here = {"training": {"output_dir": str(self.output_dir(replica))}}
+        config = write_config(
+            self.folder / f"config_of_replica_{replica}", tiny(changes, tiny(here, self.raw))
+        )
+        launch = (config, replica, ranks, free_port(), self.folder)
         self._running[replica] = [
             context.Process(target=_run, args=(rank, *launch), daemon=True) for rank in range(ranks)
         ]
@@ -78,13 +87,16 @@ class Federation:
                 assert process.exitcode == 0, f"replica {replica}: {process.exitcode}\n{self.told(replica)}"
             del self._running[replica]
 
+    def output_dir(self, replica: int) -> Path:
+        return self.folder / f"output_of_replica_{replica}" if self.apart else self.folder
+
     def told(self, replica: int) -> str:
         """What the first rank of the replica has written; of all its jobs, one after the other."""
         path = self.folder / f"replica_{replica}.log"
         return path.read_text() if path.exists() else ""
 
     def rows(self, replica: int, kind: str = "step") -> list[dict[str, Any]]:
-        path = self.folder / f"replica_{replica:02d}" / "metrics.jsonl"
+        path = self.output_dir(replica) / f"replica_{replica:02d}" / "metrics.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         return [row for row in map(json.loads, lines) if row["kind"] == kind]
 

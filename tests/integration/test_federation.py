@@ -1,5 +1,7 @@
 """Replicas as separate jobs: the same training as one job; and what becomes of it when jobs come and go."""
 
+import re
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_noloco.checkpoint import catalog
-from tests.harness import run_ranks
+from megatron_noloco.federation.keys import Keys
+from tests.harness import free_port, run_ranks
+from tests.integration.chaos import command
 from tests.integration.federation import Federation
 from tests.integration.tiny import run_whole, tiny, write_config, write_text
 
@@ -40,6 +44,27 @@ def changes(text: str, slots: int, **more: Any) -> dict[str, Any]:
         "checkpoint": {"save_interval": STEPS},
     }
     return tiny(more, base)
+
+
+def test_tools_take_the_folders_of_several_replicas(tmp_path: Path, text: str) -> None:
+    with Federation(tmp_path, changes(text, 4, federation={"start_with": 2})) as federation:
+        federation.start(0)
+        federation.start(2)
+        federation.wait()
+    folders = [tmp_path / "replica_00", tmp_path / "replica_02"]
+    told = {
+        name: run_ranks(1, command, [name, *arguments])[0]
+        for name, arguments in {
+            "export": [str(tmp_path), "--output", str(tmp_path / "mean")],
+            "evaluate": [*map(str, folders), "--samples", "4"],
+            "generate": ["--checkpoint", *map(str, folders), "--prompt", "a", "--tokens", "2"],
+        }.items()
+    }
+    assert [outcome.code for outcome in told.values()] == [0, 0, 0], told
+    assert f"exported replicas 0, 2 at step {STEPS} to {tmp_path / 'mean'}" in told["export"].out
+    measured = [line.split(" on ")[0] for line in told["evaluate"].out.splitlines()]
+    assert measured == ["replica 0", "replica 2", "mean model"]
+    assert "the mean of 2 replicas' slow weights" in (tmp_path / "mean" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(
@@ -87,14 +112,17 @@ def test_separate_jobs_train_as_one_job_does(
 
 
 def test_a_replica_is_killed_and_comes_back_and_a_new_one_joins(tmp_path: Path, text: str) -> None:
-    """The others go on. It continues from its own checkpoint or a newer one of theirs; the new one from theirs."""
+    """The others go on. It continues from its own checkpoint or a newer one of theirs; the new one from theirs.
+
+    None sees the files of another.
+    """
     more = {
         "federation": {"start_with": 3, "rounds_behind": 2},
         "training": {"train_iters": 100_000},
         "checkpoint": {"save_interval": 4},
         "evaluation": {"interval": 10, "iters": 2},
     }
-    with Federation(tmp_path, changes(text, 4, **more)) as federation:
+    with Federation(tmp_path, changes(text, 4, **more), apart=True) as federation:
         for replica in range(3):
             federation.start(replica)
         federation.until(2, 10)
@@ -107,10 +135,83 @@ def test_a_replica_is_killed_and_comes_back_and_a_new_one_joins(tmp_path: Path, 
         federation.until_it_meets_others(3, after=killed_at)
         federation.stop()
         assert "continuing from" in federation.told(2)
+        assert "taken over from replica" in federation.told(2)
+        assert "taken over from replica" in federation.told(3)
         assert "replica 3 is new: a clone of replica" in federation.told(3)
         assert federation.missed(0) + federation.missed(1) > 0
         losses = [federation.rows(replica, "evaluation")[-1]["validation/loss"] for replica in range(3)]
         assert max(losses) < 5.0, "of 5.6 at the start"
+
+
+@pytest.mark.parametrize("encryption", ["none", "curve"])
+def test_a_replica_of_two_stages_that_lost_its_disk_goes_on_from_another_to_the_end(
+    tmp_path: Path, text: str, encryption: str
+) -> None:
+    """What it takes over is what the other has saved, to the last bit; its data is its own."""
+    if encryption == "curve":
+        Keys.make(tmp_path / "key")
+    more = {
+        "federation": {
+            "start_with": 2,
+            "rounds_behind": 2,
+            "encryption": encryption,
+            "key_file": str(tmp_path / "key"),
+        },
+        "parallel": {"pipeline_model_parallel_size": 2},
+        "training": {"train_iters": 60},
+        "checkpoint": {"save_interval": 5, "keep_last": 100},
+    }
+    with Federation(tmp_path, changes(text, 2, **more), apart=True) as federation:
+        for replica in range(2):
+            federation.start(replica, ranks=2)
+        federation.until(1, 12)
+        federation.kill(1)
+        shutil.rmtree(federation.output_dir(1))
+        federation.until(0, 21)
+        federation.start(1, ranks=2)
+        federation.wait()
+        assert federation.rows(1)[-1]["step"] == 60
+        told = re.search(r"taken over from replica 0: its checkpoint of step (\d+)", federation.told(1))
+        assert told is not None, federation.told(1)
+        step = int(told[1])
+        assert step >= 20
+        assert federation.rows(1)[0]["step"] > step
+        theirs, ours = (
+            federation.output_dir(replica) / f"replica_{replica:02d}" / "checkpoints" for replica in range(2)
+        )
+        found, expected = state_of(ours, 0, step), state_of(theirs, 0, step)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in found)
+        losses = [federation.rows(replica)[-1]["train/loss"] for replica in range(2)]
+        assert losses[0] != losses[1]
+
+
+def test_any_one_replica_is_enough_to_find_all(tmp_path: Path, text: str) -> None:
+    """Three jobs know only the first. It is killed and comes back elsewhere; a new one knows only the third."""
+    ports = [free_port() for _ in range(5)]
+
+    def found_by(seed: int, listen: int) -> dict[str, Any]:
+        addresses = [f"tcp://127.0.0.1:{ports[place]}" for place in (seed, listen)]
+        return {"federation": dict(zip(("rendezvous", "listen"), addresses, strict=True))}
+
+    more = {
+        "federation": {"start_with": 3, "rounds_behind": 2},
+        "training": {"train_iters": 100_000},
+        "checkpoint": {"save_interval": 4},
+    }
+    with Federation(tmp_path, changes(text, 4, **more)) as federation:
+        for replica in range(3):
+            federation.start(replica, changes=found_by(0, replica))
+        for replica in range(3):
+            federation.until_it_meets_others(replica, after=0)
+        federation.kill(0)
+        killed_at = federation.rows(0)[-1]["step"]
+        federation.until(1, killed_at + 8)
+        federation.start(3, changes=found_by(2, 3))
+        federation.until_it_meets_others(3, after=killed_at)
+        federation.start(0, changes=found_by(1, 4))
+        federation.until_it_meets_others(0, after=killed_at)
+        federation.stop()
 
 
 def test_a_replica_without_weights_does_not_join_those_that_have_trained(tmp_path: Path, text: str) -> None:

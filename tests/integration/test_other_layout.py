@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_noloco.checkpoint import catalog
+from megatron_noloco.checkpoint.ensemble import Ensemble
 from megatron_noloco.checkpoint.reader import CheckpointReader
 from megatron_noloco.model.dropout import random_state
 from megatron_noloco.plans.topology import Position
@@ -184,7 +185,7 @@ def test_there_and_back(both: list[Changes], before: Changes, after: Changes, tm
 def of_model(run: Run, vector: str) -> dict[str, Tensor]:
     """One number for each weight of replica 0, by parameter."""
     folder = run.step_folder(SAVED)
-    reader = CheckpointReader(folder, catalog.read_manifests(folder))
+    reader = CheckpointReader(Ensemble.read([folder]))
     return {row.name: reader.read(row.name, [0], vector).clone() for row in reader.table}
 
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from safetensors.torch import save_file
 
 from megatron_noloco.checkpoint import catalog, compare, elastic
 from megatron_noloco.checkpoint.catalog import Manifest
+from megatron_noloco.checkpoint.ensemble import Ensemble
 from megatron_noloco.checkpoint.files import FileRecord, verify
 from megatron_noloco.checkpoint.rank_reader import RankReader
 from megatron_noloco.checkpoint.reader import CheckpointReader
@@ -83,8 +85,8 @@ def flat(folder: Path, replica: int, stage: int, name: str) -> np.ndarray:
     return load_file(file)[f"{name}.0"].astype(np.float64)
 
 
-def inspect(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str], list[str]]:
-    code = main(["inspect", str(path)])
+def inspect(path: Path | list[Path], capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str], list[str]]:
+    code = main(["inspect", *map(str, path if isinstance(path, list) else [path])])
     out, err = capsys.readouterr()
     return code, out.splitlines(), err.splitlines()
 
@@ -247,6 +249,88 @@ class TestInspect:
         assert (code, err) == (2, [f"{tmp_path / 'step_00000010'}: no such folder"])
 
 
+def job(slot: int) -> Topology:
+    """One replica of a federation."""
+    return Topology(slot=slot, slots=8)
+
+
+def write_federation(output_dir: Path, steps: dict[int, tuple[int, ...]], pp: int = 2) -> list[Path]:
+    """The folders of its replicas, each with checkpoints of these steps."""
+    for slot, of_slot in steps.items():
+        for step in of_slot:
+            checkpoints = output_dir / f"replica_{slot:02d}" / "checkpoints"
+            write_checkpoint(checkpoints, step, replace(job(slot), pp=pp))
+    return [output_dir / f"replica_{slot:02d}" for slot in steps]
+
+
+class TestInspectFederation:
+    def test_its_folder_means_the_newest_step_that_all_replicas_have(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        replicas = write_federation(tmp_path, {0: (10, 12, 14), 2: (10, 12), 5: (8, 12)})
+        code, out, err = inspect(tmp_path, capsys)
+        assert (code, err) == (0, [])
+        folders = [replica / "checkpoints" / "step_00000012" for replica in replicas]
+        assert out[:3] == [f"checkpoint: {folder}" for folder in folders]
+        told = dict(line.split(": ", 1) for line in out)
+        assert told["step"] == "12 of 20"
+        assert told["parallel"] == "3 replicas x pipeline 2 x data 1 x tensor 1 = 6 ranks"
+        assert told["integrity"] == "12 files, all checksums match"
+        for stage in range(2):
+            weights = np.stack(
+                [
+                    flat(folder, slot, stage, "slow_weights")
+                    for slot, folder in zip((0, 2, 5), folders, strict=True)
+                ]
+            )
+            spread = np.sqrt(weights.var(axis=0, ddof=1).mean())
+            assert told[f"stage {stage}"] == f"spread {spread:.3E}"
+
+    def test_some_of_its_replicas(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        first, _, third = write_federation(tmp_path, {0: (10, 12), 2: (4,), 5: (10, 12)})
+        assert inspect([first, third], capsys)[1][:3] == [
+            f"checkpoint: {first / 'checkpoints' / 'step_00000012'}",
+            f"checkpoint: {third / 'checkpoints' / 'step_00000012'}",
+            "step: 12 of 20",
+        ]
+        assert inspect([first, third / "checkpoints" / "step_00000010"], capsys)[1][2] == "step: 10 of 20"
+        assert inspect(third, capsys)[1][1] == "step: 12 of 20"
+
+    def test_a_step_that_is_not_complete_everywhere_is_not_meant(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        _, second = write_federation(tmp_path, {0: (10, 12), 1: (10, 12)})
+        (second / "checkpoints" / "step_00000012" / "replica_01" / "stage_01_dp_00_tp_00.json").unlink()
+        assert inspect(tmp_path, capsys)[1][2] == "step: 10 of 20"
+
+    def test_without_a_common_step_they_must_be_chosen(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        first, second = write_federation(tmp_path, {0: (10, 12), 1: (4,)})
+        code, out, err = inspect(tmp_path, capsys)
+        assert (code, out) == (2, [])
+        assert err == [
+            f"no step that all have: {first / 'checkpoints'} has 10, 12; {second / 'checkpoints'} has 4; "
+            "leave some out, or give a step folder of each"
+        ]
+        chosen = [first / "checkpoints" / "step_00000012", second / "checkpoints" / "step_00000004"]
+        code, out, _ = inspect(chosen, capsys)
+        assert (code, out[2]) == (0, "step: 12 (replica 0), 4 (replica 1) of 20")
+
+    def test_what_does_not_belong_together_is_refused(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (first,) = write_federation(tmp_path / "one", {0: (10,)})
+        (again,) = write_federation(tmp_path / "two", {0: (10,)})
+        (other,) = write_federation(tmp_path / "three", {1: (10,)}, pp=1)
+        steps = [folder / "checkpoints" / "step_00000010" for folder in (first, again, other)]
+        assert inspect([first, again], capsys)[::2] == (2, [f"replica 0 is in {steps[0]} and in {steps[1]}"])
+        assert inspect([first, other], capsys)[::2] == (
+            2,
+            [f"{steps[0]} and {steps[2]} are of different models or layouts"],
+        )
+
+
 class TestCatalog:
     def test_a_step_is_complete_with_its_last_manifest(self, tmp_path: Path) -> None:
         folder = catalog.step_folder(tmp_path, 10)
@@ -303,11 +387,6 @@ def of(replicas: int) -> Topology:
     return Topology(replicas)
 
 
-def job(slot: int) -> Topology:
-    """One replica of a federation."""
-    return Topology(slot=slot, slots=8)
-
-
 class TestOtherNumberOfReplicas:
     def test_a_job_of_a_federation_continues_its_own_replica_or_another(self) -> None:
         assert elastic.source_replica(5, job(5)) == 5
@@ -343,7 +422,7 @@ class TestOtherNumberOfReplicas:
             manifests = catalog.read_manifests(folder)
             at = Position(0, stage, 0, 0)
             layout, table = manifests[stage].layout, table_of(manifests[0].architecture)
-            reader = RankReader(CheckpointReader(folder, manifests), table, TOPOLOGY, at, layout)
+            reader = RankReader(CheckpointReader(Ensemble.of(folder, manifests)), table, TOPOLOGY, at, layout)
             for name in elastic.FOLDED:
                 shift = elastic.shift_of_mean(reader, name, TOPOLOGY.replicas, kept)
                 saved = np.stack([flat(folder, replica, stage, name) for replica in range(3)])

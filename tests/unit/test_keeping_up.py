@@ -1,17 +1,12 @@
 """Where a replica of a federation goes on, and from what."""
 
-import json
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megatron_noloco.checkpoint import adopt as adopting
-from megatron_noloco.checkpoint import catalog
-from megatron_noloco.checkpoint.adopt import adopt
 from megatron_noloco.training import federation
-from megatron_noloco.training.federation import KeepingUp, UntrainedError
+from megatron_noloco.training.federation import KeepingUp, UntrainedError, wait_for_others
 
 
 class Others:
@@ -38,9 +33,9 @@ def keeping_up(
 ) -> tuple[KeepingUp, Others]:
     monkeypatch.setattr(federation.dist, "get_world_size", lambda: 1)
     config: Any = SimpleNamespace(
-        noloco=SimpleNamespace(local_steps=10, fragments=fragments, deadline_seconds=1.0),
+        noloco=SimpleNamespace(local_steps=10, fragments=fragments),
         training=SimpleNamespace(train_iters=95),
-        federation=SimpleNamespace(rounds_behind=2, start_with=2),
+        federation=SimpleNamespace(rounds_behind=2),
     )
     others = Others(begun)
     return KeepingUp(others, config), others  # type: ignore[arg-type]
@@ -73,11 +68,21 @@ def test_exchanges_of_fragments_are_counted_by_rounds(monkeypatch: pytest.Monkey
 
 def test_a_replica_tells_where_it_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     own, others = keeping_up(monkeypatch, [3])
-    assert own.start(40)
+    own.start(40)
     assert others.told == [("begun", 3), ("over", 3)]
     own, others = keeping_up(monkeypatch, [])
-    assert not own.start(0), "one more was to be waited for"
+    own.start(0)
     assert others.told == []
+
+
+def test_those_to_start_with_are_waited_for() -> None:
+    config: Any = SimpleNamespace(
+        federation=SimpleNamespace(start_with=3), noloco=SimpleNamespace(deadline_seconds=1.0)
+    )
+    assert wait_for_others(config, Others([-1, 4])) == []  # type: ignore[arg-type]
+    assert wait_for_others(config, Others([4])) == [  # type: ignore[arg-type]
+        "fewer replicas than federation.start_with are there; starting without"
+    ]
 
 
 def test_nobody_waits_in_an_exchange_that_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +101,7 @@ def test_new_weights_do_not_join_trained_ones(monkeypatch: pytest.MonkeyPatch) -
     others.numbers = [4]
     assert own.next_step(20) == 50, "they have trained little"
     others.numbers = [7]
-    with pytest.raises(UntrainedError, match=r"no checkpoint: .* set checkpoint.load to a step folder"):
+    with pytest.raises(UntrainedError, match="this replica has no checkpoint"):
         own.next_step(20)
 
 
@@ -109,47 +114,3 @@ def test_who_has_trained_with_the_others_or_before_may_fall_behind(
     assert own.next_step(10) == 10
     others.numbers = [7]
     assert own.next_step(20) == 80
-
-
-def steps_of(folder: Path) -> list[int | None]:
-    return [catalog.step_of(path) for path in catalog.steps(folder)]
-
-
-def write_step(checkpoints: Path, step: int) -> Path:
-    folder = catalog.step_folder(checkpoints, step)
-    (folder / "replica_01").mkdir(parents=True)
-    (folder / "replica_01" / "file").write_text(json.dumps(step))
-    return folder
-
-
-def test_the_newest_complete_step_of_another_is_copied(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own, first, second = (tmp_path / f"replica_0{number}" / "checkpoints" for number in range(3))
-    write_step(own, 10)
-    for step in (20, 30):
-        write_step(first, step)
-    incomplete = write_step(second, 40)
-    monkeypatch.setattr(adopting.catalog, "is_complete", lambda folder: folder != incomplete)
-    adopt(own, [first, second], margin=20)
-    assert steps_of(own) == [10], "30 is not more than 20 ahead"
-    adopt(own, [first, second], margin=5)
-    assert steps_of(own) == [30, 10]
-    assert (catalog.step_folder(own, 30) / "replica_01" / "file").read_text() == "30"
-    adopt(own, [first, second], margin=0)
-    assert steps_of(own) == [30, 10]
-
-
-def test_a_step_that_is_removed_while_it_is_copied_is_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    own, other = tmp_path / "own", tmp_path / "other"
-    write_step(other, 10)
-
-    def gone(*_: object) -> None:
-        raise FileNotFoundError
-
-    monkeypatch.setattr(adopting.catalog, "is_complete", lambda folder: True)
-    monkeypatch.setattr(adopting.shutil, "copytree", gone)
-    adopt(own, [other], margin=0)
-    assert steps_of(own) == []

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from megatron_noloco.checkpoint import catalog, elastic
 from megatron_noloco.checkpoint.catalog import Manifest
+from megatron_noloco.checkpoint.ensemble import Ensemble
 from megatron_noloco.checkpoint.rank_reader import RankReader
 from megatron_noloco.checkpoint.reader import CheckpointReader
 from megatron_noloco.engine.layout import FlatPart
@@ -99,7 +100,7 @@ def write(folder: Path, layout: Layout) -> list[Manifest]:
 
 
 def reader_of(folder: Path, manifests: list[Manifest], layout: Layout, at: Position) -> RankReader:
-    reader = CheckpointReader(catalog.step_folder(folder, STEP), manifests)
+    reader = CheckpointReader(Ensemble.of(catalog.step_folder(folder, STEP), manifests))
     return RankReader(reader, table_of(layout.architecture), layout.topology, at, layout.parts(at))
 
 
@@ -159,6 +160,20 @@ def test_folding_into_another_layout_keeps_the_mean(layouts: tuple[Layout, Layou
         ]
         folded = [vector + shift for vector in saved[:kept]]
         torch.testing.assert_close(sum(folded) / kept, sum(saved) / 3, rtol=0, atol=1e-6)
+
+
+def test_a_mean_over_the_folders_of_several_jobs_is_that_of_one_job(tmp_path: Path) -> None:
+    one = Layout(Topology(2, pp=2, dp=2), 32, 2, tied=False)
+    jobs = [replace(one, topology=replace(one.topology, replicas=1, slot=slot, slots=8)) for slot in range(2)]
+    readers = [CheckpointReader(Ensemble.of(catalog.step_folder(tmp_path, STEP), write(tmp_path, one)))]
+    for slot, job in enumerate(jobs):
+        write(tmp_path / str(slot), job)
+    readers.append(
+        CheckpointReader(Ensemble.read([catalog.step_folder(tmp_path / str(slot), STEP) for slot in (1, 0)]))
+    )
+    for row in table_of(one.architecture):
+        expected, found = (reader.read(row.name, [0, 1]).clone() for reader in readers)
+        assert torch.equal(found, expected), row.name
 
 
 def test_counters_of_another_layout_add_up() -> None:

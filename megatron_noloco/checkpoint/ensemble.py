@@ -1,0 +1,134 @@
+"""The replicas that were saved: by one job in one step folder, or by the jobs of a federation, each in its own."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from megatron_noloco.checkpoint import catalog
+from megatron_noloco.checkpoint.catalog import Manifest
+from megatron_noloco.checkpoint.files import DamagedCheckpointError
+from megatron_noloco.plans.topology import Position, Topology
+from megatron_noloco.spec.architecture import Architecture
+
+
+@dataclass(frozen=True)
+class Ensemble:
+    """Replicas of one model and one layout.
+
+    Attributes:
+        folders: the step folder of each replica, by its number.
+        manifests: of all ranks, replica by replica, each in rank order.
+    """
+
+    folders: dict[int, Path]
+    manifests: list[Manifest]
+
+    @classmethod
+    def of(cls, folder: Path, manifests: list[Manifest]) -> "Ensemble":
+        """Those of one step folder."""
+        return cls(dict.fromkeys(manifests[0].topology.numbers, folder), manifests)
+
+    @classmethod
+    def read(cls, folders: Sequence[Path]) -> "Ensemble":
+        """Those of several step folders.
+
+        Raises DamagedCheckpointError when one is not complete, ValueError when they do not fit together.
+        """
+        places: dict[int, Path] = {}
+        manifests: list[Manifest] = []
+        for folder in folders:
+            manifests += catalog.read_manifests(folder)
+            for replica in manifests[-1].topology.numbers:
+                if replica in places:
+                    raise ValueError(f"replica {replica} is in {places[replica]} and in {folder}")
+                places[replica] = folder
+            if _model(manifests[-1]) != _model(manifests[0]):
+                raise ValueError(f"{folders[0]} and {folder} are of different models or layouts")
+        return cls(places, manifests)
+
+    @property
+    def replicas(self) -> list[int]:
+        """Their numbers."""
+        return list(self.folders)
+
+    @property
+    def topology(self) -> Topology:
+        """Of the job that saved the first replica; its sizes are those of all."""
+        return self.manifests[0].topology
+
+    def manifest(self, at: Position) -> Manifest:
+        return self._by_position[at]
+
+    def last_stage(self, replica: int) -> Manifest:
+        """Of the rank that counts what was measured of the whole replica."""
+        return self.manifest(Position(replica, self.topology.pp - 1, 0, 0))
+
+    def file(self, at: Position, name: str) -> Path:
+        """Where a rank has a tensor."""
+        return catalog.file_of(self.folders[at.replica], at, name)
+
+    def __str__(self) -> str:
+        folders = list(dict.fromkeys(self.folders.values()))
+        if len(folders) == 1:
+            return str(folders[0])
+        steps = {replica: catalog.step_of(folder) for replica, folder in self.folders.items()}
+        if len(set(steps.values())) == 1:
+            return f"replicas {', '.join(map(str, steps))} at step {steps[self.replicas[0]]}"
+        return ", ".join(f"replica {replica} at step {step}" for replica, step in steps.items())
+
+    @cached_property
+    def _by_position(self) -> dict[Position, Manifest]:
+        return {manifest.position: manifest for manifest in self.manifests}
+
+
+def find_ensemble(paths: Sequence[Path]) -> Ensemble:
+    """What the paths mean that a person gives.
+
+    A step folder is meant itself; of a run's `output_dir` its latest checkpoint; of that of a federation, or of
+    several paths, the newest step that all their replicas have: weights of different steps are not averaged, but
+    where all paths are step folders.
+    Raises DamagedCheckpointError when there is no complete checkpoint, ValueError when they do not fit together.
+    """
+    jobs = [job for path in paths for job in _jobs(path)]
+    if all(catalog.step_of(job) is not None for job in jobs):
+        return Ensemble.read(jobs)
+    if len(jobs) == 1:
+        return Ensemble.read([jobs[0] / (jobs[0] / "latest").read_text().strip()])
+    return Ensemble.read(_at_one_step(jobs))
+
+
+def _jobs(path: Path) -> list[Path]:
+    """A step folder, or the folders of steps that are below a path: of one job, or of each job of a federation."""
+    if catalog.step_of(path) is not None:
+        return [path]
+    for checkpoints in (path, path / "checkpoints"):
+        if (checkpoints / "latest").is_file():
+            return [checkpoints]
+    federation = [latest.parent for latest in sorted(path.glob("replica_*/checkpoints/latest"))]
+    if not federation:
+        raise DamagedCheckpointError(f"{path}: no checkpoint here; give a step folder or a run's output_dir")
+    return federation
+
+
+def _at_one_step(jobs: list[Path]) -> list[Path]:
+    """The folder of each at the newest step that all have."""
+    steps = [[job] if catalog.step_of(job) is not None else catalog.steps(job) for job in jobs]
+    complete = [
+        {catalog.step_of(folder) or 0: folder for folder in folders if catalog.is_complete(folder)}
+        for folders in steps
+    ]
+    common = set[int].intersection(*map(set[int], complete))
+    if not common:
+        found = "; ".join(
+            f"{job} has {', '.join(map(str, sorted(folders))) or 'none'}"
+            for job, folders in zip(jobs, complete, strict=True)
+        )
+        raise ValueError(f"no step that all have: {found}; leave some out, or give a step folder of each")
+    return [folders[max(common)] for folders in complete]
+
+
+def _model(manifest: Manifest) -> tuple[Architecture, int, int, int, int]:
+    """What must be the same for weights to be averaged file by file."""
+    topology = manifest.topology
+    return manifest.architecture, topology.pp, topology.dp, topology.tp, topology.vpp

@@ -1,0 +1,112 @@
+"""A checkpoint of another job of the federation: what a rank can give of its own, and what one accepts."""
+
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_noloco.checkpoint import catalog, compare
+from megatron_noloco.checkpoint.catalog import WEIGHTS, Manifest, manifest_name, replica_folder
+from megatron_noloco.checkpoint.files import DamagedCheckpointError, verify
+from megatron_noloco.checkpoint.settings import CheckpointSettings
+from megatron_noloco.files import put_in_place
+from megatron_noloco.model.families import table_of
+from megatron_noloco.plans.topology import Position, Topology
+from megatron_noloco.spec.architecture import Architecture
+
+_BYTES_PER_PARAMETER = 64  # of a file, at most: some vectors of fp32
+_OTHER_BYTES = 1 << 24  # at most: random states, numbers, names
+_OF_A_JOB = ("data", "federation")  # blocks that say where things are, which each job knows for itself
+
+
+def newest_of_rank(checkpoints: Path, at: Position) -> tuple[bytes, list[Path]] | None:
+    """The manifest of the newest step that this rank has saved itself, and the files in it, by name.
+
+    Other ranks of its replica may not have saved that step yet. Raises OSError.
+    """
+    for folder in catalog.steps(checkpoints):
+        path = replica_folder(folder, at.replica) / manifest_name(at)
+        with suppress(FileNotFoundError, DamagedCheckpointError):
+            content = path.read_bytes()
+            names = Manifest.parse(content, str(path)).files
+            return content, [path.parent / name for name in sorted(names)]
+    return None
+
+
+def accepted(
+    content: bytes,
+    at: Position,
+    topology: Topology,
+    architecture: Architecture,
+    settings: CheckpointSettings,
+) -> Manifest:
+    """The manifest that the rank `at` of another job offers, as if it had been started with this job's config.
+
+    Nothing in it names a place on this machine, and its files are no longer than such a rank's can be.
+    Raises DamagedCheckpointError for any other, and where this job could not continue from it.
+    """
+    where = f"offered by replica {at.replica}"
+    manifest = Manifest.parse(content, where)
+    if (manifest.position, manifest.architecture) != (at, architecture) or manifest.topology != replace(
+        topology, slot=at.replica
+    ):
+        raise DamagedCheckpointError(f"{where}: of another place, layout or model")
+    expected = {catalog.file_of(Path(), at, name).name for name in (WEIGHTS, "")}
+    longest = _BYTES_PER_PARAMETER * table_of(architecture).parameter_count + _OTHER_BYTES
+    sizes = [record.bytes for record in manifest.files.values()]
+    if manifest.files.keys() != expected or not all(
+        _is_count(size) and 0 < size <= longest for size in sizes
+    ):
+        raise DamagedCheckpointError(f"{where}: other files than such a rank has")
+    blocks, numbers = (
+        (manifest.config, manifest.engine, manifest.counters),
+        (manifest.step, manifest.consumed_samples),
+    )
+    if not all(isinstance(block, dict) for block in blocks) or not all(map(_is_count, numbers)):
+        raise DamagedCheckpointError(f"{where}: not a manifest")
+    if not all(isinstance(value, int | float) for value in manifest.counters.values()):
+        raise DamagedCheckpointError(f"{where}: not a manifest")
+    own = {block: settings.run[block] for block in _OF_A_JOB if block in settings.run}
+    manifest = replace(manifest, config=manifest.config | own)
+    try:
+        compare.changes(settings.completed(manifest.config), settings.run)
+    except ValueError as error:
+        raise DamagedCheckpointError(f"{where}: {str(error).partition(';')[0]}") from None
+    return manifest
+
+
+def receive(checkpoints: Path, manifest: Manifest, fill: Callable[[Sequence[Tensor]], None]) -> None:
+    """Put the files of a manifest, and then itself, where its rank would have put them.
+
+    Args:
+        fill: gets a buffer for each file, in the order of their names, and fills it.
+
+    Raises DamagedCheckpointError when the checksums do not match, OSError, and what `fill` raises; then nothing is
+    put there.
+    """
+    folder = replica_folder(catalog.step_folder(checkpoints, manifest.step), manifest.position.replica)
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=checkpoints, prefix=".handover_") as name:
+        partial = Path(name)
+        files = {name: partial / name for name in sorted(manifest.files)}
+        fill([_buffer(path, manifest.files[name].bytes) for name, path in files.items()])
+        verify(partial, manifest.files)
+        for name, path in files.items():
+            put_in_place(path, folder / name)
+    manifest.write(folder)
+
+
+def _buffer(path: Path, size: int) -> Tensor:
+    """A file of this size, as memory. Raises OSError when the disk has no room for it: later would be too late."""
+    with path.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, size)
+    return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**62

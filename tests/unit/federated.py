@@ -1,0 +1,60 @@
+"""Ranks of a federation in one process, for tests."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import torch
+import zmq
+
+from megatron_noloco.federation.counterparts import Deadline, Patience
+from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.rendezvous import SharedFolder
+from megatron_noloco.federation.transport import FederationTransport, Network
+from megatron_noloco.plans.topology import Place
+from megatron_noloco.transport.protocol import Message
+
+RUN = 77
+LOCAL = "tcp://127.0.0.1:0"
+SECONDS = 20.0
+PATIENCE = Patience(Deadline(SECONDS, SECONDS))
+
+
+@contextmanager
+def transport(
+    folder: Path, slot: int, slots: int = 2, run: int = RUN, keys: Keys | None = None
+) -> Iterator[FederationTransport]:
+    network = Network(SharedFolder(folder, run), run, LOCAL, keys)
+    with closing(FederationTransport(Place(slot, slots), network, PATIENCE)) as made:
+        yield made
+
+
+@contextmanager
+def zmq_context() -> Iterator["zmq.Context[zmq.Socket[bytes]]"]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        yield context
+    finally:
+        context.destroy(linger=0)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that another thread does."""
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def swap(one: FederationTransport, other: FederationTransport, tag: int) -> None:
+    mine, theirs = torch.zeros(1000), torch.zeros(1000)
+    flights = [
+        one.post([Message(other.rank, torch.full((1000,), 1.0))], [Message(other.rank, mine)], tag),
+        other.post([Message(one.rank, torch.full((1000,), 2.0))], [Message(one.rank, theirs)], tag),
+    ]
+    for flight in flights:
+        list(flight.arrivals(SECONDS))
+        flight.finish(SECONDS)
+    assert (mine == 2.0).all()
+    assert (theirs == 1.0).all()

@@ -1,0 +1,283 @@
+"""How ranks of a federation come to know each other: a folder, or any one member."""
+
+import json
+import socket
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_noloco.federation import service
+from megatron_noloco.federation.directory import Address, Directory, is_endpoint
+from megatron_noloco.federation.frames import LARGEST, Member
+from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.rendezvous import Seeds, SharedFolder, listen_at, reachable, rendezvous_of
+from megatron_noloco.federation.transport import FederationTransport, Network
+from megatron_noloco.plans.topology import Place
+from tests.harness import free_port
+from tests.unit.federated import LOCAL, PATIENCE, RUN, swap, transport, until
+
+
+class Asked:
+    """A door that remembers."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, Address] = {}
+        self.asked: list[str] = []
+
+    def learn(self, addresses: Mapping[int, Address]) -> None:
+        self.known = dict(addresses)
+
+    def ask(self, endpoint: str) -> None:
+        self.asked.append(endpoint)
+
+
+# A folder
+
+
+def test_a_shared_folder_gives_what_others_published(tmp_path: Path) -> None:
+    mine, theirs, door = SharedFolder(tmp_path / "there", 1), SharedFolder(tmp_path / "there", 1), Asked()
+    mine.publish(0, Address("tcp://a:1", 10))
+    theirs.publish(1, Address("tcp://b:2", 11))
+    SharedFolder(tmp_path / "there", run=2).publish(2, Address("tcp://c:3", 12))
+    (tmp_path / "there" / "rank_00007.json").write_text("{")
+    (tmp_path / "there" / "rank_x.json").write_text(json.dumps({"run": "1", "endpoint": "e", "epoch": 1}))
+    mine.look(door, alone=True)
+    assert door.known == {0: Address("tcp://a:1", 10), 1: Address("tcp://b:2", 11)}
+    theirs.publish(1, Address("tcp://b:5", 12))
+    mine.look(door, alone=True)
+    assert door.known[1] == Address("tcp://b:5", 12)
+
+
+# Seeds
+
+
+def test_all_seeds_are_asked_by_who_is_alone_and_seldom_by_others() -> None:
+    seeds, door = Seeds.of("127.0.0.1:10, localhost:20"), Asked()
+    seeds.look(door, alone=True)
+    assert door.asked == ["tcp://127.0.0.1:10", "tcp://127.0.0.1:20"]
+    for _ in range(20):
+        seeds.look(door, alone=False)
+    assert len(door.asked) == 2 + 2 * 2
+
+
+def test_ranks_listen_at_the_port_of_all_seeds() -> None:
+    assert Seeds.of("a:10,b:10").listen == "tcp://*:10"
+    with pytest.raises(ValueError, match=r"^federation.listen is missing: .* have the ports \[10, 20\]"):
+        _ = Seeds.of("a:10,b:20").listen
+
+
+def test_a_seed_that_has_no_address_does_not_stop_the_others() -> None:
+    seeds, door = Seeds.of("no-such-host.invalid:10,127.0.0.1:20"), Asked()
+    with pytest.raises(OSError, match=r"^no-such-host.invalid: "):
+        seeds.look(door, alone=True)
+    assert door.asked == ["tcp://127.0.0.1:20"]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("tcp://a:1,b", '"b" is not HOST:PORT'),
+        ("tcp://a:1,b:99999", '"b:99999" is not HOST:PORT'),
+        ("tcp://a:0", '"a:0" is not HOST:PORT'),
+        ("file://", "is neither"),
+        ("/a/folder", "is neither"),
+    ],
+)
+def test_rendezvous_is_refused_in_one_line(text: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem) as caught:
+        rendezvous_of(text, RUN)
+    assert str(caught.value).startswith("federation.rendezvous: ")
+    assert "\n" not in str(caught.value)
+
+
+# Where a rank listens
+
+
+def test_who_listens_everywhere_is_reached_at_its_host() -> None:
+    assert reachable("tcp://0.0.0.0:5", lambda: "here") == "tcp://here:5"
+    assert reachable("tcp://10.0.0.1:5", lambda: "here") == "tcp://10.0.0.1:5"
+
+
+def test_the_ranks_of_a_replica_listen_at_ports_that_follow() -> None:
+    assert [listen_at("tcp://*:500", rank) for rank in range(2)] == ["tcp://*:500", "tcp://*:501"]
+    assert [listen_at("tcp://*:0", rank) for rank in range(2)] == ["tcp://*:0", "tcp://*:0"]
+
+
+def test_a_port_that_is_taken_is_refused_in_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        network = Network(SharedFolder(tmp_path, RUN), RUN, f"tcp://127.0.0.1:{taken.getsockname()[1]}")
+        with pytest.raises(ValueError, match=r"federation.listen: cannot listen at tcp://127.0.0.1:\d+: "):
+            FederationTransport(Place(0, 2), network, PATIENCE)
+
+
+# What ranks tell each other
+
+
+def directory(ranks: int = 8) -> Directory:
+    return Directory(Member(0, RUN, 1, ranks))
+
+
+def test_a_directory_is_unpacked_as_it_was_packed() -> None:
+    own = directory()
+    own.merge({5: Address("tcp://b.example:65535", LARGEST), 0: Address("tcp://10.0.0.1:1", 7)})
+    assert own.unpack(own.pack()) == own.addresses
+    assert directory().unpack(b"") == {}
+    assert len(own.pack()) <= own.longest
+
+
+def test_the_address_of_the_latest_process_is_kept() -> None:
+    own = directory()
+    own.merge({1: Address("tcp://a:1", 5)})
+    own.merge({1: Address("tcp://b:1", 5)})
+    own.merge({1: Address("tcp://c:1", 4)})
+    assert own.addresses == {1: Address("tcp://a:1", 5)}
+    assert own.version == 1
+    own.merge({1: Address("tcp://b:1", 6)})
+    assert own.addresses == {1: Address("tcp://b:1", 6)}
+
+
+UNSOUND = {
+    8: Address("tcp://a:1", 1),  # no such rank
+    1: Address("tcp://a:0", 1),
+    2: Address("tcp://a:65536", 1),
+    3: Address("ipc:///tmp/x", 1),
+    4: Address("tcp://a:1", 0),
+    5: Address("tcp://a;tcp://b:1", 1),
+    6: Address("tcp://" + "a" * 300 + ":1", 1),
+}
+
+
+@pytest.mark.parametrize("rank", UNSOUND)
+def test_what_can_be_no_address_is_refused(rank: int) -> None:
+    own, larger = directory(), directory()
+    own.merge({rank: UNSOUND[rank]})
+    assert own.addresses == {}
+    larger.addresses[rank] = Address(UNSOUND[rank].endpoint[-255:], UNSOUND[rank].epoch)
+    assert own.unpack(larger.pack()) is None
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=200))
+def test_garbage_is_no_directory(noise: bytes) -> None:
+    """Or, hardly ever, one that holds sound addresses only."""
+    found = directory().unpack(noise)
+    assert found is None or all(rank < 8 and is_endpoint(found[rank].endpoint) for rank in found)
+
+
+def test_a_directory_cut_short_or_out_of_order_is_refused() -> None:
+    own = directory()
+    own.merge({rank: Address(f"tcp://a:{rank + 1}", 5) for rank in range(2)})
+    packed = own.pack()
+    half = len(packed) // 2
+    assert all(own.unpack(packed[:stop]) is None for stop in range(1, len(packed)) if stop != half)
+    assert own.unpack(packed[half:] + packed[:half]) is None
+    assert own.unpack(packed[:half] * 2) is None
+
+
+# Together
+
+
+def member(place: Place, seeds: str, listen: str = LOCAL, keys: Keys | None = None) -> FederationTransport:
+    return FederationTransport(place, Network(Seeds.of(seeds), RUN, listen, keys), PATIENCE)
+
+
+def seed_of(transport: FederationTransport) -> str:
+    return transport.address.endpoint.removeprefix("tcp://")
+
+
+def test_any_one_member_is_enough(tmp_path: Path) -> None:
+    """Also when the first has gone, and when it comes back elsewhere."""
+    first_seed = f"127.0.0.1:{free_port()}"
+    keys = Keys.make(tmp_path / "key")
+    with ExitStack() as stack:
+        first = stack.enter_context(closing(member(Place(0, 5), first_seed, f"tcp://{first_seed}", keys)))
+        second, third = (
+            stack.enter_context(closing(member(Place(slot, 5), first_seed, keys=keys))) for slot in (1, 2)
+        )
+        until(lambda: [one.present() for one in (first, second, third)] == [[1, 2], [0, 2], [0, 1]])
+        first.close()
+        fourth = stack.enter_context(closing(member(Place(3, 5), seed_of(third), keys=keys)))
+        until(lambda: [one.present() for one in (second, third, fourth)] == [[2, 3], [1, 3], [1, 2]])
+        again = stack.enter_context(closing(member(Place(0, 5), seed_of(fourth), keys=keys)))
+        until(lambda: all(len(one.present()) == 3 for one in (second, third, fourth, again)))
+        swap(again, second, tag=1)
+
+
+def test_a_seed_need_not_be_at_the_same_place_of_its_replica() -> None:
+    """Each replica has two ranks, and the seed is the first of one."""
+    with ExitStack() as stack:
+        seed = f"127.0.0.1:{free_port()}"
+        ranks = [
+            stack.enter_context(
+                closing(
+                    member(
+                        Place(rank // 2, 3, rank=rank, ranks_per_replica=2),
+                        seed,
+                        f"tcp://{seed}" if rank == 0 else LOCAL,
+                    )
+                )
+            )
+            for rank in range(6)
+        ]
+        for slot in range(3):  # as the ranks of a job do
+            of_slot = ranks[2 * slot : 2 * slot + 2]
+            for one in of_slot:
+                one.service.learn({other.rank: other.address for other in of_slot})
+        until(lambda: [one.present() for one in ranks] == [[2, 4], [3, 5], [0, 4], [1, 5], [0, 2], [1, 3]])
+        assert all(len(one.service.desk.directory.addresses) == 6 for one in ranks)
+
+
+def test_who_asks_and_is_gone_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even when very many do."""
+    monkeypatch.setattr(service, "_ERRAND_SECONDS", 0.5)
+    with transport(tmp_path, 0) as one:
+        for port in range(1, 201):
+            one.service.ask(f"tcp://127.0.0.1:{port}")
+        until(lambda: 0 < len(one.service._errands) <= 64)
+        until(lambda: one.service._errands == {})
+
+
+def test_the_same_replica_twice_is_told_to_the_one_that_no_longer_counts(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with transport(tmp_path, 0) as first, transport(tmp_path, 1) as second:
+        until(lambda: first.present() == [1] and second.present() == [0])
+        with transport(tmp_path, 0) as again:
+            until(lambda: again.present() == [1])
+            told = f"rank 0: another process of this rank, at {again.address.endpoint}, counts for the others"
+            lines: list[str] = []
+
+            def first_is_told() -> bool:
+                lines.extend(capfd.readouterr().err.splitlines())
+                return any(line.startswith(told) for line in lines)
+
+            until(first_is_told)
+
+
+def test_who_has_another_key_is_told_by_the_seed_and_by_itself(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    seed = f"127.0.0.1:{free_port()}"
+    keys, wrong = (Keys.make(tmp_path / name) for name in ("key", "wrong"))
+    with (
+        closing(member(Place(0, 2), seed, f"tcp://{seed}", keys)) as first,
+        closing(member(Place(1, 2), seed, keys=wrong)) as second,
+    ):
+        told: set[str] = set()
+
+        def both_have_told() -> bool:
+            told.update(capfd.readouterr().err.splitlines())
+            return len(told) == 2
+
+        until(both_have_told)
+        assert not first.wait_for(1, 0.5)
+        assert second.present() == []
+    same = "both need the same key file, or encryption none"
+    assert told == {
+        f"rank 0: a connection was refused: {same}",
+        f"rank 1: tcp://{seed} cannot be joined: {same}",
+    }

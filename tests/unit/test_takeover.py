@@ -1,0 +1,251 @@
+"""What a rank accepts of a checkpoint that another job offers, what it leaves on disk, and whom it asks."""
+
+import json
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_noloco.checkpoint import catalog
+from megatron_noloco.checkpoint.catalog import Manifest
+from megatron_noloco.checkpoint.files import DamagedCheckpointError
+from megatron_noloco.checkpoint.handover import accepted, newest_of_rank, receive
+from megatron_noloco.checkpoint.resume import Start
+from megatron_noloco.checkpoint.settings import CheckpointSettings
+from megatron_noloco.config import RunConfig
+from megatron_noloco.federation.transport import FederationTransport
+from megatron_noloco.plans.topology import Position
+from megatron_noloco.training import takeover
+from megatron_noloco.training.takeover import Takeover
+from tests.unit.federated import transport, until
+from tests.unit.test_checkpoint_files import CONFIG, job, write_checkpoint
+
+GIVER, TAKER = replace(job(2), pp=2), replace(job(5), pp=2)
+AT = Position(2, 1, 0, 0)  # the giver's rank
+ARCHITECTURE = RunConfig.from_dict(CONFIG).architecture(257)
+RUN = RunConfig.from_dict({**CONFIG, "data": {"text": "elsewhere"}}).to_dict()
+SETTINGS = CheckpointSettings(Path("checkpoints"), RUN, completed=dict)
+
+
+def offered(folder: Path) -> tuple[bytes, list[Path]]:
+    write_checkpoint(folder, 10, GIVER)
+    write_checkpoint(folder, 20, GIVER)
+    found = newest_of_rank(folder, AT)
+    assert found is not None
+    return found
+
+
+def accept(content: bytes) -> Manifest:
+    return accepted(content, AT, TAKER, ARCHITECTURE, SETTINGS)
+
+
+def copy_of(files: Sequence[Path]) -> Callable[[Sequence[Tensor]], None]:
+    """Fills buffers as a handover does."""
+
+    def fill(buffers: Sequence[Tensor]) -> None:
+        for buffer, path in zip(buffers, files, strict=True):
+            buffer.copy_(torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8))
+
+    return fill
+
+
+def names_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
+
+
+def test_the_newest_step_that_the_rank_has_saved_is_given(tmp_path: Path) -> None:
+    assert newest_of_rank(tmp_path / "nowhere", AT) is None
+    content, files = offered(tmp_path)
+    assert Manifest.parse(content, "").step == 20
+    assert [path.name for path in files] == [
+        "resume_stage_01_dp_00_tp_00.safetensors",
+        "stage_01_dp_00_tp_00.safetensors",
+    ]
+    assert newest_of_rank(tmp_path, replace(AT, replica=3)) is None, "of another replica"
+    damaged = catalog.replica_folder(catalog.step_folder(tmp_path, 20), 2) / catalog.manifest_name(AT)
+    damaged.write_text("{")
+    older = newest_of_rank(tmp_path, AT)
+    assert older is not None
+    assert Manifest.parse(older[0], "").step == 10
+
+
+def test_what_is_taken_over_is_a_checkpoint_of_the_other_replica(tmp_path: Path) -> None:
+    """With the data and the addresses of this job, which are its own."""
+    for stage in range(2):
+        at = replace(AT, stage=stage)
+        write_checkpoint(tmp_path / "theirs", 20, GIVER)
+        content, files = newest_of_rank(tmp_path / "theirs", at) or (b"", [])
+        manifest = accepted(content, at, TAKER, ARCHITECTURE, SETTINGS)
+        receive(tmp_path / "ours", manifest, copy_of(files))
+    found, expected = (catalog.step_folder(tmp_path / name, 20) for name in ("ours", "theirs"))
+    assert names_in(tmp_path / "ours") == names_in(found.parent)
+    assert catalog.is_complete(found)
+    assert names_in(found) == names_in(expected)
+    for path in expected.rglob("*.safetensors"):
+        assert (found / path.relative_to(expected)).read_bytes() == path.read_bytes()
+    start = Start(found, [], catalog.read_manifests(found))
+    assert (start.step, start.sample) == (20, 12 * 20)
+    assert start.manifests[0].config["data"] == RUN["data"]
+    assert start.manifests[0].config["model"] == Manifest.parse(content, "").config["model"]
+
+
+WRONG: dict[str, dict[str, Any]] = {
+    "a place on this machine": {"files": {"../../../evil": {"bytes": 5, "sha256": "0"}}},
+    "no files": {"files": {}},
+    "a huge file": {
+        "files": {
+            "resume_stage_01_dp_00_tp_00.safetensors": {"bytes": 10**15, "sha256": "0"},
+            "stage_01_dp_00_tp_00.safetensors": {"bytes": 5, "sha256": "0"},
+        }
+    },
+    "an empty file": {
+        "files": {
+            "resume_stage_01_dp_00_tp_00.safetensors": {"bytes": 0, "sha256": "0"},
+            "stage_01_dp_00_tp_00.safetensors": {"bytes": 5, "sha256": "0"},
+        }
+    },
+    "another rank": {"position": {"replica": 2, "stage": 0, "dp": 0, "tp": 0}},
+    "another replica": {"position": {"replica": 3, "stage": 1, "dp": 0, "tp": 0}},
+    "another layout": {"topology": {"pp": 2, "tp": 2, "slot": 2, "slots": 8}},
+    "a step that is no number": {"step": "20"},
+    "a negative step": {"step": -1},
+    "samples that are no number": {"consumed_samples": [1]},
+    "counters that are no numbers": {"counters": {"total/sent_bytes": "x"}},
+    "another format": {"format": 99},
+    "another precision": {"config": RUN | {"bf16": {"enabled": True}}},
+    "a config that is none": {"config": []},
+    "counters that are none": {"counters": [1]},
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_such_a_rank_would_not_have_is_not_accepted(name: str, tmp_path: Path) -> None:
+    content, _ = offered(tmp_path)
+    with pytest.raises(DamagedCheckpointError, match=r"^offered by replica 2: "):
+        accept(json.dumps(json.loads(content) | WRONG[name]).encode())
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff\x00", b"[" * 100_000, b"[]", b"{}", b'{"format": 3}'])
+def test_what_is_no_manifest_is_not_accepted(content: bytes) -> None:
+    with pytest.raises(DamagedCheckpointError):
+        Manifest.parse(content, "")
+
+
+def test_another_model_is_not_accepted(tmp_path: Path) -> None:
+    content, _ = offered(tmp_path)
+    other = replace(ARCHITECTURE, num_layers=3)
+    with pytest.raises(DamagedCheckpointError, match="of another place, layout or model"):
+        accepted(content, AT, TAKER, other, SETTINGS)
+
+
+def test_bytes_that_are_not_those_of_the_manifest_leave_nothing(tmp_path: Path) -> None:
+    content, files = offered(tmp_path / "theirs")
+
+    def altered(buffers: Sequence[Tensor]) -> None:
+        copy_of(files)(buffers)
+        buffers[1][-1] ^= 1
+
+    with pytest.raises(DamagedCheckpointError, match="checksum does not match"):
+        receive(tmp_path / "ours", accept(content), altered)
+    assert [name for name in names_in(tmp_path / "ours") if "." in name] == []
+
+
+def test_a_disk_without_room_is_noticed_before_anything_is_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content, _ = offered(tmp_path / "theirs")
+
+    def full(*_: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.posix_fallocate", full)
+    with pytest.raises(OSError, match="No space left"):
+        receive(tmp_path / "ours", accept(content), lambda buffers: pytest.fail("fetched"))
+
+
+# Together, over the transport; every job is one rank
+
+
+class OneRank:
+    """torch.distributed in a world of one."""
+
+    @staticmethod
+    def get_rank() -> int:
+        return 0
+
+    @staticmethod
+    def get_world_size() -> int:
+        return 1
+
+    @staticmethod
+    def barrier() -> None:
+        pass
+
+    @staticmethod
+    def broadcast_object_list(holder: list[Any], src: int) -> None:
+        pass
+
+    @staticmethod
+    def all_gather_object(values: list[Any], value: Any) -> None:
+        values[0] = value
+
+
+def start_of(door: FederationTransport, folder: Path, margin: int = 5, load: str = "auto") -> list[str]:
+    """What the start of a job says; from then on it gives."""
+    settings = replace(SETTINGS, folder=folder, load=load)
+    return Takeover(door, settings, job(door.rank), ARCHITECTURE, margin)()
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(takeover, "dist", OneRank)
+    monkeypatch.setattr(takeover, "_BETWEEN_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_newest_is_taken_over_and_where_it_is_damaged_the_next(tmp_path: Path) -> None:
+    folders = [tmp_path / str(slot) for slot in range(4)]
+    for slot, step in enumerate((30, 20, 10)):
+        write_checkpoint(folders[slot], step, job(slot))
+    weights = catalog.file_of(catalog.step_folder(folders[0], 30), Position(0, 0, 0, 0), catalog.WEIGHTS)
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with ExitStack() as stack:
+        doors = [stack.enter_context(transport(tmp_path / "there", slot, 8)) for slot in range(4)]
+        until(lambda: all(len(door.present()) == 3 for door in doors))
+        for slot in range(3):
+            assert start_of(doors[slot], folders[slot], margin=100) == []
+        damaged, taken = start_of(doors[3], folders[3])
+        assert damaged.startswith("the checkpoint of replica 0 was not taken over: ")
+        assert damaged.endswith("checksum does not match its manifest")
+        assert taken.startswith("taken over from replica 1: its checkpoint of step 20, ")
+        assert [path.name for path in catalog.steps(folders[3])] == ["step_00000020"]
+        assert catalog.is_complete(catalog.step_folder(folders[3], 20))
+        assert (folders[3] / "latest").read_text() == "step_00000020\n"
+        assert start_of(doors[3], folders[3], margin=10) == [], "30 is not more than 10 ahead"
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_save_that_was_never_completed_is_out_of_the_way(tmp_path: Path) -> None:
+    """And the step of one's own checkpoint is told, with what is not read."""
+    folders = [tmp_path / str(slot) for slot in range(2)]
+    write_checkpoint(folders[0], 20, job(0))
+    write_checkpoint(folders[1], 4, job(1))
+    unfinished = catalog.replica_folder(catalog.step_folder(folders[1], 20), 1)
+    unfinished.mkdir(parents=True)
+    (unfinished / "file").write_text("of a save that was cut short")
+    with transport(tmp_path / "there", 0, 8) as giver, transport(tmp_path / "there", 1, 8) as taker:
+        until(lambda: giver.present() == [1] and taker.present() == [0])
+        assert start_of(giver, folders[0]) == []
+        assert start_of(taker, folders[1], load="none") == [], "the config says where to start"
+        aside, told = start_of(taker, folders[1])
+    assert aside == f"set aside: {unfinished.parent} is now step_00000020.set_aside"
+    assert told.endswith("; the own one was of step 4, and the samples between are not read")
+    assert names_in(catalog.step_folder(folders[1], 20)) == names_in(catalog.step_folder(folders[0], 20))
+    assert (folders[1] / "step_00000020.set_aside" / "replica_01" / "file").exists()
