@@ -16,7 +16,7 @@ import numpy as np
 from megatron_noloco.federation.frames import Frame, Kind, read
 from megatron_noloco.federation.link import Chunks
 from megatron_noloco.federation.peer import MOST_WANTS, Peer, Receive, Send
-from megatron_noloco.transport.protocol import WithdrawnError
+from megatron_noloco.transport.protocol import EXCHANGE_TAGS, WithdrawnError
 
 
 @dataclass(frozen=True)
@@ -64,8 +64,8 @@ class Desk:
         self._ways = ways
         self._receives: dict[int, Receive] = {}  # by ticket
         self._tickets = 0
-        self._begun = self._over = -1
-        self._void_below = 0  # tag
+        self._begun = -1
+        self._under_way: dict[int, int | None] = {}  # the partner, by the exchange's number
         self._told: set[str] = set()
 
     # What this rank does
@@ -89,26 +89,33 @@ class Desk:
         )
         self._ways[receive.rank].control(want.pack())
 
-    def begin(self, number: int) -> None:
-        """Tell the others that this exchange has begun here."""
+    def begin(self, number: int, rank: int | None) -> None:
+        """Tell the others that this exchange has begun here, with that rank; they have no part in it."""
         self._begun = max(self._begun, number)
-        self.greet()
+        self._under_way[number] = rank
+        self._drop_void()
 
-    def end(self, number: int, void_below: int) -> None:
-        """Tell the others that this exchange is over here, and that what has a smaller tag is void."""
-        self._over, self._void_below = max(self._over, number), max(self._void_below, void_below)
-        for peer in self.peers.values():
-            self.drop(peer, self._void_below)
-        self.greet()
+    def end(self, number: int) -> None:
+        """Tell the others that this exchange is over here, and what is under way for it void."""
+        self._under_way = {later: rank for later, rank in self._under_way.items() if later > number}
+        self._drop_void()
 
     def greet(self, *ranks: int) -> None:
-        """Tell them, or all that can be reached, that this rank is there."""
-        hello = self._frame(
-            Kind.HELLO, tag=self._void_below, number=self._begun + 1, offset=self._over + 1
-        ).pack()
+        """Tell them, or all that can be reached, that this rank is there, and which exchanges are void."""
         for rank, way in self._ways.items():
             if rank in ranks or (not ranks and self.peers[rank].connected):
-                way.hello(hello)
+                open_from = self._open_from(rank)
+                way.hello(self._frame(Kind.HELLO, number=self._begun + 1, offset=open_from).pack())
+
+    def _open_from(self, rank: int) -> int:
+        """The first exchange in which this rank may meet that one: one under way with it, or one to come."""
+        with_it = (number for number, partner in self._under_way.items() if partner == rank)
+        return min(with_it, default=self._begun + 1)
+
+    def _drop_void(self) -> None:
+        for peer in self.peers.values():
+            self.drop(peer, self._open_from(peer.rank) * EXCHANGE_TAGS)
+        self.greet()
 
     def drop(self, peer: Peer, below_tag: int | None = None, failure: ConnectionError | None = None) -> None:
         """End what is under way with a peer under smaller tags (None: all); who waits for it gets `failure`."""
@@ -159,12 +166,13 @@ class Desk:
             return "earlier process"
         if frame.epoch > peer.epoch:
             self.drop(peer, failure=ConnectionError(f"rank {peer.rank} was started anew"))
-            peer.epoch, peer.begun, peer.over = frame.epoch, -1, -1
+            peer.epoch, peer.begun, peer.open_from = frame.epoch, -1, 0
         peer.heard = time.monotonic()
         match frame.kind:
             case Kind.HELLO:
-                peer.begun, peer.over = frame.number - 1, frame.offset - 1
-                self.drop(peer, frame.tag, WithdrawnError(f"rank {peer.rank} has ended this exchange"))
+                peer.begun, peer.open_from = frame.number - 1, frame.offset
+                withdrawn = WithdrawnError(f"rank {peer.rank} has no part in this exchange")
+                self.drop(peer, frame.offset * EXCHANGE_TAGS, withdrawn)
                 return ""
             case Kind.WANT:
                 return self._take_want(peer, frame)
@@ -174,7 +182,7 @@ class Desk:
                 return self._take_done(peer, frame)
 
     def _take_want(self, peer: Peer, want: Frame) -> str:
-        if want.tag < self._void_below:
+        if want.tag < self._open_from(peer.rank) * EXCHANGE_TAGS:
             return "void"
         if want.sender not in self._ways:
             return "no way back"

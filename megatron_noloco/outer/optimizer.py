@@ -50,6 +50,7 @@ from megatron_noloco.outer.settings import OuterSettings
 from megatron_noloco.outer.tags import Channel
 from megatron_noloco.outer.vectors import OuterVectors
 from megatron_noloco.outer.weights import Weights
+from megatron_noloco.plans.choices import Others, choose
 from megatron_noloco.plans.fragments import fragment_after, next_after
 from megatron_noloco.plans.grouping import Group, Grouping
 from megatron_noloco.plans.topology import Place
@@ -307,7 +308,14 @@ class OuterOptimizer:
         )
         if transport.partners is None:
             return Round(self._vectors, exchange, self._longest)
-        return Round(self._vectors, CommittedExchange(exchange, transport.partners), self._longest)
+        return Round(
+            self._vectors, CommittedExchange(exchange, transport.partners, self._choose), self._longest
+        )
+
+    def _choose(self, number: int, others: Others) -> int | None:
+        """The partner in an exchange with a replica that is another job."""
+        at = divmod(number, self.settings.fragments)
+        return choose(self.grouping, self.place.replica, at, others)
 
     @contextmanager
     def _paused(self) -> Iterator[None]:

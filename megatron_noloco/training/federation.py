@@ -14,7 +14,6 @@ from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.rendezvous import Rendezvous, rendezvous_of
 from megatron_noloco.federation.transport import FederationTransport, Network
 from megatron_noloco.job.join import reachable_address
-from megatron_noloco.outer.tags import tag_of
 from megatron_noloco.plans.fragments import next_after
 from megatron_noloco.plans.topology import Topology
 
@@ -109,7 +108,7 @@ class KeepingUp:
         self._untrained = done == 0
         self._tell(done)
         came = self._transport.wait_for(self._start_with - 1, self._longest_seconds)
-        return self._transport.partners.agree(came)
+        return self._transport.partners.agree([came]) == [True]
 
     def next_step(self, step: int) -> int:
         """The local step (from 0) that follows when `step` would; the same on all ranks of the replica.
@@ -142,7 +141,7 @@ class KeepingUp:
         over = round_index * self._fragments + fragment - 1
         if over >= 0:
             self._transport.partners.begin(over, None)
-            self._transport.partners.end(over, tag_of(over + 1, 0))
+            self._transport.partners.end(over)
 
     def _phase_of_others(self) -> int | None:
         """The local phase that half of the others, at least, have reached; None where nobody is there."""

@@ -19,6 +19,7 @@ ALONE = {
     "bench_data": ("--megabytes 0.1 --workers 1 --repeats 1 --steps 0", "preprocess_over_raw"),
     "bench_payload": ("--elements 2048 --repeats 1", "ways"),
     "bench_tflops": ("--matrix 8 --repeats 1", "step_over_matmul"),
+    "bench_meetings": ("--slots 4 --empty 0.5 --rounds 4 --phase-seconds 0.01", "cases"),
     "bench_routing": (
         "--replicas 2 --stages 2 --hidden 16 --seq-length 8 --repeats 1",
         "median_over_off",

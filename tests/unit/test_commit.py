@@ -12,10 +12,11 @@ from torch import Tensor
 from megatron_noloco.outer import Channel, CodedExchange, Coding, Exchange, ExchangeReport
 from megatron_noloco.outer.commit import CommittedExchange
 from megatron_noloco.outer.tags import CHANNELS, PHASES
+from megatron_noloco.plans.choices import Others
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.chunks import LandingFlight
 from megatron_noloco.transport.loopback import LoopbackTransport, loopback_world
-from megatron_noloco.transport.protocol import Message
+from megatron_noloco.transport.protocol import Message, Standing
 
 LENGTH = 5000
 SHORT_SECONDS, LONG_SECONDS = 0.3, 20.0
@@ -43,21 +44,20 @@ class Votes:
 
     ranks: int
     barrier: threading.Barrier = field(init=False)
-    no: bool = False
+    votes: list[Sequence[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.barrier = threading.Barrier(self.ranks, timeout=LONG_SECONDS)
 
-    def agree(self, yes: bool) -> bool:
+    def agree(self, votes: Sequence[int]) -> list[int]:
         if self.barrier.wait() == 0:
-            self.no = False
+            self.votes.clear()
         self.barrier.wait()
-        if not yes:
-            self.no = True
+        self.votes.append(votes)
         self.barrier.wait()
-        result = not self.no
+        smallest = [min(place) for place in zip(*self.votes, strict=True)]
         self.barrier.wait()
-        return result
+        return smallest
 
 
 class Partners:
@@ -67,18 +67,30 @@ class Partners:
         self.agree = votes.agree
         self.deadline_seconds = deadline_seconds
         self.refused = refused
+        self.begun: list[int | None] = []
         self.ended: list[int] = []
-        self.recorded: list[bool] = []
+        self.succeeded = 0
+        self.avoided: list[int] = []
 
-    def begin(self, number: int, rank: int | None) -> str:
-        return "" if rank is None else self.refused
+    def standing(self, number: int, rank: int) -> tuple[Standing, str]:
+        return (Standing.AWAY, self.refused) if self.refused else (Standing.FREE, "")
 
-    def end(self, number: int, void_below: int) -> None:
-        assert void_below == (number + 1) * CHANNELS * PHASES
+    def begin(self, number: int, rank: int | None) -> None:
+        self.begun.append(rank)
+
+    def end(self, number: int) -> None:
         self.ended.append(number)
 
-    def record(self, rank: int, seconds: float | None) -> None:
-        self.recorded.append(seconds is not None)
+    def record(self, seconds: float) -> None:
+        self.succeeded += 1
+
+    def avoid(self, rank: int, exchanges: int, why: str) -> None:
+        assert exchanges == 1
+        self.avoided.append(rank)
+
+
+def the_other(number: int, others: Others) -> int | None:
+    return next(iter(others.free), None)
 
 
 @dataclass
@@ -108,7 +120,7 @@ def average(
             else CodedExchange(door, place, Channel.ROUNDS, seconds, Coding(bits, LENGTH))  # type: ignore[arg-type]
         )
         partners = Partners(votes[rank // ranks], seconds, refused if rank == 0 else "")
-        committed = CommittedExchange(exchange, partners)
+        committed = CommittedExchange(exchange, partners, the_other)
         committed.begin(vector(rank), (0, 1), 7, "a test")
         assert list(committed.progress()) == []
         mean = torch.zeros(LENGTH)
@@ -135,7 +147,8 @@ def assert_bye(outcome: Outcome, rank: int, missed: str, ranks: int = 1) -> None
 def test_without_faults_the_mean_is_that_of_the_exchange() -> None:
     for outcome in average(nothing, ranks=2, seconds=LONG_SECONDS):
         assert outcome.report.group == (0, 1)
-        assert outcome.partners.recorded == [True]
+        assert outcome.partners.succeeded == 1
+        assert not outcome.partners.avoided
         assert outcome.partners.ended == [7]
     found = average(nothing, seconds=LONG_SECONDS)
     expected = (vector(0) + vector(1)) * 0.5
@@ -155,8 +168,8 @@ def test_who_is_not_met_costs_nothing() -> None:
     first, second = average(nothing, refused="is behind")
     assert_bye(first, 0, "is behind")
     assert_bye(second, 1, "missed the deadline")
-    assert first.partners.recorded == []
-    assert second.partners.recorded == [False]
+    assert (first.partners.begun, first.partners.avoided) == ([None], [])
+    assert (second.partners.begun, second.partners.avoided) == ([0], [0])
     assert not first.report.in_doubt
 
 
@@ -185,17 +198,18 @@ def test_all_ranks_of_both_replicas_decide_alike() -> None:
     for rank, outcome in enumerate(found):
         assert torch.equal(outcome.mean, vector(rank)), rank
         assert outcome.report.group == (rank // 2,)
-        assert outcome.partners.recorded == [False]
+        assert outcome.partners.succeeded == 0
     assert "another rank" in found[0].report.missed
     assert "missed the deadline" in found[1].report.missed
+    assert [outcome.partners.avoided for outcome in found] == [[], [3], [0], [1]]
 
 
 def test_a_bye_of_the_plan_is_no_miss() -> None:
     (transport,) = loopback_world(1)
     partners = Partners(Votes(1), SHORT_SECONDS)
-    committed = CommittedExchange(Exchange(transport, Place(0, 1), Channel.ROUNDS, 1.0), partners)
+    committed = CommittedExchange(Exchange(transport, Place(0, 1), Channel.ROUNDS, 1.0), partners, the_other)
     committed.begin(vector(0), (0,), 3, "a test")
     ((start, stop, mean),) = committed.finish()
     assert (start, stop) == (0, LENGTH)
     assert torch.equal(mean, vector(0))
-    assert (committed.report.missed, partners.ended, partners.recorded) == ("", [3], [])
+    assert (committed.report.missed, partners.begun, partners.ended) == ("", [None], [3])

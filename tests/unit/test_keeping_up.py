@@ -22,8 +22,8 @@ class Others:
         self.told: list[tuple[str, int]] = []
         self.partners = SimpleNamespace(
             begin=lambda number, rank: self.told.append(("begun", number)),
-            end=lambda number, void_below: self.told.append(("over", number)),
-            agree=lambda yes: yes,
+            end=lambda number: self.told.append(("over", number)),
+            agree=list,
         )
 
     def begun(self) -> list[int]:
