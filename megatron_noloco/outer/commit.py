@@ -8,9 +8,9 @@ weights.
 1. The ranks of a replica agree whom of the others they can meet, and so with whom: the plan's partner, or another
    replica left over (`plans.choices`). All others learn at once that they do not meet this replica, and one that
    waits for it has a bye. A replica that finds nobody has a bye at once.
-2. The vectors are exchanged. The mean is kept aside.
-3. The ranks of a replica agree whether all of them have it. If so, each sends its counterpart a token: *prepared*.
-   If not, the round is a bye, and the partner is told that its messages are void.
+2. The vectors are exchanged. The mean is kept aside. One that is not finite, or absurd (`guard`), is refused.
+3. The ranks of a replica agree whether all of them have a sound one. If so, each sends its counterpart a token:
+   *prepared*. If not, the round is a bye, and the partner is told that its messages are void.
 4. The ranks agree whether all of them have received the counterpart's token. If so, the mean is used.
 
 A replica that sent no token has a bye, and so has its partner, which receives none. A replica that did, and waits
@@ -19,6 +19,7 @@ bye, and reports the round as in doubt. If its partner did use the mean, the mea
 once, by the pair's difference over 2 R.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -27,6 +28,7 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.outer.exchange import Exchange
+from megatron_noloco.outer.guard import Guard, PoisonedError
 from megatron_noloco.outer.mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.memory import Kept
 from megatron_noloco.outer.patience import PartnerTimeoutError
@@ -46,6 +48,7 @@ from megatron_noloco.transport.protocol import (
 Choose = Callable[[int, Others], int | None]
 """choose(number, others): the partner in an exchange, see `plans.choices.choose`."""
 
+_AVOIDED_EXCHANGES = 10  # with a partner whose vector was refused
 _LATE = (PartnerTimeoutError, ExchangeTimeoutError)
 _FAILURES = (*_LATE, ConnectionError)
 
@@ -60,12 +63,14 @@ class CommittedExchange:
         exchange: of a pair; on the channel `Channel.ROUNDS`.
         partners: of its transport.
         choose: the same on all ranks.
+        guard: that of all exchanges of this rank.
     """
 
-    def __init__(self, exchange: Exchange, partners: Partners, choose: Choose) -> None:
+    def __init__(self, exchange: Exchange, partners: Partners, choose: Choose, guard: Guard) -> None:
         self._exchange = exchange
         self._partners = partners
         self._choose = choose
+        self._guard = guard
         self._replica = exchange.place.replica
         self._kept = Kept()
         self._vector = torch.empty(0)
@@ -127,13 +132,16 @@ class CommittedExchange:
             started = time.monotonic()
             if self._failure is None:
                 self._collect(self._exchange.finish())
-            seconds = time.monotonic() - started
+            seconds, ratio = time.monotonic() - started, self._checked()
             if self._commit():
                 self._partners.record(seconds)
+                self._guard.accept(ratio)
             else:
                 self._mean = None
                 if isinstance(self._failure, _LATE):
                     self._partners.avoid(self._rank, 1, "missed its last deadline")
+                elif isinstance(self._failure, PoisonedError) and self._failure.by_partner:
+                    self._partners.avoid(self._rank, _AVOIDED_EXCHANGES, str(self._failure))
         self._partners.end(self._number)
         mean = self._vector if self._mean is None else self._mean
         yield MeanPiece(0, len(mean), mean)
@@ -146,10 +154,18 @@ class CommittedExchange:
         except _FAILURES as failure:
             self._failure = failure
 
+    def _checked(self) -> float:
+        """See `Guard.check`."""
+        try:
+            return self._guard.check(self._vector, self.report) if self._failure is None else math.nan
+        except PoisonedError as failure:
+            self._failure = failure
+            return math.nan
+
     def _commit(self) -> bool:
         """Whether the mean counts, the same on all ranks of the replica; else the report is that of a bye."""
         if not self._all_have_it():
-            self._miss(self._partner, _short(self._failure) or "did not reach another rank in time")
+            self._miss(self._partner, _short(self._failure) or "failed, or was refused by, another rank")
             return False
         prepared = self._post_token([Message(self._rank, torch.ones(1, dtype=torch.uint8))], [])
         self._wait_for_token()
@@ -188,4 +204,6 @@ def _short(failure: Exception | None) -> str:
     """As the log names it."""
     if isinstance(failure, _LATE):
         return "missed the deadline"
+    if isinstance(failure, PoisonedError):
+        return str(failure)
     return "" if failure is None else str(failure).partition(" ")[2].partition(" ")[2]

@@ -14,6 +14,7 @@ from megatron_noloco.outer import Rounds
 from megatron_noloco.training.delay import DelayChoice
 from megatron_noloco.training.evaluate import Evaluator
 from megatron_noloco.training.federation import KeepingUp
+from megatron_noloco.training.health import Health
 from megatron_noloco.training.monitor import Monitor
 from megatron_noloco.training.outer import FinalAverage
 
@@ -58,12 +59,14 @@ class Run:
     final_average: FinalAverage | None = None
     delay: DelayChoice | None = None  # where the run itself chooses delay_steps, and has not yet
     keeping_up: KeepingUp | None = None  # with the other jobs of a federation
+    health: Health | None = None  # in a federation
 
     def train(self) -> bool:
         """Train to the end, or until asked to stop.
 
         False when the run stopped early and this rank's state could not be saved. Raises PartnerTimeoutError when
-        a partner does not answer: the run can then be continued from its last checkpoint.
+        a partner does not answer, NotFiniteError as `Health` does: the run can then be continued from its last
+        checkpoint.
         """
         try:
             done = self._loop()
@@ -91,7 +94,9 @@ class Run:
             step = self._next_step(done)
             done = step + 1
             started = time.perf_counter()
-            self.engine.train_batch(*self.loader.step(step))
+            losses = self.engine.train_batch(*self.loader.step(step))
+            if self.health is not None:
+                self.health.after_step(done, losses)
             self._round(done, time.perf_counter() - started)
             if done == self.schedule.steps and self.final_average is not None:
                 self.monitor.averaged(self.final_average(done))
@@ -134,4 +139,6 @@ class Run:
             self._save(done)
 
     def _save(self, done: int) -> None:
+        if self.health is not None:
+            self.health.check()
         self.monitor.saved(self.checkpointer.save(done, self.monitor.metrics.counters))

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +51,10 @@ class Federation:
         for replica in list(self._running):
             self.kill(replica)
 
-    def start(self, replica: int, ranks: int = 1) -> None:
+    def start(self, replica: int, ranks: int = 1, disturb: Callable[[], None] = lambda: None) -> None:
+        """`disturb` is called in each of its processes, before anything else."""
         context = multiprocessing.get_context("fork")
-        launch = (self.config, replica, ranks, free_port(), self.folder)
+        launch = (self.config, replica, ranks, free_port(), self.folder, disturb)
         self._running[replica] = [
             context.Process(target=_run, args=(rank, *launch), daemon=True) for rank in range(ranks)
         ]
@@ -122,7 +123,9 @@ class Federation:
         return max((row.get("total/missed_rounds", 0) for row in self.rows(replica)), default=0)
 
 
-def _run(rank: int, config: str, replica: int, ranks: int, port: int, folder: Path) -> None:
+def _run(
+    rank: int, config: str, replica: int, ranks: int, port: int, folder: Path, disturb: Callable[[], None]
+) -> None:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in place.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -133,4 +136,5 @@ def _run(rank: int, config: str, replica: int, ranks: int, port: int, folder: Pa
     os.dup2(output, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
     assert not dist.is_initialized()
+    disturb()
     leaving.leave(main(["train", "--config", config, "--progress", "lines", "--replica", str(replica)]))

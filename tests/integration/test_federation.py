@@ -1,6 +1,8 @@
 """Replicas as separate jobs: the same training as one job; and what becomes of it when jobs come and go."""
 
+import math
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_noloco.checkpoint import catalog
+from megatron_noloco.engine.replica import ReplicaEngine
+from megatron_noloco.federation.transport import FederationTransport
+from megatron_noloco.transport.protocol import Message
 from tests.harness import run_ranks
 from tests.integration.federation import Federation
 from tests.integration.tiny import run_whole, tiny, write_config, write_text
@@ -109,8 +114,7 @@ def test_a_replica_is_killed_and_comes_back_and_a_new_one_joins(tmp_path: Path, 
         assert "continuing from" in federation.told(2)
         assert "replica 3 is new: a clone of replica" in federation.told(3)
         assert federation.missed(0) + federation.missed(1) > 0
-        losses = [federation.rows(replica, "evaluation")[-1]["validation/loss"] for replica in range(3)]
-        assert max(losses) < 5.0, "of 5.6 at the start"
+        assert max(last_losses(federation, 3)) < 5.0, "of 5.6 at the start"
 
 
 def test_a_replica_without_weights_does_not_join_those_that_have_trained(tmp_path: Path, text: str) -> None:
@@ -148,3 +152,79 @@ def test_a_stopped_replica_costs_one_deadline_and_is_skipped_then(tmp_path: Path
         federation.signal(1, signal.SIGCONT)
         federation.wait()
         assert federation.rows(1)[-1]["step"] == 40
+
+
+def sends_times(factor: float) -> None:
+    """From here on this process sends all vectors multiplied."""
+    original = FederationTransport.post
+
+    def post(self: FederationTransport, sends: list[Message], *more: Any) -> Any:
+        numbers = torch.float32
+        spoiled = [
+            Message(message.rank, message.buffer * factor) if message.buffer.dtype == numbers else message
+            for message in sends
+        ]
+        return original(self, spoiled, *more)
+
+    FederationTransport.post = post  # type: ignore[assignment, method-assign]
+
+
+def last_losses(federation: Federation, replicas: int) -> list[float]:
+    """Of validation."""
+    return [federation.rows(replica, "evaluation")[-1]["validation/loss"] for replica in range(replicas)]
+
+
+def test_poison_stops_at_the_door(tmp_path: Path, text: str) -> None:
+    """One replica sends NaN, one a million times its weights: the other three train as if they were not there."""
+    more = {
+        "training": {"train_iters": 40},
+        "checkpoint": {"save_interval": 0},
+        "evaluation": {"interval": 40, "iters": 4},
+    }
+    losses = []
+    for poisonous in ((), (math.nan, 1e6)):
+        start_with = {"federation": {"start_with": 3 + len(poisonous)}}
+        changed = changes(text, 5, **tiny(more, start_with))
+        with Federation(tmp_path / f"{len(poisonous)}", changed) as federation:
+            for replica in range(3):
+                federation.start(replica)
+            for replica, factor in enumerate(poisonous, start=3):
+                federation.start(replica, disturb=partial(sends_times, factor))
+            federation.wait()
+            losses.append(last_losses(federation, 3))
+    told = "".join(federation.told(replica) for replica in range(3))
+    assert "| replica 3 sent numbers that are not finite |" in told
+    assert "| replica 4 sent absurd numbers, " in told
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
+
+
+def poisons_itself(step: int) -> None:
+    """In this process a weight becomes NaN after so many local steps."""
+    original = ReplicaEngine.train_batch
+
+    def train_batch(self: ReplicaEngine, *arguments: Any) -> Any:
+        losses = original(self, *arguments)
+        if self._deepspeed.global_steps == step:
+            self.weights.parts()[0][0] = math.nan
+        return losses
+
+    ReplicaEngine.train_batch = train_batch  # type: ignore[method-assign]
+
+
+def test_a_replica_whose_weights_are_not_finite_ends_and_continues(tmp_path: Path, text: str) -> None:
+    """In the midst of a local phase, where a save is due."""
+    more = {
+        "noloco": {"local_steps": 4},
+        "training": {"train_iters": 12},
+        "checkpoint": {"save_interval": 3},
+    }
+    with Federation(tmp_path, changes(text, 2, **more)) as federation:
+        federation.start(0, disturb=partial(poisons_itself, 6))
+        assert federation.exit_codes(0) == [1]
+        told = federation.told(0)
+        assert "this replica's weights are no longer finite" in told
+        assert "Traceback" not in told
+        federation.start(0)
+        federation.wait()
+        assert "step 3, " in federation.told(0).removeprefix(told)
+        assert math.isfinite(federation.rows(0)[-1]["train/loss"])

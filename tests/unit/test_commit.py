@@ -1,5 +1,6 @@
 """An exchange between separate jobs counts for both partners or for neither."""
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from megatron_noloco.outer import Channel, CodedExchange, Coding, Exchange, ExchangeReport
 from megatron_noloco.outer.commit import CommittedExchange
+from megatron_noloco.outer.guard import Guard
 from megatron_noloco.outer.tags import CHANNELS, PHASES
 from megatron_noloco.plans.choices import Others
 from megatron_noloco.plans.topology import Place
@@ -21,20 +23,27 @@ from megatron_noloco.transport.protocol import Message, Standing
 LENGTH = 5000
 SHORT_SECONDS, LONG_SECONDS = 0.3, 20.0
 Lost = Callable[[int, int], bool]  # (rank that sends, channel) -> whether its messages get lost
+Altered = Callable[[int, Tensor], Tensor]  # (rank that sends, fp32 numbers) -> what it sends
 
 
 class Door:
-    """A rank's transport that loses messages."""
+    """A rank's transport that loses messages, and alters vectors."""
 
     device_buffers = False
 
-    def __init__(self, inner: LoopbackTransport, lost: Lost) -> None:
-        self._inner, self._lost = inner, lost
+    def __init__(self, inner: LoopbackTransport, lost: Lost, altered: Altered) -> None:
+        self._inner, self._lost, self._altered = inner, lost, altered
         self.rank, self.world_size = inner.rank, inner.world_size
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> LandingFlight:
         if self._lost(self.rank, tag // PHASES % CHANNELS):
             sends = []
+        sends = [
+            Message(message.rank, self._altered(self.rank, message.buffer))
+            if message.buffer.dtype == torch.float32
+            else message
+            for message in sends
+        ]
         return self._inner.post(sends, receives, tag)
 
 
@@ -70,7 +79,7 @@ class Partners:
         self.begun: list[int | None] = []
         self.ended: list[int] = []
         self.succeeded = 0
-        self.avoided: list[int] = []
+        self.avoided: list[tuple[int, int, str]] = []
 
     def standing(self, number: int, rank: int) -> tuple[Standing, str]:
         return (Standing.AWAY, self.refused) if self.refused else (Standing.FREE, "")
@@ -85,8 +94,11 @@ class Partners:
         self.succeeded += 1
 
     def avoid(self, rank: int, exchanges: int, why: str) -> None:
-        assert exchanges == 1
-        self.avoided.append(rank)
+        self.avoided.append((rank, exchanges, why))
+
+
+def late(rank: int) -> tuple[int, int, str]:
+    return rank, 1, "missed its last deadline"
 
 
 def the_other(number: int, others: Others) -> int | None:
@@ -104,8 +116,17 @@ def vector(rank: int) -> Tensor:
     return torch.randn(LENGTH, generator=torch.Generator().manual_seed(rank))
 
 
+def as_it_is(rank: int, vector: Tensor) -> Tensor:
+    return vector
+
+
 def average(
-    lost: Lost, ranks: int = 1, bits: int | None = None, seconds: float = SHORT_SECONDS, refused: str = ""
+    lost: Lost,
+    ranks: int = 1,
+    bits: int | None = None,
+    seconds: float = SHORT_SECONDS,
+    refused: str = "",
+    altered: Altered = as_it_is,
 ) -> list[Outcome]:
     """A round of two replicas of so many ranks, by rank; with `refused`, rank 0 does not want to meet."""
     votes = [Votes(ranks), Votes(ranks)]
@@ -113,14 +134,14 @@ def average(
 
     def run(rank: int) -> Outcome:
         place = Place(rank // ranks, 2, rank=rank, ranks_per_replica=ranks)
-        door = Door(world[rank], lost)
+        door = Door(world[rank], lost, altered)
         exchange = (
             Exchange(door, place, Channel.ROUNDS, seconds, LENGTH)  # type: ignore[arg-type]
             if bits is None
             else CodedExchange(door, place, Channel.ROUNDS, seconds, Coding(bits, LENGTH))  # type: ignore[arg-type]
         )
         partners = Partners(votes[rank // ranks], seconds, refused if rank == 0 else "")
-        committed = CommittedExchange(exchange, partners, the_other)
+        committed = CommittedExchange(exchange, partners, the_other, Guard())
         committed.begin(vector(rank), (0, 1), 7, "a test")
         assert list(committed.progress()) == []
         mean = torch.zeros(LENGTH)
@@ -169,7 +190,7 @@ def test_who_is_not_met_costs_nothing() -> None:
     assert_bye(first, 0, "is behind")
     assert_bye(second, 1, "missed the deadline")
     assert (first.partners.begun, first.partners.avoided) == ([None], [])
-    assert (second.partners.begun, second.partners.avoided) == ([0], [0])
+    assert (second.partners.begun, second.partners.avoided) == ([0], [late(0)])
     assert not first.report.in_doubt
 
 
@@ -201,13 +222,38 @@ def test_all_ranks_of_both_replicas_decide_alike() -> None:
         assert outcome.partners.succeeded == 0
     assert "another rank" in found[0].report.missed
     assert "missed the deadline" in found[1].report.missed
-    assert [outcome.partners.avoided for outcome in found] == [[], [3], [0], [1]]
+    assert [outcome.partners.avoided for outcome in found] == [[], [late(3)], [late(0)], [late(1)]]
+
+
+@pytest.mark.parametrize(
+    ("bits", "factor", "why"),
+    [
+        (None, math.nan, "numbers that are not finite"),
+        (None, 1e6, "absurd numbers"),
+        (8, 1e6, "absurd numbers"),
+    ],
+)
+def test_poison_is_refused_on_all_ranks_of_both_replicas(bits: int | None, factor: float, why: str) -> None:
+    """Rank 2, of replica 1, sends poison; nobody uses anything of the round."""
+    found = average(
+        nothing, ranks=2, bits=bits, altered=lambda rank, numbers: numbers * factor if rank == 2 else numbers
+    )
+    for rank, outcome in enumerate(found):
+        assert torch.equal(outcome.mean, vector(rank)), rank
+        assert outcome.report.group == (rank // 2,)
+    assert not any(outcome.report.in_doubt for outcome in found[:2])
+    assert f"replica 1 sent {why}" in found[0].report.missed
+    assert "refused by, another rank" in found[1].report.missed
+    ((rank, exchanges, _),) = found[0].partners.avoided
+    assert (rank, exchanges) == (2, 10)
 
 
 def test_a_bye_of_the_plan_is_no_miss() -> None:
     (transport,) = loopback_world(1)
     partners = Partners(Votes(1), SHORT_SECONDS)
-    committed = CommittedExchange(Exchange(transport, Place(0, 1), Channel.ROUNDS, 1.0), partners, the_other)
+    committed = CommittedExchange(
+        Exchange(transport, Place(0, 1), Channel.ROUNDS, 1.0), partners, the_other, Guard()
+    )
     committed.begin(vector(0), (0,), 3, "a test")
     ((start, stop, mean),) = committed.finish()
     assert (start, stop) == (0, LENGTH)

@@ -23,6 +23,7 @@ from megatron_noloco.federation.rendezvous import FixedList, SharedFolder, reach
 from megatron_noloco.federation.transport import FederationTransport, Network
 from megatron_noloco.outer import Channel, Exchange
 from megatron_noloco.outer.commit import CommittedExchange
+from megatron_noloco.outer.guard import Guard
 from megatron_noloco.outer.tags import tag_of
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.protocol import Message, Standing
@@ -402,7 +403,7 @@ def test_a_partner_that_withdraws_leaves_no_doubt(tmp_path: Path) -> None:
         assert first.wait_for(1, SECONDS)
         assert second.wait_for(1, SECONDS)
         ours, theirs = (Exchange(one, Place(one.rank, 2), Channel.ROUNDS, SECONDS) for one in (first, second))
-        committed = CommittedExchange(ours, first.partners, lambda *_: 1)
+        committed = CommittedExchange(ours, first.partners, lambda *_: 1, Guard())
         second.partners.begin(4, 0)
         until(lambda: first.service.desk.peers[1].begun == 4)
         committed.begin(torch.zeros(100), (0, 1), 4, "a test")
