@@ -13,12 +13,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
 
+from megatron_noloco.checkpoint import catalog
 from megatron_noloco.cli.main import main
 from megatron_noloco.job import leaving
 from tests.harness import free_port
-from tests.integration.tiny import tiny, write_config
+from tests.integration.tiny import TINY, tiny, write_config
 
 LONGEST_SECONDS = 120.0
 _LOOK_SECONDS = 0.02
@@ -27,7 +31,7 @@ _LOOK_SECONDS = 0.02
 class Federation:
     """A config for all jobs, and the jobs that run. As a context: none is left behind."""
 
-    def __init__(self, folder: Path, changes: Mapping[str, Any]) -> None:
+    def __init__(self, folder: Path, changes: Mapping[str, Any], base: Mapping[str, Any] = TINY) -> None:
         ours = {
             "federation": {
                 "rendezvous": f"file://{folder}/rendezvous",
@@ -41,7 +45,7 @@ class Federation:
             "gradient_accumulation_steps": 2,
         }
         self.folder = folder
-        self.config = write_config(folder, tiny(changes, tiny(ours)))
+        self.config = write_config(folder, tiny(changes, tiny(ours, base)))
         self._running: dict[int, list[Any]] = {}
 
     def __enter__(self) -> "Federation":
@@ -105,6 +109,10 @@ class Federation:
             assert all(process.is_alive() for process in self._running[replica]), self.told(replica)
             time.sleep(_LOOK_SECONDS)
 
+    def state(self, replica: int, step: int) -> dict[str, Tensor]:
+        """Every tensor that a replica saved."""
+        return state_of(self.folder / f"replica_{replica:02d}" / "checkpoints", replica, step)
+
     def stop(self) -> None:
         """Ask all jobs that run to end, and wait."""
         for replica in self._running:
@@ -121,6 +129,22 @@ class Federation:
     def missed(self, replica: int) -> int:
         """Rounds that were byes though the plan had a partner."""
         return max((row.get("total/missed_rounds", 0) for row in self.rows(replica)), default=0)
+
+
+def state_of(checkpoints: Path, replica: int, step: int) -> dict[str, Tensor]:
+    """Every tensor that a replica saved, by file and name."""
+    folder = catalog.replica_folder(catalog.step_folder(checkpoints, step), replica)
+    return {
+        f"{path.name} {name}": tensor
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+
+
+def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """To the last bit."""
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
 def _run(

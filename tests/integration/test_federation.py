@@ -2,21 +2,19 @@
 
 import math
 import signal
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
-from megatron_noloco.checkpoint import catalog
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.transport.protocol import Message
 from tests.harness import run_ranks
-from tests.integration.federation import Federation
+from tests.integration.federation import Federation, assert_same, state_of
 from tests.integration.tiny import run_whole, tiny, write_config, write_text
 
 STEPS = 8
@@ -25,16 +23,6 @@ STEPS = 8
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_text(tmp_path_factory.mktemp("text"))
-
-
-def state_of(checkpoints: Path, replica: int, step: int) -> dict[str, Tensor]:
-    """Every tensor that a replica saved, by file and name."""
-    folder = catalog.replica_folder(catalog.step_folder(checkpoints, step), replica)
-    return {
-        f"{path.name} {name}": tensor
-        for path in sorted(folder.glob("*.safetensors"))
-        for name, tensor in load_file(path).items()
-    }
 
 
 def changes(text: str, slots: int, **more: Any) -> dict[str, Any]:
@@ -65,7 +53,7 @@ def test_separate_jobs_train_as_one_job_does(
     tmp_path: Path, text: str, slots: int, ranks: int, more: dict[str, Any]
 ) -> None:
     """To the last bit: weights, momentum, inner optimizer."""
-    all_of_them = {"federation": {"start_with": slots, "rounds_behind": STEPS}}
+    all_of_them = {"federation": {"start_with": slots, "rounds_behind": STEPS, "local_steps": "all"}}
     with Federation(tmp_path / "jobs", changes(text, slots, **tiny(more, all_of_them))) as federation:
         for replica in range(slots):
             federation.start(replica, ranks)
@@ -83,11 +71,9 @@ def test_separate_jobs_train_as_one_job_does(
     config = write_config(tmp_path / "one", tiny(tiny(one_job, changes(text, slots, **more))))
     run_ranks(slots * ranks, run_whole, config)
     for replica in range(slots):
-        found = state_of(tmp_path / "jobs" / f"replica_{replica:02d}" / "checkpoints", replica, STEPS)
-        expected = state_of(tmp_path / "one" / "checkpoints", replica, STEPS)
-        assert found.keys() == expected.keys()
-        different = [name for name in found if not torch.equal(found[name], expected[name])]
-        assert different == [], f"replica {replica}"
+        assert_same(
+            federation.state(replica, STEPS), state_of(tmp_path / "one" / "checkpoints", replica, STEPS)
+        )
     assert len({tuple(of_replica) for of_replica in losses}) == slots, "each has data of its own"
 
 
@@ -228,3 +214,47 @@ def test_a_replica_whose_weights_are_not_finite_ends_and_continues(tmp_path: Pat
         federation.wait()
         assert "step 3, " in federation.told(0).removeprefix(told)
         assert math.isfinite(federation.rows(0)[-1]["train/loss"])
+
+
+def slowed(seconds: float) -> None:
+    """Each local step of this process takes so much longer."""
+    original = ReplicaEngine.train_batch
+
+    def train_batch(self: ReplicaEngine, *arguments: Any) -> Any:
+        time.sleep(seconds)
+        return original(self, *arguments)
+
+    ReplicaEngine.train_batch = train_batch  # type: ignore[method-assign]
+
+
+def test_a_slow_replica_takes_fewer_local_steps_and_costs_its_partners_nothing(
+    tmp_path: Path, text: str
+) -> None:
+    """Its steps take three times as long. It takes part in the rounds, and the others learn as without it."""
+    steps, local_steps = 64, 8
+    more = {
+        "noloco": {"local_steps": local_steps},
+        "training": {"train_iters": steps},
+        "checkpoint": {"save_interval": 20},
+        "evaluation": {"interval": steps, "iters": 4},
+    }
+    losses = []
+    for slow in ((), (3,)):
+        start_with = {"federation": {"start_with": 3 + len(slow)}}
+        with Federation(tmp_path / f"{len(slow)}", changes(text, 4, **tiny(more, start_with))) as federation:
+            for replica in range(3):
+                federation.start(replica, disturb=partial(slowed, 0.1))
+            for replica in slow:
+                federation.start(replica, disturb=partial(slowed, 0.3))
+            federation.wait()
+            losses.append(last_losses(federation, 3))
+            if slow:
+                rows, saves = federation.rows(3), federation.rows(3, "checkpoint")
+    left_out = steps - len(rows)
+    assert rows[-1]["step"] == steps
+    assert left_out == rows[-1]["total/skipped_ahead"] > steps / 4
+    rounds = [row for row in rows if "round/index" in row]
+    assert len(rounds) > steps / local_steps / 2
+    assert sum(bool(row["round/partners"]) for row in rounds) > len(rounds) / 2
+    assert [row["step"] // 20 for row in saves] == [1, 2, 3, 3], "what was due in a step left out comes later"
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
