@@ -95,13 +95,18 @@ class Counterparts:
             return Standing.AWAY, reason
         if peer.open_from > number:
             return Standing.BUSY, "is ahead" if peer.begun > number else "is not free"
-        return (Standing.WAITING if peer.begun >= number else Standing.FREE), ""
+        waits = peer.begun >= number and peer.open_from == number
+        return (Standing.WAITING if waits else Standing.FREE), ""
 
     def begin(self, number: int, rank: int | None) -> None:
         self._service.do(partial(self._service.desk.begin, number, rank))
 
     def end(self, number: int) -> None:
         self._service.do(partial(self._service.desk.end, number))
+
+    def leave_out(self, number: int) -> None:
+        """This rank does not come to the exchanges up to this one; those that it has begun go on."""
+        self._service.do(partial(self._service.desk.leave_out, number))
 
     def record(self, seconds: float) -> None:
         self._patience.deadline.add(seconds)

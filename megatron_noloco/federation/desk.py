@@ -95,6 +95,11 @@ class Desk:
         self._under_way[number] = rank
         self._drop_void()
 
+    def leave_out(self, number: int) -> None:
+        """Tell the others that the exchanges up to this one, but for those that have begun here, never will."""
+        self._begun = max(self._begun, number)
+        self._drop_void()
+
     def end(self, number: int) -> None:
         """Tell the others that this exchange is over here, and what is under way for it void."""
         self._under_way = {later: rank for later, rank in self._under_way.items() if later > number}

@@ -146,12 +146,10 @@ class KeepingUp:
         return step + left_out
 
     def _tell(self, done: int) -> None:
-        """The exchanges before this step are over here: nobody is to wait in one that was left out."""
+        """This replica does not come to exchanges before this step: nobody is to wait for it in one."""
         round_index, fragment = next_after(done, self.local_steps, self._fragments)
         over = round_index * self._fragments + fragment - 1
-        if over >= 0:
-            self._transport.partners.begin(over, None)
-            self._transport.partners.end(over)
+        self._transport.partners.leave_out(over)
 
     def _due_of_others(self) -> int | None:
         """The local steps before the exchange that half of the others have come to; None where nobody is there."""

@@ -415,6 +415,25 @@ def test_a_partner_that_withdraws_leaves_no_doubt(tmp_path: Path) -> None:
         assert not committed.report.in_doubt
 
 
+def test_who_leaves_exchanges_out_goes_on_with_those_under_way(tmp_path: Path) -> None:
+    with transport(tmp_path, 0) as first, transport(tmp_path, 1) as second:
+        assert first.wait_for(1, SECONDS)
+        assert second.wait_for(1, SECONDS)
+        under_way, left_out = (
+            first.post([], [Message(1, torch.zeros(5))], tag_of(number, 0)) for number in (1, 3)
+        )
+        second.partners.begin(1, 0)
+        second.partners.leave_out(3)
+        until(lambda: first.service.desk.peers[1].begun == 3)
+        assert first.partners.standing(1, 1) == (Standing.WAITING, "")
+        second.post([Message(0, torch.ones(5))], [], tag_of(1, 0))
+        list(under_way.arrivals(SECONDS))
+        second.partners.end(1)
+        with pytest.raises(ConnectionError, match="has no part"):
+            list(left_out.arrivals(SECONDS))
+        assert first.partners.standing(3, 1) == (Standing.BUSY, "is not free")
+
+
 def test_empty_slots_cost_no_rounds() -> None:
     """Two of four replicas, not in lockstep, meet in every round, also where the plan gives each an empty slot."""
     case = bench_meetings.Case(slots=4, empty=0.5, rounds=12, phase_seconds=0.01, sigma=0.5)

@@ -19,10 +19,9 @@ class Others:
 
     def __init__(self, begun: list[int]) -> None:
         self.numbers = begun
-        self.told: list[tuple[str, int]] = []
+        self.left_out: list[int] = []
         self.partners = SimpleNamespace(
-            begin=lambda number, rank: self.told.append(("begun", number)),
-            end=lambda number: self.told.append(("over", number)),
+            leave_out=self.left_out.append,
             agree=list,
         )
 
@@ -96,18 +95,18 @@ def test_exchanges_of_fragments_are_counted_one_by_one(monkeypatch: pytest.Monke
 def test_a_replica_tells_where_it_continues(monkeypatch: pytest.MonkeyPatch) -> None:
     own, others = keeping_up(monkeypatch, [3])
     assert own.start(40)
-    assert others.told == [("begun", 3), ("over", 3)]
+    assert others.left_out == [3]
     own, others = keeping_up(monkeypatch, [])
     assert not own.start(0), "one more was to be waited for"
-    assert others.told == []
+    assert others.left_out == [-1]
 
 
 def test_nobody_waits_in_an_exchange_that_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     own, others = keeping_up(monkeypatch, [0])
     own.start(10)
-    others.numbers, others.told = [7], []
+    others.numbers, others.left_out[:] = [7], []
     assert own.next_step(20) == 79
-    assert others.told == [("begun", 6), ("over", 6)], "it comes to exchange 7"
+    assert others.left_out == [6], "it comes to exchange 7"
 
 
 def test_new_weights_do_not_join_trained_ones(monkeypatch: pytest.MonkeyPatch) -> None:
