@@ -18,6 +18,7 @@ import torch
 from megatron_noloco.config import RunConfig
 from tools.simulator.changes import apply
 from tools.simulator.simulation import Simulation
+from tools.simulator.slow import Slow
 
 
 def main() -> None:
@@ -28,6 +29,15 @@ def main() -> None:
     parser.add_argument(
         "--set", action="append", default=[], metavar="FIELD=VALUE", help="a change of the JSON"
     )
+    parser.add_argument(
+        "--slow",
+        type=int,
+        metavar="STEPS",
+        help="replica 0 takes only so many of noloco.local_steps in a round",
+    )
+    parser.add_argument(
+        "--weighted", action="store_true", help="with --slow: a pair weighs outer gradients by their steps"
+    )
     parser.add_argument("--threads", type=int, help="of torch; default: all cores")
     options = parser.parse_args()
     if options.threads:
@@ -36,7 +46,9 @@ def main() -> None:
     for change in options.set:
         apply(raw, change)
     try:
-        simulation = Simulation(RunConfig.from_dict(raw))
+        config = RunConfig.from_dict(raw)
+        slow = None if options.slow is None else Slow(config, options.slow, options.weighted)
+        simulation = Simulation(config, slow=slow)
     except ValueError as error:
         sys.exit(str(error))
     started, evaluations = time.perf_counter(), []
@@ -44,7 +56,8 @@ def main() -> None:
         evaluations.append(asdict(evaluation))
         print(f"step {evaluation.step}: mean model {evaluation.mean_model_loss:.4f}", file=sys.stderr)
     seconds = time.perf_counter() - started
-    print(json.dumps({"changes": options.set, "seconds": round(seconds, 1), "evaluations": evaluations}))
+    changes = {"changes": options.set, "slow": options.slow, "weighted": options.weighted}
+    print(json.dumps({**changes, "seconds": round(seconds, 1), "evaluations": evaluations}))
 
 
 if __name__ == "__main__":

@@ -33,10 +33,11 @@ def _train(args: argparse.Namespace) -> int:
     from megatron_noloco.outer import PartnerTimeoutError
     from megatron_noloco.training.build import build
     from megatron_noloco.training.federation import UntrainedError
+    from megatron_noloco.training.health import NotFiniteError
 
     try:
         return 0 if build(prepared, *joined, args.progress).train() else FAILURE
-    except (PartnerTimeoutError, UntrainedError) as error:
+    except (PartnerTimeoutError, UntrainedError, NotFiniteError) as error:
         raise StoppedError(str(error)) from None
     except (ValueError, OSError) as error:  # input was checked before: this needs a traceback
         raise RuntimeError("training failed") from error

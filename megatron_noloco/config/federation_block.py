@@ -43,8 +43,13 @@ class FederationConfig(Block):
     rounds_behind: Positive = Field(
         default=3,
         description="A replica that is so many rounds behind is not waited for, and goes on where half of the "
-        "others are, without the local steps between; at its start it takes over a checkpoint that is further "
-        "ahead of its own.",
+        "others are, whatever local_steps says; at its start it takes over a checkpoint that is further ahead of "
+        "its own.",
+    )
+    local_steps: Literal["auto", "all"] = Field(
+        default="auto",
+        description='"auto": a replica that is slower than half of the others leaves out local steps before a '
+        'round, so that its partners need not wait for it; "all": it takes all of noloco.local_steps.',
     )
     start_with: Positive = Field(
         default=1,

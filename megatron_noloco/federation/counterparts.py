@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,6 +12,9 @@ import torch.distributed as dist
 
 from megatron_noloco.federation.peer import Peer
 from megatron_noloco.federation.service import HELLO_SECONDS, Service
+from megatron_noloco.transport.protocol import Standing
+
+Agree = Callable[[Sequence[int]], list[int]]
 
 _SILENCE_SECONDS = 20 * HELLO_SECONDS  # after which a rank counts as absent
 _REMEMBERED = 32  # exchanges
@@ -45,6 +48,15 @@ class Deadline:
 
 
 @dataclass(frozen=True)
+class _Avoided:
+    """A counterpart that is not met until its process has begun an exchange so late."""
+
+    epoch: int
+    until: int
+    why: str
+
+
+@dataclass(frozen=True)
 class Patience:
     """For how long, and how many exchanges, a partner may be late.
 
@@ -59,62 +71,71 @@ class Patience:
 class Counterparts:
     """`transport.protocol.Partners` on the service of a rank.
 
-    A partner is not met when it is not there, is over with the exchange, is too many exchanges behind, or has
-    missed a deadline and begun no exchange since.
+    A partner is not met when it is not there, is avoided, is over with the exchange or meets another rank in it,
+    or is too many exchanges behind.
 
     Args:
         agree: over the ranks of this replica; None for a replica of one rank.
     """
 
-    def __init__(
-        self, service: Service, patience: Patience, agree: Callable[[bool], bool] | None = None
-    ) -> None:
+    def __init__(self, service: Service, patience: Patience, agree: Agree | None = None) -> None:
         self._service = service
         self._patience = patience
         self._agree = agree
-        self._suspects: dict[int, tuple[int, int]] = {}  # what they had begun when they missed a deadline
+        self._avoided: dict[int, _Avoided] = {}
 
     @property
     def deadline_seconds(self) -> float:
         return self._patience.deadline.seconds
 
-    def begin(self, number: int, rank: int | None) -> str:
-        self._service.do(partial(self._service.desk.begin, number))
-        return "" if rank is None else self._why_not(self._service.desk.peers[rank], number)
+    def standing(self, number: int, rank: int) -> tuple[Standing, str]:
+        peer = self._service.desk.peers[rank]
+        reason = self._why_not(peer, number)
+        if reason:
+            return Standing.AWAY, reason
+        if peer.open_from > number:
+            return Standing.BUSY, "is ahead" if peer.begun > number else "is not free"
+        waits = peer.begun >= number and peer.open_from == number
+        return (Standing.WAITING if waits else Standing.FREE), ""
 
-    def end(self, number: int, void_below: int) -> None:
-        self._service.do(partial(self._service.desk.end, number, void_below))
+    def begin(self, number: int, rank: int | None) -> None:
+        self._service.do(partial(self._service.desk.begin, number, rank))
 
-    def record(self, rank: int, seconds: float | None) -> None:
-        if seconds is not None:
-            self._patience.deadline.add(seconds)
-        else:
-            peer = self._service.desk.peers[rank]
-            self._suspects[rank] = peer.epoch, peer.begun
+    def end(self, number: int) -> None:
+        self._service.do(partial(self._service.desk.end, number))
 
-    def agree(self, yes: bool) -> bool:
-        return yes if self._agree is None else self._agree(yes)
+    def leave_out(self, number: int) -> None:
+        """This rank does not come to the exchanges up to this one; those that it has begun go on."""
+        self._service.do(partial(self._service.desk.leave_out, number))
+
+    def record(self, seconds: float) -> None:
+        self._patience.deadline.add(seconds)
+
+    def avoid(self, rank: int, exchanges: int, why: str) -> None:
+        peer = self._service.desk.peers[rank]
+        self._avoided[rank] = _Avoided(peer.epoch, peer.begun + exchanges, why)
+
+    def agree(self, votes: Sequence[int]) -> list[int]:
+        return list(votes) if self._agree is None else self._agree(votes)
 
     def _why_not(self, peer: Peer, number: int) -> str:
         if not peer.connected or time.monotonic() - peer.heard > _SILENCE_SECONDS:
             return "is not there"
-        if self._suspects.get(peer.rank) == (peer.epoch, peer.begun):
-            return "missed its last deadline"
-        self._suspects.pop(peer.rank, None)
-        if peer.over >= number:
-            return "is ahead"
+        avoided = self._avoided.get(peer.rank)
+        if avoided is not None and avoided.epoch == peer.epoch and peer.begun < avoided.until:
+            return avoided.why
         return "is behind" if number - peer.begun > self._patience.behind else ""
 
 
-def agreement_of_replica() -> Callable[[bool], bool] | None:
-    """See `Counterparts`; over all ranks of this job, which is one replica. All of them call it."""
+def agreement_of_replica() -> Agree | None:
+    """See `Partners.agree`; over all ranks of this job, which is one replica. All of them call it."""
     if dist.get_world_size() == 1:
         return None
     group = dist.new_group(backend="gloo")
 
-    def agree(yes: bool) -> bool:
-        votes = torch.tensor([int(yes)])
-        dist.all_reduce(votes, dist.ReduceOp.MIN, group)
-        return bool(votes)
+    def agree(votes: Sequence[int]) -> list[int]:
+        smallest = torch.tensor(votes, dtype=torch.int64)
+        dist.all_reduce(smallest, dist.ReduceOp.MIN, group)
+        return smallest.tolist()
 
     return agree

@@ -15,7 +15,7 @@ import numpy as np
 from megatron_noloco.federation.directory import Directory
 from megatron_noloco.federation.frames import HANDOVER_TAG, Frame, Kind, Member, checksum_of, read
 from megatron_noloco.federation.peer import MOST_WANTS, Peer, Receive, Send, Way
-from megatron_noloco.transport.protocol import WithdrawnError
+from megatron_noloco.transport.protocol import EXCHANGE_TAGS, WithdrawnError
 
 
 class Desk:
@@ -40,8 +40,8 @@ class Desk:
         self._ways = ways
         self._receives: dict[int, Receive] = {}  # by ticket
         self._tickets = 0
-        self._begun = self._over = -1
-        self._void_below = 0  # tag
+        self._begun = -1
+        self._under_way: dict[int, int | None] = {}  # the partner, by the exchange's number
         self._told: set[str] = set()
 
     # What this rank does
@@ -65,29 +65,41 @@ class Desk:
         )
         self._ways[receive.rank].control(want.pack())
 
-    def begin(self, number: int) -> None:
-        """Tell the others that this exchange has begun here."""
+    def begin(self, number: int, rank: int | None) -> None:
+        """Tell the others that this exchange has begun here, with that rank; they have no part in it."""
         self._begun = max(self._begun, number)
-        self.greet()
+        self._under_way[number] = rank
+        self._drop_void()
 
-    def end(self, number: int, void_below: int) -> None:
-        """Tell the others that this exchange is over here, and that what has a smaller tag is void."""
-        self._over, self._void_below = max(self._over, number), max(self._void_below, void_below)
-        for peer in self.peers.values():
-            self.drop(peer, self._void_below)
-        self.greet()
+    def leave_out(self, number: int) -> None:
+        """Tell the others that the exchanges up to this one, but for those that have begun here, never will."""
+        self._begun = max(self._begun, number)
+        self._drop_void()
+
+    def end(self, number: int) -> None:
+        """Tell the others that this exchange is over here, and what is under way for it void."""
+        self._under_way = {later: rank for later, rank in self._under_way.items() if later > number}
+        self._drop_void()
 
     def greet(self, *ranks: int) -> None:
-        """Tell them, or all that can be reached, that this rank is there, and what they do not know of others."""
-        hello = self.member.frame(
-            Kind.HELLO, tag=self._void_below, number=self._begun + 1, offset=self._over + 1
-        ).pack()
+        """Tell them, or all that can be reached, which exchanges are void, and what they do not know of others."""
         for rank, way in self._ways.items():
             if rank in ranks or (not ranks and self.peers[rank].connected):
-                way.hello(hello)
+                open_from = self._open_from(rank)
+                way.hello(self.member.frame(Kind.HELLO, number=self._begun + 1, offset=open_from).pack())
                 if self.peers[rank].informed != self.directory.version:
                     way.control(*self.directory.frame())
                     self.peers[rank].informed = self.directory.version
+
+    def _open_from(self, rank: int) -> int:
+        """The first exchange in which this rank may meet that one: one under way with it, or one to come."""
+        with_it = (number for number, partner in self._under_way.items() if partner == rank)
+        return min(with_it, default=self._begun + 1)
+
+    def _drop_void(self) -> None:
+        for peer in self.peers.values():
+            self.drop(peer, self._open_from(peer.rank) * EXCHANGE_TAGS)
+        self.greet()
 
     def drop(self, peer: Peer, below_tag: int | None = None, failure: ConnectionError | None = None) -> None:
         """End what is under way with a peer under smaller tags (None: all); who waits for it gets `failure`."""
@@ -169,12 +181,13 @@ class Desk:
             return "earlier process"
         if frame.epoch > peer.epoch:
             self.drop(peer, failure=ConnectionError(f"rank {peer.rank} was started anew"))
-            peer.epoch, peer.begun, peer.over = frame.epoch, -1, -1
+            peer.epoch, peer.begun, peer.open_from = frame.epoch, -1, 0
         peer.heard = time.monotonic()
         match frame.kind:
             case Kind.HELLO:
-                peer.begun, peer.over = frame.number - 1, frame.offset - 1
-                self.drop(peer, frame.tag, WithdrawnError(f"rank {peer.rank} has ended this exchange"))
+                peer.begun, peer.open_from = frame.number - 1, frame.offset
+                withdrawn = WithdrawnError(f"rank {peer.rank} has no part in this exchange")
+                self.drop(peer, frame.offset * EXCHANGE_TAGS, withdrawn)
                 return ""
             case Kind.WANT:
                 return self._take_want(peer, frame)
@@ -189,7 +202,7 @@ class Desk:
                 return _take_offer(peer, frame, np.frombuffer(data[0].buffer, np.uint8))
 
     def _take_want(self, peer: Peer, want: Frame) -> str:
-        if want.tag < self._void_below:
+        if want.tag < self._open_from(peer.rank) * EXCHANGE_TAGS:
             return "void"
         if want.sender not in self._ways:
             return "no way back"

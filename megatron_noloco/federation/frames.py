@@ -2,7 +2,7 @@
 
 | kind | from whom | means | number | offset | length |
 |---|---|---|---|---|---|
-| HELLO | every rank, twice a second | this rank is there | exchange begun last | exchange over last | 0 |
+| HELLO | every rank, twice a second | this rank is there | exchange begun last | exchange it is open from | 0 |
 | WANT | who receives | a receive is posted under `tag` | its ticket | 0 | bytes of it |
 | DATA | who sends | a chunk for a ticket | the ticket | of its first byte | bytes of the chunk |
 | DONE | who receives | all of a ticket has arrived | the ticket | 0 | 0 |
@@ -10,7 +10,9 @@
 | ASK | who has no state | it would take over one, under `tag` | 0 | 0 | 0 |
 | OFFER | who was asked | what it can give under `tag`, see `handover` | 0 | 0 | bytes of the description |
 
-The tag of a HELLO is a bound: what is under way below it is void. A ticket is a number that a process gives to one
+A HELLO says from which exchange on its sender may meet the receiver; what is under way between the two for earlier
+ones is void. So it is also the answer to a WANT for an exchange in which the sender meets another rank. Numbers of
+exchanges are sent plus 1 where they can be -1. A ticket is a number that a process gives to one
 of its receives, and never again. `to_epoch` is the epoch of the process that gave it, so that what was meant for a
 process that has ended never reaches the next one.
 

@@ -117,7 +117,8 @@ class Peer:
 
     Attributes:
         epoch: of its process; 0: never heard of.
-        begun, over: the exchange it began last, and the one that is over last; -1: none.
+        begun: the exchange it began last; -1: none.
+        open_from: the first exchange in which it may meet this rank.
         heard: when, on the monotonic clock; -inf: never.
         connected: whether what we send can reach it.
         informed: the version of our directory that it was sent last; -1: none.
@@ -130,7 +131,7 @@ class Peer:
     rank: int
     epoch: int = 0
     begun: int = -1
-    over: int = -1
+    open_from: int = 0
     heard: float = float("-inf")
     connected: bool = False
     informed: int = -1

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from megatron_noloco.federation.counterparts import Counterparts, Patience
+from megatron_noloco.federation.counterparts import Agree, Counterparts, Patience
 from megatron_noloco.federation.directory import Address
 from megatron_noloco.federation.frames import DTYPE_CODES, Member
 from megatron_noloco.federation.keys import Keys
@@ -72,7 +72,7 @@ class FederationTransport:
         place: Place,
         network: Network,
         patience: Patience,
-        agree: Callable[[bool], bool] | None = None,
+        agree: Agree | None = None,
     ) -> None:
         self.rank = place.rank
         self.world_size = place.replicas * place.ranks_per_replica

@@ -5,10 +5,12 @@ place: if one of a pair used the mean and the other did not, the mean over the r
 DiLoCo's recursion (docs/method.md). Nor may the ranks of a replica differ: some of them hold copies of the same
 weights.
 
-1. The ranks of a replica agree whether the partner is to be met. If not, the round is a bye at once.
-2. The vectors are exchanged. The mean is kept aside.
-3. The ranks of a replica agree whether all of them have it. If so, each sends its counterpart a token: *prepared*.
-   If not, the round is a bye, and the partner is told that its messages are void.
+1. The ranks of a replica agree whom of the others they can meet, and so with whom: the plan's partner, or another
+   replica left over (`plans.choices`). All others learn at once that they do not meet this replica, and one that
+   waits for it has a bye. A replica that finds nobody has a bye at once.
+2. The vectors are exchanged. The mean is kept aside. One that is not finite, or absurd (`guard`), is refused.
+3. The ranks of a replica agree whether all of them have a sound one. If so, each sends its counterpart a token:
+   *prepared*. If not, the round is a bye, and the partner is told that its messages are void.
 4. The ranks agree whether all of them have received the counterpart's token. If so, the mean is used.
 
 A replica that sent no token has a bye, and so has its partner, which receives none. A replica that did, and waits
@@ -17,23 +19,38 @@ bye, and reports the round as in doubt. If its partner did use the mean, the mea
 once, by the pair's difference over 2 R.
 """
 
+import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 import torch
 from torch import Tensor
 
 from megatron_noloco.outer.exchange import Exchange
+from megatron_noloco.outer.guard import Guard, PoisonedError
 from megatron_noloco.outer.mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.memory import Kept
 from megatron_noloco.outer.patience import PartnerTimeoutError
 from megatron_noloco.outer.spans import Ranges
 from megatron_noloco.outer.tags import Channel, tag_of
+from megatron_noloco.plans.choices import Others
 from megatron_noloco.plans.grouping import Group
-from megatron_noloco.transport.protocol import ExchangeTimeoutError, Flight, Message, Partners, WithdrawnError
+from megatron_noloco.transport.protocol import (
+    ExchangeTimeoutError,
+    Flight,
+    Message,
+    Partners,
+    Standing,
+    WithdrawnError,
+)
 
-_FAILURES = (PartnerTimeoutError, ExchangeTimeoutError, ConnectionError)
+Choose = Callable[[int, Others], int | None]
+"""choose(number, others): the partner in an exchange, see `plans.choices.choose`."""
+
+_AVOIDED_EXCHANGES = 10  # with a partner whose vector was refused
+_LATE = (PartnerTimeoutError, ExchangeTimeoutError)
+_FAILURES = (*_LATE, ConnectionError)
 
 
 class CommittedExchange:
@@ -45,11 +62,15 @@ class CommittedExchange:
     Args:
         exchange: of a pair; on the channel `Channel.ROUNDS`.
         partners: of its transport.
+        choose: the same on all ranks.
+        guard: that of all exchanges of this rank.
     """
 
-    def __init__(self, exchange: Exchange, partners: Partners) -> None:
+    def __init__(self, exchange: Exchange, partners: Partners, choose: Choose, guard: Guard) -> None:
         self._exchange = exchange
         self._partners = partners
+        self._choose = choose
+        self._guard = guard
         self._replica = exchange.place.replica
         self._kept = Kept()
         self._vector = torch.empty(0)
@@ -68,25 +89,36 @@ class CommittedExchange:
         return self._exchange.sends_from_device
 
     def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
-        """As in `Exchange`; the ranks of a replica agree first, so all of them call it together."""
+        """As in `Exchange`; `group` is the plan's. The ranks of a replica agree first: all call it together."""
+        assert len(group) <= 2, f"a group of {len(group)} cannot commit"
         self._vector, self._mean, self._failure, self._number = vector, None, None, number
-        others = [member for member in group if member != self._replica]
-        assert len(others) <= 1, f"a group of {len(group)} cannot commit"
-        if not others:
-            self._exchange.report = ExchangeReport(group)
+        place = self._exchange.place
+        others = [replica for replica in range(place.replicas) if replica != self._replica]
+        seen = [self._partners.standing(number, place.rank_of(other)) for other in others]
+        standings = dict(zip(others, self._partners.agree([standing for standing, _ in seen]), strict=True))
+        partner = self._choose(
+            number,
+            Others(
+                *(
+                    {other for other in others if standings[other] >= least}
+                    for least in (Standing.BUSY, Standing.FREE, Standing.WAITING)
+                )
+            ),
+        )
+        if partner is None:
             self._partners.begin(number, None)
+            self._exchange.report = ExchangeReport((self._replica,))
+            for planned in set(group) & set(others):
+                self._miss(planned, seen[others.index(planned)][1] or "is not there for another rank")
             return
-        self._partner, self._rank = others[0], self._exchange.place.rank_of(others[0])
-        reason = self._partners.begin(number, self._rank)
-        if not self._partners.agree(not reason):
-            self._exchange.report = ExchangeReport(group)
-            self._miss(reason or "is not there for another rank")
-            return
+        self._partner, self._rank = partner, place.rank_of(partner)
+        self._partners.begin(number, self._rank)
         self._mean = self._kept.take("mean", torch.float32, len(vector))
         self._exchange.patience.deadline_seconds = self._partners.deadline_seconds
         self._begun_at = time.monotonic()
         self._token = self._post_token([], [Message(self._rank, torch.zeros(1, dtype=torch.uint8))])
-        self._exchange.begin(vector, group, number, what, exact)
+        pair = min(self._replica, partner), max(self._replica, partner)
+        self._exchange.begin(vector, pair, number, what, exact)
 
     def progress(self) -> Iterator[MeanPiece]:
         """Move what is under way; gives nothing before `finish`."""
@@ -100,12 +132,17 @@ class CommittedExchange:
             started = time.monotonic()
             if self._failure is None:
                 self._collect(self._exchange.finish())
-            seconds = time.monotonic() - started
-            counts = self._commit()
-            self._partners.record(self._rank, seconds if counts else None)
-            if not counts:
+            seconds, ratio = time.monotonic() - started, self._checked()
+            if self._commit():
+                self._partners.record(seconds)
+                self._guard.accept(ratio)
+            else:
                 self._mean = None
-        self._partners.end(self._number, tag_of(self._number + 1, 0))
+                if isinstance(self._failure, _LATE):
+                    self._partners.avoid(self._rank, 1, "missed its last deadline")
+                elif isinstance(self._failure, PoisonedError) and self._failure.by_partner:
+                    self._partners.avoid(self._rank, _AVOIDED_EXCHANGES, str(self._failure))
+        self._partners.end(self._number)
         mean = self._vector if self._mean is None else self._mean
         yield MeanPiece(0, len(mean), mean)
 
@@ -117,21 +154,33 @@ class CommittedExchange:
         except _FAILURES as failure:
             self._failure = failure
 
+    def _checked(self) -> float:
+        """See `Guard.check`."""
+        try:
+            return self._guard.check(self._vector, self.report) if self._failure is None else math.nan
+        except PoisonedError as failure:
+            self._failure = failure
+            return math.nan
+
     def _commit(self) -> bool:
         """Whether the mean counts, the same on all ranks of the replica; else the report is that of a bye."""
-        if not self._partners.agree(self._failure is None):
-            self._miss(_short(self._failure) or "did not reach another rank in time")
+        if not self._all_have_it():
+            self._miss(self._partner, _short(self._failure) or "failed, or was refused by, another rank")
             return False
         prepared = self._post_token([Message(self._rank, torch.ones(1, dtype=torch.uint8))], [])
         self._wait_for_token()
-        if not self._partners.agree(self._failure is None):
-            self._miss(_short(self._failure) or "did not answer another rank")
+        if not self._all_have_it():
+            self._miss(self._partner, _short(self._failure) or "did not answer another rank")
             self.report.in_doubt = not isinstance(self._failure, WithdrawnError)
             return False
         # The token must not be void before it is there. Where it does not arrive, the partner is in doubt, not we.
         with suppress(*_FAILURES):
             prepared.finish(self._exchange.patience.deadline_seconds)
         return True
+
+    def _all_have_it(self) -> bool:
+        """The ranks of the replica."""
+        return self._partners.agree([self._failure is None]) == [True]
 
     def _wait_for_token(self) -> None:
         assert self._token is not None
@@ -147,13 +196,14 @@ class CommittedExchange:
         tag = tag_of(self._number, Channel.COMMITS)
         return self._exchange.transport.post(sends, receives, tag)
 
-    def _miss(self, why: str) -> None:
-        self.report.become_bye(self._replica, f"replica {self._partner} {why}")
+    def _miss(self, partner: int, why: str) -> None:
+        self.report.become_bye(self._replica, f"replica {partner} {why}")
 
 
 def _short(failure: Exception | None) -> str:
     """As the log names it."""
-    if failure is None:
-        return ""
-    late = isinstance(failure, TimeoutError | PartnerTimeoutError)
-    return "missed the deadline" if late else str(failure).partition(" ")[2].partition(" ")[2]
+    if isinstance(failure, _LATE):
+        return "missed the deadline"
+    if isinstance(failure, PoisonedError):
+        return str(failure)
+    return "" if failure is None else str(failure).partition(" ")[2].partition(" ")[2]

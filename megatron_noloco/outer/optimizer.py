@@ -43,6 +43,7 @@ from megatron_noloco.outer.commit import CommittedExchange
 from megatron_noloco.outer.contacts import Contacts
 from megatron_noloco.outer.exchange import STRETCH, Exchange
 from megatron_noloco.outer.fragments import cut
+from megatron_noloco.outer.guard import Guard
 from megatron_noloco.outer.mean import ExchangeReport
 from megatron_noloco.outer.memory import HOST, buffer
 from megatron_noloco.outer.round import Round, RoundReport
@@ -50,6 +51,7 @@ from megatron_noloco.outer.settings import OuterSettings
 from megatron_noloco.outer.tags import Channel
 from megatron_noloco.outer.vectors import OuterVectors
 from megatron_noloco.outer.weights import Weights
+from megatron_noloco.plans.choices import Others, choose
 from megatron_noloco.plans.fragments import fragment_after, next_after
 from megatron_noloco.plans.grouping import Group, Grouping
 from megatron_noloco.plans.topology import Place
@@ -100,6 +102,7 @@ class OuterOptimizer:
         self._longest = max(fragment.length for fragment in self._fragments)
         self._vectors = OuterVectors(weights, settings)
         self.slow_weights, self.momentum = self._vectors.slow_weights, self._vectors.momentum
+        self._guard = Guard()
         self._idle = [self._new_round()]
         self._under_way: list[Round] = []  # as they began, on all ranks; each is waited for before the next
         self._pause_seconds = 0.0
@@ -307,7 +310,16 @@ class OuterOptimizer:
         )
         if transport.partners is None:
             return Round(self._vectors, exchange, self._longest)
-        return Round(self._vectors, CommittedExchange(exchange, transport.partners), self._longest)
+        return Round(
+            self._vectors,
+            CommittedExchange(exchange, transport.partners, self._choose, self._guard),
+            self._longest,
+        )
+
+    def _choose(self, number: int, others: Others) -> int | None:
+        """The partner in an exchange with a replica that is another job."""
+        at = divmod(number, self.settings.fragments)
+        return choose(self.grouping, self.place.replica, at, others)
 
     @contextmanager
     def _paused(self) -> Iterator[None]:

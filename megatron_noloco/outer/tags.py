@@ -8,8 +8,10 @@ of different channels, or of one channel and different numbers, never take each 
 
 from enum import IntEnum
 
+from megatron_noloco.transport.protocol import EXCHANGE_TAGS
+
 CHANNELS = 64
-PHASES = 6  # of a coded exchange; else the first two
+PHASES = EXCHANGE_TAGS // CHANNELS  # 6 of a coded exchange; else the first two
 
 
 class Channel(IntEnum):

@@ -21,6 +21,7 @@ class Stream(IntEnum):
     DOCUMENTS = 6
     SKETCH = 7
     CHECKSUM = 8
+    CHOICES = 9
 
 
 def draw_words(count: int, seed: int, stream: Stream, *counters: int) -> np.ndarray:

@@ -14,17 +14,22 @@ def next_after(done: int, local_steps: int, fragments: int) -> tuple[int, int]:
     return round_index, -(-(step + 1) * fragments // local_steps) - 1
 
 
+def due_after(round_index: int, fragment: int, local_steps: int, fragments: int) -> int:
+    """The local steps after which the round of a fragment is due."""
+    return round_index * local_steps + (fragment + 1) * local_steps // fragments
+
+
 def fragment_after(done: int, local_steps: int, fragments: int) -> tuple[int, int] | None:
     """Round and fragment that are due after `done` local steps; None after most."""
     round_index, fragment = next_after(done - 1, local_steps, fragments)
-    due = round_index * local_steps + (fragment + 1) * local_steps // fragments
+    due = due_after(round_index, fragment, local_steps, fragments)
     return (round_index, fragment) if due == done else None
 
 
 def most_under_way(local_steps: int, fragments: int, delay_steps: int) -> int:
     """Rounds at most that have begun and are not merged, when each is merged `delay_steps` later."""
     begun = [
-        round_index * local_steps + (fragment + 1) * local_steps // fragments
+        due_after(round_index, fragment, local_steps, fragments)
         for round_index in range(2)
         for fragment in range(fragments)
     ]

@@ -14,8 +14,7 @@ from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.rendezvous import rendezvous_of
 from megatron_noloco.federation.transport import FederationTransport, Network
 from megatron_noloco.job.join import reachable_address
-from megatron_noloco.outer.tags import tag_of
-from megatron_noloco.plans.fragments import next_after
+from megatron_noloco.plans.fragments import due_after, next_after
 from megatron_noloco.plans.topology import Topology
 
 _FIRST_SECONDS = 5.0  # to find one that is there
@@ -94,7 +93,7 @@ def wait_for_others(config: RunConfig, transport: FederationTransport) -> list[s
     if not wanted:
         transport.wait_for(1, _FIRST_SECONDS)
     came = transport.wait_for(wanted, config.noloco.deadline_seconds)
-    if transport.partners.agree(came):
+    if transport.partners.agree([came]) == [True]:
         return []
     return ["fewer replicas than federation.start_with are there; starting without"]
 
@@ -106,18 +105,29 @@ class UntrainedError(RuntimeError):
 class KeepingUp:
     """Which local step comes next, in a federation.
 
-    A replica that was away, or is slow, would meet nobody: the others are at later rounds. At the beginning of a
-    local phase, when it is `federation.rounds_behind` rounds or more behind half of the others, it goes on at
-    their round. The samples of the steps between are not read; its weights are its own, and rounds pull them to
-    those of the others.
+    A replica that was away would meet nobody, since the others are at later rounds; one that is slower than the
+    others would let its partners wait. So it looks at the others now and then. Where half of them, at least, have
+    come to an exchange that is more than a few local steps away, it leaves out all of these but the last. A few
+    are a quarter of the steps from one exchange to the next; with `federation.local_steps` "all" those of
+    `federation.rounds_behind` rounds, so that no step is left out for being slow.
+
+    Local steps, learning rate and samples are those of the number of the step. The samples of steps that are left
+    out are not read. The weights are the replica's own, and rounds pull them to those of the others.
+
+    Attributes:
+        local_steps: k.
     """
 
     def __init__(self, transport: FederationTransport, config: RunConfig) -> None:
         self._transport = transport
-        self._local_steps = config.noloco.local_steps
+        self.local_steps = config.noloco.local_steps
         self._fragments = config.noloco.fragments
-        self._last_phase = (config.training.train_iters - 1) // self._local_steps
-        self._rounds_behind = config.federation.rounds_behind
+        self._train_iters = config.training.train_iters
+        self._few = config.federation.rounds_behind * self.local_steps
+        self._look_interval = self.local_steps
+        if config.federation.local_steps == "auto":
+            self._few = self.local_steps // (4 * self._fragments)
+            self._look_interval = max(1, self._few)
         self._untrained = False
 
     def start(self, done: int) -> None:
@@ -130,37 +140,35 @@ class KeepingUp:
 
         Raises UntrainedError for a replica that began anew, and finds that the others have trained long before.
         """
-        if step % self._local_steps:
+        if step % self._look_interval:
             return step
-        holder = [self._phase_of_others()]
+        holder = [self._due_of_others()]
         if dist.get_world_size() > 1:
             dist.broadcast_object_list(holder, src=0)
-        phase = holder[0]
-        if phase is None:
+        if holder[0] is None:
             return step
-        behind = phase - step // self._local_steps
-        if behind < self._rounds_behind:
-            self._untrained = False  # or as little as the others
-            return step
-        if self._untrained and behind >= _TRAINED_ROUNDS:
+        left_out = holder[0] - 1 - step
+        if self._untrained and left_out >= _TRAINED_ROUNDS * self.local_steps:
             raise UntrainedError(
                 "the others have trained already, and this replica has no checkpoint: its weights would spoil "
                 "theirs; start it again when one of those that it can reach has saved a checkpoint"
             )
-        self._tell(phase * self._local_steps)
-        return phase * self._local_steps
+        self._untrained = False  # or as little as the others
+        if left_out <= self._few:
+            return step
+        self._tell(step + left_out)
+        return step + left_out
 
     def _tell(self, done: int) -> None:
-        """The exchanges before this step are over here: nobody is to wait in one that was left out."""
-        round_index, fragment = next_after(done, self._local_steps, self._fragments)
+        """This replica does not come to exchanges before this step: nobody is to wait for it in one."""
+        round_index, fragment = next_after(done, self.local_steps, self._fragments)
         over = round_index * self._fragments + fragment - 1
-        if over >= 0:
-            self._transport.partners.begin(over, None)
-            self._transport.partners.end(over, tag_of(over + 1, 0))
+        self._transport.partners.leave_out(over)
 
-    def _phase_of_others(self) -> int | None:
-        """The local phase that half of the others, at least, have reached; None where nobody is there."""
+    def _due_of_others(self) -> int | None:
+        """The local steps before the exchange that half of the others have come to; None where nobody is there."""
         begun = [number for number in self._transport.begun() if number >= 0]
         if not begun:
             return None
-        return min(statistics.median_low(begun) // self._fragments + 1, self._last_phase)
+        at = divmod(statistics.median_low(begun), self._fragments)
+        return min(due_after(*at, self.local_steps, self._fragments), self._train_iters)

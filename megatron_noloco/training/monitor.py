@@ -95,12 +95,13 @@ class Monitor:
         self.metrics.record("total/pause_seconds", pause_seconds, PAUSES)
         self.metrics.record("time/exchange_seconds", pause_seconds, PER_STEP)
 
-    def skipped(self, done: int, step: int) -> None:
-        """Local steps that are not taken: the other replicas are beyond them."""
+    def skipped(self, done: int, step: int, notable: bool) -> None:
+        """Local steps that are left out: the other replicas are beyond them. `notable`: a line says so at once."""
         self.metrics.record("total/skipped_ahead", step - done, MISSED)
-        self.say(
-            f" going on at iteration {step + 1}: the others are there | not taken: {done + 1} to {step} |"
-        )
+        if notable:
+            self.say(
+                f" going on at iteration {step + 1}: the others are there | left out: {done + 1} to {step} |"
+            )
 
     def say(self, line: str) -> None:
         """Show a line that is no row of numbers."""

@@ -14,13 +14,18 @@ from megatron_noloco.outer import Rounds
 from megatron_noloco.training.delay import DelayChoice
 from megatron_noloco.training.evaluate import Evaluator
 from megatron_noloco.training.federation import KeepingUp
+from megatron_noloco.training.health import Health
 from megatron_noloco.training.monitor import Monitor
 from megatron_noloco.training.outer import FinalAverage
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What follows which local step. An interval of 0 is: not at intervals."""
+    """What follows which local step. An interval of 0 is: not at intervals.
+
+    Where local steps are left out, what was due after one of them follows the next one. `before` and `done` are
+    the steps done before the last one, or those left out, and after it.
+    """
 
     steps: int  # of the whole run
     log_interval: int
@@ -28,18 +33,18 @@ class Schedule:
     evaluation_interval: int
     evaluates: bool = True
 
-    def logs(self, done: int) -> bool:
-        return self._due(done, self.log_interval)
+    def logs(self, before: int, done: int) -> bool:
+        return self._due(before, done, self.log_interval)
 
-    def evaluates_after(self, done: int) -> bool:
-        return self.evaluates and self._due(done, self.evaluation_interval)
+    def evaluates_after(self, before: int, done: int) -> bool:
+        return self.evaluates and self._due(before, done, self.evaluation_interval)
 
-    def saves(self, done: int) -> bool:
-        return self.save_interval > 0 and self._due(done, self.save_interval)
+    def saves(self, before: int, done: int) -> bool:
+        return self.save_interval > 0 and self._due(before, done, self.save_interval)
 
-    def _due(self, done: int, interval: int) -> bool:
+    def _due(self, before: int, done: int, interval: int) -> bool:
         """At each interval, and at the end of the run."""
-        return done == self.steps or (interval > 0 and done % interval == 0)
+        return done == self.steps or (interval > 0 and done // interval > before // interval)
 
 
 @dataclass
@@ -58,12 +63,14 @@ class Run:
     final_average: FinalAverage | None = None
     delay: DelayChoice | None = None  # where the run itself chooses delay_steps, and has not yet
     keeping_up: KeepingUp | None = None  # with the other jobs of a federation
+    health: Health | None = None  # in a federation
 
     def train(self) -> bool:
         """Train to the end, or until asked to stop.
 
         False when the run stopped early and this rank's state could not be saved. Raises PartnerTimeoutError when
-        a partner does not answer: the run can then be continued from its last checkpoint.
+        a partner does not answer, NotFiniteError as `Health` does: the run can then be continued from its last
+        checkpoint.
         """
         try:
             done = self._loop()
@@ -88,18 +95,20 @@ class Run:
             if self.stopping.before_step(done):
                 self._leave(done)
                 return done
-            step = self._next_step(done)
+            before, step = done, self._next_step(done)
             done = step + 1
             started = time.perf_counter()
-            self.engine.train_batch(*self.loader.step(step))
+            losses = self.engine.train_batch(*self.loader.step(step))
+            if self.health is not None:
+                self.health.after_step(done, losses)
             self._round(done, time.perf_counter() - started)
             if done == self.schedule.steps and self.final_average is not None:
                 self.monitor.averaged(self.final_average(done))
-            if self.schedule.logs(done):
+            if self.schedule.logs(before, done):
                 self.monitor.log(done)
-            if self.schedule.evaluates_after(done):
+            if self.schedule.evaluates_after(before, done):
                 self._evaluate(done)
-            if self.schedule.saves(done):
+            if self.schedule.saves(before, done):
                 self._save(done)
         return done
 
@@ -107,8 +116,9 @@ class Run:
         """The number of the next local step, from 0: in a federation, some may be left out."""
         step = done if self.keeping_up is None else self.keeping_up.next_step(done)
         if step > done:
+            assert self.keeping_up is not None
             self.engine.skip(step - done)
-            self.monitor.skipped(done, step)
+            self.monitor.skipped(done, step, notable=step - done >= self.keeping_up.local_steps)
         return step
 
     def _round(self, done: int, step_seconds: float) -> None:
@@ -134,4 +144,6 @@ class Run:
             self._save(done)
 
     def _save(self, done: int) -> None:
+        if self.health is not None:
+            self.health.check()
         self.monitor.saved(self.checkpointer.save(done, self.monitor.metrics.counters))

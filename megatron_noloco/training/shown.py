@@ -22,6 +22,7 @@ _STEP: tuple[Piece, ...] = (
     lambda row: f"grad norm: {row['train/grad_norm']:.3f}",
     lambda row: f"loss scale: {row['train/loss_scale']:g}" if row["train/loss_scale"] != 1 else "",
     lambda row: f"skipped iterations: {skipped}" if (skipped := row["train/skipped_steps"]) else "",
+    lambda row: f"iterations left out: {left_out}" if (left_out := row.get("total/skipped_ahead")) else "",
     lambda row: _routed(row) if row["routing/share"] else "",
     lambda row: f"data wait (ms): {1000 * row['data/wait_seconds']:.1f}" if _data_is_late(row) else "",
 )

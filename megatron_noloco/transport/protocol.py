@@ -10,9 +10,12 @@ Whoever has something else to do meanwhile asks now and then for `flight.landed(
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
+
+EXCHANGE_TAGS = 384  # tags of one exchange
 
 
 @dataclass(frozen=True)
@@ -80,10 +83,20 @@ class Flight(Protocol):
         ...
 
 
+class Standing(IntEnum):
+    """Of a counterpart in an exchange; the votes of the ranks of a replica, of which the smallest counts."""
+
+    AWAY = 0  # cannot be met
+    BUSY = 1  # has come to this exchange to meet another rank, or is beyond it
+    FREE = 2
+    WAITING = 3  # has come to this exchange to meet this rank
+
+
 class Partners(Protocol):
     """Counterparts in other jobs, which come and go on their own: whom one can meet, and for how long to wait.
 
-    An exchange has a number, the same for its members. A rank begins and ends its exchanges in ascending order.
+    An exchange has a number, the same for its members, and its messages have the tags from number * EXCHANGE_TAGS
+    on. A rank begins and ends its exchanges in ascending order.
     """
 
     @property
@@ -91,20 +104,31 @@ class Partners(Protocol):
         """How long to wait for a partner in the next exchange."""
         ...
 
-    def begin(self, number: int, rank: int | None) -> str:
-        """This rank comes to an exchange with `rank` (None: a bye); returns why not to meet that one, or ""."""
+    def standing(self, number: int, rank: int) -> tuple[Standing, str]:
+        """How it stands with a counterpart in an exchange; for one that cannot be met with the reason."""
         ...
 
-    def end(self, number: int, void_below: int) -> None:
-        """The exchange is over. Messages with smaller tags that are still under way are void, on both sides."""
+    def begin(self, number: int, rank: int | None) -> None:
+        """This rank comes to an exchange with `rank` (None: with nobody), which the others learn.
+
+        What they have under way with this rank in this exchange fails with a WithdrawnError.
+        """
         ...
 
-    def record(self, rank: int, seconds: float | None) -> None:
-        """The exchange begun with `rank` took so long, or failed (None)."""
+    def end(self, number: int) -> None:
+        """The exchange is over. Messages of it that are still under way are void, on both sides."""
         ...
 
-    def agree(self, yes: bool) -> bool:
-        """Whether all ranks of this replica say yes; all of them call it at the same place."""
+    def record(self, seconds: float) -> None:
+        """An exchange has succeeded; so long its partner was waited for."""
+        ...
+
+    def avoid(self, rank: int, exchanges: int, why: str) -> None:
+        """Do not meet this one until it has begun so many exchanges more, or is another process."""
+        ...
+
+    def agree(self, votes: Sequence[int]) -> list[int]:
+        """The smallest vote of all ranks of this replica, place by place; all of them call it alike."""
         ...
 
 

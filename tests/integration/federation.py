@@ -9,16 +9,20 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
 
+from megatron_noloco.checkpoint import catalog
 from megatron_noloco.cli.main import main
 from megatron_noloco.job import leaving
 from tests.harness import free_port
-from tests.integration.tiny import tiny, write_config
+from tests.integration.tiny import TINY, tiny, write_config
 
 LONGEST_SECONDS = 120.0
 _LOOK_SECONDS = 0.02
@@ -29,9 +33,16 @@ class Federation:
 
     Args:
         apart: each job has an `output_dir` of its own, as on machines that share nothing.
+        base: what `changes` are changes of.
     """
 
-    def __init__(self, folder: Path, changes: Mapping[str, Any], apart: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        changes: Mapping[str, Any],
+        apart: bool = False,
+        base: Mapping[str, Any] = TINY,
+    ) -> None:
         ours = {
             "federation": {
                 "rendezvous": f"file://{folder}/rendezvous",
@@ -45,7 +56,7 @@ class Federation:
         }
         self.folder = folder
         self.apart = apart
-        self.raw = tiny(changes, tiny(ours))
+        self.raw = tiny(changes, tiny(ours, base))
         self._running: dict[int, list[Any]] = {}
 
     def __enter__(self) -> "Federation":
@@ -55,14 +66,25 @@ class Federation:
         for replica in list(self._running):
             self.kill(replica)
 
-    def start(self, replica: int, ranks: int = 1, changes: Mapping[str, Any] | None = None) -> None:
-        """A job; `changes` are to its config alone."""
+    def start(
+        self,
+        replica: int,
+        ranks: int = 1,
+        changes: Mapping[str, Any] | None = None,
+        disturb: Callable[[], None] = lambda: None,
+    ) -> None:
+        """A job.
+
+        Args:
+            changes: to its config alone.
+            disturb: called in each of its processes, before anything else.
+        """
         context = multiprocessing.get_context("fork")
         here = {"training": {"output_dir": str(self.output_dir(replica))}}
         config = write_config(
             self.folder / f"config_of_replica_{replica}", tiny(changes, tiny(here, self.raw))
         )
-        launch = (config, replica, ranks, free_port(), self.folder)
+        launch = (config, replica, ranks, free_port(), self.folder, disturb)
         self._running[replica] = [
             context.Process(target=_run, args=(rank, *launch), daemon=True) for rank in range(ranks)
         ]
@@ -116,6 +138,10 @@ class Federation:
             assert all(process.is_alive() for process in self._running[replica]), self.told(replica)
             time.sleep(_LOOK_SECONDS)
 
+    def state(self, replica: int, step: int) -> dict[str, Tensor]:
+        """Every tensor that a replica saved."""
+        return state_of(self.folder / f"replica_{replica:02d}" / "checkpoints", replica, step)
+
     def stop(self) -> None:
         """Ask all jobs that run to end, and wait."""
         for replica in self._running:
@@ -134,7 +160,25 @@ class Federation:
         return max((row.get("total/missed_rounds", 0) for row in self.rows(replica)), default=0)
 
 
-def _run(rank: int, config: str, replica: int, ranks: int, port: int, folder: Path) -> None:
+def state_of(checkpoints: Path, replica: int, step: int) -> dict[str, Tensor]:
+    """Every tensor that a replica saved, by file and name."""
+    folder = catalog.replica_folder(catalog.step_folder(checkpoints, step), replica)
+    return {
+        f"{path.name} {name}": tensor
+        for path in sorted(folder.glob("*.safetensors"))
+        for name, tensor in load_file(path).items()
+    }
+
+
+def assert_same(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+    """To the last bit."""
+    assert found.keys() == expected.keys()
+    assert [name for name in found if not torch.equal(found[name], expected[name])] == []
+
+
+def _run(
+    rank: int, config: str, replica: int, ranks: int, port: int, folder: Path, disturb: Callable[[], None]
+) -> None:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in place.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -145,4 +189,5 @@ def _run(rank: int, config: str, replica: int, ranks: int, port: int, folder: Pa
     os.dup2(output, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
     assert not dist.is_initialized()
+    disturb()
     leaving.leave(main(["train", "--config", config, "--progress", "lines", "--replica", str(replica)]))

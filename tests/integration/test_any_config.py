@@ -17,7 +17,8 @@ from megatron_noloco.data.indexed import IndexedWriter
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.spec.split import PipelineSplit
 from tests.integration.chaos import Run, assert_same_state
-from tests.integration.tiny import FAMILY_MODELS, metrics, write_text
+from tests.integration.federation import Federation, assert_same, state_of
+from tests.integration.tiny import FAMILY_MODELS, metrics, tiny, write_text
 
 STEPS = 6
 MOST_RANKS = 8
@@ -279,3 +280,39 @@ def test_runs_and_continues(seed: int, data: list[dict[str, Any]], tmp_path: Pat
     fewer = Random(seed).choice(["drop", "fold"])
     told = succeed(whole, math.prod(sizes_of(whole.raw)), train_iters=STEPS + 2, fewer_replicas=fewer)
     assert f"step {STEPS}, " in told
+
+
+def of_few_ranks(seed: int) -> bool:
+    sizes = sizes_of(draw(Random(seed))[0])
+    return sizes[0] > 1 and math.prod(sizes) <= 4
+
+
+FEDERATED = list(filter(of_few_ranks, range(100)))[:12]
+
+
+@pytest.mark.parametrize(
+    "seed", [*FEDERATED[:2], *(pytest.param(seed, marks=pytest.mark.slow) for seed in FEDERATED[2:])]
+)
+def test_trains_as_separate_jobs(seed: int, data: list[dict[str, Any]], tmp_path: Path) -> None:
+    """To the last bit as one job does, but for what a federation does not have."""
+    one_job, ranks = drawn_run(seed, tmp_path / "one", data)
+    slots = sizes_of(one_job.raw)[0]
+    pairs = {"enabled": True, "method": "noloco", "group_size": 2, "grouping": "replica"}
+    one_job.change({"noloco": {**pairs, "routing": {"interval": "off"}}})
+    if slots == 3:
+        one_job.change({"noloco": {"pairing": "random"}})
+    succeed(one_job, ranks, save_interval=STEPS)
+    ours = {
+        "federation": {"slots": slots, "start_with": slots, "rounds_behind": STEPS, "local_steps": "all"},
+        "noloco": {"transport": None},
+        "parallel": {"replicas": None},
+        "training": {"output_dir": str(tmp_path / "jobs")},
+        "checkpoint": {"save_interval": STEPS},
+    }
+    raw = tiny(ours, one_job.raw)
+    with Federation(tmp_path / "jobs", raw, base=raw) as federation:
+        for replica in range(slots):
+            federation.start(replica, ranks // slots)
+        federation.wait()
+        for replica in range(slots):
+            assert_same(federation.state(replica, STEPS), state_of(one_job.checkpoints, replica, STEPS))

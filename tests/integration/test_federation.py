@@ -1,21 +1,24 @@
 """Replicas as separate jobs: the same training as one job; and what becomes of it when jobs come and go."""
 
+import math
 import re
 import shutil
 import signal
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from torch import Tensor
 
-from megatron_noloco.checkpoint import catalog
+from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.transport import FederationTransport
+from megatron_noloco.transport.protocol import Message
 from tests.harness import free_port, run_ranks
 from tests.integration.chaos import command
-from tests.integration.federation import Federation
+from tests.integration.federation import Federation, assert_same, state_of
 from tests.integration.tiny import run_whole, tiny, write_config, write_text
 
 STEPS = 8
@@ -24,16 +27,6 @@ STEPS = 8
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_text(tmp_path_factory.mktemp("text"))
-
-
-def state_of(checkpoints: Path, replica: int, step: int) -> dict[str, Tensor]:
-    """Every tensor that a replica saved, by file and name."""
-    folder = catalog.replica_folder(catalog.step_folder(checkpoints, step), replica)
-    return {
-        f"{path.name} {name}": tensor
-        for path in sorted(folder.glob("*.safetensors"))
-        for name, tensor in load_file(path).items()
-    }
 
 
 def changes(text: str, slots: int, **more: Any) -> dict[str, Any]:
@@ -85,7 +78,7 @@ def test_separate_jobs_train_as_one_job_does(
     tmp_path: Path, text: str, slots: int, ranks: int, more: dict[str, Any]
 ) -> None:
     """To the last bit: weights, momentum, inner optimizer."""
-    all_of_them = {"federation": {"start_with": slots, "rounds_behind": STEPS}}
+    all_of_them = {"federation": {"start_with": slots, "rounds_behind": STEPS, "local_steps": "all"}}
     with Federation(tmp_path / "jobs", changes(text, slots, **tiny(more, all_of_them))) as federation:
         for replica in range(slots):
             federation.start(replica, ranks)
@@ -103,11 +96,9 @@ def test_separate_jobs_train_as_one_job_does(
     config = write_config(tmp_path / "one", tiny(tiny(one_job, changes(text, slots, **more))))
     run_ranks(slots * ranks, run_whole, config)
     for replica in range(slots):
-        found = state_of(tmp_path / "jobs" / f"replica_{replica:02d}" / "checkpoints", replica, STEPS)
-        expected = state_of(tmp_path / "one" / "checkpoints", replica, STEPS)
-        assert found.keys() == expected.keys()
-        different = [name for name in found if not torch.equal(found[name], expected[name])]
-        assert different == [], f"replica {replica}"
+        assert_same(
+            federation.state(replica, STEPS), state_of(tmp_path / "one" / "checkpoints", replica, STEPS)
+        )
     assert len({tuple(of_replica) for of_replica in losses}) == slots, "each has data of its own"
 
 
@@ -139,8 +130,7 @@ def test_a_replica_is_killed_and_comes_back_and_a_new_one_joins(tmp_path: Path, 
         assert "taken over from replica" in federation.told(3)
         assert "replica 3 is new: a clone of replica" in federation.told(3)
         assert federation.missed(0) + federation.missed(1) > 0
-        losses = [federation.rows(replica, "evaluation")[-1]["validation/loss"] for replica in range(3)]
-        assert max(losses) < 5.0, "of 5.6 at the start"
+        assert max(last_losses(federation, 3)) < 5.0, "of 5.6 at the start"
 
 
 @pytest.mark.parametrize("encryption", ["none", "curve"])
@@ -249,3 +239,123 @@ def test_a_stopped_replica_costs_one_deadline_and_is_skipped_then(tmp_path: Path
         federation.signal(1, signal.SIGCONT)
         federation.wait()
         assert federation.rows(1)[-1]["step"] == 40
+
+
+def sends_times(factor: float) -> None:
+    """From here on this process sends all vectors multiplied."""
+    original = FederationTransport.post
+
+    def post(self: FederationTransport, sends: list[Message], *more: Any) -> Any:
+        numbers = torch.float32
+        spoiled = [
+            Message(message.rank, message.buffer * factor) if message.buffer.dtype == numbers else message
+            for message in sends
+        ]
+        return original(self, spoiled, *more)
+
+    FederationTransport.post = post  # type: ignore[assignment, method-assign]
+
+
+def last_losses(federation: Federation, replicas: int) -> list[float]:
+    """Of validation."""
+    return [federation.rows(replica, "evaluation")[-1]["validation/loss"] for replica in range(replicas)]
+
+
+def test_poison_stops_at_the_door(tmp_path: Path, text: str) -> None:
+    """One replica sends NaN, one a million times its weights: the other three train as if they were not there."""
+    more = {
+        "training": {"train_iters": 40},
+        "checkpoint": {"save_interval": 0},
+        "evaluation": {"interval": 40, "iters": 4},
+    }
+    losses = []
+    for poisonous in ((), (math.nan, 1e6)):
+        start_with = {"federation": {"start_with": 3 + len(poisonous)}}
+        changed = changes(text, 5, **tiny(more, start_with))
+        with Federation(tmp_path / f"{len(poisonous)}", changed) as federation:
+            for replica in range(3):
+                federation.start(replica)
+            for replica, factor in enumerate(poisonous, start=3):
+                federation.start(replica, disturb=partial(sends_times, factor))
+            federation.wait()
+            losses.append(last_losses(federation, 3))
+    told = "".join(federation.told(replica) for replica in range(3))
+    assert "| replica 3 sent numbers that are not finite |" in told
+    assert "| replica 4 sent absurd numbers, " in told
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)
+
+
+def poisons_itself(step: int) -> None:
+    """In this process a weight becomes NaN after so many local steps."""
+    original = ReplicaEngine.train_batch
+
+    def train_batch(self: ReplicaEngine, *arguments: Any) -> Any:
+        losses = original(self, *arguments)
+        if self._deepspeed.global_steps == step:
+            self.weights.parts()[0][0] = math.nan
+        return losses
+
+    ReplicaEngine.train_batch = train_batch  # type: ignore[method-assign]
+
+
+def test_a_replica_whose_weights_are_not_finite_ends_and_continues(tmp_path: Path, text: str) -> None:
+    """In the midst of a local phase, where a save is due."""
+    more = {
+        "noloco": {"local_steps": 4},
+        "training": {"train_iters": 12},
+        "checkpoint": {"save_interval": 3},
+    }
+    with Federation(tmp_path, changes(text, 2, **more)) as federation:
+        federation.start(0, disturb=partial(poisons_itself, 6))
+        assert federation.exit_codes(0) == [1]
+        told = federation.told(0)
+        assert "this replica's weights are no longer finite" in told
+        assert "Traceback" not in told
+        federation.start(0)
+        federation.wait()
+        assert "step 3, " in federation.told(0).removeprefix(told)
+        assert math.isfinite(federation.rows(0)[-1]["train/loss"])
+
+
+def slowed(seconds: float) -> None:
+    """Each local step of this process takes so much longer."""
+    original = ReplicaEngine.train_batch
+
+    def train_batch(self: ReplicaEngine, *arguments: Any) -> Any:
+        time.sleep(seconds)
+        return original(self, *arguments)
+
+    ReplicaEngine.train_batch = train_batch  # type: ignore[method-assign]
+
+
+def test_a_slow_replica_takes_fewer_local_steps_and_costs_its_partners_nothing(
+    tmp_path: Path, text: str
+) -> None:
+    """Its steps take three times as long. It takes part in the rounds, and the others learn as without it."""
+    steps, local_steps = 64, 8
+    more = {
+        "noloco": {"local_steps": local_steps},
+        "training": {"train_iters": steps},
+        "checkpoint": {"save_interval": 20},
+        "evaluation": {"interval": steps, "iters": 4},
+    }
+    losses = []
+    for slow in ((), (3,)):
+        start_with = {"federation": {"start_with": 3 + len(slow)}}
+        with Federation(tmp_path / f"{len(slow)}", changes(text, 4, **tiny(more, start_with))) as federation:
+            for replica in range(3):
+                federation.start(replica, disturb=partial(slowed, 0.1))
+            for replica in slow:
+                federation.start(replica, disturb=partial(slowed, 0.3))
+            federation.wait()
+            losses.append(last_losses(federation, 3))
+            if slow:
+                rows, saves = federation.rows(3), federation.rows(3, "checkpoint")
+    left_out = steps - len(rows)
+    assert rows[-1]["step"] == steps
+    assert left_out == rows[-1]["total/skipped_ahead"] > steps / 4
+    rounds = [row for row in rows if "round/index" in row]
+    assert len(rounds) > steps / local_steps / 2
+    assert sum(bool(row["round/partners"]) for row in rounds) > len(rounds) / 2
+    assert [row["step"] // 20 for row in saves] == [1, 2, 3, 3], "what was due in a step left out comes later"
+    assert losses[1] == pytest.approx(losses[0], rel=0.01)

@@ -16,6 +16,7 @@ from tools.simulator import report
 from tools.simulator.changes import apply
 from tools.simulator.inner import orthogonalised
 from tools.simulator.simulation import Simulation
+from tools.simulator.slow import Slow
 
 DELAYED = {"mode": "delayed", "delay_steps": 1}
 METHODS: dict[str, dict[str, Any]] = {
@@ -103,6 +104,69 @@ def test_what_is_not_simulated_is_refused(changes: dict[str, Any], reason: str, 
     base = {"parallel": {"replicas": 2}, "data": {"text": write_text(tmp_path)}}
     with pytest.raises(ValueError, match=reason):
         Simulation(RunConfig.from_dict(tiny(changes, tiny(base))))
+
+
+def with_slow(folder: Path, steps: int, weighted: bool = False, **noloco: Any) -> tuple[RunConfig, Slow]:
+    changes = {
+        "noloco": {"local_steps": 3, **noloco},
+        "parallel": {"replicas": 3},
+        "data": {"text": write_text(folder)},
+        "evaluation": {"iters": 2},
+    }
+    config = RunConfig.from_dict(tiny(changes))
+    return config, Slow(config, steps, weighted)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_slow_replica_that_takes_all_steps_is_as_the_others(tmp_path: Path, weighted: bool) -> None:
+    config, slow = with_slow(tmp_path, steps=3, weighted=weighted)
+    (expected,), (found,) = (list(Simulation(config, slow=one).run()) for one in (None, slow))
+    assert found.replica_losses == pytest.approx(expected.replica_losses, abs=1e-6)
+
+
+def test_a_slow_replica_rests_in_the_last_steps_of_a_phase(tmp_path: Path) -> None:
+    config, slow = with_slow(tmp_path, steps=2)
+    simulation = Simulation(config, slow=slow)
+    states = []
+    for step in range(3):
+        simulation._local_step(step)
+        states.append([tensor.clone() for tensor in simulation.inner.tensors()])
+    for before, after in zip(states[1], states[2], strict=True):
+        assert torch.equal(before[0], after[0])
+        assert not torch.equal(before[1], after[1])
+    assert not torch.equal(states[0][0][0], states[1][0][0])
+
+
+def test_a_pair_weighs_its_outer_gradients_by_their_steps(tmp_path: Path) -> None:
+    """A third of a half and two thirds of the other: the mean of what is exchanged is phi + the weighted mean."""
+    config, slow = with_slow(tmp_path, steps=2, weighted=True, local_steps=4)
+    simulation = Simulation(config, slow=slow)
+    rounds = range(6)
+    round_index = next(one for one in rounds if len(config.grouping(3).group(0, one)) == 2)
+    pair = config.grouping(3).group(0, round_index)
+    phi = simulation.weights[0].clone()  # of all replicas, in the beginning
+    moves = torch.stack([torch.full_like(phi, float(replica + 1)) for replica in range(3)])
+    simulation.weights.add_(moves)
+    slow.rescale(4 * round_index + 3, simulation.weights, simulation.outer)
+    torch.testing.assert_close(simulation.weights - phi, moves, atol=1e-5, rtol=0)
+    slow.rescale(4 * round_index + 4, simulation.weights, simulation.outer)
+    mean = (simulation.weights[list(pair)] - phi).mean(dim=0)
+    torch.testing.assert_close(mean, (moves[0] + 2 * moves[pair[1]]) / 3, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("steps", "noloco", "reason"),
+    [
+        (4, {}, "from 1 to noloco.local_steps 3"),
+        (1, {"method": "diloco"}, "in pairs only"),
+        (1, {"fragments": 2}, "without overlap and fragments only"),
+    ],
+)
+def test_a_slow_replica_that_is_not_simulated_is_refused(
+    tmp_path: Path, steps: int, noloco: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        with_slow(tmp_path, steps, **noloco)
 
 
 def test_a_change_on_the_command_line() -> None:

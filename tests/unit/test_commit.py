@@ -1,5 +1,6 @@
 """An exchange between separate jobs counts for both partners or for neither."""
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -11,29 +12,38 @@ from torch import Tensor
 
 from megatron_noloco.outer import Channel, CodedExchange, Coding, Exchange, ExchangeReport
 from megatron_noloco.outer.commit import CommittedExchange
+from megatron_noloco.outer.guard import Guard
 from megatron_noloco.outer.tags import CHANNELS, PHASES
+from megatron_noloco.plans.choices import Others
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.chunks import LandingFlight
 from megatron_noloco.transport.loopback import LoopbackTransport, loopback_world
-from megatron_noloco.transport.protocol import Message
+from megatron_noloco.transport.protocol import Message, Standing
 
 LENGTH = 5000
 SHORT_SECONDS, LONG_SECONDS = 0.3, 20.0
 Lost = Callable[[int, int], bool]  # (rank that sends, channel) -> whether its messages get lost
+Altered = Callable[[int, Tensor], Tensor]  # (rank that sends, fp32 numbers) -> what it sends
 
 
 class Door:
-    """A rank's transport that loses messages."""
+    """A rank's transport that loses messages, and alters vectors."""
 
     device_buffers = False
 
-    def __init__(self, inner: LoopbackTransport, lost: Lost) -> None:
-        self._inner, self._lost = inner, lost
+    def __init__(self, inner: LoopbackTransport, lost: Lost, altered: Altered) -> None:
+        self._inner, self._lost, self._altered = inner, lost, altered
         self.rank, self.world_size = inner.rank, inner.world_size
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> LandingFlight:
         if self._lost(self.rank, tag // PHASES % CHANNELS):
             sends = []
+        sends = [
+            Message(message.rank, self._altered(self.rank, message.buffer))
+            if message.buffer.dtype == torch.float32
+            else message
+            for message in sends
+        ]
         return self._inner.post(sends, receives, tag)
 
 
@@ -43,21 +53,20 @@ class Votes:
 
     ranks: int
     barrier: threading.Barrier = field(init=False)
-    no: bool = False
+    votes: list[Sequence[int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.barrier = threading.Barrier(self.ranks, timeout=LONG_SECONDS)
 
-    def agree(self, yes: bool) -> bool:
+    def agree(self, votes: Sequence[int]) -> list[int]:
         if self.barrier.wait() == 0:
-            self.no = False
+            self.votes.clear()
         self.barrier.wait()
-        if not yes:
-            self.no = True
+        self.votes.append(votes)
         self.barrier.wait()
-        result = not self.no
+        smallest = [min(place) for place in zip(*self.votes, strict=True)]
         self.barrier.wait()
-        return result
+        return smallest
 
 
 class Partners:
@@ -67,18 +76,33 @@ class Partners:
         self.agree = votes.agree
         self.deadline_seconds = deadline_seconds
         self.refused = refused
+        self.begun: list[int | None] = []
         self.ended: list[int] = []
-        self.recorded: list[bool] = []
+        self.succeeded = 0
+        self.avoided: list[tuple[int, int, str]] = []
 
-    def begin(self, number: int, rank: int | None) -> str:
-        return "" if rank is None else self.refused
+    def standing(self, number: int, rank: int) -> tuple[Standing, str]:
+        return (Standing.AWAY, self.refused) if self.refused else (Standing.FREE, "")
 
-    def end(self, number: int, void_below: int) -> None:
-        assert void_below == (number + 1) * CHANNELS * PHASES
+    def begin(self, number: int, rank: int | None) -> None:
+        self.begun.append(rank)
+
+    def end(self, number: int) -> None:
         self.ended.append(number)
 
-    def record(self, rank: int, seconds: float | None) -> None:
-        self.recorded.append(seconds is not None)
+    def record(self, seconds: float) -> None:
+        self.succeeded += 1
+
+    def avoid(self, rank: int, exchanges: int, why: str) -> None:
+        self.avoided.append((rank, exchanges, why))
+
+
+def late(rank: int) -> tuple[int, int, str]:
+    return rank, 1, "missed its last deadline"
+
+
+def the_other(number: int, others: Others) -> int | None:
+    return next(iter(others.free), None)
 
 
 @dataclass
@@ -92,8 +116,17 @@ def vector(rank: int) -> Tensor:
     return torch.randn(LENGTH, generator=torch.Generator().manual_seed(rank))
 
 
+def as_it_is(rank: int, vector: Tensor) -> Tensor:
+    return vector
+
+
 def average(
-    lost: Lost, ranks: int = 1, bits: int | None = None, seconds: float = SHORT_SECONDS, refused: str = ""
+    lost: Lost,
+    ranks: int = 1,
+    bits: int | None = None,
+    seconds: float = SHORT_SECONDS,
+    refused: str = "",
+    altered: Altered = as_it_is,
 ) -> list[Outcome]:
     """A round of two replicas of so many ranks, by rank; with `refused`, rank 0 does not want to meet."""
     votes = [Votes(ranks), Votes(ranks)]
@@ -101,14 +134,14 @@ def average(
 
     def run(rank: int) -> Outcome:
         place = Place(rank // ranks, 2, rank=rank, ranks_per_replica=ranks)
-        door = Door(world[rank], lost)
+        door = Door(world[rank], lost, altered)
         exchange = (
             Exchange(door, place, Channel.ROUNDS, seconds, LENGTH)  # type: ignore[arg-type]
             if bits is None
             else CodedExchange(door, place, Channel.ROUNDS, seconds, Coding(bits, LENGTH))  # type: ignore[arg-type]
         )
         partners = Partners(votes[rank // ranks], seconds, refused if rank == 0 else "")
-        committed = CommittedExchange(exchange, partners)
+        committed = CommittedExchange(exchange, partners, the_other, Guard())
         committed.begin(vector(rank), (0, 1), 7, "a test")
         assert list(committed.progress()) == []
         mean = torch.zeros(LENGTH)
@@ -135,7 +168,8 @@ def assert_bye(outcome: Outcome, rank: int, missed: str, ranks: int = 1) -> None
 def test_without_faults_the_mean_is_that_of_the_exchange() -> None:
     for outcome in average(nothing, ranks=2, seconds=LONG_SECONDS):
         assert outcome.report.group == (0, 1)
-        assert outcome.partners.recorded == [True]
+        assert outcome.partners.succeeded == 1
+        assert not outcome.partners.avoided
         assert outcome.partners.ended == [7]
     found = average(nothing, seconds=LONG_SECONDS)
     expected = (vector(0) + vector(1)) * 0.5
@@ -155,8 +189,8 @@ def test_who_is_not_met_costs_nothing() -> None:
     first, second = average(nothing, refused="is behind")
     assert_bye(first, 0, "is behind")
     assert_bye(second, 1, "missed the deadline")
-    assert first.partners.recorded == []
-    assert second.partners.recorded == [False]
+    assert (first.partners.begun, first.partners.avoided) == ([None], [])
+    assert (second.partners.begun, second.partners.avoided) == ([0], [late(0)])
     assert not first.report.in_doubt
 
 
@@ -185,17 +219,43 @@ def test_all_ranks_of_both_replicas_decide_alike() -> None:
     for rank, outcome in enumerate(found):
         assert torch.equal(outcome.mean, vector(rank)), rank
         assert outcome.report.group == (rank // 2,)
-        assert outcome.partners.recorded == [False]
+        assert outcome.partners.succeeded == 0
     assert "another rank" in found[0].report.missed
     assert "missed the deadline" in found[1].report.missed
+    assert [outcome.partners.avoided for outcome in found] == [[], [late(3)], [late(0)], [late(1)]]
+
+
+@pytest.mark.parametrize(
+    ("bits", "factor", "why"),
+    [
+        (None, math.nan, "numbers that are not finite"),
+        (None, 1e6, "absurd numbers"),
+        (8, 1e6, "absurd numbers"),
+    ],
+)
+def test_poison_is_refused_on_all_ranks_of_both_replicas(bits: int | None, factor: float, why: str) -> None:
+    """Rank 2, of replica 1, sends poison; nobody uses anything of the round."""
+    found = average(
+        nothing, ranks=2, bits=bits, altered=lambda rank, numbers: numbers * factor if rank == 2 else numbers
+    )
+    for rank, outcome in enumerate(found):
+        assert torch.equal(outcome.mean, vector(rank)), rank
+        assert outcome.report.group == (rank // 2,)
+    assert not any(outcome.report.in_doubt for outcome in found[:2])
+    assert f"replica 1 sent {why}" in found[0].report.missed
+    assert "refused by, another rank" in found[1].report.missed
+    ((rank, exchanges, _),) = found[0].partners.avoided
+    assert (rank, exchanges) == (2, 10)
 
 
 def test_a_bye_of_the_plan_is_no_miss() -> None:
     (transport,) = loopback_world(1)
     partners = Partners(Votes(1), SHORT_SECONDS)
-    committed = CommittedExchange(Exchange(transport, Place(0, 1), Channel.ROUNDS, 1.0), partners)
+    committed = CommittedExchange(
+        Exchange(transport, Place(0, 1), Channel.ROUNDS, 1.0), partners, the_other, Guard()
+    )
     committed.begin(vector(0), (0,), 3, "a test")
     ((start, stop, mean),) = committed.finish()
     assert (start, stop) == (0, LENGTH)
     assert torch.equal(mean, vector(0))
-    assert (committed.report.missed, partners.ended, partners.recorded) == ("", [3], [])
+    assert (committed.report.missed, partners.begun, partners.ended) == ("", [None], [3])

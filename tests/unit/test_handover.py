@@ -44,7 +44,7 @@ def test_files_arrive_as_they_were_offered(tmp_path: Path, with_keys: bool) -> N
         for path in paths:
             path.unlink()
         giver.partners.begin(3, 1)
-        giver.partners.end(3, void_below=10**6)
+        giver.partners.end(3)
         swap(giver, taker, tag=2 * 10**6)
         Handover(taker, nothing).take(0, tag, places, SECONDS)
     assert [place.numpy().tobytes() for place in places] == contents

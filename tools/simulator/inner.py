@@ -19,6 +19,9 @@ class Directions(Protocol):
     def of(self, gradients: Tensor) -> Tensor:
         """What is subtracted at a learning rate of 1; gradients [R, elements], which may be overwritten."""
 
+    def tensors(self) -> list[Tensor]:
+        """What it keeps from step to step, replica by replica; live."""
+
 
 class StackedOptimizer:
     """Decoupled weight decay (Loshchilov & Hutter, arXiv 1711.05101), then a step in the direction.
@@ -35,6 +38,10 @@ class StackedOptimizer:
         directions = self.directions.of(gradients)
         rates = self.directions.ratios * learning_rate
         self.weights.mul_(1 - rates * self.decays * weight_decay).addcmul_(directions, rates, value=-1)
+
+    def tensors(self) -> list[Tensor]:
+        """Weights and state, replica by replica; live. AdamW's count of steps is one for all."""
+        return [self.weights, *self.directions.tensors()]
 
 
 class AdamW:
@@ -54,6 +61,9 @@ class AdamW:
         self.second.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
         denominator = (self.second.sqrt() / correction2**0.5).add_(self.eps)
         return self.first.div(denominator).div_(correction1)
+
+    def tensors(self) -> list[Tensor]:
+        return [self.first, self.second]
 
 
 class Muon:
@@ -84,6 +94,9 @@ class Muon:
             update = orthogonalised(gradient.lerp_(momentum, self._beta))  # Nesterov's
             directions[:, stack] = update * max(1.0, rows / columns) ** 0.5
         return directions
+
+    def tensors(self) -> list[Tensor]:
+        return [*self._adam.tensors(), *self._momentum]
 
 
 def orthogonalised(matrices: Tensor, steps: int = 5) -> Tensor:

@@ -21,6 +21,7 @@ from megatron_noloco.training.outer import build_final_average, build_outer
 from megatron_noloco.transport.loopback import loopback_world
 from tools.simulator.inner import AdamW, Directions, LearningRate, Muon, StackedOptimizer, clip, usual_rate
 from tools.simulator.llama import StackedLlama
+from tools.simulator.slow import REPLICA, Slow
 
 
 @dataclass(frozen=True)
@@ -40,12 +41,13 @@ class Simulation:
     Args:
         config: a run of replicas of one rank each, without routes (one stage has none).
         compiled: local steps by `torch.compile`: a third less time, after half a minute; needs a C++ compiler.
+        slow: a replica that takes fewer local steps; None: all take the same number.
 
     Raises ValueError for parallel sizes other than 1, `replicas` "auto", and settings of data, model and
     inner optimizer that are not simulated.
     """
 
-    def __init__(self, config: RunConfig, compiled: bool = False) -> None:
+    def __init__(self, config: RunConfig, compiled: bool = False, slow: Slow | None = None) -> None:
         if (
             not isinstance(config.parallel.replicas, int)
             or config.parallel.world_size != config.parallel.replicas
@@ -61,7 +63,7 @@ class Simulation:
             raise ValueError(
                 "data.reset_attention_mask, data.eod_mask_loss and data.sft_data_path are not simulated"
             )
-        self.config = config
+        self.config, self.slow = config, slow
         self.replicas = config.parallel.replicas
         tokenizer = build_tokenizer(config.tokenizer)
         architecture = config.architecture(tokenizer.vocab_size)
@@ -119,6 +121,8 @@ class Simulation:
             for step in range(steps):
                 self._local_step(step)
                 done = step + 1
+                if self.slow is not None:
+                    self.slow.rescale(done, self.weights, self.outer)
                 reports = list(threads.map(lambda outer, done=done: outer.after_local_step(done), self.outer))
                 self.sent_bytes += max(
                     sum(report.exchange.bytes_sent for report in of_replica) for of_replica in reports
@@ -142,7 +146,12 @@ class Simulation:
         (gradients,) = torch.autograd.grad(self._training_losses(self.weights, samples).sum(), self.weights)
         self.weights.requires_grad_(False)
         clip(gradients, float(self.config.deepspeed.get("gradient_clipping", 0.0)))
+        rests = self.slow is not None and self.slow.rests(step)
+        kept = [tensor[REPLICA].clone() for tensor in self.inner.tensors()] if rests else []
         self.inner.step(gradients, self.learning_rate.next(), self._weight_decay(step))
+        if rests:
+            for tensor, row in zip(self.inner.tensors(), kept, strict=True):
+                tensor[REPLICA] = row
 
     @torch.no_grad()
     def evaluate(self, step: int) -> Evaluation:

@@ -1,0 +1,130 @@
+"""How many rounds take place when slots of a federation are empty: of those that are possible.
+
+    python -m tools.bench_meetings --slots 8 16 --empty 0 0.25 0.5
+
+Starts the replicas that are there as threads of one process, with the federation's transport between them on the
+loopback interface and vectors of 1000 elements. Each replica sleeps for a random time in place of its local steps,
+so that they are not in lockstep. In a round, 2 * floor(replicas / 2) replicas can meet at best. Prints one JSON
+object.
+"""
+
+import argparse
+import json
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from megatron_noloco.federation.counterparts import Deadline, Patience
+from megatron_noloco.federation.rendezvous import SharedFolder
+from megatron_noloco.federation.transport import FederationTransport, Network
+from megatron_noloco.outer import OuterOptimizer, OuterSettings, RoundReport, TorchWeights
+from megatron_noloco.plans.draws import Stream, draw_permutation
+from megatron_noloco.plans.grouping import Grouping
+from megatron_noloco.plans.topology import Place
+
+RUN = 1
+ELEMENTS = 1000
+SEED = 0
+PATIENCE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """Attributes: `phase_seconds` is the median time from one round to the next, `sigma` that of its logarithm."""
+
+    slots: int
+    empty: float
+    rounds: int
+    phase_seconds: float
+    sigma: float
+
+    @property
+    def replicas(self) -> Sequence[int]:
+        """Those that are there."""
+        count = self.slots - round(self.empty * self.slots)
+        return sorted(draw_permutation(self.slots, SEED, Stream.SAMPLES).tolist()[:count])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--slots", type=int, nargs="+", default=[8, 16])
+    parser.add_argument(
+        "--empty", type=float, nargs="+", default=[0.0, 0.25, 0.5], help="shares of the slots"
+    )
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--phase-seconds", type=float, default=0.1, help="median from one round to the next")
+    parser.add_argument("--sigma", type=float, default=0.3, help="of the logarithm of that time")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    cases = [
+        Case(slots, empty, options.rounds, options.phase_seconds, options.sigma)
+        for slots in options.slots
+        for empty in options.empty
+    ]
+    print(json.dumps({"rounds": options.rounds, "cases": [measure(case) for case in cases]}), flush=True)
+
+
+def measure(case: Case) -> dict[str, float]:
+    """The shares of the possible rounds that were used, and that would be without further choices."""
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        transports = {}
+        for replica in case.replicas:
+            network = Network(SharedFolder(Path(folder), RUN), RUN, "tcp://127.0.0.1:0")
+            patience = Patience(Deadline(PATIENCE_SECONDS, PATIENCE_SECONDS))
+            transports[replica] = FederationTransport(Place(replica, case.slots), network, patience)
+            stack.callback(transports[replica].close)
+        for transport in transports.values():
+            if not transport.wait_for(len(transports) - 1, PATIENCE_SECONDS):
+                raise SystemExit("the replicas do not find each other")
+        together = threading.Barrier(len(transports))
+        with ThreadPoolExecutor(len(transports)) as threads:
+            reports = dict(
+                zip(
+                    transports, threads.map(partial(rounds, case, together), transports.values()), strict=True
+                )
+            )
+    grouping = Grouping(case.slots, 2, SEED)
+    met = [report.exchange.group for of_replica in reports.values() for report in of_replica]
+    planned = [grouping.group(replica, index) for replica in reports for index in range(case.rounds)]
+    possible = case.rounds * (len(transports) // 2 * 2)
+    waits = [report.exchange.wait_seconds for of_replica in reports.values() for report in of_replica]
+    return {
+        "slots": case.slots,
+        "replicas": len(transports),
+        "used": round(sum(len(group) == 2 for group in met) / possible, 4),
+        "used with the plan's partners alone": round(
+            sum(len(group) == 2 and set(group) <= set(transports) for group in planned) / possible, 4
+        ),
+        "longest_wait_seconds": round(max(waits), 2),
+    }
+
+
+def rounds(case: Case, together: threading.Barrier, transport: FederationTransport) -> list[RoundReport]:
+    """Of one replica."""
+    draw = random.Random(transport.rank)
+    place = Place(transport.rank, case.slots)
+    weights = TorchWeights([torch.zeros(ELEMENTS)])
+    grouping, settings = Grouping(case.slots, 2, SEED), OuterSettings(local_steps=1)
+    outer = OuterOptimizer(weights, transport, place, grouping, settings)
+    together.wait()
+    reports = []
+    for done in range(1, case.rounds + 1):
+        time.sleep(case.phase_seconds * draw.lognormvariate(0, case.sigma))
+        reports += outer.after_local_step(done)
+    return reports
+
+
+if __name__ == "__main__":
+    with suppress(KeyboardInterrupt):
+        main()

@@ -1,0 +1,52 @@
+"""A replica that takes fewer local steps than the others in each round, as slow ones do in a federation."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megatron_noloco.config import RunConfig
+from megatron_noloco.outer import OuterOptimizer, Rounds
+
+REPLICA = 0  # the slow one
+
+
+@dataclass(frozen=True)
+class Slow:
+    """Raises ValueError where it is not simulated.
+
+    Attributes:
+        steps: that it takes in a round; the last ones of the local phase are left out.
+        weighted: whether a pair weighs its outer gradients by their numbers of steps, m_i / (m_i + m_j), instead
+            of by one half each. `rescale` does it before the round, whose vector is beta * Delta + gamma * phi.
+    """
+
+    config: RunConfig
+    steps: int
+    weighted: bool = False
+
+    def __post_init__(self) -> None:
+        noloco = self.config.noloco
+        if noloco.active_method != "noloco" or noloco.group_size != 2:
+            raise ValueError("a slow replica is simulated with NoLoCo in pairs only")
+        if noloco.delay_steps or noloco.fragments > 1:
+            raise ValueError("a slow replica is simulated without overlap and fragments only")
+        if not 0 < self.steps <= noloco.local_steps:
+            raise ValueError(f"a slow replica takes from 1 to noloco.local_steps {noloco.local_steps}")
+
+    def rests(self, step: int) -> bool:
+        """Whether it leaves out this local step, counted from 0."""
+        return step % self.config.noloco.local_steps >= self.steps
+
+    def rescale(self, done: int, weights: Tensor, outers: Sequence[Rounds]) -> None:
+        """After `done` local steps, before the round: the weights, shape [R, elements], as phi + 2 w Delta."""
+        whole = self.config.noloco.local_steps
+        if not self.weighted or done % whole:
+            return
+        replicas = len(weights)
+        group = self.config.grouping(replicas).group(REPLICA, done // whole - 1)
+        for member in group if len(group) == 2 else ():
+            outer = outers[member]
+            assert isinstance(outer, OuterOptimizer)
+            share = (self.steps if member == REPLICA else whole) / (self.steps + whole)
+            weights[member].sub_(outer.slow_weights).mul_(2 * share).add_(outer.slow_weights)
