@@ -41,7 +41,7 @@ from megatron_noloco.pipeline.groups import PATIENCE, Groups, build_groups
 from megatron_noloco.training.console import Console, RunFacts
 from megatron_noloco.training.delay import DelayChoice
 from megatron_noloco.training.evaluate import Evaluator
-from megatron_noloco.training.federation import KeepingUp
+from megatron_noloco.training.federation import keeping_up
 from megatron_noloco.training.monitor import DELAY_STEPS, Monitor
 from megatron_noloco.training.outer import build_final_average, build_outer
 from megatron_noloco.training.prepare import Prepared, checkpoint_settings
@@ -96,7 +96,7 @@ def build(prepared: Prepared, transport: Transport, start: Start, progress: str 
         stopping=stopping,
         final_average=build_final_average(config, outer, transport, place),
         delay=delay,
-        keeping_up=KeepingUp(transport, config) if isinstance(transport, FederationTransport) else None,
+        keeping_up=keeping_up(config, transport) if isinstance(transport, FederationTransport) else None,
     )
 
 

@@ -1,8 +1,7 @@
-"""A job of a federation: how it enters, and how it keeps up with the others."""
+"""What a config says about a federation, as the rooms below take it."""
 
 import hashlib
 import json
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +9,13 @@ import torch.distributed as dist
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.federation.counterparts import Deadline, Patience, agreement_of_replica
+from megatron_noloco.federation.keeping_up import KeepingUp, Pace
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.rendezvous import Rendezvous, rendezvous_of
 from megatron_noloco.federation.transport import FederationTransport, Network
 from megatron_noloco.job.join import reachable_address
-from megatron_noloco.outer.tags import tag_of
-from megatron_noloco.plans.fragments import next_after
 from megatron_noloco.plans.topology import Topology
 
-_TRAINED_ROUNDS = 10  # after so many, weights are not to be averaged with fresh ones
 _ALIKE = ("local_steps", "pairing", "payload", "fragments", "outer_momentum", "outer_lr")
 
 
@@ -67,6 +64,19 @@ def enter(config: RunConfig, topology: Topology) -> FederationTransport:
     return FederationTransport(place, network, patience, agreement_of_replica())
 
 
+def keeping_up(config: RunConfig, transport: FederationTransport) -> KeepingUp:
+    noloco, federation = config.noloco, config.federation
+    pace = Pace(
+        local_steps=noloco.local_steps,
+        fragments=noloco.fragments,
+        rounds_behind=federation.rounds_behind,
+        start_with=federation.start_with,
+        longest_seconds=noloco.deadline_seconds,
+        steps=config.training.train_iters,
+    )
+    return KeepingUp(transport, pace)
+
+
 def _network(config: RunConfig, replica_size: int) -> Network:
     federation, run = config.federation, run_number(config)
     assert federation.slots is not None
@@ -79,74 +89,3 @@ def _network(config: RunConfig, replica_size: int) -> Network:
         assert federation.key_file is not None
         keys = Keys.read(Path(federation.key_file))
     return Network(rendezvous, run, keys, reachable_address)
-
-
-class UntrainedError(RuntimeError):
-    """A replica has no weights with which it could join the others."""
-
-
-class KeepingUp:
-    """Which local step comes next, in a federation.
-
-    A replica that was away, or is slow, would meet nobody: the others are at later rounds. At the beginning of a
-    local phase, when it is `federation.rounds_behind` rounds or more behind half of the others, it goes on at
-    their round. The samples of the steps between are not read; its weights are its own, and rounds pull them to
-    those of the others.
-    """
-
-    def __init__(self, transport: FederationTransport, config: RunConfig) -> None:
-        self._transport = transport
-        self._local_steps = config.noloco.local_steps
-        self._fragments = config.noloco.fragments
-        self._last_phase = (config.training.train_iters - 1) // self._local_steps
-        self._rounds_behind = config.federation.rounds_behind
-        self._start_with = config.federation.start_with
-        self._longest_seconds = config.noloco.deadline_seconds
-        self._untrained = False
-
-    def start(self, done: int) -> bool:
-        """Before the first local step: tell where this rank is; whether those to start with came in time."""
-        self._untrained = done == 0
-        self._tell(done)
-        came = self._transport.wait_for(self._start_with - 1, self._longest_seconds)
-        return self._transport.partners.agree(came)
-
-    def next_step(self, step: int) -> int:
-        """The local step (from 0) that follows when `step` would; the same on all ranks of the replica.
-
-        Raises UntrainedError for a replica that began anew, and finds that the others have trained long before.
-        """
-        if step % self._local_steps:
-            return step
-        holder = [self._phase_of_others()]
-        if dist.get_world_size() > 1:
-            dist.broadcast_object_list(holder, src=0)
-        phase = holder[0]
-        if phase is None:
-            return step
-        behind = phase - step // self._local_steps
-        if behind < self._rounds_behind:
-            self._untrained = False  # or as little as the others
-            return step
-        if self._untrained and behind >= _TRAINED_ROUNDS:
-            raise UntrainedError(
-                "the others have trained already, and this replica has no checkpoint: its weights would spoil "
-                "theirs; set checkpoint.load to a step folder of another replica, copied here if need be"
-            )
-        self._tell(phase * self._local_steps)
-        return phase * self._local_steps
-
-    def _tell(self, done: int) -> None:
-        """The exchanges before this step are over here: nobody is to wait in one that was left out."""
-        round_index, fragment = next_after(done, self._local_steps, self._fragments)
-        over = round_index * self._fragments + fragment - 1
-        if over >= 0:
-            self._transport.partners.begin(over, None)
-            self._transport.partners.end(over, tag_of(over + 1, 0))
-
-    def _phase_of_others(self) -> int | None:
-        """The local phase that half of the others, at least, have reached; None where nobody is there."""
-        begun = [number for number in self._transport.begun() if number >= 0]
-        if not begun:
-            return None
-        return min(statistics.median_low(begun) // self._fragments + 1, self._last_phase)

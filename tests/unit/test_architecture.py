@@ -19,7 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "model/families": {"spec"},
     "config": {"spec", "plans", "model/families"},
     "outer": {"plans", "transport"},
-    "federation": {"plans", "transport"},
+    "federation": {"plans", "transport", "outer"},
     "job": {"transport"},
     "pipeline": {"plans", "metrics"},
     "model": {"spec", "plans", "model/families", "pipeline"},

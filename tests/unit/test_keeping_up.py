@@ -3,15 +3,14 @@
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from megatron_noloco.checkpoint import adopt as adopting
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.adopt import adopt
-from megatron_noloco.training import federation
-from megatron_noloco.training.federation import KeepingUp, UntrainedError
+from megatron_noloco.federation import keeping_up as federation
+from megatron_noloco.federation.keeping_up import KeepingUp, Pace, UntrainedError
 
 
 class Others:
@@ -33,17 +32,10 @@ class Others:
         return len(self.numbers) >= others
 
 
-def keeping_up(
-    monkeypatch: pytest.MonkeyPatch, begun: list[int], fragments: int = 1
-) -> tuple[KeepingUp, Others]:
-    monkeypatch.setattr(federation.dist, "get_world_size", lambda: 1)
-    config: Any = SimpleNamespace(
-        noloco=SimpleNamespace(local_steps=10, fragments=fragments, deadline_seconds=1.0),
-        training=SimpleNamespace(train_iters=95),
-        federation=SimpleNamespace(rounds_behind=2, start_with=2),
-    )
+def keeping_up(begun: list[int], fragments: int = 1, steps: int | None = 95) -> tuple[KeepingUp, Others]:
     others = Others(begun)
-    return KeepingUp(others, config), others  # type: ignore[arg-type]
+    pace = Pace(10, fragments, rounds_behind=2, start_with=2, longest_seconds=1.0, steps=steps)
+    return KeepingUp(others, pace), others  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -62,26 +54,30 @@ def keeping_up(
     ],
 )
 def test_who_is_behind_half_of_the_others_goes_on_where_they_are(
-    monkeypatch: pytest.MonkeyPatch, begun: list[int], step: int, expected: int
+    begun: list[int], step: int, expected: int
 ) -> None:
-    assert keeping_up(monkeypatch, begun)[0].next_step(step) == expected
+    assert keeping_up(begun)[0].next_step(step) == expected
 
 
-def test_exchanges_of_fragments_are_counted_by_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert keeping_up(monkeypatch, [4 * 3 + 1], fragments=4)[0].next_step(10) == 40
+def test_where_the_end_is_not_known_no_phase_is_the_last() -> None:
+    assert keeping_up([50, 50], steps=None)[0].next_step(10) == 510
 
 
-def test_a_replica_tells_where_it_continues(monkeypatch: pytest.MonkeyPatch) -> None:
-    own, others = keeping_up(monkeypatch, [3])
+def test_exchanges_of_fragments_are_counted_by_rounds() -> None:
+    assert keeping_up([4 * 3 + 1], fragments=4)[0].next_step(10) == 40
+
+
+def test_a_replica_tells_where_it_continues() -> None:
+    own, others = keeping_up([3])
     assert own.start(40)
     assert others.told == [("begun", 3), ("over", 3)]
-    own, others = keeping_up(monkeypatch, [])
+    own, others = keeping_up([])
     assert not own.start(0), "one more was to be waited for"
     assert others.told == []
 
 
-def test_nobody_waits_in_an_exchange_that_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    own, others = keeping_up(monkeypatch, [0])
+def test_nobody_waits_in_an_exchange_that_was_left_out() -> None:
+    own, others = keeping_up([0])
     own.start(10)
     others.numbers, others.told = [7], []
     assert own.next_step(20) == 80
@@ -90,21 +86,19 @@ def test_nobody_waits_in_an_exchange_that_was_left_out(monkeypatch: pytest.Monke
 
 def test_new_weights_do_not_join_trained_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(federation, "_TRAINED_ROUNDS", 5)
-    own, others = keeping_up(monkeypatch, [])
+    own, others = keeping_up([])
     own.start(0)
     assert own.next_step(10) == 10, "nobody is there"
     others.numbers = [4]
     assert own.next_step(20) == 50, "they have trained little"
     others.numbers = [7]
-    with pytest.raises(UntrainedError, match=r"no checkpoint: .* set checkpoint.load to a step folder"):
+    with pytest.raises(UntrainedError, match=r"no checkpoint: .* start from a copy of another replica's"):
         own.next_step(20)
 
 
 @pytest.mark.parametrize("start", [0, 10])
-def test_who_has_trained_with_the_others_or_before_may_fall_behind(
-    monkeypatch: pytest.MonkeyPatch, start: int
-) -> None:
-    own, others = keeping_up(monkeypatch, [0])
+def test_who_has_trained_with_the_others_or_before_may_fall_behind(start: int) -> None:
+    own, others = keeping_up([0])
     own.start(start)
     assert own.next_step(10) == 10
     others.numbers = [7]
