@@ -57,7 +57,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "reading": {"metrics"},
     "doctor": {"plans", "transport", "outer"},
-    "attach": {"plans", "transport", "outer", "engine"},
+    "attach": {"plans", "transport", "outer", "federation", "job", "engine"},
     "cli": {
         "spec",
         "config",
