@@ -83,6 +83,7 @@ DOORS = {
     "mpi4py": (f"{PACKAGE}/transport/mpi.py", f"{PACKAGE}/job/", f"{PACKAGE}/doctor/pair.py"),
     "pydantic": (f"{PACKAGE}/config/",),
     "zmq": (f"{PACKAGE}/federation/",),
+    "transformers": (f"{PACKAGE}/huggingface/", f"{PACKAGE}/data/", f"{PACKAGE}/attach/hf_trainer.py"),
 }
 WITHOUT_TORCH = tuple(f"{PACKAGE}/{room}/" for room in ("spec", "plans", "config"))
 
