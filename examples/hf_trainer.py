@@ -69,8 +69,15 @@ def main() -> None:
     )
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=LENGTH, **sizes))
+    config = LlamaConfig(
+        vocab_size=256,
+        max_position_embeddings=LENGTH,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    model = LlamaForCausalLM(config)
     trainer = Trainer(model, args, train_dataset=Text(options.slot, options.slots))
     federation = Federation(
         slot=options.slot,
