@@ -98,8 +98,9 @@ class Attached:
 
         In one job, and in a federation whose slots are a power of two, all there and at the same step, all
         replicas then have the mean of their weights, to rounding. With another number of slots there are 10
-        averages in random pairs, each of which halves the squared spread. A replica that is not there, or does
-        not come in time, is left out. The reports say whom this one met, and how far apart they were.
+        averages in random pairs, each of which halves the squared spread. The jobs that are there are waited for,
+        `OuterSettings.deadline_seconds` at most; the others are left out. The reports say whom this one met, and
+        how far apart they were.
         """
         transport, place, grouping = self.outer.transport, self.outer.place, self.outer.grouping
         settings = self.outer.settings
@@ -107,6 +108,8 @@ class Attached:
         groups = averaging_cycle(place.replica, place.replicas, grouping.seed)
         if transport.partners is None:
             return self.outer.settle(exchange, groups, self.done * len(groups))
+        if self._keeping_up is not None:
+            self._keeping_up.wait_at_end(self.done)
         if any(len(group) != 2 for group in groups):  # jobs meet in pairs
             pairs = Grouping(place.replicas, 2, grouping.seed)
             groups = [pairs.group(place.replica, index) for index in range(_FINAL_PAIRS)]

@@ -1,6 +1,7 @@
 """How a job of a federation keeps up with the others."""
 
 import statistics
+import time
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -9,6 +10,7 @@ from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.outer.tags import tag_of
 from megatron_noloco.plans.fragments import next_after
 
+_LOOK_SECONDS = 0.05
 _TRAINED_ROUNDS = 10  # after so many, weights are not to be averaged with fresh ones
 
 
@@ -85,18 +87,31 @@ class KeepingUp:
         self._tell(phase * local_steps)
         return phase * local_steps
 
+    def wait_at_end(self, done: int) -> None:
+        """After the last local step: until the others that are there have begun the last round.
+
+        For `longest_seconds` at most: replicas of different speed come to the end minutes apart.
+        """
+        last = self._over(done)
+        deadline = time.monotonic() + self._pace.longest_seconds
+        while any(begun < last for begun in self._transport.begun()) and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+
     def leave(self) -> None:
         """At the end: nobody is to wait for this replica any more."""
         self._transport.close()
 
     def _tell(self, done: int) -> None:
         """The exchanges before this step are over here: nobody is to wait in one that was left out."""
-        fragments = self._pace.fragments
-        round_index, fragment = next_after(done, self._pace.local_steps, fragments)
-        over = round_index * fragments + fragment - 1
+        over = self._over(done)
         if over >= 0:
             self._transport.partners.begin(over, None)
             self._transport.partners.end(over, tag_of(over + 1, 0))
+
+    def _over(self, done: int) -> int:
+        """The number of the last exchange before the next local step; -1 where there was none."""
+        round_index, fragment = next_after(done, self._pace.local_steps, self._pace.fragments)
+        return round_index * self._pace.fragments + fragment - 1
 
     def _phase_of_others(self) -> int | None:
         """The local phase that half of the others, at least, have reached; None where nobody is there."""

@@ -84,6 +84,33 @@ def test_nobody_waits_in_an_exchange_that_was_left_out() -> None:
     assert others.told == [("begun", 7), ("over", 7)]
 
 
+@pytest.mark.parametrize(
+    ("begun", "waits"),
+    [
+        ([[9, 8]], 0),  # of round 8, the last one before step 90
+        ([[9, 6], [9, 7], [9, 8]], 2),
+        ([[9, 6], [9]], 1),  # it has left
+        ([[9, 6]] * 100, 20),  # for a second at most
+        ([[]], 0),
+    ],
+)
+def test_at_the_end_those_that_are_there_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch, begun: list[list[int]], waits: int
+) -> None:
+    own, others = keeping_up(begun[0])
+    looks = 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal looks
+        looks += 1
+        others.numbers = begun[looks]
+
+    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0501 * looks)
+    monkeypatch.setattr(federation, "time", clock)
+    own.wait_at_end(90)
+    assert looks == waits
+
+
 def test_new_weights_do_not_join_trained_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(federation, "_TRAINED_ROUNDS", 5)
     own, others = keeping_up([])
