@@ -1,15 +1,21 @@
-"""NoLoCo for a training loop that exists, in two lines: one makes it, one is called after each optimizer step.
+"""NoLoCo for a training loop that exists: one line makes it, one is called after each optimizer step.
 
-    noloco = attach(engine, OuterSettings(local_steps=50), replicas=4)     # after deepspeed.initialize
+    noloco = attach(engine, OuterSettings(local_steps=50), replicas=4)     # this job holds four replicas; or
+    noloco = attach(engine, OuterSettings(local_steps=50), federation=Federation(slot=0, slots=4, ...))
     ...
-    engine.step()
+    engine.step()      # of DeepSpeed; or optimizer.step()
     noloco.step()
 
-The loop, its model, data and config stay as they are. What must change is where the gradient all-reduce ends: at
-the replica. `attach` refuses an engine whose data parallelism reaches further, and says what to do.
+The loop, its model, data and config stay as they are. Each replica is either a job of its own, an ordinary one, to
+which `attach` adds the exchange with the other jobs (a federation); or a block of the ranks of one job. Then one
+thing must change: where the gradient all-reduce ends. `attach` refuses a model whose gradients are reduced further
+than its replica, or less far, and says what to do.
+
+`megatron_noloco.attach.hf_trainer` does the same for the `Trainer` of Hugging Face's transformers.
 """
 
 from megatron_noloco.attach.attached import Attached, attach
+from megatron_noloco.attach.federation import Federation
 from megatron_noloco.attach.groups import ReplicaGroups
 
-__all__ = ["Attached", "ReplicaGroups", "attach"]
+__all__ = ["Attached", "Federation", "ReplicaGroups", "attach"]

@@ -1,92 +1,210 @@
-"""Rounds for a DeepSpeed engine of somebody else's loop."""
+"""Rounds for somebody else's loop."""
 
-import hashlib
-from typing import Any
+import warnings
+from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
+import torch
+from torch import Tensor
 
+from megatron_noloco.attach.checks import check_equal, check_reach, first_weights_of, of_all_ranks
+from megatron_noloco.attach.engines import trained_by
+from megatron_noloco.attach.federation import Federation
 from megatron_noloco.attach.groups import cut_into
-from megatron_noloco.attach.weights import weights_of
-from megatron_noloco.outer import OuterOptimizer, OuterSettings, RoundReport, Weights
-from megatron_noloco.plans.grouping import Grouping, Pairing
+from megatron_noloco.attach.trained import Trained, here
+from megatron_noloco.outer import (
+    Channel,
+    Exchange,
+    ExchangeReport,
+    OuterOptimizer,
+    OuterSettings,
+    RoundReport,
+)
+from megatron_noloco.outer.commit import CommittedExchange
+from megatron_noloco.outer.guard import Guard
+from megatron_noloco.plans.choices import Others
+from megatron_noloco.plans.fragments import next_after
+from megatron_noloco.plans.grouping import Grouping, Pairing, averaging_cycle
+from megatron_noloco.plans.topology import Topology
 from megatron_noloco.transport.protocol import Transport
 from megatron_noloco.transport.torch_dist import TorchTransport
 
+if TYPE_CHECKING:
+    from megatron_noloco.federation.keeping_up import KeepingUp
+
+_FINAL_PAIRS = 10  # of random pairs, where no cycle of pairs gives all replicas the mean
+
 
 class Attached:
-    """What `attach` returns.
+    """What `attach` returns. All ranks of all replicas call its methods at the same places of their loops.
 
     Attributes:
-        outer: the outer optimizer of this rank. `outer.state()` belongs into a checkpoint beside the engine's own,
-            `outer.restore` continues from it.
+        done: local steps of the training so far. Of a job of a federation: it goes on where the others are when
+            it has fallen `Federation.rounds_behind` rounds behind, so that `done` is then more than the steps
+            that this loop has taken. Use it for the learning rate, and for the end of the loop.
+        outer: the outer optimizer of this rank.
     """
 
-    def __init__(self, engine: Any, outer: OuterOptimizer) -> None:
+    def __init__(
+        self,
+        trained: Trained,
+        outer: OuterOptimizer,
+        first_weights: bytes,
+        state: dict[str, Tensor] | None,
+        keeping_up: "KeepingUp | None" = None,
+    ) -> None:
         self.outer = outer
-        self._engine = engine
-        self._done = int(engine.global_steps)
+        self.done = 0
+        self._trained = trained
+        self._first_weights = first_weights
+        self._keeping_up = keeping_up
+        self._steps = 0 if trained.steps is None else trained.steps()
+        if state is not None:
+            self.done = int(state["local_steps_done"])
+            outer.restore(state)
+        if keeping_up is not None:
+            keeping_up.start(self.done)
 
     def step(self) -> list[RoundReport]:
-        """Call it after each `engine.step()`, on all ranks. It does nothing until the optimizer has taken a step.
+        """Call it after each step of the optimizer. Most calls do nothing: a round follows every k steps.
 
-        Returns the reports of the rounds that ended with it: none after most. Raises as
-        `OuterOptimizer.after_local_step` does.
+        With DeepSpeed, call it after each `engine.step()`; it does nothing while gradients are accumulated.
+
+        Returns the reports of the rounds that ended with it. In one job it raises PartnerTimeoutError when a
+        partner does not answer: go back to a checkpoint. In a federation a partner that is lost costs a bye,
+        which the report tells (`report.exchange.missed`), and it raises UntrainedError only: where this job began
+        anew and the others have trained long before.
         """
-        done = int(self._engine.global_steps)
-        if done == self._done:  # gradients are being accumulated
-            return []
-        self._done = done
-        return self.outer.after_local_step(done)
+        if self._trained.steps is not None:
+            steps = self._trained.steps()
+            if steps == self._steps:
+                return []
+            self._steps = steps
+        self.done += 1
+        reports = self.outer.after_local_step(self.done)
+        if self._keeping_up is not None:
+            self.done = self._keeping_up.next_step(self.done)
+        return reports
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What this rank saves beside its model and its optimizer; `attach(..., state=...)` continues from it.
+
+        Each rank has a state of its own. The tensors are live: save them, or copy them, before the next step.
+        """
+        return self.outer.state() | {
+            "local_steps_done": torch.tensor(self.done),
+            "first_weights": torch.frombuffer(bytearray(self._first_weights), dtype=torch.uint8),
+        }
+
+    def average(self) -> list[ExchangeReport]:
+        """After the last step: plain averages of the weights in pairs, after which the replicas are one model.
+
+        In one job, and in a federation whose slots are a power of two, all there and at the same step, all
+        replicas then have the mean of their weights, to rounding. With another number of slots there are 10
+        averages in random pairs, each of which halves the squared spread. The jobs that are there are waited for,
+        `OuterSettings.deadline_seconds` at most; the others are left out. The reports say whom this one met, and
+        how far apart they were.
+        """
+        transport, place, grouping = self.outer.transport, self.outer.place, self.outer.grouping
+        settings = self.outer.settings
+        exchange = Exchange(transport, place, Channel.FINAL, settings.deadline_seconds)
+        groups = averaging_cycle(place.replica, place.replicas, grouping.seed)
+        if transport.partners is None:
+            return self.outer.settle(exchange, groups, self.done * len(groups))
+        if self._keeping_up is not None:
+            self._keeping_up.wait_at_end(self.done)
+        if any(len(group) != 2 for group in groups):  # jobs meet in pairs
+            pairs = Grouping(place.replicas, 2, grouping.seed)
+            groups = [pairs.group(place.replica, index) for index in range(_FINAL_PAIRS)]
+        round_index, fragment = next_after(self.done, settings.local_steps, settings.fragments)
+        number = round_index * settings.fragments + fragment  # after those of all rounds
+        planned = {
+            number + place: other
+            for place, group in enumerate(groups)
+            for other in group
+            if other != self.outer.place.replica
+        }
+
+        def choose(number: int, others: Others) -> int | None:
+            partner = planned.get(number)
+            return partner if partner in others.free else None
+
+        return self.outer.settle(
+            CommittedExchange(exchange, transport.partners, choose, Guard()), groups, number
+        )
+
+    def close(self) -> None:
+        """At the end, or before the process leaves for another reason: what a partner still needs is sent."""
+        self.outer.land()
+        if self._keeping_up is not None:
+            self._keeping_up.leave()
 
 
 def attach(
     engine: Any,
     settings: OuterSettings | None = None,
     *,
-    replicas: int,
+    replicas: int | None = None,
+    federation: Federation | None = None,
     group_size: int = 2,
     pairing: Pairing = "random",
     seed: int = 0,
     transport: Transport | None = None,
+    state: dict[str, Tensor] | None = None,
 ) -> Attached:
-    """Rounds between the replicas of a job, each of which has a DeepSpeed engine over its own ranks.
+    """Add rounds between replicas to a loop. Call it last before the loop, after a checkpoint is loaded.
 
     Args:
-        engine: of `deepspeed.initialize(..., mpu=ReplicaGroups(replicas))`, with any ZeRO stage.
-        settings: of the method; the same on all ranks, as are the next four.
-        replicas: into which the ranks of the job are divided, in blocks of consecutive ranks.
-        group_size: n, replicas that average in a round.
+        engine: what is trained: DeepSpeed's engine, with any ZeRO stage; a torch module, in
+            DistributedDataParallel where the job has several ranks; or Megatron-core's distributed optimizer.
+        settings: of the method; the same on all ranks of all replicas, as are group_size, pairing and seed.
+        replicas: where this job holds all of them: its ranks are divided into so many blocks of consecutive
+            ranks. The gradients have to be reduced inside a block: `ReplicaGroups` makes the process groups.
+        federation: where this job is one replica, and the others are other jobs. Nothing else changes in the
+            job: its gradients are reduced over all of its ranks, as ever, and these are the replica.
+        group_size: n, replicas that average in a round; 2 in a federation.
         pairing: how groups are drawn, see `Grouping`.
         seed: of the groups.
-        transport: for the exchanges; by default torch.distributed's messages between two ranks.
+        transport: for the exchanges inside one job; by default torch.distributed's messages between two ranks.
+        state: of this rank, saved with `Attached.state_dict`. Without, training begins, and the weights of all
+            replicas have to be equal bit for bit.
 
-    Raises ValueError where the engine's data parallelism is not that of one replica, where replicas have different
-    weights, and where the weights of the engine cannot be had.
+    Raises ValueError where gradients are not reduced over the ranks of one replica, where the replicas of one job
+    have different weights, for a state of other weights, for a rendezvous or a key file that is none, and where
+    the weights cannot be had. Jobs of a federation whose first weights, settings or sizes differ refuse each other
+    with a line on stderr.
     """
-    topology, rank = cut_into(replicas), dist.get_rank()
-    place = topology.place(rank)
-    own = topology.grid[place.replica].ravel().tolist()
-    reached = sorted(dist.get_process_group_ranks(engine.data_parallel_group))
-    if reached != own:
+    settings = settings or OuterSettings()
+    if (replicas is None) == (federation is None):
         raise ValueError(
-            f"rank {rank}: the gradient all-reduce of this engine spans ranks {reached}, its replica is {own}; "
-            f"give deepspeed.initialize mpu=ReplicaGroups({replicas})"
+            "attach: give replicas, where this job holds all of them, or federation, where it is one of them"
         )
-    weights = weights_of(engine)
-    _check_equal(weights, topology.replica_size)
-    grouping = Grouping(replicas, group_size, seed, pairing=pairing)
-    transport = TorchTransport() if transport is None else transport
-    return Attached(engine, OuterOptimizer(weights, transport, place, grouping, settings or OuterSettings()))
+    if federation is not None and transport is not None:
+        raise ValueError("attach: a federation has a transport of its own; leave transport out")
+    trained = trained_by(engine)
+    rank, ranks = here()
+    if federation is not None:
+        topology = Topology(dp=ranks, slot=federation.slot, slots=federation.slots)
+    else:
+        assert replicas is not None
+        topology = cut_into(replicas)
+    place = topology.place(rank)
+    check_reach(trained, topology, rank)
+    first_weights = first_weights_of(trained.weights, state)
+    grouping = Grouping(place.replicas, group_size, seed, pairing=pairing)
+    if federation is None:
+        if state is None:
+            check_equal(first_weights, topology.replica_size)
+        transport = TorchTransport() if transport is None else transport
+        outer = OuterOptimizer(trained.weights, transport, place, grouping, settings)
+        return Attached(trained, outer, first_weights, state)
 
+    from megatron_noloco.attach.joining import enter, keeping_up, run_number, wait_for_others
 
-def _check_equal(weights: Weights, replica_size: int) -> None:
-    """Raises ValueError where counterparts differ. A collective over the whole job, here at the start only."""
-    digest = hashlib.sha256(weights.read().numpy().tobytes()).hexdigest()
-    digests: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(digests, digest)
-    for rank, other in enumerate(digests):
-        if other != digests[rank % replica_size]:
-            raise ValueError(
-                f"the weights of replica {rank // replica_size} differ from those of replica 0; seed all replicas "
-                "alike, or load the same checkpoint, before deepspeed.initialize"
-            )
+    lengths = [part.numel() for part in trained.weights.parts()]
+    run = run_number(settings, grouping, of_all_ranks([lengths, first_weights.hex()]))
+    door = enter(federation, settings, place, run)
+    outer = OuterOptimizer(trained.weights, door, place, grouping, settings)
+    attached = Attached(trained, outer, first_weights, state, keeping_up(federation, settings, door))
+    if not wait_for_others(door, federation.start_with - 1, settings.deadline_seconds):
+        warnings.warn("fewer jobs than Federation.start_with are there; starting without", stacklevel=2)
+    return attached

@@ -30,9 +30,9 @@ def _train(args: argparse.Namespace) -> int:
     joined = join_job(prepared)
 
     # Imports Megatron-core and DeepSpeed, which takes seconds: only for a run that can start.
+    from megatron_noloco.federation.keeping_up import UntrainedError
     from megatron_noloco.outer import PartnerTimeoutError
     from megatron_noloco.training.build import build
-    from megatron_noloco.training.federation import UntrainedError
     from megatron_noloco.training.health import NotFiniteError
 
     try:

@@ -164,7 +164,9 @@ class Desk:
         if frame.sender >= self.member.ranks:
             return "unknown sender"
         if frame.run != self.member.run:
-            other = "its job has another seed, model, layout, method or number of slots"
+            other = (
+                "its job has another seed, model, layout, method or number of slots, or other first weights"
+            )
             self.say(f"rank {frame.sender} is refused: {other}")
             return "another run"
         if len(data) != (frame.kind in (Kind.DATA, Kind.HERE, Kind.OFFER)):

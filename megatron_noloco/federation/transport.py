@@ -7,8 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from megatron_noloco.federation.counterparts import Agree, Counterparts, Patience
+import torch.distributed as dist
+
+from megatron_noloco.federation.counterparts import Agree, Counterparts, Patience, agreement_of_replica
 from megatron_noloco.federation.directory import Address
 from megatron_noloco.federation.frames import DTYPE_CODES, Member
 from megatron_noloco.federation.keys import Keys
@@ -144,3 +147,17 @@ class FederationTransport:
             except OSError as error:  # known addresses stay in use
                 self.service.do(partial(self.service.desk.say, f"federation.rendezvous: {error}"))
             self._closing.wait(_LOOK_SECONDS)
+
+
+def join_federation(place: Place, network: Network, patience: Patience) -> FederationTransport:
+    """The door of this rank to the others; all ranks of the job, which is one replica, call it.
+
+    Raises as `FederationTransport` does.
+    """
+    if not dist.is_initialized():
+        return FederationTransport(place, network, patience)
+    transport = FederationTransport(place, network, patience, agreement_of_replica())
+    addresses: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(addresses, (place.rank, transport.address))
+    transport.service.learn(dict(addresses))  # who meets one rank learns where all ranks of its replica are
+    return transport

@@ -165,7 +165,9 @@ class OuterOptimizer:
                 for running in self._under_way:
                     running.land()
 
-    def settle(self, exchange: Exchange, groups: Sequence[Group], number: int) -> list[ExchangeReport]:
+    def settle(
+        self, exchange: Exchange | CommittedExchange, groups: Sequence[Group], number: int
+    ) -> list[ExchangeReport]:
         """Average the fast weights in one group after the other, plainly: alpha = 0, beta = gamma = 1.
 
         With the groups of `plans.grouping.averaging_cycle`, all replicas then have the mean of all fast weights,

@@ -41,7 +41,7 @@ from megatron_noloco.pipeline.groups import PATIENCE, Groups, build_groups
 from megatron_noloco.training.console import Console, RunFacts
 from megatron_noloco.training.delay import DelayChoice
 from megatron_noloco.training.evaluate import Evaluator
-from megatron_noloco.training.federation import KeepingUp
+from megatron_noloco.training.federation import keeping_up
 from megatron_noloco.training.health import Health
 from megatron_noloco.training.monitor import DELAY_STEPS, Monitor
 from megatron_noloco.training.outer import build_final_average, build_outer
@@ -85,9 +85,9 @@ def build(prepared: Prepared, transport: Transport, start: Start, progress: str 
         for channel in (Channel.LOSSES, Channel.MEAN_MODEL)
     )
     mean_model = MeanModel(outer, means) if config.evaluation.mean_model else None
-    keeping_up = health = None
+    pace = health = None
     if isinstance(transport, FederationTransport):
-        keeping_up = KeepingUp(transport, config)
+        pace = keeping_up(config, transport)
         health = Health(engine.weights, config.noloco.local_steps, transport.partners.agree)
     return Run(
         schedule=_schedule(config),
@@ -101,7 +101,7 @@ def build(prepared: Prepared, transport: Transport, start: Start, progress: str 
         stopping=stopping,
         final_average=build_final_average(config, outer, transport, place),
         delay=delay,
-        keeping_up=keeping_up,
+        keeping_up=pace,
         health=health,
     )
 

@@ -28,7 +28,7 @@ from megatron_noloco.plans.topology import Topology
 from megatron_noloco.quiet import quieten
 from megatron_noloco.spec.architecture import Architecture
 from megatron_noloco.spec.data import RecordSource, Source, TextSource
-from megatron_noloco.training.federation import check_network, enter, slot_of, wait_for_others
+from megatron_noloco.training.federation import check_network, enter, slot_of, wait_for_start
 from megatron_noloco.training.takeover import Takeover
 from megatron_noloco.transport.protocol import Transport
 
@@ -114,7 +114,7 @@ def join_job(prepared: Prepared) -> tuple[Transport, Start]:
     settings, notes = checkpoint_settings(config, topology), list[str]()
     if topology.slots:
         transport: Transport = (federation := enter(config, topology))
-        notes += wait_for_others(config, federation)
+        notes += wait_for_start(config, federation)
         margin = config.federation.rounds_behind * config.noloco.local_steps
         notes += Takeover(federation, settings, topology, prepared.architecture, margin)()
     else:

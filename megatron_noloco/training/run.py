@@ -9,11 +9,11 @@ import torch.distributed as dist
 from megatron_noloco.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.data.loader import StepLoader
 from megatron_noloco.engine.replica import ReplicaEngine
+from megatron_noloco.federation.keeping_up import KeepingUp
 from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.outer import Rounds
 from megatron_noloco.training.delay import DelayChoice
 from megatron_noloco.training.evaluate import Evaluator
-from megatron_noloco.training.federation import KeepingUp
 from megatron_noloco.training.health import Health
 from megatron_noloco.training.monitor import Monitor
 from megatron_noloco.training.outer import FinalAverage

@@ -1,17 +1,20 @@
 """NoLoCo attached to DeepSpeed engines of a user's own, with every ZeRO stage."""
 
+from pathlib import Path
 from typing import Any
 
 import deepspeed
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megatron_noloco.attach import ReplicaGroups, attach
+from megatron_noloco.attach import Federation, ReplicaGroups, attach
 from megatron_noloco.outer import OuterSettings
 from megatron_noloco.plans.grouping import Grouping
 from tests.harness import run_ranks
+from tests.integration.jobs import federation, run_jobs
 from tests.integration.spy import Spy
 from tests.integration.tiny import HF_SIZES
 
@@ -76,6 +79,34 @@ def train(rank: int, world_size: int, stage: int, block: dict[str, Any], rounds:
     return {"first": first, "rounds": found, "left": left, "messages": messages}
 
 
+def states(
+    replica: int, rank: int, replicas: int | None, stage: int, there: Federation | None = None
+) -> list[Tensor]:
+    """The weights after each microbatch, of a replica that is a job of its own, or of one job."""
+    engine = engine_of(stage, ReplicaGroups(replicas) if replicas else None)
+    noloco = attach(engine, SETTINGS, replicas=replicas, federation=there, seed=SEED)
+    found, draw = [], torch.Generator().manual_seed(SIZE * replica + rank)
+    while noloco.done < 6:
+        tokens = torch.randint(64, (2, 16), generator=draw)
+        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+        engine.step()
+        noloco.step()
+        found.append(whole(engine))
+    noloco.close()
+    return found
+
+
+def separate(slot: int, rank: int, folder: Path, stage: int) -> list[Tensor]:
+    # A collective of the job is one of the replica: nothing is left to be checked but the weights.
+    return states(slot, rank, None, stage, federation(folder, slot, REPLICAS))
+
+
+def together(rank: int, world_size: int, stage: int) -> list[Tensor]:
+    found = states(rank // SIZE, rank % SIZE, REPLICAS, stage)
+    dist.barrier()
+    return found
+
+
 def by_hand(value: object) -> Any:
     return pytest.param(value, marks=pytest.mark.slow)
 
@@ -104,6 +135,17 @@ def test_rounds_are_those_of_the_method(stage: int, precision: str) -> None:
     assert all(one["messages"] for one in found)
 
 
+@pytest.mark.parametrize("stage", [by_hand(0), by_hand(1), 2, by_hand(3)])
+def test_separate_jobs_train_as_one_job_does(tmp_path: Path, stage: int) -> None:
+    """To the last bit."""
+    found = run_jobs(tmp_path, REPLICAS, SIZE, separate, tmp_path, stage)
+    expected = run_ranks(REPLICAS * SIZE, together, stage)
+    for slot in range(REPLICAS):
+        for rank in range(SIZE):
+            assert torch.equal(torch.stack(found[slot][rank]), torch.stack(expected[slot * SIZE + rank]))
+    assert not torch.equal(found[0][0][1], found[1][0][1]), "each replica has data of its own"
+
+
 def refused(rank: int, world_size: int, what: str) -> str:
     replicas = 1 if what == "reach" else REPLICAS
     engine = engine_of(1, ReplicaGroups(replicas), seed=rank // SIZE if what == "seeds" else 0)
@@ -119,7 +161,7 @@ def refused(rank: int, world_size: int, what: str) -> str:
     [
         (
             "reach",
-            "rank 3: the gradient all-reduce of this engine spans ranks [0, 1, 2, 3], its replica is [2, 3]; ",
+            "rank 3: the gradient all-reduce of this model spans ranks [0, 1, 2, 3], its replica is [2, 3]; ",
         ),
         ("seeds", "the weights of replica 1 differ from those of replica 0; "),
     ],

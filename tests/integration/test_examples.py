@@ -6,6 +6,8 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import distribution
 from pathlib import Path
 from types import ModuleType
@@ -218,3 +220,34 @@ def test_a_loop_around_deepspeeds_engine(stage: int) -> None:
     assert [int(step) for step, _, _ in said] == [10, 20, 30, 40, 50, 60]
     assert float(said[-1][1]) < 0.7 * float(said[0][1])
     assert all(float(spread) > 0 for _, _, spread in said)
+
+
+def jobs(commands: Sequence[Sequence[str]], timeout: float = 240) -> list[str]:
+    """What commands print that run at the same time, each a job of its own."""
+    environ = {"PYTHONPATH": str(REPOSITORY)}
+    with ThreadPoolExecutor(len(commands)) as threads:
+        finished = list(threads.map(lambda command: run_launcher(list(command), timeout, environ), commands))
+    assert [one.returncode for one in finished] == [0] * len(commands), "\n".join(
+        one.stderr for one in finished
+    )
+    return [one.stdout for one in finished]
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_separate_jobs(tmp_path: Path, ranks: int) -> None:
+    """They meet, and end with one model; started again, they continue from their checkpoints."""
+    script = str(EXAMPLE.with_name("separate_jobs.py"))
+    launcher = [sys.executable]
+    if ranks > 1:
+        torchrun = str(Path(sys.executable).with_name("torchrun"))
+        launcher = [torchrun, "--standalone", "--nproc-per-node", str(ranks)]
+    for begin, end in ((0, 100), (100, 200)):
+        there = ["--folder", str(tmp_path), "--steps", str(end)]
+        said = jobs([[*launcher, script, "--slot", str(slot), *there] for slot in range(2)])
+        for text in said:
+            met = re.findall(r"^step (\d+): loss (\S+), met \(0, 1\), spread (\S+)$", text, re.M)
+            assert [int(step) for step, *_ in met] == list(range(begin + 10, end + 1, 10))
+        norms = [re.findall(r"the weights have the norm (\S+)$", text, re.M) for text in said]
+        assert norms[0] == norms[1]
+        assert len(norms[0]) == 1
+    assert float(met[-1][1]) < 0.2

@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "reading": {"metrics"},
     "planning": {"spec", "plans", "model/families", "config", "outer", "engine"},
     "doctor": {"plans", "transport", "outer"},
-    "attach": {"plans", "transport", "outer", "engine"},
+    "attach": {"plans", "transport", "outer", "federation", "job", "engine"},
     "cli": {
         "spec",
         "config",
@@ -85,6 +85,7 @@ DOORS = {
     "mpi4py": (f"{PACKAGE}/transport/mpi.py", f"{PACKAGE}/job/", f"{PACKAGE}/doctor/pair.py"),
     "pydantic": (f"{PACKAGE}/config/",),
     "zmq": (f"{PACKAGE}/federation/",),
+    "transformers": (f"{PACKAGE}/huggingface/", f"{PACKAGE}/data/", f"{PACKAGE}/attach/hf_trainer.py"),
 }
 WITHOUT_TORCH = tuple(f"{PACKAGE}/{room}/" for room in ("spec", "plans", "config"))
 

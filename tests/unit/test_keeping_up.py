@@ -1,12 +1,11 @@
 """Where a replica of a federation goes on, and from what."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
-from megatron_noloco.training import federation
-from megatron_noloco.training.federation import KeepingUp, UntrainedError, wait_for_others
+from megatron_noloco.federation import keeping_up as federation
+from megatron_noloco.federation.keeping_up import KeepingUp, Pace, UntrainedError, wait_for_others
 
 
 class Others:
@@ -15,10 +14,7 @@ class Others:
     def __init__(self, begun: list[int]) -> None:
         self.numbers = begun
         self.left_out: list[int] = []
-        self.partners = SimpleNamespace(
-            leave_out=self.left_out.append,
-            agree=list,
-        )
+        self.partners = SimpleNamespace(leave_out=self.left_out.append, agree=list)
 
     def begun(self) -> list[int]:
         return self.numbers
@@ -28,16 +24,11 @@ class Others:
 
 
 def keeping_up(
-    monkeypatch: pytest.MonkeyPatch, begun: list[int], fragments: int = 1, local_steps: str = "all"
+    begun: list[int], fragments: int = 1, adapts: bool = False, steps: int | None = 95
 ) -> tuple[KeepingUp, Others]:
-    monkeypatch.setattr(federation.dist, "get_world_size", lambda: 1)
-    config: Any = SimpleNamespace(
-        noloco=SimpleNamespace(local_steps=10, fragments=fragments),
-        training=SimpleNamespace(train_iters=95),
-        federation=SimpleNamespace(rounds_behind=2, local_steps=local_steps),
-    )
     others = Others(begun)
-    return KeepingUp(others, config), others  # type: ignore[arg-type]
+    pace = Pace(10, fragments, rounds_behind=2, adapts=adapts, longest_seconds=1.0, steps=steps)
+    return KeepingUp(others, pace), others  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -56,9 +47,9 @@ def keeping_up(
     ],
 )
 def test_who_is_rounds_behind_half_of_the_others_goes_on_where_they_are(
-    monkeypatch: pytest.MonkeyPatch, begun: list[int], step: int, expected: int
+    begun: list[int], step: int, expected: int
 ) -> None:
-    assert keeping_up(monkeypatch, begun)[0].next_step(step) == expected
+    assert keeping_up(begun)[0].next_step(step) == expected
 
 
 @pytest.mark.parametrize(
@@ -75,48 +66,72 @@ def test_who_is_rounds_behind_half_of_the_others_goes_on_where_they_are(
         ([7, 7, 7], 22, 79),
     ],
 )
-def test_who_is_slow_leaves_out_steps_of_the_phase(
-    monkeypatch: pytest.MonkeyPatch, begun: list[int], step: int, expected: int
-) -> None:
-    assert keeping_up(monkeypatch, begun, local_steps="auto")[0].next_step(step) == expected
+def test_who_is_slow_leaves_out_steps_of_the_phase(begun: list[int], step: int, expected: int) -> None:
+    assert keeping_up(begun, adapts=True)[0].next_step(step) == expected
 
 
-def test_exchanges_of_fragments_are_counted_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert keeping_up(monkeypatch, [4 * 4 + 1], fragments=4)[0].next_step(10) == 44
-    assert keeping_up(monkeypatch, [4 * 2 + 1], fragments=4, local_steps="auto")[0].next_step(20) == 24
-    assert keeping_up(monkeypatch, [4 * 2], fragments=4, local_steps="auto")[0].next_step(21) == 21
+def test_where_the_end_is_not_known_no_step_is_the_last() -> None:
+    assert keeping_up([50, 50], steps=None)[0].next_step(10) == 509
 
 
-def test_a_replica_tells_where_it_continues(monkeypatch: pytest.MonkeyPatch) -> None:
-    own, others = keeping_up(monkeypatch, [3])
+def test_exchanges_of_fragments_are_counted_one_by_one() -> None:
+    assert keeping_up([4 * 4 + 1], fragments=4)[0].next_step(10) == 44
+    assert keeping_up([4 * 2 + 1], fragments=4, adapts=True)[0].next_step(20) == 24
+    assert keeping_up([4 * 2], fragments=4, adapts=True)[0].next_step(21) == 21
+
+
+def test_a_replica_tells_where_it_continues() -> None:
+    own, others = keeping_up([3])
     own.start(40)
     assert others.left_out == [3]
-    own, others = keeping_up(monkeypatch, [])
+    own, others = keeping_up([])
     own.start(0)
     assert others.left_out == [-1]
 
 
 def test_those_to_start_with_are_waited_for() -> None:
-    config: Any = SimpleNamespace(
-        federation=SimpleNamespace(start_with=3), noloco=SimpleNamespace(deadline_seconds=1.0)
-    )
-    assert wait_for_others(config, Others([-1, 4])) == []  # type: ignore[arg-type]
-    assert wait_for_others(config, Others([4])) == [  # type: ignore[arg-type]
-        "fewer replicas than federation.start_with are there; starting without"
-    ]
+    assert wait_for_others(Others([-1, 4]), 2, 1.0)  # type: ignore[arg-type]
+    assert not wait_for_others(Others([4]), 2, 1.0)  # type: ignore[arg-type]
 
 
-def test_nobody_waits_in_an_exchange_that_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    own, others = keeping_up(monkeypatch, [0])
+def test_nobody_waits_in_an_exchange_that_was_left_out() -> None:
+    own, others = keeping_up([0])
     own.start(10)
     others.numbers, others.left_out[:] = [7], []
     assert own.next_step(20) == 79
     assert others.left_out == [6], "it comes to exchange 7"
 
 
+@pytest.mark.parametrize(
+    ("begun", "waits"),
+    [
+        ([[9, 8]], 0),  # of round 8, the last one before step 90
+        ([[9, 6], [9, 7], [9, 8]], 2),
+        ([[9, 6], [9]], 1),  # it has left
+        ([[9, 6]] * 100, 20),  # for a second at most
+        ([[]], 0),
+    ],
+)
+def test_at_the_end_those_that_are_there_are_waited_for(
+    monkeypatch: pytest.MonkeyPatch, begun: list[list[int]], waits: int
+) -> None:
+    own, others = keeping_up(begun[0])
+    looks = 0
+
+    def sleep(seconds: float) -> None:
+        nonlocal looks
+        looks += 1
+        others.numbers = begun[looks]
+
+    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0501 * looks)
+    monkeypatch.setattr(federation, "time", clock)
+    own.wait_at_end(90)
+    assert looks == waits
+
+
 def test_new_weights_do_not_join_trained_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(federation, "_TRAINED_ROUNDS", 5)
-    own, others = keeping_up(monkeypatch, [])
+    own, others = keeping_up([])
     own.start(0)
     assert own.next_step(10) == 10, "nobody is there"
     others.numbers = [7]
@@ -127,10 +142,8 @@ def test_new_weights_do_not_join_trained_ones(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("start", [0, 10])
-def test_who_has_trained_with_the_others_or_before_may_fall_behind(
-    monkeypatch: pytest.MonkeyPatch, start: int
-) -> None:
-    own, others = keeping_up(monkeypatch, [0])
+def test_who_has_trained_with_the_others_or_before_may_fall_behind(start: int) -> None:
+    own, others = keeping_up([0])
     own.start(start)
     assert own.next_step(10) == 10
     others.numbers = [7]

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_noloco.attach.trained import ReplicatedWeights, Trained
 from megatron_noloco.engine.weights import MasterWeights
 from megatron_noloco.outer.weights import Weights
 
@@ -17,14 +18,23 @@ from megatron_noloco.outer.weights import Weights
 _PARTITIONS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition")
 
 
-def weights_of(engine: Any) -> Weights:
-    """What this rank owns: with ZeRO 1 to 3 a part of the weights, with ZeRO 0 all of them.
+def trained_by_deepspeed(engine: Any) -> Trained:
+    """An engine of `deepspeed.initialize`: with ZeRO 1 to 3 a rank exchanges the fp32 weights that it owns.
 
-    Args:
-        engine: of `deepspeed.initialize`.
-
-    Raises ValueError for weights that are kept elsewhere, such as on NVMe.
+    Raises ValueError for weights that are kept elsewhere, such as on NVMe, and that are not kept in fp32.
     """
+    return Trained(
+        _weights_of(engine),
+        dist.get_process_group_ranks(engine.data_parallel_group),
+        (
+            "give deepspeed.initialize mpu=ReplicaGroups({replicas})",
+            "give deepspeed.initialize no mpu",
+        ),
+        lambda: int(engine.global_steps),
+    )
+
+
+def _weights_of(engine: Any) -> Weights:
     optimizer = engine.optimizer
     if getattr(optimizer, "swap_optimizer", False):
         raise ValueError("zero_optimization.offload_optimizer: weights on NVMe cannot be exchanged; use cpu")
@@ -32,7 +42,22 @@ def weights_of(engine: Any) -> Weights:
         return Zero3Weights(optimizer)
     if any(hasattr(optimizer, name) for name in _PARTITIONS):
         return MasterWeights(optimizer)
-    return WholeWeights(engine)
+    return _of_zero_0(engine)
+
+
+def _of_zero_0(engine: Any) -> ReplicatedWeights:
+    optimizer, rounded = engine.optimizer, []
+    if hasattr(optimizer, "fp32_groups"):  # in bf16 and fp16: fp32, and what is computed with
+        groups = zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True)
+        rounded = [pair for exact, half in groups for pair in zip(exact, half, strict=True)]
+        exact = [weight for weight, _ in rounded]
+    else:
+        exact = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
+    if any(weight.dtype != torch.float32 for weight in exact):
+        raise ValueError(
+            f"the weights of {type(optimizer).__name__} are not in fp32; use zero_optimization.stage 1"
+        )
+    return ReplicatedWeights(exact, engine.data_parallel_group if engine.dp_world_size > 1 else None, rounded)
 
 
 class Zero3Weights(Weights):
@@ -64,37 +89,3 @@ class Zero3Weights(Weights):
         if kept := self._optimizer.persistent_parameters:
             kept[0].partition(kept, has_been_updated=False)
             kept[0].all_gather(kept)
-
-
-class WholeWeights(Weights):
-    """With ZeRO 0: all weights, on every rank of a replica.
-
-    Each of them exchanges all, so the bytes are those of ZeRO 1 times the data-parallel ranks.
-    """
-
-    def __init__(self, engine: Any) -> None:
-        optimizer = engine.optimizer
-        self._copied = engine.dp_world_size > 1
-        self._rounded: list[tuple[Tensor, Tensor]] = []  # in bf16 and fp16: fp32, and what is computed with
-        if hasattr(optimizer, "fp32_groups"):
-            groups = zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True)
-            self._rounded = [pair for exact, rounded in groups for pair in zip(exact, rounded, strict=True)]
-            self._parts = [exact for exact, _ in self._rounded]
-        else:
-            self._parts = [parameter for parameter in engine.module.parameters() if parameter.requires_grad]
-        if any(part.dtype != torch.float32 for part in self._parts):
-            raise ValueError(
-                f"the weights of {type(optimizer).__name__} are not in fp32; use zero_optimization.stage 1"
-            )
-
-    def parts(self) -> Sequence[Tensor]:
-        return [part.detach().view(-1) for part in self._parts]
-
-    def copied(self) -> Sequence[tuple[int, int]]:
-        return [(0, self.length)] if self._copied else []
-
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """Round to the working precision."""
-        for exact, rounded in self._rounded:
-            rounded.copy_(exact)

@@ -1,0 +1,96 @@
+"""NoLoCo with the `Trainer` of Hugging Face: a job that trains a small Llama, as one replica of several.
+
+    python examples/hf_trainer.py --slot 0 --slots 2 --folder my-run &
+    python examples/hf_trainer.py --slot 1 --slots 2 --folder my-run
+
+Each may be stopped and started again on its own; it continues from the Trainer's last checkpoint. Several ranks
+for each replica: torchrun --nproc-per-node 2 in place of python, for all jobs. `--deepspeed FILE`: a ds_config.
+
+Needs `pip install '.[federation]' transformers accelerate`. What NoLoCo adds is marked.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
+
+from megatron_noloco.attach import Federation
+from megatron_noloco.attach.hf_trainer import NolocoCallback
+from megatron_noloco.outer import OuterSettings
+
+LENGTH = 64  # bytes of a sample
+
+
+class Text(Dataset[dict[str, Tensor]]):
+    """The bytes of Python's own source files; each replica has the samples of its own slot."""
+
+    def __init__(self, slot: int, slots: int) -> None:
+        library = Path(argparse.__file__).parent
+        text = b"".join((library / name).read_bytes() for name in ("argparse.py", "ast.py", "inspect.py"))
+        samples = torch.tensor(list(text)).split(LENGTH)[:-1]
+        self._samples = samples[slot::slots]
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self._samples[index], "labels": self._samples[index]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--slot", type=int, required=True)
+    parser.add_argument("--slots", type=int, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=120)
+    parser.add_argument("--deepspeed")
+    options = parser.parse_args()
+    folder = options.folder / f"replica_{options.slot}"  # its own output_dir
+    folder.mkdir(parents=True, exist_ok=True)
+    args = TrainingArguments(
+        output_dir=str(folder),
+        max_steps=options.steps,
+        per_device_train_batch_size=8,
+        learning_rate=3e-3,
+        warmup_steps=10,
+        logging_steps=10,
+        save_steps=30,
+        seed=0,  # every replica starts from the same weights
+        data_seed=options.slot,
+        report_to="none",
+        disable_tqdm=True,
+        deepspeed=options.deepspeed,
+    )
+    torch.set_num_threads(1)
+    torch.manual_seed(args.seed)
+    config = LlamaConfig(
+        vocab_size=256,
+        max_position_embeddings=LENGTH,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+    )
+    model = LlamaForCausalLM(config)
+    trainer = Trainer(model, args, train_dataset=Text(options.slot, options.slots))
+    federation = Federation(
+        slot=options.slot,
+        slots=options.slots,
+        rendezvous=f"file://{options.folder}/rendezvous",
+        key_file=None,  # in the open; over the internet, a file made by `megatron-noloco keys FILE`
+        start_with=options.slots,
+    )
+    settings = OuterSettings(local_steps=10, deadline_seconds=120)
+    trainer.add_callback(NolocoCallback(trainer, federation, settings))  # NoLoCo
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)))
+    trainer.save_model(str(folder / "final"))  # the one model of all replicas
+
+
+if __name__ == "__main__":
+    main()

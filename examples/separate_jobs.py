@@ -1,0 +1,88 @@
+"""Replicas that are jobs of their own: an ordinary job in plain torch, which is one replica of two.
+
+    python examples/separate_jobs.py --slot 0 --folder my-run &
+    python examples/separate_jobs.py --slot 1 --folder my-run
+
+Each may be started, stopped and started again on its own, on any machine that can write the folder; it continues
+from its checkpoint. Several ranks for each replica: torchrun --nproc-per-node 2 in place of python, for both jobs.
+
+Needs `pip install '.[federation]'`. What NoLoCo adds to the loop is marked.
+"""
+
+import argparse
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron_noloco.attach import Federation, attach
+from megatron_noloco.outer import OuterSettings
+
+SLOTS, SAVE_INTERVAL = 2, 50
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--slot", type=int, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=200)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    rank = 0
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+
+    torch.manual_seed(0)  # every replica starts from the same weights
+    model = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1))
+    parallel = DistributedDataParallel(model) if dist.is_initialized() else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    checkpoint = options.folder / f"replica_{options.slot}_rank_{rank}.pt"
+    saved = torch.load(checkpoint, weights_only=True) if checkpoint.exists() else {}
+    if saved:
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+
+    noloco = attach(  # NoLoCo: when all else is loaded
+        parallel,
+        OuterSettings(local_steps=10, deadline_seconds=60),
+        federation=Federation(
+            slot=options.slot,
+            slots=SLOTS,
+            rendezvous=f"file://{options.folder}/rendezvous",
+            key_file=None,  # in the open; over the internet, a file made by `megatron-noloco keys FILE`
+            start_with=SLOTS,  # waits for a minute at most, see deadline_seconds
+        ),
+        state=saved.get("noloco"),
+    )
+    while (
+        noloco.done < options.steps
+    ):  # NoLoCo: the steps of the training, also of those that this job was away for
+        draw = torch.Generator().manual_seed((noloco.done * SLOTS + options.slot) * 1000 + rank)
+        points = 4 * torch.rand(64, 2, generator=draw) - 2  # data of its own; a surface to learn: sin(x) y
+        loss = nn.functional.mse_loss(parallel(points).squeeze(1), points[:, 0].sin() * points[:, 1])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        for report in noloco.step():  # NoLoCo: a round after every 10 steps
+            met = report.exchange.missed or f"met {report.exchange.group}, spread {report.spread:.5f}"
+            if rank == 0:
+                print(f"step {noloco.done}: loss {loss.item():.4f}, {met}", flush=True)
+        if noloco.done % SAVE_INTERVAL == 0:
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+            torch.save(state | {"noloco": noloco.state_dict()}, checkpoint)  # NoLoCo
+    noloco.average()  # NoLoCo: the replicas that are there become one model
+    noloco.close()
+    weights = nn.utils.parameters_to_vector(model.parameters())
+    if rank == 0:
+        print(f"finished; the weights have the norm {weights.norm().item():.6f}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

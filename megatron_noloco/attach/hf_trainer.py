@@ -1,0 +1,143 @@
+"""NoLoCo for the `Trainer` of Hugging Face's transformers, alone or with DeepSpeed.
+
+    trainer = Trainer(model, args, ...)
+    trainer.add_callback(NolocoCallback(trainer, Federation(slot=0, slots=4, ...), OuterSettings(local_steps=50)))
+    trainer.train()             # or trainer.train(resume_from_checkpoint=True)
+    trainer.save_model()
+
+Each replica is a job of its own, started as ever (python, torchrun, accelerate launch, deepspeed). In it the
+Trainer reduces gradients over all ranks of the job, so they end at the replica. Needs transformers and accelerate.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from megatron_noloco.attach.attached import Attached, attach
+from megatron_noloco.attach.federation import Federation
+from megatron_noloco.files import write_whole
+from megatron_noloco.outer import OuterSettings
+from megatron_noloco.plans.grouping import Pairing
+
+
+class NolocoCallback(TrainerCallback):
+    """Rounds with the other jobs, from the beginning of `Trainer.train` to its end.
+
+    Give all jobs the same model and `TrainingArguments.seed`, and each its own data: its own part of the dataset,
+    or another `data_seed`; and its own `output_dir`.
+
+    - A round follows every k optimizer steps. With `TrainingArguments.logging_strategy` other than "no" its spread
+      and partner are logged like the loss, as `noloco_spread` and `noloco_met`.
+    - Every checkpoint of the Trainer gets the state of the rounds as well, one file for each rank:
+      `checkpoint-N/noloco_00000.pt`. `resume_from_checkpoint` continues from it, where the checkpoint lies in
+      `output_dir`. To begin a replica anew from another one, copy that one's checkpoint folder there.
+    - A job that has fallen behind goes on at the step of the others: `global_step` and the learning rate jump.
+    - At the end the replicas average, see `Attached.average`. So `trainer.save_model()` after `trainer.train()`
+      saves the one model of all replicas; the checkpoints, also that of the last step, are of this replica alone.
+
+    Args:
+        trainer: to which it is added.
+        federation: who the others are.
+        settings: of the method, the same in all jobs, as are pairing and seed.
+        pairing, seed: of the groups, see `Grouping`.
+        average: whether the replicas average at the end.
+
+    Raises ValueError, at the beginning of the training, as `attach` does; for a checkpoint without a state; and
+    with `load_best_model_at_end`, which would replace the weights that the rounds are about.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        federation: Federation,
+        settings: OuterSettings | None = None,
+        *,
+        pairing: Pairing = "random",
+        seed: int = 0,
+        average: bool = True,
+    ) -> None:
+        self._trainer = trainer
+        self._federation = federation
+        self._settings = settings
+        self._pairing, self._seed = pairing, seed
+        self._average = average
+        self._noloco: Attached | None = None
+
+    @property
+    def noloco(self) -> Attached:
+        """What `attach` returned; there from the beginning of the training."""
+        assert self._noloco is not None, "training has not begun"
+        return self._noloco
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if args.load_best_model_at_end:
+            raise ValueError(
+                "load_best_model_at_end: NoLoCo ends with an average of the replicas; set it to False"
+            )
+        saved = None
+        if state.global_step:
+            file = _file(args, state)
+            if not file.exists():
+                raise ValueError(
+                    f"{file} is missing: the checkpoint to resume from lies in output_dir, and was saved with a "
+                    "NolocoCallback"
+                )
+            saved = torch.load(file, weights_only=True)
+        self._noloco = attach(
+            self._trainer.model_wrapped,
+            self._settings,
+            federation=self._federation,
+            pairing=self._pairing,
+            seed=self._seed,
+            state=saved,
+        )
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        reports = self.noloco.step()
+        self._catch_up(state, control)
+        if reports and args.logging_strategy != "no":
+            logs = control.should_log  # which `log` takes for done
+            for report in reports:
+                met = [replica for replica in report.exchange.group if replica != self._federation.slot]
+                self._trainer.log({"noloco_spread": report.spread, "noloco_met": met[0] if met else -1})
+            control.should_log = logs
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        write_whole(_file(args, state), lambda path: torch.save(self.noloco.state_dict(), path))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if self._average:
+            self.noloco.average()
+        self.noloco.close()
+
+    def _catch_up(self, state: TrainerState, control: TrainerControl) -> None:
+        """Where the others are ahead by rounds, go on where they are."""
+        skipped = self.noloco.done - state.global_step
+        if skipped <= 0:
+            return
+        state.global_step = self.noloco.done
+        engine = self._trainer.model_wrapped
+        schedule: Any = (
+            getattr(engine, "lr_scheduler", None) or self._trainer.lr_scheduler
+        )  # DeepSpeed has its own
+        for _ in range(skipped):
+            schedule.step()
+        if state.global_step >= state.max_steps:
+            control.should_training_stop = True
+
+
+def _file(args: TrainingArguments, state: TrainerState) -> Path:
+    """Of the state of this rank, in the checkpoint of this step."""
+    folder = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+    return folder / f"noloco_{args.process_index:05d}.pt"

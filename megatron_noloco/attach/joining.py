@@ -1,0 +1,57 @@
+"""How a job that is one replica joins the others. Needs the extra `federation` (ZeroMQ)."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megatron_noloco.attach.federation import Federation
+from megatron_noloco.federation.counterparts import Deadline, Patience
+from megatron_noloco.federation.keeping_up import KeepingUp, Pace, wait_for_others
+from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.rendezvous import rendezvous_of
+from megatron_noloco.federation.transport import FederationTransport, Network, join_federation
+from megatron_noloco.job.join import reachable_address
+from megatron_noloco.outer import OuterSettings
+from megatron_noloco.plans.grouping import Grouping
+from megatron_noloco.plans.topology import Place
+
+__all__ = ["enter", "keeping_up", "run_number", "wait_for_others"]
+
+# Of the settings, what jobs may have of their own.
+_OWN = ("deadline_seconds", "delay_steps", "slow_weights")
+
+
+def run_number(settings: OuterSettings, grouping: Grouping, ranks: Sequence[Any]) -> int:
+    """Of what all jobs must have alike.
+
+    Args:
+        ranks: of each rank of this job, its weights: their lengths, and a digest of the first ones.
+    """
+    method = {name: value for name, value in asdict(settings).items() if name not in _OWN}
+    alike = {"method": method, "gamma": settings.gamma, "grouping": asdict(grouping), "ranks": ranks}
+    digest = hashlib.sha256(json.dumps(alike, sort_keys=True).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+def enter(federation: Federation, settings: OuterSettings, place: Place, run: int) -> FederationTransport:
+    """The door of this rank to the others; all ranks of the job call it. Raises ValueError, OSError."""
+    rendezvous = rendezvous_of(federation.rendezvous, run)
+    keys = None if federation.key_file is None else Keys.read(Path(federation.key_file))
+    deadline = Deadline(federation.shortest_deadline_seconds, settings.deadline_seconds)
+    patience = Patience(deadline, federation.rounds_behind * settings.fragments)
+    listen = federation.listen or rendezvous.listen
+    return join_federation(place, Network(rendezvous, run, listen, keys, reachable_address), patience)
+
+
+def keeping_up(federation: Federation, settings: OuterSettings, transport: FederationTransport) -> KeepingUp:
+    pace = Pace(
+        local_steps=settings.local_steps,
+        fragments=settings.fragments,
+        rounds_behind=federation.rounds_behind,
+        adapts=False,
+        longest_seconds=settings.deadline_seconds,
+    )
+    return KeepingUp(transport, pace)

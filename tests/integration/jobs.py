@@ -1,0 +1,45 @@
+"""Jobs of a federation whose loops are somebody else's: each has a torch.distributed world of its own."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_noloco.attach import Federation
+from tests.harness import run_ranks
+
+SECONDS = 60.0
+
+
+def federation(folder: Path, slot: int, slots: int, **changes: Any) -> Federation:
+    """That all jobs begin together, and nobody gives up before a test does."""
+    settings = {
+        "rendezvous": f"file://{folder}/rendezvous",
+        "key_file": None,
+        "listen": "tcp://127.0.0.1:0",
+        "start_with": slots,
+        "rounds_behind": 1000,
+        "shortest_deadline_seconds": SECONDS,
+    }
+    return Federation(slot=slot, slots=slots, **(settings | changes))  # type: ignore[arg-type]
+
+
+def run_jobs(
+    folder: Path, slots: int, ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 120
+) -> list[list[Any]]:
+    """Results of `function(slot, rank, *args)` by slot and rank; a job of one rank has no torch.distributed."""
+
+    def job(rank: int, world_size: int) -> Any:
+        warnings.filterwarnings("error", "fewer jobs than")
+        slot, rank = divmod(rank, ranks)
+        dist.barrier()  # all have joined
+        dist.destroy_process_group()
+        if ranks > 1:
+            store = dist.FileStore(str(folder / f"job_{slot}"), ranks)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+        return function(slot, rank, *args)
+
+    found = run_ranks(slots * ranks, job, timeout=timeout)
+    return [found[slot * ranks : (slot + 1) * ranks] for slot in range(slots)]

@@ -1,0 +1,186 @@
+"""NoLoCo in the Trainer of Hugging Face; each replica is a job of its own."""
+
+import json
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron_noloco.attach import attach
+from megatron_noloco.attach.hf_trainer import NolocoCallback
+from megatron_noloco.outer import OuterSettings
+from tests.harness import REPOSITORY, run_launcher
+from tests.integration.jobs import SECONDS, federation, run_jobs
+
+SETTINGS = OuterSettings(local_steps=2, deadline_seconds=SECONDS)
+ZERO_2 = {
+    "train_micro_batch_size_per_gpu": "auto",
+    "train_batch_size": "auto",
+    "gradient_clipping": "auto",
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "torch_adam": True}},
+    "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"}},
+    "zero_optimization": {"stage": 2},
+}
+needs_accelerate = pytest.mark.skipif(
+    find_spec("accelerate") is None, reason="the Trainer needs accelerate, which is not installed"
+)
+
+
+class Loop:
+    """What a callback sees of a Trainer, and the calls that it gets."""
+
+    def __init__(self, folder: Path, slot: int) -> None:
+        torch.manual_seed(0)
+        self.slot, self.model_wrapped = slot, nn.Linear(3, 1)
+        self.optimizer = torch.optim.SGD(self.model_wrapped.parameters(), lr=0.1)
+        self.lr_scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.9)
+        self.args = SimpleNamespace(
+            output_dir=str(folder / f"replica_{slot}"),
+            process_index=0,
+            load_best_model_at_end=False,
+            logging_strategy="steps",
+        )
+        self.state: Any = SimpleNamespace(global_step=0, max_steps=12)
+        self.control: Any = SimpleNamespace(should_log=True, should_training_stop=False)
+        self.logged: list[dict[str, Any]] = []
+
+    def log(self, values: dict[str, Any]) -> None:
+        self.logged.append(values)
+        self.control.should_log = False  # as transformers does
+
+    def steps(self, callback: NolocoCallback, until: int) -> None:
+        while self.state.global_step < until:
+            points = torch.rand(
+                4, 3, generator=torch.Generator().manual_seed(7 * self.state.global_step + self.slot)
+            )
+            self.optimizer.zero_grad()
+            self.model_wrapped(points).square().mean().backward()
+            self.optimizer.step()
+            self.lr_scheduler.step()
+            self.state.global_step += 1
+            callback.on_step_end(self.args, self.state, self.control)
+            assert self.control.should_log, "the loss is logged as well"
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"
+
+    def weights(self) -> Tensor:
+        return nn.utils.parameters_to_vector(self.model_wrapped.parameters()).detach().clone()
+
+
+def interrupted(slot: int, rank: int, folder: Path) -> tuple[Tensor, Tensor, list[dict[str, Any]]]:
+    """The weights after the last step and after the average; what was logged."""
+    loop = Loop(folder, slot)
+    callback: Any = NolocoCallback(loop, federation(folder / "first", slot, 2), SETTINGS)  # type: ignore[arg-type]
+    callback.on_train_begin(loop.args, loop.state, loop.control)
+    loop.steps(callback, 5)
+    loop.folder.mkdir(parents=True)  # which the Trainer has written
+    callback.on_save(loop.args, loop.state, loop.control)
+    callback.noloco.close()
+
+    callback = NolocoCallback(loop, federation(folder / "second", slot, 2), SETTINGS)  # type: ignore[arg-type]
+    callback.on_train_begin(loop.args, loop.state, loop.control)
+    loop.steps(callback, 12)
+    last = loop.weights()
+    callback.on_train_end(loop.args, loop.state, loop.control)
+    return last, loop.weights(), loop.logged
+
+
+def uninterrupted(slot: int, rank: int, folder: Path) -> Tensor:
+    loop = Loop(folder, slot)
+    noloco = attach(loop.model_wrapped, SETTINGS, federation=federation(folder, slot, 2))
+    steps: Any = SimpleNamespace(on_step_end=lambda *_: noloco.step())
+    loop.steps(steps, 12)
+    noloco.close()
+    return loop.weights()
+
+
+def test_rounds_checkpoints_and_the_end(tmp_path: Path) -> None:
+    """The weights are those of attach in a plain loop, to the last bit."""
+    found = [one for (one,) in run_jobs(tmp_path, 2, 1, interrupted, tmp_path)]
+    expected = [one for (one,) in run_jobs(tmp_path, 2, 1, uninterrupted, tmp_path / "plain")]
+    for slot, (last, averaged, logged) in enumerate(found):
+        assert torch.equal(last, expected[slot])
+        torch.testing.assert_close(averaged, (expected[0] + expected[1]) / 2, rtol=0, atol=1e-7)
+        assert [line["noloco_met"] for line in logged] == [1 - slot] * 6
+        assert all(line["noloco_spread"] > 0 for line in logged)
+
+
+def test_a_job_that_fell_behind_goes_on_where_the_others_are(tmp_path: Path) -> None:
+    loop = Loop(tmp_path, 0)
+    callback: Any = NolocoCallback(loop, federation(tmp_path, 0, 2))  # type: ignore[arg-type]
+    callback._noloco = SimpleNamespace(step=lambda: [], done=7)
+    loop.state.global_step = 4
+    callback.on_step_end(loop.args, loop.state, loop.control)
+    assert loop.state.global_step == 7
+    assert loop.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**3)
+    assert not loop.control.should_training_stop
+    callback._noloco.done = 12
+    callback.on_step_end(loop.args, loop.state, loop.control)
+    assert loop.control.should_training_stop
+
+
+@pytest.mark.parametrize(
+    ("args", "step", "line"),
+    [
+        ({"load_best_model_at_end": True}, 0, "load_best_model_at_end: NoLoCo ends with an average"),
+        ({}, 5, r".*checkpoint-5/noloco_00000.pt is missing: the checkpoint to resume from lies in"),
+    ],
+)
+def test_what_is_refused(tmp_path: Path, args: dict[str, Any], step: int, line: str) -> None:
+    loop = Loop(tmp_path, 0)
+    vars(loop.args).update(args)
+    loop.state.global_step = step
+    callback: Any = NolocoCallback(loop, federation(tmp_path, 0, 2))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=line):
+        callback.on_train_begin(loop.args, loop.state, loop.control)
+
+
+@needs_accelerate
+@pytest.mark.parametrize(
+    ("ranks", "deepspeed"),
+    [
+        (1, False),
+        pytest.param(2, False, marks=pytest.mark.slow),
+        pytest.param(2, True, marks=pytest.mark.slow),
+    ],
+    ids=["one rank", "DistributedDataParallel", "DeepSpeed"],
+)
+def test_the_example_trains_resumes_and_ends_with_one_model(
+    tmp_path: Path, ranks: int, deepspeed: bool
+) -> None:
+    script = str(REPOSITORY / "examples" / "hf_trainer.py")
+    launcher = [sys.executable]
+    if ranks > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    more = []
+    if deepspeed:
+        (tmp_path / "zero_2.json").write_text(json.dumps(ZERO_2))
+        more = ["--deepspeed", str(tmp_path / "zero_2.json")]
+
+    def job(slot: int, steps: int) -> str:
+        options = ["--slots", "2", "--slot", str(slot), "--folder", str(tmp_path), "--steps", str(steps)]
+        environ = {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
+        finished = run_launcher([*launcher, script, *options, *more], 400, environ)
+        assert finished.returncode == 0, finished.stdout + finished.stderr
+        return finished.stdout
+
+    for steps, rounds in ((30, 3), (60, 3)):
+        with ThreadPoolExecutor(2) as threads:
+            said = list(threads.map(job, (0, 1), (steps, steps)))
+        for slot, text in enumerate(said):
+            assert re.findall(r"'noloco_met': (\d)", text) == [str(1 - slot)] * rounds, text
+            saved = tmp_path / f"replica_{slot}" / f"checkpoint-{steps}"
+            assert len(list(saved.glob("noloco_*.pt"))) == ranks
+        models = [(tmp_path / f"replica_{slot}" / "final" / "model.safetensors") for slot in range(2)]
+        assert models[0].read_bytes() == models[1].read_bytes()
+    losses = [float(loss) for loss in re.findall(r"'loss': '([\d.]+)'", said[0])]
+    assert losses[-1] < 3.3, "of 5.5 at the start"

@@ -1,0 +1,150 @@
+"""NoLoCo in a loop of Megatron-core's DistributedDataParallel and distributed optimizer, as Megatron-LM has it."""
+
+import importlib.util
+import re
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from torch import Tensor
+
+from megatron_noloco.attach import attach
+from megatron_noloco.outer import OuterSettings
+from tests.harness import REPOSITORY, run_launcher
+from tests.integration import megatron_on_cpu
+from tests.integration.jobs import SECONDS, federation, run_jobs
+
+EXAMPLE = REPOSITORY / "examples" / "megatron_loop.py"
+K, ROUNDS = 2, 3
+SETTINGS = OuterSettings(local_steps=K, deadline_seconds=SECONDS)
+
+
+def example() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("megatron_loop", EXAMPLE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+LOOP = example()  # megatron-core is imported before ranks are forked
+
+
+def train(slot: int, rank: int, folder: Path, tensor_parallel: int, bf16: bool) -> dict[str, Any]:
+    """What this rank owns, in fp32: at first, before and after each round; what it computes with at the end."""
+    with megatron_on_cpu.prepare():
+        model, optimizer = LOOP.build(tensor_parallel, bf16)
+        noloco = attach(optimizer, SETTINGS, federation=federation(folder, slot, 2))
+        weights = noloco.outer.weights
+        first, found = weights.read(), []
+        while noloco.done < K * ROUNDS:
+            source = 10 * slot + (rank if tensor_parallel == 1 else 0)
+            LOOP.train_step(model, optimizer, LOOP.microbatch(noloco.done, source))
+            before = weights.read()
+            if noloco.step():
+                found.append((before, weights.read()))
+        working = torch.cat([parameter.detach().flatten() for parameter in model[0].parameters()])
+        noloco.close()
+        return {"first": first, "rounds": found, "working": working, "copied": weights.copied()}
+
+
+@pytest.mark.parametrize(
+    ("tensor_parallel", "bf16"),
+    [
+        (1, True),
+        pytest.param(1, False, marks=pytest.mark.slow),
+        pytest.param(2, False, marks=pytest.mark.slow),
+    ],
+    ids=["data parallel, bf16", "data parallel, fp32", "tensor parallel"],
+)
+def test_rounds_are_those_of_the_method(tmp_path: Path, tensor_parallel: int, bf16: bool) -> None:
+    """2 jobs of 2 ranks; against the formula, on the fp32 weights that each rank owns."""
+    found = run_jobs(tmp_path, 2, 2, train, tmp_path, tensor_parallel, bf16)
+    for rank in range(2):
+        of_jobs = [job[rank] for job in found]
+        phi = [one["first"].clone() for one in of_jobs]
+        delta = [torch.zeros_like(phi[0]) for _ in of_jobs]
+        for number in range(ROUNDS):
+            theta = [one["rounds"][number][0] for one in of_jobs]
+            assert not torch.equal(*theta), "each replica has data of its own"
+            pull = torch.stack([0.7 * t for t in theta]).mean(0)
+            for slot, one in enumerate(of_jobs):
+                delta[slot] = 0.5 * delta[slot] + pull - 0.7 * phi[slot]
+                phi[slot] = phi[slot] + delta[slot]
+                torch.testing.assert_close(one["rounds"][number][1], phi[slot], rtol=0, atol=1e-6)
+    for job in found:
+        owned = [one["rounds"][-1][1] for one in job]
+        if tensor_parallel == 1:
+            assert torch.equal(job[0]["working"], job[1]["working"]), "gathered over the replica"
+            assert job[0]["copied"] == []
+            assert torch.equal(
+                sorted_values(*owned, dtype=job[0]["working"].dtype), sorted_values(job[0]["working"])
+            )
+        else:
+            assert job[0]["copied"] == job[1]["copied"] != []
+            for start, stop in job[0]["copied"]:
+                assert torch.equal(owned[0][start:stop], owned[1][start:stop])
+
+
+def sorted_values(*tensors: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    return torch.cat([tensor.to(dtype or tensor.dtype) for tensor in tensors]).sort().values
+
+
+def refused(slot: int, rank: int, folder: Path) -> list[str]:
+    with megatron_on_cpu.prepare():
+        model, optimizer = LOOP.build(1, True)
+        there = federation(folder, slot, 2)
+        plain = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=0.003, bf16=True), model)
+        lines = []
+        for engine, options in (
+            (optimizer, {"replicas": 2}),
+            (plain, {"federation": there}),
+            (model[0], {"federation": there}),
+        ):
+            with pytest.raises(ValueError) as error:
+                attach(engine, SETTINGS, **options)
+            lines.append(str(error.value))
+        return lines
+
+
+def test_what_is_refused_in_one_line(tmp_path: Path) -> None:
+    ((lines, _),) = run_jobs(tmp_path, 1, 2, refused, tmp_path)
+    assert lines[0].startswith(
+        "attach: with Megatron-core's optimizer each replica is a job of its own; give"
+    )
+    assert lines[1].startswith(
+        "attach: not to Float16OptimizerWithFloat16Params; use --use-distributed-optimizer"
+    )
+    assert lines[2].startswith(
+        "attach: a DistributedDataParallel is none of DeepSpeed's engine, a torch module"
+    )
+
+
+@pytest.mark.slow
+def test_the_example_ends_with_one_model(tmp_path: Path) -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = [str(REPOSITORY / "tests" / "integration" / "megatron_on_cpu.py"), str(EXAMPLE)]
+
+    def job(slot: int) -> str:
+        options = ["--slots", "2", "--slot", str(slot), "--folder", str(tmp_path)]
+        finished = run_launcher([*launcher, *script, *options], 400, None)
+        assert finished.returncode == 0, finished.stdout + finished.stderr
+        return finished.stdout
+
+    with ThreadPoolExecutor(2) as threads:
+        said = list(threads.map(job, (0, 1)))
+    norms = [
+        sorted(re.findall(r"^rank (\d): finished; its weights have the norm (\S+)$", text, re.M))
+        for text in said
+    ]
+    assert norms[0] == norms[1]
+    assert len(norms[0]) == 2
+    losses = [float(loss) for loss in re.findall(r"^step \d+: loss (\S+), met \(0, 1\)", said[0], re.M)]
+    assert len(losses) == 6
+    assert losses[-1] < 0.5 * losses[0]

@@ -1,0 +1,367 @@
+"""NoLoCo attached to ordinary jobs, each of which is one replica."""
+
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron_noloco.attach import Attached, Federation, ReplicaGroups, attach
+from megatron_noloco.outer import OuterSettings
+from megatron_noloco.plans.grouping import Grouping
+from tests.harness import free_port, run_ranks
+from tests.integration.jobs import SECONDS, federation, run_jobs
+
+SEED, K, STEPS = 5, 2, 12
+SETTINGS = OuterSettings(local_steps=K, deadline_seconds=SECONDS)
+OVERLAPPED = OuterSettings(
+    local_steps=4, deadline_seconds=SECONDS, delay_steps=2, fragments=2, payload="int8"
+)
+
+
+class Loop:
+    """An ordinary loop, in plain torch; of several ranks, with DistributedDataParallel."""
+
+    def __init__(self, replica: int, rank: int, group: dist.ProcessGroup | None, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        self.module: nn.Module = nn.Sequential(nn.Linear(3, 7), nn.Tanh(), nn.Linear(7, 1))
+        self.model = (
+            self.module if group is None else DistributedDataParallel(self.module, process_group=group)
+        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        self.replica, self.rank = replica, rank
+
+    def step(self, step: int) -> None:
+        draw = torch.Generator().manual_seed(1000 * step + 10 * self.replica + self.rank)
+        points = torch.rand(8, 3, generator=draw)
+        self.optimizer.zero_grad()
+        (self.model(points) - points.prod(1, keepdim=True)).square().mean().backward()
+        self.optimizer.step()
+
+    def weights(self) -> Tensor:
+        return nn.utils.parameters_to_vector(self.module.parameters()).detach().clone()
+
+    def state(self) -> list[Any]:
+        return [self.module.state_dict(), self.optimizer.state_dict()]
+
+    def load(self, state: list[Any]) -> None:
+        self.module.load_state_dict(state[0])
+        self.optimizer.load_state_dict(state[1])
+
+
+def of_job(slot: int, rank: int, seed: int = 0) -> Loop:
+    return Loop(slot, rank, dist.group.WORLD if dist.is_initialized() else None, seed)
+
+
+def train(loop: Loop, noloco: Attached, steps: int = STEPS) -> list[Tensor]:
+    """The weights after each step."""
+    found = []
+    while noloco.done < steps:
+        loop.step(noloco.done)
+        noloco.step()
+        found.append(loop.weights())
+    return found
+
+
+def separate(slot: int, rank: int, folder: Path, slots: int, settings: OuterSettings) -> list[Tensor]:
+    loop = of_job(slot, rank)
+    noloco = attach(loop.model, settings, federation=federation(folder, slot, slots), seed=SEED)
+    found = train(loop, noloco)
+    noloco.close()
+    return found
+
+
+def together(rank: int, world_size: int, replicas: int, settings: OuterSettings) -> list[Tensor]:
+    ranks = world_size // replicas
+    group = ReplicaGroups(replicas).get_data_parallel_group()
+    loop = Loop(rank // ranks, rank % ranks, group if ranks > 1 else None)
+    noloco = attach(loop.model, settings, replicas=replicas, seed=SEED)
+    found = train(loop, noloco)
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, OVERLAPPED], ids=["plain", "overlap, fragments, int8"])
+@pytest.mark.parametrize(("slots", "ranks"), [(3, 1), (2, 2)])
+def test_separate_jobs_train_as_one_job_does(
+    tmp_path: Path, slots: int, ranks: int, settings: OuterSettings
+) -> None:
+    """To the last bit, after every step."""
+    found = run_jobs(tmp_path, slots, ranks, separate, tmp_path, slots, settings)
+    expected = run_ranks(slots * ranks, together, slots, settings)
+    for slot in range(slots):
+        for rank in range(ranks):
+            assert torch.equal(torch.stack(found[slot][rank]), torch.stack(expected[slot * ranks + rank]))
+    assert not torch.equal(found[0][0][0], found[1][0][0]), "each replica has data of its own"
+
+
+@pytest.mark.parametrize(("replicas", "ranks"), [(3, 1), (2, 2)])
+def test_rounds_of_a_torch_module_are_those_of_the_method(replicas: int, ranks: int) -> None:
+    found = run_ranks(replicas * ranks, by_the_formula, replicas)
+    phi = [found[0][0].clone() for _ in range(replicas)]
+    delta = [torch.zeros_like(phi[0]) for _ in range(replicas)]
+    for index in range(STEPS // K):
+        theta = [found[replica * ranks][1][index][0] for replica in range(replicas)]
+        for replica in range(replicas):
+            group = Grouping(replicas, 2, SEED).group(replica, index)
+            pull = torch.stack([0.7 * theta[member] for member in group]).mean(0)
+            delta[replica] = 0.5 * delta[replica] + pull - 0.7 * phi[replica]
+        for replica in range(replicas):
+            phi[replica] = phi[replica] + delta[replica]
+            for rank in range(replica * ranks, (replica + 1) * ranks):
+                torch.testing.assert_close(found[rank][1][index][1], phi[replica], rtol=0, atol=1e-6)
+
+
+def by_the_formula(rank: int, world_size: int, replicas: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """The first weights; those before and after each round."""
+    ranks = world_size // replicas
+    group = ReplicaGroups(replicas).get_data_parallel_group()
+    loop = Loop(rank // ranks, rank % ranks, group if ranks > 1 else None)
+    noloco = attach(loop.model, SETTINGS, replicas=replicas, seed=SEED)
+    first, found = loop.weights(), []
+    while noloco.done < STEPS:
+        loop.step(noloco.done)
+        before = loop.weights()
+        if noloco.step():
+            found.append((before, loop.weights()))
+    dist.barrier()
+    return first, found
+
+
+def interrupted(slot: int, rank: int, folder: Path, settings: OuterSettings) -> Tensor:
+    """Half of the steps, then the other half in a loop made anew from what was saved."""
+    loop = of_job(slot, rank)
+    noloco = attach(loop.model, settings, federation=federation(folder / "first", slot, 2), seed=SEED)
+    train(loop, noloco, STEPS // 2 + 1)  # in the middle of a phase, or of an exchange
+    file = folder / f"saved_{slot}_{rank}.pt"
+    torch.save([*loop.state(), noloco.state_dict()], file)
+    noloco.close()
+
+    *state, saved = torch.load(file, weights_only=True)
+    loop = of_job(slot, rank, seed=9)
+    loop.load(state)
+    there = federation(folder / "second", slot, 2)
+    noloco = attach(loop.model, settings, federation=there, seed=SEED, state=saved)
+    train(loop, noloco)
+    noloco.close()
+    return loop.weights()
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, OVERLAPPED], ids=["plain", "overlap, fragments, int8"])
+def test_a_job_continues_from_what_it_saved(tmp_path: Path, settings: OuterSettings) -> None:
+    """To the last bit."""
+    found = run_jobs(tmp_path, 2, 2, interrupted, tmp_path, settings)
+    expected = run_ranks(4, together, 2, settings)
+    for slot in range(2):
+        for rank in range(2):
+            assert torch.equal(found[slot][rank], expected[2 * slot + rank][-1])
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.01)
+
+
+def leaves(slot: int, rank: int, folder: Path) -> list[Any]:
+    """Replica 1 leaves after 3 rounds. By round: the weights before and after, the group, what was missed."""
+    loop = of_job(slot, rank)
+    noloco = attach(loop.model, SETTINGS, federation=federation(folder, slot, 2), seed=SEED)
+    found = []
+    for step in range(6 * K):
+        if step == 3 * K:
+            if slot == 1:
+                noloco.close()
+                (folder / "left").touch()
+                break
+            wait_for(folder / "left")
+        loop.step(step)
+        before = loop.weights()
+        for report in noloco.step():
+            found.append((before, loop.weights(), report.exchange.group, report.exchange.missed))
+    if slot == 0:
+        noloco.close()
+    return found
+
+
+def test_a_partner_that_is_lost_costs_a_bye(tmp_path: Path) -> None:
+    found = run_jobs(tmp_path, 2, 1, leaves, tmp_path)[0][0]
+    assert [group for _, _, group, _ in found] == [(0, 1)] * 3 + [(0,)] * 3
+    assert [bool(missed) for *_, missed in found] == [False] * 3 + [True] * 3
+    assert all(missed.startswith("replica 1 ") for *_, missed in found[3:])
+    (_, first, *_), (_, second, *_), (theta, phi, *_) = found[1:4]
+    expected = second + 0.5 * (second - first) + 0.7 * (theta - second)
+    torch.testing.assert_close(phi, expected, rtol=0, atol=1e-6)
+
+
+def falls_behind(slot: int, rank: int, folder: Path) -> tuple[list[int], Tensor]:
+    """Replica 1 stands still while replica 0 has 6 rounds; what `done` was after each step, the last weights."""
+    loop = of_job(slot, rank)
+    there = federation(folder, slot, 2, start_with=1, rounds_behind=3, shortest_deadline_seconds=0.1)
+    settings = OuterSettings(local_steps=K, deadline_seconds=1.0)
+    noloco = attach(loop.model, settings, federation=there, seed=SEED)
+    assert noloco.outer.transport.wait_for(1, SECONDS)  # type: ignore[attr-defined]
+    found: list[int] = []
+    while noloco.done < 20 * K:
+        if slot == 1 and len(found) == K:
+            wait_for(folder / "far")
+        if slot == 0 and noloco.done == 8 * K:
+            (folder / "far").touch()
+            wait_for(folder / "caught up")
+        loop.step(noloco.done)
+        noloco.step()
+        found.append(noloco.done)
+        if slot == 1 and noloco.done > 6 * K:
+            (folder / "caught up").touch()
+    noloco.close()
+    return found, loop.weights()
+
+
+def test_a_job_that_falls_behind_goes_on_where_the_other_is(tmp_path: Path) -> None:
+    (ahead, _), (behind, _) = (job[0] for job in run_jobs(tmp_path, 2, 1, falls_behind, tmp_path))
+    assert ahead == list(range(1, 20 * K + 1))
+    assert len(behind) < len(ahead)
+    jumps = [(one, other) for one, other in pairwise(behind) if other != one + 1]
+    assert jumps == [(2 * K - 1, 8 * K)], "after the phase in which it stood still"
+    assert behind[-1] == 20 * K
+
+
+def averages(slot: int, rank: int, folder: Path, slots: int) -> tuple[Tensor, Tensor, float]:
+    loop = of_job(slot, rank)
+    noloco = attach(loop.model, SETTINGS, federation=federation(folder, slot, slots), seed=SEED)
+    train(loop, noloco, STEPS + 1)  # not after a round
+    before = loop.weights()
+    reports = noloco.average()
+    noloco.close()
+    return before, loop.weights(), reports[0].standard_deviation
+
+
+@pytest.mark.parametrize(("slots", "ranks"), [(4, 1), (2, 2), (3, 1)])
+def test_at_the_end_there_is_one_model(tmp_path: Path, slots: int, ranks: int) -> None:
+    found = run_jobs(tmp_path, slots, ranks, averages, tmp_path, slots)
+    before = torch.stack([job[0][0] for job in found])
+    after = torch.stack([job[0][1] for job in found])
+    for job in found:
+        assert all(torch.equal(one[1], job[0][1]) for one in job), "ranks of a replica stay alike"
+    torch.testing.assert_close(after.mean(0), before.mean(0), rtol=0, atol=1e-6)
+    if slots == 3:  # in random pairs, each of which halves the squared spread
+        assert (after - after.mean(0)).norm() < 0.2 * (before - before.mean(0)).norm()
+    else:
+        assert all(torch.equal(one, after[0]) for one in after)
+    assert (before - before.mean(0)).norm() > 1e-3
+
+
+def average_together(rank: int, world_size: int) -> tuple[Tensor, Tensor]:
+    loop = Loop(rank, 0, None)
+    noloco = attach(loop.model, SETTINGS, replicas=world_size, seed=SEED)
+    train(loop, noloco, STEPS + 1)
+    before = loop.weights()
+    noloco.average()
+    dist.barrier()
+    return before, loop.weights()
+
+
+def test_at_the_end_of_one_job_there_is_one_model() -> None:
+    found = run_ranks(3, average_together)
+    mean = torch.stack([before for before, _ in found]).mean(0)
+    for _, after in found:
+        torch.testing.assert_close(after, mean, rtol=0, atol=1e-6)
+
+
+def with_other_weights(slot: int, rank: int, folder: Path, rendezvous: str) -> list[tuple[int, ...]]:
+    loop = of_job(slot, rank, seed=slot)
+    there = federation(folder, slot, 2, start_with=1, rendezvous=rendezvous)
+    noloco = attach(loop.model, SETTINGS, federation=there, seed=SEED)
+    deadline = time.monotonic() + SECONDS
+    while not noloco.outer.transport.service.desk.dropped["another run"]:  # type: ignore[attr-defined]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    (folder / f"refused_by_{slot}").touch()
+    wait_for(folder / f"refused_by_{1 - slot}")
+    groups = []
+    for step in range(2 * K):
+        loop.step(step)
+        groups += [report.exchange.group for report in noloco.step()]
+    noloco.close()
+    return groups
+
+
+def test_jobs_that_begin_with_other_weights_do_not_meet(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rendezvous = f"tcp://127.0.0.1:{free_port()},127.0.0.1:{free_port()}"
+    found = run_jobs(tmp_path, 2, 1, with_other_weights, tmp_path, rendezvous)
+    assert found == [[[(0,), (0,)]], [[(1,), (1,)]]]
+    told = capfd.readouterr().err.splitlines()
+    assert sorted(line.partition(": its job has another seed, model")[0] for line in told) == [
+        "rank 0: rank 1 is refused",
+        "rank 1: rank 0 is refused",
+    ]
+
+
+def refusal(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "taken"
+
+
+def what_is_refused(rank: int, world_size: int, folder: Path) -> dict[str, str]:
+    module, there = nn.Linear(2, 2), federation(folder, 0, 2)
+    alone = [dist.new_group([other]) for other in range(world_size)][rank]
+    half = DistributedDataParallel(module, process_group=alone)
+    whole = DistributedDataParallel(module)
+    return {
+        "bare": refusal(lambda: attach(module, federation=there)),
+        "half": refusal(lambda: attach(half, federation=there)),
+        "whole": refusal(lambda: attach(whole, replicas=2)),
+        "neither": refusal(lambda: attach(whole)),
+        "both": refusal(lambda: attach(whole, federation=there, replicas=2)),
+        "what": refusal(lambda: attach(torch.optim.SGD(module.parameters()), federation=there)),
+        "state": refusal(lambda: attach(whole, federation=there, state={"slow_weights": torch.zeros(2)})),
+        "key": refusal(lambda: attach(whole, federation=federation(folder, 0, 2, key_file=folder / "no"))),
+        "rendezvous": refusal(lambda: attach(whole, federation=federation(folder, 0, 2, rendezvous="here"))),
+    }
+
+
+def test_what_is_refused_in_one_line(tmp_path: Path) -> None:
+    for rank, found in enumerate(run_ranks(2, what_is_refused, tmp_path)):
+        reach = f"rank {rank}: the gradient all-reduce of this model spans ranks "
+        wrap = "; wrap the model in DistributedDataParallel, with"
+        expected = {
+            "bare": f"{reach}[{rank}], its replica is [0, 1]{wrap}out process_group",
+            "half": f"{reach}[{rank}], its replica is [0, 1]{wrap}out process_group",
+            "whole": f"{reach}[0, 1], its replica is [{rank}]{wrap} process_group=ReplicaGroups(2).get_data_",
+            "neither": "attach: give replicas, where this job holds all of them, or federation, where",
+            "both": "attach: give replicas, where this job holds all of them, or federation, where",
+            "what": "attach: a SGD is none of DeepSpeed's engine, a torch module",
+            "state": "attach: the state is of 2 weights, this rank has 3; each rank needs the one",
+            "key": f"federation.key_file: {tmp_path}/no: No such file",
+            "rendezvous": 'federation.rendezvous: "here" is neither "file://FOLDER"',
+        }
+        for name, line in expected.items():
+            assert found[name].startswith(line), name
+            assert "\n" not in found[name]
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        ({"slots": 1}, "Federation: slots must be at least 2, not 1"),
+        ({"slot": 2}, "Federation: slot must be from 0 to slots - 1 = 1, not 2"),
+        ({"start_with": 3}, "Federation: start_with must be from 1 to slots 2, not 3"),
+        ({"rounds_behind": 0}, "Federation: rounds_behind must be at least 1, not 0"),
+    ],
+)
+def test_a_federation_that_cannot_be(changes: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        Federation(**{"slot": 0, "slots": 2, "rendezvous": "file://a", "key_file": None, **changes})
+    assert str(refused.value) == line
