@@ -106,6 +106,25 @@ def test_what_is_not_simulated_is_refused(changes: dict[str, Any], reason: str, 
         Simulation(RunConfig.from_dict(tiny(changes, tiny(base))))
 
 
+def test_coded_exchanges_under_way_at_an_evaluation_are_finished(tmp_path: Path) -> None:
+    """For that partners need each other: whoever waits for one alone would wait for ever."""
+    noloco = {
+        "local_steps": 2,
+        "fragments": 2,
+        "payload": "int8",
+        "overlap": DELAYED,
+        "deadline_seconds": 20.0,
+    }
+    raw = tiny({
+        "noloco": noloco,
+        "parallel": {"replicas": 4},
+        "data": {"text": write_text(tmp_path)},
+        "training": {"train_iters": 4},
+        "evaluation": {"interval": 2, "iters": 1},
+    })  # fmt: skip
+    assert [found.step for found in Simulation(RunConfig.from_dict(raw)).run()] == [2, 4]
+
+
 def with_slow(folder: Path, steps: int, weighted: bool = False, **noloco: Any) -> tuple[RunConfig, Slow]:
     changes = {
         "noloco": {"local_steps": 3, **noloco},

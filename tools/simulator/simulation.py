@@ -130,6 +130,9 @@ class Simulation:
                 if done == steps:
                     self.sent_bytes += max(threads.map(self._final_average, range(self.replicas)))
                 if done == steps or (interval and done % interval == 0):
+                    list(
+                        threads.map(lambda outer: outer.land(), self.outer)
+                    )  # members need each other for that
                     yield self.evaluate(done)
 
     def _final_average(self, replica: int) -> int:
