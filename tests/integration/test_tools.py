@@ -60,6 +60,16 @@ def test_a_tool_that_writes(name: str, tmp_path: Path) -> None:
     assert figure in run(name, [*options.split(), "--folder", str(tmp_path)])
 
 
+@pytest.mark.slow
+def test_chaos(tmp_path: Path) -> None:
+    """One of three replicas is killed and comes back without its folder; a new one joins."""
+    few = "--replicas 3 --kills 1 --returns 1 --joins 1 --freezes 0 --steps 60 --limit 80"
+    found = run("chaos", [*few.split(), "--output", str(tmp_path / "chaos")])
+    assert set(found["exit_codes"].values()) == {0}
+    assert found["processes_left"] == 0
+    assert found["loss_ratio"] < 1.1  # so short a run is not that of docs/faults.md
+
+
 @pytest.mark.parametrize("name", each(ALONE))
 def test_a_tool(name: str) -> None:
     options, figure = ALONE[name]
