@@ -53,7 +53,8 @@ class Service:
         self._keys = keys
         self._context: zmq.Context[Any] = zmq.Context(_THREADS)
         self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._bell = os.eventfd(0, os.EFD_NONBLOCK)
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK)  # -1: closed
+        self._bell_in_use = threading.Lock()
         self._inbox = self._context.socket(zmq.PULL)
         self._inbox.linger = 0
         self._inbox.rcvhwm = _RECEIVE_QUEUE
@@ -81,13 +82,19 @@ class Service:
     def do(self, work: Callable[[], None]) -> None:
         """Have something done by the thread of the service, soon and in the order of the calls. For any thread."""
         self._work.put(work)
-        os.eventfd_write(self._bell, 1)
+        with self._bell_in_use:
+            if self._bell >= 0:
+                os.eventfd_write(self._bell, 1)
 
     def close(self) -> None:
         """What has been handed over is still sent, for two seconds at most."""
         if self._thread.is_alive():
             self.do(self._close)
             self._thread.join()
+        with self._bell_in_use:
+            if self._bell >= 0:
+                os.close(self._bell)
+                self._bell = -1
 
     def learn(self, addresses: Mapping[int, Address]) -> None:
         """These ranks are there. For any thread."""

@@ -138,6 +138,7 @@ class FederationTransport:
         """Leave the federation; what has been handed over is still sent, within two seconds."""
         self._closing.set()
         self.service.close()
+        atexit.unregister(self.close)
 
     def _look(self) -> None:
         """What does not answer, a file system or a name server, must not stop messages: a thread of its own."""

@@ -24,6 +24,7 @@ ALONE = {
         "rounds --replicas 2 --size tiny --precision fp32 --local-steps 2 --steps 6",
         "peer",
     ),
+    "soak": ("--minutes 0.05 --elements 100 --restarts 0.2", "at_the_end"),
     "bench_meetings": ("--slots 4 --empty 0.5 --rounds 4 --phase-seconds 0.01", "cases"),
     "bench_routing": (
         "--replicas 2 --stages 2 --hidden 16 --seq-length 8 --repeats 1",
