@@ -53,3 +53,18 @@ find_mpirun() {
         ;;
     esac
 }
+
+# PBS and LSF name a file with a line for each slot. Where that has several hosts and HOSTFILE is not given, sets
+# HOSTFILE, with a line for each host as the launcher reads it, and HOSTS.
+#   usage: hosts_of_scheduler ' slots='     (Open MPI, DeepSpeed)     or ':'     (MPICH)
+hosts_of_scheduler() {
+    allocated=${PBS_NODEFILE:-${LSB_DJOB_HOSTFILE:-}}
+    if [ -n "${HOSTFILE:-}" ] || [ -z "$allocated" ]; then return; fi
+    [ -r "$allocated" ] || { echo "the scheduler's list of hosts cannot be read: $allocated" >&2; exit 2; }
+    HOSTS=$(sort -u "$allocated" | wc -l)
+    if [ "$HOSTS" -lt 2 ]; then return; fi
+    HOSTFILE=$(mktemp)
+    trap 'rm -f "$HOSTFILE"' EXIT
+    awk -v is="$1" '!slots[$1]++ { hosts[++n] = $1 } END { for (i = 1; i <= n; i++) print hosts[i] is slots[hosts[i]] }' \
+        "$allocated" >"$HOSTFILE"
+}

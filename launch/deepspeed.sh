@@ -2,7 +2,8 @@
 # Train under DeepSpeed's launcher, on one host or several; exchanges use torch.distributed.
 #   usage: launch/deepspeed.sh N CONFIG [options of `train`]
 #   N         processes on this host, or on each host of HOSTFILE; one per GPU
-#   HOSTFILE  lines like "node1 slots=8": DeepSpeed reaches the hosts by ssh, through pdsh
+#   HOSTFILE  lines like "node1 slots=8": DeepSpeed reaches the hosts by ssh, through pdsh; by default the hosts that
+#             PBS or LSF has allocated
 #   HOSTS     the number of hosts in HOSTFILE
 #   PORT      rendezvous port, default 29500; two jobs on a host need different ports
 #   NIC       the network interface to use, such as eth0; without it gloo and NCCL each choose
@@ -12,6 +13,7 @@ set -eu
 [ $# -ge 2 ] || usage
 ranks=$1 config=$2
 shift 2
+hosts_of_scheduler ' slots='
 check_config "$config" $((ranks * ${HOSTS:-1}))
 
 if [ -n "${NIC:-}" ]; then # on the command line: DeepSpeed does not pass these variables to other hosts

@@ -2,7 +2,8 @@
 # Train under mpirun, on one host or several.
 #   usage: launch/mpirun.sh N CONFIG [options of `train`]
 #   N         all processes: replicas x pipeline x data x tensor parallel sizes, one per GPU
-#   HOSTFILE  lines like "node1 slots=8"; without it all processes run on this host, possibly several per core
+#   HOSTFILE  lines like "node1 slots=8"; by default the hosts that PBS or LSF has allocated, and without these all
+#             processes run on this host, possibly several per core
 #   NIC       the network interface to use, such as eth0 or ib0; without it MPI, gloo and NCCL each choose
 #   LAUNCH_PROFILE  wan, ethernet or ib: settings for the network between the hosts, see launch/profile.sh
 #   MPI_OPTIONS  more options of mpirun, such as "--map-by node"
@@ -15,6 +16,7 @@ ranks=$1 config=$2
 shift 2
 check_config "$config" "$ranks"
 find_mpirun
+if [ "$mpi" = openmpi ]; then hosts_of_scheduler ' slots='; else hosts_of_scheduler ':'; fi
 
 if [ -n "${NIC:-}" ]; then export GLOO_SOCKET_IFNAME="$NIC" NCCL_SOCKET_IFNAME="$NIC"; fi
 hostfile='' # the option; HOSTFILE itself may contain spaces

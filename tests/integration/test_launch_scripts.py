@@ -67,6 +67,34 @@ def test_quickstart_starts_as_many_ranks_as_its_config_needs() -> None:
     assert finished.returncode == 0, finished.stderr
 
 
+@pytest.mark.parametrize("variable", ["PBS_NODEFILE", "LSB_DJOB_HOSTFILE"])
+@pytest.mark.parametrize(
+    ("script", "said_by_mpirun", "lines"),
+    [
+        ("mpirun.sh", "mpirun (Open MPI) 5.0.11", "node1 slots=2|node2 slots=1"),
+        ("mpirun.sh", "HYDRA build details", "node1:2|node2:1"),
+    ],
+    ids=["Open MPI", "MPICH"],
+)
+def test_the_hosts_of_a_scheduler(
+    variable: str, script: str, said_by_mpirun: str, lines: str, tmp_path: Path
+) -> None:
+    """A mpirun that only shows the hostfile that it is given."""
+    (tmp_path / "slots").write_text("node1\nnode1\nnode2\n")
+    (tmp_path / "mpirun").write_text(f"""#!/bin/sh
+[ "$1" != --version ] || {{ echo '{said_by_mpirun}'; exit; }}
+while [ $# -gt 0 ]; do
+    case $1 in --hostfile | -f) paste -sd '|' "$2" >&2 ;; esac
+    shift
+done
+""")
+    (tmp_path / "mpirun").chmod(0o755)
+    environ = {variable: str(tmp_path / "slots"), "MPIRUN": str(tmp_path / "mpirun"), "TMPDIR": str(tmp_path)}
+    code, said = launch(script, "8", "configs/quickstart.json", environ=environ)
+    assert (code, said.strip()) == (0, lines)
+    assert {path.name for path in tmp_path.iterdir()} == {"slots", "mpirun"}, "nothing is left behind"
+
+
 @pytest.mark.parametrize("where", ["", "launch", ".."])
 def test_quickstart_starts_from_any_folder(where: str, tmp_path: Path) -> None:
     """On a copy whose mpirun.sh and Python only tell that they were called."""
