@@ -2,6 +2,8 @@
 
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -98,19 +100,38 @@ class Run:
             before, step = done, self._next_step(done)
             done = step + 1
             started = time.perf_counter()
-            losses = self.engine.train_batch(*self.loader.step(step))
+            with self._doing(f"computing local step {done}"):
+                losses = self.engine.train_batch(*self.loader.step(step))
             if self.health is not None:
                 self.health.after_step(done, losses)
-            self._round(done, time.perf_counter() - started)
-            if done == self.schedule.steps and self.final_average is not None:
-                self.monitor.averaged(self.final_average(done))
-            if self.schedule.logs(before, done):
-                self.monitor.log(done)
-            if self.schedule.evaluates_after(before, done):
-                self._evaluate(done)
-            if self.schedule.saves(before, done):
-                self._save(done)
+            with self._doing(f"in the round after local step {done}"):
+                self._round(done, time.perf_counter() - started)
+                if done == self.schedule.steps and self.final_average is not None:
+                    self.monitor.averaged(self.final_average(done))
+            with self._doing(f"writing, evaluating or saving after local step {done}"):
+                self._after_round(before, done)
         return done
+
+    def _after_round(self, before: int, done: int) -> None:
+        if self.schedule.logs(before, done):
+            self.monitor.log(done)
+        if self.schedule.evaluates_after(before, done):
+            self._evaluate(done)
+        if self.schedule.saves(before, done):
+            self._save(done)
+
+    @contextmanager
+    def _doing(self, what: str) -> Iterator[None]:
+        """A traceback from here ends with who this rank is, and what it was doing."""
+        try:
+            yield
+        except Exception as error:
+            place = self.engine.groups.position
+            error.add_note(
+                f"rank {dist.get_rank()} (replica {place.replica}, stage {place.stage}, data-parallel rank "
+                f"{place.dp}, tensor-parallel rank {place.tp}) was {what}"
+            )
+            raise
 
     def _next_step(self, done: int) -> int:
         """The number of the next local step, from 0: in a federation, some may be left out."""

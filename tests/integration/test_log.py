@@ -2,12 +2,15 @@
 
 import json
 import sys
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_noloco.engine.replica import ReplicaEngine
 from tests.harness import run_ranks
+from tests.integration.chaos import command
 from tests.integration.tiny import metrics, run_whole, tiny, write_config, write_text
 
 # In place of the package: a run keeps what it is given, and writes it down when it is finished.
@@ -91,3 +94,27 @@ def test_every_replica_has_a_run_of_wandb(folder: Path) -> None:
         ]
         assert [step for step, _ in logged] == [row["step"] for row in rows]
         assert [numbers.get("train/loss") for _, numbers in logged] == [row.get("train/loss") for row in rows]
+
+
+def fails_in_its_third_step(rank: int, world_size: int, config: str) -> str:
+    original = ReplicaEngine.train_batch
+
+    steps = count(1)
+
+    def train_batch(engine: ReplicaEngine, *args: Any) -> Any:
+        if next(steps) == 3:
+            raise ZeroDivisionError
+        return original(engine, *args)
+
+    ReplicaEngine.train_batch = train_batch  # type: ignore[method-assign]
+    outcome = command(rank, world_size, ["train", "--config", config])
+    assert outcome.code == 1
+    return outcome.err
+
+
+def test_a_traceback_ends_with_what_the_rank_was_doing(tmp_path: Path) -> None:
+    raw = tiny({"data": {"text": write_text(tmp_path)}, "training": {"output_dir": str(tmp_path)}})
+    (told,) = run_ranks(1, fails_in_its_third_step, write_config(tmp_path, raw))
+    assert told.splitlines()[-1] == (
+        "rank 0 (replica 0, stage 0, data-parallel rank 0, tensor-parallel rank 0) was computing local step 3"
+    )
