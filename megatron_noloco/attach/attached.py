@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_noloco.attach.checks import check_equal, check_reach, first_weights_of, of_all_ranks
+from megatron_noloco.attach.checks import check_equal, check_reach, first_weights_of
 from megatron_noloco.attach.engines import trained_by
 from megatron_noloco.attach.federation import Federation
 from megatron_noloco.attach.groups import cut_into
 from megatron_noloco.attach.trained import Trained, here
+from megatron_noloco.everybody import of_all_ranks
 from megatron_noloco.outer import (
     Channel,
     Exchange,
@@ -117,20 +118,12 @@ class Attached:
             groups = [pairs.group(place.replica, index) for index in range(_FINAL_PAIRS)]
         round_index, fragment = next_after(self.done, settings.local_steps, settings.fragments)
         number = round_index * settings.fragments + fragment  # after those of all rounds
-        planned = {
-            number + place: other
-            for place, group in enumerate(groups)
-            for other in group
-            if other != self.outer.place.replica
-        }
 
-        def choose(number: int, others: Others) -> int | None:
-            partner = planned.get(number)
-            return partner if partner in others.free else None
+        def planned(at: int, others: Others) -> int | None:
+            return next((other for other in groups[at - number] if other in others.free), None)
 
-        return self.outer.settle(
-            CommittedExchange(exchange, transport.partners, choose, Guard()), groups, number
-        )
+        committed = CommittedExchange(exchange, transport.partners, planned, Guard())
+        return self.outer.settle(committed, groups, number)
 
     def close(self) -> None:
         """At the end, or before the process leaves for another reason: what a partner still needs is sent."""
@@ -198,10 +191,10 @@ def attach(
         outer = OuterOptimizer(trained.weights, transport, place, grouping, settings)
         return Attached(trained, outer, first_weights, state)
 
-    from megatron_noloco.attach.joining import enter, keeping_up, run_number, wait_for_others
+    from megatron_noloco.attach.joining import enter, keeping_up, run_of, wait_for_others
 
     lengths = [part.numel() for part in trained.weights.parts()]
-    run = run_number(settings, grouping, of_all_ranks([lengths, first_weights.hex()]))
+    run = run_of(settings, grouping, of_all_ranks([lengths, first_weights.hex()]))
     door = enter(federation, settings, place, run)
     outer = OuterOptimizer(trained.weights, door, place, grouping, settings)
     attached = Attached(trained, outer, first_weights, state, keeping_up(federation, settings, door))

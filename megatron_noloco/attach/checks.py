@@ -1,12 +1,11 @@
 """What `attach` makes sure of before the first step."""
 
 import hashlib
-from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_noloco.attach.trained import Trained, here
+from megatron_noloco.attach.trained import Trained
+from megatron_noloco.everybody import of_all_ranks
 from megatron_noloco.outer import Weights
 from megatron_noloco.plans.topology import Topology
 
@@ -51,11 +50,3 @@ def check_equal(digest: bytes, replica_size: int) -> None:
                 "alike, or load the same checkpoint, before the model is wrapped (DistributedDataParallel, "
                 "deepspeed.initialize)"
             )
-
-
-def of_all_ranks(value: Any) -> list[Any]:
-    """Of this job; a collective."""
-    values = [value] * here()[1]
-    if dist.is_initialized():
-        dist.all_gather_object(values, value)
-    return values

@@ -1,7 +1,5 @@
 """How a job that is one replica joins the others. Needs the extra `federation` (ZeroMQ)."""
 
-import hashlib
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -9,6 +7,7 @@ from typing import Any
 
 from megatron_noloco.attach.federation import Federation
 from megatron_noloco.federation.counterparts import Deadline, Patience
+from megatron_noloco.federation.frames import run_number
 from megatron_noloco.federation.keeping_up import KeepingUp, Pace, wait_for_others
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.rendezvous import rendezvous_of
@@ -18,13 +17,13 @@ from megatron_noloco.outer import OuterSettings
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.topology import Place
 
-__all__ = ["enter", "keeping_up", "run_number", "wait_for_others"]
+__all__ = ["enter", "keeping_up", "run_of", "wait_for_others"]
 
 # Of the settings, what jobs may have of their own.
 _OWN = ("deadline_seconds", "delay_steps", "slow_weights")
 
 
-def run_number(settings: OuterSettings, grouping: Grouping, ranks: Sequence[Any]) -> int:
+def run_of(settings: OuterSettings, grouping: Grouping, ranks: Sequence[Any]) -> int:
     """Of what all jobs must have alike.
 
     Args:
@@ -32,8 +31,7 @@ def run_number(settings: OuterSettings, grouping: Grouping, ranks: Sequence[Any]
     """
     method = {name: value for name, value in asdict(settings).items() if name not in _OWN}
     alike = {"method": method, "gamma": settings.gamma, "grouping": asdict(grouping), "ranks": ranks}
-    digest = hashlib.sha256(json.dumps(alike, sort_keys=True).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+    return run_number(alike)
 
 
 def enter(federation: Federation, settings: OuterSettings, place: Place, run: int) -> FederationTransport:

@@ -6,7 +6,6 @@ torch.distributed's default group.
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -14,6 +13,7 @@ from megatron_noloco.checkpoint import catalog, compare, elastic
 from megatron_noloco.checkpoint.catalog import Manifest
 from megatron_noloco.checkpoint.files import DamagedCheckpointError, verify
 from megatron_noloco.checkpoint.settings import CheckpointSettings
+from megatron_noloco.everybody import of_all_ranks, of_rank_0
 from megatron_noloco.plans.topology import Topology
 
 
@@ -46,13 +46,13 @@ def find_start(settings: CheckpointSettings, topology: Topology) -> Start:
     if load == "none":
         return _start_over(checkpoints)
     explicit = load != "auto"
-    candidates = _agreed(
+    candidates = of_rank_0(  # a file system may show the others an older state
         [str(Path(load))] if explicit else [str(path) for path in catalog.steps(checkpoints)]
     )
     notes: list[str] = []
     for folder in map(Path, candidates):
         manifests, problem = _examine(folder, topology, settings.fold)
-        problems = [text for text in _everybodys(problem) if text]
+        problems = [text for text in of_all_ranks(problem) if text]
         if not problems:
             return _continue(settings, topology, folder, manifests, notes)
         if explicit:
@@ -111,16 +111,3 @@ def _set_aside(folders: list[Path]) -> list[str]:
             catalog.name_latest(folders[0].parent)
     dist.barrier()
     return lines
-
-
-def _agreed(names: list[str]) -> list[str]:
-    """Rank 0's list, on every rank: a file system may show the others an older state."""
-    holder = [names]
-    dist.broadcast_object_list(holder, src=0)
-    return holder[0]
-
-
-def _everybodys(text: str) -> list[str]:
-    texts: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, text)
-    return texts

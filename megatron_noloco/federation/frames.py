@@ -19,11 +19,14 @@ process that has ended never reaches the next one.
 Nothing received is unpickled or evaluated. `read` checks every field before anything else looks at one.
 """
 
+import hashlib
+import json
 import struct
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -94,6 +97,12 @@ class Member:
     def frame(self, kind: Kind, **fields: int) -> Frame:
         """One of its own."""
         return Frame(kind, self.run, self.rank, self.epoch, **fields)
+
+
+def run_number(alike: Mapping[str, Any]) -> int:
+    """Of what all jobs of a run must have alike, as JSON has it."""
+    digest = hashlib.sha256(json.dumps(alike, sort_keys=True).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def read(header: bytes) -> Frame | None:

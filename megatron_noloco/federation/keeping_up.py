@@ -4,8 +4,7 @@ import statistics
 import time
 from dataclasses import dataclass
 
-import torch.distributed as dist
-
+from megatron_noloco.everybody import of_rank_0
 from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.plans.fragments import due_after, next_after
 
@@ -83,12 +82,10 @@ class KeepingUp:
         """
         if step % self._look_interval:
             return step
-        holder = [self._due_of_others()]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.broadcast_object_list(holder, src=0)
-        if holder[0] is None:
+        due = of_rank_0(self._due_of_others())
+        if due is None:
             return step
-        left_out = holder[0] - 1 - step
+        left_out = due - 1 - step
         if self._untrained and left_out >= _TRAINED_ROUNDS * self.local_steps:
             raise UntrainedError(
                 "the others have trained already, and this replica has no checkpoint: its weights would spoil "

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch.distributed as dist
 
+from megatron_noloco.everybody import of_all_ranks
 from megatron_noloco.federation.counterparts import Agree, Counterparts, Patience, agreement_of_replica
 from megatron_noloco.federation.directory import Address
 from megatron_noloco.federation.frames import DTYPE_CODES, Member
@@ -158,7 +158,6 @@ def join_federation(place: Place, network: Network, patience: Patience) -> Feder
     if not dist.is_initialized():
         return FederationTransport(place, network, patience)
     transport = FederationTransport(place, network, patience, agreement_of_replica())
-    addresses: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(addresses, (place.rank, transport.address))
+    addresses = of_all_ranks((place.rank, transport.address))
     transport.service.learn(dict(addresses))  # who meets one rank learns where all ranks of its replica are
     return transport

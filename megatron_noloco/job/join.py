@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
+from megatron_noloco.everybody import of_all_ranks
 from megatron_noloco.job import launcher, mpi
 from megatron_noloco.job.launcher import World
 from megatron_noloco.transport.mpi import MpiTransport
@@ -21,9 +22,7 @@ _LOCAL_HOST = "127.0.0.1"
 
 def ranks_on_this_host() -> int:
     """A collective over all ranks, for the start only."""
-    names: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(names, socket.gethostname())
-    return names.count(socket.gethostname())
+    return of_all_ranks(socket.gethostname()).count(socket.gethostname())
 
 
 def check_gpus(replica_size: int) -> None:
@@ -32,11 +31,10 @@ def check_gpus(replica_size: int) -> None:
     A collective over all ranks, for the start only. Replicas of one rank may share a GPU: they need no NCCL.
     """
     own = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
-    gpus: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(gpus, own)
-    if replica_size > 1 and gpus.count(own) > 1:
+    sharing = of_all_ranks(own).count(own)
+    if replica_size > 1 and sharing > 1:
         raise ValueError(
-            f"rank {dist.get_rank()}: {gpus.count(own)} ranks have one GPU, and a replica has {replica_size}; "
+            f"rank {dist.get_rank()}: {sharing} ranks have one GPU, and a replica has {replica_size}; "
             "only replicas of one rank can share a GPU: start one process per GPU, or set all parallel sizes to 1"
         )
 

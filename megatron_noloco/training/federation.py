@@ -1,7 +1,5 @@
 """What a config says about a federation, as the rooms below take it."""
 
-import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +7,7 @@ import torch.distributed as dist
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.federation.counterparts import Deadline, Patience
+from megatron_noloco.federation.frames import run_number
 from megatron_noloco.federation.keeping_up import KeepingUp, Pace, wait_for_others
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.rendezvous import rendezvous_of
@@ -37,7 +36,7 @@ def slot_of(config: RunConfig, replica: int | None) -> int:
     return replica
 
 
-def run_number(config: RunConfig) -> int:
+def run_of(config: RunConfig) -> int:
     """Of what all jobs of a federation must have alike: seed, slots, model, layout of a replica, method."""
     noloco = config.noloco.model_dump()
     alike: dict[str, Any] = {
@@ -47,8 +46,7 @@ def run_number(config: RunConfig) -> int:
         "parallel": config.parallel.model_dump(exclude={"replicas"}),
         "noloco": {name: noloco[name] for name in _ALIKE} | {"gamma": config.noloco.gamma},
     }
-    digest = hashlib.sha256(json.dumps(alike, sort_keys=True).encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+    return run_number(alike)
 
 
 def check_network(config: RunConfig) -> None:
@@ -91,7 +89,7 @@ def wait_for_start(config: RunConfig, transport: FederationTransport) -> list[st
 
 
 def _network(config: RunConfig) -> Network:
-    federation, run = config.federation, run_number(config)
+    federation, run = config.federation, run_of(config)
     assert federation.slots is not None
     assert federation.rendezvous is not None
     rendezvous = rendezvous_of(federation.rendezvous, run)

@@ -4,7 +4,6 @@ import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 
@@ -13,6 +12,7 @@ from megatron_noloco.checkpoint.catalog import Manifest
 from megatron_noloco.checkpoint.files import DamagedCheckpointError
 from megatron_noloco.checkpoint.handover import accepted, newest_of_rank, receive
 from megatron_noloco.checkpoint.settings import CheckpointSettings
+from megatron_noloco.everybody import of_all_ranks, of_rank_0
 from megatron_noloco.federation.handover import Gift, Handover
 from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.plans.topology import Position, Topology
@@ -45,13 +45,13 @@ class Takeover:
         handover = Handover(self.transport, self._gift)
         if self.settings.load != "auto":
             return []
-        own, notes, given_up = _of_rank_0(self._newest_step()), list[str](), set[int]()
+        own, notes, given_up = of_rank_0(self._newest_step()), list[str](), set[int]()
         for _ in range(_ATTEMPTS):
             tag, offered = handover.offers(_ANSWER_SECONDS)
             manifests = {
                 slot: manifest for slot, manifest in self._read(offered, notes) if slot not in given_up
             }
-            found = _gathered({slot: manifest.step for slot, manifest in manifests.items()})
+            found = of_all_ranks({slot: manifest.step for slot, manifest in manifests.items()})
             if not any(step > own + self.margin for steps in found for step in steps.values()):
                 break
             slot = self._choose(found, own)
@@ -117,7 +117,7 @@ class Takeover:
             )
         except (OSError, DamagedCheckpointError) as error:
             problem = " ".join(str(error).split())
-        problems = [text for text in _gathered(problem) if text]
+        problems = [text for text in of_all_ranks(problem) if text]
         if dist.get_rank() == 0:
             if problems:
                 folder = catalog.step_folder(self.settings.folder, manifest.step)
@@ -139,16 +139,3 @@ def _told(manifest: Manifest, own: int, seconds: float) -> str:
         f"taken over from replica {manifest.position.replica}: its checkpoint of step {manifest.step}, "
         f"{size / 1e6:.1f} MB for this rank in {seconds:.1f} s{before}"
     )
-
-
-def _of_rank_0(number: int) -> int:
-    holder = [number]
-    dist.broadcast_object_list(holder, src=0)
-    return holder[0]
-
-
-def _gathered(value: Any) -> list[Any]:
-    """That of every rank of this job."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
