@@ -23,9 +23,10 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 _BASE = Path(__file__).parents[1] / "configs" / "federation.json"
@@ -224,9 +225,9 @@ def free_ports(count: int) -> Iterator[int]:
     yield from ports
 
 
-def mean(losses: Any) -> float | None:
+def mean(losses: Iterable[float | None]) -> float | None:
     found = [loss for loss in losses if loss is not None]
-    return sum(found) / len(found) if found else None
+    return fmean(found) if found else None
 
 
 if __name__ == "__main__":

@@ -35,22 +35,21 @@ def _row(name: str, config: RunConfig) -> list[str]:
     topology = config.topology(config.world_size or config.replica_size)
     architecture = config.architecture(config.model.vocab_size or ByteTokenizer.vocab_size)
     ranks = min(topology.replica_size, _LARGEST_NODE)
-    plan = plan_of(config, architecture, topology)
+    plans = [
+        plan_of(config, architecture, topology, Network(rate / 8, 0.0, ranks)) for rate in _RATES.values()
+    ]
+    memory = plans[0].memory
+    own = [way for plan in plans for way in plan.ways if way.name == "this config"]
     tokens = topology.ensemble * config.replica_batch * architecture.seq_length
-    seconds, sent = ["-"] * len(_RATES), "-"
-    for place, rate in enumerate(_RATES.values()):
-        networked = plan_of(config, architecture, topology, Network(rate / 8, 0.0, ranks))
-        if networked.ways and networked.ways[0].name == "this config":
-            seconds[place] = _short(networked.ways[0].seconds_per_exchange)
-            sent = _short(networked.ways[0].bytes_per_exchange / 1e6)
     return [
         f"`{name}`",
         str(topology.world_size),
-        f"{plan.memory.device_bytes / 1e9:.2g}",
-        f"{plan.memory.host_bytes / 1e9:.2g}",
+        f"{memory.device_bytes / 1e9:.2g}",
+        f"{memory.host_bytes / 1e9:.2g}",
         f"{tokens:,}",
-        sent,
-        *seconds,
+        *(_short(way.bytes_per_exchange / 1e6) for way in own[:1]),
+        *(_short(way.seconds_per_exchange) for way in own),
+        *(["-"] * (1 + len(_RATES)) if not own else []),
     ]
 
 

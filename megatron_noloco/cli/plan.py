@@ -3,6 +3,7 @@
 import argparse
 import json
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron_noloco.cli.output import say
@@ -57,8 +58,7 @@ def _plan(args: argparse.Namespace) -> int:
     if ranks is None:
         raise ValueError('parallel.replicas is "auto": say how many ranks there are, with --gpus')
     if args.gpus is not None:
-        parallel = config.parallel.model_copy(update={"replicas": "auto"})
-        config = type(config).from_dict({**config.to_dict(), "parallel": parallel.model_dump()})
+        config = replace(config, parallel=config.parallel.model_copy(update={"replicas": "auto"}))
     topology = config.topology(ranks)
     tokens = 0 if config.model.vocab_size is not None else build_tokenizer(config.tokenizer).vocab_size
     architecture = config.architecture(tokens)

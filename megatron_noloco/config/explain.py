@@ -71,9 +71,10 @@ def as_markdown() -> str:
         "One JSON object; `python -m megatron_noloco config --explain` prints this page.",
     ]
     for name, model in BLOCKS.items():
+        prefix = f"{name}."
         parts += [f"## {name}", _BLOCK_SENTENCES[name]]
         rows = [
-            f"| `{dotted.removeprefix(name + chr(46))}` | {_cell(takes)} | {_cell(sentence)} |"
+            f"| `{dotted.removeprefix(prefix)}` | {_cell(takes)} | {_cell(sentence)} |"
             for dotted, takes, sentence in _rows(name, model)
         ]
         parts.append("\n".join(["| field | takes | meaning |", "|---|---|---|", *rows]))

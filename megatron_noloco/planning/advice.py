@@ -17,12 +17,6 @@ def changes_that_save(
 
     Those that the file does not permit are left out.
     """
-    parallel = config.parallel
-    pp, tp, dp = (
-        parallel.pipeline_model_parallel_size,
-        parallel.tensor_model_parallel_size,
-        parallel.data_parallel_size,
-    )
     candidates: list[dict[str, Any]] = [
         {"noloco": {"slow_weights": "host"}},
         {
@@ -33,21 +27,21 @@ def changes_that_save(
             }
         },
         {"train_micro_batch_size_per_gpu": config.micro_batch_size // 2},
-        {"parallel": {"data_parallel_size": 2 * dp}},
-        {"parallel": {"pipeline_model_parallel_size": 2 * pp}},
-        {"parallel": {"tensor_model_parallel_size": 2 * tp}},
+        {"parallel": {"data_parallel_size": 2 * topology.dp}},
+        {"parallel": {"pipeline_model_parallel_size": 2 * topology.pp}},
+        {"parallel": {"tensor_model_parallel_size": 2 * topology.tp}},
     ]
     for change in candidates:
         changed = _changed(config, change)
         if changed is not None:
-            topology = replace(
+            layout = replace(
                 topology,
                 pp=changed.parallel.pipeline_model_parallel_size,
                 tp=changed.parallel.tensor_model_parallel_size,
                 dp=changed.parallel.data_parallel_size,
             )
-            memory = fullest_stage(changed, architecture, topology)[2]
-            yield _written(change), topology.replica_size, memory.device_bytes
+            memory = fullest_stage(changed, architecture, layout)[2]
+            yield _written(change), layout.replica_size, memory.device_bytes
 
 
 def _changed(config: RunConfig, change: dict[str, Any]) -> RunConfig | None:

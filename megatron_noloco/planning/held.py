@@ -13,9 +13,8 @@ from megatron_noloco.model.families import Parameter, table_of
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.spec.architecture import Architecture
 
-_ALIGNMENT = (
-    2  # DeepSpeed pads a group of parameters to a multiple of so many elements on every data-parallel rank
-)
+# DeepSpeed pads a group of parameters to a multiple of so many elements on every data-parallel rank.
+_ALIGNMENT = 2
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class Held:
         owned: its part of the flat fp32 weights, 1/dp of the parameters and padding: what it exchanges.
         muon: those of the owned that have Muon.
         copied: of the parameters those that other ranks of the replica hold as well.
-        embeds, predicts: whether it is of the first, and of the last stage.
+        predicts: whether it is of the last stage.
     """
 
     layers: int
@@ -36,7 +35,6 @@ class Held:
     owned: int
     muon: int
     copied: int
-    embeds: bool
     predicts: bool
 
 
@@ -64,7 +62,6 @@ def _held(config: RunConfig, architecture: Architecture, topology: Topology, sta
         owned=sum(owned.values()),
         muon=sum(n for kind, n in owned.items() if kind.muon),
         copied=copied,
-        embeds=stage == 0,
         predicts=stage == topology.pp - 1,
     )
 

@@ -8,7 +8,7 @@ from megatron_noloco.planning.held import Held, held_by_stages
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.spec.architecture import Architecture, Precision
 
-_WORKING = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a weight, and of an activation
+WORKING = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a weight, a gradient that is sent, an activation
 _FP32 = 4
 
 
@@ -41,7 +41,7 @@ def memory_of(
     Args:
         held: by a rank of this stage.
     """
-    working = _WORKING[config.precision]
+    working = WORKING[config.precision]
     moments = 2 * held.owned - held.muon  # AdamW has two, Muon one
     device = {
         "weights": working * held.parameters,
@@ -94,7 +94,7 @@ def activation_bytes(
 
     Fused kernels (apex, Transformer Engine) keep less. Compare Korthikanti et al., arXiv 2205.05198, section 4.
     """
-    a, working = architecture, _WORKING[precision]
+    a, working = architecture, WORKING[precision]
     queries, keys = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
     norms = 2 * (2 * _FP32 + working) * a.hidden_size
     attention = working * (queries + 2 * keys + keys + 2 * queries) + _FP32 * a.num_attention_heads
@@ -121,7 +121,7 @@ def _activations(
     tokens = config.micro_batch_size * architecture.seq_length
     split = topology.sequence_parallel
     layer = tokens * activation_bytes(architecture, config.precision, topology.tp, split)
-    passing = tokens * architecture.hidden_size * _WORKING[config.precision]  # from layer to layer
+    passing = tokens * architecture.hidden_size * WORKING[config.precision]  # from layer to layer
     if split:
         passing //= topology.tp
     # 1F1B: a stage has as many microbatches under way as there are stages from it to the last. With virtual stages

@@ -20,8 +20,7 @@ class Plan:
         stage: the pipeline stage whose ranks need most memory.
         held, memory: of one of these.
         step_seconds: of a local step without exchanges; None: not known.
-        network: None: not known, and so no ways are compared.
-        ways: see `traffic.ways`.
+        ways: see `traffic.ways`; none where the network is not known.
         routed_bytes: see there.
     """
 
@@ -30,31 +29,27 @@ class Plan:
     held: Held
     memory: Memory
     step_seconds: float | None
-    network: Network | None
     ways: list[Way]
     routed_bytes: float
 
     def as_json(self) -> dict[str, Any]:
         """For scripts."""
-        step = self.step_seconds
         return {
             "ranks": self.topology.world_size,
             "replicas": self.topology.ensemble,
             "stage": self.stage,
             "weights_of_rank": asdict(self.held),
             "memory_bytes": {"device": self.memory.device, "host": self.memory.host},
-            "step_seconds": step,
+            "step_seconds": self.step_seconds,
             "routed_bytes_per_step": self.routed_bytes,
-            "ways": [
-                asdict(way)
-                | (
-                    {}
-                    if step is None
-                    else {"share_lost": way.share_lost(step), "enough_steps": way.enough_steps(step)}
-                )
-                for way in self.ways
-            ],
+            "ways": [asdict(way) | self._lost(way) for way in self.ways],
         }
+
+    def _lost(self, way: Way) -> dict[str, float]:
+        step = self.step_seconds
+        if step is None:
+            return {}
+        return {"share_lost": way.share_lost(step), "enough_steps": way.enough_steps(step)}
 
 
 def plan_of(
@@ -66,7 +61,7 @@ def plan_of(
 ) -> Plan:
     stage, held, memory = fullest_stage(config, architecture, topology)
     found = [] if network is None else ways(config, topology, held, network)
-    return Plan(topology, stage, held, memory, step_seconds, network, found, routed_bytes(config, topology))
+    return Plan(topology, stage, held, memory, step_seconds, found, routed_bytes(config, topology))
 
 
 def computing_seconds(

@@ -8,6 +8,7 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.config.noloco_block import NolocoConfig, OverlapConfig
 from megatron_noloco.outer.payload import message_bytes
 from megatron_noloco.planning.held import Held
+from megatron_noloco.planning.memory import WORKING
 from megatron_noloco.plans.topology import Topology
 
 MATTERS = 0.01  # of the training time: less than this does not matter
@@ -102,8 +103,7 @@ def ways(config: RunConfig, topology: Topology, fullest: Held, network: Network)
         found.append(_way(name, changed, topology, fullest, network))
     diloco = _changed(noloco, method="diloco", payload="fp32", overlaps=False)
     found.append(_way("DiLoCo, fp32", diloco, topology, fullest, network))
-    working = _FP32 if config.precision == "fp32" else 2
-    gradients = round(working * fullest.parameters * 2 * (replicas - 1) / replicas)
+    gradients = round(WORKING[config.precision] * fullest.parameters * 2 * (replicas - 1) / replicas)
     seconds = network.seconds(gradients, 2 * math.log2(replicas))
     found.append(Way("synchronous", gradients, seconds, 1))
     return found
@@ -117,10 +117,10 @@ def routed_bytes(config: RunConfig, topology: Topology) -> float:
     if not config.routing(topology).active:
         return 0.0
     tokens = topology.dp * config.microbatches * config.micro_batch_size * config.model.seq_length
-    working = _FP32 if config.precision == "fp32" else 2
     copies = 1 if topology.sequence_parallel else topology.tp
     hops = 2 * (topology.pp * topology.vpp - 1)
-    return (1 - 1 / topology.replicas) * hops * copies * tokens * config.model.hidden_size * working
+    message = tokens * config.model.hidden_size * WORKING[config.precision]
+    return (1 - 1 / topology.replicas) * hops * copies * message
 
 
 def _changed(noloco: NolocoConfig, overlaps: bool, **fields: Any) -> NolocoConfig:
