@@ -1,6 +1,8 @@
 # make help says what there is. PYTHON=python3.12 chooses the interpreter of the virtual environment.
 PYTHON ?= python3
 INSTALLED := .venv/.installed
+# on several cores, file by file: the tests of a file share what its fixtures made
+PYTEST := .venv/bin/python -m pytest -n logical --maxprocesses 4 --dist loadfile
 
 .PHONY: help setup quickstart federation test checks contracts docs evidence gpu-check clean
 
@@ -28,13 +30,13 @@ federation: $(INSTALLED)
 	@PYTHON='$(CURDIR)/.venv/bin/python' sh launch/federation.sh
 
 test: $(INSTALLED)
-	@.venv/bin/python -m pytest -m 'not slow and not contract' --durations=12 --durations-min=8
+	@$(PYTEST) -m 'not slow and not contract' --durations=12 --durations-min=8
 
 checks: $(INSTALLED)
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	.venv/bin/python -m pytest -q -m 'not slow and not contract' tests/unit
+	$(PYTEST) -q -m 'not slow and not contract' tests/unit
 	@$(MAKE) --no-print-directory docs
 
 contracts: $(INSTALLED)

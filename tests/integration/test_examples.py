@@ -200,15 +200,17 @@ def test_the_minimal_example_is_a_page() -> None:
     assert len(EXAMPLE.with_stem("minimal_noloco").read_text().splitlines()) <= 100
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_loop_around_deepspeeds_engine(stage: int) -> None:
+@pytest.mark.parametrize(
+    ("stage", "ranks"), [(1, 2), *(pytest.param(stage, 4, marks=pytest.mark.slow) for stage in (1, 3))]
+)
+def test_a_loop_around_deepspeeds_engine(stage: int, ranks: int) -> None:
     torchrun = Path(sys.executable).with_name("torchrun")
     script = EXAMPLE.with_name("deepspeed_engine.py")
     command = [
         str(torchrun),
         "--standalone",
         "--nproc-per-node",
-        "4",
+        str(ranks),
         str(script),
         "--zero-stage",
         str(stage),

@@ -357,5 +357,6 @@ def test_a_slow_replica_takes_fewer_local_steps_and_costs_its_partners_nothing(
     rounds = [row for row in rows if "round/index" in row]
     assert len(rounds) > steps / local_steps / 2
     assert sum(bool(row["round/partners"]) for row in rounds) > len(rounds) / 2
-    assert [row["step"] // 20 for row in saves] == [1, 2, 3, 3], "what was due in a step left out comes later"
+    assert {row["step"] // 20 for row in saves} == {1, 2, 3}, "what was due in a step left out comes later"
+    assert saves[-1]["step"] == steps
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
