@@ -27,8 +27,8 @@ from megatron_noloco.metrics import (
     Metrics,
     Reduction,
 )
-from megatron_noloco.metrics.wandb import WandbRun
 from megatron_noloco.metrics.charts import layout
+from megatron_noloco.metrics.wandb import WandbRun
 from megatron_noloco.metrics.writers import ReplicaFiles
 from megatron_noloco.training.record import DatasetLosses, Evaluation
 from megatron_noloco.training.shown import (
