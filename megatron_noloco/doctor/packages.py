@@ -1,6 +1,7 @@
 """The Python packages: versions that fit together, and the optional ones."""
 
 import importlib.util
+import shutil
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -26,6 +27,10 @@ NEEDED = {
     "pyarrow": ">=14",
     "zstandard": ">=0.22",
 }
+APEX = (
+    "git clone https://github.com/NVIDIA/apex && cd apex && "
+    "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install -v --no-build-isolation ."
+)
 PYTHON = SpecifierSet(">=3.11,<3.14")
 
 
@@ -79,15 +84,31 @@ def check_kernels(gpu: bool) -> Iterator[Finding]:
         yield Finding(
             "kernels",
             "note",
-            "no apex: optimizer and norms use torch's kernels",
-            "requirements-gpu.txt has the commands",
+            "no apex: norms use torch's kernel",
+            APEX,
         )
     elif importlib.util.find_spec("amp_C") is None:
         yield Finding(
             "kernels",
             "problem",
             "apex is not NVIDIA's, or was built without its CUDA extensions: PyPI's apex is an unrelated package",
-            "pip uninstall apex; requirements-gpu.txt has the commands",
+            f"pip uninstall apex && {APEX}",
         )
     else:
         yield Finding("kernels", "ok", "apex with its CUDA extensions")
+    flash = importlib.util.find_spec("flash_attn") is not None
+    yield Finding(
+        "kernels",
+        "ok",
+        f"flash-attn {version('flash-attn')}: Transformer Engine may choose it"
+        if flash
+        else "no flash-attn, and no need of it: torch and Transformer Engine bring fused attention of their own",
+    )
+    missing = [name for name in ("nvcc", "ninja") if shutil.which(name) is None]
+    if missing:
+        yield Finding(
+            "kernels",
+            "note",
+            f"no {' and no '.join(missing)}: DeepSpeed cannot compile FusedAdam, torch's AdamW is used",
+            "pip install ninja, and the CUDA toolkit of torch's CUDA version",
+        )
