@@ -133,5 +133,6 @@ def pair(mpirun: str, hostfile: Path | None, seconds: float) -> dict[str, Any]:
     )
     if finished.returncode:
         raise RuntimeError(finished.stderr.strip() or f"exit code {finished.returncode}")
-    over = re.findall(r"all connections are (?!n/a)(\S+)", finished.stdout)  # inside a host, and between hosts
+    # Open MPI tells it for ranks of one host, then for those of two.
+    over = re.findall(r"all connections are (?!n/a)(\S+)", finished.stdout)
     return {**json.loads(finished.stdout.splitlines()[-1]), "over": over[-1] if over else None}
