@@ -21,11 +21,15 @@ NEEDED = {
     "rich": ">=13",
     "safetensors": ">=0.4",
     "tensorboard": ">=2.14",
-    "mpi4py": ">=4.0",
-    "transformers": ">=4.45",
     "tokenizers": ">=0.20",
-    "pyarrow": ">=14",
-    "zstandard": ">=0.22",
+}
+# Those that not everybody needs, and what is lost without.
+OPTIONAL = {
+    "mpi4py": (">=4.0", "no exchanges over MPI; torchrun and deepspeed work without"),
+    "transformers": (">=4.45", "no import, export and generate"),
+    "matplotlib": (">=3.8", "no report"),
+    "pyarrow": (">=14", "no preprocessing of Parquet"),
+    "zstandard": (">=0.22", "no preprocessing of .zst"),
 }
 APEX = (
     "git clone https://github.com/NVIDIA/apex && cd apex && "
@@ -40,24 +44,34 @@ def check_packages() -> Iterator[Finding]:
         yield Finding(
             "Python", "problem", f"{here} is not tested", "make setup PYTHON=python3.12, or 3.11 or 3.13"
         )
-    found = {}
-    for name, needed in NEEDED.items():
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            yield Finding("packages", "problem", f"{name} is not installed", f"pip install '{name}{needed}'")
-            continue
-        if not SpecifierSet(needed).contains(found[name], prereleases=True):
+    found = {name: installed for name in [*NEEDED, *OPTIONAL] if (installed := _installed(name))}
+    bounds = NEEDED | {name: bound for name, (bound, _) in OPTIONAL.items()}
+    for name in (name for name in NEEDED if name not in found):
+        yield Finding(
+            "packages", "problem", f"{name} is not installed", f"pip install '{name}{NEEDED[name]}'"
+        )
+    for name, installed in found.items():
+        if not SpecifierSet(bounds[name]).contains(installed, prereleases=True):
             yield Finding(
                 "packages",
                 "problem",
-                f"{name} {found[name]}; {needed} is needed",
-                f"pip install '{name}{needed}'",
+                f"{name} {installed}; {bounds[name]} is needed",
+                f"pip install '{name}{bounds[name]}'",
             )
+    for name, (bound, lost) in OPTIONAL.items():
+        if name not in found:
+            yield Finding("packages", "note", f"no {name}: {lost}", f"pip install '{name}{bound}'")
     shown = ", ".join(
         f"{name} {found[name]}" for name in ("torch", "deepspeed", "megatron-core") if name in found
     )
     yield Finding("packages", "ok", f"Python {here}, {shown}")
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def check_kernels(gpu: bool) -> Iterator[Finding]:

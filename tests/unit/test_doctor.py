@@ -32,21 +32,21 @@ def test_versions_are_those_of_the_package() -> None:
     asked = project["dependencies"] + [line for name in extras if name != "dev" for line in extras[name]]
     bounds = dict(re.fullmatch(r"([\w-]+)(.*)", line).groups() for line in asked)  # type: ignore[union-attr]
     assert packages.NEEDED.items() <= bounds.items()
+    assert {name: bound for name, (bound, _) in packages.OPTIONAL.items()}.items() <= bounds.items()
     assert project["requires-python"] == str(packages.PYTHON).replace("<3.14,>=3.11", ">=3.11,<3.14")
 
 
 def test_a_package_that_is_missing_and_one_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
-        if name == "mpi4py":
+        if name in ("pyzmq", "mpi4py"):
             raise PackageNotFoundError(name)
         return {"deepspeed": "0.20.0"}.get(name, real(name))
 
     real = packages.version
     monkeypatch.setattr(packages, "version", version)
-    assert lines(packages.check_packages()) == [
-        "deepspeed 0.20.0; ==0.19.8 is needed",
-        "mpi4py is not installed",
-    ]
+    found = list(packages.check_packages())
+    assert lines(found) == ["pyzmq is not installed", "deepspeed 0.20.0; ==0.19.8 is needed"]
+    assert lines(found, "note")[0].startswith("no mpi4py: no exchanges over MPI")
 
 
 def test_the_other_apex(monkeypatch: pytest.MonkeyPatch) -> None:
