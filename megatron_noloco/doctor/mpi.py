@@ -45,16 +45,24 @@ def check_mpi(hostfile: Path | None, seconds: float) -> Iterator[Finding]:
     try:
         found = pair(mpirun, hostfile, seconds)
     except (RuntimeError, subprocess.TimeoutExpired) as error:
-        reason = "; ".join(filter(None, map(str.strip, str(error).split("\n")[:3])))
         yield Finding(
             _AREA,
             "problem",
-            f"2 ranks under {mpirun} did not exchange: {reason}",
-            "mpi4py and mpirun must belong to the same library; with several interfaces set NIC",
+            f"2 ranks under {mpirun} did not exchange: {_first_words(str(error))}",
+            'lines of a hostfile are like "node1 slots=8", ssh must reach the hosts without a password, and with several '
+            "interfaces NIC must be set"
+            if hostfile
+            else "mpi4py and mpirun must belong to the same library",
         )
         return
     yield from _of_library(found, mpirun)
     yield from _of_exchange(found)
+
+
+def _first_words(told: str) -> str:
+    """Of a launcher that frames and wraps its message."""
+    lines = (re.sub("[^ -~]", " ", line).strip(" -") for line in told.splitlines())  # PRTE ends with a NUL
+    return " ".join(list(filter(None, lines))[:4]).rstrip(".:")
 
 
 def _of_library(found: Mapping[str, Any], mpirun: str) -> Iterator[Finding]:

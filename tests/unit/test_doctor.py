@@ -112,6 +112,17 @@ def test_an_mpirun_that_cannot_start_ranks(monkeypatch: pytest.MonkeyPatch, tmp_
     mpirun.chmod(0o755)
     monkeypatch.setattr(mpi, "find_mpirun", lambda: str(mpirun))
     assert lines(mpi.check_mpi(None, 1.0)) == [f"2 ranks under {mpirun} did not exchange: no such host"]
+    framed = [
+        "-" * 74,
+        "PRTE detected a parse error in the hostfile:",
+        "   hosts",
+        "",
+        "on line 1.",
+        "-" * 74,
+    ]
+    assert (
+        mpi._first_words("\n".join(framed)) == "PRTE detected a parse error in the hostfile: hosts on line 1"
+    )
     mpirun.write_text('#!/bin/sh\nif [ $1 = -n ]; then shift 2; exec "$@"; fi\n')
     (said,) = lines(mpi.check_mpi(None, 1.0))
     assert "did not exchange: each of the ranks is alone: mpi4py runs on " in said
