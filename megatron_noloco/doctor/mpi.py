@@ -49,8 +49,8 @@ def check_mpi(hostfile: Path | None, seconds: float) -> Iterator[Finding]:
             _AREA,
             "problem",
             f"2 ranks under {mpirun} did not exchange: {_first_words(str(error))}",
-            'lines of a hostfile are like "node1 slots=8", ssh must reach the hosts without a password, and with several '
-            "interfaces NIC must be set"
+            'lines of a hostfile are like "node1 slots=8", ssh must reach them without a password, and '
+            "with several interfaces NIC must be set"
             if hostfile
             else "mpi4py and mpirun must belong to the same library",
         )
