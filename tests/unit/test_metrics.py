@@ -30,6 +30,7 @@ from megatron_noloco.metrics import (
 from megatron_noloco.metrics.charts import layout
 from megatron_noloco.metrics.wandb import WandbRun
 from megatron_noloco.metrics.writers import ReplicaFiles
+from megatron_noloco.training.console import Console, RunFacts
 from megatron_noloco.training.record import DatasetLosses, Evaluation
 from megatron_noloco.training.shown import (
     checkpoint_line,
@@ -280,6 +281,17 @@ def test_the_figures_under_the_bar() -> None:
     assert round_figures(STEP | ROUND) == (
         "round 1 partner 3  exchange 12 ms (wait 4)  sent 2 MB  spread 1.2e-03"
     )
+
+
+def test_the_bar_tells_the_time_left_where_a_row_takes_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console("bar", 100, 0, RunFacts(math.nan, 0.0, "runs/a", "the same command", "tensorboard"))
+    minutes = iter((0, 5, 10))
+    monkeypatch.setattr(console._progress, "get_time", lambda: 60.0 * next(minutes))
+    monkeypatch.setattr(console._live, "start", lambda: None)
+    for step in (10, 20, 30):
+        console.write(STEP | {"step": step})
+    (task,) = console._progress.tasks
+    assert task.time_remaining == 35 * 60
 
 
 def test_the_line_of_a_checkpoint() -> None:
