@@ -139,6 +139,16 @@ def test_the_trainer_of_the_wheel_trains_from_a_config_that_comes_with_it(
     )
 
 
+@pytest.mark.slow
+def test_attach_runs_where_only_its_extra_is_installed(release: Release, tmp_path: Path) -> None:
+    python, script = install(release.wheel, ["federation"]) / "python", EXAMPLE.with_stem("separate_jobs")
+    command = (str(python), str(script), "--folder", str(tmp_path), "--steps", "20", "--slot")
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(lambda slot: call(*command, slot), ("0", "1"))
+    assert "step 20: loss" in first
+    assert first.splitlines()[-1] == second.splitlines()[-1], "one model in the end"
+
+
 def test_the_example_runs_where_only_torch_and_numpy_are_installed(environment: Path) -> None:
     said = call(str(environment / "python"), str(EXAMPLE))
     losses = [
