@@ -393,7 +393,7 @@ def nothing(_: Path) -> None:
 REFUSED: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
     "unfinished": (take_manifest, (), "No such file"),
     "damaged": (flip_a_bit, (), "checksum does not match"),
-    "no checkpoint": (lambda run: shutil.rmtree(run / "checkpoints"), (), "has saved no checkpoint yet"),
+    "no checkpoint": (lambda run: shutil.rmtree(run / "checkpoints"), (), "no checkpoint here"),
     "unknown way": (nothing, ("--combine", "median"), '"mean", "best" or "replica=K"'),
     "no such replica": (nothing, ("--combine", "replica=3"), "replicas 0, 1, 2"),
     "best of unknown": (forget_losses, ("--combine", "best"), "no validation losses"),
