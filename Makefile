@@ -52,5 +52,5 @@ gpu-check: $(INSTALLED)
 	@.venv/bin/python -m tools.gpu_check
 
 clean:
-	rm -rf .venv build site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,10 +15,11 @@ from megatron_noloco.config.explain import as_markdown
 
 ROOT = Path(__file__).parents[1]
 _LINK = re.compile(r"\[([^\]]*)\]\(([^)\s]+)\)")
-_PAGES = {
+_PAGES = {  # outside of docs/, and what they are here
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
-}  # of the root, and what they are here
+    "configs/README.md": "configs.md",
+}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -32,7 +33,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Turn links as GitHub shows them into links of the site; what the site has not becomes its name."""
-    here = ROOT if page.file.src_uri in _PAGES.values() else ROOT / "docs"
+    sources = {made: ROOT / name for name, made in _PAGES.items()}
+    here = sources.get(page.file.src_uri, ROOT / "docs" / page.file.src_uri).parent
 
     def link(match: re.Match[str]) -> str:
         text, target = match[1], match[2]

@@ -107,8 +107,18 @@ def _jobs(path: Path) -> list[Path]:
             return [checkpoints]
     federation = [latest.parent for latest in sorted(path.glob("replica_*/checkpoints/latest"))]
     if not federation:
-        raise DamagedCheckpointError(f"{path}: no checkpoint here; give a step folder or a run's output_dir")
+        raise DamagedCheckpointError(
+            f"{path}: {_what_is_there(path)}; give a step folder or a run's output_dir"
+        )
     return federation
+
+
+def _what_is_there(path: Path) -> str:
+    if not path.exists():
+        return "there is no such folder"
+    if (path / "run.json").exists():
+        return "this run has saved no checkpoint yet (checkpoint.save_interval, or Ctrl-C)"
+    return "a Hugging Face model, no checkpoint" if (path / "config.json").exists() else "no checkpoint here"
 
 
 def _at_one_step(jobs: list[Path]) -> list[Path]:

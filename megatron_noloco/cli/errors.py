@@ -8,12 +8,12 @@ from megatron_noloco.job.leaving import FAILURE, usage_error
 
 # What each extra installs, by the names that are imported. `pip install .` alone installs torch and numpy.
 _EXTRAS = {
-    "trainer": ("deepspeed", "megatron", "pydantic", "rich", "safetensors", "tensorboard"),
+    "trainer": ("deepspeed", "megatron", "pydantic", "rich", "safetensors", "tensorboard", "tokenizers"),
     "mpi": ("mpi4py",),
     "federation": ("zmq",),
     "huggingface": ("transformers",),
     "report": ("matplotlib",),
-    "data": ("pyarrow", "tokenizers", "zstandard"),
+    "data": ("pyarrow", "zstandard"),
 }
 
 

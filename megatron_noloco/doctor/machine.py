@@ -3,6 +3,7 @@
 import resource
 import shutil
 import socket
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from megatron_noloco.doctor.finding import Finding
 _SHARED_MEMORY = Path("/dev/shm")
 _FEW_FILES = 4096
 _GB = 1e9
+_PATIENCE_SECONDS = 20.0
 
 
 def check_accelerators() -> Iterator[Finding]:
@@ -21,11 +23,8 @@ def check_accelerators() -> Iterator[Finding]:
         names = [torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count())]
         memory = min(torch.cuda.mem_get_info(device)[1] for device in range(len(names)))
         nccl = ".".join(map(str, torch.cuda.nccl.version()))
-        yield Finding(
-            "GPU",
-            "ok",
-            f"{len(names)} x {names[0]}, {memory / _GB:.0f} GB, CUDA {torch.version.cuda}, NCCL {nccl}",
-        )
+        software = f"{driver()}CUDA {torch.version.cuda}, NCCL {nccl}"
+        yield Finding("GPU", "ok", f"{len(names)} x {names[0]}, {memory / _GB:.0f} GB, {software}")
         if len(set(names)) > 1:
             yield Finding(
                 "GPU", "note", f"they differ: {', '.join(names)}", "the slowest sets the pace of a replica"
@@ -41,6 +40,18 @@ def check_accelerators() -> Iterator[Finding]:
         )
     else:
         yield Finding("GPU", "note", f"none; training runs on {psutil.cpu_count()} CPU cores, over gloo")
+
+
+def driver() -> str:
+    """Such as "driver 570.86, "; empty where nvidia-smi does not tell."""
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        told = subprocess.run(
+            asked, capture_output=True, text=True, timeout=_PATIENCE_SECONDS, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return f"driver {told.splitlines()[0].strip()}, " if told.strip() else ""
 
 
 def check_network() -> Iterator[Finding]:
@@ -75,7 +86,8 @@ def check_network() -> Iterator[Finding]:
         yield Finding(
             "network",
             "note",
-            f"{len(outside)} interfaces: MPI, gloo and NCCL each choose one",
+            f"{len(outside)} interfaces: gloo takes the one that this host's name leads to, Open MPI all of them, "
+            "NCCL InfiniBand or the first",
             f"NIC={next(iter(outside))} before the launch scripts chooses for all",
         )
 

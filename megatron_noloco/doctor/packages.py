@@ -1,6 +1,7 @@
 """The Python packages: versions that fit together, and the optional ones."""
 
 import importlib.util
+import shutil
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -20,12 +21,20 @@ NEEDED = {
     "rich": ">=13",
     "safetensors": ">=0.4",
     "tensorboard": ">=2.14",
-    "mpi4py": ">=4.0",
-    "transformers": ">=4.45",
     "tokenizers": ">=0.20",
-    "pyarrow": ">=14",
-    "zstandard": ">=0.22",
 }
+# Those that not everybody needs, and what is lost without.
+OPTIONAL = {
+    "mpi4py": (">=4.0", "no exchanges over MPI; torchrun and deepspeed work without"),
+    "transformers": (">=4.45", "no import, export and generate"),
+    "matplotlib": (">=3.8", "no report"),
+    "pyarrow": (">=14", "no preprocessing of Parquet"),
+    "zstandard": (">=0.22", "no preprocessing of .zst"),
+}
+APEX = (
+    "git clone https://github.com/NVIDIA/apex && cd apex && "
+    "APEX_CPP_EXT=1 APEX_CUDA_EXT=1 pip install -v --no-build-isolation ."
+)
 PYTHON = SpecifierSet(">=3.11,<3.14")
 
 
@@ -35,24 +44,34 @@ def check_packages() -> Iterator[Finding]:
         yield Finding(
             "Python", "problem", f"{here} is not tested", "make setup PYTHON=python3.12, or 3.11 or 3.13"
         )
-    found = {}
-    for name, needed in NEEDED.items():
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            yield Finding("packages", "problem", f"{name} is not installed", f"pip install '{name}{needed}'")
-            continue
-        if not SpecifierSet(needed).contains(found[name], prereleases=True):
+    found = {name: installed for name in [*NEEDED, *OPTIONAL] if (installed := _installed(name))}
+    bounds = NEEDED | {name: bound for name, (bound, _) in OPTIONAL.items()}
+    for name in (name for name in NEEDED if name not in found):
+        yield Finding(
+            "packages", "problem", f"{name} is not installed", f"pip install '{name}{NEEDED[name]}'"
+        )
+    for name, installed in found.items():
+        if not SpecifierSet(bounds[name]).contains(installed, prereleases=True):
             yield Finding(
                 "packages",
                 "problem",
-                f"{name} {found[name]}; {needed} is needed",
-                f"pip install '{name}{needed}'",
+                f"{name} {installed}; {bounds[name]} is needed",
+                f"pip install '{name}{bounds[name]}'",
             )
+    for name, (bound, lost) in OPTIONAL.items():
+        if name not in found:
+            yield Finding("packages", "note", f"no {name}: {lost}", f"pip install '{name}{bound}'")
     shown = ", ".join(
         f"{name} {found[name]}" for name in ("torch", "deepspeed", "megatron-core") if name in found
     )
     yield Finding("packages", "ok", f"Python {here}, {shown}")
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
 
 
 def check_kernels(gpu: bool) -> Iterator[Finding]:
@@ -79,15 +98,31 @@ def check_kernels(gpu: bool) -> Iterator[Finding]:
         yield Finding(
             "kernels",
             "note",
-            "no apex: optimizer and norms use torch's kernels",
-            "requirements-gpu.txt has the commands",
+            "no apex: norms use torch's kernel",
+            APEX,
         )
     elif importlib.util.find_spec("amp_C") is None:
         yield Finding(
             "kernels",
             "problem",
             "apex is not NVIDIA's, or was built without its CUDA extensions: PyPI's apex is an unrelated package",
-            "pip uninstall apex; requirements-gpu.txt has the commands",
+            f"pip uninstall apex && {APEX}",
         )
     else:
         yield Finding("kernels", "ok", "apex with its CUDA extensions")
+    flash = importlib.util.find_spec("flash_attn") is not None
+    yield Finding(
+        "kernels",
+        "ok",
+        f"flash-attn {version('flash-attn')}: Transformer Engine may choose it"
+        if flash
+        else "no flash-attn, and no need of it: torch and Transformer Engine bring fused attention of their own",
+    )
+    missing = [name for name in ("nvcc", "ninja") if shutil.which(name) is None]
+    if missing:
+        yield Finding(
+            "kernels",
+            "note",
+            f"no {' and no '.join(missing)}: DeepSpeed cannot compile FusedAdam, torch's AdamW is used",
+            "pip install ninja, and the CUDA toolkit of torch's CUDA version",
+        )

@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from megatron_noloco.outer import Channel, Exchange
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.transport.mpi import MpiTransport
+from megatron_noloco.transport.mpi import MpiTransport, gpu_buffers_supported
 
 _ELEMENTS = 1 << 22  # 16 MiB
 _PARTS = 16  # of the work, between which messages may move
@@ -31,6 +31,7 @@ class Pair(NamedTuple):
     hosts: list[str]
     library: str  # of MPI
     thread_level: str
+    gpu_buffers: bool  # whether MPI can send from GPU memory
     latency_seconds: float  # of an exchange of one number
     gb_per_second: float  # each way
     hidden: float  # share of an exchange that work meanwhile of the same length hides
@@ -38,11 +39,16 @@ class Pair(NamedTuple):
 
 
 def measure(seconds: float) -> Pair:
-    """About so many seconds of exchanges: alone, and with work meanwhile that takes as long."""
+    """About so many seconds of exchanges: alone, and with work meanwhile that takes as long.
+
+    Raises ValueError where there are not 2 ranks.
+    """
     torch.set_num_threads(1)
+    if MPI.COMM_WORLD.size != 2:
+        raise ValueError(
+            f"each of the ranks is alone: mpi4py runs on {_library()}, which is not the MPI of this mpirun"
+        )
     transport = MpiTransport()
-    if transport.world_size != 2:
-        raise ValueError(f"this is for 2 ranks, not {transport.world_size}")
     exchange = Exchange(transport, Place(transport.rank, 2), Channel.ROUNDS, 60.0, _ELEMENTS)
     number = 0
 
@@ -69,13 +75,18 @@ def measure(seconds: float) -> Pair:
     beside = statistics.median(timed(_ELEMENTS, alone) for _ in range(repeats))
     return Pair(
         hosts=MPI.COMM_WORLD.allgather(socket.gethostname()),
-        library=MPI.Get_library_version().split(",")[0].strip(),
+        library=_library(),
         thread_level=_LEVELS[MPI.Query_thread()],
+        gpu_buffers=gpu_buffers_supported(),
         latency_seconds=latency,
         gb_per_second=4 * _ELEMENTS / alone / 1e9,
         hidden=max(0.0, min(1.0, 2 - beside / alone)),
         clock_skew_seconds=clock_skew(),
     )
+
+
+def _library() -> str:
+    return MPI.Get_library_version().split(",")[0].splitlines()[0].strip()
 
 
 def work(seconds: float) -> None:
@@ -101,6 +112,9 @@ def clock_skew() -> float:
 
 
 if __name__ == "__main__":
-    found = measure(float(sys.argv[1]))
+    try:
+        found = measure(float(sys.argv[1]))
+    except ValueError as error:
+        sys.exit(str(error))
     if MPI.COMM_WORLD.rank == 0:
         sys.stdout.write(json.dumps(found._asdict()) + "\n")

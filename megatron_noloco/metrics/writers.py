@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from megatron_noloco.files import write_text
+from megatron_noloco.metrics.charts import layout
 
 Row = Mapping[str, Any]  # "kind", "step", "replica", and numbers (or lists of numbers) by name
 
@@ -42,6 +43,7 @@ class ReplicaFiles:
             from torch.utils.tensorboard import SummaryWriter  # slow to import: only where it is used
 
             self._board = SummaryWriter(str(folder), purge_step=start_step + 1)
+            self._board.add_custom_scalars(layout())
 
     def write(self, row: Row) -> None:
         with self._going_on():

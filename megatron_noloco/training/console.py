@@ -22,6 +22,10 @@ from megatron_noloco.training.shown import (
     validation_lines,
 )
 
+_SPEED_SECONDS = (
+    86400.0  # of rows whose speed tells the time left; rich's 30 seconds can be less than a row takes
+)
+
 
 @dataclass(frozen=True)
 class RunFacts:
@@ -53,6 +57,7 @@ class Console:
                 BarColumn(),
                 TextColumn("time left"),
                 TimeRemainingColumn(),
+                speed_estimate_period=_SPEED_SECONDS,
             )
             self._task = self._progress.add_task("train", total=total_steps, completed=start_step)
             self._step_figures, self._round_figures = Text(), Text()

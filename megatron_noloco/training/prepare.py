@@ -54,7 +54,7 @@ def prepare(config: RunConfig, environ: Mapping[str, str], replica: int | None =
     """
     quieten()
     world = read_world(environ)
-    topology = config.topology(world.world_size, slot_of(config, replica))
+    topology = _topology(config, world, slot_of(config, replica))
     tokenizer, architecture = check_start(config)
     plan = BatchPlan(topology.ensemble, topology.dp, config.microbatches, config.micro_batch_size)
     evaluation = config.evaluation
@@ -74,6 +74,16 @@ def prepare(config: RunConfig, environ: Mapping[str, str], replica: int | None =
         for part in datasets.validation
     ]
     return Prepared(config, world, topology, architecture, datasets, plan, validation)
+
+
+def _topology(config: RunConfig, world: World, slot: int) -> Topology:
+    try:
+        return config.topology(world.world_size, slot)
+    except ConfigError as error:
+        if world.launcher != "single":
+            raise
+        reason = "no launcher has started this process: use launch/mpirun.sh, torchrun (docs/running.md)"
+        raise ValueError(f"{error}; {reason}") from None
 
 
 def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:

@@ -202,7 +202,10 @@ def one_rank_for_two_replicas(folder: Path) -> str:
         (missing_file, ("absent.json", "No such file")),
         (invalid_json, ("broken.json", "is not valid JSON: line 2, column 13")),
         (misspelt, ("config.json", "gradient_cliping is not a known key")),
-        (one_rank_for_two_replicas, ("1 rank is not 2 replicas x pipeline 1 x data 1 x tensor 1 = 2",)),
+        (
+            one_rank_for_two_replicas,
+            ("1 rank is not 2 replicas x pipeline 1 x data 1 x tensor 1 = 2", "no launcher has started this"),
+        ),
     ],
 )
 def test_one_line_from_the_command(

@@ -1,16 +1,21 @@
-"""The library on its own: the wheel, installed with no extra into an empty environment, runs the example there."""
+"""A release, and the library on its own: the wheel, in an empty environment, runs the examples."""
 
 import importlib.util
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
+import tomllib
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import distribution
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -25,32 +30,61 @@ from megatron_noloco.transport.torch_dist import TorchTransport
 from tests.harness import REPOSITORY, run_launcher, run_ranks
 
 EXAMPLE = REPOSITORY / "examples" / "plain_torch.py"
+PIP = (sys.executable, "-m", "pip", "-q", "--disable-pip-version-check")
+
+
+class Release(NamedTuple):
+    """The files of a release."""
+
+    sdist: Path
+    wheel: Path  # made from the sdist
 
 
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A virtual environment with our wheel, torch, numpy and what these require, and nothing else."""
-    folder = tmp_path_factory.mktemp("empty")
-    source, venv = folder / "source", folder / "venv"
-    shutil.copytree(REPOSITORY / "megatron_noloco", source / "megatron_noloco")
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(REPOSITORY / name, source)
-    pip = (sys.executable, "-m", "pip", "-q", "--disable-pip-version-check")
-    call(*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(source))
-    call(sys.executable, "-m", "venv", "--without-pip", str(venv))
+def release(tmp_path_factory: pytest.TempPathFactory) -> Release:
+    folder = tmp_path_factory.mktemp("release")
+    for name in tracked():
+        (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(REPOSITORY / name, folder / "source" / name)
+    build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    call(sys.executable, "-c", build, str(folder), cwd=folder / "source")
+    (sdist,) = folder.glob("*.tar.gz")
+    call(*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), str(sdist))
     (wheel,) = folder.glob("*.whl")
-    call(*pip, "--python", str(venv / "bin" / "python"), "install", "--no-deps", "--no-index", str(wheel))
+    return Release(sdist, wheel)
+
+
+def tracked() -> set[str]:
+    """The files of the repository that git knows."""
+    if not (REPOSITORY / ".git").exists():
+        pytest.skip("this is no clone")
+    return set(call("git", "ls-files", cwd=REPOSITORY).splitlines())
+
+
+def install(wheel: Path, extras: Sequence[str] = ()) -> Path:
+    """The folder `bin` of a new virtual environment: our wheel, what it requires with these extras, no more."""
+    venv = wheel.with_name("-".join(["venv", *extras]))
+    call(sys.executable, "-m", "venv", "--without-pip", str(venv))
+    call(*PIP, "--python", str(venv / "bin" / "python"), "install", "--no-deps", "--no-index", str(wheel))
     (site,) = venv.glob("lib/python*/site-packages")
-    for name in with_requirements({"torch", "numpy"}):
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    optional = (project["optional-dependencies"][extra] for extra in extras)
+    texts = [*project["dependencies"], *chain.from_iterable(optional)]
+    for name in with_requirements({Requirement(text).name for text in texts}):
         link_into(site, name)
     return venv / "bin"
 
 
-def call(*command: str, code: int = 0) -> str:
-    """What a command prints, on stdout and stderr, outside the repository and without our environment."""
+@pytest.fixture(scope="module")
+def environment(release: Release) -> Path:
+    return install(release.wheel)
+
+
+def call(*command: str, code: int = 0, cwd: Path | None = None) -> str:
+    """What a command prints, on stdout and stderr, without our environment; by default outside the repository."""
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "RANK")}
     finished = subprocess.run(
-        command, capture_output=True, text=True, timeout=240, cwd=Path(command[0]).parent, env=environ
+        command, capture_output=True, text=True, timeout=240, cwd=cwd or Path(command[0]).parent, env=environ
     )
     assert finished.returncode == code, finished.stdout + finished.stderr
     return finished.stdout + finished.stderr
@@ -76,6 +110,43 @@ def link_into(site: Path, name: str) -> None:
     for top in tops:
         if not (site / top).exists() and not top.endswith(".pth"):
             (site / top).symlink_to(Path(str(distribution(name).locate_file(top))))
+
+
+def test_the_source_distribution_has_every_file(release: Release) -> None:
+    with tarfile.open(release.sdist) as archive:
+        held = {member.name.partition("/")[2] for member in archive if member.isfile()}
+    assert held >= tracked()
+    more = {name for name in held - tracked() if not name.startswith("megatron_noloco.egg-info/")}
+    assert more == {"PKG-INFO", "setup.cfg"}
+
+
+@pytest.mark.slow
+def test_the_trainer_of_the_wheel_trains_from_a_config_that_comes_with_it(
+    release: Release, tmp_path: Path
+) -> None:
+    there = install(release.wheel, ["trainer"])
+    (quickstart,) = there.parent.glob("share/megatron-noloco/configs/quickstart.json")
+    raw = json.loads(quickstart.read_text())
+    raw["parallel"]["replicas"] = 2
+    raw["training"] |= {"train_iters": 6, "log_interval": 3}
+    raw["scheduler"]["params"] |= {"total_num_steps": 6, "warmup_num_steps": 2}
+    (tmp_path / "run.json").write_text(json.dumps(raw))
+    torchrun = [str(there / "python"), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    said = call(*torchrun, "-m", "megatron_noloco", "train", "--config", "run.json", cwd=tmp_path)
+    assert "validation loss, mean model" in said
+    assert "step 6 of 6" in call(
+        str(there / "megatron-noloco"), "watch", "--once", "runs/quickstart", cwd=tmp_path
+    )
+
+
+@pytest.mark.slow
+def test_attach_runs_where_only_its_extra_is_installed(release: Release, tmp_path: Path) -> None:
+    python, script = install(release.wheel, ["federation"]) / "python", EXAMPLE.with_stem("separate_jobs")
+    command = (str(python), str(script), "--folder", str(tmp_path), "--steps", "20", "--slot")
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(lambda slot: call(*command, slot), ("0", "1"))
+    assert "step 20: loss" in first
+    assert first.splitlines()[-1] == second.splitlines()[-1], "one model in the end"
 
 
 def test_the_example_runs_where_only_torch_and_numpy_are_installed(environment: Path) -> None:

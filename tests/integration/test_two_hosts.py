@@ -1,5 +1,6 @@
 """The launch scripts on two hosts with a network between them."""
 
+import json
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -85,6 +86,20 @@ def test_mpirun_with_a_hostfile(hosts: Lab, on_one_host: list[list[list[object]]
     assert "started by mpirun; exchanges over mpi" in told
     assert figures(tmp_path) == on_one_host
     assert crossed(hosts, before, tmp_path)
+
+
+def test_the_doctor_exchanges_between_them(hosts: Lab) -> None:
+    options = ["doctor", "--hostfile", str(hosts.hostfile), "--seconds", "0.2", "--json"]
+    command = hosts.on(hosts.names[0], sys.executable, "-m", "megatron_noloco", *options)
+    finished = run_launcher(
+        command, PATIENCE_SECONDS, {"PYTHONPATH": str(REPOSITORY), "NIC": NIC, **hosts.environ}
+    )
+    findings = json.loads(succeeded(finished))["findings"]
+    (measured,) = (finding["figures"] for finding in findings if finding["figures"])
+    assert measured["hosts"] == hosts.names
+    assert measured["over"] == "tcp"
+    assert measured["gb_per_second"] > 0
+    assert 0 <= measured["hidden"] <= 1
 
 
 @pytest.mark.slow

@@ -239,12 +239,23 @@ class TestInspect:
         assert inspect(tmp_path, capsys)[1][0] == f"checkpoint: {newest}"
         assert inspect(tmp_path / "checkpoints", capsys)[1][0] == f"checkpoint: {newest}"
 
-    def test_a_place_without_checkpoint(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        code, _, err = inspect(tmp_path, capsys)
-        assert (code, err) == (
-            2,
-            [f"{tmp_path}: no checkpoint here; give a step folder or a run's output_dir"],
-        )
+    @pytest.mark.parametrize(
+        ("there", "what"),
+        [
+            ("", "no checkpoint here"),
+            ("config.json", "a Hugging Face model, no checkpoint"),
+            ("run.json", "this run has saved no checkpoint yet (checkpoint.save_interval, or Ctrl-C)"),
+        ],
+    )
+    def test_a_place_without_checkpoint(
+        self, there: str, what: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (tmp_path / "a" / there).mkdir(parents=True)
+        code, _, err = inspect(tmp_path / "a", capsys)
+        asked = "give a step folder or a run's output_dir"
+        assert (code, err) == (2, [f"{tmp_path / 'a'}: {what}; {asked}"])
+        code, _, err = inspect(tmp_path / "b", capsys)
+        assert (code, err) == (2, [f"{tmp_path / 'b'}: there is no such folder; {asked}"])
         code, _, err = inspect(tmp_path / "step_00000010", capsys)
         assert (code, err) == (2, [f"{tmp_path / 'step_00000010'}: no such folder"])
 

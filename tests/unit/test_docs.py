@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from megatron_noloco import __version__
 from megatron_noloco.config import RunConfig
 from megatron_noloco.config.explain import as_markdown
 from tools.config_table import BEGIN, END, README, table
@@ -49,6 +50,16 @@ def test_the_reference_has_every_field() -> None:
         for field, value in config[block].items():
             if not isinstance(value, dict):
                 assert f"| `{field}` |" in page.split(f"## {block}\n")[1].split("\n## ")[0]
+
+
+def test_one_version() -> None:
+    """In the package, for citations, and the newest of the changelog, with the same day."""
+    cited = dict(
+        line.split(": ", 1) for line in (ROOT / "CITATION.cff").read_text().splitlines() if ": " in line
+    )
+    first, newest, *_ = re.findall(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert (first, newest) == ("[Unreleased]", f"[{__version__}] - {cited['date-released']}")
+    assert cited["version"] == __version__
 
 
 def test_the_table_of_configs_is_that_of_plan() -> None:

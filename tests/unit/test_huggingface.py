@@ -21,6 +21,7 @@ from megatron_noloco.huggingface.folder import read_architecture
 from megatron_noloco.huggingface.pretrained import check_fits, model_block
 from megatron_noloco.model.families import FAMILIES, Parameter, architecture_of, table_of
 from megatron_noloco.spec.architecture import Architecture
+from tests.harness import REPOSITORY
 
 HEADS, HEAD_SIZE, HIDDEN, FFN, LAYERS, VOCABULARY = 4, 6, 20, 24, 2, 259
 
@@ -361,6 +362,17 @@ def test_published_models_are_read_with_all_their_weights(name: str) -> None:
     assert found.rotary_base == keys["rope_theta"]
     assert found.rope_scaling_factor == {"Llama-3.1-8B": 8.0, "Llama-3.2-1B": 32.0}.get(name)
     assert found.sliding_window == (4096 if "Mistral" in name else None)
+
+
+@pytest.mark.parametrize(("config", "name"), [("llama_3.2_1b", "Llama-3.2-1B"), ("qwen3_0.6b", "Qwen3-0.6B")])
+def test_the_configs_that_continue_published_models(config: str, name: str, tmp_path: Path) -> None:
+    """Their `model` is what `import` writes for the model, whose config.json transformers writes here."""
+    keys, _ = PUBLISHED[name]
+    pytest.importorskip("transformers").AutoConfig.for_model(**keys).save_pretrained(tmp_path)
+    raw = json.loads((REPOSITORY / "configs" / f"{config}.json").read_text())
+    settings = {"seq_length": raw["model"]["seq_length"], "make_vocab_size_divisible_by": 1}
+    assert raw["model"] == model_block(read_architecture(tmp_path)) | settings
+    assert raw["training"]["pretrained"] == raw["data"]["tokenizer_model"] == f"models/{name}"
 
 
 # What transformers takes for keys that a config.json lacks, and what makes no difference there

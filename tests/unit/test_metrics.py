@@ -27,8 +27,10 @@ from megatron_noloco.metrics import (
     Metrics,
     Reduction,
 )
+from megatron_noloco.metrics.charts import layout
 from megatron_noloco.metrics.wandb import WandbRun
 from megatron_noloco.metrics.writers import ReplicaFiles
+from megatron_noloco.training.console import Console, RunFacts
 from megatron_noloco.training.record import DatasetLosses, Evaluation
 from megatron_noloco.training.shown import (
     checkpoint_line,
@@ -281,6 +283,17 @@ def test_the_figures_under_the_bar() -> None:
     )
 
 
+def test_the_bar_tells_the_time_left_where_a_row_takes_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console("bar", 100, 0, RunFacts(math.nan, 0.0, "runs/a", "the same command", "tensorboard"))
+    minutes = iter((0, 5, 10))
+    monkeypatch.setattr(console._progress, "get_time", lambda: 60.0 * next(minutes))
+    monkeypatch.setattr(console._live, "start", lambda: None)
+    for step in (10, 20, 30):
+        console.write(STEP | {"step": step})
+    (task,) = console._progress.tasks
+    assert task.time_remaining == 35 * 60
+
+
 def test_the_line_of_a_checkpoint() -> None:
     row = {"kind": "checkpoint", "step": 8, "time/save_seconds": 0.16541}
     assert checkpoint_line(row) == " checkpoint at iteration 8 | pause (ms): 165.4 |"
@@ -360,6 +373,39 @@ def test_tensorboard_has_every_number_under_its_name(tmp_path: Path) -> None:
     assert set(events.Tags()["scalars"]) == expected
     (loss,) = events.Scalars("train/loss")
     assert (loss.step, loss.value) == (20, pytest.approx(2.34567))
+
+
+def test_tensorboards_charts_have_all_replicas(tmp_path: Path) -> None:
+    """As its plugin hands them to the browser; one of the two replicas was resumed."""
+    from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+    from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+    from tensorboard.context import RequestContext
+    from tensorboard.plugins.base_plugin import TBContext
+    from tensorboard.plugins.custom_scalar.custom_scalars_plugin import CustomScalarsPlugin
+    from tensorboard.plugins.scalar.scalars_plugin import ScalarsPlugin
+
+    row = {"kind": "evaluation", "step": 20, "validation/loss": 2.0, "validation/loss of a": 1.0}
+    for replica, start in (("replica_00", 0), ("replica_01", 0), ("replica_01", 10)):
+        files = ReplicaFiles(tmp_path / replica, tensorboard=True, start_step=start)
+        files.write(row)
+        files.close()
+    runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
+    context = TBContext(
+        data_provider=MultiplexerDataProvider(runs, str(tmp_path)), plugin_name_to_instance={}
+    )
+    context.plugin_name_to_instance["scalars"] = ScalarsPlugin(context)
+    plugin, request = CustomScalarsPlugin(context), RequestContext()
+
+    shown = json.loads(plugin.layout_impl(request, ""))["category"]
+    charts = {chart["title"]: chart["multiline"]["tag"] for section in shown for chart in section["chart"]}
+    assert len(charts) == sum(len(section["chart"]) for section in shown), "none is there twice"
+    assert [section["title"] for section in shown] == list(layout())
+    own, _ = charts["validation loss, and the mean model's"]
+    for replica in ("replica_00", "replica_01"):
+        curves = plugin.scalars_impl(request, replica, own, "")["tag_to_events"]
+        assert {tag: [(step, value) for _, step, value in points] for tag, points in curves.items()} == {
+            "validation/loss": [(20, 2.0)]
+        }
 
 
 # Weights & Biases, with a stand-in for the package, which need not be installed
