@@ -122,12 +122,17 @@ class Exchange:
         """
         if not self._under_way:
             raise RuntimeError("nothing is under way: begin comes before finish")
-        self.patience.wait()
+        self.patience.wait(self._awaited())
         try:
             yield from (piece for piece in self._pieces if piece is not None)
         finally:
             self._pieces.close()
             self._under_way = False
+
+    def _awaited(self) -> str:
+        others = [member for member in self.report.group if member != self.place.replica]
+        ranks = " and ".join(f"rank {self.place.rank_of(other)} (replica {other})" for other in others)
+        return f"waiting for {ranks} in {self._what}"
 
     def _all_pieces(self, vector: Tensor, posted: Iterator[MeanPiece | None]) -> Generator[MeanPiece | None]:
         """None where the next piece has not landed and nobody waits."""

@@ -1,6 +1,7 @@
 """The start of a run: what one process checks and reads alone, and how it then joins the others."""
 
 import os
+import socket
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -44,6 +45,13 @@ class Prepared:
     datasets: Datasets
     plan: BatchPlan
     validation: list[ValidationSource]  # one per dataset of the blend
+
+    @property
+    def who(self) -> str:
+        """This rank, as errors name it."""
+        at = self.topology.position(self.world.rank)
+        place = f"replica {at.replica}, stage {at.stage}, dp {at.dp}, tp {at.tp}"
+        return f"rank {self.world.rank} on {socket.gethostname()} ({place})"
 
 
 def prepare(config: RunConfig, environ: Mapping[str, str], replica: int | None = None) -> Prepared:

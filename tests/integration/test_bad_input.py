@@ -146,7 +146,8 @@ def test_the_other_ranks_let_rank_0_report_first(
         monkeypatch.setenv(name, value)
     changes, fragments = MISTAKES[mistake]
     exit_code = main(["train", "--config", config_with(folder, changes)])
-    assert_one_line(exit_code, capfd.readouterr().err, fragments)
+    here = f"rank 1 on {socket.gethostname()}: "
+    assert_one_line(exit_code, capfd.readouterr().err, (here, *fragments))
     assert set(said_before) == {""}
     assert sum(naps) >= 5
 
