@@ -1,10 +1,12 @@
 """How a process leaves: its exit code, which rank of a job says why, and what becomes of the other ranks."""
 
 import atexit
+import json
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import NoReturn
 
 from megatron_noloco.job.launcher import may_be_first, rank_here
@@ -45,7 +47,10 @@ def usage_error(error: ValueError | OSError) -> int:
 
 
 def fail(text: str, exit_code: int) -> int:
-    """Write `text` unless another rank of the job has failed before; returns the exit code of the first."""
+    """Write `text`, unless another rank of the job has failed before; returns the exit code of the first.
+
+    Under torchrun also into the file from which it, and those who started it, learn the reason.
+    """
     if "torch" in sys.modules:  # else nobody has joined, and there are seconds to save
         from megatron_noloco.job import failure
 
@@ -54,6 +59,11 @@ def fail(text: str, exit_code: int) -> int:
             return first.exit_code
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file:  # as torch.distributed.elastic.multiprocessing.errors documents it
+        details = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        message = {"message": text.splitlines()[-1], "extraInfo": details}
+        Path(error_file).write_text(json.dumps({"message": message}))
     return exit_code
 
 

@@ -22,7 +22,13 @@ from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.data.records import record_files
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_noloco.huggingface.pretrained import check_fits
-from megatron_noloco.job.join import check_gpus, choose_transport, join, ranks_on_this_host
+from megatron_noloco.job.join import (
+    check_gpus,
+    choose_transport,
+    join,
+    ranks_on_this_host,
+    record_collectives,
+)
 from megatron_noloco.job.launcher import World, local_device, read_world
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Topology
@@ -112,6 +118,7 @@ def join_job(prepared: Prepared) -> tuple[Transport, Start]:
     if cuda:  # before anything is allocated
         alone = topology.replica_size == 1
         torch.cuda.set_device(local_device(world, torch.cuda.device_count(), shared=alone))
+        record_collectives(Path(prepared.config.training.output_dir))
     join(world, "cpu:gloo,cuda:nccl" if cuda else "gloo")
     if cuda:
         check_gpus(topology.replica_size)

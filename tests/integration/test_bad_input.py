@@ -254,6 +254,7 @@ def test_mpi_demanded_under_torchrun(folder: Path) -> None:
     config = config_with(folder, {"noloco": {"transport": "mpi"}})
     finished = run_torchrun(2, LATE, ["train", "--config", config])
     assert finished.returncode != 0
-    (line,) = our_lines(finished.stderr, 'transport "mpi"')
+    line, of_torchrun = our_lines(finished.stderr, 'transport "mpi"')
     assert "MPI sees a world of 1 but torchrun started 2 ranks" in line
+    assert line in of_torchrun, "it reads the reason in the file of the rank"
     assert "exitcode  : 2" in finished.stderr, "torchrun itself exits with 1, and tells ours"

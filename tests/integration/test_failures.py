@@ -9,6 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_noloco.cli.errors import StoppedError
+from megatron_noloco.cli.main import main
+from megatron_noloco.job import watchdog
 from tests.harness import REPOSITORY, free_port, run_launcher
 from tests.integration.test_stopped_launchers import PATIENCE_SECONDS, ranks_of, wait_until
 from tests.integration.tiny import metrics, tiny, write_config, write_text
@@ -82,6 +85,26 @@ def test_a_rank_that_is_killed_is_missed_by_one_other(script: str, tmp_path: Pat
         assert "the connection was lost: another process of the job was killed" in line
     if script == "torchrun.sh":
         assert "was ended by SIGKILL" in finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds"), [([], 7.0), (["--debug-waits"], 5.0), (["--debug-waits", "1.5"], 1.5)]
+)
+def test_how_long_a_rank_stands_still_before_it_says_so(
+    options: list[str],
+    seconds: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def show(patience_seconds: float) -> None:
+        raise StoppedError(f"patience {patience_seconds}")
+
+    monkeypatch.setattr(watchdog, "Watchdog", show)
+    training = {"output_dir": str(tmp_path), "watchdog_seconds": 7.0}
+    config = write_config(tmp_path, tiny({"data": {"text": write_text(tmp_path)}, "training": training}))
+    assert main(["train", "--config", config, *options]) == 1
+    assert capsys.readouterr().err == f"patience {seconds}\n"
 
 
 def test_a_rank_that_stands_still_is_named_by_those_that_wait_for_it(tmp_path: Path) -> None:

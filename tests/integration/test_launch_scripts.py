@@ -192,7 +192,8 @@ def test_an_unknown_profile_starts_nothing(script: str) -> None:
 RECORDED = {
     "pdsh": "pdsh -S -f 1024 -w node1,node2 {exports} cd {cwd}; {python} -u -m deepspeed.launcher.launch "
     "--world_info={world} --node_rank=%n --master_addr=node1 --master_port=29500 --no_python --no_local_rank "
-    "{log} env GLOO_SOCKET_IFNAME=eth7 NCCL_SOCKET_IFNAME=eth7 {python} -u -m megatron_noloco train --config {config}",
+    "{log} env GLOO_SOCKET_IFNAME=eth7 NCCL_SOCKET_IFNAME=eth7 "
+    "{python} -u -m megatron_noloco train --config {config}",
     "openmpi": "mpirun -n 8 -hostfile {hosts} --mca btl ^openib --bind-to none --mca btl_tcp_if_include eth7 "
     "-x GLOO_SOCKET_IFNAME {exports} {python} -u -m megatron_noloco train --config {config}",
     "slurm": "srun -n 8 --kill-on-bad-exit=1 --mpi=pmix {exports} {python} -u {root}/launch/train.py train "
