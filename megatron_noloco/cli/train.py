@@ -57,10 +57,11 @@ def _train(args: argparse.Namespace) -> int:
     with Watchdog(patience):
         try:
             return _run(prepared, args.progress)
-        except RuntimeError as error:
-            if lost_connection(error):
-                raise StoppedError(_LOST.format(who=activity.told(error))) from None
-            raise
+        except Exception as error:
+            lost = lost_connection(error)
+            if lost is None:
+                raise
+            raise StoppedError(_LOST.format(who=activity.told(lost))) from None
 
 
 def _run(prepared: "Prepared", progress: str) -> int:

@@ -6,8 +6,10 @@ lose their connection to it then speaks.
 """
 
 import os
+import queue
+import threading
 import time
-from collections.abc import Iterator
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -16,6 +18,7 @@ from megatron_noloco.job import agreement
 
 LOOK_SECONDS = 1.0  # between two looks for a failure
 GRACE_SECONDS = 2.0  # in which the rank that failed leaves before the others: launchers name the first
+_ANSWER_SECONDS = 10.0  # in which the store answers, if its host can
 _KEY = "failure"
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 
@@ -31,11 +34,16 @@ def announce(exit_code: int) -> Failure:
     """The job's first failure: that of this rank, unless another was before, or nobody can be asked."""
     if not dist.is_initialized():
         return Failure(0, exit_code)
-    own = Failure(dist.get_rank(), exit_code)
-    try:
-        return _read(agreement.store().compare_set(_KEY, "", f"{own.rank} {exit_code}"))
-    except RuntimeError:  # the store is gone, and rank 0 with it
-        return own
+    own, answer = Failure(dist.get_rank(), exit_code), queue.SimpleQueue[Failure]()
+
+    def ask() -> None:
+        with suppress(RuntimeError):  # the store is gone, and rank 0 with it
+            answer.put(_read(agreement.store().compare_set(_KEY, "", f"{own.rank} {exit_code}")))
+
+    asking = threading.Thread(target=ask, daemon=True)  # the host of rank 0 may no longer answer
+    asking.start()
+    asking.join(_ANSWER_SECONDS)
+    return own if answer.empty() else answer.get()
 
 
 def is_own(first: Failure) -> bool:
@@ -63,13 +71,14 @@ def wait_for_another(seconds: float) -> Failure | None:
     return found
 
 
-def lost_connection(error: BaseException) -> bool:
-    """Whether another process has gone that this one was connected to, by gloo, NCCL or the store."""
-    return any(
-        isinstance(link, ConnectionError | dist.DistNetworkError)
-        or (isinstance(link, RuntimeError) and any(text in str(link) for text in _LOST))
-        for link in _chain(error)
-    )
+def lost_connection(error: BaseException | None) -> BaseException | None:
+    """What tells that a connected process has gone: `error` itself, one of its causes, or nothing."""
+    while error is not None:
+        by_name = isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST)
+        if by_name or isinstance(error, ConnectionError | dist.DistNetworkError):
+            return error
+        error = error.__cause__
+    return None
 
 
 def serve_the_others() -> None:
@@ -82,9 +91,3 @@ def serve_the_others() -> None:
 def _read(value: bytes) -> Failure:
     rank, exit_code = value.decode().split()
     return Failure(int(rank), int(exit_code))
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__

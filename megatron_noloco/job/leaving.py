@@ -56,6 +56,7 @@ def fail(text: str, exit_code: int) -> int:
 
         first = failure.announce(exit_code)
         if not failure.is_own(first):
+            time.sleep(failure.GRACE_SECONDS)
             return first.exit_code
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()

@@ -15,6 +15,7 @@ from megatron_noloco.job import failure
 from megatron_noloco.job.failure import Failure
 
 ASK = signal.SIGUSR2
+_END_SECONDS = 5.0
 
 
 class Watchdog:
@@ -51,15 +52,15 @@ class Watchdog:
     ) -> None:
         signal.set_wakeup_fd(self._wakes_before)
         signal.signal(ASK, self._handler_before)
-        os.close(self._wakes)  # ends the thread
-        self._thread.join()
-        os.close(self._woken)
+        os.close(self._wakes)  # ends the thread, unless it waits for a store whose host no longer answers
+        self._thread.join(_END_SECONDS)
 
     def _watch(self) -> None:
         while True:
             if select.select([self._woken], [], [], failure.LOOK_SECONDS)[0]:
                 signals = os.read(self._woken, 4096)
                 if not signals:
+                    os.close(self._woken)
                     return
                 if ASK in signals:
                     _say(activity.now.state)

@@ -123,9 +123,13 @@ def loses_the_other(rank: int, world_size: int, ends: Path) -> bool:
     with pytest.raises(RuntimeError) as caught:
         dist.recv(torch.zeros(1), 1)
     ends.write_text("lost")
-    return failure.lost_connection(caught.value)
+    wrapped = KeyError()
+    wrapped.__cause__ = caught.value
+    return failure.lost_connection(wrapped) is caught.value
 
 
 def test_a_connection_that_gloo_has_lost_is_recognised(tmp_path: Path) -> None:
     assert run_ranks(2, loses_the_other, tmp_path / "ends", timeout=SECONDS) == [True, True]
-    assert not failure.lost_connection(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert failure.lost_connection(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
+    lost = ConnectionError("the connection to rank 1 was lost")
+    assert failure.lost_connection(lost) is lost
