@@ -113,7 +113,7 @@ class RoutedCommunicator(P2PCommunicator):
         for request in requests:
             request.wait()
         self.wait_seconds += time.perf_counter() - started
-        now.part("computing")
+        now.part("")
         for received in (received_prev, received_next):
             if received is not None:
                 received.requires_grad_()
