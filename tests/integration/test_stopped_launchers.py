@@ -29,14 +29,15 @@ def wait_until(told: Path, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "script",
+    ("script", "launcher"),
     [
-        "mpirun.sh",
-        pytest.param("torchrun.sh", marks=pytest.mark.slow),
-        pytest.param("deepspeed.sh", marks=pytest.mark.slow),
+        ("mpirun.sh", ""),
+        pytest.param("torchrun.sh", "", marks=pytest.mark.slow),
+        pytest.param("deepspeed.sh", "", marks=pytest.mark.slow),
+        pytest.param("deepspeed.sh", "openmpi", marks=pytest.mark.slow),
     ],
 )
-def test_sigterm_saves_and_leaves_nobody(script: str, tmp_path: Path) -> None:
+def test_sigterm_saves_and_leaves_nobody(script: str, launcher: str, tmp_path: Path) -> None:
     changes = {
         "parallel": {"replicas": 2},
         "data": {"text": write_text(tmp_path)},
@@ -44,6 +45,10 @@ def test_sigterm_saves_and_leaves_nobody(script: str, tmp_path: Path) -> None:
     }
     config, told = write_config(tmp_path, tiny(changes)), tmp_path / "told"
     environ = {**os.environ, "PYTHON": sys.executable, "PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    if launcher:
+        (tmp_path / "hosts").write_text("localhost slots=2\n")
+        environ |= {"LAUNCHER": launcher, "HOSTFILE": str(tmp_path / "hosts"), "NIC": "lo"}
+        environ |= {"LAUNCHER_ARGS": "--oversubscribe"}
     with told.open("w") as log:
         launched = subprocess.Popen(
             [str(REPOSITORY / "launch" / script), "2", config, "--progress", "lines"],
