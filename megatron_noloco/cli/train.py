@@ -42,6 +42,9 @@ def _train(args: argparse.Namespace) -> int:
     from megatron_noloco.config import load_config
 
     config = load_config(args.config)
+    patience = config.training.watchdog_seconds if args.debug_waits is None else args.debug_waits
+    if patience < 0:
+        raise ValueError(f"--debug-waits {patience}: seconds must be 0 (never) or more")
 
     from megatron_noloco.training.prepare import prepare  # imports torch: only for a sound config
 
@@ -53,7 +56,6 @@ def _train(args: argparse.Namespace) -> int:
     activity.now.who = prepared.who
     # Under launch/deepspeed.sh it is ignored by the launchers, and by what they start.
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-    patience = config.training.watchdog_seconds if args.debug_waits is None else args.debug_waits
     with Watchdog(patience):
         try:
             return _run(prepared, args.progress)
