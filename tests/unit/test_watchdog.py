@@ -77,12 +77,21 @@ def test_a_rank_blocked_in_a_library_says_what_it_waits_for(
     assert re.fullmatch(r"rank 0 has stood still for \d+ s computing local step 7: waiting for rank 1", line)
 
 
-def test_who_goes_on_says_nothing(capsys: pytest.CaptureFixture[str]) -> None:
-    with Watchdog(0.3):
-        for part in range(30):
-            activity.now.part(str(part))
-            time.sleep(0.02)
-    assert capsys.readouterr().err == ""
+@pytest.mark.parametrize(("goes_on", "said_after"), [(False, ["100", "200", "400"]), (True, [])])
+def test_who_stands_still_says_so_each_time_that_the_wait_has_doubled(
+    goes_on: bool, said_after: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Looks every 50 seconds, of a clock that is set."""
+    clock = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    activity.now.part("waiting for rank 1")
+    watchdog = Watchdog(patience_seconds=100.0)
+    for seconds in range(0, 500, 50):
+        clock = float(seconds)
+        watchdog._look_at_own_rank()
+        if goes_on:
+            activity.now.part("waiting for rank 2")
+    assert re.findall(r"has stood still for (\d+) s", capsys.readouterr().err) == said_after
 
 
 def one_fails(rank: int, world_size: int, folder: Path) -> None:
