@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -16,6 +17,7 @@ from tests.harness import REPOSITORY, free_port, run_launcher
 from tests.integration.test_stopped_launchers import PATIENCE_SECONDS, ranks_of, wait_until
 from tests.integration.tiny import metrics, tiny, write_config, write_text
 
+WAITING = "computing local step 3: waiting for the activations of microbatch 0 from rank 2"
 FAULTY = "tests.integration.faulty_run"
 MPIRUN = Path(sys.executable).parent / "mpirun"
 LAUNCHERS = ("mpirun.sh", "torchrun.sh", "deepspeed.sh")
@@ -113,15 +115,26 @@ def test_how_long_a_rank_stands_still_before_it_says_so(
     assert capsys.readouterr().err == f"patience {seconds}\n"
 
 
-def test_a_rank_that_stands_still_is_named_by_those_that_wait_for_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "watchdog_seconds", [1.0, pytest.param(0.0, marks=pytest.mark.slow)], ids=["by themselves", "asked"]
+)
+def test_a_rank_that_stands_still_is_named_by_those_that_wait_for_it(
+    watchdog_seconds: float, tmp_path: Path
+) -> None:
     """It is stopped in its third local step, until the others have said so; then the run goes on to its end."""
-    config, told = config_of_two_by_two(tmp_path, watchdog_seconds=1.0), tmp_path / "told"
+    config, told = config_of_two_by_two(tmp_path, watchdog_seconds=watchdog_seconds), tmp_path / "told"
     environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **environ_with("SIGSTOP 2 3", tmp_path)}
     command = [str(REPOSITORY / "launch" / "mpirun.sh"), "4", config, "--progress", "lines"]
     with told.open("w") as log:
         process = subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True)
     try:
-        wait_until(told, "computing local step 3: waiting for the activations of microbatch 0 from rank 2")
+        if not watchdog_seconds:
+            wait_until(told, "iteration 2/8")
+            (mpirun,) = psutil.Process(process.pid).children()
+            while WAITING not in told.read_text():  # they may be asked before they wait
+                mpirun.send_signal(signal.SIGUSR2)
+                time.sleep(1.0)
+        wait_until(told, WAITING)
         (stopped,) = [rank for rank in ranks_of(config, FAULTY) if rank.status() == psutil.STATUS_STOPPED]
         stopped.send_signal(signal.SIGCONT)
         assert process.wait(PATIENCE_SECONDS) == 0, told.read_text()
