@@ -54,12 +54,23 @@ find_mpirun() {
     esac
 }
 
-# PBS and LSF name a file with a line for each slot. Where that has several hosts and HOSTFILE is not given, sets
-# HOSTFILE, with a line for each host as the launcher reads it, and HOSTS.
-#   usage: hosts_of_scheduler ' slots='     (Open MPI, DeepSpeed)     or ':'     (MPICH)
+# PBS and LSF name a file with a line for each slot; Slurm has a list of hosts, which its own mpirun and srun know. Where
+# there are several and HOSTFILE is not given, sets HOSTFILE, with a line for each host as the launcher reads it, and HOSTS.
+#   usage: hosts_of_scheduler ' slots='     (Open MPI)     ':'     (MPICH)     ' slots=' N     (also Slurm's, N slots each)
 hosts_of_scheduler() {
     allocated=${PBS_NODEFILE:-${LSB_DJOB_HOSTFILE:-}}
-    if [ -n "${HOSTFILE:-}" ] || [ -z "$allocated" ]; then return; fi
+    if [ -n "${HOSTFILE:-}" ]; then return; fi
+    if [ -z "$allocated" ] && [ -n "${2:-}" ] && [ -n "${SLURM_JOB_NODELIST:-}" ]; then
+        allocated=$(mktemp)
+        scontrol show hostnames "$SLURM_JOB_NODELIST" | awk -v n="$2" '{ for (i = 0; i < n; i++) print }' >"$allocated"
+        hosts_in_file "$1"
+        rm -f "$allocated"
+    elif [ -n "$allocated" ]; then
+        hosts_in_file "$1"
+    fi
+}
+
+hosts_in_file() { # what is between host and slots; reads `allocated`
     [ -r "$allocated" ] || { echo "the scheduler's list of hosts cannot be read: $allocated" >&2; exit 2; }
     HOSTS=$(sort -u "$allocated" | wc -l)
     if [ "$HOSTS" -lt 2 ]; then return; fi

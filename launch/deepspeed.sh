@@ -1,34 +1,81 @@
 #!/bin/sh
-# Train under DeepSpeed's launcher, on one host or several; exchanges use torch.distributed.
+# Train under DeepSpeed's launcher, on one host or several.
 #   usage: launch/deepspeed.sh N CONFIG [options of `train`]
 #   N         processes on this host, or on each host of HOSTFILE; one per GPU
-#   HOSTFILE  lines like "node1 slots=8": DeepSpeed reaches the hosts by ssh, through pdsh; by default the hosts that
-#             PBS or LSF has allocated
+#   HOSTFILE  lines like "node1 slots=8"; by default the hosts that PBS, LSF or Slurm has allocated
 #   HOSTS     the number of hosts in HOSTFILE
+#   LAUNCHER  how DeepSpeed reaches the hosts: pdsh (the default, over ssh), openmpi, slurm or mpich. Exchanges use MPI
+#             with openmpi and mpich, torch.distributed with the others
+#   LAUNCHER_ARGS  more options of that launcher, such as "--mpi=pmix" of srun, with which exchanges use MPI there too
 #   PORT      rendezvous port, default 29500; two jobs on a host need different ports
-#   NIC       the network interface to use, such as eth0; without it gloo and NCCL each choose
+#   NIC       the network interface to use, such as eth0; without it gloo and NCCL each choose. openmpi needs it
 set -eu
 # shellcheck source=launch/common.sh
 . "$(dirname "$0")/common.sh"
 [ $# -ge 2 ] || usage
 ranks=$1 config=$2
 shift 2
-hosts_of_scheduler ' slots='
+launcher=${LAUNCHER:-pdsh}
+hosts_of_scheduler ' slots=' "$ranks"
 check_config "$config" $((ranks * ${HOSTS:-1}))
-
-if [ -n "${NIC:-}" ]; then # on the command line: DeepSpeed does not pass these variables to other hosts
-    set -- --no_python env "GLOO_SOCKET_IFNAME=$NIC" "NCCL_SOCKET_IFNAME=$NIC" \
-        "$PYTHON" -u -m megatron_noloco train --config "$config" "$@"
-else
-    set -- --module megatron_noloco train --config "$config" "$@"
+case $launcher in
+pdsh | openmpi | slurm | mpich) ;;
+*)
+    echo "LAUNCHER=$launcher is unknown: it must be pdsh, openmpi, slurm or mpich" >&2
+    exit 2
+    ;;
+esac
+if [ "$launcher" != pdsh ] && [ -z "${HOSTFILE:-}" ]; then
+    echo "LAUNCHER=$launcher needs HOSTFILE, with a line like \"node1 slots=$ranks\" for each host" >&2
+    exit 2
 fi
-# On a signal, DeepSpeed's runner exits at once while its ranks continue. So all of them receive it here: they finish
-# their step and save, within the 30 s that DeepSpeed allows. A second Ctrl-C ends them at once.
+if [ -n "${NIC:-}" ]; then export GLOO_SOCKET_IFNAME="$NIC" NCCL_SOCKET_IFNAME="$NIC"; fi
+set -- train --config "$config" "$@"
+stop=USR1 # for the ranks, by way of their launcher
+launcher_args=''
+case $launcher in
+pdsh)
+    if [ -n "${HOSTFILE:-}" ]; then stop=TERM; fi
+    if [ -n "${NIC:-}" ]; then # on the command line: DeepSpeed does not pass these variables to other hosts
+        set -- --no_python env "GLOO_SOCKET_IFNAME=$NIC" "NCCL_SOCKET_IFNAME=$NIC" "$PYTHON" -u -m megatron_noloco "$@"
+    else
+        set -- --module megatron_noloco "$@"
+    fi
+    set -- --num_gpus "$ranks" "$@"
+    ;;
+openmpi)
+    [ -n "${NIC:-}" ] || { echo "LAUNCHER=openmpi needs NIC: DeepSpeed would take eth0" >&2; exit 2; }
+    find_mpirun
+    PATH=$(dirname "$mpirun"):$PATH
+    launcher_args="$mpi_options --mca btl_tcp_if_include $NIC -x GLOO_SOCKET_IFNAME"
+    set -- --module megatron_noloco "$@"
+    ;;
+slurm)
+    stop=TERM
+    launcher_args="--kill-on-bad-exit=1"
+    set -- "$root/launch/train.py" "$@" # DeepSpeed forgets that it is a module
+    ;;
+mpich)
+    launcher_args="${NIC:+-iface $NIC}"
+    set -- "$root/launch/train.py" "$@" # as with slurm
+    ;;
+esac
+if [ "$launcher" != pdsh ]; then # otherwise DeepSpeed asks the first host for its address, by ssh
+    first=$(awk '{ print $1; exit }' "$HOSTFILE")
+    set -- --force_multi --no_ssh_check --master_addr "$first" "$@"
+fi
+
+# On SIGINT or SIGTERM the ranks receive SIGUSR1, which DeepSpeed's own processes ignore: they finish their step, save
+# and end the job with 0. pdsh and srun know SIGTERM only: pdsh kills the ranks within seconds, to srun they have as
+# long as Slurm gives them. A second Ctrl-C ends them at once.
 # --no_local_rank: otherwise DeepSpeed inserts --local_rank=K before `train`; LOCAL_RANK has the same value.
-setsid "$PYTHON" -m deepspeed.launcher.runner ${HOSTFILE:+--hostfile "$HOSTFILE"} --num_gpus "$ranks" \
-    --master_port "${PORT:-29500}" --log_level warning --no_local_rank "$@" </dev/null &
+trap '' USR1
+setsid "$PYTHON" -m deepspeed.launcher.runner ${HOSTFILE:+--hostfile "$HOSTFILE"} --launcher "$launcher" \
+    --launcher_args="$launcher_args ${LAUNCHER_ARGS:-}" --master_port "${PORT:-29500}" --log_level warning \
+    --no_local_rank "$@" </dev/null &
 job=$!
-trap 'kill -TERM "-$job"; trap "kill -KILL -$job" INT TERM' INT TERM
+trap 'kill -$stop "-$job"; trap "kill -KILL -$job" INT TERM' INT TERM
 wait_for_job "$job"
 while kill -0 "-$job" 2>/dev/null; do sleep 0.2; done
+if [ "$code" -gt 192 ]; then code=$((384 - code)); fi # DeepSpeed's -9 for SIGKILL, which is 137 elsewhere
 exit "$code"

@@ -1,13 +1,17 @@
 #!/bin/sh
 # Train under Slurm: a template for sbatch. Change the marked lines.
 #   usage: sbatch launch/slurm.sh CONFIG [options of `train`]      from the root of the repository
+# A run that reaches its time limit saves, stops, and goes back into the queue; so it does when it is preempted. It
+# then continues from its checkpoint. When it has finished, or failed, it does not.
 #SBATCH --job-name=noloco
 #SBATCH --nodes=4                # change: nodes x tasks per node = replicas x pipeline x data x tensor parallel sizes
 #SBATCH --ntasks-per-node=8      # change: one task per GPU
 #SBATCH --gpus-per-node=8        # change; remove for CPUs
 #SBATCH --cpus-per-task=8        # change
 #SBATCH --time=24:00:00          # change
-#SBATCH --signal=USR1@300        # five to six minutes before the end: save and stop
+#SBATCH --signal=B:USR1@300      # five to six minutes before the end, to this script: save, stop, back into the queue
+#SBATCH --requeue                # after a preemption, or the end of a node
+#SBATCH --open-mode=append       # the log goes on where it was
 #SBATCH --output=noloco-%j.log
 set -eu
 [ $# -ge 1 ] || { echo "usage: sbatch launch/slurm.sh CONFIG [options of train]" >&2; exit 2; }
@@ -32,4 +36,13 @@ export OMPI_MCA_btl_tcp_progress_thread=1
 
 # `srun --mpi=list` shows what the site supports. Without pmix, or if mpi4py's library does not work with it, use
 # --mpi=none: exchanges then use torch.distributed.
-exec srun --mpi=pmix --kill-on-bad-exit=1 "$python" -m megatron_noloco train --config "$config" "$@"
+requeue=no
+trap 'requeue=yes; scancel --signal=USR1 "$SLURM_JOB_ID"' USR1 # SIGUSR1 for all ranks: they save and leave with 0
+srun --mpi=pmix --kill-on-bad-exit=1 "$python" -m megatron_noloco train --config "$config" "$@" &
+step=$!
+code=0
+while kill -0 "$step" 2>/dev/null; do # a signal ends `wait` before the step is done
+    wait "$step" && code=0 || code=$?
+done
+if [ "$requeue" = yes ] && [ "$code" = 0 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
+exit "$code"

@@ -14,13 +14,13 @@ check_config "$config" $((ranks * ${NNODES:-1}))
 
 if [ -n "${NIC:-}" ]; then export GLOO_SOCKET_IFNAME="$NIC" NCCL_SOCKET_IFNAME="$NIC"; fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # torchrun sets the same, with a warning
-# On a signal the ranks finish their step and save; by default torchrun kills them after 30 s.
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-300}"
 if [ "${NNODES:-1}" -gt 1 ]; then
     where="--nnodes $NNODES --rdzv-backend c10d --rdzv-endpoint ${RENDEZVOUS:?set it to HOST:PORT of one host}"
 else
     where=--standalone
 fi
+# job.torchrun is torchrun with the exit code of the ranks: on SIGINT or SIGTERM they finish their step, save and end
+# the job with 0. A second Ctrl-C ends it at once.
 # shellcheck disable=SC2086  # several options in one variable
-exec "$PYTHON" -m torch.distributed.run $where --nproc-per-node "$ranks" \
+exec "$PYTHON" -m megatron_noloco.job.torchrun $where --nproc-per-node "$ranks" \
     -m megatron_noloco train --config "$config" "$@"

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from megatron_noloco.cli.output import say
+from megatron_noloco.job.leaving import INTERRUPTED
 
 _PREPROCESS = """Text to Megatron's indexed datasets, PREFIX_KEY_document.{bin,idx}.
 
@@ -14,7 +15,6 @@ Inputs are JSON lines (.jsonl, .json, .ndjson: one document per line), Parquet (
 (anything else: one per file), the first and the last also as .gz or .zst; folders are searched. A run that was
 stopped continues where it was when it is started again with the same arguments.
 """
-_INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -71,7 +71,7 @@ def _preprocess(args: argparse.Namespace) -> int:
             tally = preprocess(job, lambda read_bytes: progress.advance(task, read_bytes))
     except KeyboardInterrupt:
         sys.stderr.write("stopped; the same command continues after the last finished part\n")
-        return _INTERRUPTED
+        return INTERRUPTED
     left_out = [f"{tally.empty} empty documents"] * bool(tally.empty)
     left_out += [f"{tally.not_text} files that are not UTF-8 text"] * bool(tally.not_text)
     notes = f"; left out: {', '.join(left_out)}" if left_out else ""

@@ -1,10 +1,9 @@
 """What a command's errors come to: a line on stderr, or a traceback, and the exit code."""
 
-import sys
 import traceback
 from importlib.util import find_spec
 
-from megatron_noloco.job.leaving import FAILURE, usage_error
+from megatron_noloco.job.leaving import FAILURE, fail, usage_error
 
 # What each extra installs, by the names that are imported. `pip install .` alone installs torch and numpy.
 _EXTRAS = {
@@ -21,10 +20,14 @@ class StoppedError(Exception):
     """A command cannot go on, through no mistake in its input or in this program; the message says why."""
 
 
-def report(error: Exception) -> int:
-    """Write what there is to say about `error` to stderr; returns the exit code.
+class UnexpectedError(Exception):
+    """Its cause needs a traceback, whatever its type: what a person can get wrong was checked before."""
 
-    2 for what the person who started the command can put right: one line per problem, from one rank of the job.
+
+def report(error: Exception) -> int:
+    """Write what there is to say about `error` to stderr, from one rank of the job; returns the exit code.
+
+    2 for what the person who started the command can put right: one line per problem.
     1 for everything else: a line where the reason is known, else a traceback.
     """
     if isinstance(error, ModuleNotFoundError):
@@ -32,10 +35,10 @@ def report(error: Exception) -> int:
     if isinstance(error, ValueError | OSError):
         return usage_error(error)
     if isinstance(error, StoppedError):
-        sys.stderr.write(f"{error}\n")
-    else:
-        traceback.print_exception(error)
-    return FAILURE
+        return fail(str(error), FAILURE)
+    cause = error.__cause__ if isinstance(error, UnexpectedError) else error
+    assert cause is not None
+    return fail("".join(traceback.format_exception(cause)).rstrip(), FAILURE)
 
 
 def _missing_extra(error: ModuleNotFoundError) -> ValueError | None:

@@ -8,7 +8,7 @@ from megatron_noloco import __version__
 from megatron_noloco.cli import config, data, doctor, huggingface, keys, plan, reading, train
 from megatron_noloco.cli.errors import report
 from megatron_noloco.cli.output import CHECKPOINT, say
-from megatron_noloco.job.leaving import abandon_job, leave
+from megatron_noloco.job.leaving import INTERRUPTED, abandon_job, leave
 
 
 def run(arguments: list[str] | None = None) -> NoReturn:
@@ -21,9 +21,11 @@ def main(arguments: list[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     try:
         return args.run(args)
+    except KeyboardInterrupt:
+        exit_code = INTERRUPTED
     except Exception as error:
         exit_code = report(error)
-    abandon_job(exit_code)
+    abandon_job()
     return exit_code
 
 

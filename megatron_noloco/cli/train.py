@@ -2,9 +2,20 @@
 
 import argparse
 import os
+import signal
+from typing import TYPE_CHECKING
 
-from megatron_noloco.cli.errors import StoppedError
+from megatron_noloco import activity
+from megatron_noloco.cli.errors import StoppedError, UnexpectedError
 from megatron_noloco.job.leaving import FAILURE
+
+if TYPE_CHECKING:
+    from megatron_noloco.training.prepare import Prepared
+
+_LOST = (
+    "{who}; the connection was lost: another process of the job was killed, or its host is gone. "
+    "The launcher, the scheduler or the kernel's log (out of memory) may say which, and why"
+)
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -16,6 +27,14 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     train.add_argument(
         "--replica", type=int, metavar="I", help="in a federation: which one this job is, from 0"
     )
+    train.add_argument(
+        "--debug-waits",
+        type=float,
+        nargs="?",
+        const=5.0,
+        metavar="SECONDS",
+        help="in place of training.watchdog_seconds: say what each rank waits for after so long (default: 5)",
+    )
     train.set_defaults(run=_train)
 
 
@@ -23,11 +42,35 @@ def _train(args: argparse.Namespace) -> int:
     from megatron_noloco.config import load_config
 
     config = load_config(args.config)
+    patience = config.training.watchdog_seconds if args.debug_waits is None else args.debug_waits
+    if patience < 0:
+        raise ValueError(f"--debug-waits {patience}: seconds must be 0 (never) or more")
 
-    from megatron_noloco.training.prepare import join_job, prepare  # import torch: only for a sound config
+    from megatron_noloco.training.prepare import prepare  # imports torch: only for a sound config
 
     prepared = prepare(config, os.environ, args.replica)
-    joined = join_job(prepared)
+
+    from megatron_noloco.job.failure import lost_connection
+    from megatron_noloco.job.watchdog import Watchdog
+
+    activity.now.who = prepared.who
+    # Under launch/deepspeed.sh it is ignored by the launchers, and by what they start.
+    signal.signal(signal.SIGUSR1, signal.SIG_DFL)
+    with Watchdog(patience):
+        try:
+            return _run(prepared, args.progress)
+        except Exception as error:
+            lost = lost_connection(error)
+            if lost is None:
+                raise
+            raise StoppedError(_LOST.format(who=activity.told(lost))) from None
+
+
+def _run(prepared: "Prepared", progress: str) -> int:
+    from megatron_noloco.training.prepare import join_job
+
+    with activity.now.doing("joining the other ranks"):
+        joined = join_job(prepared)
 
     # Imports Megatron-core and DeepSpeed, which takes seconds: only for a run that can start.
     from megatron_noloco.federation.keeping_up import UntrainedError
@@ -36,8 +79,10 @@ def _train(args: argparse.Namespace) -> int:
     from megatron_noloco.training.health import NotFiniteError
 
     try:
-        return 0 if build(prepared, *joined, args.progress).train() else FAILURE
+        with activity.now.doing("building its part of the model"):
+            run = build(prepared, *joined, progress)
+        return 0 if run.train() else FAILURE
     except (PartnerTimeoutError, UntrainedError, NotFiniteError) as error:
         raise StoppedError(str(error)) from None
     except (ValueError, OSError) as error:  # input was checked before: this needs a traceback
-        raise RuntimeError("training failed") from error
+        raise UnexpectedError from error

@@ -85,6 +85,11 @@ class TrainingConfig(Block):
     exit_duration_minutes: Annotated[float, Field(gt=0)] | None = Field(
         default=None, description="Save and exit after so many minutes; null: never."
     )
+    watchdog_seconds: Annotated[float, Field(ge=0)] = Field(
+        default=120.0,
+        description="A rank that has stood still for so long says in which step, and what it waits for from whom; "
+        "0: never. Nothing is ended by it: noloco.deadline_seconds is what ends a round without an answer.",
+    )
     peak_tflops: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
         description="TFLOP/s that a GPU reaches at best in the precision of the run, for the MFU in the log; "

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor
 
+from megatron_noloco.activity import now
 from megatron_noloco.engine import state
 from megatron_noloco.engine.build import build_deepspeed
 from megatron_noloco.engine.layout import FlatPart
@@ -69,6 +70,7 @@ class ReplicaEngine:
             losses = self.pipeline.run(read, routes, self.microbatches)
         self.record("train/learning_rate", float(self._optimizer.param_groups[0]["lr"]), LAST)
         self._schedule_weight_decay()
+        now.part("reducing gradients and clipping them with the other ranks of the replica")
         with timed(self.record, "time/optimizer_seconds", PER_STEP):
             self._complete_gradients()
             self._deepspeed.allreduce_gradients()

@@ -4,6 +4,7 @@ import ipaddress
 import os
 import socket
 from datetime import timedelta
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -37,6 +38,16 @@ def check_gpus(replica_size: int) -> None:
             f"rank {dist.get_rank()}: {sharing} ranks have one GPU, and a replica has {replica_size}; "
             "only replicas of one rank can share a GPU: start one process per GPU, or set all parallel sizes to 1"
         )
+
+
+def record_collectives(folder: Path) -> None:
+    """Let NCCL's flight recorder keep the last collectives of each rank, and write them here when one times out.
+
+    Before `join`. `torchfrtrace` reads the files. Variables that are set already stay. Not yet tried on a GPU.
+    """
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives
+    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / "nccl_trace_rank_"))
 
 
 def join(world: World, backend: str) -> None:

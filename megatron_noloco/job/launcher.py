@@ -1,5 +1,6 @@
 """The launchers' environment variables: the only file that names them."""
 
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, MutableMapping
@@ -128,6 +129,12 @@ def mpi_world_size(environ: Environ) -> int | None:
 def may_be_first(environ: Environ) -> bool:
     """Whether no launcher calls this process another rank than 0; for when `read_world` cannot be asked."""
     return all(environ.get(names.rank, "0") == "0" for names in (_TORCH, _OPEN_MPI, _HYDRA, _SLURM))
+
+
+def rank_here(environ: Environ) -> str:
+    """This process in words, as far as the launcher's variables tell; for when `read_world` cannot be asked."""
+    ranks = (environ[names.rank] for names in (_TORCH, _OPEN_MPI, _HYDRA, _SLURM) if names.rank in environ)
+    return f"rank {next(ranks, '0')} on {socket.gethostname()}"
 
 
 def on_a_terminal(environ: Environ) -> bool:

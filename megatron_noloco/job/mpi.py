@@ -56,11 +56,3 @@ def share_with_all(value: str) -> list[str]:
     from mpi4py import MPI
 
     return MPI.COMM_WORLD.allgather(value)
-
-
-def abort(exit_code: int) -> None:
-    """End the whole MPI job, if there is one: MPI_Finalize would wait for ranks that wait for this one."""
-    if "mpi4py.MPI" in sys.modules and started_world_size() > 1:
-        from mpi4py import MPI
-
-        MPI.COMM_WORLD.Abort(exit_code)

@@ -20,6 +20,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
+from megatron_noloco.activity import now
 from megatron_noloco.job import agreement
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -61,7 +62,9 @@ class Stopping:
                 self._begun = done + 1
             if done < self._begun:
                 return False
-        self._agreed.wait()
+        with now.doing(f"stopping after local step {done}"):
+            now.part("waiting until all ranks have said how many steps they have begun")
+            self._agreed.wait()
         if self._last_step is None:
             raise RuntimeError("the ranks could not agree where to stop") from self._failure
         return done >= self._last_step

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_noloco.activity import now
 from megatron_noloco.metrics.reduction import Reduction, Sample
 from megatron_noloco.metrics.writers import Writer
 
@@ -85,6 +86,7 @@ class Metrics:
             for name, samples in _read(self._samples).items()
         }
         self._samples = {}
+        now.part("gathering the numbers of the replica's ranks")
         everyones: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(everyones, own, group=self._group)
         reductions: dict[str, Reduction] = {}

@@ -29,6 +29,7 @@ from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.protocol import ExchangeTimeoutError, Message, Transport
 
+_NAMED = 3  # of those that an exchange waits for
 STRETCH = 1 << 24  # elements that are under way at a time by default: 64 MiB
 
 
@@ -122,12 +123,19 @@ class Exchange:
         """
         if not self._under_way:
             raise RuntimeError("nothing is under way: begin comes before finish")
-        self.patience.wait()
+        self.patience.wait(self._awaited())
         try:
             yield from (piece for piece in self._pieces if piece is not None)
         finally:
             self._pieces.close()
             self._under_way = False
+
+    def _awaited(self) -> str:
+        others = [member for member in self.report.group if member != self.place.replica]
+        named = [f"rank {self.place.rank_of(other)} (replica {other})" for other in others[:_NAMED]]
+        if len(others) > _NAMED:
+            named.append(f"{len(others) - _NAMED} more")
+        return f"waiting for {' and '.join(named)} in {self._what}"
 
     def _all_pieces(self, vector: Tensor, posted: Iterator[MeanPiece | None]) -> Generator[MeanPiece | None]:
         """None where the next piece has not landed and nobody waits."""

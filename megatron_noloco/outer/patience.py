@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 
+from megatron_noloco.activity import now
 from megatron_noloco.transport.protocol import Arrival, Flight
 
 
@@ -21,14 +22,15 @@ class Patience:
     def __init__(self, deadline_seconds: float) -> None:
         self.deadline_seconds = deadline_seconds
         self._since: float | None = None
+        self._awaited = ""
 
     def work(self) -> None:
         """From here on there is something else to do: nobody waits."""
         self._since = None
 
-    def wait(self) -> None:
-        """From here on there is nothing else to do."""
-        self._since = time.monotonic()
+    def wait(self, awaited: str) -> None:
+        """From here on there is nothing else to do; `awaited` says in words for whom this rank waits."""
+        self._since, self._awaited = time.monotonic(), awaited
 
     def collect(self, flight: Flight) -> Iterator[Arrival | None]:
         """The chunks of a flight just posted, until all are received and sent.
@@ -47,5 +49,9 @@ class Patience:
                 yield None
                 continue
             deadline_seconds = self.deadline_seconds + max(0.0, self._since - posted)
-            yield from flight.arrivals(deadline_seconds)
+            now.part(self._awaited)
+            for arrival in flight.arrivals(deadline_seconds):
+                yield arrival
+                now.part(self._awaited)
             flight.finish(deadline_seconds)
+            now.part("")

@@ -12,7 +12,7 @@ stages, where next and previous are the same stage, the directions cannot be tak
 
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,9 +21,17 @@ from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megatron_noloco.activity import now
 from megatron_noloco.pipeline.groups import Groups, ProcessGroup
 from megatron_noloco.plans.routing import Routes
 from megatron_noloco.plans.topology import Position
+
+
+class Hop(NamedTuple):
+    """One message of the pipeline: the rank at its other end, and the microbatch."""
+
+    rank: int
+    microbatch: int
 
 
 class RoutedCommunicator(P2PCommunicator):
@@ -48,6 +56,7 @@ class RoutedCommunicator(P2PCommunicator):
         )
         self.wait_seconds = 0.0
         self.bytes_to_others = 0
+        self._awaited: list[str] = []  # the messages under way, in words
 
     def begin(self, routes: Routes, microbatches: int) -> None:
         """Lay out with whom to exchange, in order, in the next pass of the schedule over `microbatches`."""
@@ -58,17 +67,19 @@ class RoutedCommunicator(P2PCommunicator):
         def rank(replica: int, stage: int) -> int:
             return self.groups.topology.rank(Position(replica, stage % stages, me.dp, me.tp))
 
-        def receivers(order: list[tuple[int, int]]) -> Iterator[int]:
+        def receivers(order: list[tuple[int, int]]) -> Iterator[Hop]:
             for microbatch, chunk in order:
                 boundary = chunk * stages + me.stage
                 if boundary < last_boundary:
-                    yield rank(routes.next_replica(boundary, me.replica, microbatch), me.stage + 1)
+                    replica = routes.next_replica(boundary, me.replica, microbatch)
+                    yield Hop(rank(replica, me.stage + 1), microbatch)
 
-        def senders(order: list[tuple[int, int]]) -> Iterator[int]:
+        def senders(order: list[tuple[int, int]]) -> Iterator[Hop]:
             for microbatch, chunk in order:
                 boundary = chunk * stages + me.stage - 1
                 if boundary >= 0:
-                    yield rank(routes.previous_replica(boundary, me.replica, microbatch), me.stage - 1)
+                    replica = routes.previous_replica(boundary, me.replica, microbatch)
+                    yield Hop(rank(replica, me.stage - 1), microbatch)
 
         forward = schedule_order(microbatches, self.vpp, stages)
         backward = [(microbatch, self.vpp - 1 - chunk) for microbatch, chunk in forward]
@@ -94,12 +105,15 @@ class RoutedCommunicator(P2PCommunicator):
         received_next = self._empty(tensor_shape) if recv_next else None
         forward, backward = self.groups.forward_hops, self.groups.backward_hops
         requests: list[Any] = []
+        self._awaited = []
         requests += self._post(tensor_send_next, self._send_next, received_prev, self._recv_prev, forward)
         requests += self._post(tensor_send_prev, self._send_prev, received_next, self._recv_next, backward)
+        now.part(f"waiting for {' and '.join(self._awaited)}")
         started = time.perf_counter()
         for request in requests:
             request.wait()
         self.wait_seconds += time.perf_counter() - started
+        now.part("")
         for received in (received_prev, received_next):
             if received is not None:
                 received.requires_grad_()
@@ -108,20 +122,24 @@ class RoutedCommunicator(P2PCommunicator):
     def _post(
         self,
         outgoing: Tensor | None,
-        receivers: Iterator[int],
+        receivers: Iterator[Hop],
         incoming: Tensor | None,
-        senders: Iterator[int],
+        senders: Iterator[Hop],
         group: ProcessGroup,
     ) -> list[Any]:
         operations = []
+        what = "activations" if group is self.groups.forward_hops else "gradients"
         if outgoing is not None:
-            receiver = next(receivers)
+            receiver, microbatch = next(receivers)
+            self._awaited.append(f"rank {receiver} to take the {what} of microbatch {microbatch}")
             if self.groups.topology.position(receiver).replica != self.groups.position.replica:
                 self.bytes_to_others += outgoing.nbytes
             # detach: gloo must not see a tensor that autograd may free or version-check
             operations.append(dist.P2POp(dist.isend, outgoing.detach().contiguous(), receiver, group))
         if incoming is not None:
-            operations.append(dist.P2POp(dist.irecv, incoming, next(senders), group))
+            sender, microbatch = next(senders)
+            self._awaited.append(f"the {what} of microbatch {microbatch} from rank {sender}")
+            operations.append(dist.P2POp(dist.irecv, incoming, sender, group))
         return dist.batch_isend_irecv(operations) if operations else []
 
     def _empty(self, shape: Any) -> Tensor:

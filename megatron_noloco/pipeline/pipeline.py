@@ -7,6 +7,7 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from megatron_noloco.activity import now
 from megatron_noloco.metrics import MEAN, SUM, TOTAL, Record, Reduction, unrecorded
 from megatron_noloco.metrics.reduction import mean, total
 from megatron_noloco.pipeline.balance import take_balance
@@ -79,6 +80,7 @@ class Pipeline:
         def forward_step(order: Iterator[int], chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             self.between_microbatches()
             microbatch = next(order)
+            now.part(f"microbatch {microbatch}, forward")
             origin = routes.origin((chunk.vp_stage or 0) * stages + at.stage, at.replica, microbatch)
             tokens = labels = documents = None
             if chunk.pre_process or chunk.post_process or self.stage.separate_documents:

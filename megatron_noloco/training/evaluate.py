@@ -10,6 +10,7 @@ import math
 import torch
 import torch.distributed as dist
 
+from megatron_noloco.activity import now
 from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.outer import Exchange, MeanModel
@@ -106,5 +107,6 @@ class Evaluator:
         total = torch.zeros(2, dtype=torch.float64)
         for _, loss, tokens in losses:
             total += torch.tensor([float(loss) * int(tokens), int(tokens)], dtype=torch.float64)
+        now.part("adding up the losses of the replica's ranks")
         dist.all_reduce(total, group=self.engine.groups.replica)
         return float(total[0] / total[1])

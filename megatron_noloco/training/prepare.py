@@ -1,6 +1,7 @@
 """The start of a run: what one process checks and reads alone, and how it then joins the others."""
 
 import os
+import socket
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,7 +22,13 @@ from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.data.records import record_files
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_noloco.huggingface.pretrained import check_fits
-from megatron_noloco.job.join import check_gpus, choose_transport, join, ranks_on_this_host
+from megatron_noloco.job.join import (
+    check_gpus,
+    choose_transport,
+    join,
+    ranks_on_this_host,
+    record_collectives,
+)
 from megatron_noloco.job.launcher import World, local_device, read_world
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Topology
@@ -44,6 +51,13 @@ class Prepared:
     datasets: Datasets
     plan: BatchPlan
     validation: list[ValidationSource]  # one per dataset of the blend
+
+    @property
+    def who(self) -> str:
+        """This rank, as errors name it."""
+        at = self.topology.position(self.world.rank)
+        place = f"replica {at.replica}, stage {at.stage}, dp {at.dp}, tp {at.tp}"
+        return f"rank {self.world.rank} on {socket.gethostname()} ({place})"
 
 
 def prepare(config: RunConfig, environ: Mapping[str, str], replica: int | None = None) -> Prepared:
@@ -114,6 +128,7 @@ def join_job(prepared: Prepared) -> tuple[Transport, Start]:
     if cuda:  # before anything is allocated
         alone = topology.replica_size == 1
         torch.cuda.set_device(local_device(world, torch.cuda.device_count(), shared=alone))
+        record_collectives(Path(prepared.config.training.output_dir))
     join(world, "cpu:gloo,cuda:nccl" if cuda else "gloo")
     if cuda:
         check_gpus(topology.replica_size)

@@ -2,12 +2,11 @@
 
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from megatron_noloco.activity import now
 from megatron_noloco.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.data.loader import StepLoader
 from megatron_noloco.engine.replica import ReplicaEngine
@@ -95,20 +94,21 @@ class Run:
             self.keeping_up.start(done)
         while done < self.schedule.steps:
             if self.stopping.before_step(done):
-                self._leave(done)
+                with now.doing(f"saving after local step {done}, at which it was asked to stop"):
+                    self._leave(done)
                 return done
             before, step = done, self._next_step(done)
             done = step + 1
             started = time.perf_counter()
-            with self._doing(f"computing local step {done}"):
+            with now.doing(f"computing local step {done}"):
                 losses = self.engine.train_batch(*self.loader.step(step))
             if self.health is not None:
                 self.health.after_step(done, losses)
-            with self._doing(f"in the round after local step {done}"):
+            with now.doing(f"in the round after local step {done}"):
                 self._round(done, time.perf_counter() - started)
                 if done == self.schedule.steps and self.final_average is not None:
                     self.monitor.averaged(self.final_average(done))
-            with self._doing(f"writing, evaluating or saving after local step {done}"):
+            with now.doing(f"writing, evaluating or saving after local step {done}"):
                 self._after_round(before, done)
         return done
 
@@ -119,19 +119,6 @@ class Run:
             self._evaluate(done)
         if self.schedule.saves(before, done):
             self._save(done)
-
-    @contextmanager
-    def _doing(self, what: str) -> Iterator[None]:
-        """A traceback from here ends with who this rank is, and what it was doing."""
-        try:
-            yield
-        except Exception as error:
-            place = self.engine.groups.position
-            error.add_note(
-                f"rank {dist.get_rank()} (replica {place.replica}, stage {place.stage}, data-parallel rank "
-                f"{place.dp}, tensor-parallel rank {place.tp}) was {what}"
-            )
-            raise
 
     def _next_step(self, done: int) -> int:
         """The number of the next local step, from 0: in a federation, some may be left out."""

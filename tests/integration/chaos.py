@@ -26,7 +26,6 @@ from torch import Tensor
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.cli.main import main
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.job import leaving
 from tests.harness import RankFailedError, run_ranks
 from tests.integration.tiny import already_joined, metrics, tiny, write_config, write_text
 
@@ -140,7 +139,6 @@ def command(
 ) -> Outcome:
     """The command line on a rank of the harness."""
     already_joined()
-    leaving._LATE_RANK_0_SECONDS = 0.0  # no launcher here that would end rank 0 before it spoke
     os.environ["OMP_NUM_THREADS"] = "1"  # a pool of threads in a process that was forked would wait for ever
     for fault in faults:
         if fault.rank == rank:

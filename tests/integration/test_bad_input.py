@@ -146,7 +146,8 @@ def test_the_other_ranks_let_rank_0_report_first(
         monkeypatch.setenv(name, value)
     changes, fragments = MISTAKES[mistake]
     exit_code = main(["train", "--config", config_with(folder, changes)])
-    assert_one_line(exit_code, capfd.readouterr().err, fragments)
+    here = f"rank 1 on {socket.gethostname()}: "
+    assert_one_line(exit_code, capfd.readouterr().err, (here, *fragments))
     assert set(said_before) == {""}
     assert sum(naps) >= 5
 
@@ -256,6 +257,7 @@ def test_mpi_demanded_under_torchrun(folder: Path) -> None:
     config = config_with(folder, {"noloco": {"transport": "mpi"}})
     finished = run_torchrun(2, LATE, ["train", "--config", config])
     assert finished.returncode != 0
-    (line,) = our_lines(finished.stderr, 'transport "mpi"')
+    line, of_torchrun = our_lines(finished.stderr, 'transport "mpi"')
     assert "MPI sees a world of 1 but torchrun started 2 ranks" in line
+    assert line in of_torchrun, "it reads the reason in the file of the rank"
     assert "exitcode  : 2" in finished.stderr, "torchrun itself exits with 1, and tells ours"

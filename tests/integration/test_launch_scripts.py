@@ -3,9 +3,12 @@
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -184,6 +187,147 @@ def test_an_unknown_profile_starts_nothing(script: str) -> None:
     code, said = launch(script, "8", CONFIG, environ=environ)
     assert code == 2
     assert said == "LAUNCH_PROFILE=wlan is unknown: it must be wan, ethernet or ib\n"
+
+
+RECORDED = {
+    "pdsh": "pdsh -S -f 1024 -w node1,node2 {exports} cd {cwd}; {python} -u -m deepspeed.launcher.launch "
+    "--world_info={world} --node_rank=%n --master_addr=node1 --master_port=29500 --no_python --no_local_rank "
+    "{log} env GLOO_SOCKET_IFNAME=eth7 NCCL_SOCKET_IFNAME=eth7 "
+    "{python} -u -m megatron_noloco train --config {config}",
+    "openmpi": "mpirun -n 8 -hostfile {hosts} --mca btl ^openib --bind-to none --mca btl_tcp_if_include eth7 "
+    "-x GLOO_SOCKET_IFNAME {exports} {python} -u -m megatron_noloco train --config {config}",
+    "slurm": "srun -n 8 --kill-on-bad-exit=1 --mpi=pmix {exports} {python} -u {root}/launch/train.py train "
+    "--config {config}",
+    "mpich": "mpirun -n 8 -ppn 4 -iface eth7 {exports} -hosts node1,node2 {python} -u {helper} --launcher mpich "
+    "{root}/launch/train.py train --config {config}",
+}
+
+
+SHOW = """#!/bin/sh
+[ "$1" != --version ] || { echo "mpirun (Open MPI) 5.0.11"; exit; }
+echo "$(basename "$0") $*"
+"""
+
+
+@pytest.mark.parametrize(
+    "launcher", [name if name == "slurm" else pytest.param(name, marks=pytest.mark.slow) for name in RECORDED]
+)
+def test_what_deepspeed_starts(launcher: str, tmp_path: Path) -> None:
+    """DeepSpeed's own runner, with launchers that only show how they are called. {name}: what differs here."""
+    commands = dict.fromkeys(("srun", "sinfo", "pdsh", "ompi_info", "mpirun"), SHOW)
+    commands |= {"ssh": "#!/bin/sh\necho node1\n", "scontrol": "#!/bin/sh\nprintf 'node1\\nnode2\\n'\n"}
+    for name, content in commands.items():
+        (tmp_path / name).write_text(content)
+        (tmp_path / name).chmod(0o755)
+    hosts = tmp_path / "hosts"
+    hosts.write_text("node1 slots=4\nnode2 slots=4\n")
+    environ = {
+        **os.environ, "PYTHON": sys.executable, "PATH": f"{tmp_path}:{os.environ['PATH']}", "NIC": "eth7",
+        "MPIRUN": str(tmp_path / "mpirun"), "DS_ACCELERATOR": "cpu", "LAUNCHER": launcher,
+    }  # fmt: skip
+    if launcher == "slurm":
+        environ |= {"SLURM_JOB_NODELIST": "node[1-2]", "LAUNCHER_ARGS": "--mpi=pmix"}
+    else:
+        environ |= {"HOSTFILE": str(hosts), "HOSTS": "2"}
+    command = [str(REPOSITORY / "launch" / "deepspeed.sh"), "4", CONFIG]
+    finished = subprocess.run(
+        command, cwd=REPOSITORY, env=environ, capture_output=True, text=True, timeout=300
+    )
+    assert finished.returncode == 0, finished.stderr
+    here = {"python": sys.executable, "config": CONFIG, "root": str(REPOSITORY), "hosts": str(hosts)}
+    parts = re.split(r"\{(\w+)\}", RECORDED[launcher])  # what is in braces has the odd places
+    pattern = "".join(
+        re.escape(here[part] if place % 2 else part) if part in here or not place % 2 else ".+"
+        for place, part in enumerate(parts)
+    )
+    assert re.fullmatch(pattern, finished.stdout.strip()), finished.stdout
+
+
+def test_deepspeed_refuses_what_it_could_not_start() -> None:
+    unknown = launch("deepspeed.sh", "8", CONFIG, environ={"LAUNCHER": "rsh"})
+    assert unknown == (2, "LAUNCHER=rsh is unknown: it must be pdsh, openmpi, slurm or mpich\n")
+    alone = launch("deepspeed.sh", "8", CONFIG, environ={"LAUNCHER": "slurm"})
+    assert alone == (2, 'LAUNCHER=slurm needs HOSTFILE, with a line like "node1 slots=8" for each host\n')
+    without = launch("deepspeed.sh", "8", CONFIG, environ={"LAUNCHER": "openmpi", "HOSTFILE": "hosts"})
+    assert without == (2, "LAUNCHER=openmpi needs NIC: DeepSpeed would take eth0\n")
+
+
+class Batch:
+    """launch/slurm.sh with a scheduler that only records what it is told; its srun ends when it is signalled."""
+
+    def __init__(self, folder: Path, code: int) -> None:
+        self.folder = folder
+        commands = {
+            "srun": f'until [ -e "{folder}/signalled" ]; do sleep 0.05; done; exit {code}',
+            "scancel": f'touch "{folder}/signalled"',
+            "scontrol": "",
+            "python": "",
+        }
+        for name, action in commands.items():
+            (folder / name).write_text(f'#!/bin/sh\necho "{name} $*" >>"{folder}/told"\n{action}\n')
+            (folder / name).chmod(0o755)
+        environ = {
+            **os.environ, "PYTHON": str(folder / "python"), "PATH": f"{folder}:{os.environ['PATH']}",
+            "SLURM_SUBMIT_DIR": str(REPOSITORY), "SLURM_NTASKS": "8", "SLURM_JOB_ID": "77",
+        }  # fmt: skip
+        self.process = subprocess.Popen(
+            [str(REPOSITORY / "launch" / "slurm.sh"), CONFIG], env=environ, start_new_session=True
+        )
+
+    def told(self) -> list[str]:
+        path = self.folder / "told"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def wait_for(self, name: str) -> None:
+        deadline = time.monotonic() + 60
+        while not any(line.startswith(name) for line in self.told()):
+            assert time.monotonic() < deadline, self.told()
+            time.sleep(0.05)
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Iterator[Callable[[int], Batch]]:
+    started: list[Batch] = []
+
+    def start(code: int) -> Batch:
+        started.append(Batch(tmp_path, code))
+        return started[-1]
+
+    yield start
+    for one in started:
+        (one.folder / "signalled").touch()
+        one.process.wait(60)
+
+
+TRAIN = f"srun --mpi=pmix --kill-on-bad-exit=1 {{python}} -m megatron_noloco train --config {CONFIG}"
+
+
+@pytest.mark.parametrize(("code", "requeued"), [(0, ["scontrol requeue 77"]), (1, [])])
+def test_a_batch_job_whose_time_is_over_goes_back_into_the_queue(
+    code: int, requeued: list[str], batch: Callable[[int], Batch]
+) -> None:
+    """Unless it could not save."""
+    job = batch(code)
+    job.wait_for("srun")
+    job.process.send_signal(signal.SIGUSR1)
+    assert job.process.wait(60) == code
+    _, train, *then = job.told()
+    assert train == TRAIN.format(python=job.folder / "python")
+    assert then == ["scancel --signal=USR1 77", *requeued]
+
+
+def test_a_batch_job_that_has_finished_does_not(batch: Callable[[int], Batch]) -> None:
+    job = batch(0)
+    job.wait_for("srun")
+    (job.folder / "signalled").touch()
+    assert job.process.wait(60) == 0
+    assert [line.split()[0] for line in job.told()] == ["python", "srun"]
+
+
+def test_slurm_is_told_to_warn_the_script_and_to_requeue() -> None:
+    lines = (REPOSITORY / "launch" / "slurm.sh").read_text().splitlines()
+    options = [line.split()[1] for line in lines if line.startswith("#SBATCH")]
+    assert {"--requeue", "--signal=B:USR1@300", "--open-mode=append"} <= set(options)
 
 
 def test_setup_refuses_a_python_that_is_not_there() -> None:

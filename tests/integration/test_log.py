@@ -2,6 +2,7 @@
 
 import json
 import re
+import socket
 import sys
 from itertools import count
 from pathlib import Path
@@ -124,6 +125,7 @@ def fails_in_its_third_step(rank: int, world_size: int, config: str) -> str:
 def test_a_traceback_ends_with_what_the_rank_was_doing(tmp_path: Path) -> None:
     raw = tiny({"data": {"text": write_text(tmp_path)}, "training": {"output_dir": str(tmp_path)}})
     (told,) = run_ranks(1, fails_in_its_third_step, write_config(tmp_path, raw))
+    host = socket.gethostname()
     assert told.splitlines()[-1] == (
-        "rank 0 (replica 0, stage 0, data-parallel rank 0, tensor-parallel rank 0) was computing local step 3"
+        f"rank 0 on {host} (replica 0, stage 0, dp 0, tp 0) was computing local step 3"
     )

@@ -12,13 +12,13 @@ import pytest
 from tests.harness import REPOSITORY, free_port
 from tests.integration.tiny import tiny, write_config, write_text
 
-PATIENCE_SECONDS = 120
+PATIENCE_SECONDS = 400  # a start takes minutes where other work shares the cores
 
 
-def ranks_of(config: str) -> list[psutil.Process]:
+def ranks_of(config: str, module: str = "megatron_noloco") -> list[psutil.Process]:
     """Processes of a run, launchers left out; also those that have lost the launcher that began them."""
     commands = ((process, process.info["cmdline"] or []) for process in psutil.process_iter(["cmdline"]))
-    return [process for process, words in commands if config in words and "megatron_noloco" in words[:4]]
+    return [process for process, words in commands if config in words and module in words[:4]]
 
 
 def wait_until(told: Path, text: str) -> None:
@@ -28,16 +28,16 @@ def wait_until(told: Path, text: str) -> None:
         time.sleep(0.1)
 
 
-# torchrun and DeepSpeed's runner tell of a signal, whatever became of the run.
 @pytest.mark.parametrize(
-    ("script", "code"),
+    ("script", "launcher"),
     [
-        ("mpirun.sh", 0),
-        pytest.param("torchrun.sh", 1, marks=pytest.mark.slow),
-        pytest.param("deepspeed.sh", 143, marks=pytest.mark.slow),
+        ("mpirun.sh", ""),
+        pytest.param("torchrun.sh", "", marks=pytest.mark.slow),
+        pytest.param("deepspeed.sh", "", marks=pytest.mark.slow),
+        pytest.param("deepspeed.sh", "openmpi", marks=pytest.mark.slow),
     ],
 )
-def test_sigterm_saves_and_leaves_nobody(script: str, code: int, tmp_path: Path) -> None:
+def test_sigterm_saves_and_leaves_nobody(script: str, launcher: str, tmp_path: Path) -> None:
     changes = {
         "parallel": {"replicas": 2},
         "data": {"text": write_text(tmp_path)},
@@ -45,6 +45,10 @@ def test_sigterm_saves_and_leaves_nobody(script: str, code: int, tmp_path: Path)
     }
     config, told = write_config(tmp_path, tiny(changes)), tmp_path / "told"
     environ = {**os.environ, "PYTHON": sys.executable, "PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}
+    if launcher:
+        (tmp_path / "hosts").write_text("localhost slots=2\n")
+        environ |= {"LAUNCHER": launcher, "HOSTFILE": str(tmp_path / "hosts"), "NIC": "lo"}
+        environ |= {"LAUNCHER_ARGS": "--oversubscribe"}
     with told.open("w") as log:
         launched = subprocess.Popen(
             [str(REPOSITORY / "launch" / script), "2", config, "--progress", "lines"],
@@ -57,7 +61,7 @@ def test_sigterm_saves_and_leaves_nobody(script: str, code: int, tmp_path: Path)
         wait_until(told, "iteration      5/100000")
         assert len(ranks_of(config)) >= 2
         launched.terminate()
-        assert launched.wait(PATIENCE_SECONDS) == code, told.read_text()
+        assert launched.wait(PATIENCE_SECONDS) == 0, told.read_text()
         assert ranks_of(config) == []
     finally:
         for rank in ranks_of(config):

@@ -9,6 +9,7 @@ from subprocess import CompletedProcess
 
 import pytest
 
+from megatron_noloco.config import RunConfig
 from tests.harness import REPOSITORY, run_launcher, run_mpi, two_hosts
 from tests.integration.tiny import metrics, tiny, write_config, write_text
 from tools.netlab.lab import NIC, Lab
@@ -100,6 +101,51 @@ def test_the_doctor_exchanges_between_them(hosts: Lab) -> None:
     assert measured["over"] == "tcp"
     assert measured["gb_per_second"] > 0
     assert 0 <= measured["hidden"] <= 1
+
+
+@pytest.fixture(scope="module")
+def host_of(hosts: Lab, tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
+    """Where launch/mpirun.sh puts each of four ranks, as they tell themselves instead of training."""
+    python = tmp_path_factory.mktemp("placement") / "python"
+    python.write_text('#!/bin/sh\n[ "$3" != train ] || echo "at $OMPI_COMM_WORLD_RANK $(hostname)"\n')
+    python.chmod(0o755)
+    environ = {"PYTHON": str(python), "MPIRUN": str(Path(sys.executable).parent / "mpirun")}
+    told = launch(
+        hosts,
+        hosts.names[0],
+        "mpirun.sh",
+        4,
+        "a.json",
+        HOSTFILE=str(hosts.hostfile),
+        **hosts.environ,
+        **environ,
+    )
+    places = [line.split()[1:] for line in told.splitlines() if line.startswith("at ")]
+    assert len(places) == 4, told
+    return {int(rank): host for rank, host in places}
+
+
+# The layouts of docs/running.md: what `parallel` says, and the replicas that each of two hosts with two slots has.
+LAYOUTS = {
+    "several replicas per node": ({"replicas": 4}, [{0, 1}, {2, 3}]),
+    "one replica per node": ({"replicas": 2, "pipeline_model_parallel_size": 2}, [{0}, {1}]),
+    "one replica over several nodes": (
+        {"replicas": 1, "pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2}, [{0}, {0}],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_which_replicas_a_host_has(hosts: Lab, host_of: dict[int, str], layout: str) -> None:
+    parallel, expected = LAYOUTS[layout]
+    topology = RunConfig.from_dict(tiny({"parallel": parallel})).topology(4)
+    positions = {
+        name: [topology.position(rank) for rank in host_of if host_of[rank] == name] for name in hosts.names
+    }
+    assert [{at.replica for at in positions[name]} for name in hosts.names] == expected
+    for name in hosts.names:
+        stages = {(at.replica, at.stage) for at in positions[name]}
+        assert len(stages) * topology.tp == 2, "tensor parallelism does not leave a host"
 
 
 @pytest.mark.slow

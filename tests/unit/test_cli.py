@@ -11,13 +11,20 @@ from megatron_noloco.cli.errors import StoppedError
 from tests.harness import REPOSITORY
 
 
-def command_that_raises(error: Exception, monkeypatch: pytest.MonkeyPatch) -> int:
+def command_that_raises(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
     def raise_it(_: object) -> int:
         raise error
 
     monkeypatch.setattr(config, "_config", raise_it)
     monkeypatch.setattr(errors, "find_spec", lambda name: None if name == "megatron" else name)
     return main.main(["config", "--explain"])
+
+
+def test_a_ctrl_c_leaves_without_a_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command_that_raises(KeyboardInterrupt(), monkeypatch) == 130
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize(

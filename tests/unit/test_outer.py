@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from megatron_noloco import activity
 from megatron_noloco.outer import (
     Channel,
     Exchange,
@@ -432,6 +433,8 @@ def test_a_missing_partner_is_named(group_size: int) -> None:
         r"replica 0: no answer from partner 1 \(rank 3\) in round 7 after [0-9.]+ s \(noloco.deadline_seconds\)",
         message,
     )
+    others = ["rank 3 (replica 1)", "rank 5 (replica 2)"][: group_size - 1]
+    assert activity.now.state.part == f"waiting for {' and '.join(others)} in round 7"
 
 
 @pytest.mark.parametrize("group", [(0, 1), (0, 1, 2)])

@@ -455,7 +455,7 @@ def test_the_deadline_counts_from_the_wait(monkeypatch: pytest.MonkeyPatch) -> N
     waiting, flight = patience.Patience(10.0), Silent()
     arrivals = waiting.collect(flight)
     assert next(arrivals) is None
-    waiting.wait()
+    waiting.wait("waiting for rank 1")
     assert list(arrivals) == []
     assert flight.deadline_seconds == 110.0
 

@@ -1,0 +1,146 @@
+"""A rank fails, or stands still: one says why, the others no more than that, under every launcher."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_noloco.cli.errors import StoppedError
+from megatron_noloco.cli.main import main
+from megatron_noloco.job import watchdog
+from tests.harness import REPOSITORY, free_port, run_launcher
+from tests.integration.test_stopped_launchers import PATIENCE_SECONDS, ranks_of, wait_until
+from tests.integration.tiny import metrics, tiny, write_config, write_text
+
+WAITING = "computing local step 3: waiting for the activations of microbatch 0 from rank 2"
+FAULTY = "tests.integration.faulty_run"
+MPIRUN = Path(sys.executable).parent / "mpirun"
+LAUNCHERS = ("mpirun.sh", "torchrun.sh", "deepspeed.sh")
+
+
+def config_of_two_by_two(folder: Path, **training: object) -> str:
+    changes = {
+        "parallel": {"replicas": 2, "pipeline_model_parallel_size": 2},
+        "model": {"num_layers": 2},
+        "data": {"text": write_text(folder)},
+        "training": {"train_iters": 8, "output_dir": str(folder / "run"), **training},
+    }
+    return write_config(folder, tiny(changes))
+
+
+def environ_with(fault: str, folder: Path) -> dict[str, str]:
+    """Of a launch script whose Python starts `FAULTY` in the place of the command line."""
+    python = folder / "python"
+    python.write_text(f"""#!/bin/sh
+for word; do
+    shift
+    [ "$word" != megatron_noloco ] || word={FAULTY}
+    set -- "$@" "$word"
+done
+exec {sys.executable} "$@"
+""")
+    python.chmod(0o755)
+    environ = {"PYTHON": str(python), "PORT": str(free_port()), "FAULT": fault, "DS_ACCELERATOR": "cpu"}
+    return environ | ({"MPIRUN": str(MPIRUN)} if MPIRUN.exists() else {})
+
+
+def launch_with(fault: str, script: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [str(REPOSITORY / "launch" / script), "4", config_of_two_by_two(folder), "--progress", "lines"]
+    return run_launcher(command, PATIENCE_SECONDS, environ_with(fault, folder))
+
+
+def of_our_ranks(told: str) -> list[str]:
+    return [line for line in told.splitlines() if line.startswith("rank ") and " on " in line]
+
+
+@pytest.mark.parametrize(
+    "script",
+    [name if name == "mpirun.sh" else pytest.param(name, marks=pytest.mark.slow) for name in LAUNCHERS],
+)
+def test_the_rank_that_fails_says_why_and_nobody_else(script: str, tmp_path: Path) -> None:
+    finished = launch_with("raise 2 5", script, tmp_path)
+    assert finished.returncode == 1, finished.stderr
+    assert finished.stderr.count("Traceback (most recent call last)") == 1, finished.stderr
+    assert "ZeroDivisionError: a mistake in the model" in finished.stderr
+    (line,) = of_our_ranks(finished.stderr)
+    assert line.startswith("rank 2 on ")
+    assert "(replica 1, stage 0, dp 0, tp 0) was computing local step 5: microbatch 0, forward" in line
+
+
+@pytest.mark.parametrize(
+    "script",
+    [name if name == "torchrun.sh" else pytest.param(name, marks=pytest.mark.slow) for name in LAUNCHERS],
+)
+def test_a_rank_that_is_killed_is_missed_by_one_other(script: str, tmp_path: Path) -> None:
+    """Or by none, where the launcher ends them before they can say so."""
+    finished = launch_with("SIGKILL 2 5", script, tmp_path)
+    assert finished.returncode == 128 + signal.SIGKILL, finished.stderr
+    assert "Traceback" not in finished.stderr
+    said = of_our_ranks(finished.stderr)
+    assert len(said) <= 1, finished.stderr
+    for line in said:
+        assert "the connection was lost: another process of the job was killed" in line
+    if script == "torchrun.sh":
+        assert "was ended by SIGKILL" in finished.stderr
+
+
+def test_a_negative_wait_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = write_config(tmp_path, tiny())
+    assert main(["train", "--config", config, "--debug-waits", "-1"]) == 2
+    assert capsys.readouterr().err == "--debug-waits -1.0: seconds must be 0 (never) or more\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "seconds"), [([], 7.0), (["--debug-waits"], 5.0), (["--debug-waits", "1.5"], 1.5)]
+)
+def test_how_long_a_rank_stands_still_before_it_says_so(
+    options: list[str],
+    seconds: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def show(patience_seconds: float) -> None:
+        raise StoppedError(f"patience {patience_seconds}")
+
+    monkeypatch.setattr(watchdog, "Watchdog", show)
+    training = {"output_dir": str(tmp_path), "watchdog_seconds": 7.0}
+    config = write_config(tmp_path, tiny({"data": {"text": write_text(tmp_path)}, "training": training}))
+    assert main(["train", "--config", config, *options]) == 1
+    assert capsys.readouterr().err == f"patience {seconds}\n"
+
+
+@pytest.mark.parametrize(
+    "watchdog_seconds", [1.0, pytest.param(0.0, marks=pytest.mark.slow)], ids=["by themselves", "asked"]
+)
+def test_a_rank_that_stands_still_is_named_by_those_that_wait_for_it(
+    watchdog_seconds: float, tmp_path: Path
+) -> None:
+    """It is stopped in its third local step, until the others have said so; then the run goes on to its end."""
+    config, told = config_of_two_by_two(tmp_path, watchdog_seconds=watchdog_seconds), tmp_path / "told"
+    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **environ_with("SIGSTOP 2 3", tmp_path)}
+    command = [str(REPOSITORY / "launch" / "mpirun.sh"), "4", config, "--progress", "lines"]
+    with told.open("w") as log:
+        process = subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True)
+    try:
+        if not watchdog_seconds:
+            wait_until(told, "iteration 2/8")
+            (mpirun,) = psutil.Process(process.pid).children()
+            while WAITING not in told.read_text():  # they may be asked before they wait
+                mpirun.send_signal(signal.SIGUSR2)
+                time.sleep(1.0)
+        wait_until(told, WAITING)
+        (stopped,) = [rank for rank in ranks_of(config, FAULTY) if rank.status() == psutil.STATUS_STOPPED]
+        stopped.send_signal(signal.SIGCONT)
+        assert process.wait(PATIENCE_SECONDS) == 0, told.read_text()
+    finally:
+        for rank in ranks_of(config, FAULTY):
+            rank.kill()
+        process.kill()
+        process.wait()
+    assert [row["step"] for row in metrics(tmp_path / "run")[0]] == list(range(1, 9))
