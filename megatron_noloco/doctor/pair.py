@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from megatron_noloco.outer import Channel, Exchange
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.transport.mpi import MpiTransport
+from megatron_noloco.transport.mpi import MpiTransport, library_name
 
 _ELEMENTS = 1 << 22  # 16 MiB
 _PARTS = 16  # of the work, between which messages may move
@@ -69,7 +69,7 @@ def measure(seconds: float) -> Pair:
     beside = statistics.median(timed(_ELEMENTS, alone) for _ in range(repeats))
     return Pair(
         hosts=MPI.COMM_WORLD.allgather(socket.gethostname()),
-        library=MPI.Get_library_version().split(",")[0].strip(),
+        library=library_name(MPI.Get_library_version()),
         thread_level=_LEVELS[MPI.Query_thread()],
         latency_seconds=latency,
         gb_per_second=4 * _ELEMENTS / alone / 1e9,

@@ -95,6 +95,16 @@ done
     assert {path.name for path in tmp_path.iterdir()} == {"slots", "mpirun"}, "nothing is left behind"
 
 
+def test_mpirun_finds_the_programs_beside_it(tmp_path: Path) -> None:
+    """That of Intel MPI starts another program by its name alone."""
+    (tmp_path / "mpirun").write_text("#!/bin/sh\nits.hydra $1\n")
+    (tmp_path / "its.hydra").write_text("#!/bin/sh\n[ $1 = --version ] || echo started >&2\n")
+    for name in ("mpirun", "its.hydra"):
+        (tmp_path / name).chmod(0o755)
+    environ = {"MPIRUN": str(tmp_path / "mpirun")}
+    assert launch("mpirun.sh", "8", "configs/quickstart.json", environ=environ) == (0, "started\n")
+
+
 @pytest.mark.parametrize("where", ["", "launch", ".."])
 def test_quickstart_starts_from_any_folder(where: str, tmp_path: Path) -> None:
     """On a copy whose mpirun.sh and Python only tell that they were called."""

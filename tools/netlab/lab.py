@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from tools.netlab.launcher import Launcher
 from tools.netlab.network import Link
 from tools.netlab.relay import DEVICE, MTU, SUBNET, address_of, open_tun
 
@@ -62,27 +63,27 @@ class Lab:
         folder: for files about them; it goes with them.
         names: of the hosts.
         pids: of the processes that hold their namespaces.
-        hostfile: for mpirun.
-        remote_shell: takes the place of ssh; like it, it passes no environment.
-        environ: what mpirun needs to know of the two.
+        hostfile: for the mpirun beside this Python.
+        environ: what it needs to know of the remote shell, which takes the place of ssh. Like that, it passes no
+            environment.
     """
 
     def __init__(self, folder: Path, holders: dict[str, int], slots: int) -> None:
         self.folder = folder
         self._holders = holders  # of the namespaces: process ids by name
         self.names, self.pids = list(holders), list(holders.values())
+        self._launcher = Launcher.beside_python()
         self.hostfile = folder / "hosts.mpi"
-        self.hostfile.write_text("".join(f"{name} slots={slots}\n" for name in holders))
-        self.remote_shell = folder / "rsh"
+        self.hostfile.write_text("".join(f"{name}{self._launcher.slots}{slots}\n" for name in holders))
+        remote_shell = folder / "rsh"
         cases = "".join(f"{name}) pid={pid} ;;\n" for name, pid in holders.items())
-        self.remote_shell.write_text(
+        remote_shell.write_text(
             '#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift; done\n'
             f"case $1 in {cases}esac\nshift\n"
             f'exec env -i PATH="$PATH" HOME="$HOME" {_enter("$pid")} sh -c "cd {REPOSITORY}; $*"\n'
         )
-        self.remote_shell.chmod(0o755)
-        shell = str(self.remote_shell)
-        self.environ = {"OMPI_MCA_plm_rsh_agent": shell, "PRTE_MCA_plm_ssh_agent": shell}
+        remote_shell.chmod(0o755)
+        self.environ = self._launcher.environ(str(remote_shell))
 
     def on(self, name: str, *command: str) -> list[str]:
         """`command` as to be run here, to run there."""
@@ -92,21 +93,19 @@ class Lab:
     def mpirun(
         self, options: Sequence[str], module: str, *arguments: str, seconds: float = _JOB_SECONDS
     ) -> str:
-        """Run a module of Python under Open MPI, one rank on each host, over TCP alone; returns what it printed.
+        """Run a module of Python, one rank on each host, over TCP alone; returns what it printed.
+
+        Args:
+            options: more options of mpirun.
 
         Raises RuntimeError with what was said when it fails, subprocess.TimeoutExpired after so many seconds.
         """
         environ = {
             **os.environ, **self.environ,
-            "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             "GLOO_SOCKET_IFNAME": NIC, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY),
         }  # fmt: skip
-        # Ranks that wait leave the processor, which in truth is one for all hosts, to the others.
         command = self.on(
-            self.names[0], str(Path(sys.executable).parent / "mpirun"), "--hostfile", str(self.hostfile),
-            "-n", str(len(self.names)), "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1",
-            "--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", NIC,
-            "-x", "PYTHONPATH", "-x", "GLOO_SOCKET_IFNAME", "-x", "OMP_NUM_THREADS",
+            self.names[0], *self._launcher.command(str(self.hostfile), len(self.names), NIC),
             *options, sys.executable, "-m", module, *arguments,
         )  # fmt: skip
         finished = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=seconds)
