@@ -81,7 +81,7 @@ def pair(mpirun: str, hostfile: Path | None, seconds: float) -> dict[str, Any]:
         command += ["--oversubscribe"] if hostfile is None else ["--map-by", "node", "-x", "PYTHONPATH"]
         environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     else:  # MPICH and Intel MPI
-        nic_option, hostfile_option = ["-iface"], "-f"
+        nic_option, hostfile_option = ["-iface"], "-machinefile"
     if "NIC" in environ:
         command += [*nic_option, environ["NIC"]]
     if hostfile is not None:

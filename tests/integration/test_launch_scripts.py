@@ -84,7 +84,7 @@ def test_the_hosts_of_a_scheduler(
     (tmp_path / "mpirun").write_text(f"""#!/bin/sh
 [ "$1" != --version ] || {{ echo '{said_by_mpirun}'; exit; }}
 while [ $# -gt 0 ]; do
-    case $1 in --hostfile | -f) paste -sd '|' "$2" >&2 ;; esac
+    case $1 in --hostfile | -machinefile) paste -sd '|' "$2" >&2 ;; esac
     shift
 done
 """)

@@ -52,7 +52,7 @@ class Launcher:
                 "FI_TCP_IFACE": interface,
             }
             settings = [word for name, value in tcp.items() for word in ("-genv", name, value)]
-            return [self.mpirun, "-f", hostfile, "-iface", interface, *settings, "-n", str(ranks)]
+            return [self.mpirun, "-machinefile", hostfile, "-iface", interface, *settings, "-n", str(ranks)]
         # Ranks that wait leave the processor, which in truth is one for all hosts, to the others.
         return [
             self.mpirun, "--hostfile", hostfile, "-n", str(ranks), "--bind-to", "none",
