@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import IO
 
 from tools.netlab.launcher import Launcher
 from tools.netlab.network import Link
@@ -64,6 +65,7 @@ class Lab:
         names: of the hosts.
         pids: of the processes that hold their namespaces.
         hostfile: for the mpirun beside this Python.
+        orders: to the relay; None where there is none.
         environ: what it needs to know of the remote shell, which takes the place of ssh. Like that, it passes no
             environment.
     """
@@ -72,6 +74,7 @@ class Lab:
         self.folder = folder
         self._holders = holders  # of the namespaces: process ids by name
         self.names, self.pids = list(holders), list(holders.values())
+        self.orders: IO[bytes] | None = None
         self._launcher = Launcher.beside_python()
         self.hostfile = folder / "hosts.mpi"
         self.hostfile.write_text("".join(f"{name}{self._launcher.slots}{slots}\n" for name in holders))
@@ -112,6 +115,19 @@ class Lab:
         if finished.returncode:
             raise RuntimeError(f"{module} ended with exit code {finished.returncode}:\n{finished.stderr}")
         return finished.stdout
+
+    def cut(self, name: str) -> None:
+        """From here on this host reaches nobody, and nobody reaches it; nobody is told."""
+        self._order("cut", name)
+
+    def heal(self, name: str) -> None:
+        """Mend what was cut."""
+        self._order("heal", name)
+
+    def _order(self, order: str, name: str) -> None:
+        assert self.orders is not None
+        self.orders.write(f"{order} {self.names.index(name)}\n".encode())
+        self.orders.flush()
 
     def sent_bytes(self, name: str) -> int:
         """By this host, since it is there."""
@@ -165,7 +181,7 @@ def lab(links: Sequence[Link], tcp: Tcp | None = None) -> Iterator[Lab]:
                 run_in(pid, f"ip route add {SUBNET}.0/24 dev {NIC} congctl {tcp.congestion}")
                 slowly = int(tcp.slow_start_after_idle)
                 run_in(pid, f"sysctl -qw net.ipv4.tcp_slow_start_after_idle={slowly}")
-            stack.enter_context(_relay(links, files))
+            there.orders = stack.enter_context(_relay(links, files))
         yield there
 
 
@@ -196,7 +212,8 @@ def _holder(name: str, known: Path) -> Iterator[int]:
 
 
 @contextmanager
-def _relay(links: Sequence[Link], devices: list[int]) -> Iterator[None]:
+def _relay(links: Sequence[Link], devices: list[int]) -> Iterator[IO[bytes]]:
+    """Its input."""
     fields = json.dumps([asdict(link) for link in links])
     command = [sys.executable, "-m", "tools.netlab.relay", fields, *map(str, devices)]
     process = subprocess.Popen(
@@ -205,7 +222,7 @@ def _relay(links: Sequence[Link], devices: list[int]) -> Iterator[None]:
     with process:
         assert process.stdin is not None
         try:
-            yield
+            yield process.stdin
         finally:
             process.stdin.close()
 
