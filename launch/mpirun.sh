@@ -31,7 +31,7 @@ if [ "$mpi" = openmpi ]; then
     fi
 else # MPICH and its derivatives
     mpi_options="${NIC:+ -iface $NIC}"
-    if [ -n "${HOSTFILE:-}" ]; then hostfile=-f; fi
+    if [ -n "${HOSTFILE:-}" ]; then hostfile=-machinefile; fi
 fi
 
 # mpirun gives every rank a terminal of its own, so only this script can see whether the output is a terminal.

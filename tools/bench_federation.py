@@ -40,7 +40,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--megabytes", type=float, default=64.0, help="bytes of the fp32 vector / 1e6")
-    parser.add_argument("--chunk-kib", type=int, default=1024, help="longest chunk of the transport")
+    parser.add_argument("--chunk-kib", type=int, default=4096, help="longest chunk of the transport")
     parser.add_argument("--repeats", type=int, default=11, help="timed repeats, after two to warm up")
     options = parser.parse_args()
     elements = int(options.megabytes * 1e6) // 4

@@ -3,10 +3,11 @@
     mpirun --oversubscribe --bind-to none -n 2 python -m tools.bench_overlap --megabytes 64
     torchrun --nproc-per-node 2 -m tools.bench_overlap --megabytes 64
 
-Every rank is a replica. A local step is matrix products on one core, in `--microbatches` parts between which
-messages may move, as in the trainer; its length is `--step-over-exchange` times that of an exchange that training
-waits for, measured first. A repeat runs in turn: k local steps alone, with a round that training waits for
-("none"), with one that is merged d steps later ("delayed"). All times are those of the slowest rank:
+Every rank is a replica; with `--transport federation` they exchange as separate jobs do, encrypted. A local step
+is matrix products on one core, in `--microbatches` parts between which messages may move, as in the trainer; its
+length is `--step-over-exchange` times that of an exchange that training waits for, measured first. A repeat runs
+in turn: k local steps alone, with a round that training waits for ("none"), with one that is merged d steps later
+("delayed"). All times are those of the slowest rank:
 
     all         the k steps and what the round adds to them
     pause       spent in calls of the outer optimizer
@@ -25,17 +26,21 @@ import os
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_noloco.everybody import of_rank_0
 from megatron_noloco.job.join import choose_transport, join
 from megatron_noloco.job.launcher import read_world
 from megatron_noloco.outer import OuterOptimizer, OuterSettings, RoundReport, TorchWeights
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.protocol import Transport
+from tools.federated import DEADLINE_SECONDS, join_as_jobs
 
 WIDTH = 256  # of the matrices of a local step: 1 MB for the three of them
 WARM_UPS = 2
@@ -46,7 +51,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--megabytes", type=float, default=64.0, help="bytes of the fp32 weights / 1e6")
-    parser.add_argument("--transport", choices=("auto", "mpi", "torch"), default="auto")
+    parser.add_argument("--transport", choices=("auto", "mpi", "torch", "federation"), default="auto")
     parser.add_argument("--local-steps", type=int, default=4, help="k")
     parser.add_argument("--delay-steps", type=int, default=2, help="d, less than k")
     parser.add_argument("--step-over-exchange", type=float, default=1.0)
@@ -59,7 +64,16 @@ def main() -> None:
     torch.set_num_threads(1)
     world = read_world(os.environ)
     join(world, "gloo")
-    transport = choose_transport(options.transport, world)
+    if options.transport == "federation":
+        with TemporaryDirectory() as folder:
+            shared = Path(of_rank_0(folder))
+            run(options, join_as_jobs(world.rank, world.world_size, shared, dist.barrier))
+    else:
+        run(options, choose_transport(options.transport, world))
+
+
+def run(options: argparse.Namespace, transport: Transport) -> None:
+    """Measure, and print what was found."""
     bench = Bench(options, build_outer(options, transport))
     exchange_seconds = bench.calibrate()
     measured = bench.measure()
@@ -92,7 +106,7 @@ def main() -> None:
 
 def build_outer(options: argparse.Namespace, transport: Transport) -> OuterOptimizer:
     replicas = transport.world_size
-    settings = OuterSettings(local_steps=options.local_steps, deadline_seconds=300.0)
+    settings = OuterSettings(local_steps=options.local_steps, deadline_seconds=DEADLINE_SECONDS)
     weights = TorchWeights([torch.ones(int(options.megabytes * 1e6) // 4)])
     return OuterOptimizer(
         weights, transport, Place(transport.rank, replicas), Grouping(replicas, 2, 0), settings

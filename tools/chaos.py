@@ -4,9 +4,11 @@
 
 Every replica is a process of its own, with a folder of its own: they share no files. Some are killed (SIGKILL),
 one after another; some of these come back, the first of them without its folder; some are stopped and continued
-(SIGSTOP, SIGCONT); new ones join empty slots. What happens to whom, and when, follows from `--seed`: each moment
-is a random local step of the run and a random part of a second after it, so that it falls into a step, an
-exchange, an evaluation or a save. Then the same replicas run undisturbed, those that join from the beginning on.
+(SIGSTOP, SIGCONT); new ones join empty slots. With `--cuts`, for root, each replica is a host of `tools.netlab`,
+on a link of 100 Mbit/s and 5 ms, and some links are cut for some seconds: what is under way is lost, and nobody is
+told. What happens to whom, and when, follows from `--seed`: each moment is a random local step of the run and a
+random part of a second after it, so that it falls into a step, an exchange, an evaluation or a save. Then the same
+replicas run undisturbed, those that join from the beginning on.
 
 Prints one JSON object: what was done, how every replica ended, the losses of both runs, and the longest pause of a
 replica to which nothing was done. Exit code 1 when a replica that should have ended did not, or not well.
@@ -29,8 +31,14 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from tools.netlab.lab import Lab, lab
+from tools.netlab.network import Link
+from tools.netlab.relay import address_of
+
 _BASE = Path(__file__).parents[1] / "configs" / "federation.json"
 _LOOK_SECONDS = 0.05
+_LINK = Link(rate=100e6, delay=5e-3)
+_PORT = 29500  # on every host of a lab
 
 
 @dataclass(frozen=True)
@@ -39,9 +47,9 @@ class Fault:
 
     step: int
     seconds: float
-    what: str  # "kill", "return", "return empty", "freeze", "join"
+    what: str  # "kill", "return", "return empty", "freeze", "cut", "join"
     replica: int
-    frozen_seconds: float = 0.0
+    lasts_seconds: float = 0.0  # "freeze" and "cut"
 
 
 def main() -> int:
@@ -54,6 +62,7 @@ def main() -> int:
     parser.add_argument("--returns", type=int, default=2, help="of those killed")
     parser.add_argument("--joins", type=int, default=1, help="new replicas")
     parser.add_argument("--freezes", type=int, default=2, help="stopped for some seconds")
+    parser.add_argument("--cuts", type=int, default=0, help="links that are cut for some seconds")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds for each of the two runs")
@@ -61,10 +70,11 @@ def main() -> int:
     faults = draw_faults(options)
     shutil.rmtree(options.output, ignore_errors=True)
     slots = options.replicas + options.joins
-    with Federation(options.output / "disturbed", slots, options.steps) as disturbed:
-        endings = disturbed.run(options.replicas, faults, options.limit)
-    with Federation(options.output / "undisturbed", slots, options.steps) as undisturbed:
-        undisturbed.run(slots, [], options.limit)
+    with network(options.cuts, slots) as there:
+        with Federation(options.output / "disturbed", slots, options.steps, there) as disturbed:
+            endings = disturbed.run(options.replicas, faults, options.limit)
+        with Federation(options.output / "undisturbed", slots, options.steps, there) as undisturbed:
+            undisturbed.run(slots, [], options.limit)
     gone = {fault.replica for fault in faults if fault.what == "kill"}
     gone -= {fault.replica for fault in faults if fault.what.startswith("return")}
     touched = {fault.replica for fault in faults}
@@ -92,13 +102,14 @@ def main() -> int:
 def draw_faults(options: argparse.Namespace) -> list[Fault]:
     """In the order of their moments; a replica is in at most one kind of trouble."""
     draws = random.Random(options.seed)
-    if options.returns > options.kills or options.kills + options.freezes >= options.replicas:
+    troubled = options.kills + options.freezes + options.cuts
+    if options.returns > options.kills or troubled >= options.replicas:
         sys.exit("chaos: at least one replica must stay untouched, and only those killed can return")
 
     def moment(first: float, last: float) -> tuple[int, float]:
         return draws.randrange(int(first * options.steps), int(last * options.steps)), draws.random()
 
-    victims = draws.sample(range(options.replicas), options.kills + options.freezes)
+    victims = draws.sample(range(options.replicas), troubled)
     faults = []
     for number, replica in enumerate(victims[: options.kills]):
         killed = moment(0.1, 0.5)
@@ -106,20 +117,33 @@ def draw_faults(options: argparse.Namespace) -> list[Fault]:
         if number < options.returns:
             back = max(killed[0] + options.steps // 10, moment(0.4, 0.7)[0])
             faults.append(Fault(back, draws.random(), "return empty" if number == 0 else "return", replica))
-    for replica in victims[options.kills :]:
-        faults.append(Fault(*moment(0.1, 0.8), "freeze", replica, draws.uniform(2, 15)))
+    for number, replica in enumerate(victims[options.kills :]):
+        what = "freeze" if number < options.freezes else "cut"
+        faults.append(Fault(*moment(0.1, 0.8), what, replica, draws.uniform(2, 15)))
     for number in range(options.joins):
         faults.append(Fault(*moment(0.2, 0.6), "join", options.replicas + number))
     return sorted(faults, key=lambda fault: (fault.step, fault.seconds))
 
 
-class Federation:
-    """Replicas on this machine, in a folder with a folder for each. As a context: no process is left behind."""
+def network(cuts: int, slots: int) -> contextlib.AbstractContextManager[Lab | None]:
+    """A host for each slot where links are to be cut; else the loopback interface does."""
+    return lab([_LINK] * slots) if cuts else contextlib.nullcontext()
 
-    def __init__(self, folder: Path, slots: int, steps: int) -> None:
+
+class Federation:
+    """Replicas on this machine, in a folder with a folder for each. As a context: no process is left behind.
+
+    Args:
+        there: the hosts of the replicas; None: all on this one.
+    """
+
+    def __init__(self, folder: Path, slots: int, steps: int, there: Lab | None) -> None:
         self.folder = folder
+        self._there = there
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._ports = list(free_ports(slots))
+        self._addresses = [f"{address_of(slot)}:{_PORT}" for slot in range(slots)]
+        if there is None:
+            self._addresses = [f"127.0.0.1:{port}" for port in free_ports(slots)]
         self._base: dict[str, Any] = json.loads(_BASE.read_text())
         self._base["training"] |= {"train_iters": steps, "log_interval": 1}
         self._base["scheduler"]["params"]["total_num_steps"] = steps
@@ -140,18 +164,18 @@ class Federation:
         deadline = time.monotonic() + limit
         for replica in range(replicas):
             self.start(replica)
-        thaws: list[tuple[float, int]] = []
+        ends: list[tuple[float, Fault]] = []
         coming = list(faults)
-        while time.monotonic() < deadline and (coming or thaws or self.running()):
-            for when, replica in [thaw for thaw in thaws if thaw[0] <= time.monotonic()]:
-                self._processes[replica].send_signal(signal.SIGCONT)
-                thaws.remove((when, replica))
+        while time.monotonic() < deadline and (coming or ends or self.running()):
+            for when, fault in [end for end in ends if end[0] <= time.monotonic()]:
+                self._end(fault)
+                ends.remove((when, fault))
             if coming and (self.step() >= coming[0].step or not self.running()):
                 fault = coming.pop(0)
                 time.sleep(fault.seconds)
                 self._apply(fault)
-                if fault.what == "freeze":
-                    thaws.append((time.monotonic() + fault.frozen_seconds, fault.replica))
+                if fault.lasts_seconds:
+                    ends.append((time.monotonic() + fault.lasts_seconds, fault))
             time.sleep(_LOOK_SECONDS)
         return {replica: process.poll() for replica, process in self._processes.items()}
 
@@ -162,27 +186,40 @@ class Federation:
                 self._processes[fault.replica].wait()
             case "freeze":
                 self._processes[fault.replica].send_signal(signal.SIGSTOP)
+            case "cut":
+                assert self._there is not None
+                self._there.cut(self._there.names[fault.replica])
             case "return empty":
                 shutil.rmtree(self._folder(fault.replica))
                 self.start(fault.replica)
             case _:
                 self.start(fault.replica)
 
+    def _end(self, fault: Fault) -> None:
+        if fault.what == "freeze":
+            self._processes[fault.replica].send_signal(signal.SIGCONT)
+        else:
+            assert self._there is not None
+            self._there.heal(self._there.names[fault.replica])
+
     def start(self, replica: int) -> None:
         folder = self._folder(replica)
         folder.mkdir(parents=True, exist_ok=True)
-        here = {"listen": f"tcp://127.0.0.1:{self._ports[replica]}"}
-        here["rendezvous"] = "tcp://" + ",".join(f"127.0.0.1:{port}" for port in self._ports)
+        here = {
+            "listen": f"tcp://{self._addresses[replica]}",
+            "rendezvous": "tcp://" + ",".join(self._addresses),
+        }
         config = self._base | {"federation": self._base["federation"] | here}
-        config["training"] = config["training"] | {"output_dir": str(folder)}
-        file = folder / "config.json"
+        config["training"] = config["training"] | {"output_dir": str(folder.resolve())}
+        file = (folder / "config.json").resolve()
         file.write_text(json.dumps(config))
-        command = ["-m", "megatron_noloco", "train", "--config", str(file), "--replica", str(replica)]
+        command = [sys.executable, "-m", "megatron_noloco", "train", "--config", str(file)]
+        command += ["--replica", str(replica), "--progress", "lines"]
+        if self._there is not None:
+            command = self._there.on(self._there.names[replica], *command)
         environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         with (self.folder / f"replica_{replica}.log").open("ab") as log:
-            self._processes[replica] = subprocess.Popen(
-                [sys.executable, *command, "--progress", "lines"], stdout=log, stderr=log, env=environment
-            )
+            self._processes[replica] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
     def running(self) -> int:
         return sum(process.poll() is None for process in self._processes.values())
@@ -218,9 +255,7 @@ class Federation:
 def free_ports(count: int) -> Iterator[int]:
     """Ports of the loopback interface that nobody uses now."""
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
+        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         ports = [each.getsockname()[1] for each in sockets]
     yield from ports
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class Federation:
-    """This job is one replica; the others are other jobs. All jobs give the same but for `slot` and `listen`.
+    """This job is one replica; the others are other jobs.
+
+    All jobs give the same but for `slot`, `listen` and `advertise`.
 
     Attributes:
         slot: the number of this job's replica, from 0.
@@ -17,6 +19,8 @@ class Federation:
             `megatron-noloco keys FILE`, the same for all jobs. None: in the open, for a network that is trusted.
         listen: where the first rank of the job listens, as ZeroMQ writes it, and its others at the ports that
             follow; port 0 is any. None: any port with a folder; with addresses, the port that all of them have.
+        advertise: where the others reach the first rank, "tcp://HOST:PORT", and its others at the ports that
+            follow, if that is not where it listens: behind a router that passes these ports on. None: there.
         shortest_deadline_seconds: for which a partner is waited for at least, however quick exchanges are; at
             most it is `OuterSettings.deadline_seconds`.
         rounds_behind: a job that is so many rounds behind is not waited for, and goes on where half of the others
@@ -31,6 +35,7 @@ class Federation:
     rendezvous: str
     key_file: str | Path | None
     listen: str | None = None
+    advertise: str | None = None
     shortest_deadline_seconds: float = 5.0
     rounds_behind: int = 3
     start_with: int = 1

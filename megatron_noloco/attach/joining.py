@@ -41,7 +41,8 @@ def enter(federation: Federation, settings: OuterSettings, place: Place, run: in
     deadline = Deadline(federation.shortest_deadline_seconds, settings.deadline_seconds)
     patience = Patience(deadline, federation.rounds_behind * settings.fragments)
     listen = federation.listen or rendezvous.listen
-    return join_federation(place, Network(rendezvous, run, listen, keys, reachable_address), patience)
+    network = Network(rendezvous, run, listen, keys, reachable_address, federation.advertise)
+    return join_federation(place, network, patience)
 
 
 def keeping_up(federation: Federation, settings: OuterSettings, transport: FederationTransport) -> KeepingUp:

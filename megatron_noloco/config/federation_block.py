@@ -26,6 +26,11 @@ class FederationConfig(Block):
         'follow; "*": every interface, port 0: any. null: "tcp://*:0" with a folder, with addresses the port that '
         "all have.",
     )
+    advertise: str | None = Field(
+        default=None,
+        description='Where others reach the first rank of a replica, "tcp://HOST:PORT", and its others at the '
+        "ports that follow, if that is not where it listens: behind a router that passes these ports on.",
+    )
     encryption: Literal["curve", "none"] = Field(
         default="curve",
         description='"curve": ZeroMQ\'s CURVE, with the key in key_file; "none": in the open, for a network '

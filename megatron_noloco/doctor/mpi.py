@@ -121,9 +121,13 @@ def pair(mpirun: str, hostfile: Path | None, seconds: float) -> dict[str, Any]:
     Raises RuntimeError with what was said instead.
     """
     command, environ = [mpirun, "-n", "2"], dict(os.environ)
+    # Where Intel MPI's looks for its own programs.
+    environ["PATH"] = f"{Path(mpirun).parent}{os.pathsep}{environ['PATH']}"
     if "OMPI_COMM_WORLD_RANK" in environ or "PMI_RANK" in environ:
         raise RuntimeError("doctor itself was started by mpirun; start it alone")
-    if "Open MPI" in subprocess.run([mpirun, "--version"], capture_output=True, text=True).stdout:
+    asked = subprocess.run([mpirun, "--version"], capture_output=True, text=True, env=environ)
+    if "Open MPI" in asked.stdout:
+        nic_option, hostfile_option = ["--mca", "btl_tcp_if_include"], "--hostfile"
         command += ["--bind-to", "none", "--mca", "ompi_display_comm", "mpi_init"]
         if hostfile is None:
             command += ["--oversubscribe"]
@@ -131,10 +135,12 @@ def pair(mpirun: str, hostfile: Path | None, seconds: float) -> dict[str, Any]:
             command += ["--map-by", "node", "--mca", "btl_tcp_progress_thread", "1"]
             command += ["-x", "PYTHONPATH"] if "PYTHONPATH" in environ else []
         environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-        if "NIC" in environ:
-            command += ["--mca", "btl_tcp_if_include", environ["NIC"]]
+    else:  # MPICH and Intel MPI
+        nic_option, hostfile_option = ["-iface"], "-machinefile"
+    if "NIC" in environ:
+        command += [*nic_option, environ["NIC"]]
     if hostfile is not None:
-        command += ["--hostfile", str(hostfile)]
+        command += [hostfile_option, str(hostfile)]
     command += [sys.executable, "-m", "megatron_noloco.doctor.pair", str(seconds)]
     finished = subprocess.run(
         command, capture_output=True, text=True, env=environ, timeout=_PATIENCE_SECONDS + 4 * seconds

@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from megatron_noloco.outer import Channel, Exchange
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.transport.mpi import MpiTransport, gpu_buffers_supported
+from megatron_noloco.transport.mpi import MpiTransport, gpu_buffers_supported, library_name
 
 _ELEMENTS = 1 << 22  # 16 MiB
 _PARTS = 16  # of the work, between which messages may move
@@ -44,9 +44,10 @@ def measure(seconds: float) -> Pair:
     Raises ValueError where there are not 2 ranks.
     """
     torch.set_num_threads(1)
+    library = library_name(MPI.Get_library_version())
     if MPI.COMM_WORLD.size != 2:
         raise ValueError(
-            f"each of the ranks is alone: mpi4py runs on {_library()}, which is not the MPI of this mpirun"
+            f"each of the ranks is alone: mpi4py runs on {library}, which is not the MPI of this mpirun"
         )
     transport = MpiTransport()
     exchange = Exchange(transport, Place(transport.rank, 2), Channel.ROUNDS, 60.0, _ELEMENTS)
@@ -75,7 +76,7 @@ def measure(seconds: float) -> Pair:
     beside = statistics.median(timed(_ELEMENTS, alone) for _ in range(repeats))
     return Pair(
         hosts=MPI.COMM_WORLD.allgather(socket.gethostname()),
-        library=_library(),
+        library=library,
         thread_level=_LEVELS[MPI.Query_thread()],
         gpu_buffers=gpu_buffers_supported(),
         latency_seconds=latency,
@@ -83,10 +84,6 @@ def measure(seconds: float) -> Pair:
         hidden=max(0.0, min(1.0, 2 - beside / alone)),
         clock_skew_seconds=clock_skew(),
     )
-
-
-def _library() -> str:
-    return MPI.Get_library_version().split(",")[0].splitlines()[0].strip()
 
 
 def work(seconds: float) -> None:

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 _HEADER = struct.Struct("!4sBBBxIQQQQQQQI")
-_MAGIC, _VERSION = b"nlco", 1
+_MAGIC, _VERSION = b"nlco", 2
 SIZE = _HEADER.size + 4  # the last four bytes are a checksum of those before
 LARGEST = 2**63 - 1
 HANDOVER_TAG = 2**62  # and above: of handovers, which no exchange makes void

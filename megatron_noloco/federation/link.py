@@ -10,8 +10,8 @@ from zmq.utils.monitor import parse_monitor_message
 
 from megatron_noloco.federation.keys import Keys
 
-_SEND_QUEUE = 16  # messages that ZeroMQ holds for a link: some chunks, so that what is void stops soon
-_AT_ONCE = 8  # chunks handed to ZeroMQ before other work has its turn
+_SEND_QUEUE = 4  # messages that ZeroMQ holds for a link: few chunks, so that what is void stops soon
+_AT_ONCE = 4  # chunks handed to ZeroMQ before other work has its turn
 _RECONNECT_MILLISECONDS = (100, 2000)
 _UNACKNOWLEDGED_MILLISECONDS = 10_000  # after which TCP gives a connection up
 HANDSHAKE_FAILURES = (

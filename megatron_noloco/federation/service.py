@@ -20,8 +20,8 @@ from megatron_noloco.federation.link import HANDSHAKE_FAILURES, Link
 
 HELLO_SECONDS = 0.5  # between two
 _THREADS = 2  # of ZeroMQ, which encrypt and decrypt: one for what leaves, one for what comes
-_AT_ONCE = 16  # frames received before other work has its turn
-_RECEIVE_QUEUE = 16  # frames that ZeroMQ holds for each connection; then TCP holds back the sender
+_AT_ONCE = 8  # frames received before other work has its turn
+_RECEIVE_QUEUE = 4  # frames that ZeroMQ holds for each connection; then TCP holds back the sender
 _ENCRYPTED_MORE = 64  # bytes, at least those that CURVE adds to a message
 _LINGER_MILLISECONDS = 2000
 _MOST_ERRANDS = 64  # at a time

@@ -12,17 +12,23 @@ import torch.distributed as dist
 
 from megatron_noloco.everybody import of_all_ranks
 from megatron_noloco.federation.counterparts import Agree, Counterparts, Patience, agreement_of_replica
-from megatron_noloco.federation.directory import Address
+from megatron_noloco.federation.directory import Address, is_endpoint
 from megatron_noloco.federation.frames import DTYPE_CODES, Member
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.peer import Receive, Send
 from megatron_noloco.federation.rendezvous import Rendezvous, listen_at, reachable
 from megatron_noloco.federation.service import Service
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.transport.chunks import Chunk, Landing, LandingFlight, check_messages, cut
+from megatron_noloco.transport.chunks import (
+    DEFAULT_CHUNK_BYTES,
+    Chunk,
+    Landing,
+    LandingFlight,
+    check_messages,
+    cut,
+)
 from megatron_noloco.transport.protocol import Arrival, Message
 
-CHUNK_BYTES = 1 << 20
 _LOOK_SECONDS = 1.0  # between two looks for addresses
 
 
@@ -35,7 +41,11 @@ class Network:
         listen: where the first rank of a replica listens, the others at the ports that follow; 0: at any.
         keys: None: nothing is authenticated or encrypted.
         host: gives the address of this host, where it listens at all of them.
+        advertise: where the others reach the first rank of a replica, its others at the ports that follow; None:
+            where it listens.
         chunk_bytes: the same on all ranks.
+
+    Raises ValueError for an address to advertise that cannot be one.
     """
 
     rendezvous: Rendezvous
@@ -43,7 +53,19 @@ class Network:
     listen: str = "tcp://*:0"
     keys: Keys | None = None
     host: Callable[[], str] = socket.gethostname
-    chunk_bytes: int = CHUNK_BYTES
+    advertise: str | None = None
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES
+
+    def __post_init__(self) -> None:
+        if self.advertise is None:
+            return
+        if not is_endpoint(self.advertise):
+            raise ValueError(f'federation.advertise: "{self.advertise}" is not "tcp://HOST:PORT"')
+        if not self.listen.rpartition(":")[2].strip("0*"):
+            raise ValueError(
+                f"federation.advertise {self.advertise} must lead to a known port, but this replica listens at "
+                'any; set federation.listen, such as "tcp://*:29500"'
+            )
 
 
 class FederationTransport:
@@ -86,7 +108,10 @@ class FederationTransport:
         listen = listen_at(network.listen, self.rank % place.ranks_per_replica)
         self.service = Service(member, self._others, listen, network.chunk_bytes, network.keys)
         self.partners = Counterparts(self.service, patience, agree)
-        self.address = Address(reachable(self.service.endpoint, network.host), member.epoch)
+        endpoint = reachable(self.service.endpoint, network.host)
+        if network.advertise is not None:
+            endpoint = listen_at(network.advertise, self.rank % place.ranks_per_replica)
+        self.address = Address(endpoint, member.epoch)
         self.service.learn({self.rank: self.address})
         network.rendezvous.publish(self.rank, self.address)
         self._closing = threading.Event()

@@ -9,7 +9,7 @@ import sys
 
 from megatron_noloco.job import launcher
 from megatron_noloco.job.launcher import Environ
-from megatron_noloco.transport.mpi import finalize
+from megatron_noloco.transport.mpi import finalize, library_name
 
 
 def available() -> bool:
@@ -48,7 +48,7 @@ def library() -> str:
     """The name and version of the MPI library mpi4py runs on; starts MPI."""
     from mpi4py import MPI
 
-    return MPI.Get_library_version().split(",")[0].strip()
+    return library_name(MPI.Get_library_version())
 
 
 def share_with_all(value: str) -> list[str]:

@@ -9,14 +9,15 @@ weights.
    replica left over (`plans.choices`). All others learn at once that they do not meet this replica, and one that
    waits for it has a bye. A replica that finds nobody has a bye at once.
 2. The vectors are exchanged. The mean is kept aside. One that is not finite, or absurd (`guard`), is refused.
-3. The ranks of a replica agree whether all of them have a sound one. If so, each sends its counterpart a token:
-   *prepared*. If not, the round is a bye, and the partner is told that its messages are void.
-4. The ranks agree whether all of them have received the counterpart's token. If so, the mean is used.
+3. A rank that has a sound one, and whose vector has arrived, sends its counterpart a token: *prepared*. With
+   overlap this happens in the air, so neither partner waits for the other to merge.
+4. The ranks of a replica agree whether each of them has a sound mean and the counterpart's token. If so, the mean
+   is used. If not, the round is a bye, and the partner is told that its messages are void.
 
-A replica that sent no token has a bye, and so has its partner, which receives none. A replica that did, and waits
-in vain, cannot know whether its own token arrived; no number of further messages would change that. It takes the
-bye, and reports the round as in doubt. If its partner did use the mean, the mean of c over the R replicas is off,
-once, by the pair's difference over 2 R.
+Where a rank has sent no token, its replica has a bye, and so has the partner, of which one rank receives none. A
+replica whose ranks all sent theirs, and of which one waits in vain, cannot know whether its own tokens arrived; no
+number of further messages would change that. It takes the bye, and reports the round as in doubt. If its partner
+did use the mean, the mean of c over the R replicas is off, once, by the pair's difference over 2 R.
 """
 
 import math
@@ -78,7 +79,9 @@ class CommittedExchange:
         self._failure: Exception | None = None
         self._partner = self._rank = self._number = -1
         self._begun_at = 0.0
-        self._token: Flight | None = None
+        self._token: Flight | None = None  # the counterpart's
+        self._prepared: Flight | None = None  # ours
+        self._ratio = math.nan  # see `Guard.check`
 
     @property
     def report(self) -> ExchangeReport:
@@ -92,6 +95,7 @@ class CommittedExchange:
         """As in `Exchange`; `group` is the plan's. The ranks of a replica agree first: all call it together."""
         assert len(group) <= 2, f"a group of {len(group)} cannot commit"
         self._vector, self._mean, self._failure, self._number = vector, None, None, number
+        self._prepared = None
         place = self._exchange.place
         others = [replica for replica in range(place.replicas) if replica != self._replica]
         seen = [self._partners.standing(number, place.rank_of(other)) for other in others]
@@ -122,20 +126,22 @@ class CommittedExchange:
 
     def progress(self) -> Iterator[MeanPiece]:
         """Move what is under way; gives nothing before `finish`."""
-        if self._mean is not None and self._failure is None:
+        if self._collecting():
             self._collect(self._exchange.progress())
+            if self._exchange.complete:
+                self._prepare()
         return iter(())
 
     def finish(self) -> Iterator[MeanPiece]:
         """Yield the whole mean; after a bye, the own vector. All ranks of a replica call it together."""
         if self._mean is not None:
             started = time.monotonic()
-            if self._failure is None:
-                self._collect(self._exchange.finish())
-            seconds, ratio = time.monotonic() - started, self._checked()
+            if self._collecting():
+                self._prepare()
+            seconds = time.monotonic() - started
             if self._commit():
                 self._partners.record(seconds)
-                self._guard.accept(ratio)
+                self._guard.accept(self._ratio)
             else:
                 self._mean = None
                 if isinstance(self._failure, _LATE):
@@ -146,6 +152,9 @@ class CommittedExchange:
         mean = self._vector if self._mean is None else self._mean
         yield MeanPiece(0, len(mean), mean)
 
+    def _collecting(self) -> bool:
+        return self._mean is not None and self._failure is None and self._prepared is None
+
     def _collect(self, pieces: Iterator[MeanPiece]) -> None:
         assert self._mean is not None
         try:
@@ -154,33 +163,33 @@ class CommittedExchange:
         except _FAILURES as failure:
             self._failure = failure
 
-    def _checked(self) -> float:
-        """See `Guard.check`."""
+    def _prepare(self) -> None:
+        """End the exchange; tell the counterpart that a sound mean is here, if it is."""
+        self._collect(self._exchange.finish())
         try:
-            return self._guard.check(self._vector, self.report) if self._failure is None else math.nan
+            if self._failure is None:
+                self._ratio = self._guard.check(self._vector, self.report)
+                self._prepared = self._post_token([Message(self._rank, torch.ones(1, dtype=torch.uint8))], [])
         except PoisonedError as failure:
             self._failure = failure
-            return math.nan
 
     def _commit(self) -> bool:
         """Whether the mean counts, the same on all ranks of the replica; else the report is that of a bye."""
-        if not self._all_have_it():
-            self._miss(self._partner, _short(self._failure) or "failed, or was refused by, another rank")
-            return False
-        prepared = self._post_token([Message(self._rank, torch.ones(1, dtype=torch.uint8))], [])
-        self._wait_for_token()
-        if not self._all_have_it():
-            self._miss(self._partner, _short(self._failure) or "did not answer another rank")
-            self.report.in_doubt = not isinstance(self._failure, WithdrawnError)
+        if self._prepared is not None:
+            self._wait_for_token()
+        withdrawn = isinstance(self._failure, WithdrawnError)
+        votes = [self._prepared is not None, self._failure is None, not withdrawn]
+        all_prepared, all_certain, none_withdrawn = self._partners.agree(votes)
+        if not all_certain:
+            what = "did not answer" if all_prepared else "failed, or was refused by,"
+            self._miss(self._partner, _short(self._failure) or f"{what} another rank")
+            self.report.in_doubt = bool(all_prepared and none_withdrawn)
             return False
         # The token must not be void before it is there. Where it does not arrive, the partner is in doubt, not we.
+        assert self._prepared is not None
         with suppress(*_FAILURES):
-            prepared.finish(self._exchange.patience.deadline_seconds)
+            self._prepared.finish(self._exchange.patience.deadline_seconds)
         return True
-
-    def _all_have_it(self) -> bool:
-        """The ranks of the replica."""
-        return self._partners.agree([self._failure is None]) == [True]
 
     def _wait_for_token(self) -> None:
         assert self._token is not None

@@ -51,6 +51,7 @@ class Exchange:
         report: of the exchange begun last; complete when `finish` is exhausted.
         sends_from_device: whether a vector in an accelerator's memory is sent from there.
         patience: how long it waits; may be changed between two exchanges.
+        complete: whether all of the mean has been yielded, and all that was sent has arrived.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class Exchange:
         self._what, self._tag = "", 0
         self._exact: Ranges = ()
         self._under_way = False
+        self.complete = False
         self.patience = Patience(deadline_seconds)
         self._pieces: Generator[MeanPiece | None]
         self._kept = Kept()
@@ -99,7 +101,7 @@ class Exchange:
         if self.place.replica not in group:
             raise ValueError(f"{what}: replica {self.place.replica} is not in group {list(group)}")
         self.report = ExchangeReport(group)
-        self._what, self._exact = what, exact
+        self._what, self._exact, self.complete = what, exact, False
         self._tag = tag_of(number, self.channel)
         self.patience.work()
         posted = self._post(vector[: self.stretch]) if len(vector) else iter(())
@@ -139,14 +141,13 @@ class Exchange:
 
     def _all_pieces(self, vector: Tensor, posted: Iterator[MeanPiece | None]) -> Generator[MeanPiece | None]:
         """None where the next piece has not landed and nobody waits."""
-        complete = False
         try:
             for first in range(0, len(vector), self.stretch):
                 if first:
                     posted = self._post(vector[first : first + self.stretch])
                 for piece in posted:
                     yield piece and MeanPiece(first + piece.start, first + piece.stop, piece.mean)
-            complete = True
+            self.complete = True
         except ExchangeTimeoutError as error:
             partner = error.rank // self.place.ranks_per_replica
             raise PartnerTimeoutError(
@@ -154,7 +155,7 @@ class Exchange:
                 f"{self._what} after {error.waited_seconds:.1f} s (noloco.deadline_seconds)"
             ) from error
         finally:
-            if not complete:
+            if not self.complete:
                 self._under_way = False
                 # What arrives late must land in memory of its own, which the transport keeps.
                 self._kept.forget()

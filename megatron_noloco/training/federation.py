@@ -97,4 +97,5 @@ def _network(config: RunConfig) -> Network:
     if federation.encryption == "curve":
         assert federation.key_file is not None
         keys = Keys.read(Path(federation.key_file))
-    return Network(rendezvous, run, federation.listen or rendezvous.listen, keys, reachable_address)
+    listen = federation.listen or rendezvous.listen
+    return Network(rendezvous, run, listen, keys, reachable_address, federation.advertise)

@@ -171,6 +171,11 @@ def finalize(flights: list[MpiFlight]) -> None:
     flights.clear()
 
 
+def library_name(version: str) -> str:
+    """Name and version of a library, from its description of itself, which has several lines or clauses."""
+    return " ".join(version.splitlines()[0].split(",")[0].replace("Version:", "").split())
+
+
 def progress_of(library: str, environ: Mapping[str, str]) -> str:
     """What moves messages while the ranks compute, in words: between calls of MPI, most libraries do nothing.
 

@@ -87,7 +87,7 @@ def test_the_hosts_of_a_scheduler(
     (tmp_path / "mpirun").write_text(f"""#!/bin/sh
 [ "$1" != --version ] || {{ echo '{said_by_mpirun}'; exit; }}
 while [ $# -gt 0 ]; do
-    case $1 in --hostfile | -f) paste -sd '|' "$2" >&2 ;; esac
+    case $1 in --hostfile | -machinefile) paste -sd '|' "$2" >&2 ;; esac
     shift
 done
 """)
@@ -96,6 +96,16 @@ done
     code, said = launch(script, "8", "configs/quickstart.json", environ=environ)
     assert (code, said.strip()) == (0, lines)
     assert {path.name for path in tmp_path.iterdir()} == {"slots", "mpirun"}, "nothing is left behind"
+
+
+def test_mpirun_finds_the_programs_beside_it(tmp_path: Path) -> None:
+    """That of Intel MPI starts another program by its name alone."""
+    (tmp_path / "mpirun").write_text("#!/bin/sh\nits.hydra $1\n")
+    (tmp_path / "its.hydra").write_text("#!/bin/sh\n[ $1 = --version ] || echo started >&2\n")
+    for name in ("mpirun", "its.hydra"):
+        (tmp_path / name).chmod(0o755)
+    environ = {"MPIRUN": str(tmp_path / "mpirun")}
+    assert launch("mpirun.sh", "8", "configs/quickstart.json", environ=environ) == (0, "started\n")
 
 
 @pytest.mark.parametrize("where", ["", "launch", ".."])

@@ -23,6 +23,12 @@ CALL = (
     f"import socket; connection = socket.create_connection(('{address_of(2)}', 5000));"
     "print(connection.recv(5), socket.gethostname())"
 )
+ANSWERS = """
+import errno, socket, sys
+asks = socket.socket()
+asks.settimeout(float(sys.argv[2]))
+sys.exit(asks.connect_ex((sys.argv[1], 5000)) != errno.ECONNREFUSED)
+"""
 COMMAND = [sys.executable, "-m", "tools.netlab"]
 
 
@@ -92,6 +98,21 @@ def test_hosts_reach_each_other_and_nothing_runs_on_after_the_lab() -> None:
         assert there.sent_bytes("lab0") > 0
     assert said == ["b'hello' lab0\n"]
     assert left.wait(timeout=60) < 0, "killed"
+
+
+def test_a_host_whose_link_is_cut_is_not_reached_until_it_is_healed() -> None:
+    with network_lab([Link(delay=1e-3)] * 2) as there:
+
+        def lab1_answers(seconds: float) -> bool:
+            """Nobody listens there: an answer is that the connection is refused."""
+            command = there.on("lab0", sys.executable, "-c", ANSWERS, address_of(1), str(seconds))
+            return subprocess.run(command, timeout=120).returncode == 0
+
+        assert lab1_answers(60)
+        there.cut("lab1")
+        assert not lab1_answers(0.5)
+        there.heal("lab1")
+        assert lab1_answers(60)
 
 
 LAB = """

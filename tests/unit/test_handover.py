@@ -8,7 +8,7 @@ import torch
 
 from megatron_noloco.federation.handover import Gift, Handover
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.transport import CHUNK_BYTES
+from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES
 from megatron_noloco.transport.protocol import ExchangeTimeoutError
 from tests.unit.federated import SECONDS, swap, transport, until
 
@@ -20,7 +20,7 @@ def nothing() -> None:
 def files(folder: Path) -> list[Path]:
     """One longer than some chunks, one shorter than one."""
     folder.mkdir(exist_ok=True)
-    for name, length in (("a", 3 * CHUNK_BYTES + 5), ("b", 7)):
+    for name, length in (("a", 3 * DEFAULT_CHUNK_BYTES + 5), ("b", 7)):
         content = torch.randint(256, (length,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
         (folder / name).write_bytes(content.numpy().tobytes())
     return [folder / "a", folder / "b"]

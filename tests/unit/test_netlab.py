@@ -7,6 +7,7 @@ import pytest
 
 from tools.netlab.__main__ import chosen_ways, host_numbers, quantity
 from tools.netlab.network import COHERENCE_SECONDS, Link, Network
+from tools.netlab.relay import obey
 
 MTU = 1500
 RATE = 8 * MTU * 100.0  # a hundred packets a second
@@ -52,6 +53,17 @@ def test_a_full_queue_drops() -> None:
     network = Network([Link(RATE, queue_seconds=0.1)] * 2)
     burst(network, 50)
     assert len(arrivals(network)) == 11
+
+
+def test_a_cut_link_loses_all_of_its_host_and_of_no_other() -> None:
+    network = Network([Link(RATE, 0.1)] * 4)
+    obey(network, b"cut 1\ncut 3\nheal 3\n")
+    for source, destination in ((0, 1), (1, 2), (0, 2), (3, 0)):
+        network.send(0.0, source, destination, MTU, b"")
+    assert sorted(host for _, host, _ in arrivals(network)) == [0, 2]
+    obey(network, b"heal 1\n")
+    network.send(1.0, 0, 1, MTU, b"")
+    assert [host for _, host, _ in arrivals(network)] == [1]
 
 
 def test_loss_is_a_share_of_the_packets() -> None:

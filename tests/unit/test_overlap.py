@@ -27,7 +27,7 @@ from megatron_noloco.plans.grouping import Group, Grouping
 from megatron_noloco.plans.stability import spread_factor
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.loopback import loopback_world
-from megatron_noloco.transport.mpi import progress_of
+from megatron_noloco.transport.mpi import library_name, progress_of
 from tests.unit.test_outer import CHUNK_BYTES, Diloco, Fleet, assert_close, noise
 
 K = 4
@@ -475,6 +475,21 @@ def test_who_moves_messages_is_told_by_library_and_setting(
     assert progress_of(library, {variable: "1"}) == f"{moved_by} ({variable})"
     assert progress_of(library, {variable: "0"}) == progress_of(library, {}) == floor
     assert progress_of("Another MPI", {variable: "1"}) == floor
+
+
+@pytest.mark.parametrize(
+    ("version", "name"),
+    [
+        ("Open MPI v5.0.11, package: Open MPI root@host Distribution", "Open MPI v5.0.11"),
+        ("MPICH Version:      5.0.2\nMPICH Release date: Fri Sep 25", "MPICH 5.0.2"),
+        (
+            "Intel(R) MPI Library 2021.19.0 for Linux* OS\n",
+            "Intel(R) MPI Library 2021.19.0 for Linux* OS",
+        ),
+    ],
+)
+def test_a_library_is_named_in_one_line(version: str, name: str) -> None:
+    assert library_name(version) == name
 
 
 # Memory

@@ -1,9 +1,11 @@
 """How ranks of a federation come to know each other: a folder, or any one member."""
 
 import json
+import re
 import socket
-from collections.abc import Mapping
-from contextlib import ExitStack, closing
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -18,7 +20,7 @@ from megatron_noloco.federation.rendezvous import Seeds, SharedFolder, listen_at
 from megatron_noloco.federation.transport import FederationTransport, Network
 from megatron_noloco.plans.topology import Place
 from tests.harness import free_port
-from tests.unit.federated import LOCAL, PATIENCE, RUN, swap, transport, until
+from tests.unit.federated import LOCAL, PATIENCE, RUN, SECONDS, swap, transport, until
 
 
 class Asked:
@@ -229,6 +231,79 @@ def test_a_seed_need_not_be_at_the_same_place_of_its_replica() -> None:
                 one.service.learn({other.rank: other.address for other in of_slot})
         until(lambda: [one.present() for one in ranks] == [[2, 4], [3, 5], [0, 4], [1, 5], [0, 2], [1, 3]])
         assert all(len(one.service.desk.directory.addresses) == 6 for one in ranks)
+
+
+@contextmanager
+def passed_on(port: int) -> Iterator[int]:
+    """A port from which a router passes connections on to another one; the router's port."""
+
+    def passes(come: socket.socket, on: socket.socket) -> None:
+        with suppress(OSError):
+            while data := come.recv(65536):
+                on.sendall(data)
+        for one in (come, on):
+            with suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                outside, _ = router.accept()
+                inside = socket.create_connection(("127.0.0.1", port))
+                sockets.extend((outside, inside))
+                for way in ((outside, inside), (inside, outside)):
+                    threads.append(threading.Thread(target=passes, args=way))
+                    threads[-1].start()
+
+    sockets: list[socket.socket] = []
+    with socket.create_server(("127.0.0.1", 0)) as router:
+        threads = [threading.Thread(target=accept)]
+        threads[0].start()
+        try:
+            yield router.getsockname()[1]
+        finally:
+            for one in (router, *sockets):
+                with suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
+                one.close()
+            for thread in threads:
+                thread.join(SECONDS)
+
+
+def test_members_behind_a_router_are_reached_where_they_say(tmp_path: Path) -> None:
+    keys = Keys.make(tmp_path / "key")
+    inside = free_port()
+    with passed_on(inside) as outside, ExitStack() as stack:
+        networks = [
+            Network(SharedFolder(tmp_path / "folder", RUN), RUN, f"tcp://127.0.0.1:{inside}", keys,
+                    advertise=f"tcp://127.0.0.1:{outside}"),
+            Network(SharedFolder(tmp_path / "folder", RUN), RUN, LOCAL, keys),
+        ]  # fmt: skip
+        first, second = (
+            stack.enter_context(closing(FederationTransport(Place(slot, 2), network, PATIENCE)))
+            for slot, network in enumerate(networks)
+        )
+        assert first.address.endpoint == f"tcp://127.0.0.1:{outside}" != first.service.endpoint
+        until(lambda: (first.present(), second.present()) == ([1], [0]))
+        assert second.service._links[0].endpoint == first.address.endpoint
+        swap(first, second, tag=1)
+
+
+@pytest.mark.parametrize(
+    ("advertise", "listen", "problem"),
+    [
+        ("example.org:29500", "tcp://*:29500", '"example.org:29500" is not "tcp://HOST:PORT"'),
+        ("tcp://example.org:0", "tcp://*:29500", '"tcp://example.org:0" is not "tcp://HOST:PORT"'),
+        (
+            "tcp://example.org:29500",
+            "tcp://*:0",
+            "must lead to a known port, but this replica listens at any",
+        ),
+    ],
+)
+def test_an_address_to_advertise_is_refused_in_one_line(advertise: str, listen: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        Network(Seeds.of("a:1"), RUN, listen, advertise=advertise)
 
 
 def test_who_asks_and_is_gone_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

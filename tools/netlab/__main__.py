@@ -6,13 +6,15 @@
 Every host is a network namespace with a name of its own; a process carries the packets between them, each link
 with its own rate, delay, jitter and loss. Prints one JSON object.
 
-rounds: Open MPI and gloo, a rank on each host. The round of the outer optimizer between random pairs, the exchange
-of partners that are new to each other, and all-reduces of the same vector: MPI's own choice, its ring, recursive
-doubling and tree, and gloo's.
+rounds: MPI and gloo, a rank on each host. The round of the outer optimizer between random pairs, over MPI and over
+the encrypted transport of a federation; the exchange of partners that are new to each other; and all-reduces of
+the same vector: MPI's own choice, Open MPI's ring, recursive doubling and tree, and gloo's.
 
 check: the lab itself. Every second host sends to the next one, over a plain TCP connection.
 
-run: `--module MODULE ARGUMENTS`, the last options, under Open MPI, a rank on each host. Prints what that prints.
+run: `--module MODULE ARGUMENTS`, the last options, under MPI, a rank on each host. Prints what that prints.
+
+MPI is that of the mpirun beside this Python: Open MPI, MPICH or Intel MPI.
 """
 
 import argparse

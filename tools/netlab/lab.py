@@ -14,7 +14,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import IO
 
+from tools.netlab.launcher import Launcher
 from tools.netlab.network import Link
 from tools.netlab.relay import DEVICE, MTU, SUBNET, address_of, open_tun
 
@@ -62,27 +64,29 @@ class Lab:
         folder: for files about them; it goes with them.
         names: of the hosts.
         pids: of the processes that hold their namespaces.
-        hostfile: for mpirun.
-        remote_shell: takes the place of ssh; like it, it passes no environment.
-        environ: what mpirun needs to know of the two.
+        hostfile: for the mpirun beside this Python.
+        orders: to the relay; None where there is none.
+        environ: what it needs to know of the remote shell, which takes the place of ssh. Like that, it passes no
+            environment.
     """
 
     def __init__(self, folder: Path, holders: dict[str, int], slots: int) -> None:
         self.folder = folder
         self._holders = holders  # of the namespaces: process ids by name
         self.names, self.pids = list(holders), list(holders.values())
+        self.orders: IO[bytes] | None = None
+        self._launcher = Launcher.beside_python()
         self.hostfile = folder / "hosts.mpi"
-        self.hostfile.write_text("".join(f"{name} slots={slots}\n" for name in holders))
-        self.remote_shell = folder / "rsh"
+        self.hostfile.write_text("".join(f"{name}{self._launcher.slots}{slots}\n" for name in holders))
+        remote_shell = folder / "rsh"
         cases = "".join(f"{name}) pid={pid} ;;\n" for name, pid in holders.items())
-        self.remote_shell.write_text(
+        remote_shell.write_text(
             '#!/bin/sh\nwhile [ "${1#-}" != "$1" ]; do shift; done\n'
             f"case $1 in {cases}esac\nshift\n"
             f'exec env -i PATH="$PATH" HOME="$HOME" {_enter("$pid")} sh -c "cd {REPOSITORY}; $*"\n'
         )
-        self.remote_shell.chmod(0o755)
-        shell = str(self.remote_shell)
-        self.environ = {"OMPI_MCA_plm_rsh_agent": shell, "PRTE_MCA_plm_ssh_agent": shell}
+        remote_shell.chmod(0o755)
+        self.environ = self._launcher.environ(str(remote_shell))
 
     def on(self, name: str, *command: str) -> list[str]:
         """`command` as to be run here, to run there."""
@@ -92,27 +96,38 @@ class Lab:
     def mpirun(
         self, options: Sequence[str], module: str, *arguments: str, seconds: float = _JOB_SECONDS
     ) -> str:
-        """Run a module of Python under Open MPI, one rank on each host, over TCP alone; returns what it printed.
+        """Run a module of Python, one rank on each host, over TCP alone; returns what it printed.
+
+        Args:
+            options: more options of mpirun.
 
         Raises RuntimeError with what was said when it fails, subprocess.TimeoutExpired after so many seconds.
         """
         environ = {
             **os.environ, **self.environ,
-            "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
             "GLOO_SOCKET_IFNAME": NIC, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY),
         }  # fmt: skip
-        # Ranks that wait leave the processor, which in truth is one for all hosts, to the others.
         command = self.on(
-            self.names[0], str(Path(sys.executable).parent / "mpirun"), "--hostfile", str(self.hostfile),
-            "-n", str(len(self.names)), "--bind-to", "none", "--mca", "mpi_yield_when_idle", "1",
-            "--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", NIC,
-            "-x", "PYTHONPATH", "-x", "GLOO_SOCKET_IFNAME", "-x", "OMP_NUM_THREADS",
+            self.names[0], *self._launcher.command(str(self.hostfile), len(self.names), NIC),
             *options, sys.executable, "-m", module, *arguments,
         )  # fmt: skip
         finished = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=seconds)
         if finished.returncode:
             raise RuntimeError(f"{module} ended with exit code {finished.returncode}:\n{finished.stderr}")
         return finished.stdout
+
+    def cut(self, name: str) -> None:
+        """From here on this host reaches nobody, and nobody reaches it; nobody is told."""
+        self._order("cut", name)
+
+    def heal(self, name: str) -> None:
+        """Mend what was cut."""
+        self._order("heal", name)
+
+    def _order(self, order: str, name: str) -> None:
+        assert self.orders is not None
+        self.orders.write(f"{order} {self.names.index(name)}\n".encode())
+        self.orders.flush()
 
     def sent_bytes(self, name: str) -> int:
         """By this host, since it is there."""
@@ -166,7 +181,7 @@ def lab(links: Sequence[Link], tcp: Tcp | None = None) -> Iterator[Lab]:
                 run_in(pid, f"ip route add {SUBNET}.0/24 dev {NIC} congctl {tcp.congestion}")
                 slowly = int(tcp.slow_start_after_idle)
                 run_in(pid, f"sysctl -qw net.ipv4.tcp_slow_start_after_idle={slowly}")
-            stack.enter_context(_relay(links, files))
+            there.orders = stack.enter_context(_relay(links, files))
         yield there
 
 
@@ -197,7 +212,8 @@ def _holder(name: str, known: Path) -> Iterator[int]:
 
 
 @contextmanager
-def _relay(links: Sequence[Link], devices: list[int]) -> Iterator[None]:
+def _relay(links: Sequence[Link], devices: list[int]) -> Iterator[IO[bytes]]:
+    """Its input."""
     fields = json.dumps([asdict(link) for link in links])
     command = [sys.executable, "-m", "tools.netlab.relay", fields, *map(str, devices)]
     process = subprocess.Popen(
@@ -206,7 +222,7 @@ def _relay(links: Sequence[Link], devices: list[int]) -> Iterator[None]:
     with process:
         assert process.stdin is not None
         try:
-            yield
+            yield process.stdin
         finally:
             process.stdin.close()
 

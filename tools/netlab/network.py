@@ -67,10 +67,14 @@ class Network:
     Args:
         links: of each host.
         seed: of jitter and loss.
+
+    Attributes:
+        cut: hosts whose links are cut: what they send, or is sent to them, is lost.
     """
 
     def __init__(self, links: Sequence[Link], seed: int = 0) -> None:
         self.links = links
+        self.cut: set[int] = set()
         self._draws = random.Random(seed)
         self._paths: defaultdict[tuple[int, int], _Path] = defaultdict(_Path)
         self._sending_until = [-math.inf] * len(links)
@@ -81,6 +85,8 @@ class Network:
 
     def send(self, now: float, source: int, destination: int, size: int, packet: bytes) -> None:
         """A packet of `size` bytes on the wire leaves `source`."""
+        if self.cut & {source, destination}:
+            return
         link = self.links[source]
         free = max(now, self._sending_until[source])
         if free - now > link.queue_seconds:

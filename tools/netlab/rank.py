@@ -14,9 +14,12 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mpi4py import MPI
+
+if TYPE_CHECKING:
+    from megatron_noloco.transport.protocol import Transport
 
 DEADLINE_SECONDS = 300.0
 _MICROBATCH_SECONDS = 0.02
@@ -30,7 +33,7 @@ class Way(NamedTuple):
     meanwhile: Callable[[int], object] = lambda repeat: None
 
 
-def new_partners(elements: int) -> Way:
+def new_partners(elements: int, folder: Path) -> Way:
     """The exchange of random pairs, without a local phase before."""
     from megatron_noloco.outer import Channel, Exchange
     from megatron_noloco.plans.grouping import Grouping
@@ -50,14 +53,26 @@ def new_partners(elements: int) -> Way:
     return Way(act)
 
 
-def training_round(elements: int) -> Way:
+def round_over_mpi(elements: int, folder: Path) -> Way:
+    from megatron_noloco.transport.mpi import MpiTransport
+
+    return training_round(MpiTransport(), elements)
+
+
+def round_of_federation(elements: int, folder: Path) -> Way:
+    """With keys, as separate jobs would have it."""
+    from tools.federated import join_as_jobs
+
+    world = MPI.COMM_WORLD
+    return training_round(join_as_jobs(world.rank, world.size, folder, world.Barrier), elements)
+
+
+def training_round(transport: "Transport", elements: int) -> Way:
     """The round of the outer optimizer with random pairs, after local steps that do nothing."""
     from megatron_noloco.outer import OuterOptimizer, OuterSettings, TorchWeights
     from megatron_noloco.plans.grouping import Grouping
     from megatron_noloco.plans.topology import Place
-    from megatron_noloco.transport.mpi import MpiTransport
 
-    transport = MpiTransport()
     size = transport.world_size
     settings = OuterSettings(local_steps=2, deadline_seconds=DEADLINE_SECONDS)
     weights, place = TorchWeights([_ones(elements)]), Place(transport.rank, size)
@@ -68,14 +83,14 @@ def training_round(elements: int) -> Way:
     )
 
 
-def mpi_allreduce(elements: int) -> Way:
+def mpi_allreduce(elements: int, folder: Path) -> Way:
     import numpy as np
 
     mine, total = np.ones(elements, np.float32), np.empty(elements, np.float32)
     return Way(lambda repeat: MPI.COMM_WORLD.Allreduce(mine, total))
 
 
-def gloo_allreduce(elements: int) -> Way:
+def gloo_allreduce(elements: int, folder: Path) -> Way:
     import torch.distributed as dist
 
     world = MPI.COMM_WORLD
@@ -94,7 +109,8 @@ def gloo_allreduce(elements: int) -> Way:
 
 WAYS = {
     "new partners": new_partners,
-    "round": training_round,
+    "round": round_over_mpi,
+    "federation": round_of_federation,
     "allreduce": mpi_allreduce,
     "gloo": gloo_allreduce,
 }
@@ -130,7 +146,7 @@ def _ones(elements: int) -> Any:
 
 def main() -> None:
     name, length, repeats, pause_seconds, folder = sys.argv[1:]
-    way = WAYS[name](int(length) // 4)
+    way = WAYS[name](int(length) // 4, Path(folder))
     seconds = MPI.COMM_WORLD.gather(measure(way, int(repeats), float(pause_seconds), Path(folder)))
     if seconds is not None:
         rounds = list(zip(*seconds, strict=True))[1:]  # the first has costs of its own

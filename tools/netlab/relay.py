@@ -3,7 +3,8 @@
     python -m tools.netlab.relay LINKS FD FD ...
 
 LINKS is a JSON list with the fields of each host's `Link`, and the FDs are the open TUN devices, in the same
-order; host i has the address 10.77.0.(i + 1). It ends when its input does.
+order; host i has the address 10.77.0.(i + 1). A line "cut I" of its input cuts the link of host I, "heal I" mends
+it. It ends when its input does.
 
 The kernel hands over what a TCP connection sends at a time as one large packet (segmentation offload), and takes
 it so. This process then has fewer packets to carry, while those of the emulated wire have 1500 bytes.
@@ -59,19 +60,29 @@ def size_on_the_wire(packet: bytes) -> int:
     return size + (segments - 1) * headers
 
 
-def carry(devices: list[int], network: Network, end: int) -> None:
-    """Until there is something to read from `end`."""
+def obey(network: Network, lines: bytes) -> None:
+    """Cut links and heal them."""
+    for line in lines.splitlines():
+        order, host = line.split()
+        (network.cut.add if order == b"cut" else network.cut.discard)(int(host))
+
+
+def carry(devices: list[int], network: Network, orders: int) -> None:
+    """Until `orders` ends."""
     poll = select.epoll()
-    for file in (*devices, end):
+    for file in (*devices, orders):
         poll.register(file, select.EPOLLIN)
     hosts = {device: host for host, device in enumerate(devices)}
     while True:
         wait = network.next_event() - time.monotonic()
         ready = poll.poll(min(max(wait, 0.0), 1.0))  # rounded up to milliseconds
-        if any(file == end for file, _ in ready):
-            return
         now = time.monotonic()
         for file, _ in ready:
+            if file == orders:
+                if not (lines := os.read(orders, _LONGEST)):
+                    return
+                obey(network, lines)
+                continue
             with contextlib.suppress(BlockingIOError):
                 while True:
                     packet = os.read(file, _LONGEST)

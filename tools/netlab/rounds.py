@@ -22,6 +22,7 @@ def _algorithm(number: int) -> Launch:
 
 LAUNCHES = {
     "round": Launch("round"),
+    "round of a federation": Launch("federation"),
     "exchange of new partners": Launch("new partners"),
     "MPI_Allreduce": Launch("allreduce"),
     "MPI_Allreduce, ring": _algorithm(4),

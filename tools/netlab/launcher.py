@@ -1,0 +1,66 @@
+"""mpirun, as the hosts of a lab need it, by the library that it belongs to."""
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+_OPEN_MPI = "Open MPI"
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """Of Open MPI, or the Hydra of MPICH and Intel MPI.
+
+    Attributes:
+        mpirun: its path.
+        slots: between a host and the number of its ranks, in a hostfile.
+    """
+
+    mpirun: str
+    slots: str
+
+    @classmethod
+    def beside_python(cls) -> "Launcher":
+        folder = Path(sys.executable).parent
+        path = str(folder / "mpirun")
+        environ = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+        asked = subprocess.run([path, "--version"], env=environ, capture_output=True, text=True)
+        return cls(path, " slots=" if _OPEN_MPI in asked.stdout else ":")
+
+    def environ(self, remote_shell: str) -> dict[str, str]:
+        """Variables that let it reach hosts by `remote_shell`, also under `launch/mpirun.sh`."""
+        if self._open_mpi:
+            return {
+                "OMPI_MCA_plm_rsh_agent": remote_shell, "PRTE_MCA_plm_ssh_agent": remote_shell,
+                "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+            }  # fmt: skip
+        return {
+            "HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": remote_shell,
+            "I_MPI_HYDRA_BOOTSTRAP": "ssh", "I_MPI_HYDRA_BOOTSTRAP_EXEC": remote_shell,
+            "PATH": f"{Path(self.mpirun).parent}{os.pathsep}{os.environ['PATH']}",
+        }  # fmt: skip
+
+    def command(self, hostfile: str, ranks: int, interface: str) -> list[str]:
+        """Up to the program: messages over TCP on `interface` alone."""
+        if not self._open_mpi:  # it passes the environment by itself
+            tcp = {
+                "MPIR_CVAR_CH4_NETMOD": "ofi",  # UCX, MPICH's first choice, does not see a lab's network devices
+                "I_MPI_FABRICS": "ofi",  # otherwise memory that is shared: Intel MPI sees one machine
+                "FI_PROVIDER": "tcp",
+                "FI_TCP_IFACE": interface,
+            }
+            settings = [word for name, value in tcp.items() for word in ("-genv", name, value)]
+            return [self.mpirun, "-machinefile", hostfile, "-iface", interface, *settings, "-n", str(ranks)]
+        # Ranks that wait leave the processor, which in truth is one for all hosts, to the others.
+        return [
+            self.mpirun, "--hostfile", hostfile, "-n", str(ranks), "--bind-to", "none",
+            "--mca", "mpi_yield_when_idle", "1",
+            "--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", interface,
+            "-x", "PYTHONPATH", "-x", "GLOO_SOCKET_IFNAME", "-x", "OMP_NUM_THREADS",
+        ]  # fmt: skip
+
+    @property
+    def _open_mpi(self) -> bool:
+        return self.slots == " slots="
