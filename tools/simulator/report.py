@@ -24,7 +24,7 @@ class Key(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One method at its best learning rate: means over the seeds, and the standard deviation of the loss."""
+    """One method at its best learning rate: means over the seeds, and the loss's standard deviation (nan: one seed)."""
 
     name: str
     learning_rate: float
@@ -84,12 +84,16 @@ def as_markdown(rows: Iterable[Row]) -> str:
         "|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {row.name} | {row.learning_rate:g} | {row.loss:.4f} +- {row.deviation:.4f} | "
+        f"| {row.name} | {row.learning_rate:g} | {_loss(row)} | "
         f"{row.worst_replica:.4f} | {100 * (row.perplexity - 1):.1f} % | {100 * row.benefit:.0f} % | "
         f"{row.megabytes:.1f} |"
         for row in rows
     ]
     return "\n".join(lines) + "\n"
+
+
+def _loss(row: Row) -> str:
+    return f"{row.loss:.4f}" + ("" if math.isnan(row.deviation) else f" +- {row.deviation:.4f}")
 
 
 def as_csv(rows: Iterable[Row]) -> str:
@@ -108,10 +112,12 @@ def plot(rows: Sequence[Row], path: Path) -> None:
 
     shown = [row for row in rows if row.name.partition(" @ ")[0] not in BASELINES][::-1]
     figure, axes = pyplot.subplots(figsize=(8, 1 + 0.4 * len(shown)), layout="constrained")
-    bars = axes.barh([row.name for row in shown], [100 * row.benefit for row in shown])
-    axes.bar_label(bars, [f"{100 * (row.perplexity - 1):.1f} % perplexity" for row in shown], padding=3)
+    axes.barh([row.name for row in shown], [100 * row.benefit for row in shown])
+    for place, row in enumerate(shown):
+        axes.text(102, place, f"{100 * (row.perplexity - 1):+.1f} % perplexity", va="center")
     axes.axvline(100, color="black", linewidth=1)
-    axes.set_xlim(0, 130)
-    axes.set_xlabel("benefit retained (%); beside it: perplexity above synchronous training")
+    axes.set_xlim(0, 134)
+    axes.set_xticks(range(0, 101, 20))
+    axes.set_xlabel("benefit retained (%); at the right: perplexity against synchronous training")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
