@@ -24,7 +24,7 @@ class Key(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One method at its best learning rate: means over the seeds, and the loss's standard deviation (nan: one seed)."""
+    """One method at its best learning rate: means over seeds, and how far losses deviate (nan: one seed)."""
 
     name: str
     learning_rate: float
