@@ -282,6 +282,7 @@ def test_a_loop_around_deepspeeds_engine(stage: int, ranks: int) -> None:
         "--standalone",
         "--nproc-per-node",
         str(ranks),
+        str(REPOSITORY / "tests" / "integration" / "uncompiled.py"),
         str(script),
         "--zero-stage",
         str(stage),

@@ -328,6 +328,7 @@ def slowed(seconds: float) -> None:
     ReplicaEngine.train_batch = train_batch  # type: ignore[method-assign]
 
 
+@pytest.mark.slow
 def test_a_slow_replica_takes_fewer_local_steps_and_costs_its_partners_nothing(
     tmp_path: Path, text: str
 ) -> None:

@@ -130,6 +130,7 @@ def codes(outcomes: list[Outcome]) -> list[int]:
 
 # What other cases have in other combinations.
 SLOW = (
+    "2 replicas x dp 2",
     "2 replicas x dp 2, bf16, DiLoCo",
     "2 replicas x 2 stages, bf16, tied",
     "2 replicas x 2 stages, bf16, Muon, dropout",
