@@ -7,7 +7,7 @@ PYTEST := .venv/bin/python -m pytest -n logical --maxprocesses 4 --dist loadfile
 .PHONY: help setup quickstart federation test checks contracts docs evidence gpu-check clean
 
 help:
-	@echo 'make quickstart   train a small Llama with 4 replicas on this machine (4 minutes on 2 cores)'
+	@echo 'make quickstart   train a small Llama with 4 replicas on this machine (5 minutes on 2 cores)'
 	@echo 'make federation   three replicas as separate jobs; one is killed and comes back (1 minute)'
 	@echo 'make test         all tests but those marked slow or contract'
 	@echo 'make checks       what to run before a commit: ruff, mypy, the unit tests, make docs'
