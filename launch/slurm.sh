@@ -37,12 +37,15 @@ export OMPI_MCA_btl_tcp_progress_thread=1
 # `srun --mpi=list` shows what the site supports. Without pmix, or if mpi4py's library does not work with it, use
 # --mpi=none: exchanges then use torch.distributed.
 requeue=no
-trap 'requeue=yes; scancel --signal=USR1 "$SLURM_JOB_ID"' USR1 # SIGUSR1 for all ranks: they save and leave with 0
+# SIGUSR1 for all ranks: they save and leave with 0.
+trap 'requeue=yes signalled=yes; scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
 srun --mpi=pmix --kill-on-bad-exit=1 "$python" -m megatron_noloco train --config "$config" "$@" &
 step=$!
-code=0
-while kill -0 "$step" 2>/dev/null; do # a signal ends `wait` before the step is done
+signalled=yes
+while [ "$signalled" = yes ]; do # a signal ends `wait` before the step is done
+    signalled=no
     wait "$step" && code=0 || code=$?
+    [ "$code" -gt 128 ] || break
 done
 if [ "$requeue" = yes ] && [ "$code" = 0 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$code"

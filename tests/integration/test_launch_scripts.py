@@ -269,7 +269,7 @@ class Batch:
         self.folder = folder
         commands = {
             "srun": f'until [ -e "{folder}/signalled" ]; do sleep 0.05; done; exit {code}',
-            "scancel": f'touch "{folder}/signalled"',
+            "scancel": f'touch "{folder}/signalled"; sleep 0.5',  # srun ends before it
             "scontrol": "",
             "python": "",
         }
