@@ -6,7 +6,7 @@ set -eu
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
 short='--seeds 1 --set training.train_iters=300 --set scheduler.params.warmup_num_steps=30 --jobs 2'
-for study in two_rates rounds recipe exchange; do
+for study in recipe exchange; do
     mkdir -p "runs/evidence/$study"
     echo "$study: runs/evidence/$study/table.md, benefit.png; what it does: log.txt"
     # shellcheck disable=SC2086  # several options

@@ -22,12 +22,11 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
-from megatron_noloco.job import mpi
 from megatron_noloco.model.families import table_of
 from megatron_noloco.outer import Channel, Exchange
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.spec.architecture import Architecture
-from megatron_noloco.transport.mpi import MpiTransport
+from megatron_noloco.transport.mpi import MpiTransport, library
 from megatron_noloco.transport.protocol import Message
 
 DEADLINE_SECONDS = 300.0
@@ -73,7 +72,7 @@ def main() -> None:
     if world.Get_rank() == 0:
         medians = {name: statistics.median(times) for name, times in seconds.items()}
         report = {
-            "library": mpi.library(),
+            "library": library(),
             "ranks": world.Get_size(),
             "bytes": elements * 4,
             "chunk_bytes": options.chunk_kib * 1024,

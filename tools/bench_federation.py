@@ -29,6 +29,7 @@ from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.rendezvous import SharedFolder
 from megatron_noloco.federation.transport import FederationTransport, Network
 from megatron_noloco.plans.topology import Place
+from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES
 from megatron_noloco.transport.protocol import Message
 
 DEADLINE_SECONDS = 300.0
@@ -40,7 +41,9 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--megabytes", type=float, default=64.0, help="bytes of the fp32 vector / 1e6")
-    parser.add_argument("--chunk-kib", type=int, default=4096, help="longest chunk of the transport")
+    parser.add_argument(
+        "--chunk-kib", type=int, default=DEFAULT_CHUNK_BYTES // 1024, help="longest chunk of the transport"
+    )
     parser.add_argument("--repeats", type=int, default=11, help="timed repeats, after two to warm up")
     options = parser.parse_args()
     elements = int(options.megabytes * 1e6) // 4

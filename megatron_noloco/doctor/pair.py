@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from megatron_noloco.outer import Channel, Exchange
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.transport.mpi import MpiTransport, gpu_buffers_supported, library_name
+from megatron_noloco.transport.mpi import MpiTransport, gpu_buffers_supported, library
 
 _ELEMENTS = 1 << 22  # 16 MiB
 _PARTS = 16  # of the work, between which messages may move
@@ -44,10 +44,9 @@ def measure(seconds: float) -> Pair:
     Raises ValueError where there are not 2 ranks.
     """
     torch.set_num_threads(1)
-    library = library_name(MPI.Get_library_version())
     if MPI.COMM_WORLD.size != 2:
         raise ValueError(
-            f"each of the ranks is alone: mpi4py runs on {library}, which is not the MPI of this mpirun"
+            f"each of the ranks is alone: mpi4py runs on {library()}, which is not the MPI of this mpirun"
         )
     transport = MpiTransport()
     exchange = Exchange(transport, Place(transport.rank, 2), Channel.ROUNDS, 60.0, _ELEMENTS)
@@ -76,7 +75,7 @@ def measure(seconds: float) -> Pair:
     beside = statistics.median(timed(_ELEMENTS, alone) for _ in range(repeats))
     return Pair(
         hosts=MPI.COMM_WORLD.allgather(socket.gethostname()),
-        library=library,
+        library=library(),
         thread_level=_LEVELS[MPI.Query_thread()],
         gpu_buffers=gpu_buffers_supported(),
         latency_seconds=latency,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_noloco.everybody import of_all_ranks
 from megatron_noloco.job import launcher, mpi
 from megatron_noloco.job.launcher import World
-from megatron_noloco.transport.mpi import MpiTransport
+from megatron_noloco.transport.mpi import MpiTransport, library
 from megatron_noloco.transport.protocol import Transport
 from megatron_noloco.transport.torch_dist import TorchTransport
 
@@ -96,7 +96,7 @@ def _mpi_world_fits(world: World) -> bool:
     if size != world.world_size:
         raise ValueError(
             f"{world.launcher} started {world.world_size} ranks but MPI sees a world of {size}: mpi4py runs "
-            f"on {mpi.library()}; use the mpirun of that library, or install mpi4py for yours"
+            f"on {library()}; use the mpirun of that library, or install mpi4py for yours"
         )
     return True
 

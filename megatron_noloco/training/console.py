@@ -22,9 +22,8 @@ from megatron_noloco.training.shown import (
     validation_lines,
 )
 
-_SPEED_SECONDS = (
-    86400.0  # of rows whose speed tells the time left; rich's 30 seconds can be less than a row takes
-)
+# Of rows whose speed tells the time left; rich's 30 seconds can be less than a row takes.
+_SPEED_SECONDS = 86400.0
 
 
 @dataclass(frozen=True)

@@ -171,6 +171,13 @@ def finalize(flights: list[MpiFlight]) -> None:
     flights.clear()
 
 
+def library() -> str:
+    """Name and version of the MPI library that mpi4py runs on; starts MPI."""
+    from mpi4py import MPI
+
+    return library_name(MPI.Get_library_version())
+
+
 def library_name(version: str) -> str:
     """Name and version of a library, from its description of itself, which has several lines or clauses."""
     return " ".join(version.splitlines()[0].split(",")[0].replace("Version:", "").split())

@@ -442,7 +442,7 @@ class TestOtherNumberOfReplicas:
                 np.testing.assert_allclose(folded - folded[0], saved[:kept] - saved[0], atol=1e-6)
 
 
-few = settings(max_examples=60, deadline=None)
+few = settings(max_examples=60)
 small = st.integers(1, 4)
 
 

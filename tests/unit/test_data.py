@@ -48,7 +48,7 @@ def write_files(folder: Path, count: int) -> None:
 
 
 class TestTokenizer:
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(text=st.text())
     def test_round_trip(self, text: str) -> None:
         tokenizer = ByteTokenizer()

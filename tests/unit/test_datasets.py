@@ -81,7 +81,7 @@ class TestIndexed:
         assert len(built.training[0].dataset.tokens) == len(built.validation[0].dataset.tokens) == 400
         assert build(train_data_path="a", evaluates=False).validation == []
 
-    @settings(max_examples=50, deadline=None)
+    @settings(max_examples=50)
     @given(
         weights=st.tuples(st.integers(1, 999), st.integers(0, 999), st.integers(0, 999)),
         sequences=st.integers(1, 10_000),
@@ -302,13 +302,12 @@ class TestBlendedOrder:
             tuple(size for size, _ in blend), tuple(weight / total for _, weight in blend), seed
         )
 
-    @settings(deadline=None)
     @given(size=st.integers(1, 100), first=st.integers(0, 10**9), count=st.integers(1, 50))
     def test_of_one_part_is_the_plain_order(self, size: int, first: int, count: int) -> None:
         plain = SampleOrder(size, seed=3).ids(first, count)
         assert np.array_equal(self.order([(size, 1)]).ids(first, count), plain)
 
-    @settings(max_examples=20, deadline=None)
+    @settings(max_examples=20)
     @given(blend=blends, count=st.integers(1, 300))
     def test_every_part_is_read_epoch_by_epoch(self, blend: list[tuple[int, int]], count: int) -> None:
         """Of each part: a sample comes again only when all its others have come."""
@@ -323,7 +322,7 @@ class TestBlendedOrder:
         assert ids.min() >= 0
         assert ids.max() < base
 
-    @settings(max_examples=20, deadline=None)
+    @settings(max_examples=20)
     @given(blend=blends, count=st.integers(1, 300))
     def test_proportions_hold_at_any_place(self, blend: list[tuple[int, int]], count: int) -> None:
         order = self.order(blend)
@@ -333,7 +332,7 @@ class TestBlendedOrder:
         shares = np.array([weight for _, weight in blend]) / sum(weight for _, weight in blend)
         assert np.all(np.abs(taken - shares * count) <= len(blend) + 0.001 * count)
 
-    @settings(max_examples=20, deadline=None)
+    @settings(max_examples=20)
     @given(blend=blends, cuts=st.lists(st.integers(0, 1_000), min_size=2, max_size=6, unique=True))
     def test_pieces_make_up_the_whole(self, blend: list[tuple[int, int]], cuts: list[int]) -> None:
         """A resume at any place reads what an unbroken run reads."""
@@ -357,7 +356,7 @@ plans = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     runs=st.lists(st.tuples(plans, st.integers(1, 4)), min_size=1, max_size=4),
     samples=st.integers(1, 60),

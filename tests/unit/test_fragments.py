@@ -211,7 +211,7 @@ def corrections_due(fleet: Training, done: int) -> Tensor:
     return found
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     st.integers(1, 5),
     st.integers(1, 5),

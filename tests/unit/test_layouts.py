@@ -118,7 +118,7 @@ def two_layouts(draw: st.DrawFn) -> tuple[Layout, Layout]:
     return layout(), layout()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(two_layouts())
 def test_each_weight_keeps_its_number(layouts: tuple[Layout, Layout]) -> None:
     before, after = layouts
@@ -140,7 +140,7 @@ def test_each_weight_keeps_its_number(layouts: tuple[Layout, Layout]) -> None:
             assert torch.equal(reader.vector(catalog.WEIGHTS), slow)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(two_layouts(), st.integers(1, 2))
 def test_folding_into_another_layout_keeps_the_mean(layouts: tuple[Layout, Layout], kept: int) -> None:
     before, after = (replace(layout, topology=replace(layout.topology, replicas=3)) for layout in layouts)

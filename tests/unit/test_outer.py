@@ -194,7 +194,7 @@ def assert_mean_follows_diloco(fleet: Fleet, seed: int, outer_gradient: float) -
     assert_close(fleet.delta.double().mean(dim=0), reference.delta)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(0, 10_000), st.sampled_from([0.0, 0.3, 0.7, 1.1]))
 def test_the_mean_follows_diloco_for_any_grouping(
     replicas: int, group_size: int, seed: int, consensus_weight: float

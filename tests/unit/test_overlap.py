@@ -111,7 +111,7 @@ def test_no_delay_is_the_round_that_training_waits_for() -> None:
             assert torch.equal(getattr(blocking, name), getattr(delayed, name))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(1, 5), st.integers(1, 5), st.integers(1, K), st.sampled_from([0.0, 0.3, 0.7, 1.1]))
 def test_updates_that_do_not_depend_on_the_weights_give_the_phi_and_delta_of_no_delay(
     replicas: int, group_size: int, delay_steps: int, gamma: float
@@ -166,7 +166,7 @@ def test_everyone_in_one_group_takes_dilocos_outer_steps(replicas: int, delay_st
         assert_close(fleet.delta, reference.delta.expand(replicas, -1))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     st.integers(1, 6),
     st.integers(1, 6),

@@ -74,7 +74,7 @@ def test_the_mean_of_the_group_is_kept_and_each_is_near_it(bits: int, group: Gro
     assert sum(report.compared_elements for report in reports) == elements * (2 if len(group) == 2 else 1)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(
     st.integers(1, 6),
     st.integers(1, 6),
@@ -182,7 +182,7 @@ DIFFERENCES = st.one_of(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.sampled_from(BITS),
     st.lists(st.tuples(st.integers(-(2**22), 2**22), DIFFERENCES), min_size=1, max_size=40),

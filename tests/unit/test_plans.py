@@ -23,7 +23,7 @@ from megatron_noloco.plans.topology import Place, Position, Topology
 GOLDEN_DRAWS = Path(__file__).parents[1] / "golden" / "draws.json"
 UPDATE_GOLDEN = "NOLOCO_UPDATE_GOLDEN"
 
-few = settings(max_examples=60, deadline=None)
+few = settings(max_examples=60)
 small = st.integers(1, 4)
 
 

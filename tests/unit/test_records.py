@@ -162,7 +162,7 @@ class TestRecordDataset:
         with pytest.raises(ValueError, match="the data: none of 1 records has an answer within 8 tokens"):
             RecordDataset([record(12, 0, 2)], 8, "the data", True, END)
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=100)
     @given(lengths=st.lists(st.integers(1, 20), max_size=60))
     def test_packing_holds_every_record_once_and_no_two_samples_fit_into_one(
         self, lengths: list[int]

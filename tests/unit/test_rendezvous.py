@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_noloco.federation import service
@@ -162,7 +162,6 @@ def test_what_can_be_no_address_is_refused(rank: int) -> None:
     assert own.unpack(larger.pack()) is None
 
 
-@settings(deadline=None)
 @given(st.binary(max_size=200))
 def test_garbage_is_no_directory(noise: bytes) -> None:
     """Or, hardly ever, one that holds sound addresses only."""

@@ -13,7 +13,7 @@ from megatron_noloco.plans.routing import Routes, Routing, RoutingInterval
 Interval = Literal["round", "step", "microbatch"]
 MOVING = get_args(Interval)
 
-few = settings(max_examples=60, deadline=None)
+few = settings(max_examples=60)
 replicas_ = st.integers(1, 9)
 boundaries = st.integers(0, 7)
 intervals = st.sampled_from(get_args(RoutingInterval))

@@ -41,7 +41,7 @@ def laid_end_to_end(lengths: list[int], seed: int) -> np.ndarray:
 any_lengths = st.lists(st.integers(0, 60), max_size=40).map(lambda lengths: [*lengths, SEQ + 1])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(lengths=any_lengths, seed=st.integers(0, 5), block=st.integers(1, 9), before=st.integers(0, 99))
 def test_samples_are_those_of_the_shuffled_sequences(
     lengths: list[int], seed: int, block: int, before: int
@@ -53,7 +53,7 @@ def test_samples_are_those_of_the_shuffled_sequences(
     assert found == samples(TokenDataset(laid_end_to_end(lengths, seed), SEQ))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(lengths=any_lengths, seed=st.integers(0, 5))
 def test_every_token_is_a_label_once(lengths: list[int], seed: int) -> None:
     """But the first one, and the rest that is shorter than a sample; inputs precede their labels in a sequence."""

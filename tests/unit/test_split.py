@@ -30,7 +30,7 @@ def core_config(split: PipelineSplit, num_layers: int, stages: int, virtual: int
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(splits, st.integers(1, 12), st.integers(2, 4), st.integers(1, 3))
 def test_layers_are_where_core_builds_them(
     split: PipelineSplit, num_layers: int, stages: int, virtual: int

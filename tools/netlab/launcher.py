@@ -6,8 +6,6 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-_OPEN_MPI = "Open MPI"
-
 
 @dataclass(frozen=True)
 class Launcher:
@@ -15,11 +13,11 @@ class Launcher:
 
     Attributes:
         mpirun: its path.
-        slots: between a host and the number of its ranks, in a hostfile.
+        open_mpi: whether it is Open MPI's.
     """
 
     mpirun: str
-    slots: str
+    open_mpi: bool
 
     @classmethod
     def beside_python(cls) -> "Launcher":
@@ -27,11 +25,16 @@ class Launcher:
         path = str(folder / "mpirun")
         environ = {**os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
         asked = subprocess.run([path, "--version"], env=environ, capture_output=True, text=True)
-        return cls(path, " slots=" if _OPEN_MPI in asked.stdout else ":")
+        return cls(path, "Open MPI" in asked.stdout)
+
+    @property
+    def slots(self) -> str:
+        """Between a host and the number of its ranks, in a hostfile."""
+        return " slots=" if self.open_mpi else ":"
 
     def environ(self, remote_shell: str) -> dict[str, str]:
         """Variables that let it reach hosts by `remote_shell`, also under `launch/mpirun.sh`."""
-        if self._open_mpi:
+        if self.open_mpi:
             return {
                 "OMPI_MCA_plm_rsh_agent": remote_shell, "PRTE_MCA_plm_ssh_agent": remote_shell,
                 "OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -44,7 +47,7 @@ class Launcher:
 
     def command(self, hostfile: str, ranks: int, interface: str) -> list[str]:
         """Up to the program: messages over TCP on `interface` alone."""
-        if not self._open_mpi:  # it passes the environment by itself
+        if not self.open_mpi:  # it passes the environment by itself
             tcp = {
                 "MPIR_CVAR_CH4_NETMOD": "ofi",  # UCX, MPICH's first choice, does not see a lab's network devices
                 "I_MPI_FABRICS": "ofi",  # otherwise memory that is shared: Intel MPI sees one machine
@@ -60,7 +63,3 @@ class Launcher:
             "--mca", "pml", "ob1", "--mca", "btl", "tcp,self", "--mca", "btl_tcp_if_include", interface,
             "-x", "PYTHONPATH", "-x", "GLOO_SOCKET_IFNAME", "-x", "OMP_NUM_THREADS",
         ]  # fmt: skip
-
-    @property
-    def _open_mpi(self) -> bool:
-        return self.slots == " slots="
