@@ -38,7 +38,7 @@ from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.quiet import quieten
+from megatron_noloco.start_up import before_engines
 from megatron_noloco.training.prepare import checkpoint_settings
 from megatron_noloco.transport.torch_dist import TorchTransport
 
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--folder", help="where to write; default: the system's folder for temporary files")
     options = parser.parse_args()
 
-    quieten()
+    before_engines()
     cpu.prepare()
     torch.set_num_threads(1)
     join(World(rank=0, local_rank=0, world_size=1, launcher="single"), "gloo")

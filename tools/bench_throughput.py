@@ -26,16 +26,17 @@ from collections.abc import Callable
 from typing import Any
 
 os.environ.setdefault("LOCAL_RANK", "0")  # before deepspeed is imported, which asks for them
+os.environ["TORCHDYNAMO_DISABLE"] = "0"  # the model of transformers is compiled, on a CPU too
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_noloco.quiet import quieten
+from megatron_noloco.start_up import before_engines
 from tools.throughput_models import BETAS, CLIPPING, LR, SIZES, WEIGHT_DECAY, config_of
 
-quieten()  # before Megatron-core and deepspeed are imported
+before_engines()  # before Megatron-core and deepspeed are imported
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.engine.replica import ReplicaEngine

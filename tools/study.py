@@ -152,11 +152,13 @@ def end_with_parent() -> None:
 
 def simulate(raw: dict[str, Any], compiled: bool = False) -> dict[str, Any]:
     """In a process of its own: the last evaluation, and how the loss of the mean model fell."""
+    os.environ["TORCHDYNAMO_DISABLE"] = str(int(not compiled))
+
     import torch
 
-    from megatron_noloco.quiet import quieten
+    from megatron_noloco.start_up import before_engines
 
-    quieten()
+    before_engines()
 
     from megatron_noloco.config import RunConfig
     from tools.simulator.simulation import Simulation

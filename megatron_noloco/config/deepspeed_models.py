@@ -15,7 +15,7 @@ from pydantic_core import to_json
 
 from megatron_noloco.config.blocks import Block
 from megatron_noloco.config.wording import Problem, problems_of
-from megatron_noloco.quiet import quieten
+from megatron_noloco.start_up import before_engines
 
 _Float = Literal["fp32", "bf16", "fp16"]
 
@@ -59,7 +59,7 @@ def _whole_numbers(value: Any) -> Any:
 @cache
 def _models() -> dict[str, tuple[type[BaseModel], type[BaseModel]]]:
     """By block, DeepSpeed's model and its strict twin."""
-    quieten()
+    before_engines()
     from deepspeed.comm.config import CommsLoggerConfig
     from deepspeed.compile.config import CompileConfig
     from deepspeed.monitor.config import CometConfig, CSVConfig

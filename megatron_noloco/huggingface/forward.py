@@ -9,15 +9,15 @@ from torch import Tensor
 from megatron_noloco.job.join import join
 from megatron_noloco.job.launcher import read_world
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.quiet import quieten
 from megatron_noloco.spec.architecture import Architecture, Compute
+from megatron_noloco.start_up import before_engines
 
 
 class WholeModel:
     """The unsplit model in this process, on the accelerator if there is one; it has no weights before `load`."""
 
     def __init__(self, architecture: Architecture) -> None:
-        quieten()
+        before_engines()
         from megatron_noloco.model.dropout import seed_dropout
         from megatron_noloco.model.stage import empty_stage
         from megatron_noloco.pipeline import cpu

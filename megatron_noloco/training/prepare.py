@@ -32,9 +32,9 @@ from megatron_noloco.job.join import (
 from megatron_noloco.job.launcher import World, local_device, read_world
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.quiet import quieten
 from megatron_noloco.spec.architecture import Architecture
 from megatron_noloco.spec.data import RecordSource, Source, TextSource
+from megatron_noloco.start_up import before_engines
 from megatron_noloco.training.federation import check_network, enter, slot_of, wait_for_start
 from megatron_noloco.training.takeover import Takeover
 from megatron_noloco.transport.protocol import Transport
@@ -66,7 +66,7 @@ def prepare(config: RunConfig, environ: Mapping[str, str], replica: int | None =
     Args:
         replica: in a federation, the number of this job's replica.
     """
-    quieten()
+    before_engines()
     world = read_world(environ)
     topology = _topology(config, world, slot_of(config, replica))
     tokenizer, architecture = check_start(config)

@@ -10,12 +10,12 @@ import sys
 from typing import Any
 
 from megatron_noloco.cli.main import run
-from megatron_noloco.quiet import quieten
+from megatron_noloco.start_up import before_engines
 
 
 def plant(kind: str, rank: int, step: int) -> None:
     """When the rank has computed its first microbatch of the step, which the next stage waits for."""
-    quieten()
+    before_engines()
     from megatron_noloco.pipeline.communicator import RoutedCommunicator
 
     original, begin, passes = RoutedCommunicator._communicate, RoutedCommunicator.begin, 0

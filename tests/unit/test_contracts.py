@@ -6,6 +6,8 @@ Each test names the room of ours that has to be looked at.
 import inspect
 import os
 import re
+import subprocess
+import sys
 import tomllib
 from importlib.metadata import version
 from pathlib import Path
@@ -76,7 +78,7 @@ def test_the_installed_version_is_the_pinned_one(package: str) -> None:
 
 
 class TestCpu:
-    """model/cpu.py rebinds these names."""
+    """pipeline/cpu.py rebinds these names."""
 
     @pytest.mark.parametrize(
         "module", [schedules, mappings, layers, rotary_pos_embedding, yarn_rotary_pos_embedding]
@@ -102,6 +104,21 @@ class TestCpu:
     def test_the_random_tracker_runs_on_a_cpu(self) -> None:
         wanted = {"seed", "inference_rng_tracker", "tp_rank", "ep_rank", "etp_rank", "force_reset_rng"}
         assert wanted <= parameters(model_parallel_cuda_manual_seed)
+
+
+class TestStartUp:
+    """start_up.py sets the variable."""
+
+    def test_the_engines_leave_torchs_compiler_alone_when_dynamo_is_off(self) -> None:
+        code = "import sys, megatron_noloco.training.build; print('torch._inductor.lowering' in sys.modules)"
+        loaded = [
+            subprocess.check_output(
+                [sys.executable, "-W", "ignore", "-c", code], text=True, cwd=ROOT,
+                env={**os.environ, "TORCHDYNAMO_DISABLE": off},
+            ).split()[-1]
+            for off in "01"
+        ]  # fmt: skip
+        assert loaded == ["True", "False"]
 
 
 class TestGroups:
