@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import zmq
 
 from megatron_noloco.federation.desk import Desk
@@ -23,6 +24,7 @@ _THREADS = 2  # of ZeroMQ, which encrypt and decrypt: one for what leaves, one f
 _AT_ONCE = 8  # frames received before other work has its turn
 _RECEIVE_QUEUE = 4  # frames that ZeroMQ holds for each connection; then TCP holds back the sender
 _ENCRYPTED_MORE = 64  # bytes, at least those that CURVE adds to a message
+_KEPT = 31 * 2**20  # bytes; glibc learns from blocks below 32 MiB only
 _LINGER_MILLISECONDS = 2000
 _MOST_ERRANDS = 64  # at a time
 _ERRAND_SECONDS = 10.0  # after which one is given up
@@ -73,9 +75,15 @@ class Service:
             ) from None
         self.endpoint = self._inbox.getsockopt_string(zmq.LAST_ENDPOINT)
         self._refusals = self._inbox.get_monitor_socket(HANDSHAKE_FAILURES)
+        self._poller = zmq.Poller()
+        for readable in (self._bell, self._inbox, self._refusals, self._gate):
+            self._poller.register(readable, zmq.POLLIN)
         self._errands: dict[str, tuple[Link, float]] = {}  # by endpoint; and when each is given up
         self._closing = False
         self._followed = 0  # version of the directory
+        # A large block that is freed, untouched, makes glibc keep as much for the next one. Otherwise it gives the
+        # memory of each chunk back, and the kernel clears it again: a tenth of what an exchange costs.
+        np.empty(_KEPT, np.uint8)
         self._thread = threading.Thread(target=self._run, name="federation", daemon=True)
         self._thread.start()
 
@@ -110,7 +118,7 @@ class Service:
     def _tell(self, endpoint: str, asks: bool = False) -> None:
         """Our directory, on a connection for it alone: the rank there need not be a counterpart."""
         if endpoint not in self._errands and len(self._errands) < _MOST_ERRANDS:
-            link = Link(self._context, endpoint, self._keys)
+            link = Link(self._context, self._poller, endpoint, self._keys)
             link.control(*self.desk.directory.frame(asks))
             self._errands[endpoint] = link, time.monotonic() + _ERRAND_SECONDS
 
@@ -139,7 +147,7 @@ class Service:
             if link is not None:
                 self._lost(rank, "has another address now")
                 link.close()
-            self._links[rank] = Link(self._context, addresses[rank].endpoint, self._keys)
+            self._links[rank] = Link(self._context, self._poller, addresses[rank].endpoint, self._keys)
         own = self.desk.member
         other = addresses.get(own.rank)
         if other is not None and other.epoch > own.epoch:
@@ -173,20 +181,7 @@ class Service:
 
     def _turn(self, seconds: float) -> None:
         """Wait for something to do, and do it."""
-        poller = zmq.Poller()
-        links = self._all_links()
-        for readable in (
-            self._bell,
-            self._inbox,
-            self._refusals,
-            self._gate,
-            *(link.monitor for link in links),
-        ):
-            poller.register(readable, zmq.POLLIN)
-        for link in links:
-            if link.waiting:
-                poller.register(link.socket, zmq.POLLOUT)
-        ready = dict(poller.poll(round(1000 * seconds)))
+        ready = dict(self._poller.poll(round(1000 * seconds)))
         if self._bell in ready:
             os.eventfd_read(self._bell)
             while not self._work.empty():
@@ -194,9 +189,10 @@ class Service:
         if self._keys is not None and self._gate in ready:
             self._gate.send_multipart(self._keys.answer(self._gate.recv_multipart()))
         for rank, link in self._links.items():
-            for event in link.events():
-                self._notice(rank, event)
-            if link.waiting and link.socket in ready:
+            if link.monitor in ready:
+                for event in link.events():
+                    self._notice(rank, event)
+            if link.socket in ready:
                 link.flush()
         self._run_errands()
         if self._refusals in ready:
