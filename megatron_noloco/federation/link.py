@@ -20,9 +20,22 @@ HANDSHAKE_FAILURES = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
+_SAME_KEY = "both need the same key file, or encryption none"
+_CLOSED = "the other side closed the connection before it stood"
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILURES
 
 Chunks = Iterator[tuple[bytes, np.ndarray]]
+
+
+def why_no_handshake(event: int) -> str:
+    """What one of HANDSHAKE_FAILURES means.
+
+    Where keys or encryption differ, the side that notices it first closes the connection, and that may be all that
+    the other one sees.
+    """
+    if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+        return f"{_CLOSED}; unless it has ended, or is no replica of this run, {_SAME_KEY}"
+    return _SAME_KEY
 
 
 class Link:

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from megatron_noloco.federation.desk import Desk
 from megatron_noloco.federation.directory import Address
 from megatron_noloco.federation.frames import SIZE, Member
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.link import HANDSHAKE_FAILURES, Link
+from megatron_noloco.federation.link import HANDSHAKE_FAILURES, Link, why_no_handshake
 
 HELLO_SECONDS = 0.5  # between two
 _THREADS = 2  # of ZeroMQ, which encrypt and decrypt: one for what leaves, one for what comes
@@ -28,7 +29,6 @@ _KEPT = 31 * 2**20  # bytes; glibc learns from blocks below 32 MiB only
 _LINGER_MILLISECONDS = 2000
 _MOST_ERRANDS = 64  # at a time
 _ERRAND_SECONDS = 10.0  # after which one is given up
-_SAME_KEY = "both need the same key file, or encryption none"
 _ZAP = "inproc://zeromq.zap.01"
 
 
@@ -124,8 +124,9 @@ class Service:
 
     def _run_errands(self) -> None:
         for endpoint, (link, given_up) in list(self._errands.items()):
-            if any(event & HANDSHAKE_FAILURES for event in link.events()):
-                self.desk.say(f"{endpoint} cannot be joined: {_SAME_KEY}")
+            for event in link.events():
+                if event & HANDSHAKE_FAILURES:
+                    self.desk.say(f"{endpoint} cannot be joined: {why_no_handshake(event)}")
             link.flush()
             if not link.waiting or time.monotonic() > given_up:
                 link.close(0 if link.waiting else _LINGER_MILLISECONDS)
@@ -196,8 +197,8 @@ class Service:
                 link.flush()
         self._run_errands()
         if self._refusals in ready:
-            self._refusals.recv_multipart()
-            self.desk.say(f"a connection was refused: {_SAME_KEY}")
+            event = parse_monitor_message(self._refusals.recv_multipart())["event"]
+            self.desk.say(f"a connection to this rank failed: {why_no_handshake(event)}")
         if self._inbox in ready:
             self._read_inbox()
         self._follow_directory()
@@ -209,7 +210,7 @@ class Service:
         elif event == zmq.EVENT_DISCONNECTED:
             self._lost(rank, "has gone: the connection was lost")
         else:
-            self.desk.say(f"rank {rank} cannot be joined: {_SAME_KEY}")
+            self.desk.say(f"rank {rank} cannot be joined: {why_no_handshake(event)}")
 
     def _lost(self, rank: int, why: str, drop_link: bool = True) -> None:
         """Whatever is under way with it has failed."""
