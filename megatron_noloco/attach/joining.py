@@ -51,7 +51,7 @@ def keeping_up(federation: Federation, settings: OuterSettings, transport: Feder
         local_steps=settings.local_steps,
         fragments=settings.fragments,
         rounds_behind=federation.rounds_behind,
-        adapts=False,
+        adapts=federation.local_steps == "auto",
         longest_seconds=settings.deadline_seconds,
     )
     return KeepingUp(transport, pace)
