@@ -24,16 +24,12 @@ from typing import NamedTuple
 import psutil
 import torch
 
-from megatron_noloco.federation.counterparts import Deadline, Patience
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.rendezvous import SharedFolder
-from megatron_noloco.federation.transport import FederationTransport, Network
+from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES
 from megatron_noloco.transport.protocol import Message
-
-DEADLINE_SECONDS = 300.0
-RUN = 1
+from tools.federated import DEADLINE_SECONDS, open_door, wait_for_all
 
 
 def main() -> None:
@@ -86,7 +82,7 @@ def _figures(length: int, taken: list[Taken]) -> dict[str, float]:
         "least_seconds": round(min(one.seconds for one in taken), 4),
         "gb_per_second_each_way": round(length / seconds / 1e9, 3),
         "processor_seconds": round(statistics.median(one.processor_seconds for one in taken), 4),
-        "processor_seconds_of_busiest_thread": round(max(busy.values()) / len(taken), 4),
+        "processor_seconds_of_busiest_thread": round(max(busy.values(), default=0) / len(taken), 4),
     }
 
 
@@ -104,13 +100,8 @@ def run(
     transports = []
     ways: dict[str, Callable[[], None]] = {"plain socket": lambda: _swap_plainly(plain, outgoing, incoming)}
     for way, keys in (("federation", None), ("federation, CURVE", Keys.read(folder / "key"))):
-        rendezvous = SharedFolder(folder / way, RUN)
-        network = Network(rendezvous, RUN, "tcp://127.0.0.1:0", keys, chunk_bytes=chunk_bytes)
-        transport = FederationTransport(
-            Place(rank, 2), network, Patience(Deadline(DEADLINE_SECONDS, DEADLINE_SECONDS))
-        )
-        if not transport.wait_for(1, DEADLINE_SECONDS):
-            raise SystemExit("the other process is not there")
+        transport = open_door(Place(rank, 2), folder / way, keys=keys, chunk_bytes=chunk_bytes)
+        wait_for_all(transport, replicas=2)
         transports.append(transport)
         ways[way] = _swap_over(transport, outgoing, incoming)
     taken: dict[str, list[Taken]] = {way: [] for way in ways}

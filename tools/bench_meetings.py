@@ -23,18 +23,15 @@ from pathlib import Path
 
 import torch
 
-from megatron_noloco.federation.counterparts import Deadline, Patience
-from megatron_noloco.federation.rendezvous import SharedFolder
-from megatron_noloco.federation.transport import FederationTransport, Network
+from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.outer import OuterOptimizer, OuterSettings, RoundReport, TorchWeights
 from megatron_noloco.plans.draws import Stream, draw_permutation
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.topology import Place
+from tools.federated import open_door, wait_for_all
 
-RUN = 1
 ELEMENTS = 1000
 SEED = 0
-PATIENCE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -80,13 +77,10 @@ def measure(case: Case) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         transports = {}
         for replica in case.replicas:
-            network = Network(SharedFolder(Path(folder), RUN), RUN, "tcp://127.0.0.1:0")
-            patience = Patience(Deadline(PATIENCE_SECONDS, PATIENCE_SECONDS))
-            transports[replica] = FederationTransport(Place(replica, case.slots), network, patience)
+            transports[replica] = open_door(Place(replica, case.slots), Path(folder))
             stack.callback(transports[replica].close)
         for transport in transports.values():
-            if not transport.wait_for(len(transports) - 1, PATIENCE_SECONDS):
-                raise SystemExit("the replicas do not find each other")
+            wait_for_all(transport, len(transports))
         together = threading.Barrier(len(transports))
         with ThreadPoolExecutor(len(transports)) as threads:
             reports = dict(

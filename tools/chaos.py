@@ -10,6 +10,10 @@ told. What happens to whom, and when, follows from `--seed`: each moment is a ra
 random part of a second after it, so that it falls into a step, an exchange, an evaluation or a save. Then the same
 replicas run undisturbed, those that join from the beginning on.
 
+With `--one-job` the replicas are the ranks of one job under mpirun, with the kills and freezes of the same seed: a
+kill ends the job, and it is started again. Nothing is lost but the local steps since its last checkpoint, so that
+the losses at the end have to be those of the undisturbed job, to the last bit.
+
 Prints one JSON object: what was done, how every replica ended, the losses of both runs, and the longest pause of a
 replica to which nothing was done. Exit code 1 when a replica that should have ended did not, or not well.
 """
@@ -31,9 +35,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from tools.chaos_job import OneJob
 from tools.netlab.lab import Lab, lab
 from tools.netlab.network import Link
 from tools.netlab.relay import address_of
+from tools.written import Written
 
 _BASE = Path(__file__).parents[1] / "configs" / "federation.json"
 _LOOK_SECONDS = 0.05
@@ -66,9 +72,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit", type=float, default=1800.0, help="seconds for each of the two runs")
+    parser.add_argument("--one-job", action="store_true", help="all replicas in one job")
     options = parser.parse_args()
     faults = draw_faults(options)
     shutil.rmtree(options.output, ignore_errors=True)
+    if options.one_job:
+        return one_job(options, faults)
     slots = options.replicas + options.joins
     with network(options.cuts, slots) as there:
         with Federation(options.output / "disturbed", slots, options.steps, there) as disturbed:
@@ -97,6 +106,24 @@ def main() -> int:
         "processes_left": disturbed.running() + undisturbed.running(),
     }))  # fmt: skip
     return 0 if well else 1
+
+
+def one_job(options: argparse.Namespace, faults: list[Fault]) -> int:
+    replicas, base = range(options.replicas), base_config(options.steps)
+    with OneJob(options.output / "disturbed", options.replicas, base) as disturbed:
+        codes = disturbed.run(faults, options.limit)
+    with OneJob(options.output / "undisturbed", options.replicas, base) as undisturbed:
+        undisturbed.run([], options.limit)
+    losses, expected = ([job.loss(replica) for replica in replicas] for job in (disturbed, undisturbed))
+    print(json.dumps({
+        "seed": options.seed,
+        "faults": [fault.__dict__ for fault in faults if fault.what in ("kill", "freeze")],
+        "exit_codes": codes,
+        "continued_from": disturbed.continued_from(),
+        "losses": losses,
+        "undisturbed_losses": expected,
+    }))  # fmt: skip
+    return 0 if codes[-1] == 0 and None not in losses and losses == expected else 1
 
 
 def draw_faults(options: argparse.Namespace) -> list[Fault]:
@@ -130,7 +157,7 @@ def network(cuts: int, slots: int) -> contextlib.AbstractContextManager[Lab | No
     return lab([_LINK] * slots) if cuts else contextlib.nullcontext()
 
 
-class Federation:
+class Federation(Written):
     """Replicas on this machine, in a folder with a folder for each. As a context: no process is left behind.
 
     Args:
@@ -144,10 +171,7 @@ class Federation:
         self._addresses = [f"{address_of(slot)}:{_PORT}" for slot in range(slots)]
         if there is None:
             self._addresses = [f"127.0.0.1:{port}" for port in free_ports(slots)]
-        self._base: dict[str, Any] = json.loads(_BASE.read_text())
-        self._base["training"] |= {"train_iters": steps, "log_interval": 1}
-        self._base["scheduler"]["params"]["total_num_steps"] = steps
-        self._base["evaluation"] = {"interval": max(1, steps // 6), "iters": 10}
+        self._base = base_config(steps)
         self._base["federation"] |= {"slots": slots, "start_with": 1, "shortest_deadline_seconds": 5}
 
     def __enter__(self) -> "Federation":
@@ -170,7 +194,7 @@ class Federation:
             for when, fault in [end for end in ends if end[0] <= time.monotonic()]:
                 self._end(fault)
                 ends.remove((when, fault))
-            if coming and (self.step() >= coming[0].step or not self.running()):
+            if coming and (self.step(self._processes) >= coming[0].step or not self.running()):
                 fault = coming.pop(0)
                 time.sleep(fault.seconds)
                 self._apply(fault)
@@ -224,32 +248,19 @@ class Federation:
     def running(self) -> int:
         return sum(process.poll() is None for process in self._processes.values())
 
-    def step(self) -> int:
-        """Of the replica that is furthest."""
-        return max((int(self.last(replica, "step") or 0) for replica in self._processes), default=0)
-
-    def loss(self, replica: int) -> float | None:
-        """Of its last evaluation, in nats per token."""
-        return self.last(replica, "validation/loss")
-
-    def last(self, replica: int, name: str) -> Any:
-        """The newest value of a number."""
-        return next((row[name] for row in reversed(self._rows(replica)) if name in row), None)
-
-    def longest_pause(self, replica: int) -> float:
-        """Seconds for which training stood still in a round."""
-        return max((row.get("round/pause_seconds", 0.0) for row in self._rows(replica)), default=0.0)
+    def files(self, replica: int) -> Iterable[Path]:
+        return self._folder(replica).glob("replica_*/metrics.jsonl")
 
     def _folder(self, replica: int) -> Path:
         return self.folder / f"host_{replica}"
 
-    def _rows(self, replica: int) -> list[dict[str, Any]]:
-        rows = []
-        for file in self._folder(replica).glob("replica_*/metrics.jsonl"):
-            for line in file.read_text().splitlines():
-                with contextlib.suppress(json.JSONDecodeError):  # cut off by a kill, or not yet written
-                    rows.append(json.loads(line))
-        return rows
+
+def base_config(steps: int) -> dict[str, Any]:
+    base: dict[str, Any] = json.loads(_BASE.read_text())
+    base["training"] |= {"train_iters": steps, "log_interval": 1}
+    base["scheduler"]["params"]["total_num_steps"] = steps
+    base["evaluation"] = {"interval": max(1, steps // 6), "iters": 10}
+    return base
 
 
 def free_ports(count: int) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""The ranks of one job as replicas of a federation, for measurements: each could as well be a job of its own."""
+"""Replicas of one rank each as a federation, for measurements: each could as well be a job of its own."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,13 +8,33 @@ from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.rendezvous import SharedFolder
 from megatron_noloco.federation.transport import FederationTransport, Network
 from megatron_noloco.plans.topology import Place
+from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES
 
 DEADLINE_SECONDS = 300.0
+_LOOPBACK = "tcp://127.0.0.1:0"
 _RUN = 1
 
 
+def open_door(
+    place: Place,
+    folder: Path,
+    listen: str = _LOOPBACK,
+    keys: Keys | None = None,
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+) -> FederationTransport:
+    """The door of a replica to the others, which give the same folder; see `wait_for_all`."""
+    network = Network(SharedFolder(folder, _RUN), _RUN, listen, keys, chunk_bytes=chunk_bytes)
+    return FederationTransport(place, network, Patience(Deadline(DEADLINE_SECONDS, DEADLINE_SECONDS)))
+
+
+def wait_for_all(transport: FederationTransport, replicas: int) -> None:
+    """Until this one has met the other replicas."""
+    if not transport.wait_for(replicas - 1, DEADLINE_SECONDS):
+        raise SystemExit(f"rank {transport.rank}: not all of the {replicas - 1} others are there")
+
+
 def join_as_jobs(rank: int, size: int, folder: Path, barrier: Callable[[], object]) -> FederationTransport:
-    """With keys; all ranks call it. Returns when all have met.
+    """With keys; all ranks of one job call it. Returns when all have met.
 
     Args:
         folder: empty, and the same for all ranks; not needed later.
@@ -23,10 +43,7 @@ def join_as_jobs(rank: int, size: int, folder: Path, barrier: Callable[[], objec
     if rank == 0:
         Keys.make(folder / "key")
     barrier()
-    network = Network(SharedFolder(folder, _RUN), _RUN, keys=Keys.read(folder / "key"))
-    patience = Patience(Deadline(DEADLINE_SECONDS, DEADLINE_SECONDS))
-    transport = FederationTransport(Place(rank, size), network, patience)
-    if not transport.wait_for(size - 1, DEADLINE_SECONDS):
-        raise SystemExit(f"rank {rank}: not all of the {size - 1} others are there")
+    transport = open_door(Place(rank, size), folder, "tcp://*:0", Keys.read(folder / "key"))
+    wait_for_all(transport, size)
     barrier()
     return transport

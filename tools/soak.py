@@ -27,14 +27,11 @@ from pathlib import Path
 
 import torch
 
-from megatron_noloco.federation.counterparts import Deadline, Patience
-from megatron_noloco.federation.rendezvous import SharedFolder
-from megatron_noloco.federation.transport import FederationTransport, Network
+from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.outer import OuterOptimizer, OuterSettings, TorchWeights
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.topology import Place
-
-RUN, PATIENCE_SECONDS = 1, 60.0
+from tools.federated import open_door, wait_for_all
 
 
 def main() -> None:
@@ -103,8 +100,7 @@ class Soak:
             self.restarts += 1
         for outer in self.replicas:  # connections that a restart has broken are made again
             assert isinstance(outer.transport, FederationTransport)
-            if not outer.transport.wait_for(len(self.replicas) - 1, PATIENCE_SECONDS):
-                raise SystemExit("soak: the replicas do not find each other")
+            wait_for_all(outer.transport, len(self.replicas))
         here = [outer for outer in self.replicas if self.draws.random() >= self.options.absences]
         for outer in self.replicas:
             if outer not in here:
@@ -117,10 +113,8 @@ class Soak:
         self.necessary += len(here) % 2
 
     def _start(self, replica: int, number: int) -> OuterOptimizer:
-        network = Network(SharedFolder(self.folder, RUN), RUN, "tcp://127.0.0.1:0")
         place = Place(replica, self.options.replicas)
-        patience = Patience(Deadline(PATIENCE_SECONDS, PATIENCE_SECONDS))
-        transport = FederationTransport(place, network, patience)
+        transport = open_door(place, self.folder)
         transport.partners.leave_out(number - 1)
         weights = TorchWeights([torch.ones(self.options.elements)])
         grouping = Grouping(place.replicas, 2, seed=0)

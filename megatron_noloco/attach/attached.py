@@ -1,17 +1,20 @@
 """Rounds for somebody else's loop."""
 
 import warnings
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from megatron_noloco.activity import now
 from megatron_noloco.attach.checks import check_equal, check_reach, first_weights_of
 from megatron_noloco.attach.engines import trained_by
 from megatron_noloco.attach.federation import Federation
 from megatron_noloco.attach.groups import cut_into
 from megatron_noloco.attach.trained import Trained, here
 from megatron_noloco.everybody import of_all_ranks
+from megatron_noloco.job.watchdog import Watchdog
 from megatron_noloco.outer import (
     Channel,
     Exchange,
@@ -40,8 +43,9 @@ class Attached:
 
     Attributes:
         done: local steps of the training so far. Of a job of a federation: it goes on where the others are when
-            it has fallen `Federation.rounds_behind` rounds behind, so that `done` is then more than the steps
-            that this loop has taken. Use it for the learning rate, and for the end of the loop.
+            it has fallen `Federation.rounds_behind` rounds behind, or is slow and leaves out local steps
+            (`Federation.local_steps`), so that `done` is then more than the steps that this loop has taken. Use it
+            for the learning rate, and for the end of the loop.
         outer: the outer optimizer of this rank.
     """
 
@@ -58,6 +62,7 @@ class Attached:
         self._trained = trained
         self._first_weights = first_weights
         self._keeping_up = keeping_up
+        self._until_closed = ExitStack()
         self._steps = 0 if trained.steps is None else trained.steps()
         if state is not None:
             self.done = int(state["local_steps_done"])
@@ -81,9 +86,11 @@ class Attached:
                 return []
             self._steps = steps
         self.done += 1
-        reports = self.outer.after_local_step(self.done)
+        with now.doing(f"in the round after local step {self.done}"):
+            reports = self.outer.after_local_step(self.done)
         if self._keeping_up is not None:
             self.done = self._keeping_up.next_step(self.done)
+        now.part(f"local step {self.done + 1}")
         return reports
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -127,9 +134,21 @@ class Attached:
 
     def close(self) -> None:
         """At the end, or before the process leaves for another reason: what a partner still needs is sent."""
-        self.outer.land()
-        if self._keeping_up is not None:
-            self._keeping_up.leave()
+        with self._until_closed:
+            self.outer.land()
+            if self._keeping_up is not None:
+                self._keeping_up.leave()
+
+    def watch(self, seconds: float) -> None:
+        """Until `close`, say on stderr when this rank has stood still for so many seconds.
+
+        One line tells what it was doing, and whom it waits for; again each time that the wait has doubled, and
+        whenever the process receives SIGUSR2; with `seconds` 0 only then. Nothing is ended by it. To be called by
+        the main thread.
+        """
+        now.who = f"replica {self.outer.place.replica}, rank {self.outer.place.rank}"
+        self._until_closed.enter_context(now.doing("training"))
+        self._until_closed.enter_context(Watchdog(seconds))
 
 
 def attach(

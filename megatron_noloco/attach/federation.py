@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True)
 class Federation:
     """This job is one replica; the others are other jobs.
 
-    All jobs give the same but for `slot`, `listen` and `advertise`.
+    All jobs give the same but for `slot`, `listen`, `advertise` and `local_steps`.
 
     Attributes:
         slot: the number of this job's replica, from 0.
@@ -25,9 +26,12 @@ class Federation:
             most it is `OuterSettings.deadline_seconds`.
         rounds_behind: a job that is so many rounds behind is not waited for, and goes on where half of the others
             are; see `Attached.done`.
+        local_steps: "all": the job takes all local steps, and where it is slow its partners wait; "auto": where it
+            is slower than half of the others it leaves out local steps before a round, so that `Attached.done`
+            jumps often. What the loop does every so many steps of `done` it then has to look for.
         start_with: jobs, this one included, that `attach` waits for, `OuterSettings.deadline_seconds` at most.
 
-    Raises ValueError for numbers out of range.
+    Raises ValueError for what is out of range.
     """
 
     slot: int
@@ -38,6 +42,7 @@ class Federation:
     advertise: str | None = None
     shortest_deadline_seconds: float = 5.0
     rounds_behind: int = 3
+    local_steps: Literal["auto", "all"] = "all"
     start_with: int = 1
 
     def __post_init__(self) -> None:
@@ -46,6 +51,7 @@ class Federation:
             ("slot", 0 <= self.slot < self.slots, f"from 0 to slots - 1 = {self.slots - 1}"),
             ("shortest_deadline_seconds", self.shortest_deadline_seconds > 0, "above 0"),
             ("rounds_behind", self.rounds_behind >= 1, "at least 1"),
+            ("local_steps", self.local_steps in ("auto", "all"), '"auto" or "all"'),
             ("start_with", 1 <= self.start_with <= self.slots, f"from 1 to slots {self.slots}"),
         ):
             if not sound:

@@ -2,15 +2,12 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from megatron_noloco.attach.federation import Federation
 from megatron_noloco.federation.counterparts import Deadline, Patience
 from megatron_noloco.federation.frames import run_number
 from megatron_noloco.federation.keeping_up import KeepingUp, Pace, wait_for_others
-from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.rendezvous import rendezvous_of
 from megatron_noloco.federation.transport import FederationTransport, Network, join_federation
 from megatron_noloco.job.join import reachable_address
 from megatron_noloco.outer import OuterSettings
@@ -36,12 +33,16 @@ def run_of(settings: OuterSettings, grouping: Grouping, ranks: Sequence[Any]) ->
 
 def enter(federation: Federation, settings: OuterSettings, place: Place, run: int) -> FederationTransport:
     """The door of this rank to the others; all ranks of the job call it. Raises ValueError, OSError."""
-    rendezvous = rendezvous_of(federation.rendezvous, run)
-    keys = None if federation.key_file is None else Keys.read(Path(federation.key_file))
+    network = Network.of(
+        federation.rendezvous,
+        run,
+        federation.key_file,
+        listen=federation.listen,
+        advertise=federation.advertise,
+        host=reachable_address,
+    )
     deadline = Deadline(federation.shortest_deadline_seconds, settings.deadline_seconds)
     patience = Patience(deadline, federation.rounds_behind * settings.fragments)
-    listen = federation.listen or rendezvous.listen
-    network = Network(rendezvous, run, listen, keys, reachable_address, federation.advertise)
     return join_federation(place, network, patience)
 
 
@@ -50,7 +51,7 @@ def keeping_up(federation: Federation, settings: OuterSettings, transport: Feder
         local_steps=settings.local_steps,
         fragments=settings.fragments,
         rounds_behind=federation.rounds_behind,
-        adapts=False,
+        adapts=federation.local_steps == "auto",
         longest_seconds=settings.deadline_seconds,
     )
     return KeepingUp(transport, pace)

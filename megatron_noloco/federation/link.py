@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -19,17 +20,36 @@ HANDSHAKE_FAILURES = (
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 )
+_SAME_KEY = "both need the same key file, or encryption none"
+_CLOSED = "the other side closed the connection before it stood"
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILURES
 
 Chunks = Iterator[tuple[bytes, np.ndarray]]
 
 
-class Link:
-    """Used by one thread. `Again` of ZeroMQ never leaves it: what cannot be sent now waits for `flush`."""
+def why_no_handshake(event: int) -> str:
+    """What one of HANDSHAKE_FAILURES means.
 
-    def __init__(self, context: "zmq.Context[Any]", endpoint: str, keys: Keys | None) -> None:
+    Where keys or encryption differ, the side that notices it first closes the connection, and that may be all that
+    the other one sees.
+    """
+    if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
+        return f"{_CLOSED}; unless it has ended, or is no replica of this run, {_SAME_KEY}"
+    return _SAME_KEY
+
+
+class Link:
+    """Used by one thread. `Again` of ZeroMQ never leaves it: what cannot be sent now waits for `flush`.
+
+    Args:
+        poller: says when `events` has something, and, while anything waits, when `flush` can send.
+    """
+
+    def __init__(
+        self, context: "zmq.Context[Any]", poller: zmq.Poller, endpoint: str, keys: Keys | None
+    ) -> None:
         self.endpoint = endpoint
-        self.waiting = False  # for room to send
+        self._poller = poller
         self.socket = context.socket(zmq.PUSH)
         self.socket.linger = 0
         self.socket.sndhwm = _SEND_QUEUE
@@ -41,6 +61,7 @@ class Link:
         if keys is not None:
             keys.connecting(self.socket)
         self.monitor = self.socket.get_monitor_socket(_EVENTS)
+        poller.register(self.monitor, zmq.POLLIN)
         self.socket.connect(endpoint)
         self._hello = b""
         self._control: deque[tuple[bytes, ...]] = deque()
@@ -64,7 +85,7 @@ class Link:
 
     def flush(self) -> None:
         """Send what can be sent now; `waiting` says whether something is left."""
-        self.waiting = True
+        self._poller.register(self.socket, zmq.POLLOUT)
         try:
             while self._control:
                 self.socket.send_multipart(self._control[0], zmq.NOBLOCK)
@@ -74,7 +95,7 @@ class Link:
                 self._hello = b""
             for _ in range(_AT_ONCE):
                 if not self._send_chunk():
-                    self.waiting = False
+                    self._poller.register(self.socket, 0)
                     return
         except zmq.Again:
             pass
@@ -100,14 +121,23 @@ class Link:
         """After the connection was lost."""
         self._control.clear()
         self._chunks.clear()
-        self._next, self._hello, self.waiting = None, b"", False
+        self._next, self._hello = None, b""
+        self._poller.register(self.socket, 0)
+
+    @property
+    def waiting(self) -> bool:
+        """For room to send."""
+        return self.socket in self._poller
 
     def events(self) -> Iterator[int]:
         """What has happened to the connection: it stands, is lost, or cannot be made because of the keys."""
-        while self.monitor.poll(0):
-            yield parse_monitor_message(self.monitor.recv_multipart())["event"]
+        with suppress(zmq.Again):
+            while True:
+                yield parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))["event"]
 
     def close(self, linger_milliseconds: int = 0) -> None:
+        self._poller.register(self.socket, 0)
+        self._poller.unregister(self.monitor)
         self.socket.disable_monitor()
         self.monitor.close(0)
         self.socket.close(linger_milliseconds)

@@ -10,23 +10,25 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from megatron_noloco.federation.desk import Desk
 from megatron_noloco.federation.directory import Address
 from megatron_noloco.federation.frames import SIZE, Member
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.link import HANDSHAKE_FAILURES, Link
+from megatron_noloco.federation.link import HANDSHAKE_FAILURES, Link, why_no_handshake
 
 HELLO_SECONDS = 0.5  # between two
 _THREADS = 2  # of ZeroMQ, which encrypt and decrypt: one for what leaves, one for what comes
 _AT_ONCE = 8  # frames received before other work has its turn
 _RECEIVE_QUEUE = 4  # frames that ZeroMQ holds for each connection; then TCP holds back the sender
 _ENCRYPTED_MORE = 64  # bytes, at least those that CURVE adds to a message
+_KEPT = 31 * 2**20  # bytes; glibc learns from blocks below 32 MiB only
 _LINGER_MILLISECONDS = 2000
 _MOST_ERRANDS = 64  # at a time
 _ERRAND_SECONDS = 10.0  # after which one is given up
-_SAME_KEY = "both need the same key file, or encryption none"
 _ZAP = "inproc://zeromq.zap.01"
 
 
@@ -73,9 +75,15 @@ class Service:
             ) from None
         self.endpoint = self._inbox.getsockopt_string(zmq.LAST_ENDPOINT)
         self._refusals = self._inbox.get_monitor_socket(HANDSHAKE_FAILURES)
+        self._poller = zmq.Poller()
+        for readable in (self._bell, self._inbox, self._refusals, self._gate):
+            self._poller.register(readable, zmq.POLLIN)
         self._errands: dict[str, tuple[Link, float]] = {}  # by endpoint; and when each is given up
         self._closing = False
         self._followed = 0  # version of the directory
+        # A large block that is freed, untouched, makes glibc keep as much for the next one. Otherwise it gives the
+        # memory of each chunk back, and the kernel clears it again: a tenth of what an exchange costs.
+        np.empty(_KEPT, np.uint8)
         self._thread = threading.Thread(target=self._run, name="federation", daemon=True)
         self._thread.start()
 
@@ -110,14 +118,15 @@ class Service:
     def _tell(self, endpoint: str, asks: bool = False) -> None:
         """Our directory, on a connection for it alone: the rank there need not be a counterpart."""
         if endpoint not in self._errands and len(self._errands) < _MOST_ERRANDS:
-            link = Link(self._context, endpoint, self._keys)
+            link = Link(self._context, self._poller, endpoint, self._keys)
             link.control(*self.desk.directory.frame(asks))
             self._errands[endpoint] = link, time.monotonic() + _ERRAND_SECONDS
 
     def _run_errands(self) -> None:
         for endpoint, (link, given_up) in list(self._errands.items()):
-            if any(event & HANDSHAKE_FAILURES for event in link.events()):
-                self.desk.say(f"{endpoint} cannot be joined: {_SAME_KEY}")
+            for event in link.events():
+                if event & HANDSHAKE_FAILURES:
+                    self.desk.say(f"{endpoint} cannot be joined: {why_no_handshake(event)}")
             link.flush()
             if not link.waiting or time.monotonic() > given_up:
                 link.close(0 if link.waiting else _LINGER_MILLISECONDS)
@@ -139,7 +148,7 @@ class Service:
             if link is not None:
                 self._lost(rank, "has another address now")
                 link.close()
-            self._links[rank] = Link(self._context, addresses[rank].endpoint, self._keys)
+            self._links[rank] = Link(self._context, self._poller, addresses[rank].endpoint, self._keys)
         own = self.desk.member
         other = addresses.get(own.rank)
         if other is not None and other.epoch > own.epoch:
@@ -173,20 +182,7 @@ class Service:
 
     def _turn(self, seconds: float) -> None:
         """Wait for something to do, and do it."""
-        poller = zmq.Poller()
-        links = self._all_links()
-        for readable in (
-            self._bell,
-            self._inbox,
-            self._refusals,
-            self._gate,
-            *(link.monitor for link in links),
-        ):
-            poller.register(readable, zmq.POLLIN)
-        for link in links:
-            if link.waiting:
-                poller.register(link.socket, zmq.POLLOUT)
-        ready = dict(poller.poll(round(1000 * seconds)))
+        ready = dict(self._poller.poll(round(1000 * seconds)))
         if self._bell in ready:
             os.eventfd_read(self._bell)
             while not self._work.empty():
@@ -194,14 +190,15 @@ class Service:
         if self._keys is not None and self._gate in ready:
             self._gate.send_multipart(self._keys.answer(self._gate.recv_multipart()))
         for rank, link in self._links.items():
-            for event in link.events():
-                self._notice(rank, event)
-            if link.waiting and link.socket in ready:
+            if link.monitor in ready:
+                for event in link.events():
+                    self._notice(rank, event)
+            if link.socket in ready:
                 link.flush()
         self._run_errands()
         if self._refusals in ready:
-            self._refusals.recv_multipart()
-            self.desk.say(f"a connection was refused: {_SAME_KEY}")
+            event = parse_monitor_message(self._refusals.recv_multipart())["event"]
+            self.desk.say(f"a connection to this rank failed: {why_no_handshake(event)}")
         if self._inbox in ready:
             self._read_inbox()
         self._follow_directory()
@@ -213,7 +210,7 @@ class Service:
         elif event == zmq.EVENT_DISCONNECTED:
             self._lost(rank, "has gone: the connection was lost")
         else:
-            self.desk.say(f"rank {rank} cannot be joined: {_SAME_KEY}")
+            self.desk.say(f"rank {rank} cannot be joined: {why_no_handshake(event)}")
 
     def _lost(self, rank: int, why: str, drop_link: bool = True) -> None:
         """Whatever is under way with it has failed."""

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -16,7 +17,7 @@ from megatron_noloco.federation.directory import Address, is_endpoint
 from megatron_noloco.federation.frames import DTYPE_CODES, Member
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.peer import Receive, Send
-from megatron_noloco.federation.rendezvous import Rendezvous, listen_at, reachable
+from megatron_noloco.federation.rendezvous import Rendezvous, listen_at, reachable, rendezvous_of
 from megatron_noloco.federation.service import Service
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.chunks import (
@@ -55,6 +56,25 @@ class Network:
     host: Callable[[], str] = socket.gethostname
     advertise: str | None = None
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
+
+    @classmethod
+    def of(
+        cls,
+        rendezvous: str,
+        run: int,
+        key_file: str | Path | None,
+        *,
+        listen: str | None,
+        advertise: str | None,
+        host: Callable[[], str],
+    ) -> "Network":
+        """As a user says it; `listen` None: where the rendezvous has its ranks listen.
+
+        Raises ValueError, with one clear line, for a rendezvous or a key file that is none.
+        """
+        found = rendezvous_of(rendezvous, run)
+        keys = None if key_file is None else Keys.read(Path(key_file))
+        return cls(found, run, listen or found.listen, keys, host, advertise)
 
     def __post_init__(self) -> None:
         if self.advertise is None:

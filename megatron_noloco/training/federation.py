@@ -1,6 +1,5 @@
 """What a config says about a federation, as the rooms below take it."""
 
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -9,8 +8,6 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.federation.counterparts import Deadline, Patience
 from megatron_noloco.federation.frames import run_number
 from megatron_noloco.federation.keeping_up import KeepingUp, Pace, wait_for_others
-from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.rendezvous import rendezvous_of
 from megatron_noloco.federation.transport import FederationTransport, Network, join_federation
 from megatron_noloco.job.join import reachable_address
 from megatron_noloco.plans.topology import Topology
@@ -89,13 +86,13 @@ def wait_for_start(config: RunConfig, transport: FederationTransport) -> list[st
 
 
 def _network(config: RunConfig) -> Network:
-    federation, run = config.federation, run_of(config)
-    assert federation.slots is not None
+    federation = config.federation
     assert federation.rendezvous is not None
-    rendezvous = rendezvous_of(federation.rendezvous, run)
-    keys = None
-    if federation.encryption == "curve":
-        assert federation.key_file is not None
-        keys = Keys.read(Path(federation.key_file))
-    listen = federation.listen or rendezvous.listen
-    return Network(rendezvous, run, listen, keys, reachable_address, federation.advertise)
+    return Network.of(
+        federation.rendezvous,
+        run_of(config),
+        federation.key_file if federation.encryption == "curve" else None,
+        listen=federation.listen,
+        advertise=federation.advertise,
+        host=reachable_address,
+    )

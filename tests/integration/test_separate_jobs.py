@@ -1,7 +1,11 @@
 """NoLoCo attached to ordinary jobs, each of which is one replica."""
 
+import io
+import re
+import threading
 import time
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_noloco.attach import Attached, Federation, ReplicaGroups, attach
+from megatron_noloco.job import failure
 from megatron_noloco.outer import OuterSettings
 from megatron_noloco.plans.grouping import Grouping
 from tests.harness import free_port, run_ranks
@@ -233,6 +238,57 @@ def test_a_job_that_falls_behind_goes_on_where_the_other_is(tmp_path: Path) -> N
     assert behind[-1] == 20 * K
 
 
+def is_slow(slot: int, rank: int, folder: Path) -> tuple[int, list[str]]:
+    """Replica 1 takes no step before replica 0 is at the next exchange. Steps taken, and whom it did not meet."""
+    loop = of_job(slot, rank)
+    there = federation(folder, slot, 2, local_steps="auto")
+    settings = OuterSettings(local_steps=8, deadline_seconds=SECONDS)
+    noloco = attach(loop.model, settings, federation=there, seed=SEED)
+    steps, missed = 0, []
+    for index in range(3):
+        deadline = time.monotonic() + SECONDS
+        while slot == 1 and noloco.outer.transport.begun() != [index]:  # type: ignore[attr-defined]
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        while noloco.done < 8 * (index + 1):
+            loop.step(noloco.done)
+            missed += [report.exchange.missed for report in noloco.step()]
+            steps += 1
+    noloco.close()
+    return steps, missed
+
+
+def test_a_slow_job_leaves_out_local_steps_and_meets_the_other_in_every_round(tmp_path: Path) -> None:
+    (quick, of_quick), (slow, of_slow) = (job[0] for job in run_jobs(tmp_path, 2, 1, is_slow, tmp_path))
+    assert quick == 3 * 8
+    assert slow <= 3 * 3, "two until it looks, and the last before the round"
+    assert of_quick == of_slow == [""] * 3
+
+
+def stands_still(slot: int, rank: int, folder: Path) -> tuple[str, list[str]]:
+    """After its first step, until the watchdog has spoken. What it said; the threads that are left of it."""
+    failure.LOOK_SECONDS = 0.02
+    loop = of_job(slot, rank)
+    noloco = attach(loop.model, SETTINGS, federation=federation(folder, slot, 2, start_with=1), seed=SEED)
+    with redirect_stderr(io.StringIO()) as told:
+        noloco.watch(0.05)
+        loop.step(0)
+        noloco.step()
+        deadline = time.monotonic() + SECONDS
+        while "local step 2\n" not in told.getvalue():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        noloco.close()
+    left = [one.name for one in threading.enumerate() if one.name == "watchdog"]
+    return told.getvalue().splitlines()[-1], left
+
+
+def test_a_rank_that_stands_still_says_where(tmp_path: Path) -> None:
+    line, left = run_jobs(tmp_path, 1, 1, stands_still, tmp_path)[0][0]
+    assert not left
+    assert re.fullmatch(r"replica 0, rank 0 has stood still for \d+ s training: local step 2", line)
+
+
 def averages(slot: int, rank: int, folder: Path, slots: int) -> tuple[Tensor, Tensor, float]:
     loop = of_job(slot, rank)
     noloco = attach(loop.model, SETTINGS, federation=federation(folder, slot, slots), seed=SEED)
@@ -359,6 +415,7 @@ def test_what_is_refused_in_one_line(tmp_path: Path) -> None:
         ({"slots": 1}, "Federation: slots must be at least 2, not 1"),
         ({"slot": 2}, "Federation: slot must be from 0 to slots - 1 = 1, not 2"),
         ({"start_with": 3}, "Federation: start_with must be from 1 to slots 2, not 3"),
+        ({"local_steps": "some"}, 'Federation: local_steps must be "auto" or "all", not \'some\''),
         ({"rounds_behind": 0}, "Federation: rounds_behind must be at least 1, not 0"),
     ],
 )

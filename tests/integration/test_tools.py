@@ -48,9 +48,9 @@ def printed(output: str) -> dict[str, Any]:
     return json.loads(output[output.index("{") :])
 
 
-def run(name: str, options: list[str]) -> dict[str, Any]:
+def run(name: str, options: list[str], timeout: float = 180) -> dict[str, Any]:
     command = [sys.executable, "-m", f"tools.{name}", *options]
-    finished = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=180)
+    finished = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=timeout)
     assert finished.returncode == 0, finished.stderr
     return printed(finished.stdout)
 
@@ -69,6 +69,16 @@ def test_chaos(tmp_path: Path) -> None:
     assert set(found["exit_codes"].values()) == {0}
     assert found["processes_left"] == 0
     assert found["loss_ratio"] < 1.1  # so short a run is not that of docs/faults.md
+
+
+@pytest.mark.slow
+def test_chaos_in_one_job(tmp_path: Path) -> None:
+    """A rank is killed, and the job started again: the same losses as without."""
+    few = "--one-job --replicas 2 --kills 1 --returns 1 --freezes 0 --steps 30 --limit 200"
+    found = run("chaos", [*few.split(), "--output", str(tmp_path / "chaos")], timeout=500)
+    assert found["exit_codes"][0] != 0
+    assert found["exit_codes"][1:] == [0]
+    assert found["losses"] == found["undisturbed_losses"]
 
 
 @pytest.mark.parametrize("name", each(ALONE))

@@ -13,6 +13,7 @@ import torch
 import zmq
 
 from megatron_noloco.federation.counterparts import Deadline
+from megatron_noloco.federation.directory import Address
 from megatron_noloco.federation.frames import LARGEST, SIZE, Frame, Kind, checksum_of, read
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.outer import Channel, Exchange
@@ -49,7 +50,7 @@ def test_numbers_out_of_range_are_refused() -> None:
     assert read(Frame(Kind.WANT, 1, 2, 3, dtype=99).pack()) is None
 
 
-@pytest.mark.parametrize("length", [0, 1, 511, 512, 513, 100_003])
+@pytest.mark.parametrize("length", [0, 1, 4095, 4096, 4097, 100_003])
 def test_checksum_notices_every_changed_word(length: int) -> None:
     data = np.random.default_rng(length).integers(0, 256, length, dtype=np.uint8)
     expected = checksum_of(data)
@@ -127,6 +128,27 @@ def test_members_meet_and_others_do_not(tmp_path: Path, capfd: pytest.CaptureFix
 
         until(all_have_told)
         assert all("both need the same key file" in line for line in told)
+
+
+def test_a_connection_that_is_closed_in_the_open_is_not_told_as_a_wrong_key(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Neither by the side that listens nor by the one that connects."""
+    with transport(tmp_path, 0) as first, socket.create_server(("127.0.0.1", 0)) as stranger:
+        host, port = first.service.endpoint.removeprefix("tcp://").split(":")
+        socket.create_connection((host, int(port))).close()
+        first.service.learn({1: Address(f"tcp://127.0.0.1:{stranger.getsockname()[1]}", epoch=1)})
+        stranger.accept()[0].close()
+        told = set[str]()
+
+        def both_are_told() -> bool:
+            told.update(
+                line.partition(": the other side closed")[0] for line in capfd.readouterr().err.splitlines()
+            )
+            return len(told) == 2
+
+        until(both_are_told)
+        assert told == {"rank 0: a connection to this rank failed", "rank 0: rank 1 cannot be joined"}
 
 
 # What was not asked for

@@ -229,7 +229,7 @@ def test_a_seed_need_not_be_at_the_same_place_of_its_replica() -> None:
             for one in of_slot:
                 one.service.learn({other.rank: other.address for other in of_slot})
         until(lambda: [one.present() for one in ranks] == [[2, 4], [3, 5], [0, 4], [1, 5], [0, 2], [1, 3]])
-        assert all(len(one.service.desk.directory.addresses) == 6 for one in ranks)
+        until(lambda: all(len(one.service.desk.directory.addresses) == 6 for one in ranks))
 
 
 @contextmanager
@@ -345,13 +345,11 @@ def test_who_has_another_key_is_told_by_the_seed_and_by_itself(
 
         def both_have_told() -> bool:
             told.update(capfd.readouterr().err.splitlines())
-            return len(told) == 2
+            return {line.partition(": ")[0] for line in told} == {"rank 0", "rank 1"}
 
         until(both_have_told)
         assert not first.wait_for(1, 0.5)
         assert second.present() == []
-    same = "both need the same key file, or encryption none"
-    assert told == {
-        f"rank 0: a connection was refused: {same}",
-        f"rank 1: tcp://{seed} cannot be joined: {same}",
-    }
+    assert all(line.endswith("both need the same key file, or encryption none") for line in told)
+    assert any(line.startswith("rank 0: a connection to this rank failed: ") for line in told)
+    assert any(line.startswith(f"rank 1: tcp://{seed} cannot be joined: ") for line in told)

@@ -1,0 +1,107 @@
+"""The replicas of `tools.chaos` as one job under mpirun, which is started again after each kill."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+from tools.written import Written
+
+if TYPE_CHECKING:
+    from tools.chaos import Fault
+
+_LAUNCH = Path(__file__).parents[1] / "launch" / "mpirun.sh"
+_LOOK_SECONDS = 0.05
+_RANK = "OMPI_COMM_WORLD_RANK"
+
+
+class OneJob(Written):
+    """One rank for each replica, on this machine. As a context: no process is left behind.
+
+    Args:
+        base: the config of a federation; what only a federation has is left out.
+    """
+
+    def __init__(self, folder: Path, replicas: int, base: dict[str, Any]) -> None:
+        self._folder, self._replicas = folder, replicas
+        self._process: subprocess.Popen[bytes] | None = None
+        config = {name: block for name, block in base.items() if name != "federation"}
+        config["noloco"] = config["noloco"] | {"routing": {"interval": "off"}}
+        config["parallel"] = {"replicas": replicas}
+        config["training"] = config["training"] | {"output_dir": str(folder.resolve())}
+        folder.mkdir(parents=True)
+        self._config = folder / "config.json"
+        self._config.write_text(json.dumps(config))
+
+    def __enter__(self) -> "OneJob":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None and self._process.poll() is None:
+            for process in (*psutil.Process(self._process.pid).children(recursive=True), self._process):
+                process.kill()
+            self._process.wait()
+
+    def files(self, replica: int) -> Iterable[Path]:
+        return self._folder.glob(f"replica_{replica:02d}/metrics.jsonl")
+
+    def run(self, faults: Sequence["Fault"], limit: float) -> list[int | None]:
+        """The exit code of each start; None where it was not over in so many seconds.
+
+        Of the faults, kills and freezes are done: where one rank ends, so do all, and nobody can join or return.
+        A job that ends with another exit code than 0 is started again once for each kill.
+        """
+        deadline, codes = time.monotonic() + limit, list[int | None]()
+        coming = [fault for fault in faults if fault.what in ("kill", "freeze")]
+        kills = sum(fault.what == "kill" for fault in coming)
+        while not codes or (codes[-1] not in (0, None) and len(codes) <= kills):
+            process = self._start()
+            while process.poll() is None and time.monotonic() < deadline:
+                if coming and self.step(range(self._replicas)) >= coming[0].step:
+                    self._apply(coming.pop(0))
+                time.sleep(_LOOK_SECONDS)
+            codes.append(process.poll())
+        return codes
+
+    def continued_from(self) -> list[int]:
+        """The steps of the checkpoints from which the starts after the first went on."""
+        found = re.findall(r"^continuing from .*: step (\d+),", self._log.read_text(), re.MULTILINE)
+        return [int(step) for step in found]
+
+    @property
+    def _log(self) -> Path:
+        return self._folder / "job.log"
+
+    def _start(self) -> "subprocess.Popen[bytes]":
+        environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+        command = ["sh", str(_LAUNCH), str(self._replicas), str(self._config)]
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+        return self._process
+
+    def _apply(self, fault: "Fault") -> None:
+        time.sleep(fault.seconds)
+        rank = self._rank(fault.replica)
+        if rank is None:  # the job has ended meanwhile
+            return
+        if fault.what == "kill":
+            rank.kill()
+        else:
+            rank.send_signal(signal.SIGSTOP)
+            time.sleep(fault.lasts_seconds)
+            rank.send_signal(signal.SIGCONT)
+
+    def _rank(self, rank: int) -> psutil.Process | None:
+        assert self._process is not None
+        for process in psutil.Process(self._process.pid).children(recursive=True):
+            if process.environ().get(_RANK) == str(rank):
+                return process
+        return None

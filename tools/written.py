@@ -1,0 +1,39 @@
+"""What the replicas of a run have written about themselves, while it goes on and afterwards."""
+
+import contextlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+
+class Written:
+    """Of one run; `files` says where."""
+
+    def files(self, replica: int) -> Iterable[Path]:
+        """The metrics of a replica; there may be none yet."""
+        raise NotImplementedError
+
+    def step(self, replicas: Iterable[int]) -> int:
+        """Of the replica that is furthest."""
+        return max((int(self.last(replica, "step") or 0) for replica in replicas), default=0)
+
+    def loss(self, replica: int) -> float | None:
+        """Of its last evaluation, in nats per token."""
+        return self.last(replica, "validation/loss")
+
+    def last(self, replica: int, name: str) -> Any:
+        """The newest value of a number."""
+        return next((row[name] for row in reversed(self._rows(replica)) if name in row), None)
+
+    def longest_pause(self, replica: int) -> float:
+        """Seconds for which training stood still in a round."""
+        return max((row.get("round/pause_seconds", 0.0) for row in self._rows(replica)), default=0.0)
+
+    def _rows(self, replica: int) -> list[dict[str, Any]]:
+        rows = []
+        for file in self.files(replica):
+            for line in file.read_text().splitlines():
+                with contextlib.suppress(json.JSONDecodeError):  # cut off by a kill, or not yet written
+                    rows.append(json.loads(line))
+        return rows
