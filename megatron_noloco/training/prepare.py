@@ -38,6 +38,7 @@ from megatron_noloco.spec.data import RecordSource, Source, TextSource
 from megatron_noloco.training.federation import check_network, enter, slot_of, wait_for_start
 from megatron_noloco.training.takeover import Takeover
 from megatron_noloco.transport.protocol import Transport
+from megatron_noloco.waits import wait_file
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,12 @@ class Prepared:
         at = self.topology.position(self.world.rank)
         place = f"replica {at.replica}, stage {at.stage}, dp {at.dp}, tp {at.tp}"
         return f"rank {self.world.rank} on {socket.gethostname()} ({place})"
+
+    @property
+    def wait_file(self) -> Path:
+        """Where this rank says that it stands still."""
+        replica = self.topology.position(self.world.rank).replica
+        return wait_file(self.config.training.folder_of(replica), self.world.rank)
 
 
 def prepare(config: RunConfig, environ: Mapping[str, str], replica: int | None = None) -> Prepared:
@@ -150,8 +157,8 @@ def join_job(prepared: Prepared) -> tuple[Transport, Start]:
 
 def checkpoint_settings(config: RunConfig, topology: Topology) -> CheckpointSettings:
     """What the run wants of its checkpoints; each job of a federation has its own, in its replica's folder."""
-    checkpoint, output_dir = config.checkpoint, Path(config.training.output_dir)
-    of_job = output_dir / f"replica_{topology.slot:02d}" if topology.slots else output_dir
+    checkpoint, training = config.checkpoint, config.training
+    of_job = training.folder_of(topology.slot) if topology.slots else Path(training.output_dir)
     return CheckpointSettings(
         folder=of_job / "checkpoints",
         run=config.to_dict(),
