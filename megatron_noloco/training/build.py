@@ -54,7 +54,7 @@ from megatron_noloco.transport.protocol import Transport
 def build(prepared: Prepared, transport: Transport, start: Start, progress: str = "auto") -> Run:
     """This rank's part of the run, in the state that `start` names."""
     config, topology = prepared.config, prepared.topology
-    stopping = Stopping(config.training.exit_duration_minutes)
+    stopping = Stopping(config.training.exit_duration_minutes, Path(config.training.output_dir))
     groups, stage = _model(prepared)
     at, place, routing = groups.position, topology.place(dist.get_rank()), config.routing(topology)
     plan = replace(prepared.plan, start_step=start.step, start_sample=start.sample)

@@ -1,6 +1,8 @@
 """The launch scripts on two hosts with a network between them."""
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +13,7 @@ import pytest
 
 from megatron_noloco.config import RunConfig
 from tests.harness import REPOSITORY, run_launcher, run_mpi, two_hosts
+from tests.integration.test_stopped_launchers import ranks_of, wait_until
 from tests.integration.tiny import metrics, tiny, write_config, write_text
 from tools.netlab.lab import NIC, Lab
 
@@ -31,14 +34,14 @@ def hosts() -> Iterator[Lab]:
         yield both
 
 
-def write_run(folder: Path) -> str:
+def write_run(folder: Path, steps: int = 4) -> str:
     """A config whose two replicas of two stages exchange weights, and activations and gradients."""
     changes = {
         "parallel": {"replicas": 2, "pipeline_model_parallel_size": 2},
         "model": {"num_layers": 2},
         "data": {"text": write_text(folder)},
         "training": {
-            "train_iters": 4,
+            "train_iters": steps,
             "output_dir": str(folder / "run"),
         },
         "checkpoint": {"save_interval": 4},
@@ -157,3 +160,97 @@ def test_torchrun_on_each_of_them(hosts: Lab, on_one_host: list[list[list[object
         assert any("started by torchrun; exchanges over torch" in output for output in told)
     assert figures(tmp_path) == on_one_host
     assert crossed(hosts, before, tmp_path)
+
+
+@pytest.fixture
+def slots(hosts: Lab, tmp_path: Path) -> str:
+    """DeepSpeed's hostfile."""
+    path = tmp_path / "hosts"
+    path.write_text("".join(f"{name} slots=2\n" for name in hosts.names))
+    return str(path)
+
+
+@pytest.mark.slow
+def test_deepspeed_on_each_of_them(
+    hosts: Lab, slots: str, on_one_host: list[list[list[object]]], tmp_path: Path
+) -> None:
+    config, before = write_run(tmp_path), hosts.sent_bytes(hosts.names[0])
+    ranks = {name: str(rank) for rank, name in enumerate(hosts.names)}
+    with ThreadPoolExecutor() as pool:
+        told = pool.map(
+            lambda name: launch(
+                hosts, name, "deepspeed.sh", 2, config, HOSTFILE=slots, NODE_RANK=ranks[name]
+            ),
+            hosts.names,
+        )
+        assert any("started by deepspeed; exchanges over torch" in output for output in told)
+    assert figures(tmp_path) == on_one_host
+    assert crossed(hosts, before, tmp_path)
+
+
+@pytest.mark.slow
+def test_deepspeeds_launcher_of_open_mpi(
+    hosts: Lab, slots: str, on_one_host: list[list[list[object]]], tmp_path: Path
+) -> None:
+    config, before = write_run(tmp_path), hosts.sent_bytes(hosts.names[0])
+    environ = {"LAUNCHER": "openmpi", "HOSTFILE": slots, **hosts.environ}
+    told = launch(hosts, hosts.names[0], "deepspeed.sh", 2, config, **environ)
+    assert "started by mpirun; exchanges over mpi" in told
+    assert figures(tmp_path) == on_one_host
+    assert crossed(hosts, before, tmp_path)
+
+
+# pdsh: the command on each of the hosts after -w at the same time, %n its number. It ends no process by name here:
+# the hosts have their process ids in common, also with whatever else this machine does.
+PDSH = """#!/bin/sh
+case $* in *pkill*) exit 1 ;; esac
+for host in $(echo "$5" | tr , ' '); do
+    hosts="${hosts:-} $host"
+done
+shift 5
+number=0
+for host in $hosts; do
+    "%s" "$host" "$(echo "$*" | sed "s/%%n/$number/")" &
+    jobs="${jobs:-} $!"
+    number=$((number + 1))
+done
+for job in $jobs; do
+    wait "$job" || exit $?
+done
+"""
+SSH = """#!/bin/sh
+[ "$1" != -o ] || shift 2
+exec "%s" "$@"
+"""
+
+
+@pytest.mark.slow
+def test_deepspeed_with_pdsh_and_a_stop(hosts: Lab, slots: str, tmp_path: Path) -> None:
+    """Of pdsh and ssh stand-ins; the rest is DeepSpeed's. What pdsh does with signals does not matter."""
+    for name, content in (("pdsh", PDSH), ("ssh", SSH)):
+        (tmp_path / name).write_text(content % (hosts.folder / "rsh"))
+        (tmp_path / name).chmod(0o755)
+    config, told = write_run(tmp_path, steps=100_000), tmp_path / "told"
+    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+    environ = {**os.environ, "PYTHON": sys.executable, "NIC": NIC, "HOSTFILE": slots, "PATH": path}
+    command = [str(REPOSITORY / "launch" / "deepspeed.sh"), "2", config, "--progress", "lines"]
+    with told.open("w") as log:
+        launched = subprocess.Popen(
+            hosts.on(hosts.names[0], *command),
+            env=environ,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        wait_until(told, "iteration      5/100000")
+        launched.terminate()
+        assert launched.wait(PATIENCE_SECONDS) == 0, told.read_text()
+        assert ranks_of(config) == []
+    finally:
+        for rank in ranks_of(config):
+            rank.kill()
+        launched.kill()
+        launched.wait()
+    assert "(the command stop); the same command continues from there" in " ".join(told.read_text().split())
+    assert (tmp_path / "run" / "checkpoints" / "latest").exists()
