@@ -103,7 +103,7 @@ def _topology(config: RunConfig, world: World, slot: int) -> Topology:
     except ConfigError as error:
         if world.launcher != "single":
             raise
-        reason = "no launcher has started this process: use launch/mpirun.sh, torchrun (docs/running.md)"
+        reason = "no launcher has started this process: use launch/mpirun.sh, torchrun (docs/launchers.md)"
         raise ValueError(f"{error}; {reason}") from None
 
 
