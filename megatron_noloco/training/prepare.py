@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from megatron_noloco.job.join import (
     record_collectives,
 )
 from megatron_noloco.job.launcher import World, local_device, read_world
+from megatron_noloco.planning.fit import shortage
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.quiet import quieten
@@ -137,9 +139,9 @@ def join_job(prepared: Prepared) -> tuple[Transport, Start]:
         torch.cuda.set_device(local_device(world, torch.cuda.device_count(), shared=alone))
         record_collectives(Path(prepared.config.training.output_dir))
     join(world, "cpu:gloo,cuda:nccl" if cuda else "gloo")
-    if cuda:
-        check_gpus(topology.replica_size)
     neighbours = ranks_on_this_host()  # asked by every rank: the variable may be set on some hosts only
+    sharing = check_gpus(topology.replica_size) if cuda else neighbours
+    _warn_of_shortage(prepared, sharing)
     if "OMP_NUM_THREADS" not in os.environ:  # beside GPUs as well: exchanges compute on the host
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // neighbours))
     config = prepared.config
@@ -153,6 +155,14 @@ def join_job(prepared: Prepared) -> tuple[Transport, Start]:
         transport = choose_transport(config.noloco.transport, world)
     start = find_start(settings, topology)
     return transport, replace(start, notes=notes + start.notes)
+
+
+def _warn_of_shortage(prepared: Prepared, ranks: int) -> None:
+    """Once for each host: the system ends a process without a word."""
+    if prepared.world.local_rank == 0:
+        short = shortage(prepared.config, prepared.architecture, prepared.topology, ranks, started=True)
+        if short is not None:
+            sys.stderr.write(f"{socket.gethostname()}: {short}\n")
 
 
 def checkpoint_settings(config: RunConfig, topology: Topology) -> CheckpointSettings:

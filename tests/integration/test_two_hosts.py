@@ -128,7 +128,7 @@ def host_of(hosts: Lab, tmp_path_factory: pytest.TempPathFactory) -> dict[int, s
     return {int(rank): host for rank, host in places}
 
 
-# The layouts of docs/launchers.md: what `parallel` says, and the replicas that each of two hosts with two slots has.
+# The layouts of docs/launchers.md: what `parallel` says, and the replicas of each of two hosts with two slots.
 LAYOUTS = {
     "several replicas per node": ({"replicas": 4}, [{0, 1}, {2, 3}]),
     "one replica per node": ({"replicas": 2, "pipeline_model_parallel_size": 2}, [{0}, {1}]),
