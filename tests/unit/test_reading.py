@@ -15,7 +15,7 @@ from rich.console import Console
 
 from megatron_noloco.cli.main import main
 from megatron_noloco.files import write_text
-from megatron_noloco.reading.page import write_page
+from megatron_noloco.reading.page import _phases, write_page
 from megatron_noloco.reading.rows import ReplicaLog, RunLog
 from megatron_noloco.reading.table import as_table
 from megatron_noloco.waits import Wait, wait_file, write_wait
@@ -188,6 +188,33 @@ def test_a_browser_draws_every_plot(run: Path) -> None:
     command = [str(BROWSER), *options, page.as_uri()]
     seen = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
     assert "<title>5</title>" in seen
+
+
+class Stack:
+    """Of axes what `_phases` needs."""
+
+    def stackplot(self, order: list[int], values: Any, labels: Any) -> None:
+        self.order, self.layers = order, dict(zip(labels, values, strict=True))
+
+    def set(self, **_: str) -> None: ...
+    def legend(self) -> None: ...
+
+
+def test_the_time_of_a_step_is_shown_once(tmp_path: Path) -> None:
+    """Waits are a part of forward and backward; means of the replicas; without what took no time."""
+    for replica, seconds in (("00", 0.5), ("01", 0.7)):
+        times = {
+            "time/forward_backward_seconds": seconds,
+            "data/wait_seconds": 0.1,
+            "time/exchange_seconds": 0.25,
+        }
+        write(tmp_path, replica, step(3, **times))
+    stack = Stack()
+    _phases(RunLog(tmp_path), stack)
+    assert stack.order == [3]
+    assert {label: layer for label, (layer,) in stack.layers.items()} == pytest.approx(
+        {"waiting for data": 0.1, "forward and backward": 0.5, "exchanges": 0.25, "everything else": 1.15}
+    )
 
 
 def test_a_run_without_rounds_has_no_plots_of_them(tmp_path: Path) -> None:
