@@ -18,6 +18,14 @@ usage() { # prints the comment at the top of the script
     exit 2
 }
 
+check_number() { # RANKS
+    case $1 in *[!0-9]* | '')
+        echo "\"$1\" is not a number of processes: it comes first, as in 'launch/$(basename "$0") 8 CONFIG'" >&2
+        exit 2
+        ;;
+    esac
+}
+
 check_config() { # CONFIG RANKS: one line per error on stderr, nothing for a valid file
     "$PYTHON" -m megatron_noloco config --check "$1" --world-size "$2" >/dev/null
 }

@@ -14,6 +14,7 @@ set -eu
 . "$(dirname "$0")/common.sh"
 [ $# -ge 2 ] || usage
 ranks=$1 config=$2
+check_number "$ranks"
 shift 2
 launcher=${LAUNCHER:-pdsh}
 if [ -n "${NODE_RANK:-}" ]; then launcher=none; fi

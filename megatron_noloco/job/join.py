@@ -62,6 +62,11 @@ def join(world: World, backend: str) -> None:
     try:
         _join(world, backend)
     except RuntimeError as error:  # a DistError, but not in every torch
+        if "EADDRINUSE" in str(error):
+            raise ValueError(
+                f"port {os.environ.get('MASTER_PORT')} of rank 0's host is taken, by another job perhaps: set "
+                "MASTER_PORT to a free one (for launch/deepspeed.sh PORT)"
+            ) from None
         reason = str(error).splitlines()[0]
         raise ValueError(
             f"rank {world.rank} of {world.world_size} cannot join the others ({reason}); is MASTER_PORT free on "

@@ -142,10 +142,13 @@ def join_job(prepared: Prepared) -> tuple[Transport, Start]:
     neighbours = ranks_on_this_host()  # asked by every rank: the variable may be set on some hosts only
     sharing = check_gpus(topology.replica_size) if cuda else neighbours
     _warn_of_shortage(prepared, sharing)
+    cores = os.cpu_count() or 1
     if "OMP_NUM_THREADS" not in os.environ:  # beside GPUs as well: exchanges compute on the host
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // neighbours))
+        torch.set_num_threads(max(1, cores // neighbours))
     config = prepared.config
     settings, notes = checkpoint_settings(config, topology), list[str]()
+    if not cuda and neighbours > cores:
+        notes.append(f"{neighbours} ranks share the {cores} cores of this host: they compute in turn")
     if topology.slots:
         transport: Transport = (federation := enter(config, topology))
         notes += wait_for_start(config, federation)

@@ -134,6 +134,12 @@ def test_a_launcher_explains_itself(script: str) -> None:
 
 
 @pytest.mark.parametrize("script", LAUNCHERS)
+def test_the_number_of_ranks_comes_first(script: str) -> None:
+    said = f"\"{CONFIG}\" is not a number of processes: it comes first, as in 'launch/{script} 8 CONFIG'\n"
+    assert launch(script, CONFIG, "8") == (2, said)
+
+
+@pytest.mark.parametrize("script", LAUNCHERS)
 def test_a_wrong_number_of_ranks_starts_nothing(script: str) -> None:
     code, said = launch(script, "6", str(REPOSITORY / "configs" / "quickstart.json"))
     assert code == 2

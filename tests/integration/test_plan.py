@@ -88,20 +88,22 @@ def test_the_bytes_of_exchanges(layout: str, tmp_path: Path) -> None:
             assert again >= copies > 0
 
 
-def warned(rank: int, world_size: int, config: str) -> str:
-    """What a start says on a host without memory."""
+def warned(rank: int, world_size: int, config: str) -> tuple[str, list[str]]:
+    """What a start says on a host with one core and without memory: on stderr, and in the log."""
     already_joined()
     fit.available_bytes = lambda: 1_000_000
+    os.cpu_count = lambda: 1
     with redirect_stderr(io.StringIO()) as said:
-        join_job(prepare(load_config(config), os.environ))
-    return said.getvalue()
+        _, start = join_job(prepare(load_config(config), os.environ))
+    return said.getvalue(), start.notes
 
 
-def test_the_start_warns_where_memory_is_short(tmp_path: Path) -> None:
-    """Once for each host, and goes on."""
+def test_the_start_warns_where_memory_or_cores_are_short(tmp_path: Path) -> None:
+    """Of memory once for each host; and goes on."""
     changes = {"data": {"text": write_text(tmp_path)}, "training": {"output_dir": str(tmp_path)}}
     config = write_config(tmp_path, tiny({"parallel": {"replicas": 2}} | changes))
-    first, second = run_ranks(2, warned, config)
+    (first, notes), (second, _) = run_ranks(2, warned, config)
+    assert notes == ["2 ranks share the 1 cores of this host: they compute in turn"]
     assert first.startswith(f"{socket.gethostname()}: memory for 2 ranks on this host: some ")
     assert first.count("\n") == 1
     assert second == ""

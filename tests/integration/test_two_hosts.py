@@ -224,33 +224,47 @@ exec "%s" "$@"
 """
 
 
-@pytest.mark.slow
-def test_deepspeed_with_pdsh_and_a_stop(hosts: Lab, slots: str, tmp_path: Path) -> None:
-    """Of pdsh and ssh stand-ins; the rest is DeepSpeed's. What pdsh does with signals does not matter."""
+@pytest.fixture
+def stand_ins(hosts: Lab, tmp_path: Path) -> str:
+    """PATH with pdsh and ssh in it."""
     for name, content in (("pdsh", PDSH), ("ssh", SSH)):
         (tmp_path / name).write_text(content % (hosts.folder / "rsh"))
         (tmp_path / name).chmod(0o755)
+    return f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("started_on", [1, 2], ids=["by pdsh", "on each of them"])
+def test_a_stop_of_one_deepspeed(
+    started_on: int, hosts: Lab, slots: str, stand_ins: str, tmp_path: Path
+) -> None:
+    """A signal for the script on the first host. pdsh passes none on: that it is a stand-in does not matter here."""
     config, told = write_run(tmp_path, steps=100_000), tmp_path / "told"
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    environ = {**os.environ, "PYTHON": sys.executable, "NIC": NIC, "HOSTFILE": slots, "PATH": path}
+    environ = {**os.environ, "PYTHON": sys.executable, "NIC": NIC, "HOSTFILE": slots, "PATH": stand_ins}
     command = [str(REPOSITORY / "launch" / "deepspeed.sh"), "2", config, "--progress", "lines"]
+    launched = []
     with told.open("w") as log:
-        launched = subprocess.Popen(
-            hosts.on(hosts.names[0], *command),
-            env=environ,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        for rank, name in enumerate(hosts.names[:started_on]):
+            launched.append(
+                subprocess.Popen(
+                    hosts.on(name, *command),
+                    env=environ if started_on == 1 else environ | {"NODE_RANK": str(rank)},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )
     try:
         wait_until(told, "iteration      5/100000")
-        launched.terminate()
-        assert launched.wait(PATIENCE_SECONDS) == 0, told.read_text()
+        launched[0].terminate()
+        assert [one.wait(PATIENCE_SECONDS) for one in launched] == started_on * [0], told.read_text()
         assert ranks_of(config) == []
     finally:
-        for rank in ranks_of(config):
-            rank.kill()
-        launched.kill()
-        launched.wait()
-    assert "(the command stop); the same command continues from there" in " ".join(told.read_text().split())
+        for rank_process in ranks_of(config):
+            rank_process.kill()
+        for one in launched:
+            one.kill()
+            one.wait()
+    reason = "the command stop" if started_on == 1 else "SIGUSR1"
+    assert f"({reason}); the same command continues from there" in " ".join(told.read_text().split())
     assert (tmp_path / "run" / "checkpoints" / "latest").exists()
