@@ -148,7 +148,7 @@ def join_job(prepared: Prepared) -> tuple[Transport, Start]:
     config = prepared.config
     settings, notes = checkpoint_settings(config, topology), list[str]()
     if not cuda and neighbours > cores:
-        notes.append(f"{neighbours} ranks share the {cores} cores of this host: they compute in turn")
+        notes.append(f"this host has more ranks ({neighbours}) than cores ({cores}): they compute in turn")
     if topology.slots:
         transport: Transport = (federation := enter(config, topology))
         notes += wait_for_start(config, federation)

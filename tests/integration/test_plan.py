@@ -103,7 +103,7 @@ def test_the_start_warns_where_memory_or_cores_are_short(tmp_path: Path) -> None
     changes = {"data": {"text": write_text(tmp_path)}, "training": {"output_dir": str(tmp_path)}}
     config = write_config(tmp_path, tiny({"parallel": {"replicas": 2}} | changes))
     (first, notes), (second, _) = run_ranks(2, warned, config)
-    assert notes == ["2 ranks share the 1 cores of this host: they compute in turn"]
+    assert notes == ["this host has more ranks (2) than cores (1): they compute in turn"]
     assert first.startswith(f"{socket.gethostname()}: memory for 2 ranks on this host: some ")
     assert first.count("\n") == 1
     assert second == ""

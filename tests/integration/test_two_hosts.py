@@ -238,7 +238,7 @@ def stand_ins(hosts: Lab, tmp_path: Path) -> str:
 def test_a_stop_of_one_deepspeed(
     started_on: int, hosts: Lab, slots: str, stand_ins: str, tmp_path: Path
 ) -> None:
-    """A signal for the script on the first host. pdsh passes none on: that it is a stand-in does not matter here."""
+    """A signal for the script on the first host. pdsh passes none on, and neither does its stand-in."""
     config, told = write_run(tmp_path, steps=100_000), tmp_path / "told"
     environ = {**os.environ, "PYTHON": sys.executable, "NIC": NIC, "HOSTFILE": slots, "PATH": stand_ins}
     command = [str(REPOSITORY / "launch" / "deepspeed.sh"), "2", config, "--progress", "lines"]
