@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -200,17 +201,18 @@ def test_deepspeeds_launcher_of_open_mpi(
     assert crossed(hosts, before, tmp_path)
 
 
-# pdsh: the command on each of the hosts after -w at the same time, %n its number. It ends no process by name here:
-# the hosts have their process ids in common, also with whatever else this machine does.
+# That of this machine, or what does the same: the command on each of the hosts after -w at once, %n its number. It
+# ends no process by name here: the hosts have their process ids in common, also with whatever else runs.
 PDSH = """#!/bin/sh
 case $* in *pkill*) exit 1 ;; esac
+[ -z "%(pdsh)s" ] || exec "%(pdsh)s" "$@"
 for host in $(echo "$5" | tr , ' '); do
     hosts="${hosts:-} $host"
 done
 shift 5
 number=0
 for host in $hosts; do
-    "%s" "$host" "$(echo "$*" | sed "s/%%n/$number/")" &
+    "%(shell)s" "$host" "$(echo "$*" | sed "s/%%n/$number/")" &
     jobs="${jobs:-} $!"
     number=$((number + 1))
 done
@@ -220,15 +222,16 @@ done
 """
 SSH = """#!/bin/sh
 [ "$1" != -o ] || shift 2
-exec "%s" "$@"
+exec "%(shell)s" "$@"
 """
 
 
 @pytest.fixture
 def stand_ins(hosts: Lab, tmp_path: Path) -> str:
     """PATH with pdsh and ssh in it."""
+    commands = {"shell": str(hosts.folder / "rsh"), "pdsh": shutil.which("pdsh") or ""}
     for name, content in (("pdsh", PDSH), ("ssh", SSH)):
-        (tmp_path / name).write_text(content % (hosts.folder / "rsh"))
+        (tmp_path / name).write_text(content % commands)
         (tmp_path / name).chmod(0o755)
     return f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
 
