@@ -16,20 +16,28 @@ set -eu
 ranks=$1 config=$2
 check_number "$ranks"
 shift 2
-launcher=${LAUNCHER:-pdsh}
-if [ -n "${NODE_RANK:-}" ]; then launcher=none; fi
+launcher=${LAUNCHER:-pdsh} asked=LAUNCHER=${LAUNCHER:-pdsh}
 hosts_of_scheduler ' slots=' "$ranks"
 check_hostfile
 check_config "$config" $((ranks * hosts))
 case $launcher in
-pdsh | openmpi | slurm | mpich | none) ;;
+pdsh | openmpi | slurm | mpich) ;;
 *)
     echo "LAUNCHER=$launcher is unknown: it must be pdsh, openmpi, slurm or mpich" >&2
     exit 2
     ;;
 esac
+if [ -n "${NODE_RANK:-}" ]; then launcher=none asked=NODE_RANK=$NODE_RANK; fi
 if [ "$launcher" != pdsh ] && [ -z "${HOSTFILE:-}" ]; then
-    echo "${NODE_RANK:+NODE_RANK=$NODE_RANK or }LAUNCHER=$launcher needs HOSTFILE, with a line like \"node1 slots=$ranks\" for each host" >&2
+    echo "$asked needs HOSTFILE, with a line like \"node1 slots=$ranks\" for each host" >&2
+    exit 2
+fi
+case ${NODE_RANK:-0} in
+*[!0-9]*) known= ;;
+*) known=$((${NODE_RANK:-0} < hosts)) ;;
+esac
+if [ "$known" != 1 ]; then
+    echo "NODE_RANK=$NODE_RANK: HOSTFILE=$HOSTFILE names hosts 0 to $((hosts - 1))" >&2
     exit 2
 fi
 if [ -n "${NIC:-}" ]; then export GLOO_SOCKET_IFNAME="$NIC" NCCL_SOCKET_IFNAME="$NIC"; fi

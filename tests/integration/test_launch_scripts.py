@@ -280,6 +280,11 @@ def test_deepspeed_refuses_what_it_could_not_start(tmp_path: Path) -> None:
     assert alone == (2, 'LAUNCHER=slurm needs HOSTFILE, with a line like "node1 slots=8" for each host\n')
     without = launch("deepspeed.sh", "8", CONFIG, environ={"LAUNCHER": "openmpi", "HOSTFILE": str(hosts)})
     assert without == (2, "LAUNCHER=openmpi needs NIC: DeepSpeed would take eth0\n")
+    nowhere = launch("deepspeed.sh", "8", CONFIG, environ={"NODE_RANK": "0"})
+    assert nowhere == (2, 'NODE_RANK=0 needs HOSTFILE, with a line like "node1 slots=8" for each host\n')
+    for rank in ("1", "first"):
+        beyond = launch("deepspeed.sh", "8", CONFIG, environ={"NODE_RANK": rank, "HOSTFILE": str(hosts)})
+        assert beyond == (2, f"NODE_RANK={rank}: HOSTFILE={hosts} names hosts 0 to 0\n")
 
 
 class Batch:
