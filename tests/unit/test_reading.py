@@ -15,10 +15,13 @@ from rich.console import Console
 
 from megatron_noloco.cli.main import main
 from megatron_noloco.files import write_text
+from megatron_noloco.job.stop_file import StopFile
 from megatron_noloco.reading.page import _phases, write_page
 from megatron_noloco.reading.rows import ReplicaLog, RunLog
 from megatron_noloco.reading.table import as_table
 from megatron_noloco.waits import Wait, wait_file, write_wait
+
+ROOT = Path(__file__).parents[2]
 
 
 def step(number: int, **more: Any) -> dict[str, Any]:
@@ -223,6 +226,26 @@ def test_a_run_without_rounds_has_no_plots_of_them(tmp_path: Path) -> None:
     page = Page((tmp_path / "page.html").read_text())
     assert page.tags.count("svg") == 2
     assert "Spread" not in page.text
+
+
+def test_a_run_is_asked_to_stop_by_its_folder_or_its_config(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.json"
+    raw = json.loads((ROOT / "configs/quickstart.json").read_text())
+    config.write_text(json.dumps(raw | {"training": raw["training"] | {"output_dir": str(run)}}))
+    file = StopFile(run)
+    assert main(["stop", str(run)]) == 0
+    assert file.asked()
+    file = StopFile(run)
+    assert not file.asked(), "that was before"
+    assert main(["stop", str(config)]) == 0
+    assert file.asked()
+    (run / "run.json").unlink()
+    assert main(["stop", str(config)]) == 2
+    assert (
+        capsys.readouterr().err == f"{run}: no run has begun there (run.json); give its training.output_dir\n"
+    )
 
 
 @pytest.mark.parametrize("command", [("watch", "--once"), ("report",)], ids=lambda words: words[0])
