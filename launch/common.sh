@@ -18,6 +18,14 @@ usage() { # prints the comment at the top of the script
     exit 2
 }
 
+check_number() { # RANKS
+    case $1 in *[!0-9]* | '')
+        echo "\"$1\" is not a number of processes: it comes first, as in 'launch/$(basename "$0") 8 CONFIG'" >&2
+        exit 2
+        ;;
+    esac
+}
+
 check_config() { # CONFIG RANKS: one line per error on stderr, nothing for a valid file
     "$PYTHON" -m megatron_noloco config --check "$1" --world-size "$2" >/dev/null
 }
@@ -56,7 +64,7 @@ find_mpirun() {
 }
 
 # PBS and LSF name a file with a line for each slot; Slurm has a list of hosts, which its own mpirun and srun know. Where
-# there are several and HOSTFILE is not given, sets HOSTFILE, with a line for each host as the launcher reads it, and HOSTS.
+# there are several and HOSTFILE is not given, sets HOSTFILE, with a line for each host as the launcher reads it.
 #   usage: hosts_of_scheduler ' slots='     (Open MPI)     ':'     (MPICH)     ' slots=' N     (also Slurm's, N slots each)
 hosts_of_scheduler() {
     allocated=${PBS_NODEFILE:-${LSB_DJOB_HOSTFILE:-}}
@@ -71,10 +79,18 @@ hosts_of_scheduler() {
     fi
 }
 
+check_hostfile() { # sets hosts, how many there are; 1 without HOSTFILE
+    hosts=1
+    if [ -z "${HOSTFILE:-}" ]; then return; fi
+    hosts=$(grep -c '^[[:space:]]*[^#[:space:]]' "$HOSTFILE" 2>/dev/null) || {
+        echo "HOSTFILE=$HOSTFILE: $([ -r "$HOSTFILE" ] && echo 'names no host' || echo 'there is no such file')" >&2
+        exit 2
+    }
+}
+
 hosts_in_file() { # what is between host and slots; reads `allocated`
     [ -r "$allocated" ] || { echo "the scheduler's list of hosts cannot be read: $allocated" >&2; exit 2; }
-    HOSTS=$(sort -u "$allocated" | wc -l)
-    if [ "$HOSTS" -lt 2 ]; then return; fi
+    if [ "$(sort -u "$allocated" | wc -l)" -lt 2 ]; then return; fi
     HOSTFILE=$(mktemp)
     trap 'rm -f "$HOSTFILE"' EXIT
     awk -v is="$1" '!slots[$1]++ { hosts[++n] = $1 } END { for (i = 1; i <= n; i++) print hosts[i] is slots[hosts[i]] }' \

@@ -3,7 +3,7 @@
 #   usage: launch/deepspeed.sh N CONFIG [options of `train`]
 #   N         processes on this host, or on each host of HOSTFILE; one per GPU
 #   HOSTFILE  lines like "node1 slots=8"; by default the hosts that PBS, LSF or Slurm has allocated
-#   HOSTS     the number of hosts in HOSTFILE
+#   NODE_RANK  without ssh: this command on every host of HOSTFILE, with NODE_RANK 0 on the first one, 1 on the next
 #   LAUNCHER  how DeepSpeed reaches the hosts: pdsh (the default, over ssh), openmpi, slurm or mpich. Exchanges use MPI
 #             with openmpi and mpich, torch.distributed with the others
 #   LAUNCHER_ARGS  more options of that launcher, such as "--mpi=pmix" of srun, with which exchanges use MPI there too
@@ -14,10 +14,12 @@ set -eu
 . "$(dirname "$0")/common.sh"
 [ $# -ge 2 ] || usage
 ranks=$1 config=$2
+check_number "$ranks"
 shift 2
-launcher=${LAUNCHER:-pdsh}
+launcher=${LAUNCHER:-pdsh} asked=LAUNCHER=${LAUNCHER:-pdsh}
 hosts_of_scheduler ' slots=' "$ranks"
-check_config "$config" $((ranks * ${HOSTS:-1}))
+check_hostfile
+check_config "$config" $((ranks * hosts))
 case $launcher in
 pdsh | openmpi | slurm | mpich) ;;
 *)
@@ -25,17 +27,31 @@ pdsh | openmpi | slurm | mpich) ;;
     exit 2
     ;;
 esac
+if [ -n "${NODE_RANK:-}" ]; then launcher=none asked=NODE_RANK=$NODE_RANK; fi
 if [ "$launcher" != pdsh ] && [ -z "${HOSTFILE:-}" ]; then
-    echo "LAUNCHER=$launcher needs HOSTFILE, with a line like \"node1 slots=$ranks\" for each host" >&2
+    echo "$asked needs HOSTFILE, with a line like \"node1 slots=$ranks\" for each host" >&2
+    exit 2
+fi
+case ${NODE_RANK:-0} in
+*[!0-9]*) known= ;;
+*) known=$((${NODE_RANK:-0} < hosts)) ;;
+esac
+if [ "$known" != 1 ]; then
+    echo "NODE_RANK=$NODE_RANK: HOSTFILE=$HOSTFILE names hosts 0 to $((hosts - 1))" >&2
     exit 2
 fi
 if [ -n "${NIC:-}" ]; then export GLOO_SOCKET_IFNAME="$NIC" NCCL_SOCKET_IFNAME="$NIC"; fi
 set -- train --config "$config" "$@"
-stop=USR1 # for the ranks, by way of their launcher
+stop='kill -USR1 "-$job"' # for the ranks, by way of their launcher
+end='kill -KILL "-$job"'
 launcher_args=''
 case $launcher in
+none) set -- --no_ssh --node_rank "$NODE_RANK" --num_gpus "$ranks" --module megatron_noloco "$@" ;;
 pdsh)
-    if [ -n "${HOSTFILE:-}" ]; then stop=TERM; fi
+    if [ -n "${HOSTFILE:-}" ]; then
+        end='kill -TERM "-$job"'
+        stop="\"\$PYTHON\" -m megatron_noloco stop \"\$config\" || $end"
+    fi
     if [ -n "${NIC:-}" ]; then # on the command line: DeepSpeed does not pass these variables to other hosts
         set -- --no_python env "GLOO_SOCKET_IFNAME=$NIC" "NCCL_SOCKET_IFNAME=$NIC" "$PYTHON" -u -m megatron_noloco "$@"
     else
@@ -51,7 +67,7 @@ openmpi)
     set -- --module megatron_noloco "$@"
     ;;
 slurm)
-    stop=TERM
+    stop='kill -TERM "-$job"'
     launcher_args="--kill-on-bad-exit=1"
     set -- "$root/launch/train.py" "$@" # DeepSpeed forgets that it is a module
     ;;
@@ -66,15 +82,15 @@ if [ "$launcher" != pdsh ]; then # otherwise DeepSpeed asks the first host for i
 fi
 
 # On SIGINT or SIGTERM the ranks receive SIGUSR1, which DeepSpeed's own processes ignore: they finish their step, save
-# and end the job with 0. pdsh and srun know SIGTERM only: pdsh kills the ranks within seconds, to srun they have as
-# long as Slurm gives them. A second Ctrl-C ends them at once.
+# and end the job with 0. srun knows SIGTERM only: the ranks have as long as Slurm gives them. pdsh passes no signal on,
+# and on one DeepSpeed kills the ranks of all hosts: so the run is asked by a file. A second Ctrl-C ends them at once.
 # --no_local_rank: otherwise DeepSpeed inserts --local_rank=K before `train`; LOCAL_RANK has the same value.
 trap '' USR1
 setsid "$PYTHON" -m deepspeed.launcher.runner ${HOSTFILE:+--hostfile "$HOSTFILE"} --launcher "$launcher" \
     --launcher_args="$launcher_args ${LAUNCHER_ARGS:-}" --master_port "${PORT:-29500}" --log_level warning \
     --no_local_rank "$@" </dev/null &
 job=$!
-trap 'kill -$stop "-$job"; trap "kill -KILL -$job" INT TERM' INT TERM
+trap 'eval "$stop"; trap "$end" INT TERM' INT TERM
 wait_for_job "$job"
 while kill -0 "-$job" 2>/dev/null; do sleep 0.2; done
 if [ "$code" -gt 192 ]; then code=$((384 - code)); fi # DeepSpeed's -9 for SIGKILL, which is 137 elsewhere

@@ -9,6 +9,7 @@ set -eu
 . "$(dirname "$0")/common.sh"
 [ $# -ge 2 ] || usage
 ranks=$1 config=$2
+check_number "$ranks"
 shift 2
 check_config "$config" $((ranks * ${NNODES:-1}))
 

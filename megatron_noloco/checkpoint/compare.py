@@ -44,7 +44,7 @@ def changes(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     if refused:
         raise ValueError(
             "\n".join(
-                f'{line}; a resume cannot change it: change it back, or set checkpoint.load to "none"'
+                f"{line}; a resume cannot change it: change it back, or start anew in another training.output_dir"
                 for line in refused
             )
         )

@@ -42,7 +42,9 @@ def _check(path: str, world_size: int | None) -> None:
     world_size = config.world_size if world_size is None else world_size
     topology = None if world_size is None else config.topology(world_size)
 
-    from megatron_noloco.training.prepare import check_start  # imports torch: only for a sound config
+    # Imports torch: only for a sound config.
+    from megatron_noloco.planning.fit import shortage_of_all
+    from megatron_noloco.training.prepare import check_start
 
     architecture = config.architecture() if config.model.vocab_size is not None else None
     problem = None
@@ -54,5 +56,8 @@ def _check(path: str, world_size: int | None) -> None:
         *([] if problem else [f"{path}: ok"]),
         *([] if topology is None else describe(config, topology, architecture)),
     )
+    if topology is not None and architecture is not None:
+        short = shortage_of_all(config, architecture, topology)
+        say(*([] if short is None else [f"all on this machine: {short}"]))
     if problem is not None:
         raise problem

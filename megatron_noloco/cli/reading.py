@@ -1,4 +1,4 @@
-"""The commands `watch` and `report`."""
+"""The commands `watch`, `report` and `stop`: of a run that goes on elsewhere, by its folder."""
 
 import argparse
 import time
@@ -19,6 +19,10 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     report.add_argument("folder", metavar="RUN", type=Path, help="a run's output_dir")
     report.add_argument("--output", type=Path, help="the page to write (default: RUN/report.html)")
     report.set_defaults(run=_report)
+
+    stop = commands.add_parser("stop", help="ask a run to save and end")
+    stop.add_argument("run_or_config", metavar="RUN", type=Path, help="a run's output_dir, or its config")
+    stop.set_defaults(run=_stop)
 
 
 def _watch(args: argparse.Namespace) -> int:
@@ -49,4 +53,19 @@ def _report(args: argparse.Namespace) -> int:
     path = args.output or args.folder / "report.html"
     write_page(RunLog(args.folder), path)
     say(str(path))
+    return 0
+
+
+def _stop(args: argparse.Namespace) -> int:
+    from megatron_noloco.job.stop_file import ask_to_stop
+
+    folder = args.run_or_config
+    if folder.is_file():
+        from megatron_noloco.config import load_config
+
+        folder = Path(load_config(folder).training.output_dir)
+    if not (folder / "run.json").exists():
+        raise ValueError(f"{folder}: no run has begun there (run.json); give its training.output_dir")
+    ask_to_stop(folder)
+    say(f"{folder}: asked to stop; a run that is under way there saves after its local step, and ends")
     return 0

@@ -56,7 +56,7 @@ def _train(args: argparse.Namespace) -> int:
     activity.now.who = prepared.who
     # Under launch/deepspeed.sh it is ignored by the launchers, and by what they start.
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-    with Watchdog(patience):
+    with Watchdog(patience, prepared.wait_file):
         try:
             return _run(prepared, args.progress)
         except Exception as error:

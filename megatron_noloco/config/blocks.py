@@ -1,6 +1,7 @@
 """Blocks of the user's file that are ours; `noloco`, `model` and `data` have files of their own."""
 
 from dataclasses import fields
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -88,13 +89,18 @@ class TrainingConfig(Block):
     watchdog_seconds: Annotated[float, Field(ge=0)] = Field(
         default=120.0,
         description="A rank that has stood still for so long says in which step, and what it waits for from whom; "
-        "0: never. Nothing is ended by it: noloco.deadline_seconds is what ends a round without an answer.",
+        "0: never (`watch` still shows it). Nothing is ended by it: noloco.deadline_seconds is what ends a round "
+        "without an answer.",
     )
     peak_tflops: Annotated[float, Field(gt=0)] | None = Field(
         default=None,
         description="TFLOP/s that a GPU reaches at best in the precision of the run, for the MFU in the log; "
         "null: those of its data sheet, where it is known.",
     )
+
+    def folder_of(self, replica: int) -> Path:
+        """Of what a replica writes about itself."""
+        return Path(self.output_dir) / f"replica_{replica:02d}"
 
 
 class CheckpointConfig(Block):

@@ -99,7 +99,7 @@ def _of_exchange(found: Mapping[str, Any]) -> Iterator[Finding]:
             "note",
             f"{100 * (1 - found['hidden']):.0f} % of an exchange is not hidden behind compute: "
             "noloco.overlap would gain little",
-            "a free core for the thread of the MPI library that moves messages (docs/running.md, Overlap)",
+            "a free core for the thread of the MPI library that moves messages (docs/exchange.md, Overlap)",
         )
     if skew > _SKEW_SECONDS:
         yield Finding(

@@ -26,10 +26,11 @@ def ranks_on_this_host() -> int:
     return of_all_ranks(socket.gethostname()).count(socket.gethostname())
 
 
-def check_gpus(replica_size: int) -> None:
-    """Raises ValueError where ranks of one replica have one GPU: NCCL refuses that at the first message only.
+def check_gpus(replica_size: int) -> int:
+    """How many ranks have this rank's GPU.
 
-    A collective over all ranks, for the start only. Replicas of one rank may share a GPU: they need no NCCL.
+    Raises ValueError where ranks of one replica have one: NCCL refuses that at the first message only. Replicas of
+    one rank may share a GPU: they need no NCCL. A collective over all ranks, for the start only.
     """
     own = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     sharing = of_all_ranks(own).count(own)
@@ -38,6 +39,7 @@ def check_gpus(replica_size: int) -> None:
             f"rank {dist.get_rank()}: {sharing} ranks have one GPU, and a replica has {replica_size}; "
             "only replicas of one rank can share a GPU: start one process per GPU, or set all parallel sizes to 1"
         )
+    return sharing
 
 
 def record_collectives(folder: Path) -> None:
@@ -60,6 +62,11 @@ def join(world: World, backend: str) -> None:
     try:
         _join(world, backend)
     except RuntimeError as error:  # a DistError, but not in every torch
+        if "EADDRINUSE" in str(error):
+            raise ValueError(
+                f"port {os.environ.get('MASTER_PORT')} of rank 0's host is taken, by another job perhaps: set "
+                "MASTER_PORT to a free one (for launch/deepspeed.sh PORT)"
+            ) from None
         reason = str(error).splitlines()[0]
         raise ValueError(
             f"rank {world.rank} of {world.world_size} cannot join the others ({reason}); is MASTER_PORT free on "

@@ -1,7 +1,7 @@
 """Stopping early, at the same step on every rank, without a collective.
 
-SIGTERM, SIGUSR1 (Slurm's warning), one Ctrl-C or `exit_duration_minutes` ask for it; one rank that is asked is
-enough. The ranks then agree through the job's key-value store:
+SIGTERM, SIGUSR1 (Slurm's warning), one Ctrl-C, `exit_duration_minutes` or the stop file, at which rank 0 looks,
+ask for it; one rank that is asked is enough. The ranks then agree through the job's key-value store:
 
 1. A rank that is asked writes a request; the others look for one once a second.
 2. A rank that knows of the request writes how many steps it has begun, and begins no more ...
@@ -16,12 +16,14 @@ reaches the end writes that.
 import signal
 import threading
 import time
+from pathlib import Path
 from types import FrameType
 
 import torch.distributed as dist
 
 from megatron_noloco.activity import now
 from megatron_noloco.job import agreement
+from megatron_noloco.job.stop_file import StopFile
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _LOOK_SECONDS = 1.0
@@ -31,7 +33,8 @@ _REQUEST, _BEGUN = "stop/request", "stop/begun"
 class Stopping:
     """One rank's view of whether, why and when the run stops early."""
 
-    def __init__(self, exit_duration_minutes: float | None) -> None:
+    def __init__(self, exit_duration_minutes: float | None, output_dir: Path) -> None:
+        self._stop_file = StopFile(output_dir) if dist.get_rank() == 0 else None
         self.reason: str | None = None
         self._deadline = time.monotonic() + 60 * exit_duration_minutes if exit_duration_minutes else None
         self._asked: str | None = None
@@ -86,6 +89,8 @@ class Stopping:
     def _is_requested(self) -> bool:
         if self._deadline is not None and time.monotonic() >= self._deadline and self._asked is None:
             self._asked = "exit_duration_minutes"
+        if self._stop_file is not None and self._stop_file.asked() and self._asked is None:
+            self._asked = "the command stop"
         if self._asked is not None:
             # The first request stands, so that all ranks have the same reason.
             self.reason = self._store.compare_set(_REQUEST, "", self._asked).decode()

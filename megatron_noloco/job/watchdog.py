@@ -6,6 +6,9 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 
 import torch.distributed as dist
@@ -13,8 +16,10 @@ import torch.distributed as dist
 from megatron_noloco import activity
 from megatron_noloco.job import failure
 from megatron_noloco.job.failure import Failure
+from megatron_noloco.waits import Wait, write_wait
 
 ASK = signal.SIGUSR2
+WRITE_SECONDS = 10.0  # a wait of so long is written down, and again after as long
 _END_SECONDS = 5.0
 
 
@@ -24,18 +29,21 @@ class Watchdog:
     - a rank that has stood still for `patience_seconds` says so in one line on stderr: what it was doing, and whom
       it waits for; and again each time that the wait has doubled;
     - so does every rank that receives SIGUSR2, at once;
+    - a wait of 10 seconds, or of `patience_seconds` if that is less, is in the file `path` until it is over;
     - when another rank has failed, the process ends with that one's exit code and says nothing.
 
     To be entered by the main thread. It sends nothing: each rank tells of itself.
 
     Args:
         patience_seconds: 0: only who is asked says something.
+        path: see `waits.wait_file`.
     """
 
-    def __init__(self, patience_seconds: float) -> None:
+    def __init__(self, patience_seconds: float, path: Path) -> None:
         self._patience_seconds = patience_seconds
         self._reported = activity.now.state
         self._next_seconds = patience_seconds
+        self._wait_file = _WaitFile(path, min(WRITE_SECONDS, patience_seconds or WRITE_SECONDS))
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
@@ -54,6 +62,7 @@ class Watchdog:
         signal.signal(ASK, self._handler_before)
         os.close(self._wakes)  # ends the thread, unless it waits for a store whose host no longer answers
         self._thread.join(_END_SECONDS)
+        self._wait_file.close()
 
     def _watch(self) -> None:
         while True:
@@ -67,6 +76,7 @@ class Watchdog:
             self._look_at_own_rank()
             failed = _failed_elsewhere()
             if failed is not None:
+                self._wait_file.close()
                 _leave_quietly(failed)
 
     def _look_at_own_rank(self) -> None:
@@ -76,11 +86,66 @@ class Watchdog:
         if self._patience_seconds and time.monotonic() - state.since >= self._next_seconds:
             self._next_seconds *= 2
             _say(state)
+        self._wait_file.update(state)
+
+
+class _WaitFile:
+    """Says that the rank stands still, as long as it does.
+
+    Other threads write and remove it: what stands still may be the file system.
+    """
+
+    def __init__(self, path: Path, interval_seconds: float) -> None:
+        self._path, self._interval_seconds = path, interval_seconds
+        self._next_seconds = interval_seconds
+        self._state = activity.now.state  # what was looked at last
+        self._there = False
+        self._work = threading.Thread()
+
+    def update(self, state: activity.State) -> None:
+        """At every look at the rank."""
+        if self._work.is_alive():
+            return
+        if state is not self._state:
+            self._state, self._next_seconds = state, self._interval_seconds
+            self._remove()
+        wait = _wait(state)
+        if wait.seconds >= self._next_seconds:
+            self._next_seconds = wait.seconds + self._interval_seconds
+            self._there = True
+            self._begin(lambda: write_wait(self._path, wait))
+
+    def close(self) -> None:
+        """The rank leaves."""
+        self._join()
+        self._remove()
+        self._join()
+
+    def _remove(self) -> None:
+        if self._there:
+            self._there = False
+            self._begin(lambda: self._path.unlink(missing_ok=True))
+
+    def _begin(self, work: Callable[[], None]) -> None:
+        def run() -> None:
+            with suppress(OSError):  # a full disk is no reason to say so here
+                work()
+
+        self._join()
+        self._work = threading.Thread(target=run, daemon=True)
+        self._work.start()
+
+    def _join(self) -> None:
+        if self._work.ident is not None:
+            self._work.join(_END_SECONDS)
+
+
+def _wait(state: activity.State) -> Wait:
+    return Wait(activity.now.who, str(state), time.monotonic() - state.since)
 
 
 def _say(state: activity.State) -> None:
-    seconds = time.monotonic() - state.since
-    sys.stderr.write(f"{activity.now.who} has stood still for {seconds:.0f} s {state}\n")
+    sys.stderr.write(f"{_wait(state)}\n")
     sys.stderr.flush()
 
 

@@ -131,16 +131,20 @@ class RoutedCommunicator(P2PCommunicator):
         what = "activations" if group is self.groups.forward_hops else "gradients"
         if outgoing is not None:
             receiver, microbatch = next(receivers)
-            self._awaited.append(f"rank {receiver} to take the {what} of microbatch {microbatch}")
+            self._awaited.append(f"{self._named(receiver)} to take the {what} of microbatch {microbatch}")
             if self.groups.topology.position(receiver).replica != self.groups.position.replica:
                 self.bytes_to_others += outgoing.nbytes
             # detach: gloo must not see a tensor that autograd may free or version-check
             operations.append(dist.P2POp(dist.isend, outgoing.detach().contiguous(), receiver, group))
         if incoming is not None:
             sender, microbatch = next(senders)
-            self._awaited.append(f"the {what} of microbatch {microbatch} from rank {sender}")
+            self._awaited.append(f"the {what} of microbatch {microbatch} from {self._named(sender)}")
             operations.append(dist.P2POp(dist.irecv, incoming, sender, group))
         return dist.batch_isend_irecv(operations) if operations else []
+
+    def _named(self, rank: int) -> str:
+        at = self.groups.topology.position(rank)
+        return f"rank {rank} (replica {at.replica}, stage {at.stage})"
 
     def _empty(self, shape: Any) -> Tensor:
         return torch.empty(tuple(shape), dtype=self.config.pipeline_dtype, device=self.device)

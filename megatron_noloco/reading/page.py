@@ -2,7 +2,7 @@
 
 import io
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
 from itertools import pairwise
 from pathlib import Path
@@ -17,9 +17,13 @@ from megatron_noloco.metrics.writers import Row
 from megatron_noloco.reading.rows import RunLog
 from megatron_noloco.reading.table import as_table
 
-_PHASES = {  # of a step, from the beginning to the end
+_FORWARD_BACKWARD = "forward and backward"
+_WAITS = {  # within forward and backward
     "data/wait_seconds": "waiting for data",
-    "time/forward_backward_seconds": "forward and backward",
+    "routing/wait_seconds": "waiting for other stages",
+}
+_PHASES = {  # of a step, from the beginning to the end
+    "time/forward_backward_seconds": _FORWARD_BACKWARD,
     "time/optimizer_seconds": "inner optimizer",
     "time/exchange_seconds": "exchanges",
 }
@@ -115,11 +119,18 @@ def _spread(run: RunLog, axes: Any) -> None:
 def _phases(run: RunLog, axes: Any) -> None:
     order, whole = _means(run, "speed/seconds_per_step")
     phases = {label: _means(run, name)[1] for name, label in _PHASES.items()}
-    known = map(sum, zip(*phases.values(), strict=True))
-    phases["everything else"] = [max(0.0, all_ - some) for all_, some in zip(whole, known, strict=True)]
+    waits = {label: _means(run, name)[1] for name, label in _WAITS.items()}
+    phases["everything else"] = _rest(whole, phases)
+    phases[_FORWARD_BACKWARD] = _rest(phases[_FORWARD_BACKWARD], waits)
+    phases = {label: seconds for label, seconds in (waits | phases).items() if any(seconds)}
     axes.stackplot(order, phases.values(), labels=phases.keys())
     axes.set(xlabel="local step", ylabel="seconds")
     axes.legend()
+
+
+def _rest(whole: Sequence[float], parts: Mapping[str, Sequence[float]]) -> list[float]:
+    """What is left of each number."""
+    return [max(0.0, sums - sum(some)) for sums, *some in zip(whole, *parts.values(), strict=True)]
 
 
 def _bytes(run: RunLog, axes: Any) -> None:

@@ -1,4 +1,4 @@
-"""The rows of a run's `metrics.jsonl` files, as they grow, and its `run.json`."""
+"""What a run's replicas write about themselves, as it grows, and its `run.json`."""
 
 import json
 from collections.abc import Iterable
@@ -6,28 +6,39 @@ from pathlib import Path
 from typing import Any
 
 from megatron_noloco.metrics.writers import Row
+from megatron_noloco.waits import WAITS, Wait, waits_of
+
+_METRICS = "metrics.jsonl"
 
 
 class ReplicaLog:
-    """One replica's `metrics.jsonl`.
+    """One replica's folder.
 
     Attributes:
         replica: its name, "00" of `replica_00`.
-        rows: all complete ones so far; damaged lines are left out.
-        written: when the file was written to last, seconds since the epoch; 0 before.
+        rows: all complete ones of its `metrics.jsonl` so far; damaged lines are left out.
+        written: when that file was written to last, seconds since the epoch; 0 before.
+        waits: of its ranks, and when each said so; what was said before the newest row is over.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.replica = path.parent.name.removeprefix("replica_")
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.replica = folder.name.removeprefix("replica_")
         self.rows: list[Row] = []
         self.written = 0.0
+        self.waits: dict[Wait, float] = {}
         self._file = self._read = 0
 
     def update(self) -> None:
-        """Read what is new. A resumed run puts another file in place: that one is read from its beginning."""
-        with self.path.open("rb") as file:
-            status = self.path.stat()
+        """Read what is new."""
+        if (path := self.folder / _METRICS).exists():
+            self._update_rows(path)
+        self.waits = {wait: said for wait, said in waits_of(self.folder).items() if said > self.written}
+
+    def _update_rows(self, path: Path) -> None:
+        """A resumed run puts another file in place: that one is read from its beginning."""
+        with path.open("rb") as file:
+            status = path.stat()
             if status.st_ino != self._file or status.st_size < self._read:
                 self._file, self._read, self.rows = status.st_ino, 0, []
             self.written = status.st_mtime
@@ -75,8 +86,9 @@ class RunLog:
         path = self.folder / "run.json"
         if path.exists():
             self.facts = json.loads(path.read_text())
-        known = {log.path for log in self.replicas}
-        found = set(self.folder.glob("replica_*/metrics.jsonl")) - known
+        known = {log.folder for log in self.replicas}
+        written = (self.folder.glob(f"replica_*/{name}") for name in (_METRICS, WAITS))
+        found = {path.parent for paths in written for path in paths} - known
         self.replicas = sorted(
             [*self.replicas, *map(ReplicaLog, found)], key=lambda log: (len(log.replica), log.replica)
         )

@@ -13,6 +13,9 @@ from rich.text import Text
 from megatron_noloco.metrics.writers import Row
 from megatron_noloco.reading.rows import RunLog
 
+_MOST_WAITS = 8  # are shown
+_SILENT_SECONDS = 30.0  # after which a rank that waits should have said so again
+
 # Heading and what stands below it, from the newest row of steps. All of them fit into 80 characters.
 _COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
     ("step", lambda row: str(row["step"])),
@@ -38,7 +41,8 @@ def as_table(run: RunLog, now: float | None = None) -> Group:
         steps, evaluations = log.of("step"), log.of("evaluation")
         figures = [figure(steps[-1]) if steps else "" for _, figure in _COLUMNS]
         validation = _figure(evaluations[-1], "validation/loss", ".4f") if evaluations else ""
-        rows.append([log.replica, *figures, validation, _duration(max(0.0, now - log.written))])
+        age = _duration(max(0.0, now - log.written)) if log.written else ""
+        rows.append([log.replica, *figures, validation, age])
     headings = ["replica", *(heading for heading, _ in _COLUMNS), "valid.", "age"]
     table = Table(box=None, padding=(0, 1, 0, 0))
     for heading, *column in zip(headings, *rows, strict=True):
@@ -46,7 +50,7 @@ def as_table(run: RunLog, now: float | None = None) -> Group:
             table.add_column(heading, justify="right", no_wrap=True)
     for row in zip(*(column for column in zip(*rows, strict=True) if any(column)), strict=True):
         table.add_row(*row)
-    return Group(Text(_progress(run)), table, *map(Text, [*_of_all(run), *_notes(run)]))
+    return Group(Text(_progress(run)), table, *map(Text, [*_of_all(run), *_notes(run), *_waits(run, now)]))
 
 
 def _progress(run: RunLog) -> str:
@@ -89,6 +93,18 @@ def _notes(run: RunLog) -> Iterator[str]:
         ]
         if any(notes):
             yield f"replica {log.replica}: {', '.join(filter(None, notes))}"
+
+
+def _waits(run: RunLog, now: float) -> Iterator[str]:
+    """Of the ranks that stand still, the longest waits first."""
+    waits = {wait: said for log in run.replicas for wait, said in log.waits.items()}
+    longest = sorted(waits, key=lambda wait: -wait.seconds)
+    for wait in longest[:_MOST_WAITS]:
+        silent = now - waits[wait]
+        gone = f" (said {_duration(silent)} ago: the process may be gone)" if silent > _SILENT_SECONDS else ""
+        yield f"{wait}{gone}"
+    if len(longest) > _MOST_WAITS:
+        yield f"and {len(longest) - _MOST_WAITS} more ranks stand still"
 
 
 def _poisoned(row: Row) -> int:

@@ -54,7 +54,7 @@ from megatron_noloco.transport.protocol import Transport
 def build(prepared: Prepared, transport: Transport, start: Start, progress: str = "auto") -> Run:
     """This rank's part of the run, in the state that `start` names."""
     config, topology = prepared.config, prepared.topology
-    stopping = Stopping(config.training.exit_duration_minutes)
+    stopping = Stopping(config.training.exit_duration_minutes, Path(config.training.output_dir))
     groups, stage = _model(prepared)
     at, place, routing = groups.position, topology.place(dist.get_rank()), config.routing(topology)
     plan = replace(prepared.plan, start_step=start.step, start_sample=start.sample)
@@ -108,14 +108,14 @@ def build(prepared: Prepared, transport: Transport, start: Start, progress: str 
 
 def _writers(config: RunConfig, replica: int, start_step: int) -> Iterator[Writer]:
     """Of one replica."""
-    output_dir, name, wandb = Path(config.training.output_dir), f"replica_{replica:02d}", config.wandb
-    yield ReplicaFiles(output_dir / name, config.tensorboard.enabled, start_step)
+    folder, wandb = config.training.folder_of(replica), config.wandb
+    yield ReplicaFiles(folder, config.tensorboard.enabled, start_step)
     if wandb.enabled:
         yield WandbRun(
-            output_dir / name,
+            folder,
             start_step,
-            name=name,
-            group=wandb.group or output_dir.resolve().name,
+            name=folder.name,
+            group=wandb.group or folder.resolve().parent.name,
             project=wandb.project,
             entity=wandb.team,
             config=config.to_dict(),

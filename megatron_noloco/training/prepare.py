@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -30,6 +31,7 @@ from megatron_noloco.job.join import (
     record_collectives,
 )
 from megatron_noloco.job.launcher import World, local_device, read_world
+from megatron_noloco.planning.fit import shortage
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.spec.architecture import Architecture
@@ -38,6 +40,7 @@ from megatron_noloco.start_up import before_engines
 from megatron_noloco.training.federation import check_network, enter, slot_of, wait_for_start
 from megatron_noloco.training.takeover import Takeover
 from megatron_noloco.transport.protocol import Transport
+from megatron_noloco.waits import wait_file
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,12 @@ class Prepared:
         at = self.topology.position(self.world.rank)
         place = f"replica {at.replica}, stage {at.stage}, dp {at.dp}, tp {at.tp}"
         return f"rank {self.world.rank} on {socket.gethostname()} ({place})"
+
+    @property
+    def wait_file(self) -> Path:
+        """Where this rank says that it stands still."""
+        replica = self.topology.position(self.world.rank).replica
+        return wait_file(self.config.training.folder_of(replica), self.world.rank)
 
 
 def prepare(config: RunConfig, environ: Mapping[str, str], replica: int | None = None) -> Prepared:
@@ -96,7 +105,7 @@ def _topology(config: RunConfig, world: World, slot: int) -> Topology:
     except ConfigError as error:
         if world.launcher != "single":
             raise
-        reason = "no launcher has started this process: use launch/mpirun.sh, torchrun (docs/running.md)"
+        reason = "no launcher has started this process: use launch/mpirun.sh, torchrun (docs/launchers.md)"
         raise ValueError(f"{error}; {reason}") from None
 
 
@@ -130,13 +139,16 @@ def join_job(prepared: Prepared) -> tuple[Transport, Start]:
         torch.cuda.set_device(local_device(world, torch.cuda.device_count(), shared=alone))
         record_collectives(Path(prepared.config.training.output_dir))
     join(world, "cpu:gloo,cuda:nccl" if cuda else "gloo")
-    if cuda:
-        check_gpus(topology.replica_size)
     neighbours = ranks_on_this_host()  # asked by every rank: the variable may be set on some hosts only
+    sharing = check_gpus(topology.replica_size) if cuda else neighbours
+    _warn_of_shortage(prepared, sharing)
+    cores = os.cpu_count() or 1
     if "OMP_NUM_THREADS" not in os.environ:  # beside GPUs as well: exchanges compute on the host
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // neighbours))
+        torch.set_num_threads(max(1, cores // neighbours))
     config = prepared.config
     settings, notes = checkpoint_settings(config, topology), list[str]()
+    if not cuda and neighbours > cores:
+        notes.append(f"this host has more ranks ({neighbours}) than cores ({cores}): they compute in turn")
     if topology.slots:
         transport: Transport = (federation := enter(config, topology))
         notes += wait_for_start(config, federation)
@@ -148,10 +160,18 @@ def join_job(prepared: Prepared) -> tuple[Transport, Start]:
     return transport, replace(start, notes=notes + start.notes)
 
 
+def _warn_of_shortage(prepared: Prepared, ranks: int) -> None:
+    """Once for each host: the system ends a process without a word."""
+    if prepared.world.local_rank == 0:
+        short = shortage(prepared.config, prepared.architecture, prepared.topology, ranks, started=True)
+        if short is not None:
+            sys.stderr.write(f"{socket.gethostname()}: {short}\n")
+
+
 def checkpoint_settings(config: RunConfig, topology: Topology) -> CheckpointSettings:
     """What the run wants of its checkpoints; each job of a federation has its own, in its replica's folder."""
-    checkpoint, output_dir = config.checkpoint, Path(config.training.output_dir)
-    of_job = output_dir / f"replica_{topology.slot:02d}" if topology.slots else output_dir
+    checkpoint, training = config.checkpoint, config.training
+    of_job = training.folder_of(topology.slot) if topology.slots else Path(training.output_dir)
     return CheckpointSettings(
         folder=of_job / "checkpoints",
         run=config.to_dict(),

@@ -105,7 +105,7 @@ def test_how_long_a_rank_stands_still_before_it_says_so(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    def show(patience_seconds: float) -> None:
+    def show(patience_seconds: float, path: Path) -> None:
         raise StoppedError(f"patience {patience_seconds}")
 
     monkeypatch.setattr(watchdog, "Watchdog", show)
@@ -113,6 +113,12 @@ def test_how_long_a_rank_stands_still_before_it_says_so(
     config = write_config(tmp_path, tiny({"data": {"text": write_text(tmp_path)}, "training": training}))
     assert main(["train", "--config", config, *options]) == 1
     assert capsys.readouterr().err == f"patience {seconds}\n"
+
+
+def watched(run: Path) -> str:
+    """What `watch` shows of a run, in one line."""
+    command = [sys.executable, "-m", "megatron_noloco", "watch", str(run), "--once"]
+    return " ".join(subprocess.check_output(command, text=True, timeout=PATIENCE_SECONDS).split())
 
 
 @pytest.mark.parametrize(
@@ -135,6 +141,8 @@ def test_a_rank_that_stands_still_is_named_by_those_that_wait_for_it(
                 mpirun.send_signal(signal.SIGUSR2)
                 time.sleep(1.0)
         wait_until(told, WAITING)
+        if watchdog_seconds:
+            assert f"{WAITING} (replica 1, stage 0)" in watched(tmp_path / "run")
         (stopped,) = [rank for rank in ranks_of(config, FAULTY) if rank.status() == psutil.STATUS_STOPPED]
         stopped.send_signal(signal.SIGCONT)
         assert process.wait(PATIENCE_SECONDS) == 0, told.read_text()
@@ -143,4 +151,5 @@ def test_a_rank_that_stands_still_is_named_by_those_that_wait_for_it(
             rank.kill()
         process.kill()
         process.wait()
+    assert "has stood still" not in watched(tmp_path / "run")
     assert [row["step"] for row in metrics(tmp_path / "run")[0]] == list(range(1, 9))

@@ -134,6 +134,12 @@ def test_a_launcher_explains_itself(script: str) -> None:
 
 
 @pytest.mark.parametrize("script", LAUNCHERS)
+def test_the_number_of_ranks_comes_first(script: str) -> None:
+    said = f"\"{CONFIG}\" is not a number of processes: it comes first, as in 'launch/{script} 8 CONFIG'\n"
+    assert launch(script, CONFIG, "8") == (2, said)
+
+
+@pytest.mark.parametrize("script", LAUNCHERS)
 def test_a_wrong_number_of_ranks_starts_nothing(script: str) -> None:
     code, said = launch(script, "6", str(REPOSITORY / "configs" / "quickstart.json"))
     assert code == 2
@@ -180,7 +186,9 @@ def test_a_profile_is_what_mpirun_finds(profile: str, expected: dict[str, str], 
     line, found = commanded("mpirun.sh", tmp_path, profile, NIC="eth7")
     assert found == expected
     assert "--mca btl_tcp_if_include eth7" in line
-    line, found = commanded("mpirun.sh", tmp_path, profile, HOSTFILE="hosts", UCX_NET_DEVICES="mlx5_0:1")
+    hosts = tmp_path / "hosts"
+    hosts.write_text("node1 slots=8\n")
+    line, found = commanded("mpirun.sh", tmp_path, profile, HOSTFILE=str(hosts), UCX_NET_DEVICES="mlx5_0:1")
     assert found == expected | {"UCX_NET_DEVICES": "mlx5_0:1"}
     assert ("-x UCX_TLS -x UCX_NET_DEVICES" in line) == (profile == "ib"), "ssh passes no variables"
 
@@ -238,7 +246,7 @@ def test_what_deepspeed_starts(launcher: str, tmp_path: Path) -> None:
     if launcher == "slurm":
         environ |= {"SLURM_JOB_NODELIST": "node[1-2]", "LAUNCHER_ARGS": "--mpi=pmix"}
     else:
-        environ |= {"HOSTFILE": str(hosts), "HOSTS": "2"}
+        environ |= {"HOSTFILE": str(hosts)}
     command = [str(REPOSITORY / "launch" / "deepspeed.sh"), "4", CONFIG]
     finished = subprocess.run(
         command, cwd=REPOSITORY, env=environ, capture_output=True, text=True, timeout=300
@@ -253,13 +261,30 @@ def test_what_deepspeed_starts(launcher: str, tmp_path: Path) -> None:
     assert re.fullmatch(pattern, finished.stdout.strip()), finished.stdout
 
 
-def test_deepspeed_refuses_what_it_could_not_start() -> None:
+@pytest.mark.parametrize("script", ["mpirun.sh", "deepspeed.sh"])
+def test_a_hostfile_without_hosts_starts_nothing(script: str, tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    missing = launch(script, "8", CONFIG, environ={"HOSTFILE": str(path)})
+    assert missing == (2, f"HOSTFILE={path}: there is no such file\n")
+    path.write_text("# nobody\n\n")
+    empty = launch(script, "8", CONFIG, environ={"HOSTFILE": str(path)})
+    assert empty == (2, f"HOSTFILE={path}: names no host\n")
+
+
+def test_deepspeed_refuses_what_it_could_not_start(tmp_path: Path) -> None:
+    hosts = tmp_path / "hosts"
+    hosts.write_text("node1 slots=8\n")
     unknown = launch("deepspeed.sh", "8", CONFIG, environ={"LAUNCHER": "rsh"})
     assert unknown == (2, "LAUNCHER=rsh is unknown: it must be pdsh, openmpi, slurm or mpich\n")
     alone = launch("deepspeed.sh", "8", CONFIG, environ={"LAUNCHER": "slurm"})
     assert alone == (2, 'LAUNCHER=slurm needs HOSTFILE, with a line like "node1 slots=8" for each host\n')
-    without = launch("deepspeed.sh", "8", CONFIG, environ={"LAUNCHER": "openmpi", "HOSTFILE": "hosts"})
+    without = launch("deepspeed.sh", "8", CONFIG, environ={"LAUNCHER": "openmpi", "HOSTFILE": str(hosts)})
     assert without == (2, "LAUNCHER=openmpi needs NIC: DeepSpeed would take eth0\n")
+    nowhere = launch("deepspeed.sh", "8", CONFIG, environ={"NODE_RANK": "0"})
+    assert nowhere == (2, 'NODE_RANK=0 needs HOSTFILE, with a line like "node1 slots=8" for each host\n')
+    for rank in ("1", "first"):
+        beyond = launch("deepspeed.sh", "8", CONFIG, environ={"NODE_RANK": rank, "HOSTFILE": str(hosts)})
+        assert beyond == (2, f"NODE_RANK={rank}: HOSTFILE={hosts} names hosts 0 to 0\n")
 
 
 class Batch:

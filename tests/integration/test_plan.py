@@ -1,19 +1,33 @@
 """What `plan` says of a config, against what runs of it did."""
 
+import io
 import os
+import socket
 import subprocess
 import sys
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_noloco.config import RunConfig
+from megatron_noloco.config import RunConfig, load_config
+from megatron_noloco.planning import fit
 from megatron_noloco.planning.held import held_by_stages
 from megatron_noloco.planning.memory import fullest_stage
 from megatron_noloco.planning.traffic import exchange_bytes
+from megatron_noloco.training.prepare import join_job, prepare
 from tests.harness import run_ranks
-from tests.integration.tiny import MUON, VOCABULARY, metrics, run_whole, tiny, write_config, write_text
+from tests.integration.tiny import (
+    MUON,
+    VOCABULARY,
+    already_joined,
+    metrics,
+    run_whole,
+    tiny,
+    write_config,
+    write_text,
+)
 
 ROUNDS = 3  # of 2 local steps
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -72,6 +86,27 @@ def test_the_bytes_of_exchanges(layout: str, tmp_path: Path) -> None:
             copies = 4 * ROUNDS * sum(held.copied for held in stages)
             assert rows[-1]["total/sent_bytes"] - again == planned - copies
             assert again >= copies > 0
+
+
+def warned(rank: int, world_size: int, config: str) -> tuple[str, list[str]]:
+    """What a start says on a host with one core and without memory: on stderr, and in the log."""
+    already_joined()
+    fit.available_bytes = lambda: 1_000_000
+    os.cpu_count = lambda: 1
+    with redirect_stderr(io.StringIO()) as said:
+        _, start = join_job(prepare(load_config(config), os.environ))
+    return said.getvalue(), start.notes
+
+
+def test_the_start_warns_where_memory_or_cores_are_short(tmp_path: Path) -> None:
+    """Of memory once for each host; and goes on."""
+    changes = {"data": {"text": write_text(tmp_path)}, "training": {"output_dir": str(tmp_path)}}
+    config = write_config(tmp_path, tiny({"parallel": {"replicas": 2}} | changes))
+    (first, notes), (second, _) = run_ranks(2, warned, config)
+    assert notes == ["this host has more ranks (2) than cores (1): they compute in turn"]
+    assert first.startswith(f"{socket.gethostname()}: memory for 2 ranks on this host: some ")
+    assert first.count("\n") == 1
+    assert second == ""
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
 """The launch scripts on two hosts with a network between them."""
 
 import json
+import os
+import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +14,7 @@ import pytest
 
 from megatron_noloco.config import RunConfig
 from tests.harness import REPOSITORY, run_launcher, run_mpi, two_hosts
+from tests.integration.test_stopped_launchers import ranks_of, wait_until
 from tests.integration.tiny import metrics, tiny, write_config, write_text
 from tools.netlab.lab import NIC, Lab
 
@@ -31,14 +35,14 @@ def hosts() -> Iterator[Lab]:
         yield both
 
 
-def write_run(folder: Path) -> str:
+def write_run(folder: Path, steps: int = 4) -> str:
     """A config whose two replicas of two stages exchange weights, and activations and gradients."""
     changes = {
         "parallel": {"replicas": 2, "pipeline_model_parallel_size": 2},
         "model": {"num_layers": 2},
         "data": {"text": write_text(folder)},
         "training": {
-            "train_iters": 4,
+            "train_iters": steps,
             "output_dir": str(folder / "run"),
         },
         "checkpoint": {"save_interval": 4},
@@ -125,7 +129,7 @@ def host_of(hosts: Lab, tmp_path_factory: pytest.TempPathFactory) -> dict[int, s
     return {int(rank): host for rank, host in places}
 
 
-# The layouts of docs/running.md: what `parallel` says, and the replicas that each of two hosts with two slots has.
+# The layouts of docs/launchers.md: what `parallel` says, and the replicas of each of two hosts with two slots.
 LAYOUTS = {
     "several replicas per node": ({"replicas": 4}, [{0, 1}, {2, 3}]),
     "one replica per node": ({"replicas": 2, "pipeline_model_parallel_size": 2}, [{0}, {1}]),
@@ -157,3 +161,113 @@ def test_torchrun_on_each_of_them(hosts: Lab, on_one_host: list[list[list[object
         assert any("started by torchrun; exchanges over torch" in output for output in told)
     assert figures(tmp_path) == on_one_host
     assert crossed(hosts, before, tmp_path)
+
+
+@pytest.fixture
+def slots(hosts: Lab, tmp_path: Path) -> str:
+    """DeepSpeed's hostfile."""
+    path = tmp_path / "hosts"
+    path.write_text("".join(f"{name} slots=2\n" for name in hosts.names))
+    return str(path)
+
+
+@pytest.mark.slow
+def test_deepspeed_on_each_of_them(
+    hosts: Lab, slots: str, on_one_host: list[list[list[object]]], tmp_path: Path
+) -> None:
+    config, before = write_run(tmp_path), hosts.sent_bytes(hosts.names[0])
+    ranks = {name: str(rank) for rank, name in enumerate(hosts.names)}
+    with ThreadPoolExecutor() as pool:
+        told = pool.map(
+            lambda name: launch(
+                hosts, name, "deepspeed.sh", 2, config, HOSTFILE=slots, NODE_RANK=ranks[name]
+            ),
+            hosts.names,
+        )
+        assert any("started by deepspeed; exchanges over torch" in output for output in told)
+    assert figures(tmp_path) == on_one_host
+    assert crossed(hosts, before, tmp_path)
+
+
+@pytest.mark.slow
+def test_deepspeeds_launcher_of_open_mpi(
+    hosts: Lab, slots: str, on_one_host: list[list[list[object]]], tmp_path: Path
+) -> None:
+    config, before = write_run(tmp_path), hosts.sent_bytes(hosts.names[0])
+    environ = {"LAUNCHER": "openmpi", "HOSTFILE": slots, **hosts.environ}
+    told = launch(hosts, hosts.names[0], "deepspeed.sh", 2, config, **environ)
+    assert "started by mpirun; exchanges over mpi" in told
+    assert figures(tmp_path) == on_one_host
+    assert crossed(hosts, before, tmp_path)
+
+
+# That of this machine, or what does the same: the command on each of the hosts after -w at once, %n its number. It
+# ends no process by name here: the hosts have their process ids in common, also with whatever else runs.
+PDSH = """#!/bin/sh
+case $* in *pkill*) exit 1 ;; esac
+[ -z "%(pdsh)s" ] || exec "%(pdsh)s" "$@"
+for host in $(echo "$5" | tr , ' '); do
+    hosts="${hosts:-} $host"
+done
+shift 5
+number=0
+for host in $hosts; do
+    "%(shell)s" "$host" "$(echo "$*" | sed "s/%%n/$number/")" &
+    jobs="${jobs:-} $!"
+    number=$((number + 1))
+done
+for job in $jobs; do
+    wait "$job" || exit $?
+done
+"""
+SSH = """#!/bin/sh
+[ "$1" != -o ] || shift 2
+exec "%(shell)s" "$@"
+"""
+
+
+@pytest.fixture
+def stand_ins(hosts: Lab, tmp_path: Path) -> str:
+    """PATH with pdsh and ssh in it."""
+    commands = {"shell": str(hosts.folder / "rsh"), "pdsh": shutil.which("pdsh") or ""}
+    for name, content in (("pdsh", PDSH), ("ssh", SSH)):
+        (tmp_path / name).write_text(content % commands)
+        (tmp_path / name).chmod(0o755)
+    return f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("started_on", [1, 2], ids=["by pdsh", "on each of them"])
+def test_a_stop_of_one_deepspeed(
+    started_on: int, hosts: Lab, slots: str, stand_ins: str, tmp_path: Path
+) -> None:
+    """A signal for the script on the first host. pdsh passes none on, and neither does its stand-in."""
+    config, told = write_run(tmp_path, steps=100_000), tmp_path / "told"
+    environ = {**os.environ, "PYTHON": sys.executable, "NIC": NIC, "HOSTFILE": slots, "PATH": stand_ins}
+    command = [str(REPOSITORY / "launch" / "deepspeed.sh"), "2", config, "--progress", "lines"]
+    launched = []
+    with told.open("w") as log:
+        for rank, name in enumerate(hosts.names[:started_on]):
+            launched.append(
+                subprocess.Popen(
+                    hosts.on(name, *command),
+                    env=environ if started_on == 1 else environ | {"NODE_RANK": str(rank)},
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+            )
+    try:
+        wait_until(told, "iteration      5/100000")
+        launched[0].terminate()
+        assert [one.wait(PATIENCE_SECONDS) for one in launched] == started_on * [0], told.read_text()
+        assert ranks_of(config) == []
+    finally:
+        for rank_process in ranks_of(config):
+            rank_process.kill()
+        for one in launched:
+            one.kill()
+            one.wait()
+    reason = "the command stop" if started_on == 1 else "SIGUSR1"
+    assert f"({reason}); the same command continues from there" in " ".join(told.read_text().split())
+    assert (tmp_path / "run" / "checkpoints" / "latest").exists()

@@ -54,6 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "data",
         "checkpoint",
         "huggingface",
+        "planning",
     },
     "reading": {"metrics"},
     "planning": {"spec", "plans", "model/families", "config", "outer", "engine"},

@@ -5,8 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from megatron_noloco.cli.main import main
+from megatron_noloco.config import load_config
+from megatron_noloco.planning import fit
+from megatron_noloco.planning.memory import fullest_stage
 from megatron_noloco.planning.traffic import Network, Way
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -42,6 +46,49 @@ def test_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
         2 * 7 / 8 * pairs["bytes_per_exchange"]
     )
     assert ways["synchronous"]["local_steps"] == 1
+
+
+def test_memory_that_is_short_on_this_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """8 ranks, each with what `plan` says and the libraries; on a GPU without these. `config --check` says it."""
+    path = CONFIGS / "quickstart.json"
+    config = load_config(path)
+    architecture, topology = config.architecture(257), config.topology(8)
+    planned = fullest_stage(config, architecture, topology)[2]
+    enough = 8 * (planned.device_bytes + planned.host_bytes + fit.LIBRARIES_BYTES)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(fit, "available_bytes", lambda: enough)
+    assert fit.shortage_of_all(config, architecture, topology) is None
+    monkeypatch.setattr(fit, "available_bytes", lambda: enough - 1)
+    gb = f"{enough / 1e9:.1f} GB"
+    told = f"memory for 8 ranks on this host: some {gb} needed, {gb} available; the system may kill one"
+    assert (fit.shortage_of_all(config, architecture, topology) or "").startswith(told)
+    assert fit.shortage(config, architecture, topology, 8, started=True) is None, "the libraries are there"
+
+    monkeypatch.setattr(fit, "available_bytes", lambda: 0)
+    assert main(["config", "--check", str(path)]) == 0
+    assert "\nall on this machine: memory for 8 ranks on this host: some " in capsys.readouterr().out
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2 * planned.device_bytes - 1, 0))
+    assert fit.shortage(config, architecture, topology, 1) is None
+    assert "memory for 2 ranks on a GPU: some " in (fit.shortage(config, architecture, topology, 2) or "")
+
+
+def test_the_limit_of_a_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the group itself, or of one around it; files that the system can drop are not in use."""
+    own = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip().lstrip("/")
+    inner = tmp_path / "job" / own
+    inner.mkdir(parents=True, exist_ok=True)
+    monkeypatch.setattr(fit, "_CGROUPS", tmp_path / "job")
+    free = fit.available_bytes()
+    assert free > 1000
+    for name, text in (("max", "3000"), ("current", "2500"), ("stat", "anon 2000\ninactive_file 500\n")):
+        (tmp_path / "job" / f"memory.{name}").write_text(text)
+    assert fit.available_bytes() == 1000
+    (tmp_path / "job" / "memory.max").write_text("max\n")
+    assert fit.available_bytes() > 1000
 
 
 def test_the_time_lost() -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,13 @@ from rich.console import Console
 
 from megatron_noloco.cli.main import main
 from megatron_noloco.files import write_text
-from megatron_noloco.reading.page import write_page
+from megatron_noloco.job.stop_file import StopFile
+from megatron_noloco.reading.page import _phases, write_page
 from megatron_noloco.reading.rows import ReplicaLog, RunLog
 from megatron_noloco.reading.table import as_table
+from megatron_noloco.waits import Wait, wait_file, write_wait
+
+ROOT = Path(__file__).parents[2]
 
 
 def step(number: int, **more: Any) -> dict[str, Any]:
@@ -56,7 +61,7 @@ def run(tmp_path: Path) -> Path:
 
 def test_rows_are_read_as_they_come(tmp_path: Path) -> None:
     path = write(tmp_path, "03", step(1))
-    log = ReplicaLog(path)
+    log = ReplicaLog(path.parent)
     log.update()
     with path.open("a") as file:
         file.write(json.dumps(step(2))[:20])
@@ -89,7 +94,7 @@ def shown(run: Path) -> list[str]:
 
 
 def test_what_a_person_looks_for(run: Path) -> None:
-    os.utime(run / "replica_01" / "metrics.jsonl", (0, 0))
+    os.utime(run / "replica_01" / "metrics.jsonl", (1, 1))
     first, headings, zero, one, *more = shown(run)
     assert first == f"{run}: step 2 of 10, 16s of training left"
     assert headings == "replica step loss tokens/s round with pause ms spread valid. age"
@@ -105,6 +110,35 @@ def test_what_a_person_looks_for(run: Path) -> None:
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     write(tmp_path, "00")
     assert shown(tmp_path)[0] == f"{tmp_path}: step 0"
+    write_page(RunLog(tmp_path), tmp_path / "page.html")
+
+
+def wait(run: Path, rank: int, seconds: float, said: float) -> str:
+    """A wait of a rank of replica 1, said at this time; how it is shown."""
+    of_rank = Wait(f"rank {rank} on node2", "computing local step 5: waiting for rank 1", seconds)
+    path = wait_file(run / "replica_01", rank)
+    write_wait(path, of_rank)
+    os.utime(path, (said, said))
+    return str(of_rank)
+
+
+def test_ranks_that_stand_still(run: Path) -> None:
+    """The longest waits first; what was said before the replica's newest row is over."""
+    row = (run / "replica_01" / "metrics.jsonl").stat().st_mtime
+    wait(run, 2, 40.0, row - 1)
+    now = RunLog(run).replicas[0].written + 75
+    first, second = wait(run, 3, 50.0, now - 60), wait(run, 4, 20.0, now - 1)
+    assert shown(run)[-2:] == [f"{first} (said 60s ago: the process may be gone)", second]
+    for rank in range(5, 15):
+        wait(run, rank, 20.0, now)
+    assert shown(run)[-1] == "and 4 more ranks stand still"
+
+
+def test_ranks_that_wait_before_any_row(tmp_path: Path) -> None:
+    said = wait(tmp_path, 3, 12.0, time.time())
+    text = io.StringIO()
+    Console(file=text, width=200).print(as_table(RunLog(tmp_path)))
+    assert text.getvalue().splitlines()[-1] == said
     write_page(RunLog(tmp_path), tmp_path / "page.html")
 
 
@@ -159,12 +193,59 @@ def test_a_browser_draws_every_plot(run: Path) -> None:
     assert "<title>5</title>" in seen
 
 
+class Stack:
+    """Of axes what `_phases` needs."""
+
+    def stackplot(self, order: list[int], values: Any, labels: Any) -> None:
+        self.order, self.layers = order, dict(zip(labels, values, strict=True))
+
+    def set(self, **_: str) -> None: ...
+    def legend(self) -> None: ...
+
+
+def test_the_time_of_a_step_is_shown_once(tmp_path: Path) -> None:
+    """Waits are a part of forward and backward; means of the replicas; without what took no time."""
+    for replica, seconds in (("00", 0.5), ("01", 0.7)):
+        times = {
+            "time/forward_backward_seconds": seconds,
+            "data/wait_seconds": 0.1,
+            "time/exchange_seconds": 0.25,
+        }
+        write(tmp_path, replica, step(3, **times))
+    stack = Stack()
+    _phases(RunLog(tmp_path), stack)
+    assert stack.order == [3]
+    assert {label: layer for label, (layer,) in stack.layers.items()} == pytest.approx(
+        {"waiting for data": 0.1, "forward and backward": 0.5, "exchanges": 0.25, "everything else": 1.15}
+    )
+
+
 def test_a_run_without_rounds_has_no_plots_of_them(tmp_path: Path) -> None:
     write(tmp_path, "00", step(1), step(2))
     assert main(["report", str(tmp_path), "--output", str(tmp_path / "page.html")]) == 0
     page = Page((tmp_path / "page.html").read_text())
     assert page.tags.count("svg") == 2
     assert "Spread" not in page.text
+
+
+def test_a_run_is_asked_to_stop_by_its_folder_or_its_config(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tmp_path / "config.json"
+    raw = json.loads((ROOT / "configs/quickstart.json").read_text())
+    config.write_text(json.dumps(raw | {"training": raw["training"] | {"output_dir": str(run)}}))
+    file = StopFile(run)
+    assert main(["stop", str(run)]) == 0
+    assert file.asked()
+    file = StopFile(run)
+    assert not file.asked(), "that was before"
+    assert main(["stop", str(config)]) == 0
+    assert file.asked()
+    (run / "run.json").unlink()
+    assert main(["stop", str(config)]) == 2
+    assert (
+        capsys.readouterr().err == f"{run}: no run has begun there (run.json); give its training.output_dir\n"
+    )
 
 
 @pytest.mark.parametrize("command", [("watch", "--once"), ("report",)], ids=lambda words: words[0])

@@ -15,6 +15,7 @@ from megatron_noloco import activity
 from megatron_noloco.activity import Activity
 from megatron_noloco.job import failure
 from megatron_noloco.job.watchdog import Watchdog
+from megatron_noloco.waits import wait_file, waits_of
 from tests.harness import RankFailedError, run_ranks
 
 SECONDS = 60.0
@@ -62,7 +63,8 @@ def blocked(rank: int, world_size: int, told: Path, patience_seconds: float, ask
         dist.send(token, 0)
         return ""
     step = activity.now.doing("computing local step 7")
-    with told.open("w", buffering=1) as log, redirect_stderr(log), Watchdog(patience_seconds), step:
+    watchdog = Watchdog(patience_seconds, told.with_name("wait.json"))
+    with told.open("w", buffering=1) as log, redirect_stderr(log), watchdog, step:
         activity.now.part("waiting for rank 1")
         log.write(f"{os.getpid()} waits\n")
         dist.recv(token, 1)
@@ -79,13 +81,17 @@ def test_a_rank_blocked_in_a_library_says_what_it_waits_for(
 
 @pytest.mark.parametrize(("goes_on", "said_after"), [(False, ["100", "200", "400"]), (True, [])])
 def test_who_stands_still_says_so_each_time_that_the_wait_has_doubled(
-    goes_on: bool, said_after: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    goes_on: bool,
+    said_after: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Looks every 50 seconds, of a clock that is set."""
     clock = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: clock)
     activity.now.part("waiting for rank 1")
-    watchdog = Watchdog(patience_seconds=100.0)
+    watchdog = Watchdog(100.0, tmp_path / "wait.json")
     for seconds in range(0, 500, 50):
         clock = float(seconds)
         watchdog._look_at_own_rank()
@@ -94,10 +100,36 @@ def test_who_stands_still_says_so_each_time_that_the_wait_has_doubled(
     assert re.findall(r"has stood still for (\d+) s", capsys.readouterr().err) == said_after
 
 
+def test_a_wait_is_in_a_file_until_it_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looks every 4 seconds, of a clock that is set; a wait of 10 seconds is one, whatever the patience."""
+    clock = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    activity.now.who = "rank 3"
+    activity.now.part("waiting for rank 1")
+    folder, written = tmp_path / "replica_01", []
+    watchdog = Watchdog(0.0, wait_file(folder, 3))
+    for seconds in range(0, 40, 4):
+        clock = float(seconds)
+        if seconds == 32:
+            activity.now.part("waiting for rank 2")
+        watchdog._look_at_own_rank()
+        watchdog._wait_file._join()
+        written.append([str(wait) for wait in waits_of(folder)])
+    told = [[f"rank 3 has stood still for {n} s starting: waiting for rank 1"] for n in (12, 12, 12, 24, 24)]
+    assert written == [[], [], [], *told, [], []]
+
+
+def test_a_wait_ends_when_the_rank_leaves(tmp_path: Path) -> None:
+    path = wait_file(tmp_path, 3)
+    with Watchdog(0.05, path):
+        wait_until(path, "starting")
+    assert waits_of(tmp_path) == {}
+
+
 def one_fails(rank: int, world_size: int, folder: Path) -> None:
     """Rank 1 announces its failure; the others wait for each other inside gloo."""
     told = folder / f"told{rank}"
-    with told.open("w", buffering=1) as log, redirect_stderr(log), Watchdog(0.0):
+    with told.open("w", buffering=1) as log, redirect_stderr(log), Watchdog(0.0, folder / f"wait{rank}.json"):
         if rank == 1:
             assert failure.announce(7) == failure.Failure(rank=1, exit_code=7)
             time.sleep(SECONDS)
