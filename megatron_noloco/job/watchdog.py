@@ -36,14 +36,15 @@ class Watchdog:
 
     Args:
         patience_seconds: 0: only who is asked says something.
-        path: see `waits.wait_file`.
+        path: see `waits.wait_file`; None: of a rank that `watch` does not know.
     """
 
-    def __init__(self, patience_seconds: float, path: Path) -> None:
+    def __init__(self, patience_seconds: float, path: Path | None) -> None:
         self._patience_seconds = patience_seconds
         self._reported = activity.now.state
         self._next_seconds = patience_seconds
-        self._wait_file = _WaitFile(path, min(WRITE_SECONDS, patience_seconds or WRITE_SECONDS))
+        interval = min(WRITE_SECONDS, patience_seconds or WRITE_SECONDS)
+        self._wait_file = None if path is None else _WaitFile(path, interval)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
@@ -62,7 +63,7 @@ class Watchdog:
         signal.signal(ASK, self._handler_before)
         os.close(self._wakes)  # ends the thread, unless it waits for a store whose host no longer answers
         self._thread.join(_END_SECONDS)
-        self._wait_file.close()
+        self._close_wait_file()
 
     def _watch(self) -> None:
         while True:
@@ -76,7 +77,7 @@ class Watchdog:
             self._look_at_own_rank()
             failed = _failed_elsewhere()
             if failed is not None:
-                self._wait_file.close()
+                self._close_wait_file()
                 _leave_quietly(failed)
 
     def _look_at_own_rank(self) -> None:
@@ -86,7 +87,12 @@ class Watchdog:
         if self._patience_seconds and time.monotonic() - state.since >= self._next_seconds:
             self._next_seconds *= 2
             _say(state)
-        self._wait_file.update(state)
+        if self._wait_file is not None:
+            self._wait_file.update(state)
+
+    def _close_wait_file(self) -> None:
+        if self._wait_file is not None:
+            self._wait_file.close()
 
 
 class _WaitFile:
