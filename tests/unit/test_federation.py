@@ -4,6 +4,7 @@ import os
 import random
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -135,13 +136,16 @@ def test_a_connection_that_is_closed_in_the_open_is_not_told_as_a_wrong_key(
 ) -> None:
     """Neither by the side that listens nor by the one that connects."""
     with transport(tmp_path, 0) as first, socket.create_server(("127.0.0.1", 0)) as stranger:
+        stranger.setblocking(False)
         host, port = first.service.endpoint.removeprefix("tcp://").split(":")
-        socket.create_connection((host, int(port))).close()
         first.service.learn({1: Address(f"tcp://127.0.0.1:{stranger.getsockname()[1]}", epoch=1)})
-        stranger.accept()[0].close()
         told = set[str]()
 
         def both_are_told() -> bool:
+            """ZeroMQ says nothing of a connection that is gone before it has looked at it."""
+            socket.create_connection((host, int(port))).close()
+            with suppress(BlockingIOError):
+                stranger.accept()[0].close()
             told.update(
                 line.partition(": the other side closed")[0] for line in capfd.readouterr().err.splitlines()
             )
