@@ -6,6 +6,8 @@ root=$(cd "$(dirname "$0")/.." && pwd)
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" # the package need not be installed
 # shellcheck source=launch/profile.sh
 . "$root/launch/profile.sh"
+# shellcheck source=launch/wait.sh
+. "$root/launch/wait.sh"
 
 if [ -z "${PYTHON:-}" ]; then
     for PYTHON in "${VIRTUAL_ENV:-/nowhere}/bin/python" "$root/.venv/bin/python" python3; do
@@ -28,13 +30,6 @@ check_number() { # RANKS
 
 check_config() { # CONFIG RANKS: one line per error on stderr, nothing for a valid file
     "$PYTHON" -m megatron_noloco config --check "$1" --world-size "$2" >/dev/null
-}
-
-wait_for_job() { # PID: waits until this background process has ended; sets code to its exit code
-    code=0
-    while kill -0 "$1" 2>/dev/null; do # a signal ends `wait` before the job is done
-        wait "$1" && code=0 || code=$?
-    done
 }
 
 # Sets mpirun; mpi (openmpi | other); mpi_options, the options of every launch; mpi_unbuffered, the options that

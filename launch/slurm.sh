@@ -28,6 +28,8 @@ python=${PYTHON:-$root/.venv/bin/python} # change: or `module load` here, and PY
 # LAUNCH_PROFILE: wan, ethernet or ib, with sbatch or here.
 # shellcheck source=launch/profile.sh
 . "$root/launch/profile.sh"
+# shellcheck source=launch/wait.sh
+. "$root/launch/wait.sh"
 
 # Lets messages over TCP move while the ranks compute (noloco.overlap). Intel MPI: I_MPI_ASYNC_PROGRESS=1.
 export OMPI_MCA_btl_tcp_progress_thread=1
@@ -38,14 +40,8 @@ export OMPI_MCA_btl_tcp_progress_thread=1
 # --mpi=none: exchanges then use torch.distributed.
 requeue=no
 # SIGUSR1 for all ranks: they save and leave with 0.
-trap 'requeue=yes signalled=yes; scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
+trap 'requeue=yes; scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
 srun --mpi=pmix --kill-on-bad-exit=1 "$python" -m megatron_noloco train --config "$config" "$@" &
-step=$!
-signalled=yes
-while [ "$signalled" = yes ]; do # a signal ends `wait` before the step is done
-    signalled=no
-    wait "$step" && code=0 || code=$?
-    [ "$code" -gt 128 ] || break
-done
+wait_for_job $!
 if [ "$requeue" = yes ] && [ "$code" = 0 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$code"

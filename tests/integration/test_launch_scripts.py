@@ -16,7 +16,7 @@ import pytest
 from tests.harness import REPOSITORY
 
 SCRIPTS = sorted(path.name for path in (REPOSITORY / "launch").glob("*.sh"))
-SOURCED = ("common.sh", "profile.sh")
+SOURCED = ("common.sh", "profile.sh", "wait.sh")
 LAUNCHERS = ("mpirun.sh", "torchrun.sh", "deepspeed.sh")
 ROOT_FOLDERS = ("configs", "docs", "launch", "tools")
 _NAMED_FILE = re.compile(rf"\b(?:{'|'.join(ROOT_FOLDERS)})/[\w./-]*\w|\brequirements[\w-]*\.txt")
