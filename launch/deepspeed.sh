@@ -41,6 +41,13 @@ if [ "$known" != 1 ]; then
     exit 2
 fi
 if [ -n "${NIC:-}" ]; then export GLOO_SOCKET_IFNAME="$NIC" NCCL_SOCKET_IFNAME="$NIC"; fi
+mpirun_of() { # KIND NAME: DeepSpeed calls the first mpirun on PATH
+    find_mpirun
+    if [ "$mpi" != "$1" ]; then
+        echo "LAUNCHER=$launcher needs the mpirun of $2, which $mpirun is not: set MPIRUN" >&2
+        exit 2
+    fi
+}
 set -- train --config "$config" "$@"
 stop='kill -USR1 "-$job"' # for the ranks, by way of their launcher
 end='kill -KILL "-$job"'
@@ -61,8 +68,7 @@ pdsh)
     ;;
 openmpi)
     [ -n "${NIC:-}" ] || { echo "LAUNCHER=openmpi needs NIC: DeepSpeed would take eth0" >&2; exit 2; }
-    find_mpirun
-    PATH=$(dirname "$mpirun"):$PATH
+    mpirun_of openmpi "Open MPI"
     launcher_args="$mpi_options --mca btl_tcp_if_include $NIC -x GLOO_SOCKET_IFNAME"
     set -- --module megatron_noloco "$@"
     ;;
@@ -72,6 +78,7 @@ slurm)
     set -- "$root/launch/train.py" "$@" # DeepSpeed forgets that it is a module
     ;;
 mpich)
+    mpirun_of other MPICH
     launcher_args="${NIC:+-iface $NIC}"
     set -- "$root/launch/train.py" "$@" # as with slurm
     ;;

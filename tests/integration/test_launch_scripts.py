@@ -222,7 +222,7 @@ RECORDED = {
 
 
 SHOW = """#!/bin/sh
-[ "$1" != --version ] || { echo "mpirun (Open MPI) 5.0.11"; exit; }
+[ "$1" != --version ] || { echo "$SAID_BY_MPIRUN"; exit; }
 echo "$(basename "$0") $*"
 """
 
@@ -242,6 +242,7 @@ def test_what_deepspeed_starts(launcher: str, tmp_path: Path) -> None:
     environ = {
         **os.environ, "PYTHON": sys.executable, "PATH": f"{tmp_path}:{os.environ['PATH']}", "NIC": "eth7",
         "MPIRUN": str(tmp_path / "mpirun"), "DS_ACCELERATOR": "cpu", "LAUNCHER": launcher,
+        "SAID_BY_MPIRUN": "HYDRA build details" if launcher == "mpich" else "mpirun (Open MPI) 5.0.11",
     }  # fmt: skip
     if launcher == "slurm":
         environ |= {"SLURM_JOB_NODELIST": "node[1-2]", "LAUNCHER_ARGS": "--mpi=pmix"}
@@ -280,6 +281,12 @@ def test_deepspeed_refuses_what_it_could_not_start(tmp_path: Path) -> None:
     assert alone == (2, 'LAUNCHER=slurm needs HOSTFILE, with a line like "node1 slots=8" for each host\n')
     without = launch("deepspeed.sh", "8", CONFIG, environ={"LAUNCHER": "openmpi", "HOSTFILE": str(hosts)})
     assert without == (2, "LAUNCHER=openmpi needs NIC: DeepSpeed would take eth0\n")
+    mpirun = tmp_path / "mpirun"
+    mpirun.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 5.0.11'\n")
+    mpirun.chmod(0o755)
+    environ = {"LAUNCHER": "mpich", "HOSTFILE": str(hosts), "MPIRUN": str(mpirun)}
+    other = launch("deepspeed.sh", "8", CONFIG, environ=environ)
+    assert other == (2, f"LAUNCHER=mpich needs the mpirun of MPICH, which {mpirun} is not: set MPIRUN\n")
     nowhere = launch("deepspeed.sh", "8", CONFIG, environ={"NODE_RANK": "0"})
     assert nowhere == (2, 'NODE_RANK=0 needs HOSTFILE, with a line like "node1 slots=8" for each host\n')
     for rank in ("1", "first"):

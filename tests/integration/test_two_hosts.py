@@ -2,18 +2,20 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from subprocess import CompletedProcess
 
 import pytest
 
 from megatron_noloco.config import RunConfig
-from tests.harness import REPOSITORY, run_launcher, run_mpi, two_hosts
+from tests.harness import REPOSITORY, run_launcher, two_hosts
 from tests.integration.test_stopped_launchers import ranks_of, wait_until
 from tests.integration.tiny import metrics, tiny, write_config, write_text
 from tools.netlab.lab import NIC, Lab
@@ -58,8 +60,8 @@ def figures(folder: Path) -> list[list[list[object]]]:
 @pytest.fixture(scope="module")
 def on_one_host(tmp_path_factory: pytest.TempPathFactory) -> list[list[list[object]]]:
     folder = tmp_path_factory.mktemp("one_host")
-    arguments = ["train", "--config", write_run(folder), "--progress", "lines"]
-    succeeded(run_mpi(4, "megatron_noloco", arguments, timeout=PATIENCE_SECONDS))
+    command = [str(REPOSITORY / "launch" / "mpirun.sh"), "4", write_run(folder)]
+    succeeded(run_launcher(command, PATIENCE_SECONDS, {"PYTHON": sys.executable}))
     return figures(folder)
 
 
@@ -190,60 +192,76 @@ def test_deepspeed_on_each_of_them(
 
 
 @pytest.mark.slow
-def test_deepspeeds_launcher_of_open_mpi(
+def test_deepspeeds_launcher_of_this_mpi(
     hosts: Lab, slots: str, on_one_host: list[list[list[object]]], tmp_path: Path
 ) -> None:
+    """Open MPI's, or MPICH's when the Python that runs the tests has that beside it."""
     config, before = write_run(tmp_path), hosts.sent_bytes(hosts.names[0])
-    environ = {"LAUNCHER": "openmpi", "HOSTFILE": slots, **hosts.environ}
+    name = "openmpi" if hosts.launcher.open_mpi else "mpich"
+    environ = {"LAUNCHER": name, "HOSTFILE": slots, **hosts.environ}
     told = launch(hosts, hosts.names[0], "deepspeed.sh", 2, config, **environ)
     assert "started by mpirun; exchanges over mpi" in told
     assert figures(tmp_path) == on_one_host
     assert crossed(hosts, before, tmp_path)
 
 
-# That of this machine, or what does the same: the command on each of the hosts after -w at once, %n its number. It
-# ends no process by name here: the hosts have their process ids in common, also with whatever else runs.
+SSH = """#!/bin/sh
+exec %s -F /dev/null -i %s -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -o LogLevel=ERROR "$@"
+"""
+# DeepSpeed ends processes of other hosts by name. These hosts have their process ids in common with this machine.
 PDSH = """#!/bin/sh
 case $* in *pkill*) exit 1 ;; esac
-[ -z "%(pdsh)s" ] || exec "%(pdsh)s" "$@"
-for host in $(echo "$5" | tr , ' '); do
-    hosts="${hosts:-} $host"
-done
-shift 5
-number=0
-for host in $hosts; do
-    "%(shell)s" "$host" "$(echo "$*" | sed "s/%%n/$number/")" &
-    jobs="${jobs:-} $!"
-    number=$((number + 1))
-done
-for job in $jobs; do
-    wait "$job" || exit $?
-done
-"""
-SSH = """#!/bin/sh
-[ "$1" != -o ] || shift 2
-exec "%(shell)s" "$@"
+exec %s "$@"
 """
 
 
-@pytest.fixture
-def stand_ins(hosts: Lab, tmp_path: Path) -> str:
-    """PATH with pdsh and ssh in it."""
-    commands = {"shell": str(hosts.folder / "rsh"), "pdsh": shutil.which("pdsh") or ""}
-    for name, content in (("pdsh", PDSH), ("ssh", SSH)):
-        (tmp_path / name).write_text(content % commands)
-        (tmp_path / name).chmod(0o755)
-    return f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
+@pytest.fixture(scope="module")
+def with_ssh(hosts: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """PATH with an ssh in it that each host lets in, and with pdsh."""
+    programs = {
+        name: shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") for name in ("ssh", "sshd", "pdsh")
+    }
+    if missing := [name for name, path in programs.items() if path is None]:
+        pytest.skip(f"there is no {missing[0]} (Debian, Ubuntu: apt install openssh-server pdsh)")
+    folder = tmp_path_factory.mktemp("ssh")
+    key = folder / "key"
+    subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(key)], check=True)
+    for name, content in (("ssh", SSH % (programs["ssh"], key)), ("pdsh", PDSH % programs["pdsh"])):
+        (folder / name).write_text(content)
+        (folder / name).chmod(0o755)
+    options = [f"AuthorizedKeysFile={key}.pub", "StrictModes=no", "PidFile=none", "UsePAM=no"]
+    serve = [str(programs["sshd"]), "-D", "-e", "-f", "/dev/null", "-h", str(key)]
+    serve += [word for option in options for word in ("-o", option)]
+    with ExitStack() as servers:
+        for name in hosts.names:
+            command = ["sh", "-c", f"mount -t tmpfs none /run && mkdir /run/sshd && exec {shlex.join(serve)}"]
+            server = subprocess.Popen(hosts.on(name, *command), stderr=subprocess.PIPE, text=True)
+            servers.callback(server.wait)
+            servers.callback(server.terminate)
+            assert server.stderr is not None
+            assert "Server listening" in server.stderr.readline()
+        yield f"{folder}{os.pathsep}{os.environ['PATH']}"
+
+
+@pytest.mark.slow
+def test_deepspeed_by_pdsh(
+    hosts: Lab, slots: str, with_ssh: str, on_one_host: list[list[list[object]]], tmp_path: Path
+) -> None:
+    config, before = write_run(tmp_path), hosts.sent_bytes(hosts.names[0])
+    told = launch(hosts, hosts.names[0], "deepspeed.sh", 2, config, HOSTFILE=slots, PATH=with_ssh)
+    assert "started by deepspeed; exchanges over torch" in told
+    assert figures(tmp_path) == on_one_host
+    assert crossed(hosts, before, tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("started_on", [1, 2], ids=["by pdsh", "on each of them"])
 def test_a_stop_of_one_deepspeed(
-    started_on: int, hosts: Lab, slots: str, stand_ins: str, tmp_path: Path
+    started_on: int, hosts: Lab, slots: str, with_ssh: str, tmp_path: Path
 ) -> None:
-    """A signal for the script on the first host. pdsh passes none on, and neither does its stand-in."""
+    """A signal for the script on the first host. pdsh passes none on."""
     config, told = write_run(tmp_path, steps=100_000), tmp_path / "told"
-    environ = {**os.environ, "PYTHON": sys.executable, "NIC": NIC, "HOSTFILE": slots, "PATH": stand_ins}
+    environ = {**os.environ, "PYTHON": sys.executable, "NIC": NIC, "HOSTFILE": slots, "PATH": with_ssh}
     command = [str(REPOSITORY / "launch" / "deepspeed.sh"), "2", config, "--progress", "lines"]
     launched = []
     with told.open("w") as log:

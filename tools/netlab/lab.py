@@ -64,7 +64,8 @@ class Lab:
         folder: for files about them; it goes with them.
         names: of the hosts.
         pids: of the processes that hold their namespaces.
-        hostfile: for the mpirun beside this Python.
+        launcher: the mpirun beside this Python.
+        hostfile: for it.
         orders: to the relay; None where there is none.
         environ: what it needs to know of the remote shell, which takes the place of ssh. Like that, it passes no
             environment.
@@ -75,9 +76,9 @@ class Lab:
         self._holders = holders  # of the namespaces: process ids by name
         self.names, self.pids = list(holders), list(holders.values())
         self.orders: IO[bytes] | None = None
-        self._launcher = Launcher.beside_python()
+        self.launcher = Launcher.beside_python()
         self.hostfile = folder / "hosts.mpi"
-        self.hostfile.write_text("".join(f"{name}{self._launcher.slots}{slots}\n" for name in holders))
+        self.hostfile.write_text("".join(f"{name}{self.launcher.slots}{slots}\n" for name in holders))
         remote_shell = folder / "rsh"
         cases = "".join(f"{name}) pid={pid} ;;\n" for name, pid in holders.items())
         remote_shell.write_text(
@@ -86,7 +87,7 @@ class Lab:
             f'exec env -i PATH="$PATH" HOME="$HOME" {_enter("$pid")} sh -c "cd {REPOSITORY}; $*"\n'
         )
         remote_shell.chmod(0o755)
-        self.environ = self._launcher.environ(str(remote_shell))
+        self.environ = self.launcher.environ(str(remote_shell), NIC)
 
     def on(self, name: str, *command: str) -> list[str]:
         """`command` as to be run here, to run there."""
@@ -108,7 +109,7 @@ class Lab:
             "GLOO_SOCKET_IFNAME": NIC, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY),
         }  # fmt: skip
         command = self.on(
-            self.names[0], *self._launcher.command(str(self.hostfile), len(self.names), NIC),
+            self.names[0], *self.launcher.command(str(self.hostfile), len(self.names), NIC),
             *options, sys.executable, "-m", module, *arguments,
         )  # fmt: skip
         finished = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=seconds)

@@ -32,8 +32,11 @@ class Launcher:
         """Between a host and the number of its ranks, in a hostfile."""
         return " slots=" if self.open_mpi else ":"
 
-    def environ(self, remote_shell: str) -> dict[str, str]:
-        """Variables that let it reach hosts by `remote_shell`, also under `launch/mpirun.sh`."""
+    def environ(self, remote_shell: str, interface: str) -> dict[str, str]:
+        """Variables that let it reach hosts by `remote_shell`, also under a launch script.
+
+        Hydra passes them to the ranks, so they also say that these have TCP on `interface` alone.
+        """
         if self.open_mpi:
             return {
                 "OMPI_MCA_plm_rsh_agent": remote_shell, "PRTE_MCA_plm_ssh_agent": remote_shell,
@@ -43,19 +46,15 @@ class Launcher:
             "HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": remote_shell,
             "I_MPI_HYDRA_BOOTSTRAP": "ssh", "I_MPI_HYDRA_BOOTSTRAP_EXEC": remote_shell,
             "PATH": f"{Path(self.mpirun).parent}{os.pathsep}{os.environ['PATH']}",
+            "MPIR_CVAR_CH4_NETMOD": "ofi",  # UCX, MPICH's first choice, does not see a lab's network devices
+            "I_MPI_FABRICS": "ofi",  # otherwise memory that is shared: Intel MPI sees one machine
+            "FI_PROVIDER": "tcp", "FI_TCP_IFACE": interface,
         }  # fmt: skip
 
     def command(self, hostfile: str, ranks: int, interface: str) -> list[str]:
         """Up to the program: messages over TCP on `interface` alone."""
-        if not self.open_mpi:  # it passes the environment by itself
-            tcp = {
-                "MPIR_CVAR_CH4_NETMOD": "ofi",  # UCX, MPICH's first choice, does not see a lab's network devices
-                "I_MPI_FABRICS": "ofi",  # otherwise memory that is shared: Intel MPI sees one machine
-                "FI_PROVIDER": "tcp",
-                "FI_TCP_IFACE": interface,
-            }
-            settings = [word for name, value in tcp.items() for word in ("-genv", name, value)]
-            return [self.mpirun, "-machinefile", hostfile, "-iface", interface, *settings, "-n", str(ranks)]
+        if not self.open_mpi:
+            return [self.mpirun, "-machinefile", hostfile, "-iface", interface, "-n", str(ranks)]
         # Ranks that wait leave the processor, which in truth is one for all hosts, to the others.
         return [
             self.mpirun, "--hostfile", hostfile, "-n", str(ranks), "--bind-to", "none",
