@@ -1,12 +1,12 @@
-"""RESTARTS of the launch scripts: a rank is killed, and the run ends as one that nothing has disturbed."""
+"""RESTARTS of the launch scripts: a rank is killed, or the launcher, and the run ends as an undisturbed one."""
 
 import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.harness import REPOSITORY, free_port
@@ -18,14 +18,16 @@ STEPS, RANKS = 60, 2
 
 
 @pytest.mark.parametrize(
-    "script",
+    ("script", "victim"),
     [
-        "mpirun.sh",
-        pytest.param("torchrun.sh", marks=pytest.mark.slow),
-        pytest.param("deepspeed.sh", marks=pytest.mark.slow),
+        ("mpirun.sh", "rank"),
+        pytest.param("mpirun.sh", "launcher", marks=pytest.mark.slow),
+        pytest.param("torchrun.sh", "rank", marks=pytest.mark.slow),
+        pytest.param("torchrun.sh", "launcher", marks=pytest.mark.slow),
+        pytest.param("deepspeed.sh", "rank", marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_that_is_killed_costs_the_steps_since_the_last_save(script: str, tmp_path: Path) -> None:
+def test_a_kill_costs_the_steps_since_the_last_save(script: str, victim: str, tmp_path: Path) -> None:
     text = write_text(tmp_path, 200_000)
     changes = {
         "parallel": {"replicas": RANKS},
@@ -47,12 +49,15 @@ def test_a_rank_that_is_killed_costs_the_steps_since_the_last_save(script: str, 
         process = subprocess.Popen(command, env=environ, stdout=told, stderr=told, start_new_session=True)
     try:
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while not run.step_folder(5).exists():
+        while not (run.checkpoints / "latest").exists():
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.02)
-        ranks_of(config)[-1].send_signal(signal.SIGKILL)
+        (launcher,) = psutil.Process(process.pid).children()
+        before = ranks_of(config)
+        (before[-1] if victim == "rank" else launcher).kill()
         assert process.wait(PATIENCE_SECONDS) == 0, log.read_text()
+        assert ranks_of(config) == []
     finally:
         for rank in ranks_of(config):
             rank.kill()
