@@ -95,21 +95,23 @@ class OneJob(Written):
     def _apply(self, fault: "Fault") -> bool:
         """False where the rank is not there: the job is being started again."""
         time.sleep(fault.seconds)
-        rank = self._rank(fault.replica)
+        ranks = self._ranks()
+        rank = ranks.get(str(fault.replica))
         if rank is None:
             return False
         if fault.what == "kill":
             rank.kill()
+            psutil.wait_procs(ranks.values())  # the next fault is for the next start
         else:
             rank.send_signal(signal.SIGSTOP)
             time.sleep(fault.lasts_seconds)
             rank.send_signal(signal.SIGCONT)
         return True
 
-    def _rank(self, rank: int) -> psutil.Process | None:
+    def _ranks(self) -> dict[str, psutil.Process]:
         assert self._process is not None
+        found = {}
         for process in psutil.Process(self._process.pid).children(recursive=True):
-            with suppress(psutil.Error):  # it has ended meanwhile
-                if process.environ().get(_RANK) == str(rank):
-                    return process
-        return None
+            with suppress(psutil.Error, KeyError):  # it has ended meanwhile; it is no rank
+                found[process.environ()[_RANK]] = process
+        return found
