@@ -9,6 +9,7 @@
 #   LAUNCHER_ARGS  more options of that launcher, such as "--mpi=pmix" of srun, with which exchanges use MPI there too
 #   PORT      rendezvous port, default 29500; two jobs on a host need different ports
 #   NIC       the network interface to use, such as eth0; without it gloo and NCCL each choose. openmpi needs it
+#   RESTARTS  how often a job that has failed is started again, default 0; see launch/wait.sh. With NODE_RANK on all hosts
 set -eu
 # shellcheck source=launch/common.sh
 . "$(dirname "$0")/common.sh"
@@ -49,15 +50,15 @@ mpirun_of() { # KIND NAME: DeepSpeed calls the first mpirun on PATH
     fi
 }
 set -- train --config "$config" "$@"
-stop='kill -USR1 "-$job"' # for the ranks, by way of their launcher
-end='kill -KILL "-$job"'
+ask_job() { kill -USR1 "-$job"; } # the ranks, by way of their launcher
+end_job() { kill -KILL "-$job"; }
 launcher_args=''
 case $launcher in
 none) set -- --no_ssh --node_rank "$NODE_RANK" --num_gpus "$ranks" --module megatron_noloco "$@" ;;
 pdsh)
     if [ -n "${HOSTFILE:-}" ]; then
-        end='kill -TERM "-$job"'
-        stop="\"\$PYTHON\" -m megatron_noloco stop \"\$config\" || $end"
+        ask_job() { "$PYTHON" -m megatron_noloco stop "$config" || end_job; }
+        end_job() { kill -TERM "-$job"; }
     fi
     if [ -n "${NIC:-}" ]; then # on the command line: DeepSpeed does not pass these variables to other hosts
         set -- --no_python env "GLOO_SOCKET_IFNAME=$NIC" "NCCL_SOCKET_IFNAME=$NIC" "$PYTHON" -u -m megatron_noloco "$@"
@@ -73,7 +74,7 @@ openmpi)
     set -- --module megatron_noloco "$@"
     ;;
 slurm)
-    stop='kill -TERM "-$job"'
+    ask_job() { kill -TERM "-$job"; }
     launcher_args="--kill-on-bad-exit=1"
     set -- "$root/launch/train.py" "$@" # DeepSpeed forgets that it is a module
     ;;
@@ -93,12 +94,11 @@ fi
 # and on one DeepSpeed kills the ranks of all hosts: so the run is asked by a file. A second Ctrl-C ends them at once.
 # --no_local_rank: otherwise DeepSpeed inserts --local_rank=K before `train`; LOCAL_RANK has the same value.
 trap '' USR1
-setsid "$PYTHON" -m deepspeed.launcher.runner ${HOSTFILE:+--hostfile "$HOSTFILE"} --launcher "$launcher" \
+after_job() {
+    while kill -0 "-$job" 2>/dev/null; do sleep 0.2; done
+    if [ "$code" -gt 192 ]; then code=$((384 - code)); fi # DeepSpeed's -9 for SIGKILL, which is 137 elsewhere
+}
+run_job "$PYTHON" -m deepspeed.launcher.runner ${HOSTFILE:+--hostfile "$HOSTFILE"} --launcher "$launcher" \
     --launcher_args="$launcher_args ${LAUNCHER_ARGS:-}" --master_port "${PORT:-29500}" --log_level warning \
-    --no_local_rank "$@" </dev/null &
-job=$!
-trap 'eval "$stop"; trap "$end" INT TERM' INT TERM
-wait_for_job "$job"
-while kill -0 "-$job" 2>/dev/null; do sleep 0.2; done
-if [ "$code" -gt 192 ]; then code=$((384 - code)); fi # DeepSpeed's -9 for SIGKILL, which is 137 elsewhere
+    --no_local_rank "$@"
 exit "$code"

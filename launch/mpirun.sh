@@ -7,6 +7,7 @@
 #   NIC       the network interface to use, such as eth0 or ib0; without it MPI, gloo and NCCL each choose
 #   LAUNCH_PROFILE  wan, ethernet or ib: settings for the network between the hosts, see launch/profile.sh
 #   MPI_OPTIONS  more options of mpirun, such as "--map-by node"
+#   RESTARTS  how often a job that has failed is started again, default 0; see launch/wait.sh
 # On several hosts the repository and the Python environment must have the same path everywhere.
 set -eu
 # shellcheck source=launch/common.sh
@@ -45,11 +46,8 @@ if [ -t 1 ]; then
     if [ "${columns:-0}" -gt 0 ]; then export COLUMNS="$columns"; fi
 fi
 # On SIGINT or SIGTERM mpirun kills its ranks within a second, but it forwards SIGUSR1 to all of them: they finish
-# their step, save and end the job. A second Ctrl-C ends it at once. With setsid, Ctrl-C does not reach mpirun directly.
+# their step, save and end the job. A second Ctrl-C ends it at once.
 # shellcheck disable=SC2086  # several options in one variable
-setsid "$mpirun" $mpi_options ${hostfile:+"$hostfile" "$HOSTFILE"} ${MPI_OPTIONS:-} -n "$ranks" \
-    "$PYTHON" -m megatron_noloco train --config "$config" --progress "$progress" "$@" </dev/null &
-job=$!
-trap 'kill -USR1 "$job"; trap "kill -TERM $job" INT TERM' INT TERM
-wait_for_job "$job"
+run_job "$mpirun" $mpi_options ${hostfile:+"$hostfile" "$HOSTFILE"} ${MPI_OPTIONS:-} -n "$ranks" \
+    "$PYTHON" -m megatron_noloco train --config "$config" --progress "$progress" "$@"
 exit "$code"

@@ -4,6 +4,7 @@
 #   N      processes on each host, one per GPU; N x NNODES = replicas x pipeline x data x tensor parallel sizes
 #   NNODES, RENDEZVOUS  on several hosts: their number, and HOST:PORT of one of them; start this script on each
 #   NIC    the network interface to use, such as eth0; without it gloo and NCCL each choose
+#   RESTARTS  how often a job that has failed is started again, default 0; see launch/wait.sh. On all hosts
 set -eu
 # shellcheck source=launch/common.sh
 . "$(dirname "$0")/common.sh"
@@ -20,8 +21,10 @@ if [ "${NNODES:-1}" -gt 1 ]; then
 else
     where=--standalone
 fi
-# job.torchrun is torchrun with the exit code of the ranks: on SIGINT or SIGTERM they finish their step, save and end
-# the job with 0. A second Ctrl-C ends it at once.
+# job.torchrun is torchrun with the exit code of the ranks: on SIGTERM they finish their step, save and end the job with
+# 0. A second one ends it at once.
+ask_job() { kill -TERM "$job"; }
 # shellcheck disable=SC2086  # several options in one variable
-exec "$PYTHON" -m megatron_noloco.job.torchrun $where --nproc-per-node "$ranks" \
+run_job "$PYTHON" -m megatron_noloco.job.torchrun $where --nproc-per-node "$ranks" \
     -m megatron_noloco train --config "$config" "$@"
+exit "$code"

@@ -11,8 +11,8 @@ random part of a second after it, so that it falls into a step, an exchange, an 
 replicas run undisturbed, those that join from the beginning on.
 
 With `--one-job` the replicas are the ranks of one job under mpirun, with the kills and freezes of the same seed: a
-kill ends the job, and it is started again. Nothing is lost but the local steps since its last checkpoint, so that
-the losses at the end have to be those of the undisturbed job, to the last bit.
+kill ends the job, and RESTARTS of launch/mpirun.sh starts it again. Nothing is lost but the local steps since its
+last checkpoint, so that the losses at the end have to be those of the undisturbed job, to the last bit.
 
 Prints one JSON object: what was done, how every replica ended, the losses of both runs, and the longest pause of a
 replica to which nothing was done. Exit code 1 when a replica that should have ended did not, or not well.
@@ -21,30 +21,21 @@ replica to which nothing was done. Exit code 1 when a replica that should have e
 import argparse
 import contextlib
 import json
-import os
 import random
 import shutil
 import signal
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
-from typing import Any
 
 from tools.chaos_job import OneJob
 from tools.netlab.lab import Lab, lab
 from tools.netlab.network import Link
-from tools.netlab.relay import address_of
-from tools.written import Written
+from tools.processes import Federation, base_config, mean
 
-_BASE = Path(__file__).parents[1] / "configs" / "federation.json"
 _LOOK_SECONDS = 0.05
 _LINK = Link(rate=100e6, delay=5e-3)
-_PORT = 29500  # on every host of a lab
 
 
 @dataclass(frozen=True)
@@ -80,10 +71,11 @@ def main() -> int:
         return one_job(options, faults)
     slots = options.replicas + options.joins
     with network(options.cuts, slots) as there:
-        with Federation(options.output / "disturbed", slots, options.steps, there) as disturbed:
-            endings = disturbed.run(options.replicas, faults, options.limit)
-        with Federation(options.output / "undisturbed", slots, options.steps, there) as undisturbed:
-            undisturbed.run(slots, [], options.limit)
+        base, settings = base_config(options.steps), {"slots": slots, "start_with": 1}
+        with Federation(options.output / "disturbed", base, settings, there) as disturbed:
+            endings = run(disturbed, options.replicas, faults, options.limit, there)
+        with Federation(options.output / "undisturbed", base, settings, there) as undisturbed:
+            run(undisturbed, slots, [], options.limit, there)
     gone = {fault.replica for fault in faults if fault.what == "kill"}
     gone -= {fault.replica for fault in faults if fault.what.startswith("return")}
     touched = {fault.replica for fault in faults}
@@ -103,7 +95,7 @@ def main() -> int:
         "undisturbed_longest_pause_seconds": max(map(undisturbed.longest_pause, range(slots))),
         "missed_rounds": {replica: disturbed.last(replica, "total/missed_rounds") for replica in expected},
         "rounds_in_doubt": {replica: disturbed.last(replica, "total/rounds_in_doubt") for replica in expected},
-        "processes_left": disturbed.running() + undisturbed.running(),
+        "processes_left": len(disturbed.running() + undisturbed.running()),
     }))  # fmt: skip
     return 0 if well else 1
 
@@ -111,19 +103,19 @@ def main() -> int:
 def one_job(options: argparse.Namespace, faults: list[Fault]) -> int:
     replicas, base = range(options.replicas), base_config(options.steps)
     with OneJob(options.output / "disturbed", options.replicas, base) as disturbed:
-        codes = disturbed.run(faults, options.limit)
+        code = disturbed.run(faults, options.limit)
     with OneJob(options.output / "undisturbed", options.replicas, base) as undisturbed:
         undisturbed.run([], options.limit)
     losses, expected = ([job.loss(replica) for replica in replicas] for job in (disturbed, undisturbed))
     print(json.dumps({
         "seed": options.seed,
         "faults": [fault.__dict__ for fault in faults if fault.what in ("kill", "freeze")],
-        "exit_codes": codes,
+        "exit_codes": [*disturbed.exit_codes_before(), code],
         "continued_from": disturbed.continued_from(),
         "losses": losses,
         "undisturbed_losses": expected,
     }))  # fmt: skip
-    return 0 if codes[-1] == 0 and None not in losses and losses == expected else 1
+    return 0 if code == 0 and None not in losses and losses == expected else 1
 
 
 def draw_faults(options: argparse.Namespace) -> list[Fault]:
@@ -157,123 +149,51 @@ def network(cuts: int, slots: int) -> contextlib.AbstractContextManager[Lab | No
     return lab([_LINK] * slots) if cuts else contextlib.nullcontext()
 
 
-class Federation(Written):
-    """Replicas on this machine, in a folder with a folder for each. As a context: no process is left behind.
-
-    Args:
-        there: the hosts of the replicas; None: all on this one.
-    """
-
-    def __init__(self, folder: Path, slots: int, steps: int, there: Lab | None) -> None:
-        self.folder = folder
-        self._there = there
-        self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._addresses = [f"{address_of(slot)}:{_PORT}" for slot in range(slots)]
-        if there is None:
-            self._addresses = [f"127.0.0.1:{port}" for port in free_ports(slots)]
-        self._base = base_config(steps)
-        self._base["federation"] |= {"slots": slots, "start_with": 1, "shortest_deadline_seconds": 5}
-
-    def __enter__(self) -> "Federation":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes.values():
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-
-    def run(self, replicas: int, faults: list[Fault], limit: float) -> dict[int, int | None]:
-        """The exit code of every replica's last process; None where it was killed at the limit."""
-        deadline = time.monotonic() + limit
-        for replica in range(replicas):
-            self.start(replica)
-        ends: list[tuple[float, Fault]] = []
-        coming = list(faults)
-        while time.monotonic() < deadline and (coming or ends or self.running()):
-            for when, fault in [end for end in ends if end[0] <= time.monotonic()]:
-                self._end(fault)
-                ends.remove((when, fault))
-            if coming and (self.step(self._processes) >= coming[0].step or not self.running()):
-                fault = coming.pop(0)
-                time.sleep(fault.seconds)
-                self._apply(fault)
-                if fault.lasts_seconds:
-                    ends.append((time.monotonic() + fault.lasts_seconds, fault))
-            time.sleep(_LOOK_SECONDS)
-        return {replica: process.poll() for replica, process in self._processes.items()}
-
-    def _apply(self, fault: Fault) -> None:
-        match fault.what:
-            case "kill":
-                self._processes[fault.replica].kill()
-                self._processes[fault.replica].wait()
-            case "freeze":
-                self._processes[fault.replica].send_signal(signal.SIGSTOP)
-            case "cut":
-                assert self._there is not None
-                self._there.cut(self._there.names[fault.replica])
-            case "return empty":
-                shutil.rmtree(self._folder(fault.replica))
-                self.start(fault.replica)
-            case _:
-                self.start(fault.replica)
-
-    def _end(self, fault: Fault) -> None:
-        if fault.what == "freeze":
-            self._processes[fault.replica].send_signal(signal.SIGCONT)
-        else:
-            assert self._there is not None
-            self._there.heal(self._there.names[fault.replica])
-
-    def start(self, replica: int) -> None:
-        folder = self._folder(replica)
-        folder.mkdir(parents=True, exist_ok=True)
-        here = {
-            "listen": f"tcp://{self._addresses[replica]}",
-            "rendezvous": "tcp://" + ",".join(self._addresses),
-        }
-        config = self._base | {"federation": self._base["federation"] | here}
-        config["training"] = config["training"] | {"output_dir": str(folder.resolve())}
-        file = (folder / "config.json").resolve()
-        file.write_text(json.dumps(config))
-        command = [sys.executable, "-m", "megatron_noloco", "train", "--config", str(file)]
-        command += ["--replica", str(replica), "--progress", "lines"]
-        if self._there is not None:
-            command = self._there.on(self._there.names[replica], *command)
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        with (self.folder / f"replica_{replica}.log").open("ab") as log:
-            self._processes[replica] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
-
-    def running(self) -> int:
-        return sum(process.poll() is None for process in self._processes.values())
-
-    def files(self, replica: int) -> Iterable[Path]:
-        return self._folder(replica).glob("replica_*/metrics.jsonl")
-
-    def _folder(self, replica: int) -> Path:
-        return self.folder / f"host_{replica}"
+def run(
+    federation: Federation, replicas: int, faults: list[Fault], limit: float, there: Lab | None
+) -> dict[int, int | None]:
+    """The exit code of every replica's last process; None where it had not ended at the limit."""
+    deadline = time.monotonic() + limit
+    for replica in range(replicas):
+        federation.start(replica)
+    ends: list[tuple[float, Fault]] = []
+    coming = list(faults)
+    while time.monotonic() < deadline and (coming or ends or federation.running()):
+        for when, fault in [end for end in ends if end[0] <= time.monotonic()]:
+            undo(fault, federation, there)
+            ends.remove((when, fault))
+        if coming and (federation.furthest_step() >= coming[0].step or not federation.running()):
+            fault = coming.pop(0)
+            time.sleep(fault.seconds)
+            inflict(fault, federation, there)
+            if fault.lasts_seconds:
+                ends.append((time.monotonic() + fault.lasts_seconds, fault))
+        time.sleep(_LOOK_SECONDS)
+    return federation.exit_codes()
 
 
-def base_config(steps: int) -> dict[str, Any]:
-    base: dict[str, Any] = json.loads(_BASE.read_text())
-    base["training"] |= {"train_iters": steps, "log_interval": 1}
-    base["scheduler"]["params"]["total_num_steps"] = steps
-    base["evaluation"] = {"interval": max(1, steps // 6), "iters": 10}
-    return base
+def inflict(fault: Fault, federation: Federation, there: Lab | None) -> None:
+    match fault.what:
+        case "kill":
+            federation.kill(fault.replica)
+        case "freeze":
+            federation.signal(fault.replica, signal.SIGSTOP)
+        case "cut":
+            assert there is not None
+            there.cut(there.names[fault.replica])
+        case "return empty":
+            shutil.rmtree(federation.host(fault.replica))
+            federation.start(fault.replica)
+        case _:
+            federation.start(fault.replica)
 
 
-def free_ports(count: int) -> Iterator[int]:
-    """Ports of the loopback interface that nobody uses now."""
-    with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        ports = [each.getsockname()[1] for each in sockets]
-    yield from ports
-
-
-def mean(losses: Iterable[float | None]) -> float | None:
-    found = [loss for loss in losses if loss is not None]
-    return fmean(found) if found else None
+def undo(fault: Fault, federation: Federation, there: Lab | None) -> None:
+    if fault.what == "freeze":
+        federation.signal(fault.replica, signal.SIGCONT)
+    else:
+        assert there is not None
+        there.heal(there.names[fault.replica])
 
 
 if __name__ == "__main__":

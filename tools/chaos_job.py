@@ -1,4 +1,4 @@
-"""The replicas of `tools.chaos` as one job under mpirun, which is started again after each kill."""
+"""The replicas of `tools.chaos` as one job under mpirun, which starts it again after each kill."""
 
 import json
 import os
@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +39,7 @@ class OneJob(Written):
         config["parallel"] = {"replicas": replicas}
         config["training"] = config["training"] | {"output_dir": str(folder.resolve())}
         folder.mkdir(parents=True)
-        self._config = folder / "config.json"
+        self._config, self._log = folder / "config.json", folder / "job.log"
         self._config.write_text(json.dumps(config))
 
     def __enter__(self) -> "OneJob":
@@ -46,62 +47,71 @@ class OneJob(Written):
 
     def __exit__(self, *_: object) -> None:
         if self._process is not None and self._process.poll() is None:
-            for process in (*psutil.Process(self._process.pid).children(recursive=True), self._process):
-                process.kill()
+            ranks = psutil.Process(self._process.pid).children(recursive=True)
+            self._process.kill()  # before its ranks: it would start the job again
+            for rank in ranks:
+                with suppress(psutil.NoSuchProcess):
+                    rank.kill()
             self._process.wait()
 
     def files(self, replica: int) -> Iterable[Path]:
         return self._folder.glob(f"replica_{replica:02d}/metrics.jsonl")
 
-    def run(self, faults: Sequence["Fault"], limit: float) -> list[int | None]:
-        """The exit code of each start; None where it was not over in so many seconds.
+    def run(self, faults: Sequence["Fault"], limit: float) -> int | None:
+        """The exit code; None where it was not over in so many seconds.
 
         Of the faults, kills and freezes are done: where one rank ends, so do all, and nobody can join or return.
-        A job that ends with another exit code than 0 is started again once for each kill.
+        After each kill the launch script starts the job again.
         """
-        deadline, codes = time.monotonic() + limit, list[int | None]()
+        deadline = time.monotonic() + limit
         coming = [fault for fault in faults if fault.what in ("kill", "freeze")]
-        kills = sum(fault.what == "kill" for fault in coming)
-        while not codes or (codes[-1] not in (0, None) and len(codes) <= kills):
-            process = self._start()
-            while process.poll() is None and time.monotonic() < deadline:
-                if coming and self.step(range(self._replicas)) >= coming[0].step:
-                    self._apply(coming.pop(0))
-                time.sleep(_LOOK_SECONDS)
-            codes.append(process.poll())
-        return codes
+        process = self._start(restarts=sum(fault.what == "kill" for fault in coming))
+        while process.poll() is None and time.monotonic() < deadline:
+            if coming and self.step(range(self._replicas)) >= coming[0].step and self._apply(coming[0]):
+                del coming[0]
+            time.sleep(_LOOK_SECONDS)
+        return process.poll()
+
+    def exit_codes_before(self) -> list[int]:
+        """Of the starts but the last one."""
+        found = re.findall(r"^the job has ended with exit code (\d+): start", self._told(), re.MULTILINE)
+        return [int(code) for code in found]
 
     def continued_from(self) -> list[int]:
         """The steps of the checkpoints from which the starts after the first went on."""
-        found = re.findall(r"^continuing from .*: step (\d+),", self._log.read_text(), re.MULTILINE)
+        found = re.findall(r"^continuing from .*: step (\d+),", self._told(), re.MULTILINE)
         return [int(step) for step in found]
 
-    @property
-    def _log(self) -> Path:
-        return self._folder / "job.log"
+    def _told(self) -> str:
+        return self._log.read_text()
 
-    def _start(self) -> "subprocess.Popen[bytes]":
-        environment = os.environ | {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    def _start(self, restarts: int) -> "subprocess.Popen[bytes]":
+        settings = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "RESTARTS": str(restarts)}
         command = ["sh", str(_LAUNCH), str(self._replicas), str(self._config)]
         with self._log.open("ab") as log:
-            self._process = subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | settings)
         return self._process
 
-    def _apply(self, fault: "Fault") -> None:
+    def _apply(self, fault: "Fault") -> bool:
+        """False where the rank is not there: the job is being started again."""
         time.sleep(fault.seconds)
-        rank = self._rank(fault.replica)
-        if rank is None:  # the job has ended meanwhile
-            return
+        ranks = self._ranks()
+        rank = ranks.get(str(fault.replica))
+        if rank is None:
+            return False
         if fault.what == "kill":
             rank.kill()
+            psutil.wait_procs(ranks.values())  # the next fault is for the next start
         else:
             rank.send_signal(signal.SIGSTOP)
             time.sleep(fault.lasts_seconds)
             rank.send_signal(signal.SIGCONT)
+        return True
 
-    def _rank(self, rank: int) -> psutil.Process | None:
+    def _ranks(self) -> dict[str, psutil.Process]:
         assert self._process is not None
+        found = {}
         for process in psutil.Process(self._process.pid).children(recursive=True):
-            if process.environ().get(_RANK) == str(rank):
-                return process
-        return None
+            with suppress(psutil.Error, KeyError):  # it has ended meanwhile; it is no rank
+                found[process.environ()[_RANK]] = process
+        return found

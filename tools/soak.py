@@ -1,16 +1,19 @@
-"""A federation for a long time, with delays, absences and restarts: does anything grow?
+"""A federation for a long time, with delays, absences, drops and restarts: does anything grow?
 
     nice python -m tools.soak --minutes 30
 
 The replicas are threads of one process, each with the federation's transport, on the loopback interface, and
-rounds of `--elements` weights. Before a round each waits for a random time. Some rounds a replica leaves out; now
-and then one is closed and started anew, as another process would be. Of those that come to a round all but one at
-most can meet. Who does not is counted as skipped, and as necessary where the absences leave nobody for it.
+rounds of `--elements` weights. Before a round each waits for a random time. Some rounds a replica leaves out, and
+says so before the others come; in some its messages are lost, as where a connection breaks; now and then one is
+closed and started anew, as another process would be.
 
-Prints one JSON object: rounds, those skipped and those that had to be, and resident memory, file descriptors and
-threads after the first tenth and at the end. Memory is what is in use: glibc keeps for later what is freed, in an
-arena for each thread, and is made to give it back first. Each restart has new threads, whose arenas otherwise look
-like growth.
+Prints one JSON object: rounds, and byes, those injected beside those that there were, with their reasons. Injected
+are one for each replica whose partner of the plan leaves the round out, and two where one loses its messages. Then
+memory, file descriptors and threads after the first tenth and at the end, and the slope of the memory over the
+second half, by least squares. Allocated is what all libraries have taken from malloc and not given back. Resident
+is what the kernel counts after glibc was made to give back the pages that are free. Blocks in use lie scattered
+over the arenas that glibc makes for new threads, and each restart has new ones: MALLOC_ARENA_MAX=1 keeps that from
+looking like growth.
 """
 
 import argparse
@@ -22,16 +25,24 @@ import random
 import tempfile
 import threading
 import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from statistics import linear_regression
 
 import torch
 
-from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.outer import OuterOptimizer, OuterSettings, TorchWeights
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.topology import Place
-from tools.federated import open_door, wait_for_all
+from megatron_noloco.transport.chunks import Landing, LandingFlight, cut
+from megatron_noloco.transport.protocol import Message, Standing
+from tools.federated import DEADLINE_SECONDS, open_door, wait_for_all
+
+_SAMPLES = 60
+_LOOK_SECONDS = 0.001
 
 
 def main() -> None:
@@ -46,6 +57,9 @@ def main() -> None:
     )
     parser.add_argument(
         "--restarts", type=float, default=0.01, help="share of rounds before which one restarts"
+    )
+    parser.add_argument(
+        "--drops", type=float, default=0.01, help="share of rounds in which one loses messages"
     )
     parser.add_argument("--delay", type=float, default=0.05, help="seconds, at most, before a round")
     parser.add_argument("--seed", type=int, default=0)
@@ -62,78 +76,142 @@ class Soak:
         self.options = options
         self.folder = folder
         self.draws = random.Random(options.seed)
-        self.rounds = self.skipped = self.necessary = self.restarts = 0
+        self.rounds = self.restarts = self.absences = self.drops = 0
+        self.byes_injected = 0
+        self.byes: Counter[str] = Counter()  # by their reason
+        self.grouping = Grouping(options.replicas, 2, seed=0)
         self.replicas = [self._start(replica, 0) for replica in range(options.replicas)]
 
     def run(self) -> dict[str, object]:
-        started = time.monotonic()
-        first: dict[str, int] = {}
+        started, samples = time.monotonic(), list[tuple[float, dict[str, int]]]()
         seconds = 60 * self.options.minutes
         with ThreadPoolExecutor(len(self.replicas)) as threads:
             while (elapsed := time.monotonic() - started) < seconds:
                 self._round(threads)
-                if not first and elapsed > seconds / 10:
-                    first = held()
-            last = held()
-            for outer in self.replicas:
-                outer.transport.close()  # type: ignore[attr-defined]
+                if elapsed > seconds * (len(samples) + 1) / _SAMPLES:
+                    samples.append((elapsed, held()))
+            samples.append((elapsed, held()))
+            for replica in self.replicas:
+                replica.transport.close()
         return {
             "seed": self.options.seed,
             "minutes": round((time.monotonic() - started) / 60, 1),
             "rounds": self.rounds,
             "restarts": self.restarts,
-            "skipped": self.skipped,
-            "necessary": self.necessary,
-            "after_a_tenth": first,
-            "at_the_end": last,
-            "growth_of_memory": round(last["resident_bytes"] / first["resident_bytes"] - 1, 4)
-            if first
-            else None,
+            "absences": self.absences,
+            "drops": self.drops,
+            "byes_injected": self.byes_injected,
+            "byes": self.byes.total(),
+            "reasons": self.byes,
+            "after_a_tenth": samples[len(samples) // 10][1],
+            "at_the_end": samples[-1][1],
+            "bytes_per_minute": {
+                name: slope(samples[len(samples) // 2 :], name)
+                for name in ("allocated_bytes", "resident_bytes")
+            },
         }
 
     def _round(self, threads: ThreadPoolExecutor) -> None:
         number = self.rounds
         if self.draws.random() < self.options.restarts:
-            replica = self.draws.randrange(len(self.replicas))
-            self.replicas[replica].transport.close()  # type: ignore[attr-defined]
-            self.replicas[replica] = self._start(replica, number)
+            place = self.draws.randrange(len(self.replicas))
+            self.replicas[place].transport.close()
+            self.replicas[place] = self._start(place, number)
             self.restarts += 1
-        for outer in self.replicas:  # connections that a restart has broken are made again
-            assert isinstance(outer.transport, FederationTransport)
-            wait_for_all(outer.transport, len(self.replicas))
-        here = [outer for outer in self.replicas if self.draws.random() >= self.options.absences]
-        for outer in self.replicas:
-            if outer not in here:
-                assert isinstance(outer.transport, FederationTransport)
-                outer.transport.partners.leave_out(number)
+        for replica in self.replicas:  # connections that a restart has broken are made again
+            wait_for_all(replica.transport, len(self.replicas))
+        here = [replica for replica in self.replicas if self.draws.random() >= self.options.absences]
+        absent = [replica for replica in self.replicas if replica not in here]
+        for replica in absent:
+            replica.transport.partners.leave_out(number)
+        for replica in here:
+            replica.wait_until_known(number, here)
+        loses = self.draws.choice(here) if here and self.draws.random() < self.options.drops else None
         delays = [self.draws.uniform(0, self.options.delay) for _ in here]
-        met = list(threads.map(lambda outer, delay: meet(outer, number, delay), here, delays))
+        why_not = threads.map(lambda one, delay: one.meet(number, delay, one is loses), here, delays)
+        self.byes.update(filter(None, why_not))
         self.rounds += 1
-        self.skipped += met.count(False)
-        self.necessary += len(here) % 2
+        self.absences += len(absent)
+        coming = {replica.transport.rank for replica in here}
+        self.byes_injected += sum(not coming.issuperset(self.grouping.group(rank, number)) for rank in coming)
+        if loses is not None and loses.lost:
+            self.drops += 1
+            self.byes_injected += 2
 
-    def _start(self, replica: int, number: int) -> OuterOptimizer:
-        place = Place(replica, self.options.replicas)
-        transport = open_door(place, self.folder)
-        transport.partners.leave_out(number - 1)
-        weights = TorchWeights([torch.ones(self.options.elements)])
-        grouping = Grouping(place.replicas, 2, seed=0)
-        return OuterOptimizer(weights, transport, place, grouping, OuterSettings(local_steps=1))
+    def _start(self, place: int, number: int) -> "Replica":
+        return Replica(self.grouping, place, self.folder, self.options.elements, number)
 
 
-def meet(outer: OuterOptimizer, number: int, delay: float) -> bool:
-    """Whether it met another replica."""
-    time.sleep(delay)
-    (report,) = outer.after_local_step(number + 1)
-    return len(report.exchange.group) == 2
+class Replica:
+    """One that begins with the round `number`."""
+
+    def __init__(self, grouping: Grouping, replica: int, folder: Path, elements: int, number: int) -> None:
+        place, weights = Place(replica, grouping.replicas), TorchWeights([torch.ones(elements)])
+        self.transport = open_door(place, folder)
+        self.transport.partners.leave_out(number - 1)
+        self._outer = OuterOptimizer(weights, self.transport, place, grouping, OuterSettings(local_steps=1))
+        self.lost = False
+
+    def wait_until_known(self, number: int, here: list["Replica"]) -> None:
+        """Until it has heard from all others which of them come to this round."""
+        coming = {replica.transport.rank for replica in here}
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        for rank in self.transport.service.desk.peers:
+            while (self.transport.partners.standing(number, rank)[0] >= Standing.FREE) != (rank in coming):
+                if time.monotonic() > deadline:
+                    raise SystemExit(f"rank {self.transport.rank} has not heard from rank {rank}")
+                time.sleep(_LOOK_SECONDS)
+
+    def meet(self, number: int, delay: float, loses: bool) -> str:
+        """Why it had a bye, empty where it had none; `lost` then says whether it had anything to lose."""
+        time.sleep(delay)
+        self.lost = False
+        with self._losing() if loses else nullcontext():
+            (report,) = self._outer.after_local_step(number + 1)
+        return report.exchange.missed.partition(" ")[2].partition(" ")[2]  # without "replica 3"
+
+    @contextmanager
+    def _losing(self) -> Iterator[None]:
+        """Its messages get lost, and it learns so at once, as where a connection breaks."""
+
+        def post(sends: Sequence[Message], receives: Sequence[Message], tag: int) -> LandingFlight:
+            self.lost = True
+            wanted = Landing(cut(receives, self.transport.chunk_bytes), tag)
+            for message in receives:
+                wanted.report(ConnectionError(f"rank {message.rank} is lost, says tools.soak"))
+            return LandingFlight(wanted, Landing([], tag))
+
+        self.transport.post = post  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del self.transport.post
+
+
+def slope(samples: list[tuple[float, dict[str, int]]], name: str) -> int | None:
+    """Per minute; None for fewer than two samples."""
+    if len(samples) < 2:
+        return None
+    minutes = [seconds / 60 for seconds, _ in samples]
+    return round(linear_regression(minutes, [held[name] for _, held in samples]).slope)
+
+
+class _Mallinfo2(ctypes.Structure):
+    """Of glibc's malloc.h: bytes in mapped blocks are the fifth number, bytes in use in arenas the eighth."""
+
+    _fields_ = (("numbers", ctypes.c_size_t * 10),)
 
 
 def held() -> dict[str, int]:
     """What this process has now."""
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)
+    libc = ctypes.CDLL(None)
+    libc.malloc_trim(0)
+    libc.mallinfo2.restype = _Mallinfo2
+    malloc = libc.mallinfo2().numbers
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {
+        "allocated_bytes": malloc[4] + malloc[7],
         "resident_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": threading.active_count(),

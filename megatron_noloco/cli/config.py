@@ -2,8 +2,12 @@
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
 
 from megatron_noloco.cli.output import say
+
+if TYPE_CHECKING:
+    from megatron_noloco.config import RunConfig
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -12,6 +16,11 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     action.add_argument("--explain", action="store_true", help="every field: type, bounds, default, meaning")
     action.add_argument(
         "--check", metavar="FILE", help="check a file, and that what it names is there; starts nothing"
+    )
+    action.add_argument(
+        "--restarts",
+        metavar="FILE",
+        help="for scripts that start a run again: its output_dir; on stderr, why a new start would not continue",
     )
     config.add_argument("--world-size", type=int, metavar="N", help="with --check: also check for N ranks")
     config.set_defaults(run=_config)
@@ -23,12 +32,42 @@ def _config(args: argparse.Namespace) -> int:
     if args.explain:
         sys.stdout.write(explain())
         return 0
+    if args.restarts:
+        return _restarts(args.restarts)
     try:
         _check(args.check, args.world_size)
     except ValueError as error:
         named = args.check + ": "
         raise ValueError("\n".join(named + p.removeprefix(named) for p in str(error).splitlines())) from None
     return 0
+
+
+def _restarts(path: str) -> int:
+    from megatron_noloco.config import load_config
+
+    config = load_config(path)
+    reason = _why_it_repeats(config)
+    if reason:
+        sys.stderr.write(f"{path}: {reason}\n")
+    say(config.training.output_dir)
+    return 0
+
+
+def _why_it_repeats(config: "RunConfig") -> str:
+    """Why a new start after a failure takes all local steps again; empty where it continues from the last save."""
+    checkpoint = config.checkpoint
+    if checkpoint.load == "none":
+        return (
+            'checkpoint.load "none": every new start begins with step 0; "auto" continues from the last save'
+        )
+    if checkpoint.load != "auto":
+        return (
+            f'checkpoint.load "{checkpoint.load}": every new start begins there; "auto" continues from the last '
+            "save in training.output_dir"
+        )
+    if not checkpoint.save_interval:
+        return "checkpoint.save_interval 0: nothing is saved before a failure, so every new start begins anew"
+    return ""
 
 
 def _check(path: str, world_size: int | None) -> None:

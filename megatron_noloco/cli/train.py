@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from megatron_noloco import activity
 from megatron_noloco.cli.errors import StoppedError, UnexpectedError
-from megatron_noloco.job.leaving import FAILURE
+from megatron_noloco.job.leaving import FAILURE, leave_with_launcher
 
 if TYPE_CHECKING:
     from megatron_noloco.training.prepare import Prepared
@@ -54,6 +54,10 @@ def _train(args: argparse.Namespace) -> int:
     from megatron_noloco.job.watchdog import Watchdog
 
     activity.now.who = prepared.who
+    if (
+        prepared.world.launcher == "torchrun"
+    ):  # it leaves its ranks behind when it is killed; a new start would meet them
+        leave_with_launcher()
     # Under launch/deepspeed.sh it is ignored by the launchers, and by what they start.
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     with Watchdog(patience, prepared.wait_file):

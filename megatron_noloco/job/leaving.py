@@ -1,6 +1,7 @@
 """How a process leaves: its exit code, which rank of a job says why, and what becomes of the other ranks."""
 
 import atexit
+import ctypes
 import json
 import os
 import signal
@@ -15,6 +16,7 @@ USAGE_ERROR = 2  # the person who started it can put it right
 FAILURE = 1
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 _LATE_RANK_0_SECONDS = 10.0
+_PR_SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
 
 
 def leave(exit_code: int) -> NoReturn:
@@ -66,6 +68,12 @@ def fail(text: str, exit_code: int) -> int:
         message = {"message": text.splitlines()[-1], "extraInfo": details}
         Path(error_file).write_text(json.dumps({"message": message}))
     return exit_code
+
+
+def leave_with_launcher() -> None:
+    """From here on the kernel kills this process when the one that started it has ended. Linux only."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def abandon_job() -> None:

@@ -4,7 +4,6 @@ import math
 import re
 import shutil
 import signal
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,11 @@ import torch
 
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.transport import FederationTransport
-from megatron_noloco.transport.protocol import Message
 from tests.harness import free_port, run_ranks
 from tests.integration.chaos import command
 from tests.integration.federation import Federation, assert_same, state_of
 from tests.integration.tiny import run_whole, tiny, write_config, write_text
+from tools.faulty_replica import send_times, take
 
 STEPS = 8
 
@@ -241,21 +239,6 @@ def test_a_stopped_replica_costs_one_deadline_and_is_skipped_then(tmp_path: Path
         assert federation.rows(1)[-1]["step"] == 40
 
 
-def sends_times(factor: float) -> None:
-    """From here on this process sends all vectors multiplied."""
-    original = FederationTransport.post
-
-    def post(self: FederationTransport, sends: list[Message], *more: Any) -> Any:
-        numbers = torch.float32
-        spoiled = [
-            Message(message.rank, message.buffer * factor) if message.buffer.dtype == numbers else message
-            for message in sends
-        ]
-        return original(self, spoiled, *more)
-
-    FederationTransport.post = post  # type: ignore[assignment, method-assign]
-
-
 def last_losses(federation: Federation, replicas: int) -> list[float]:
     """Of validation."""
     return [federation.rows(replica, "evaluation")[-1]["validation/loss"] for replica in range(replicas)]
@@ -276,7 +259,7 @@ def test_poison_stops_at_the_door(tmp_path: Path, text: str) -> None:
             for replica in range(3):
                 federation.start(replica)
             for replica, factor in enumerate(poisonous, start=3):
-                federation.start(replica, disturb=partial(sends_times, factor))
+                federation.start(replica, disturb=partial(send_times, factor))
             federation.wait()
             losses.append(last_losses(federation, 3))
     told = "".join(federation.told(replica) for replica in range(3))
@@ -317,17 +300,6 @@ def test_a_replica_whose_weights_are_not_finite_ends_and_continues(tmp_path: Pat
         assert math.isfinite(federation.rows(0)[-1]["train/loss"])
 
 
-def slowed(seconds: float) -> None:
-    """Each local step of this process takes so much longer."""
-    original = ReplicaEngine.train_batch
-
-    def train_batch(self: ReplicaEngine, *arguments: Any) -> Any:
-        time.sleep(seconds)
-        return original(self, *arguments)
-
-    ReplicaEngine.train_batch = train_batch  # type: ignore[method-assign]
-
-
 @pytest.mark.slow
 def test_a_slow_replica_takes_fewer_local_steps_and_costs_its_partners_nothing(
     tmp_path: Path, text: str
@@ -345,9 +317,9 @@ def test_a_slow_replica_takes_fewer_local_steps_and_costs_its_partners_nothing(
         start_with = {"federation": {"start_with": 3 + len(slow)}}
         with Federation(tmp_path / f"{len(slow)}", changes(text, 4, **tiny(more, start_with))) as federation:
             for replica in range(3):
-                federation.start(replica, disturb=partial(slowed, 0.1))
+                federation.start(replica, disturb=partial(take, 0.1))
             for replica in slow:
-                federation.start(replica, disturb=partial(slowed, 0.3))
+                federation.start(replica, disturb=partial(take, 0.3))
             federation.wait()
             losses.append(last_losses(federation, 3))
             if slow:

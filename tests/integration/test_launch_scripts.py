@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_noloco.job.stop_file import ask_to_stop
 from tests.harness import REPOSITORY
 
 SCRIPTS = sorted(path.name for path in (REPOSITORY / "launch").glob("*.sh"))
@@ -205,6 +206,120 @@ def test_an_unknown_profile_starts_nothing(script: str) -> None:
     code, said = launch(script, "8", CONFIG, environ=environ)
     assert code == 2
     assert said == "LAUNCH_PROFILE=wlan is unknown: it must be wan, ethernet or ib\n"
+
+
+class Job:
+    """A launch script whose launcher and Python are a stand-in: it only ends, with one code after the other."""
+
+    STAND_IN = """#!/bin/sh
+case $* in
+--version) echo 'mpirun (Open MPI) 5.0.11'; exit ;;
+*'config --restarts'*) echo '{folder}'; exit ;;
+*'config --check'*) exit ;;
+esac
+trap 'exit 1' {asked_by}
+echo >>'{folder}/starts'
+code=$(sed -n "$(wc -l <'{folder}/starts')p" '{folder}/codes')
+while [ "$code" = hangs ]; do sleep 0.05; done
+exit "$code"
+"""
+
+    def __init__(self, script: str, folder: Path, *codes: int | str, **environ: str) -> None:
+        self._script, self._folder = script, folder
+        (folder / "codes").write_text("".join(f"{code}\n" for code in codes))
+        stand_in = self.STAND_IN.format(folder=folder, asked_by="TERM" if script == "torchrun.sh" else "USR1")
+        for name in ("python", "mpirun"):
+            (folder / name).write_text(stand_in)
+            (folder / name).chmod(0o755)
+        here = {"PYTHON": str(folder / "python"), "MPIRUN": str(folder / "mpirun")}
+        self._environ = {**os.environ, "RESTART_SECONDS": "0", **here, **environ}
+
+    def start(self) -> "subprocess.Popen[str]":
+        command = [str(REPOSITORY / "launch" / self._script), "8", CONFIG]
+        return subprocess.Popen(command, env=self._environ, stderr=subprocess.PIPE, text=True)
+
+    def run(self) -> tuple[int, list[str]]:
+        """The exit code, and what was said."""
+        with self.start() as process:
+            _, said = process.communicate(timeout=60)
+        return process.returncode, said.splitlines()
+
+    def starts(self) -> int:
+        path = self._folder / "starts"
+        return len(path.read_text().splitlines()) if path.exists() else 0
+
+
+def ended(code: int, what_follows: str) -> str:
+    return f"the job has ended with exit code {code}: {what_follows}"
+
+
+@pytest.mark.parametrize("script", LAUNCHERS)
+def test_a_job_that_fails_is_started_again(script: str, tmp_path: Path) -> None:
+    killed = 247 if script == "deepspeed.sh" else 137  # DeepSpeed has -9 for SIGKILL
+    job = Job(script, tmp_path, killed, 1, 0, RESTARTS="3")
+    assert job.run() == (0, [ended(137, "start 2 of 4 in 0 s"), ended(1, "start 3 of 4 in 0 s")])
+    assert job.starts() == 3
+
+
+@pytest.mark.parametrize("script", LAUNCHERS)
+def test_a_job_is_started_again_so_often_and_no_more(script: str, tmp_path: Path) -> None:
+    job = Job(script, tmp_path, 1, 134, 1, 0, RESTARTS="2")
+    code, said = job.run()
+    assert (code, said[-1], job.starts()) == (1, ended(1, "that was start 3 of 3"), 3)
+
+
+@pytest.mark.parametrize("code", [0, 2, 3, 130, 143])
+def test_what_a_new_start_cannot_mend_ends_a_job(code: int, tmp_path: Path) -> None:
+    job = Job("mpirun.sh", tmp_path, code, 0, RESTARTS="2")
+    assert (job.run(), job.starts()) == ((code, []), 1)
+
+
+def test_a_job_is_not_started_again_unasked(tmp_path: Path) -> None:
+    job = Job("mpirun.sh", tmp_path, 1, 0)
+    assert (job.run(), job.starts()) == ((1, []), 1)
+
+
+def test_the_pause_before_a_new_start_doubles(tmp_path: Path) -> None:
+    (tmp_path / "sleep").write_text("#!/bin/sh\n")
+    (tmp_path / "sleep").chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    _, said = Job("mpirun.sh", tmp_path, *[1] * 9, RESTARTS="8", RESTART_SECONDS="5", PATH=path).run()
+    assert [line.split()[-2] for line in said[:-1]] == ["5", "10", "20", "40", "80", "160", "300", "300"]
+
+
+@pytest.mark.parametrize("asked_by", ["SIGTERM", "SIGHUP", "stop"])
+def test_who_is_asked_to_stop_during_the_pause_does_not_start_again(asked_by: str, tmp_path: Path) -> None:
+    ask_to_stop(tmp_path)  # an earlier request does not count
+    job = Job("mpirun.sh", tmp_path, 137, 0, RESTARTS="2", RESTART_SECONDS="1000")
+    with job.start() as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("the job has ended with exit code 137: start 2 of 3")
+        if asked_by == "stop":
+            ask_to_stop(tmp_path)
+        else:
+            process.send_signal(signal.Signals[asked_by])
+        assert process.wait(60) == 137
+    assert job.starts() == 1
+
+
+@pytest.mark.parametrize("script", ["mpirun.sh", "torchrun.sh"])
+def test_a_job_that_fails_while_it_stops_is_not_started_again(script: str, tmp_path: Path) -> None:
+    job = Job(script, tmp_path, "hangs", 0, RESTARTS="2")
+    with job.start() as process:
+        deadline = time.monotonic() + 60
+        while not job.starts():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 1
+    assert job.starts() == 1
+
+
+@pytest.mark.parametrize("script", LAUNCHERS)
+def test_restarts_are_a_number(script: str, tmp_path: Path) -> None:
+    said = "RESTARTS=often RESTART_SECONDS=0: both must be whole numbers, 0 or more"
+    job = Job(script, tmp_path, 0, RESTARTS="often")
+    assert (job.run(), job.starts()) == ((2, [said]), 0)
 
 
 RECORDED = {

@@ -24,7 +24,7 @@ ALONE = {
         "rounds --replicas 2 --size tiny --precision fp32 --local-steps 2 --steps 6",
         "peer",
     ),
-    "soak": ("--minutes 0.05 --elements 100 --restarts 0.2", "at_the_end"),
+    "soak": ("--minutes 0.05 --elements 100 --restarts 0.2 --drops 0.2", "at_the_end"),
     "bench_meetings": ("--slots 4 --empty 0.5 --rounds 4 --phase-seconds 0.01", "cases"),
     "bench_routing": (
         "--replicas 2 --stages 2 --hidden 16 --seq-length 8 --repeats 1",
@@ -79,6 +79,19 @@ def test_chaos_in_one_job(tmp_path: Path) -> None:
     assert found["exit_codes"][0] != 0
     assert found["exit_codes"][1:] == [0]
     assert found["losses"] == found["undisturbed_losses"]
+
+
+@pytest.mark.slow
+def test_faulty(tmp_path: Path) -> None:
+    """One of three replicas sends NaN, or is slow: the other two end well, and the slow one has left out steps."""
+    few = "--replicas 3 --faults sends_nan slow --steps 60 --step-seconds 0.1 --limit 120"
+    found = run("faulty", [*few.split(), "--output", str(tmp_path / "faulty")], timeout=500)
+    assert {name: outcome["ended_well"] for name, outcome in found["beside"].items()} == {
+        "sends_nan": True,
+        "slow": True,
+    }
+    assert max(found["beside"]["sends_nan"]["missed_rounds"]) > 0
+    assert found["beside"]["slow"]["iterations_left_out"][-1] > 0
 
 
 @pytest.mark.parametrize("name", each(ALONE))

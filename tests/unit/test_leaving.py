@@ -7,6 +7,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.harness import REPOSITORY
 
 PROGRAM = """
@@ -55,3 +57,18 @@ def test_a_rank_that_is_ended_while_rank_0_speaks_leaves_with_the_same_code() ->
 def _handles_sigterm(status: str) -> bool:
     caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
     return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux's kernel does that")
+def test_a_rank_does_not_outlive_its_launcher() -> None:
+    rank = (
+        "import time; from megatron_noloco.job.leaving import leave_with_launcher;"
+        "leave_with_launcher(); print('ready', flush=True); time.sleep(300)"
+    )
+    launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
+    command = [sys.executable, "-c", launcher]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.kill()
+        assert process.communicate(timeout=60)[0] == "", "its output ends with the last that holds it"

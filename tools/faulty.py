@@ -1,0 +1,83 @@
+"""What one faulty replica costs the others: their losses with it, without it, and with a healthy one in its place.
+
+    nice python -m tools.faulty --output runs/faulty
+
+Each replica is a process, as in `tools.chaos`. The last one sends NaN, or a million times its weights, from its
+first exchange on; or it is stopped (SIGSTOP) after a third of the local steps, for good; or its local steps take
+three times as long. Those of the others take `--step-seconds` at least, so that it is slow and not the machine.
+
+Prints one JSON object: the mean of the validation losses of the others in each run, divided by that of the run
+without the faulty replica; how it ended; rounds that the others missed, and the longest pause of one of them.
+Exit code 1 when one of the others has not ended well.
+"""
+
+import argparse
+import json
+import math
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tools.processes import Federation, base_config, mean
+
+_FACTORS = {"healthy": 1.0, "sends_nan": math.nan, "sends_millionfold": 1e6, "frozen": 1.0, "slow": 1.0}
+_SLOWER = 3
+_LOOK_SECONDS = 0.05
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", type=Path, required=True, help="a folder; it is emptied")
+    parser.add_argument("--replicas", type=int, default=5, help="with the faulty one")
+    parser.add_argument("--faults", nargs="+", choices=_FACTORS, default=list(_FACTORS))
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--step-seconds", type=float, default=0.2)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds for each run")
+    options = parser.parse_args()
+    shutil.rmtree(options.output, ignore_errors=True)
+    without = others_beside(None, options)
+    beside = {fault: others_beside(fault, options) for fault in options.faults}
+    for found in beside.values():
+        if found["loss"] and without["loss"]:
+            found["over_without"] = found["loss"] / without["loss"]
+    print(json.dumps({"seed": options.seed, "without": without, "beside": beside}))
+    return 0 if all(found["ended_well"] for found in (without, *beside.values())) else 1
+
+
+def others_beside(fault: str | None, options: argparse.Namespace) -> dict[str, Any]:
+    """A run of all replicas but the last, and, where there is a fault, of that one."""
+    others, faulty = range(options.replicas - 1), options.replicas - 1
+    running = [*others, faulty] if fault else others
+    base = base_config(options.steps)
+    base["training"]["seed"] = options.seed
+    settings = {"slots": options.replicas, "start_with": len(running)}
+    seconds = {faulty: options.step_seconds * (_SLOWER if fault == "slow" else 1)}
+    factors = {faulty: _FACTORS[fault or "healthy"]}
+    deadline = time.monotonic() + options.limit
+    with Federation(options.output / (fault or "without"), base, settings) as federation:
+        for replica in running:
+            its = (seconds.get(replica, options.step_seconds), factors.get(replica, 1.0))
+            federation.start(replica, "tools.faulty_replica", *map(str, its))
+        while set(others) & set(federation.running()) and time.monotonic() < deadline:
+            if fault == "frozen" and federation.furthest_step() >= options.steps // 3:
+                federation.signal(faulty, signal.SIGSTOP)
+            time.sleep(_LOOK_SECONDS)
+        codes = federation.exit_codes()
+    return {
+        "loss": mean(map(federation.loss, others)),
+        "ended_well": all(codes[replica] == 0 for replica in others),
+        "steps_of_the_last": federation.last(faulty, "step"),
+        "iterations_left_out": [federation.last(replica, "total/skipped_ahead") for replica in running],
+        "missed_rounds": [federation.last(replica, "total/missed_rounds") for replica in others],
+        "longest_pause_seconds": max(map(federation.longest_pause, others)),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
