@@ -12,8 +12,8 @@ from contextlib import contextmanager
 def importing() -> Iterator[None]:
     """Around imports of torch and the engines, so that a start takes less of the processor.
 
-    They make half a million objects, which stay. The garbage collector would look at them again and again: it is off
-    meanwhile, and leaves them out for good.
+    They make half a million objects, which stay. The garbage collector would look at them again and again: it is
+    off meanwhile, and leaves them out for good.
     """
     gc.disable()
     try:
