@@ -17,15 +17,15 @@ from tests.harness import REPOSITORY, free_port, run_launcher
 from tests.integration.test_stopped_launchers import PATIENCE_SECONDS, ranks_of, wait_until
 from tests.integration.tiny import metrics, tiny, write_config, write_text
 
+WAITING = "computing local step 3: waiting for the activations of microbatch 0 from rank 2"
 FAULTY = "tests.integration.faulty_run"
 MPIRUN = Path(sys.executable).parent / "mpirun"
 LAUNCHERS = ("mpirun.sh", "torchrun.sh", "deepspeed.sh")
 
 
-def config_of_two_stages(folder: Path, replicas: int = 2, **training: object) -> str:
+def config_of_two_by_two(folder: Path, **training: object) -> str:
     changes = {
-        "parallel": {"replicas": replicas, "pipeline_model_parallel_size": 2},
-        "noloco": {"enabled": replicas > 1},
+        "parallel": {"replicas": 2, "pipeline_model_parallel_size": 2},
         "model": {"num_layers": 2},
         "data": {"text": write_text(folder)},
         "training": {"train_iters": 8, "output_dir": str(folder / "run"), **training},
@@ -50,7 +50,7 @@ exec {sys.executable} "$@"
 
 
 def launch_with(fault: str, script: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [str(REPOSITORY / "launch" / script), "4", config_of_two_stages(folder), "--progress", "lines"]
+    command = [str(REPOSITORY / "launch" / script), "4", config_of_two_by_two(folder), "--progress", "lines"]
     return run_launcher(command, PATIENCE_SECONDS, environ_with(fault, folder))
 
 
@@ -122,35 +122,27 @@ def watched(run: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("replicas", "watchdog_seconds"),
-    [
-        pytest.param(1, 1.0, id="by themselves"),
-        pytest.param(2, 1.0, id="by themselves, two replicas", marks=pytest.mark.slow),
-        pytest.param(2, 0.0, id="asked", marks=pytest.mark.slow),
-    ],
+    "watchdog_seconds", [1.0, pytest.param(0.0, marks=pytest.mark.slow)], ids=["by themselves", "asked"]
 )
 def test_a_rank_that_stands_still_is_named_by_those_that_wait_for_it(
-    replicas: int, watchdog_seconds: float, tmp_path: Path
+    watchdog_seconds: float, tmp_path: Path
 ) -> None:
     """It is stopped in its third local step, until the others have said so; then the run goes on to its end."""
-    ranks, faulty = 2 * replicas, 2 * replicas - 2  # the first stage of the last replica
-    waiting = f"computing local step 3: waiting for the activations of microbatch 0 from rank {faulty}"
-    config = config_of_two_stages(tmp_path, replicas, watchdog_seconds=watchdog_seconds)
-    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **environ_with(f"SIGSTOP {faulty} 3", tmp_path)}
-    command = [str(REPOSITORY / "launch" / "mpirun.sh"), str(ranks), config, "--progress", "lines"]
-    told = tmp_path / "told"
+    config, told = config_of_two_by_two(tmp_path, watchdog_seconds=watchdog_seconds), tmp_path / "told"
+    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **environ_with("SIGSTOP 2 3", tmp_path)}
+    command = [str(REPOSITORY / "launch" / "mpirun.sh"), "4", config, "--progress", "lines"]
     with told.open("w") as log:
         process = subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True)
     try:
         if not watchdog_seconds:
             wait_until(told, "iteration 2/8")
             (mpirun,) = psutil.Process(process.pid).children()
-            while waiting not in told.read_text():  # they may be asked before they wait
+            while WAITING not in told.read_text():  # they may be asked before they wait
                 mpirun.send_signal(signal.SIGUSR2)
                 time.sleep(1.0)
-        wait_until(told, waiting)
+        wait_until(told, WAITING)
         if watchdog_seconds:
-            assert f"{waiting} (replica {replicas - 1}, stage 0)" in watched(tmp_path / "run")
+            assert f"{WAITING} (replica 1, stage 0)" in watched(tmp_path / "run")
         (stopped,) = [rank for rank in ranks_of(config, FAULTY) if rank.status() == psutil.STATUS_STOPPED]
         stopped.send_signal(signal.SIGCONT)
         assert process.wait(PATIENCE_SECONDS) == 0, told.read_text()
