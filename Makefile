@@ -1,16 +1,19 @@
 # make help says what there is. PYTHON=python3.12 chooses the interpreter of the virtual environment.
 PYTHON ?= python3
 INSTALLED := .venv/.installed
-# on several cores, file by file: the tests of a file share what its fixtures made
-PYTEST := .venv/bin/python -m pytest -n logical --maxprocesses 4 --dist loadfile
+# On several cores, file by file: the tests of a file share what its fixtures made. In the order of their folders, so that
+# the files of tests/unit, which take seconds, come last and keep all cores busy to the end.
+PYTEST := .venv/bin/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+NOT_BY_HAND := -m 'not slow and not contract'
 
-.PHONY: help setup quickstart federation test checks contracts docs evidence gpu-check clean
+.PHONY: help setup quickstart federation test checks lint contracts docs evidence gpu-check clean
 
 help:
 	@echo 'make quickstart   train a small Llama with 4 replicas on this machine (5 minutes on 2 cores)'
 	@echo 'make federation   three replicas as separate jobs; one is killed and comes back (1 minute)'
 	@echo 'make test         all tests but those marked slow or contract'
-	@echo 'make checks       what to run before a commit: ruff, mypy, the unit tests, make docs'
+	@echo 'make checks       what to run before a commit: make lint, the unit tests, make docs'
+	@echo 'make lint         ruff, its formatter and mypy'
 	@echo 'make contracts    what the code relies on in Megatron-core and DeepSpeed; after a change of versions'
 	@echo 'make docs         the documentation as a site, in site/; fails where a link leads nowhere'
 	@echo 'make gpu-check    what a GPU is to prove: tests, speed, a table in runs/gpu-check; goes on where it stopped'
@@ -30,14 +33,16 @@ federation: $(INSTALLED)
 	@PYTHON='$(CURDIR)/.venv/bin/python' sh launch/federation.sh
 
 test: $(INSTALLED)
-	@$(PYTEST) -m 'not slow and not contract' --durations=12 --durations-min=8
+	@$(PYTEST) $(NOT_BY_HAND) --durations=12 --durations-min=8
 
-checks: $(INSTALLED)
+checks: lint
+	$(PYTEST) -q $(NOT_BY_HAND) tests/unit
+	@$(MAKE) --no-print-directory docs
+
+lint: $(INSTALLED)
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
-	$(PYTEST) -q -m 'not slow and not contract' tests/unit
-	@$(MAKE) --no-print-directory docs
 
 contracts: $(INSTALLED)
 	.venv/bin/python -m pytest -q -m contract

@@ -54,6 +54,7 @@ def train(replica: int, replicas: int) -> Tensor:
 
 
 def start(replica: int, replicas: int, init_method: str) -> None:
+    torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=init_method, rank=replica, world_size=replicas)
     train(replica, replicas)
     dist.barrier()  # nobody leaves while a partner still needs it
@@ -61,7 +62,6 @@ def start(replica: int, replicas: int, init_method: str) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     if "RANK" in os.environ:  # torchrun
         start(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://")
     else:

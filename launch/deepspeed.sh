@@ -20,7 +20,6 @@ shift 2
 launcher=${LAUNCHER:-pdsh} asked=LAUNCHER=${LAUNCHER:-pdsh}
 hosts_of_scheduler ' slots=' "$ranks"
 check_hostfile
-check_config "$config" $((ranks * hosts))
 case $launcher in
 pdsh | openmpi | slurm | mpich) ;;
 *)
@@ -88,6 +87,8 @@ if [ "$launcher" != pdsh ]; then # otherwise DeepSpeed asks the first host for i
     first=$(awk '{ print $1; exit }' "$HOSTFILE")
     set -- --force_multi --no_ssh_check --master_addr "$first" "$@"
 fi
+
+check_config "$config" $((ranks * hosts)) # takes seconds: the settings above come first
 
 # On SIGINT or SIGTERM the ranks receive SIGUSR1, which DeepSpeed's own processes ignore: they finish their step, save
 # and end the job with 0. srun knows SIGTERM only: the ranks have as long as Slurm gives them. pdsh passes no signal on,

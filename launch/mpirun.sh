@@ -16,10 +16,10 @@ set -eu
 ranks=$1 config=$2
 check_number "$ranks"
 shift 2
-check_config "$config" "$ranks"
 find_mpirun
 if [ "$mpi" = openmpi ]; then hosts_of_scheduler ' slots='; else hosts_of_scheduler ':'; fi
 check_hostfile
+check_config "$config" "$ranks" # takes seconds: the settings above come first
 
 if [ -n "${NIC:-}" ]; then export GLOO_SOCKET_IFNAME="$NIC" NCCL_SOCKET_IFNAME="$NIC"; fi
 hostfile='' # the option; HOSTFILE itself may contain spaces

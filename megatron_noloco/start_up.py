@@ -1,8 +1,26 @@
-"""What Megatron-core and DeepSpeed read of their surroundings when they are imported."""
+"""How Megatron-core and DeepSpeed are imported: quickly, and without a word."""
 
+import gc
 import logging
 import os
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def importing() -> Iterator[None]:
+    """Around imports of torch and the engines, so that a start takes less of the processor.
+
+    They make half a million objects, which stay. The garbage collector would look at them again and again: it is
+    off meanwhile, and leaves them out for good.
+    """
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def before_engines() -> None:

@@ -1,9 +1,11 @@
 """Run a plain function on several ranks, or a script under a launcher, and never leave a process behind."""
 
+import io
 import json
 import multiprocessing
 import os
 import pickle
+import runpy
 import shutil
 import signal
 import socket
@@ -13,7 +15,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
@@ -23,6 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_noloco.cli.main import main
 from tools.netlab.lab import NIC, Lab, LabUnavailableError, hosts, lab, run, run_in
 from tools.netlab.network import Link
 from tools.netlab.relay import address_of
@@ -31,7 +34,7 @@ from tools.netlab.relay import address_of
 torch.set_num_threads(1)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-_LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _GRACE_SECONDS = 5.0  # for a launcher to end its ranks before it is killed itself
 
 
@@ -102,8 +105,9 @@ def _run_rank(
 ) -> None:
     torch.set_num_threads(1)
     values = (rank, rank, world_size, "127.0.0.1", port)
-    os.environ |= {name: str(value) for name, value in zip(_LAUNCH_VARIABLES, values, strict=True)}
+    os.environ |= {name: str(value) for name, value in zip(LAUNCH_VARIABLES, values, strict=True)}
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ["OMP_NUM_THREADS"] = "1"  # for a run, which otherwise takes as many as there are cores
     try:
         store = dist.FileStore(str(folder / "store"), world_size)
         dist.init_process_group(
@@ -123,15 +127,39 @@ def _run_rank(
     os._exit(1 if "error" in outcome else 0)  # no destructors: one that waits for a dead rank would hang
 
 
-def run_command(*arguments: str, timeout: float = 240) -> list[str]:
-    """The lines that `python -m megatron_noloco ARGUMENTS` prints, in a process of its own.
+def call(
+    *arguments: str, meanwhile: Callable[[], None] = lambda: None, timeout: float = 240
+) -> tuple[int, str, str]:
+    """`python -m megatron_noloco ARGUMENTS` in a forked process, after `meanwhile` there: code, stdout, stderr.
 
     A forward pass in this one would leave a process group and a pool of threads to every rank forked later.
     """
-    command = [sys.executable, "-m", "megatron_noloco", *arguments]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=REPOSITORY)
-    assert finished.returncode == 0, finished.stderr
-    return finished.stdout.splitlines()
+
+    def command(rank: int, world_size: int) -> tuple[int, str, str]:
+        meanwhile()
+        with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+            code = main(list(arguments))
+        return code, out.getvalue(), err.getvalue()
+
+    return run_ranks(1, command, timeout=timeout)[0]
+
+
+def run_command(*arguments: str) -> list[str]:
+    """The lines that a command prints that goes well, in a forked process."""
+    code, out, err = call(*arguments)
+    assert code == 0, err
+    return out.splitlines()
+
+
+def run_script(path: Path, *arguments: str) -> str:
+    """What `python PATH ARGUMENTS` prints, called by a rank of this harness: without the imports of a new process.
+
+    What it changes in its process stays changed.
+    """
+    sys.argv = [str(path), *arguments]
+    with redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(str(path), run_name="__main__")
+    return out.getvalue()
 
 
 def run_mpi(
@@ -171,7 +199,7 @@ def run_launcher(
     command: list[str], timeout: float, env: Mapping[str, str] | None
 ) -> subprocess.CompletedProcess[str]:
     """Run a command in a process group of its own and, when it is too slow, end that group and no other."""
-    environ = {name: value for name, value in os.environ.items() if name not in _LAUNCH_VARIABLES}
+    environ = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
     environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), environ.get("PYTHONPATH")]))
     environ.setdefault("GLOO_SOCKET_IFNAME", "lo")

@@ -5,6 +5,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from megatron_noloco.cli.output import say
+from megatron_noloco.start_up import importing
 
 if TYPE_CHECKING:
     from megatron_noloco.config import RunConfig
@@ -81,9 +82,9 @@ def _check(path: str, world_size: int | None) -> None:
     world_size = config.world_size if world_size is None else world_size
     topology = None if world_size is None else config.topology(world_size)
 
-    # Imports torch: only for a sound config.
-    from megatron_noloco.planning.fit import shortage_of_all
-    from megatron_noloco.training.prepare import check_start
+    with importing():  # torch: only for a sound config
+        from megatron_noloco.planning.fit import shortage_of_all
+        from megatron_noloco.training.prepare import check_start
 
     architecture = config.architecture() if config.model.vocab_size is not None else None
     problem = None

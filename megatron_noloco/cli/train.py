@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from megatron_noloco import activity
 from megatron_noloco.cli.errors import StoppedError, UnexpectedError
 from megatron_noloco.job.leaving import FAILURE, leave_with_launcher
+from megatron_noloco.start_up import importing
 
 if TYPE_CHECKING:
     from megatron_noloco.training.prepare import Prepared
@@ -46,7 +47,8 @@ def _train(args: argparse.Namespace) -> int:
     if patience < 0:
         raise ValueError(f"--debug-waits {patience}: seconds must be 0 (never) or more")
 
-    from megatron_noloco.training.prepare import prepare  # imports torch: only for a sound config
+    with importing():  # torch: only for a sound config
+        from megatron_noloco.training.prepare import prepare
 
     prepared = prepare(config, os.environ, args.replica)
 
@@ -56,7 +58,7 @@ def _train(args: argparse.Namespace) -> int:
     activity.now.who = prepared.who
     if (
         prepared.world.launcher == "torchrun"
-    ):  # it leaves its ranks behind when it is killed; a new start would meet them
+    ):  # killed, it leaves its ranks behind, and a new start would meet them
         leave_with_launcher()
     # Under launch/deepspeed.sh it is ignored by the launchers, and by what they start.
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
@@ -76,11 +78,11 @@ def _run(prepared: "Prepared", progress: str) -> int:
     with activity.now.doing("joining the other ranks"):
         joined = join_job(prepared)
 
-    # Imports Megatron-core and DeepSpeed, which takes seconds: only for a run that can start.
-    from megatron_noloco.federation.keeping_up import UntrainedError
-    from megatron_noloco.outer import PartnerTimeoutError
-    from megatron_noloco.training.build import build
-    from megatron_noloco.training.health import NotFiniteError
+    with importing():  # Megatron-core and DeepSpeed, which takes seconds: only for a run that can start
+        from megatron_noloco.federation.keeping_up import UntrainedError
+        from megatron_noloco.outer import PartnerTimeoutError
+        from megatron_noloco.training.build import build
+        from megatron_noloco.training.health import NotFiniteError
 
     try:
         with activity.now.doing("building its part of the model"):

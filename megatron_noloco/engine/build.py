@@ -30,8 +30,9 @@ def build_deepspeed(stage: Stage, groups: Groups, ds_config: Mapping[str, Any]) 
     `deepspeed.initialize` hard-codes which engine it builds and how; the constructor takes what we need.
     """
     if not torch.cuda.is_available():
-        # DeepSpeed would compile a shared-memory all-reduce (a minute, and a C++ compiler) before it talks.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        # DeepSpeed would compile a shared-memory all-reduce (a minute, and a C++ compiler) before it talks; and to
+        # look up whether it can, it would try the compiler on every kernel that it has: `vars` looks up nothing.
+        vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
     if deepspeed.comm.comm.cdb is None:
         deepspeed.comm.init_distributed(dist_init_required=False, verbose=False)
     mpu = ReplicaMpu(groups)

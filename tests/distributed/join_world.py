@@ -1,4 +1,4 @@
-"""Run under launchers by test_world_joins.py: join, choose a transport, exchange. A JSON line per rank."""
+"""Run under launchers by test_world_joins.py: join, choose transports, exchange. A JSON line per rank."""
 
 import os
 import sys
@@ -6,21 +6,27 @@ import sys
 import torch.distributed as dist
 
 from megatron_noloco.job.join import choose_transport, join
-from megatron_noloco.job.launcher import read_world
+from megatron_noloco.job.launcher import World, read_world
 from tests.distributed.transport_suite import swap
 from tests.harness import say
+
+
+def outcome(kind: str, world: World) -> str:
+    """The name of the transport that was chosen, after a message over it; else why there is none."""
+    try:
+        transport = choose_transport(kind, world)  # type: ignore[arg-type]
+    except ValueError as error:
+        return str(error)
+    if world.world_size == 2:
+        swap(transport, 1 - world.rank, 1000, tag=1)
+    return transport.name
+
 
 if __name__ == "__main__":
     world = read_world(os.environ)
     join(world, "gloo")
-    try:
-        transport = choose_transport(sys.argv[1], world)  # type: ignore[arg-type]
-        if world.world_size == 2:
-            swap(transport, 1 - world.rank, 1000, tag=1)
-        outcome = transport.name
-    except ValueError as error:
-        outcome = str(error)
+    outcomes = {kind: outcome(kind, world) for kind in sys.argv[1:]}
     seen = {name: os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")}
-    say({"launcher": world.launcher, "outcome": outcome, "size": dist.get_world_size(), **seen})
+    say({"launcher": world.launcher, "outcomes": outcomes, "size": dist.get_world_size(), **seen})
     dist.barrier()
     dist.destroy_process_group()

@@ -1,11 +1,12 @@
 """A model trained on a GPU in bf16 leaves as a Hugging Face folder; `export` itself compares the logits."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.harness import run_command, run_torchrun
+from tests.harness import run_launcher, run_torchrun
 from tests.integration.tiny import tiny, write_config, write_text
 
 pytestmark = pytest.mark.gpu
@@ -26,5 +27,7 @@ def test_two_replicas_that_share_a_gpu_and_their_mean(tmp_path: Path) -> None:
         2, "megatron_noloco", arguments, 300, {"DS_ACCELERATOR": os.environ["DS_ACCELERATOR"]}
     )
     assert finished.returncode == 0, finished.stderr
-    said = run_command("export", str(tmp_path / "run"), "--output", str(tmp_path / "exported"))
-    assert (tmp_path / "exported" / "model.safetensors").exists(), said
+    export = [sys.executable, "-m", "megatron_noloco", "export", str(tmp_path / "run")]
+    finished = run_launcher([*export, "--output", str(tmp_path / "exported")], 300, None)
+    assert finished.returncode == 0, finished.stderr
+    assert (tmp_path / "exported" / "model.safetensors").exists(), finished.stdout

@@ -139,7 +139,6 @@ def command(
 ) -> Outcome:
     """The command line on a rank of the harness."""
     already_joined()
-    os.environ["OMP_NUM_THREADS"] = "1"  # a pool of threads in a process that was forked would wait for ever
     for fault in faults:
         if fault.rank == rank:
             _arm(fault)

@@ -1,5 +1,6 @@
 """Jobs of a federation whose loops are somebody else's: each has a torch.distributed world of its own."""
 
+import os
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_noloco.attach import Federation
-from tests.harness import run_ranks
+from tests.harness import LAUNCH_VARIABLES, run_ranks
 
 SECONDS = 60.0
 
@@ -39,6 +40,9 @@ def run_jobs(
         if ranks > 1:
             store = dist.FileStore(str(folder / f"job_{slot}"), ranks)
             dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+        else:  # as a process that no launcher has started
+            for name in LAUNCH_VARIABLES:
+                del os.environ[name]
         return function(slot, rank, *args)
 
     found = run_ranks(slots * ranks, job, timeout=timeout)

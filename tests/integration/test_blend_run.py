@@ -11,7 +11,8 @@ import torch
 
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.indexed import IndexedWriter
-from tests.harness import run_command, run_torchrun
+from tests.harness import run_command, run_ranks
+from tests.integration.tiny import run_whole
 from tests.unit.test_preprocess import make_tokenizer
 
 STEPS = 4
@@ -60,10 +61,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "evaluation": {"iters": 4},
     }
     (folder / "run.json").write_text(json.dumps(config))
-    finished = run_torchrun(
-        2, "megatron_noloco", ["train", "--config", str(folder / "run.json")], timeout=240
-    )
-    assert finished.returncode == 0, finished.stderr
+    run_ranks(2, run_whole, str(folder / "run.json"))
     return folder / "run"
 
 

@@ -17,6 +17,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
+os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported
+
+import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,7 +30,8 @@ from megatron_noloco.outer import OuterOptimizer, OuterSettings, TorchWeights
 from megatron_noloco.plans.grouping import Group, Grouping
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.torch_dist import TorchTransport
-from tests.harness import REPOSITORY, run_launcher, run_ranks
+from tests.harness import REPOSITORY, run_launcher, run_ranks, run_script
+from tests.integration.jobs import run_jobs
 
 EXAMPLE = REPOSITORY / "examples" / "plain_torch.py"
 PIP = (sys.executable, "-m", "pip", "-q", "--disable-pip-version-check")
@@ -275,49 +279,41 @@ def test_the_minimal_example_is_a_page() -> None:
     ("stage", "ranks"), [(1, 2), *(pytest.param(stage, 4, marks=pytest.mark.slow) for stage in (1, 3))]
 )
 def test_a_loop_around_deepspeeds_engine(stage: int, ranks: int) -> None:
-    torchrun = Path(sys.executable).with_name("torchrun")
-    script = EXAMPLE.with_name("deepspeed_engine.py")
-    command = [
-        str(torchrun),
-        "--standalone",
-        "--nproc-per-node",
-        str(ranks),
-        str(REPOSITORY / "tests" / "integration" / "uncompiled.py"),
-        str(script),
-        "--zero-stage",
-        str(stage),
-    ]
-    environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    finished = run_launcher(command, timeout=240, env=environ)
-    assert finished.returncode == 0, finished.stderr
-    said = re.findall(r"^step (\d+): loss (\S+), spread (\S+)$", finished.stdout, re.M)
+    def run(rank: int, world_size: int) -> str:
+        deepspeed.ops.__compatible_ops__ = {}  # else DeepSpeed compiles its collectives for two minutes
+        return run_script(EXAMPLE.with_stem("deepspeed_engine"), "--zero-stage", str(stage))
+
+    text, *_ = run_ranks(ranks, run, timeout=240)
+    said = re.findall(r"^step (\d+): loss (\S+), spread (\S+)$", text, re.M)
     assert [int(step) for step, _, _ in said] == [10, 20, 30, 40, 50, 60]
     assert float(said[-1][1]) < 0.7 * float(said[0][1])
     assert all(float(spread) > 0 for _, _, spread in said)
 
 
-def jobs(commands: Sequence[Sequence[str]], timeout: float = 240) -> list[str]:
-    """What commands print that run at the same time, each a job of its own."""
-    environ = {"PYTHONPATH": str(REPOSITORY)}
-    with ThreadPoolExecutor(len(commands)) as threads:
-        finished = list(threads.map(lambda command: run_launcher(list(command), timeout, environ), commands))
-    assert [one.returncode for one in finished] == [0] * len(commands), "\n".join(
-        one.stderr for one in finished
-    )
+def of_one_rank(slot: int, rank: int, *arguments: str) -> str:
+    return run_script(EXAMPLE.with_stem("separate_jobs"), "--slot", str(slot), *arguments)
+
+
+def under_torchrun(ranks: int, *arguments: str) -> list[str]:
+    """What two jobs print that run at the same time."""
+    torchrun = str(Path(sys.executable).with_name("torchrun"))
+    script = str(EXAMPLE.with_stem("separate_jobs"))
+    command = [torchrun, "--standalone", "--nproc-per-node", str(ranks), script, *arguments, "--slot"]
+    with ThreadPoolExecutor(2) as threads:
+        finished = list(threads.map(lambda slot: run_launcher([*command, slot], 240, None), ("0", "1")))
+    assert [one.returncode for one in finished] == [0, 0], "\n".join(one.stderr for one in finished)
     return [one.stdout for one in finished]
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_separate_jobs(tmp_path: Path, ranks: int) -> None:
     """They meet, and end with one model; started again, they continue from their checkpoints."""
-    script = str(EXAMPLE.with_name("separate_jobs.py"))
-    launcher = [sys.executable]
-    if ranks > 1:
-        torchrun = str(Path(sys.executable).with_name("torchrun"))
-        launcher = [torchrun, "--standalone", "--nproc-per-node", str(ranks)]
     for begin, end in ((0, 100), (100, 200)):
-        there = ["--folder", str(tmp_path), "--steps", str(end)]
-        said = jobs([[*launcher, script, "--slot", str(slot), *there] for slot in range(2)])
+        arguments = ["--folder", str(tmp_path), "--steps", str(end)]
+        if ranks == 1:
+            said = [text for (text,) in run_jobs(tmp_path, 2, 1, of_one_rank, *arguments)]
+        else:
+            said = under_torchrun(ranks, *arguments)
         for text in said:
             met = re.findall(r"^step (\d+): loss (\S+), met \(0, 1\), spread (\S+)$", text, re.M)
             assert [int(step) for step, *_ in met] == list(range(begin + 10, end + 1, 10))

@@ -131,7 +131,7 @@ def test_a_replica_is_killed_and_comes_back_and_a_new_one_joins(tmp_path: Path, 
         assert max(last_losses(federation, 3)) < 5.0, "of 5.6 at the start"
 
 
-@pytest.mark.parametrize("encryption", ["none", "curve"])
+@pytest.mark.parametrize("encryption", [pytest.param("none", marks=pytest.mark.slow), "curve"])
 def test_a_replica_of_two_stages_that_lost_its_disk_goes_on_from_another_to_the_end(
     tmp_path: Path, text: str, encryption: str
 ) -> None:

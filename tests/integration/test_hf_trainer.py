@@ -1,8 +1,8 @@
 """NoLoCo in the Trainer of Hugging Face; each replica is a job of its own."""
 
 import json
+import os
 import re
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from megatron_noloco.attach import attach
 from megatron_noloco.attach.hf_trainer import NolocoCallback
 from megatron_noloco.outer import OuterSettings
-from tests.harness import REPOSITORY, run_launcher
+from tests.harness import REPOSITORY, run_script, run_torchrun
 from tests.integration.jobs import SECONDS, federation, run_jobs
 
+EXAMPLE = REPOSITORY / "examples" / "hf_trainer.py"
+ON_A_CPU = {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
 SETTINGS = OuterSettings(local_steps=2, deadline_seconds=SECONDS)
 ZERO_2 = {
     "train_micro_batch_size_per_gpu": "auto",
@@ -31,6 +33,8 @@ ZERO_2 = {
 needs_accelerate = pytest.mark.skipif(
     find_spec("accelerate") is None, reason="the Trainer needs accelerate, which is not installed"
 )
+if find_spec("accelerate"):
+    import transformers.trainer  # noqa: F401  before ranks are forked
 
 
 class Loop:
@@ -157,25 +161,29 @@ def test_what_is_refused(tmp_path: Path, args: dict[str, Any], step: int, line: 
 def test_the_example_trains_resumes_and_ends_with_one_model(
     tmp_path: Path, ranks: int, deepspeed: bool
 ) -> None:
-    script = str(REPOSITORY / "examples" / "hf_trainer.py")
-    launcher = [sys.executable]
-    if ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     more = []
     if deepspeed:
         (tmp_path / "zero_2.json").write_text(json.dumps(ZERO_2))
         more = ["--deepspeed", str(tmp_path / "zero_2.json")]
 
-    def job(slot: int, steps: int) -> str:
-        options = ["--slots", "2", "--slot", str(slot), "--folder", str(tmp_path), "--steps", str(steps)]
-        environ = {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
-        finished = run_launcher([*launcher, script, *options, *more], 400, environ)
+    def of_one_rank(slot: int, rank: int, *options: str) -> str:
+        os.environ |= ON_A_CPU
+        return run_script(EXAMPLE, *options, "--slot", str(slot))
+
+    def under_torchrun(slot: int, *options: str) -> str:
+        finished = run_torchrun(ranks, str(EXAMPLE), [*options, "--slot", str(slot)], 400, ON_A_CPU)
         assert finished.returncode == 0, finished.stdout + finished.stderr
         return finished.stdout
 
-    for steps, rounds in ((30, 3), (60, 3)):
+    def jobs(steps: int) -> list[str]:
+        options = ["--slots", "2", "--folder", str(tmp_path), "--steps", str(steps), *more]
+        if ranks == 1:
+            return [text for (text,) in run_jobs(tmp_path, 2, 1, of_one_rank, *options)]
         with ThreadPoolExecutor(2) as threads:
-            said = list(threads.map(job, (0, 1), (steps, steps)))
+            return list(threads.map(lambda slot: under_torchrun(slot, *options), (0, 1)))
+
+    for steps, rounds in ((30, 3), (60, 3)):
+        said = jobs(steps)
         for slot, text in enumerate(said):
             assert re.findall(r"'noloco_met': (\d)", text) == [str(1 - slot)] * rounds, text
             saved = tmp_path / f"replica_{slot}" / f"checkpoint-{steps}"

@@ -94,6 +94,7 @@ done
 """)
     (tmp_path / "mpirun").chmod(0o755)
     environ = {variable: str(tmp_path / "slots"), "MPIRUN": str(tmp_path / "mpirun"), "TMPDIR": str(tmp_path)}
+    environ["PYTHON"] = "true"  # which would check the config
     code, said = launch(script, "8", "configs/quickstart.json", environ=environ)
     assert (code, said.strip()) == (0, lines)
     assert {path.name for path in tmp_path.iterdir()} == {"slots", "mpirun"}, "nothing is left behind"
@@ -105,7 +106,7 @@ def test_mpirun_finds_the_programs_beside_it(tmp_path: Path) -> None:
     (tmp_path / "its.hydra").write_text("#!/bin/sh\n[ $1 = --version ] || echo started >&2\n")
     for name in ("mpirun", "its.hydra"):
         (tmp_path / name).chmod(0o755)
-    environ = {"MPIRUN": str(tmp_path / "mpirun")}
+    environ = {"MPIRUN": str(tmp_path / "mpirun"), "PYTHON": "true"}
     assert launch("mpirun.sh", "8", "configs/quickstart.json", environ=environ) == (0, "started\n")
 
 

@@ -15,7 +15,7 @@ from tests.harness import run_mpi, run_ranks, said
 from tests.integration.spied_run import spied_rank
 from tests.integration.tiny import FAMILY_MODELS, metrics, tiny, write_config, write_text
 
-STEPS, LOCAL_STEPS, MICROBATCHES, SEED = 20, 4, 2, 1234
+STEPS, LOCAL_STEPS, MICROBATCHES, SEED = 15, 3, 2, 1234
 STAGED = Topology(replicas=4, pp=2)
 
 NO_MORE: dict[str, Any] = {}
@@ -152,7 +152,10 @@ def test_over_mpi_with_overlap(tmp_path: Path) -> None:
     assert_exchanges_go_to_partners(ranks, topology)
 
 
-@pytest.mark.parametrize("delay_steps", [1, LOCAL_STEPS, "auto"])
+@pytest.mark.parametrize(
+    "delay_steps",
+    [pytest.param(1, marks=pytest.mark.slow), LOCAL_STEPS, "auto"],  # fewer, and the most
+)
 def test_with_overlap(tmp_path: Path, delay_steps: int | str) -> None:
     """Partners only, however late the outcome is merged, and however the delay is chosen."""
     ranks = over_torch(tmp_path, "round", overlap={"mode": "delayed", "delay_steps": delay_steps})

@@ -1,7 +1,5 @@
 """Export, import and generate: the model that leaves is the trained one, and the way back loses nothing."""
 
-import contextlib
-import io
 import json
 import math
 import shutil
@@ -33,7 +31,7 @@ from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Position
 from megatron_noloco.training.prepare import checkpoint_settings
-from tests.harness import REPOSITORY, run_ranks
+from tests.harness import REPOSITORY, call, run_ranks
 from tests.integration.tiny import (
     HF_SIZES,
     MUON,
@@ -107,19 +105,6 @@ def neighbour(groups: Groups, step: int) -> int:
     topology, at = groups.topology, groups.position
     stage = (at.stage + step) % topology.pp
     return topology.rank(Position(at.replica, stage, at.dp, at.tp))
-
-
-def call(*arguments: str, meanwhile: Callable[[], None] = lambda: None) -> tuple[int, str, str]:
-    """The command in a process of its own, after `meanwhile` there: exit code, standard output and error."""
-
-    def command(rank: int, world_size: int) -> tuple[int, str, str]:
-        meanwhile()
-        out, err = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            code = main(list(arguments))
-        return code, out.getvalue(), err.getvalue()
-
-    return run_ranks(1, command)[0]
 
 
 def load(folder: Path) -> dict[str, Tensor]:

@@ -103,14 +103,17 @@ RUNS: dict[str, tuple[dict[str, Any], int]] = {
         },
         6,
     ),
-    "2 replicas x dp 2 x 2 stages, tied, in fragments, saved while two are under way": (
-        {
-            "parallel": {"replicas": 2, "data_parallel_size": 2, "pipeline_model_parallel_size": 2},
-            "noloco": noloco(fragments=3, overlap={"mode": "delayed", "delay_steps": 2}),
-            "model": {"untie_embeddings_and_output_weights": False},
-        },
-        8,
-    ),
+    **{
+        f"2 replicas x {of}2 stages, tied, in fragments, saved while two are under way": (
+            {
+                "parallel": {"replicas": 2, "data_parallel_size": dp, "pipeline_model_parallel_size": 2},
+                "noloco": noloco(fragments=3, overlap={"mode": "delayed", "delay_steps": 2}),
+                "model": {"untie_embeddings_and_output_weights": False},
+            },
+            4 * dp,
+        )
+        for dp, of in ((1, ""), (2, "dp 2 x "))
+    },
     "dp 2 without outer optimizer, dropout": (
         {"parallel": {"replicas": 1, "data_parallel_size": 2}, "noloco": {"enabled": False}, **DROPOUT},
         2,
@@ -130,6 +133,7 @@ def codes(outcomes: list[Outcome]) -> list[int]:
 
 # What other cases have in other combinations.
 SLOW = (
+    "2 replicas x dp 2 x 2 stages, tied, in fragments, saved while two are under way",
     "2 replicas x dp 2",
     "2 replicas x dp 2, bf16, DiLoCo",
     "2 replicas x 2 stages, bf16, tied",

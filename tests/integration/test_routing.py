@@ -45,7 +45,10 @@ INTERVALS = ("round", "step", "microbatch")
 TOLERANCE = 1e-5
 SHAPES = [(2, 2, 4), (2, 4, 6), (3, 3, 2), (4, 2, 9), (1, 4, 6)]
 CASES = [
-    *(Case(*shape, tp=tp_size) for shape in SHAPES for tp_size in (1, 2)),
+    *(Case(*shape) for shape in SHAPES),
+    Case(*SHAPES[0], tp=2),
+    # By hand: routes do not cross tp places, which the case before shows with 8 ranks and these with up to 18.
+    *(pytest.param(case, marks=pytest.mark.slow) for case in (Case(*shape, tp=2) for shape in SHAPES[1:])),
     Case(2, 2, 4, layers_per_chunk=2, micro_batch_size=2),
     Case(2, 2, 4, vpp=2),
     Case(3, 2, 4, vpp=2, layers_per_chunk=2),
@@ -368,8 +371,8 @@ def hops_to_others(routes: Routes, groups: Groups, microbatch: int) -> int:
     [
         pytest.param(Case(4, 2, 8), 300, "microbatch", marks=pytest.mark.slow),
         (Case(4, 2, 8), 60, "round"),
-        (Case(2, 4, 8), 60, "step"),
-        (Case(3, 3, 8), 60, "microbatch"),
+        (Case(2, 4, 8), 30, "step"),
+        (Case(3, 3, 8), 30, "microbatch"),
     ],
     ids=lambda value: value.name if isinstance(value, Case) else str(value),
 )

@@ -15,9 +15,9 @@ from subprocess import CompletedProcess
 import pytest
 
 from megatron_noloco.config import RunConfig
-from tests.harness import REPOSITORY, run_launcher, two_hosts
+from tests.harness import REPOSITORY, run_launcher, run_ranks, two_hosts
 from tests.integration.test_stopped_launchers import ranks_of, wait_until
-from tests.integration.tiny import metrics, tiny, write_config, write_text
+from tests.integration.tiny import metrics, run_whole, tiny, write_config, write_text
 from tools.netlab.lab import NIC, Lab
 
 PATIENCE_SECONDS = 300
@@ -59,9 +59,9 @@ def figures(folder: Path) -> list[list[list[object]]]:
 
 @pytest.fixture(scope="module")
 def on_one_host(tmp_path_factory: pytest.TempPathFactory) -> list[list[list[object]]]:
+    """Of a run over torch: the transport changes none of them."""
     folder = tmp_path_factory.mktemp("one_host")
-    command = [str(REPOSITORY / "launch" / "mpirun.sh"), "4", write_run(folder)]
-    succeeded(run_launcher(command, PATIENCE_SECONDS, {"PYTHON": sys.executable}))
+    run_ranks(4, run_whole, write_run(folder), timeout=PATIENCE_SECONDS)
     return figures(folder)
 
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.ops.op_builder import FusedAdamBuilder
+from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.lr_schedules import WarmupCosineLR
@@ -314,7 +315,9 @@ class TestEngine:
         assert callable(getattr(DeepSpeedEngine, name))
 
     def test_the_slow_build_can_be_switched_off(self) -> None:
-        assert isinstance(deepspeed.ops.__compatible_ops__, dict)
+        looked_up = "deepspeed.ops.__compatible_ops__.get(builder.NAME, False)"
+        assert looked_up in inspect.getsource(deepspeed.comm.torch.build_shm_op)
+        assert ShareMemCommBuilder.NAME == "deepspeed_shm_comm"
         assert hasattr(deepspeed.comm.comm, "cdb")
         assert {"dist_init_required", "verbose"} <= parameters(deepspeed.comm.init_distributed)
         assert "verbose" in parameters(FusedAdamBuilder.load)
