@@ -1,4 +1,4 @@
-"""A thread that speaks and acts for a rank whose main thread may be blocked inside a library."""
+"""Threads that speak and act for a rank whose main thread may be blocked inside a library."""
 
 import os
 import select
@@ -45,7 +45,13 @@ class Watchdog:
         self._next_seconds = patience_seconds
         interval = min(WRITE_SECONDS, patience_seconds or WRITE_SECONDS)
         self._wait_file = None if path is None else _WaitFile(path, interval)
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._failed: Failure | None = None  # another rank
+        self._left = threading.Event()
+        # The store may not answer: rank 0 holds it, and may be the one that stands still.
+        self._threads = [
+            threading.Thread(target=self._watch, name="watchdog", daemon=True),
+            threading.Thread(target=self._follow, name="watchdog of the others", daemon=True),
+        ]
 
     def __enter__(self) -> "Watchdog":
         # The main thread runs handlers only between two calls into libraries; this byte is written at once.
@@ -53,7 +59,8 @@ class Watchdog:
         os.set_blocking(self._wakes, False)
         self._handler_before = signal.signal(ASK, lambda *_: None)
         self._wakes_before = signal.set_wakeup_fd(self._wakes, warn_on_full_buffer=False)
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(
@@ -61,8 +68,10 @@ class Watchdog:
     ) -> None:
         signal.set_wakeup_fd(self._wakes_before)
         signal.signal(ASK, self._handler_before)
-        os.close(self._wakes)  # ends the thread, unless it waits for a store whose host no longer answers
-        self._thread.join(_END_SECONDS)
+        self._left.set()
+        os.close(self._wakes)
+        for thread in self._threads:
+            thread.join(_END_SECONDS)
         self._close_wait_file()
 
     def _watch(self) -> None:
@@ -75,10 +84,13 @@ class Watchdog:
                 if ASK in signals:
                     _say(activity.now.state)
             self._look_at_own_rank()
-            failed = _failed_elsewhere()
-            if failed is not None:
+            if self._failed is not None:
                 self._close_wait_file()
-                _leave_quietly(failed)
+                _leave_quietly(self._failed)
+
+    def _follow(self) -> None:
+        while self._failed is None and not self._left.wait(failure.LOOK_SECONDS):
+            self._failed = _failed_elsewhere()
 
     def _look_at_own_rank(self) -> None:
         state = activity.now.state

@@ -17,15 +17,15 @@ from tests.harness import REPOSITORY, free_port, run_launcher
 from tests.integration.test_stopped_launchers import PATIENCE_SECONDS, ranks_of, wait_until
 from tests.integration.tiny import metrics, tiny, write_config, write_text
 
-WAITING = "computing local step 3: waiting for the activations of microbatch 0 from rank 2"
+WAITING = "computing local step 3: waiting for the activations of microbatch 0 from rank 0"
 FAULTY = "tests.integration.faulty_run"
 MPIRUN = Path(sys.executable).parent / "mpirun"
 LAUNCHERS = ("mpirun.sh", "torchrun.sh", "deepspeed.sh")
 
 
-def config_of_two_by_two(folder: Path, **training: object) -> str:
+def config_of_two_stages(folder: Path, replicas: int, **training: object) -> str:
     changes = {
-        "parallel": {"replicas": 2, "pipeline_model_parallel_size": 2},
+        "parallel": {"replicas": replicas, "pipeline_model_parallel_size": 2},
         "model": {"num_layers": 2},
         "data": {"text": write_text(folder)},
         "training": {"train_iters": 8, "output_dir": str(folder / "run"), **training},
@@ -50,7 +50,13 @@ exec {sys.executable} "$@"
 
 
 def launch_with(fault: str, script: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [str(REPOSITORY / "launch" / script), "4", config_of_two_by_two(folder), "--progress", "lines"]
+    command = [
+        str(REPOSITORY / "launch" / script),
+        "4",
+        config_of_two_stages(folder, 2),
+        "--progress",
+        "lines",
+    ]
     return run_launcher(command, PATIENCE_SECONDS, environ_with(fault, folder))
 
 
@@ -127,10 +133,13 @@ def watched(run: Path) -> str:
 def test_a_rank_that_stands_still_is_named_by_those_that_wait_for_it(
     watchdog_seconds: float, tmp_path: Path
 ) -> None:
-    """It is stopped in its third local step, until the others have said so; then the run goes on to its end."""
-    config, told = config_of_two_by_two(tmp_path, watchdog_seconds=watchdog_seconds), tmp_path / "told"
-    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **environ_with("SIGSTOP 2 3", tmp_path)}
-    command = [str(REPOSITORY / "launch" / "mpirun.sh"), "4", config, "--progress", "lines"]
+    """It is stopped in its third local step, until the others have said so; then the run goes on to its end.
+
+    It is rank 0, which has the key-value store of the job: nobody else may wait for an answer of that.
+    """
+    config, told = config_of_two_stages(tmp_path, 1, watchdog_seconds=watchdog_seconds), tmp_path / "told"
+    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **environ_with("SIGSTOP 0 3", tmp_path)}
+    command = [str(REPOSITORY / "launch" / "mpirun.sh"), "2", config, "--progress", "lines"]
     with told.open("w") as log:
         process = subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True)
     try:
@@ -142,7 +151,7 @@ def test_a_rank_that_stands_still_is_named_by_those_that_wait_for_it(
                 time.sleep(1.0)
         wait_until(told, WAITING)
         if watchdog_seconds:
-            assert f"{WAITING} (replica 1, stage 0)" in watched(tmp_path / "run")
+            assert f"{WAITING} (replica 0, stage 0)" in watched(tmp_path / "run")
         (stopped,) = [rank for rank in ranks_of(config, FAULTY) if rank.status() == psutil.STATUS_STOPPED]
         stopped.send_signal(signal.SIGCONT)
         assert process.wait(PATIENCE_SECONDS) == 0, told.read_text()
