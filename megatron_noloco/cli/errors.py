@@ -1,9 +1,10 @@
 """What a command's errors come to: a line on stderr, or a traceback, and the exit code."""
 
+import time
 import traceback
 from importlib.util import find_spec
 
-from megatron_noloco.job.leaving import FAILURE, fail, usage_error
+from megatron_noloco.job.leaving import FAILURE, GRACE_SECONDS, fail, usage_error
 
 # What each extra installs, by the names that are imported. `pip install .` alone installs torch and numpy.
 _EXTRAS = {
@@ -18,6 +19,10 @@ _EXTRAS = {
 
 class StoppedError(Exception):
     """A command cannot go on, through no mistake in its input or in this program; the message says why."""
+
+
+class LostError(StoppedError):
+    """Another process of the job has gone."""
 
 
 class UnexpectedError(Exception):
@@ -35,7 +40,10 @@ def report(error: Exception) -> int:
     if isinstance(error, ValueError | OSError):
         return usage_error(error)
     if isinstance(error, StoppedError):
-        return fail(str(error), FAILURE)
+        exit_code = fail(str(error), FAILURE)
+        if isinstance(error, LostError):
+            time.sleep(GRACE_SECONDS)  # launchers name the first that leaves, and look now and then
+        return exit_code
     cause = error.__cause__ if isinstance(error, UnexpectedError) else error
     assert cause is not None
     return fail("".join(traceback.format_exception(cause)).rstrip(), FAILURE)

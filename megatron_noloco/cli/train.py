@@ -6,7 +6,7 @@ import signal
 from typing import TYPE_CHECKING
 
 from megatron_noloco import activity
-from megatron_noloco.cli.errors import StoppedError, UnexpectedError
+from megatron_noloco.cli.errors import LostError, StoppedError, UnexpectedError
 from megatron_noloco.job.leaving import FAILURE, leave_with_launcher
 from megatron_noloco.start_up import importing
 
@@ -56,9 +56,7 @@ def _train(args: argparse.Namespace) -> int:
     from megatron_noloco.job.watchdog import Watchdog
 
     activity.now.who = prepared.who
-    if (
-        prepared.world.launcher == "torchrun"
-    ):  # killed, it leaves its ranks behind, and a new start would meet them
+    if prepared.world.launcher == "torchrun":  # killed, it leaves its ranks, which a new start would meet
         leave_with_launcher()
     # Under launch/deepspeed.sh it is ignored by the launchers, and by what they start.
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
@@ -69,7 +67,7 @@ def _train(args: argparse.Namespace) -> int:
             lost = lost_connection(error)
             if lost is None:
                 raise
-            raise StoppedError(_LOST.format(who=activity.told(lost))) from None
+            raise LostError(_LOST.format(who=activity.told(lost))) from None
 
 
 def _run(prepared: "Prepared", progress: str) -> int:

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from megatron_noloco.job import agreement
 
 LOOK_SECONDS = 1.0  # between two looks for a failure
-GRACE_SECONDS = 2.0  # in which the rank that failed leaves before the others: launchers name the first
 _ANSWER_SECONDS = 10.0  # in which the store answers, if its host can
 _KEY = "failure"
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")

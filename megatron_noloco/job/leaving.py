@@ -15,6 +15,7 @@ from megatron_noloco.job.launcher import may_be_first, rank_here
 USAGE_ERROR = 2  # the person who started it can put it right
 FAILURE = 1
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+GRACE_SECONDS = 2.0  # in which the rank that failed leaves before the others: launchers name the first
 _LATE_RANK_0_SECONDS = 10.0
 _PR_SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
 
@@ -58,7 +59,7 @@ def fail(text: str, exit_code: int) -> int:
 
         first = failure.announce(exit_code)
         if not failure.is_own(first):
-            time.sleep(failure.GRACE_SECONDS)
+            time.sleep(GRACE_SECONDS)
             return first.exit_code
     sys.stderr.write(f"{text}\n")
     sys.stderr.flush()

@@ -14,7 +14,7 @@ from types import TracebackType
 import torch.distributed as dist
 
 from megatron_noloco import activity
-from megatron_noloco.job import failure
+from megatron_noloco.job import failure, leaving
 from megatron_noloco.job.failure import Failure
 from megatron_noloco.waits import Wait, write_wait
 
@@ -178,7 +178,7 @@ def _failed_elsewhere() -> Failure | None:
 
 
 def _leave_quietly(failed: Failure) -> None:
-    time.sleep(failure.GRACE_SECONDS)
+    time.sleep(leaving.GRACE_SECONDS)
     failure.serve_the_others()
     sys.stdout.flush()
     os._exit(failed.exit_code)

@@ -118,11 +118,15 @@ def test_a_host_whose_link_is_cut_is_not_reached_until_it_is_healed() -> None:
 LAB = """
 import signal
 import subprocess
+import time
+import psutil
 from tools.netlab.lab import lab
 from tools.netlab.network import Link
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where the tests run in the background
 with lab([Link()] * 2) as there:
     left = subprocess.Popen(there.on("lab1", "sleep", "1000"), start_new_session=True)
+    while psutil.Process(left.pid).name() != "sleep":  # it is not there yet
+        time.sleep(0.01)
     print(left.pid, flush=True)
     left.wait()
 """

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_noloco import activity
 from megatron_noloco.activity import Activity
-from megatron_noloco.job import failure
+from megatron_noloco.job import failure, leaving
 from megatron_noloco.job.watchdog import Watchdog
 from megatron_noloco.waits import wait_file, waits_of
 from tests.harness import RankFailedError, run_ranks
@@ -31,7 +31,7 @@ def wait_until(path: Path, text: str) -> None:
 @pytest.fixture(autouse=True)
 def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(failure, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(failure, "GRACE_SECONDS", 0.02)
+    monkeypatch.setattr(leaving, "GRACE_SECONDS", 0.02)
     monkeypatch.setattr(activity, "now", Activity())
 
 
