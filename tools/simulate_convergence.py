@@ -15,6 +15,10 @@ from pathlib import Path
 
 import torch
 
+from megatron_noloco.start_up import before_engines
+
+before_engines()  # before Megatron-core and DeepSpeed are imported
+
 from megatron_noloco.config import RunConfig
 from tools.simulator.changes import apply
 from tools.simulator.simulation import Simulation
