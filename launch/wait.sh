@@ -60,9 +60,8 @@ on_signal() { # the second one ends the job at once
     signalled=yes
 }
 
-may_be_mended() { # a failure, or a signal that nobody meant; not a mistake of the user
-    case $code in 0 | 2 | 130 | 143) return 1 ;; esac
-    if [ "$code" != 1 ] && [ "$code" -le 128 ]; then return 1; fi
+may_be_mended() { # not a mistake of the user, a program that is not there, or a signal that was meant
+    case $code in 0 | 2 | 126 | 127 | 130 | 143) return 1 ;; esac
     ! asked_to_stop
 }
 

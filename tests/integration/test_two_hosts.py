@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -203,6 +204,49 @@ def test_deepspeeds_launcher_of_this_mpi(
     assert "started by mpirun; exchanges over mpi" in told
     assert figures(tmp_path) == on_one_host
     assert crossed(hosts, before, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["mpirun.sh", "torchrun.sh", "deepspeed.sh"])
+def test_a_job_on_both_is_started_again(script: str, hosts: Lab, slots: str, tmp_path: Path) -> None:
+    """A rank of the second host is killed; where each host has a script of its own, both start again."""
+    undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
+    for folder in (undisturbed, killed):
+        folder.mkdir()
+    run_ranks(4, run_whole, write_run(undisturbed, steps=60), timeout=PATIENCE_SECONDS)
+    config, told = write_run(killed, steps=60), tmp_path / "told"
+    ranks, scripts = {
+        "mpirun.sh": (4, [{"HOSTFILE": str(hosts.hostfile), **hosts.environ}]),
+        "torchrun.sh": (2, 2 * [{"NNODES": "2", "RENDEZVOUS": f"{hosts.names[0]}:29400"}]),
+        "deepspeed.sh": (2, [{"HOSTFILE": slots, "NODE_RANK": rank} for rank in "01"]),
+    }[script]
+    environ = {**os.environ, "PYTHON": sys.executable, "NIC": NIC, "RESTARTS": "1", "RESTART_SECONDS": "1"}
+    command = [str(REPOSITORY / "launch" / script), str(ranks), config]
+    launched = []
+    with told.open("w") as log:
+        for name, settings in zip(hosts.names, scripts, strict=False):
+            here = hosts.on(name, *command)
+            launched.append(
+                subprocess.Popen(here, env=environ | settings, stdout=log, stderr=log, start_new_session=True)
+            )
+    try:
+        latest, deadline = killed / "run" / "checkpoints" / "latest", time.monotonic() + PATIENCE_SECONDS
+        while not latest.exists():
+            assert time.monotonic() < deadline, told.read_text()
+            time.sleep(0.02)
+        second = f"/proc/{hosts.pids[1]}/ns/net"
+        victims = [rank for rank in ranks_of(config) if os.path.samefile(f"/proc/{rank.pid}/ns/net", second)]
+        victims[0].kill()
+        assert [one.wait(PATIENCE_SECONDS) for one in launched] == len(launched) * [0], told.read_text()
+        assert ranks_of(config) == []
+    finally:
+        for rank_process in ranks_of(config):
+            rank_process.kill()
+        for one in launched:
+            one.kill()
+            one.wait()
+    assert told.read_text().count("start 2 of 2 in 1 s") == len(launched)
+    assert figures(killed) == figures(undisturbed)
 
 
 SSH = """#!/bin/sh
