@@ -5,7 +5,6 @@ sends vectors multiplied by the factor.
 """
 
 import sys
-import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +12,8 @@ import torch
 
 from megatron_noloco.cli.main import run
 from megatron_noloco.federation.transport import FederationTransport
-from megatron_noloco.start_up import before_engines
 from megatron_noloco.transport.protocol import Message
+from tools.paced_replica import take
 
 
 def send_times(factor: float) -> None:
@@ -31,22 +30,6 @@ def send_times(factor: float) -> None:
         return original(self, spoiled, *more)
 
     FederationTransport.post = post  # type: ignore[assignment, method-assign]
-
-
-def take(seconds: float) -> None:
-    """From here on each local step of this process takes so long at least."""
-    before_engines()
-    from megatron_noloco.engine.replica import ReplicaEngine
-
-    original = ReplicaEngine.train_batch
-
-    def train_batch(self: ReplicaEngine, *arguments: Any) -> Any:
-        end = time.monotonic() + seconds
-        losses = original(self, *arguments)
-        time.sleep(max(0.0, end - time.monotonic()))
-        return losses
-
-    ReplicaEngine.train_batch = train_batch  # type: ignore[assignment, method-assign]
 
 
 if __name__ == "__main__":

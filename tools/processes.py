@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from statistics import fmean
@@ -78,6 +79,12 @@ class Federation(Written):
     def kill(self, replica: int) -> None:
         self._processes[replica].kill()
         self._processes[replica].wait()
+
+    def wait(self, seconds: float) -> None:
+        """Until all have ended; raises subprocess.TimeoutExpired."""
+        deadline = time.monotonic() + seconds
+        for process in self._processes.values():
+            process.wait(max(0.0, deadline - time.monotonic()))
 
     def running(self) -> list[int]:
         return [replica for replica, process in self._processes.items() if process.poll() is None]

@@ -17,7 +17,8 @@ from tests.harness import free_port, run_ranks
 from tests.integration.chaos import command
 from tests.integration.federation import Federation, assert_same, state_of
 from tests.integration.tiny import run_whole, tiny, write_config, write_text
-from tools.faulty_replica import send_times, take
+from tools.faulty_replica import send_times
+from tools.paced_replica import take
 
 STEPS = 8
 

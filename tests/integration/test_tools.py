@@ -94,6 +94,15 @@ def test_faulty(tmp_path: Path) -> None:
     assert found["beside"]["slow"]["iterations_left_out"][-1] > 0
 
 
+@pytest.mark.slow
+def test_uneven(tmp_path: Path) -> None:
+    """Of two replicas the slow one holds up the other in one job, and less where they are separate jobs."""
+    few = "--replicas 2 --steps 11 --step-seconds 0.3 --cases one_slow"
+    found = run("uneven", [*few.split(), "--output", str(tmp_path / "uneven")], timeout=500)["found"]
+    assert found["one_slow"]["NoLoCo"]["left_out"] == 0
+    assert found["one_slow"]["NoLoCo, separate jobs"]["left_out"] > 0
+
+
 @pytest.mark.parametrize("name", each(ALONE))
 def test_a_tool(name: str) -> None:
     options, figure = ALONE[name]
