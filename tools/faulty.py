@@ -4,7 +4,7 @@
 
 Each replica is a process, as in `tools.chaos`. The last one sends NaN, or a million times its weights, from its
 first exchange on; or it is stopped (SIGSTOP) after a third of the local steps, for good; or its local steps take
-three times as long. Those of the others take `--step-seconds` at least, so that it is slow and not the machine.
+three times as long. Each local step has a pause of `--step-seconds`, so that it is slow and not the machine.
 
 Prints one JSON object: the mean of the validation losses of the others in each run, divided by that of the run
 without the faulty replica; how it ended; rounds that the others missed, and the longest pause of one of them.

@@ -1,7 +1,7 @@
 """The command line of a replica that is slow, or sends what it should not.
 
-`python -m tools.faulty_replica SECONDS FACTOR train ...`: each of its local steps takes so long at least, and it
-sends vectors multiplied by the factor.
+`python -m tools.faulty_replica SECONDS FACTOR train ...`: each of its local steps begins with so long a pause, and
+it sends vectors multiplied by the factor.
 """
 
 import sys

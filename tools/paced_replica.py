@@ -1,9 +1,9 @@
 """The command line of a replica whose local steps take a given time.
 
 `python -m tools.paced_replica SECONDS SIGMA FOLDER train ...`: SECONDS has a number for each replica, with commas
-between; its local steps take so long at least, on average, with a lognormal distribution where SIGMA is not 0. In
-a job of torchrun every rank is a replica. The seconds at which each local step began and ended, of a clock that
-all processes of a machine share, are lines of FOLDER/steps_REPLICA.
+between; each of its local steps begins with so long a pause, of a lognormal distribution with this mean where
+SIGMA is not 0. In a job of torchrun every rank is a replica. The seconds at which each local step began and ended,
+of a clock that all processes of a machine share, are lines of FOLDER/steps_REPLICA.
 """
 
 import math
@@ -19,7 +19,10 @@ from megatron_noloco.start_up import before_engines
 
 
 def take(seconds: float, sigma: float = 0.0, seed: int = 0, steps: Path = Path(os.devnull)) -> None:
-    """From here on each local step of this process takes so long at least; with a sigma, on average."""
+    """From here on each local step of this process begins with so long a pause; with a sigma, on average.
+
+    Before it, so that no rank computes while it waits for the gradients of another.
+    """
     before_engines()
     from megatron_noloco.engine.replica import ReplicaEngine
 
@@ -29,9 +32,8 @@ def take(seconds: float, sigma: float = 0.0, seed: int = 0, steps: Path = Path(o
 
     def train_batch(self: ReplicaEngine, *arguments: Any) -> Any:
         begun = time.monotonic()
+        time.sleep(seconds * math.exp(sigma * draw.gauss() - sigma * sigma / 2))
         losses = original(self, *arguments)
-        least = seconds * math.exp(sigma * draw.gauss() - sigma * sigma / 2)
-        time.sleep(max(0.0, begun + least - time.monotonic()))
         log.write(f"{begun} {time.monotonic()}\n")
         return losses
 
