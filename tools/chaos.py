@@ -93,8 +93,8 @@ def main() -> int:
         "loss_ratio": loss / reference if loss and reference else None,
         "longest_pause_seconds": max(map(disturbed.longest_pause, set(expected) - touched)),
         "undisturbed_longest_pause_seconds": max(map(undisturbed.longest_pause, range(slots))),
-        "missed_rounds": {replica: disturbed.last(replica, "total/missed_rounds") for replica in expected},
-        "rounds_in_doubt": {replica: disturbed.last(replica, "total/rounds_in_doubt") for replica in expected},
+        "missed_rounds": {replica: disturbed.total(replica, "missed_rounds") for replica in expected},
+        "rounds_in_doubt": {replica: disturbed.total(replica, "rounds_in_doubt") for replica in expected},
         "processes_left": len(disturbed.running() + undisturbed.running()),
     }))  # fmt: skip
     return 0 if well else 1

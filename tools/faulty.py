@@ -73,8 +73,8 @@ def others_beside(fault: str | None, options: argparse.Namespace) -> dict[str, A
         "loss": mean(map(federation.loss, others)),
         "ended_well": all(codes[replica] == 0 for replica in others),
         "steps_of_the_last": federation.last(faulty, "step"),
-        "iterations_left_out": [federation.last(replica, "total/skipped_ahead") for replica in running],
-        "missed_rounds": [federation.last(replica, "total/missed_rounds") for replica in others],
+        "iterations_left_out": [federation.total(replica, "skipped_ahead") for replica in running],
+        "missed_rounds": [federation.total(replica, "missed_rounds") for replica in others],
         "longest_pause_seconds": max(map(federation.longest_pause, others)),
     }
 

@@ -26,6 +26,10 @@ class Written:
         """The newest value of a number."""
         return next((row[name] for row in reversed(self._rows(replica)) if name in row), None)
 
+    def total(self, replica: int, name: str) -> int:
+        """How often it happened; logs leave out what never did."""
+        return int(self.last(replica, f"total/{name}") or 0)
+
     def longest_pause(self, replica: int) -> float:
         """Seconds for which training stood still in a round."""
         return max((row.get("round/pause_seconds", 0.0) for row in self._rows(replica)), default=0.0)
