@@ -21,7 +21,7 @@ from megatron_noloco.start_up import before_engines
 def take(seconds: float, sigma: float = 0.0, seed: int = 0, steps: Path = Path(os.devnull)) -> None:
     """From here on each local step of this process begins with so long a pause; with a sigma, on average.
 
-    Before it, so that no rank computes while it waits for the gradients of another.
+    The pause comes before the gradients are added up, so that no rank waits for another meanwhile.
     """
     before_engines()
     from megatron_noloco.engine.replica import ReplicaEngine

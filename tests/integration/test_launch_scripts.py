@@ -259,7 +259,7 @@ def test_a_job_that_fails_is_started_again(script: str, tmp_path: Path) -> None:
     killed = 247 if script == "deepspeed.sh" else 137  # DeepSpeed has -9 for SIGKILL
     job = Job(script, tmp_path, killed, 1, 14, 0, RESTARTS="3")  # 14: of Open MPI, for a host that is lost
     code, said = job.run()
-    assert said == [ended(code, f"start {start} of 4 in 0 s") for start, code in ((2, 137), (3, 1), (4, 14))]
+    assert said == [ended(why, f"start {start} of 4 in 0 s") for start, why in ((2, 137), (3, 1), (4, 14))]
     assert (code, job.starts()) == (0, 4)
 
 

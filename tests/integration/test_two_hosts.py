@@ -7,9 +7,9 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -83,6 +83,35 @@ def crossed(hosts: Lab, before: int, folder: Path) -> bool:
     last = metrics(folder / "run")[0][-1]
     sent = hosts.sent_bytes(hosts.names[0]) - before
     return sent >= last["total/sent_bytes"] + last["total/routed_bytes"] > 0
+
+
+@contextmanager
+def started(
+    hosts: Lab, script: str, ranks: int, config: str, environs: Sequence[Mapping[str, str]], told: Path
+) -> Iterator[list["subprocess.Popen[bytes]"]]:
+    """The script on as many hosts as there are environments; nobody is left behind."""
+    command = [str(REPOSITORY / "launch" / script), str(ranks), config, "--progress", "lines"]
+    here = {**os.environ, "PYTHON": sys.executable, "NIC": NIC}
+    launched = []
+    try:
+        with told.open("w") as log:
+            for name, environ in zip(hosts.names, environs, strict=False):
+                launched.append(
+                    subprocess.Popen(
+                        hosts.on(name, *command),
+                        env=here | environ,
+                        stdout=log,
+                        stderr=log,
+                        start_new_session=True,
+                    )
+                )
+        yield launched
+    finally:
+        for rank in ranks_of(config):
+            rank.kill()
+        for one in launched:
+            one.kill()
+            one.wait()
 
 
 def test_mpirun_with_a_hostfile(hosts: Lab, on_one_host: list[list[list[object]]], tmp_path: Path) -> None:
@@ -215,21 +244,13 @@ def test_a_job_on_both_is_started_again(script: str, hosts: Lab, slots: str, tmp
         folder.mkdir()
     run_ranks(4, run_whole, write_run(undisturbed, steps=60), timeout=PATIENCE_SECONDS)
     config, told = write_run(killed, steps=60), tmp_path / "told"
-    ranks, scripts = {
+    ranks, environs = {
         "mpirun.sh": (4, [{"HOSTFILE": str(hosts.hostfile), **hosts.environ}]),
         "torchrun.sh": (2, 2 * [{"NNODES": "2", "RENDEZVOUS": f"{hosts.names[0]}:29400"}]),
         "deepspeed.sh": (2, [{"HOSTFILE": slots, "NODE_RANK": rank} for rank in "01"]),
     }[script]
-    environ = {**os.environ, "PYTHON": sys.executable, "NIC": NIC, "RESTARTS": "1", "RESTART_SECONDS": "1"}
-    command = [str(REPOSITORY / "launch" / script), str(ranks), config]
-    launched = []
-    with told.open("w") as log:
-        for name, settings in zip(hosts.names, scripts, strict=False):
-            here = hosts.on(name, *command)
-            launched.append(
-                subprocess.Popen(here, env=environ | settings, stdout=log, stderr=log, start_new_session=True)
-            )
-    try:
+    environs = [environ | {"RESTARTS": "1", "RESTART_SECONDS": "1"} for environ in environs]
+    with started(hosts, script, ranks, config, environs, told) as launched:
         latest, deadline = killed / "run" / "checkpoints" / "latest", time.monotonic() + PATIENCE_SECONDS
         while not latest.exists():
             assert time.monotonic() < deadline, told.read_text()
@@ -239,12 +260,6 @@ def test_a_job_on_both_is_started_again(script: str, hosts: Lab, slots: str, tmp
         victims[0].kill()
         assert [one.wait(PATIENCE_SECONDS) for one in launched] == len(launched) * [0], told.read_text()
         assert ranks_of(config) == []
-    finally:
-        for rank_process in ranks_of(config):
-            rank_process.kill()
-        for one in launched:
-            one.kill()
-            one.wait()
     assert told.read_text().count("start 2 of 2 in 1 s") == len(launched)
     assert figures(killed) == figures(undisturbed)
 
@@ -305,31 +320,14 @@ def test_a_stop_of_one_deepspeed(
 ) -> None:
     """A signal for the script on the first host. pdsh passes none on."""
     config, told = write_run(tmp_path, steps=100_000), tmp_path / "told"
-    environ = {**os.environ, "PYTHON": sys.executable, "NIC": NIC, "HOSTFILE": slots, "PATH": with_ssh}
-    command = [str(REPOSITORY / "launch" / "deepspeed.sh"), "2", config, "--progress", "lines"]
-    launched = []
-    with told.open("w") as log:
-        for rank, name in enumerate(hosts.names[:started_on]):
-            launched.append(
-                subprocess.Popen(
-                    hosts.on(name, *command),
-                    env=environ if started_on == 1 else environ | {"NODE_RANK": str(rank)},
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-            )
-    try:
+    environs = [{"HOSTFILE": slots, "PATH": with_ssh}]
+    if started_on > 1:
+        environs = [environs[0] | {"NODE_RANK": str(rank)} for rank in range(started_on)]
+    with started(hosts, "deepspeed.sh", 2, config, environs, told) as launched:
         wait_until(told, "iteration      5/100000")
         launched[0].terminate()
         assert [one.wait(PATIENCE_SECONDS) for one in launched] == started_on * [0], told.read_text()
         assert ranks_of(config) == []
-    finally:
-        for rank_process in ranks_of(config):
-            rank_process.kill()
-        for one in launched:
-            one.kill()
-            one.wait()
     reason = "the command stop" if started_on == 1 else "SIGUSR1"
     assert f"({reason}); the same command continues from there" in " ".join(told.read_text().split())
     assert (tmp_path / "run" / "checkpoints" / "latest").exists()
