@@ -144,10 +144,11 @@ def test_a_connection_that_is_closed_in_the_open_is_not_told_as_a_wrong_key(
         told: set[str] = set()
 
         def both_have_told() -> bool:
-            """ZeroMQ says nothing of a connection that is gone before it has looked at it."""
-            socket.create_connection((host, int(port))).close()
-            with suppress(BlockingIOError):
-                stranger.accept()[0].close()
+            """Both sides begin a handshake, ZeroMQ's with a greeting, and the other one goes."""
+            with socket.create_connection((host, int(port))) as visitor:
+                assert visitor.recv(64)
+            with suppress(BlockingIOError), stranger.accept()[0] as visited:
+                assert visited.recv(64)
             text.write(capfd.readouterr().err)
             whole = [line for line in text.getvalue().splitlines(keepends=True) if line.endswith("\n")]
             told.update(line.partition(": the other side closed")[0] for line in whole)
