@@ -1,6 +1,5 @@
 """The replicas of `tools.chaos` as one job under mpirun, which starts it again after each kill."""
 
-import json
 import os
 import re
 import signal
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import psutil
 
+from tools.processes import write_as_one_job
 from tools.written import Written
 
 if TYPE_CHECKING:
@@ -34,13 +34,8 @@ class OneJob(Written):
     def __init__(self, folder: Path, replicas: int, base: dict[str, Any]) -> None:
         self._folder, self._replicas = folder, replicas
         self._process: subprocess.Popen[bytes] | None = None
-        config = {name: block for name, block in base.items() if name != "federation"}
-        config["noloco"] = config["noloco"] | {"routing": {"interval": "off"}}
-        config["parallel"] = {"replicas": replicas}
-        config["training"] = config["training"] | {"output_dir": str(folder.resolve())}
         folder.mkdir(parents=True)
-        self._config, self._log = folder / "config.json", folder / "job.log"
-        self._config.write_text(json.dumps(config))
+        self._config, self._log = write_as_one_job(folder, base, {"replicas": replicas}), folder / "job.log"
 
     def __enter__(self) -> "OneJob":
         return self

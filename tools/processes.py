@@ -112,6 +112,17 @@ def base_config(steps: int) -> dict[str, Any]:
     return base
 
 
+def write_as_one_job(folder: Path, base: Mapping[str, Any], parallel: Mapping[str, int]) -> Path:
+    """The config file, in `folder`, of a job that has all replicas of a federation and writes there."""
+    config = {name: block for name, block in base.items() if name != "federation"}
+    config["noloco"] = config["noloco"] | {"routing": {"interval": "off"}}
+    config["parallel"] = dict(parallel)
+    config["training"] = config["training"] | {"output_dir": str(folder.resolve())}
+    file = folder / "config.json"
+    file.write_text(json.dumps(config))
+    return file
+
+
 def free_ports(count: int) -> Iterator[int]:
     """Ports of the loopback interface that nobody uses now."""
     with contextlib.ExitStack() as stack:

@@ -22,7 +22,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tools.processes import Federation, base_config
+from tools.processes import Federation, base_config, write_as_one_job
 
 _CASES = ("even", "one_slow", "by_chance")
 _METHODS: dict[str, dict[str, Any]] = {
@@ -74,14 +74,9 @@ def config(noloco: dict[str, Any], options: argparse.Namespace) -> dict[str, Any
 
 
 def one_job(folder: Path, noloco: dict[str, Any], through: list[str], options: argparse.Namespace) -> None:
-    base = config(noloco, options)
-    del base["federation"]
-    base["noloco"]["routing"] = {"interval": "off"}
     synchronous = noloco.get("enabled") is False
-    base["parallel"] = {"replicas" if not synchronous else "data_parallel_size": options.replicas}
-    base["training"]["output_dir"] = str(folder)
-    file = folder / "config.json"
-    file.write_text(json.dumps(base))
+    parallel = {"replicas" if not synchronous else "data_parallel_size": options.replicas}
+    file = write_as_one_job(folder, config(noloco, options), parallel)
     command = [sys.executable, "-m", "megatron_noloco.job.torchrun", "--standalone"]
     command += ["--nproc-per-node", str(options.replicas), "-m", *through, "train", "--config", str(file)]
     with (folder / "log").open("w") as log:
