@@ -11,7 +11,7 @@ import torch
 from megatron_noloco.config import RunConfig
 from tests.harness import run_ranks
 from tests.integration.tiny import MUON, MUON_ROUNDING, metrics, run_whole, tiny, write_config, write_text
-from tools import study
+from tools import noise_scale, study
 from tools.simulator import report
 from tools.simulator.changes import apply
 from tools.simulator.inner import orthogonalised
@@ -294,6 +294,34 @@ def test_a_method_is_compared_with_the_baselines_of_its_group() -> None:
         for name, loss in losses.items()
     }
     assert [row.benefit for row in report.table(results)] == [0, 1, 0, 1, 0.5]
+
+
+def test_noise_over_signal_is_found_without_bias() -> None:
+    """Of 100,000 gradients with variance 12 around a mean of squared norm 3."""
+    noise = torch.randn(100_000, 3, generator=torch.Generator().manual_seed(0))
+    assert noise_scale.noise_to_signal(1 + 2 * noise) == pytest.approx(4, rel=0.02)
+
+
+def test_the_noise_scale_is_measured_beside_the_training(tmp_path: Path) -> None:
+    raw = tiny({
+        "noloco": {"local_steps": 2},
+        "parallel": {"replicas": 2},
+        "data": {"text": write_text(tmp_path)},
+        "training": {"train_iters": 4},
+        "evaluation": {"interval": 2, "iters": 1},
+    })  # fmt: skip
+    config = RunConfig.from_dict(raw)
+    rows = list(noise_scale.measure(Simulation(config), batches=5))
+    expected = list(Simulation(config).run())
+    assert [(row["step"], row["mean_model_loss"]) for row in rows] == [
+        (row.step, row.mean_model_loss) for row in expected
+    ]
+    assert all(row["noise_scale_tokens"] > 0 for row in rows)
+    simulation = Simulation(config)
+    gradients = simulation.gradients_to_come(3, 5)
+    assert len(gradients) == 6, "of three whole steps"
+    of_fourth = simulation.gradients_to_come(4, 2)
+    assert torch.equal(gradients[2:4], of_fourth)
 
 
 @pytest.mark.parametrize("shape", [(3, 4, 4), (2, 12, 4), (2, 4, 12)])

@@ -142,12 +142,7 @@ class Simulation:
         return sum(report.bytes_sent for report in reports)
 
     def _local_step(self, step: int) -> None:
-        ids = self.order.ids(self.plan.consumed(step), self.plan.global_batch)
-        samples = _whole_samples(gather(self.datasets.train, ids))
-        samples = samples.view(self.replicas, self.plan.replica_batch, -1)
-        self.weights.requires_grad_()
-        (gradients,) = torch.autograd.grad(self._training_losses(self.weights, samples).sum(), self.weights)
-        self.weights.requires_grad_(False)
+        gradients = self._gradients(self.weights, step)
         clip(gradients, float(self.config.deepspeed.get("gradient_clipping", 0.0)))
         rests = self.slow is not None and self.slow.rests(step)
         kept = [tensor[REPLICA].clone() for tensor in self.inner.tensors()] if rests else []
@@ -156,9 +151,29 @@ class Simulation:
             for tensor, row in zip(self.inner.tensors(), kept, strict=True):
                 tensor[REPLICA] = row
 
+    def _gradients(self, weights: Tensor, step: int) -> Tensor:
+        """Of the rows of weights on the samples of a step, counted from 0; shape of `weights`."""
+        ids = self.order.ids(self.plan.consumed(step), self.plan.global_batch)
+        samples = _whole_samples(gather(self.datasets.train, ids))
+        samples = samples.view(self.replicas, self.plan.replica_batch, -1)
+        weights.requires_grad_()
+        (gradients,) = torch.autograd.grad(self._training_losses(weights, samples).sum(), weights)
+        weights.requires_grad_(False)
+        return gradients
+
+    def gradients_to_come(self, step: int, batches: int) -> Tensor:
+        """Of the mean model on replicas' batches of the steps from `step` on; [batches or more, elements]."""
+        weights = self._slow_weights().mean(dim=0).repeat(self.replicas, 1)
+        steps = range(step, step + -(-batches // self.replicas))
+        return torch.cat([self._gradients(weights, each) for each in steps])
+
+    def _slow_weights(self) -> Tensor:
+        """Shape [R, elements]."""
+        return torch.stack([outer.state()["slow_weights"] for outer in self.outer])
+
     @torch.no_grad()
     def evaluate(self, step: int) -> Evaluation:
-        slow = torch.stack([outer.state()["slow_weights"] for outer in self.outer])
+        slow = self._slow_weights()
         mean = slow.mean(dim=0, keepdim=True)
         spread = float(slow.double().var(dim=0).mean().sqrt()) if self.replicas > 1 else 0.0
         losses = self._validation_losses(self.weights)

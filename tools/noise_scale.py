@@ -1,0 +1,86 @@
+"""How noisy the gradient of a batch is during a simulated run: the gradient noise scale, in tokens.
+
+    nice python -m tools.noise_scale tools/studies/two_rates.json
+
+Trains the "base" of a study, as tools.study does, with the changes of `--set`. At every evaluation it takes
+gradients of the mean model on batches that are still to come, each of the size of a replica's. The noise scale
+is tr(S) / |G|^2, with S the covariance of the gradient of one token and G the mean gradient (McCandlish et al.,
+arXiv 1812.06162, eq. 2.9): in the gradient of a batch of that size, noise and signal are equal. Prints one JSON
+object.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron_noloco.start_up import before_engines
+
+before_engines()  # before Megatron-core and DeepSpeed are imported
+
+from megatron_noloco.config import RunConfig
+from tools.simulator.changes import apply
+from tools.simulator.simulation import Simulation
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("study", type=Path)
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="a change of the base"
+    )
+    parser.add_argument(
+        "--batches",
+        type=int,
+        default=512,
+        help="of a replica, for each measurement; rounded up to whole steps",
+    )
+    parser.add_argument("--compiled", action="store_true", help="as in tools.study")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    raw = json.loads(options.study.read_text())["base"]
+    for change in options.set:
+        apply(raw, change)
+    try:
+        simulation = Simulation(RunConfig.from_dict(raw), options.compiled)
+    except ValueError as error:
+        sys.exit(str(error))
+    found = []
+    for row in measure(simulation, options.batches):
+        found.append(row)
+        print(row, file=sys.stderr)
+    tokens = simulation.plan.replica_batch * simulation.config.model.seq_length
+    print(json.dumps({"changes": options.set, "tokens_per_replica_and_step": tokens, "found": found}))
+
+
+def measure(simulation: Simulation, batches: int) -> Iterator[dict[str, float]]:
+    """At every evaluation of the run."""
+    tokens = simulation.plan.replica_batch * simulation.config.model.seq_length
+    for evaluation in simulation.run():
+        scale = tokens * noise_to_signal(simulation.gradients_to_come(evaluation.step, batches))
+        yield {
+            "step": evaluation.step,
+            "mean_model_loss": evaluation.mean_model_loss,
+            "noise_scale_tokens": scale,
+        }
+
+
+def noise_to_signal(gradients: Tensor) -> float:
+    """Of the gradient of a batch, the variance of all elements over the squared norm of the mean, without bias.
+
+    Args:
+        gradients: of as many batches of one size, shape [batches, elements].
+    """
+    variance = float(gradients.double().var(dim=0).sum())
+    squared_mean = float(gradients.double().mean(dim=0).square().sum()) - variance / len(gradients)
+    return variance / squared_mean
+
+
+if __name__ == "__main__":
+    main()
