@@ -1,6 +1,6 @@
 """How noisy the gradient of a batch is during a simulated run: the gradient noise scale, in tokens.
 
-    nice python -m tools.noise_scale tools/studies/two_rates.json
+    nice python -m tools.noise_scale tools/studies/recipe.json
 
 Trains the "base" of a study, as tools.study does, with the changes of `--set`. At every evaluation it takes
 gradients of the mean model on batches that are still to come, each of the size of a replica's. The noise scale

@@ -47,9 +47,14 @@ def main() -> None:
     parser.add_argument("--rate", default="10Mbit", help="of each link, in both directions")
     parser.add_argument("--delay", default="25ms", help="each way")
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="FIELD=VALUE", help="a change of the base"
+    )
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds of one training, at most")
     options = parser.parse_args()
     study = json.loads(options.study.read_text())
+    for change in options.set:
+        apply(study["base"], change)
     try:
         link = Link(quantity("rate", options.rate), quantity("delay", options.delay))
         curves = {
