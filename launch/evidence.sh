@@ -1,5 +1,5 @@
 #!/bin/sh
-# The tables and figures of docs/evidence.md from shorter runs, most of 300 local steps, one seed. Two cores, 25 minutes.
+# The tables and figures of docs/evidence.md from shorter runs, 100 or 300 local steps, one seed. Two cores, 25 minutes.
 #   usage: launch/evidence.sh        (or: make evidence)
 # Finished runs are kept in runs/evidence; what was interrupted goes on there.
 set -eu
@@ -14,11 +14,17 @@ tell() {
     echo "$1: $out/$1/$2; what it does: log.txt"
 }
 
-for study in recipe rounds batch exchange; do
-    tell "$study" 'table.md, benefit.png'
-    "$python" -m tools.study "tools/studies/$study.json" --output "$out/$study" --seeds 1 --jobs 2 \
-        --set training.train_iters=300 --set scheduler.params.warmup_num_steps=30 2>>"$out/$study/log.txt"
-done
+# study NAME STEPS
+study() {
+    tell "$1" 'table.md, benefit.png'
+    "$python" -m tools.study "tools/studies/$1.json" --output "$out/$1" --seeds 1 --jobs 2 \
+        --set training.train_iters="$2" --set scheduler.params.warmup_num_steps=$(($2 / 10)) 2>>"$out/$1/log.txt"
+}
+
+study recipe 300
+study rounds 300
+study batch 100
+study exchange 300
 tell noise_scale found.json
 "$python" -m tools.noise_scale tools/studies/recipe.json --batches 128 --set evaluation.interval=100 \
     --set training.train_iters=300 --set scheduler.params.warmup_num_steps=30 >"$out/noise_scale/found.json" 2>>"$out/noise_scale/log.txt"

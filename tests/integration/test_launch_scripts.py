@@ -9,6 +9,8 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -235,9 +237,18 @@ exit "$code"
         here = {"PYTHON": str(folder / "python"), "MPIRUN": str(folder / "mpirun")}
         self._environ = {**os.environ, "RESTART_SECONDS": "0", **here, **environ}
 
-    def start(self) -> "subprocess.Popen[str]":
+    @contextmanager
+    def start(self) -> "Iterator[subprocess.Popen[str]]":
+        """Where SIGHUP is ignored, as under nohup, a shell could not trap it."""
         command = [str(REPOSITORY / "launch" / self._script), "8", CONFIG]
-        return subprocess.Popen(command, env=self._environ, stderr=subprocess.PIPE, text=True)
+        with subprocess.Popen(
+            command, env=self._environ, stderr=subprocess.PIPE, text=True,
+            preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),
+        ) as process:  # fmt: skip
+            try:
+                yield process
+            finally:
+                process.kill()
 
     def run(self) -> tuple[int, list[str]]:
         """The exit code, and what was said."""

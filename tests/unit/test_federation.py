@@ -5,7 +5,7 @@ import os
 import random
 import socket
 import time
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
 
 import numpy as np
@@ -107,10 +107,11 @@ def test_a_file_without_a_key_is_refused_in_one_line(tmp_path: Path, content: st
         Keys.read(tmp_path / "other")
 
 
-def test_members_meet_and_others_do_not(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_members_meet_and_others_do_not(tmp_path: Path) -> None:
     keys, wrong = Keys.make(tmp_path / "key"), Keys.make(tmp_path / "wrong")
     folder = tmp_path / "there"
     with (
+        redirect_stderr(io.StringIO()) as told,
         transport(folder, 0, 4, keys=keys) as first,
         transport(folder, 1, 4, keys=keys) as second,
         transport(folder, 2, 4, keys=wrong) as third,
@@ -122,26 +123,28 @@ def test_members_meet_and_others_do_not(tmp_path: Path, capfd: pytest.CaptureFix
         assert first.present() == [1]
         assert second.present() == [0]
         assert third.present() == fourth.present() == []
-        told: list[str] = []
 
         def all_have_told() -> bool:
-            told.extend(capfd.readouterr().err.splitlines())
-            return {line.partition(": ")[0] for line in told} == {f"rank {rank}" for rank in range(4)}
+            ranks = {line.partition(": ")[0] for line in told.getvalue().splitlines()}
+            return ranks == {f"rank {rank}" for rank in range(4)}
 
         until(all_have_told)
-        assert all("both need the same key file" in line for line in told)
+        assert all("both need the same key file" in line for line in told.getvalue().splitlines())
 
 
-def test_a_connection_that_is_closed_in_the_open_is_not_told_as_a_wrong_key(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_connection_that_is_closed_in_the_open_is_not_told_as_a_wrong_key(tmp_path: Path) -> None:
     """Neither by the side that listens nor by the one that connects."""
-    with transport(tmp_path, 0) as first, socket.create_server(("127.0.0.1", 0)) as stranger:
+    with (
+        redirect_stderr(io.StringIO()) as text,
+        transport(tmp_path, 0) as first,
+        socket.create_server(("127.0.0.1", 0)) as stranger,
+    ):
         stranger.setblocking(False)
         host, port = first.service.endpoint.removeprefix("tcp://").split(":")
         first.service.learn({1: Address(f"tcp://127.0.0.1:{stranger.getsockname()[1]}", epoch=1)})
-        text = io.StringIO()  # of all looks: one may find half a line
-        told: set[str] = set()
+
+        def told() -> set[str]:
+            return {line.partition(": the other side closed")[0] for line in text.getvalue().splitlines()}
 
         def both_have_told() -> bool:
             """Both sides begin a handshake, ZeroMQ's with a greeting, and the other one goes.
@@ -153,13 +156,10 @@ def test_a_connection_that_is_closed_in_the_open_is_not_told_as_a_wrong_key(
             with suppress(OSError), stranger.accept()[0] as visited:
                 visited.settimeout(1)
                 visited.recv(64)
-            text.write(capfd.readouterr().err)
-            whole = [line for line in text.getvalue().splitlines(keepends=True) if line.endswith("\n")]
-            told.update(line.partition(": the other side closed")[0] for line in whole)
-            return len(told) >= 2
+            return len(told()) >= 2
 
         until(both_have_told)
-        assert told == {"rank 0: a connection to this rank failed", "rank 0: rank 1 cannot be joined"}
+        assert told() == {"rank 0: a connection to this rank failed", "rank 0: rank 1 cannot be joined"}
 
 
 # What was not asked for
