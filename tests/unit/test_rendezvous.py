@@ -1,11 +1,12 @@
 """How ranks of a federation come to know each other: a folder, or any one member."""
 
+import io
 import json
 import re
 import socket
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, redirect_stderr, suppress
 from pathlib import Path
 
 import pytest
@@ -315,41 +316,36 @@ def test_who_asks_and_is_gone_leaves_nothing_behind(tmp_path: Path, monkeypatch:
         until(lambda: one.service._errands == {})
 
 
-def test_the_same_replica_twice_is_told_to_the_one_that_no_longer_counts(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with transport(tmp_path, 0) as first, transport(tmp_path, 1) as second:
+def test_the_same_replica_twice_is_told_to_the_one_that_no_longer_counts(tmp_path: Path) -> None:
+    with (
+        redirect_stderr(io.StringIO()) as said,
+        transport(tmp_path, 0) as first,
+        transport(tmp_path, 1) as second,
+    ):
         until(lambda: first.present() == [1] and second.present() == [0])
         with transport(tmp_path, 0) as again:
             until(lambda: again.present() == [1])
             told = f"rank 0: another process of this rank, at {again.address.endpoint}, counts for the others"
-            lines: list[str] = []
-
-            def first_is_told() -> bool:
-                lines.extend(capfd.readouterr().err.splitlines())
-                return any(line.startswith(told) for line in lines)
-
-            until(first_is_told)
+            until(lambda: any(line.startswith(told) for line in said.getvalue().splitlines()))
 
 
-def test_who_has_another_key_is_told_by_the_seed_and_by_itself(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_who_has_another_key_is_told_by_the_seed_and_by_itself(tmp_path: Path) -> None:
     seed = f"127.0.0.1:{free_port()}"
     keys, wrong = (Keys.make(tmp_path / name) for name in ("key", "wrong"))
     with (
+        redirect_stderr(io.StringIO()) as said,
         closing(member(Place(0, 2), seed, f"tcp://{seed}", keys)) as first,
         closing(member(Place(1, 2), seed, keys=wrong)) as second,
     ):
-        told: set[str] = set()
 
         def both_have_told() -> bool:
-            told.update(capfd.readouterr().err.splitlines())
-            return {line.partition(": ")[0] for line in told} == {"rank 0", "rank 1"}
+            ranks = {line.partition(": ")[0] for line in said.getvalue().splitlines()}
+            return ranks == {"rank 0", "rank 1"}
 
         until(both_have_told)
         assert not first.wait_for(1, 0.5)
         assert second.present() == []
+    told = said.getvalue().splitlines()
     assert all(line.endswith("both need the same key file, or encryption none") for line in told)
     assert any(line.startswith("rank 0: a connection to this rank failed: ") for line in told)
     assert any(line.startswith(f"rank 1: tcp://{seed} cannot be joined: ") for line in told)
