@@ -1,7 +1,7 @@
 #!/bin/sh
 # The tables and figures of docs/evidence.md from shorter runs, 100 or 300 local steps, one seed. Two idle cores, 25 minutes.
 #   usage: launch/evidence.sh        (or: make evidence)
-# Finished runs are kept in runs/evidence; what was interrupted goes on there.
+# Finished trainings are kept in runs/evidence; what was interrupted goes on there.
 set -eu
 cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
@@ -21,21 +21,23 @@ study() {
         --set training.train_iters="$2" --set scheduler.params.warmup_num_steps=$(($2 / 10)) 2>>"$out/$1/log.txt"
 }
 
+# measure NAME FILES MODULE ...
+measure() {
+    name=$1
+    tell "$name" "$2"
+    shift 2
+    "$python" -m "$@" >"$out/$name/found.json" 2>>"$out/$name/log.txt"
+}
+
 study recipe 300
 study rounds 300
 study batch 100
 study exchange 300
-tell noise_scale found.json
-"$python" -m tools.noise_scale tools/studies/recipe.json --batches 128 --set evaluation.interval=100 \
-    --set training.train_iters=300 --set scheduler.params.warmup_num_steps=30 >"$out/noise_scale/found.json" 2>>"$out/noise_scale/log.txt"
-tell routing routing.png
-"$python" -m tools.study_routing --output "$out/routing" --seeds 1 --steps 40 --eval-interval 10 \
-    >/dev/null 2>>"$out/routing/log.txt"
-tell uneven found.json
-"$python" -m tools.uneven --output "$out/uneven/runs" --replicas 4 --steps 20 --step-seconds 0.5 \
-    >"$out/uneven/found.json" 2>>"$out/uneven/log.txt"
-tell latency found.json
-"$python" -m tools.simulate_latency >"$out/latency/found.json"
+measure noise_scale found.json tools.noise_scale tools/studies/recipe.json --batches 128 \
+    --set evaluation.interval=100 --set training.train_iters=300 --set scheduler.params.warmup_num_steps=30
+measure routing 'found.json, routing.png' tools.study_routing --output "$out/routing" --seeds 1 --steps 40 --eval-interval 10
+measure uneven found.json tools.uneven --output "$out/uneven/runs" --replicas 4 --steps 20 --step-seconds 0.5
+measure latency found.json tools.simulate_latency
 tell time 'loss.png, found.json'
 code=0 # 2: network namespaces are not permitted here
 "$python" -m tools.time_to_loss tools/studies/time_to_loss.json --rate 100Mbit --delay 5ms --output "$out/time" \

@@ -23,7 +23,7 @@ from megatron_noloco.start_up import before_engines
 before_engines()  # before Megatron-core and DeepSpeed are imported
 
 from megatron_noloco.config import RunConfig
-from tools.simulator.changes import apply
+from tools.simulator.changes import add_option, apply
 from tools.simulator.simulation import Simulation
 
 
@@ -32,9 +32,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("study", type=Path)
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="FIELD=VALUE", help="a change of the base"
-    )
+    add_option(parser, "the base")
     parser.add_argument(
         "--batches",
         type=int,
@@ -55,8 +53,7 @@ def main() -> None:
     for row in measure(simulation, options.batches):
         found.append(row)
         print(row, file=sys.stderr)
-    tokens = simulation.plan.replica_batch * simulation.config.model.seq_length
-    print(json.dumps({"changes": options.set, "tokens_per_replica_and_step": tokens, "found": found}))
+    print(json.dumps({"changes": options.set, "found": found}))
 
 
 def measure(simulation: Simulation, batches: int) -> Iterator[dict[str, float]]:
@@ -77,9 +74,9 @@ def noise_to_signal(gradients: Tensor) -> float:
     Args:
         gradients: of as many batches of one size, shape [batches, elements].
     """
-    variance = float(gradients.double().var(dim=0).sum())
-    squared_mean = float(gradients.double().mean(dim=0).square().sum()) - variance / len(gradients)
-    return variance / squared_mean
+    variances, means = torch.var_mean(gradients.double(), dim=0)
+    variance = float(variances.sum())
+    return variance / (float(means.square().sum()) - variance / len(gradients))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from megatron_noloco.start_up import before_engines
 before_engines()  # before Megatron-core and DeepSpeed are imported
 
 from megatron_noloco.config import RunConfig
-from tools.simulator.changes import apply
+from tools.simulator.changes import add_option, apply
 from tools.simulator.simulation import Simulation
 from tools.simulator.slow import Slow
 
@@ -30,9 +30,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("config", type=Path, help="the JSON of a run")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="FIELD=VALUE", help="a change of the JSON"
-    )
+    add_option(parser, "the JSON")
     parser.add_argument(
         "--slow",
         type=int,

@@ -26,7 +26,7 @@ from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
 
-from tools.simulator.changes import apply
+from tools.simulator.changes import add_option, apply
 from tools.simulator.report import BASELINES, Key, as_csv, as_markdown, baseline, finite, plot, table
 
 
@@ -36,9 +36,7 @@ def main() -> None:
     )
     parser.add_argument("study", type=Path)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="FIELD=VALUE", help="a change of the base"
-    )
+    add_option(parser, "the base")
     parser.add_argument("--seeds", type=int, nargs="+", help="instead of those of the study")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--compiled", action="store_true")

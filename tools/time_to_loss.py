@@ -28,7 +28,7 @@ from megatron_noloco.reading.rows import ReplicaLog, RunLog
 from tools.netlab.__main__ import quantity
 from tools.netlab.lab import LabUnavailableError, lab
 from tools.netlab.network import Link
-from tools.simulator.changes import apply
+from tools.simulator.changes import add_option, apply
 
 
 class Moment(NamedTuple):
@@ -47,9 +47,7 @@ def main() -> None:
     parser.add_argument("--rate", default="10Mbit", help="of each link, in both directions")
     parser.add_argument("--delay", default="25ms", help="each way")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="FIELD=VALUE", help="a change of the base"
-    )
+    add_option(parser, "the base")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds of one training, at most")
     options = parser.parse_args()
     study = json.loads(options.study.read_text())
