@@ -14,11 +14,13 @@ tell() {
     echo "$1: $out/$1/$2; what it does: log.txt"
 }
 
-# study NAME STEPS
+# study NAME STEPS ...
 study() {
-    tell "$1" 'table.md, benefit.png'
-    "$python" -m tools.study "tools/studies/$1.json" --output "$out/$1" --seeds 1 --jobs 2 \
-        --set training.train_iters="$2" --set scheduler.params.warmup_num_steps=$(($2 / 10)) 2>>"$out/$1/log.txt"
+    name=$1 steps=$2
+    tell "$name" 'table.md, benefit.png'
+    shift 2
+    "$python" -m tools.study "tools/studies/$name.json" --output "$out/$name" --seeds 1 "$@" \
+        --set training.train_iters="$steps" --set scheduler.params.warmup_num_steps=$((steps / 10)) 2>>"$out/$name/log.txt"
 }
 
 # measure NAME FILES MODULE ...
@@ -29,13 +31,13 @@ measure() {
     "$python" -m "$@" >"$out/$name/found.json" 2>>"$out/$name/log.txt"
 }
 
-study recipe 300
-study rounds 300
-study batch 100
-study exchange 300
+study recipe 300 --jobs 2
+study rounds 300 --jobs 2
+study batch 100 --jobs 2
+study exchange 300 --jobs 2
+study routing 20 --trainer
 measure noise_scale found.json tools.noise_scale tools/studies/recipe.json --batches 128 \
     --set evaluation.interval=100 --set training.train_iters=300 --set scheduler.params.warmup_num_steps=30
-measure routing 'found.json, routing.png' tools.study_routing --output "$out/routing" --seeds 1 --steps 40 --eval-interval 10
 measure uneven found.json tools.uneven --output "$out/uneven/runs" --replicas 4 --steps 20 --step-seconds 0.5
 measure latency found.json tools.simulate_latency
 tell time 'loss.png, found.json'

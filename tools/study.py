@@ -1,4 +1,4 @@
-"""Compare methods in the simulator, each at its own best learning rate: a table, a CSV and a figure.
+"""Compare methods, each at its own best learning rate, simulated or trained: a table, a CSV and a figure.
 
     nice python -m tools.study STUDY.json --output runs/study
 
@@ -10,8 +10,10 @@ all replicas gains over one replica alone.
 A method's learning rate is found with the first seed: from that of its JSON it is doubled and halved until the
 best lies between two worse ones. The other seeds take the best one. With "tune": false all take that of the JSON.
 
-Finished runs are in OUTPUT/results.jsonl and are not repeated: an interrupted study can be continued. A run takes
-one core; `--jobs` runs several side by side, `--compiled` by `torch.compile`, which needs a C++ compiler.
+Finished runs are in OUTPUT/results.jsonl and are not repeated: an interrupted study can be continued. `--jobs`
+makes several runs side by side. A run is simulated on one core; `--compiled` by `torch.compile`, which needs a C++
+compiler. With `--trainer` it is the trainer itself under mpirun, with a process for each rank: for what is not
+simulated, such as pipeline stages. A run that failed is in OUTPUT, with its log.
 """
 
 import argparse
@@ -19,8 +21,10 @@ import copy
 import json
 import os
 import sys
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from multiprocessing import get_context, parent_process
 from pathlib import Path
 from threading import Lock, Thread
@@ -28,6 +32,9 @@ from typing import Any
 
 from tools.simulator.changes import add_option, apply
 from tools.simulator.report import BASELINES, Key, as_csv, as_markdown, baseline, finite, plot, table
+from tools.simulator.trained import train
+
+Run = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def main() -> None:
@@ -39,7 +46,9 @@ def main() -> None:
     add_option(parser, "the base")
     parser.add_argument("--seeds", type=int, nargs="+", help="instead of those of the study")
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--compiled", action="store_true")
+    ways = parser.add_mutually_exclusive_group()
+    ways.add_argument("--compiled", action="store_true")
+    ways.add_argument("--trainer", action="store_true")
     options = parser.parse_args()
     study = json.loads(options.study.read_text())
     study["seeds"] = options.seeds or study["seeds"]
@@ -52,7 +61,12 @@ def main() -> None:
                     f'{options.study}: "runs" lacks "{baseline(name, method)}", with which "{method}" is compared'
                 )
     options.output.mkdir(parents=True, exist_ok=True)
-    results = Runs(study, options.output / "results.jsonl", options.jobs, options.compiled).all()
+    run = (
+        partial(train, folder=options.output)
+        if options.trainer
+        else partial(simulate, compiled=options.compiled)
+    )
+    results = Runs(study, options.output / "results.jsonl", options.jobs, run).all()
     rows = table(results)
     (options.output / "table.csv").write_text(as_csv(rows))
     (options.output / "table.md").write_text(as_markdown(rows))
@@ -66,10 +80,11 @@ class Runs:
     Args:
         path: of the file. Runs that are in it are not repeated.
         jobs: runs side by side, each in a process of its own.
+        run: makes a run from its JSON; returns its last evaluation.
     """
 
-    def __init__(self, study: dict[str, Any], path: Path, jobs: int, compiled: bool = False) -> None:
-        self.study, self.path, self.jobs, self.compiled = study, path, jobs, compiled
+    def __init__(self, study: dict[str, Any], path: Path, jobs: int, run: Run) -> None:
+        self.study, self.path, self.jobs, self.run = study, path, jobs, run
         self.results = read(path)
         self._pool = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=end_with_parent)
         self._writing = Lock()
@@ -100,7 +115,7 @@ class Runs:
     def _loss(self, key: Key) -> float:
         if key not in self.results:
             raw = configure(self.study, *key)
-            result = self._pool.submit(simulate, raw, self.compiled).result()
+            result = self._pool.submit(self.run, raw).result()
             with self._writing, self.path.open("a") as file:
                 file.write(json.dumps({**key._asdict(), **result}) + "\n")
                 print(f"{key}: {result['mean_model_loss']:.4f}", file=sys.stderr)

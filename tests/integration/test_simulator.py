@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from tools.simulator.changes import apply
 from tools.simulator.inner import orthogonalised
 from tools.simulator.simulation import Simulation
 from tools.simulator.slow import Slow
+from tools.simulator.trained import train
 
 DELAYED = {"mode": "delayed", "delay_steps": 1}
 METHODS: dict[str, dict[str, Any]] = {
@@ -215,7 +217,7 @@ def test_a_study_compares_methods_at_their_best_learning_rates(tmp_path: Path) -
     runs = {"synchronous": [*one, "gradient_accumulation_steps=8"], "alone": one, "NoLoCo": []}
     plan = {"base": base, "seeds": [1, 2], "runs": runs}
     path = tmp_path / "results.jsonl"
-    results = study.Runs(plan, path, jobs=2).all()
+    results = study.Runs(plan, path, 2, study.simulate).all()
     rows = {row.name: row for row in report.table(results)}
     for name in runs:
         tried = {key.learning_rate: run for key, run in results.items() if (key.name, key.seed) == (name, 1)}
@@ -241,7 +243,7 @@ def test_a_study_compares_methods_at_their_best_learning_rates(tmp_path: Path) -
     with path.open("a") as file:
         file.write('{"name": "cut sho')
     lines = path.read_text()
-    assert study.Runs(plan, path, jobs=1).all() == results
+    assert study.Runs(plan, path, 1, study.simulate).all() == results
     assert path.read_text() == lines, "nothing is run again"
 
 
@@ -258,8 +260,34 @@ def test_a_study_without_tuning_takes_the_learning_rate_of_the_json(tmp_path: Pa
     )
     plan = {"base": base, "seeds": [1, 2], "tune": False, "runs": {"alone": []}}
     rate = base["optimizer"]["params"]["lr"]
-    results = study.Runs(plan, tmp_path / "results.jsonl", jobs=1).all()
+    results = study.Runs(plan, tmp_path / "results.jsonl", 1, study.simulate).all()
     assert list(results) == [report.Key("alone", rate, 1), report.Key("alone", rate, 2)]
+
+
+def test_a_run_of_a_study_by_the_trainer_is_as_simulated(tmp_path: Path) -> None:
+    raw = tiny(
+        {
+            "noloco": {"local_steps": 2},
+            "parallel": {"replicas": 2},
+            "model": {"num_layers": 1},
+            "data": {"text": write_text(tmp_path)},
+            "training": {"train_iters": 3},
+            "evaluation": {"interval": 2, "iters": 2},
+        }
+    )
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    trained, simulated = train(raw, runs), asdict(list(Simulation(RunConfig.from_dict(raw)).run())[-1])
+    assert [step for step, _ in trained.pop("history")] == [2, 3]
+    assert trained.keys() == simulated.keys()
+    for figure, found in trained.items():
+        assert found == pytest.approx(simulated[figure], rel=1e-3), figure
+    assert trained["mean_model_loss"] == pytest.approx(simulated["mean_model_loss"], abs=2e-5)
+    assert not list(runs.iterdir())
+    with pytest.raises(RuntimeError, match="exit code 2; see "):
+        train(raw | {"data": {"text": str(tmp_path / "missing")}}, runs)
+    (failed,) = runs.iterdir()
+    assert "missing" in (failed / "log.txt").read_text()
 
 
 def test_a_learning_rate_scales_all_of_muons() -> None:
