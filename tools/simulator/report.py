@@ -113,10 +113,11 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     shown = [row for row in rows if row.name.partition(" @ ")[0] not in BASELINES][::-1]
     figure, axes = pyplot.subplots(figsize=(8, 1 + 0.4 * len(shown)), layout="constrained")
     axes.barh([row.name for row in shown], [100 * row.benefit for row in shown])
+    longest = max([100.0, *(100 * row.benefit for row in shown)])
     for place, row in enumerate(shown):
-        axes.text(102, place, f"{100 * (row.perplexity - 1):+.1f} % perplexity", va="center")
+        axes.text(longest + 2, place, f"{100 * (row.perplexity - 1):+.1f} % perplexity", va="center")
     axes.axvline(100, color="black", linewidth=1)
-    axes.set_xlim(0, 134)
+    axes.set_xlim(0, longest + 34)
     axes.set_xticks(range(0, 101, 20))
     axes.set_xlabel("benefit retained (%); at the right: perplexity against synchronous training")
     figure.savefig(path, dpi=120)
