@@ -1,5 +1,5 @@
 #!/bin/sh
-# The tables and figures of docs/evidence.md from shorter runs, 100 or 300 local steps, one seed. Two idle cores, 25 minutes.
+# The tables and figures of docs/evidence.md from shorter runs, 100 or 300 local steps, one seed. Two cores, half an hour at most.
 #   usage: launch/evidence.sh        (or: make evidence)
 # Finished trainings are kept in runs/evidence; what was interrupted goes on there.
 set -eu
