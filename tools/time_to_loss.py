@@ -155,7 +155,7 @@ def plot(curves: dict[str, list[Moment]], target: float, network: str, path: Pat
     axes.set_xscale("log")
     axes.set_xlabel(f"seconds of training, {network}")
     axes.set_ylabel("validation loss of the mean model, nats per token")
-    axes.legend()
+    figure.legend(loc="outside upper center", ncols=2)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
 
