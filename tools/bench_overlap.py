@@ -36,6 +36,7 @@ from torch import Tensor
 from megatron_noloco.everybody import of_rank_0
 from megatron_noloco.job.join import choose_transport, join
 from megatron_noloco.job.launcher import read_world
+from megatron_noloco.job.leaving import leave
 from megatron_noloco.outer import OuterOptimizer, OuterSettings, RoundReport, TorchWeights
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.topology import Place
@@ -195,3 +196,4 @@ def slowest(seconds: float) -> float:
 
 if __name__ == "__main__":
     main()
+    leave(0)
