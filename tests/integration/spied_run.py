@@ -5,6 +5,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from megatron_noloco.job.leaving import leave
 from megatron_noloco.training.run import Run
 from tests.harness import say
 from tests.integration.spy import Spy
@@ -33,3 +34,4 @@ if __name__ == "__main__":
     spy.listen_to_mpi()
     spy.listen_to_torch()
     say(_told(spy, trained(sys.argv[1])))
+    leave(0)
