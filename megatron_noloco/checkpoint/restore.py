@@ -59,6 +59,4 @@ def restore(
 
 def _outer_state(reader: RankReader) -> dict[str, Tensor]:
     state = {name: reader.vector(name) for name in OUTER_VECTORS if reader.has_vector(name)}
-    if "outer_momentum" not in state:  # written without rounds: the outer optimizer starts here
-        state["outer_momentum"] = torch.zeros_like(state[WEIGHTS])
     return state | reader.tensors("delayed_")

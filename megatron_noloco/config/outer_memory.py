@@ -6,7 +6,7 @@ from megatron_noloco.plans.fragments import most_under_way
 
 def bytes_of_state(noloco: NolocoConfig) -> dict[str, float]:
     """What is kept from round to round."""
-    return {"slow weights": 4.0, "outer momentum": 4.0}
+    return {"slow weights": 4.0} | ({"outer momentum": 4.0} if noloco.outer_momentum else {})
 
 
 def bytes_of_rounds(noloco: NolocoConfig, replicas: int, kept_aside: bool = False) -> dict[str, float]:

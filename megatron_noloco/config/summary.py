@@ -166,7 +166,8 @@ def outer_state(noloco: NolocoConfig, replicas: int, kept_aside: bool = False) -
     Args:
         kept_aside: whether a mean waits until it is certain, as in a federation.
     """
-    vectors = bytes_of_state(noloco) | bytes_of_rounds(noloco, replicas, kept_aside)
+    state = bytes_of_state(noloco)
+    vectors = state | bytes_of_rounds(noloco, replicas, kept_aside)
     in_pairs = noloco.group_size_among(replicas) <= 2
     at_a_time = rounds_at_a_time(noloco)
     rounds = "" if at_a_time == 1 else f" for each of {at_a_time} rounds"
@@ -177,7 +178,7 @@ def outer_state(noloco: NolocoConfig, replicas: int, kept_aside: bool = False) -
         + (
             ""
             if noloco.slow_weights == "host"
-            else "; slow weights, momentum and snapshot on the accelerator"
+            else f"; {', '.join(state)} and snapshot on the accelerator"
         )
     )
 

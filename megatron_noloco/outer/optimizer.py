@@ -73,10 +73,10 @@ class OuterOptimizer:
 
     Attributes:
         slow_weights: phi, fp32, shape [weights.length].
-        momentum: delta, likewise.
+        momentum: delta, likewise; None with alpha = 0, where nothing of it is kept.
         delay_steps: d, that of the settings; may be changed between two local steps, on all ranks at the same one.
 
-    Two vectors of memory, and what a round needs: the combined vector, the messages, and with a delay the
+    These vectors of memory, and what a round needs: the combined vector, the messages, and with a delay the
     correction, each as long as the longest fragment, as often as rounds are under way at a time.
     """
 
@@ -213,12 +213,14 @@ class OuterOptimizer:
     def state(self) -> dict[str, Tensor]:
         """What a resume needs of the outer optimizer; the first two are live tensors.
 
-        "slow_weights" and "outer_momentum". Exchanges that are under way land first. While rounds are not merged,
+        "slow_weights" and, unless alpha = 0, "outer_momentum". Exchanges that are under way land first. While rounds are not merged,
         there are also "correction" (phi - theta_s where it is to be merged, else zero), "delayed_rounds" (a row of
         `Round.numbers` for each) and "delayed_with" (local steps to a round, and fragments).
         """
         self.land()
-        state = {"slow_weights": self.slow_weights, "outer_momentum": self.momentum}
+        state = {"slow_weights": self.slow_weights}
+        if self.momentum is not None:
+            state["outer_momentum"] = self.momentum
         if self._under_way:
             correction = torch.zeros_like(self.slow_weights)
             for running in self._under_way:
@@ -237,12 +239,15 @@ class OuterOptimizer:
         A correction concerns this replica alone. It is merged at its step with any other number of replicas, and
         now with another number of local steps or fragments.
 
+        Without "outer_momentum", as it is written with alpha = 0 or without rounds, the momentum begins at zero.
+
         Args:
             moved: whether the vectors were put together from those of ranks with other weights. Fragments are then
                 cut elsewhere, so that a correction of one of several is merged now.
         """
         self.slow_weights.copy_(state["slow_weights"])
-        self.momentum.copy_(state["outer_momentum"])
+        if self.momentum is not None:
+            self.momentum.copy_(state.get("outer_momentum", torch.zeros(())))
         self._under_way = []  # what still arrives of them lands in memory of its own
         if "correction" not in state:
             return

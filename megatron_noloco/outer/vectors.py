@@ -24,7 +24,7 @@ class OuterVectors:
     Attributes:
         home: where slow weights and momentum lie.
         slow_weights: phi, fp32, shape [weights.length].
-        momentum: delta, likewise.
+        momentum: delta, likewise; None with alpha = 0, where nothing of it is kept.
     """
 
     def __init__(self, weights: Weights, settings: OuterSettings) -> None:
@@ -33,7 +33,7 @@ class OuterVectors:
         self.home = weights.device if settings.slow_weights == "device" else HOST
         self.slow_weights = buffer(weights.length, self.home)
         weights.read_into(self.slow_weights)
-        self.momentum = buffer(weights.length, self.home).zero_()
+        self.momentum = buffer(weights.length, self.home).zero_() if settings.outer_momentum else None
         self._side = SideStream(self.home)
 
     @torch.no_grad()
@@ -74,7 +74,8 @@ class OuterVectors:
         moved = []
         with self._side.used():
             for ours, place in spans.within(mean.start, mean.stop):
-                phi, delta = self.slow_weights[place], self.momentum[place]
+                phi = self.slow_weights[place]
+                delta = torch.zeros_like(phi) if self.momentum is None else self.momentum[place]
                 c = mean.mean[ours.start - mean.start : ours.stop - mean.start]
                 delta.mul_(self.settings.outer_momentum).add_(c.to(delta.device, non_blocking=True))
                 delta.sub_(phi, alpha=self.settings.gamma)

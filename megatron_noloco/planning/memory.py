@@ -55,19 +55,16 @@ def memory_of(
     }
     stepping = {"step of the inner optimizer": _step(config, held)}
     device |= computing if _total(computing) > _total(stepping) else stepping  # they do not come together
-    outer = {}
+    outer, kept = {}, {}
     if config.noloco.enabled:
         replicas, kept_aside = topology.ensemble, bool(topology.slots)
         of_state = bytes_of_state(config.noloco)
         of_rounds = bytes_of_rounds(config.noloco, replicas, kept_aside)
-        outer = {
-            "slow weights and outer momentum": round(held.owned * sum(of_state.values())),
-            "rounds": round(held.owned * sum(of_rounds.values())),
-        }
+        kept = {" and ".join(of_state): round(held.owned * sum(of_state.values()))}
+        outer = {"rounds": round(held.owned * sum(of_rounds.values()))}
     if config.noloco.slow_weights == "host":
-        return Memory(device, outer)
-    device["slow weights and outer momentum"] = outer.pop("slow weights and outer momentum", 0)
-    return Memory(device, outer)
+        return Memory(device, kept | outer)
+    return Memory(device | kept, outer)
 
 
 def fullest_stage(

@@ -72,10 +72,10 @@ RUNS: dict[str, tuple[dict[str, Any], int]] = {
         {"parallel": {"replicas": 2, "data_parallel_size": 2}, "noloco": noloco(method="diloco"), **BF16},
         4,
     ),
-    "2 replicas x dp 2, Muon, WSD": (
+    "2 replicas x dp 2, Muon, plain averages, WSD": (
         {
             "parallel": {"replicas": 2, "data_parallel_size": 2},
-            "noloco": noloco(),
+            "noloco": noloco(outer_momentum=0, outer_lr=1, payload="int8"),
             "scheduler": WSD,
             **MUON,
         },

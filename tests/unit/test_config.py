@@ -992,6 +992,10 @@ def test_the_banner_says_what_overlap_costs(overlap: dict[str, Any], text: str, 
     (line,) = [line for line in lines if line.startswith("outer state: ")]
     assert line.startswith(f"outer state: {state} bytes per parameter (slow weights 4, outer momentum 4, ")
     assert ("snapshot 4" in line) == (state == 20)
+    plain = config(noloco__outer_momentum=0, noloco__outer_lr=1, noloco__overlap=overlap)
+    assert f"outer state: {state - 4} bytes per parameter (slow weights 4, combined" in "\n".join(
+        describe(plain, plain.topology(8))
+    )
     off = config(noloco__enabled=False, noloco__overlap=overlap)
     assert not any("overlap" in line or "outer state" in line for line in describe(off, off.topology(8)))
 

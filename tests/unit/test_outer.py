@@ -312,6 +312,38 @@ def test_one_vector_does_what_two_vectors_do(gamma: float, group_size: int) -> N
         assert_close(fleet.phi, phi)
 
 
+@pytest.mark.parametrize("delay_steps", [0, 1])
+def test_without_outer_momentum_nothing_of_it_is_kept(delay_steps: int) -> None:
+    """Two plain averages, in which Delta stays with its replica; what momentum a checkpoint holds is left."""
+    method = {"outer_momentum": 0.0, "outer_lr": 1.0, "delay_steps": delay_steps}
+    fleet = Fleet(noise(4, 40, seed=20), 2, **method)
+    for round_index in range(2):
+        theta = fleet.phi + 0.1 * noise(4, 40, seed=round_index)
+        fleet.train(theta)
+        fleet.meet(round_index)
+        for group in fleet.grouping.groups(round_index):
+            for i in group:
+                assert_close(fleet.phi[i], theta[list(group)].double().mean(dim=0))
+    for outer in fleet.outer:
+        assert outer.momentum is None
+        assert "outer_momentum" not in outer.state()
+        saved = {name: tensor.clone() for name, tensor in outer.state().items()}
+        outer.restore(saved | {"outer_momentum": torch.ones(40)})
+        assert torch.equal(outer.slow_weights, saved["slow_weights"])
+
+
+def test_a_momentum_that_was_not_kept_begins_at_zero() -> None:
+    without = Fleet(noise(2, 40, seed=21), 2, outer_momentum=0.0)
+    with_one = Fleet(noise(2, 40, seed=22), 2, outer_momentum=0.5)
+    with_one.train(noise(2, 40, seed=23))
+    with_one.meet(0)
+    assert with_one.delta.abs().min() > 0
+    for outer, other in zip(with_one.outer, without.outer, strict=True):
+        outer.restore(other.state())
+    assert torch.equal(with_one.phi, without.phi)
+    assert not with_one.delta.any()
+
+
 # Fact 7
 
 
