@@ -3,7 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from megatron_noloco.checkpoint import elastic

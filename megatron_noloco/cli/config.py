@@ -4,6 +4,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
+from megatron_noloco.cli.errors import naming
 from megatron_noloco.cli.output import say
 from megatron_noloco.start_up import importing
 
@@ -35,11 +36,8 @@ def _config(args: argparse.Namespace) -> int:
         return 0
     if args.restarts:
         return _restarts(args.restarts)
-    try:
+    with naming(args.check):
         _check(args.check, args.world_size)
-    except ValueError as error:
-        named = args.check + ": "
-        raise ValueError("\n".join(named + p.removeprefix(named) for p in str(error).splitlines())) from None
     return 0
 
 

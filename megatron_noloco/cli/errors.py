@@ -2,6 +2,8 @@
 
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 
 from megatron_noloco.job.leaving import FAILURE, GRACE_SECONDS, fail, usage_error
@@ -27,6 +29,16 @@ class LostError(StoppedError):
 
 class UnexpectedError(Exception):
     """Its cause needs a traceback, whatever its type: what a person can get wrong was checked before."""
+
+
+@contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Each line of a ValueError that leaves begins with the file it is about."""
+    try:
+        yield
+    except ValueError as error:
+        lines = [line.removeprefix(f"{path}: ") for line in str(error).splitlines()]
+        raise ValueError("\n".join(f"{path}: {line}" for line in lines)) from None
 
 
 def report(error: Exception) -> int:

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from megatron_noloco.cli.errors import naming
 from megatron_noloco.cli.output import say
 
 if TYPE_CHECKING:
@@ -56,11 +57,14 @@ def _plan(args: argparse.Namespace) -> int:
     config = load_config(args.config)
     ranks = config.world_size if args.gpus is None else args.gpus
     if ranks is None:
-        raise ValueError('parallel.replicas is "auto": say how many ranks there are, with --gpus')
+        raise ValueError(
+            f'{args.config}: parallel.replicas is "auto": say how many ranks there are, with --gpus'
+        )
     if args.gpus is not None:
         config = replace(config, parallel=config.parallel.model_copy(update={"replicas": "auto"}))
-    topology = config.topology(ranks)
-    tokens = 0 if config.model.vocab_size is not None else build_tokenizer(config.tokenizer).vocab_size
+    with naming(args.config):
+        topology = config.topology(ranks)
+        tokens = 0 if config.model.vocab_size is not None else build_tokenizer(config.tokenizer).vocab_size
     architecture = config.architecture(tokens)
     accelerator = None if args.gpu is None else _accelerator(args.gpu)
     step = args.step

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from megatron_noloco import activity
 from megatron_noloco.cli.errors import LostError, StoppedError, UnexpectedError
-from megatron_noloco.job.leaving import FAILURE, leave_with_launcher
+from megatron_noloco.job.leaving import FAILURE, leave_with_parent
 from megatron_noloco.start_up import importing
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def _train(args: argparse.Namespace) -> int:
 
     activity.now.who = prepared.who
     if prepared.world.launcher == "torchrun":  # killed, it leaves its ranks, which a new start would meet
-        leave_with_launcher()
+        leave_with_parent()
     # Under launch/deepspeed.sh it is ignored by the launchers, and by what they start.
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     with Watchdog(patience, prepared.wait_file):

@@ -175,11 +175,7 @@ def outer_state(noloco: NolocoConfig, replicas: int, kept_aside: bool = False) -
         f"{sum(vectors.values()):.3g} bytes per parameter ("
         + ", ".join(f"{vector} {size:.2g}" for vector, size in vectors.items())
         + (")" if in_pairs else f"), and at most 128 MiB to receive in{rounds}")
-        + (
-            ""
-            if noloco.slow_weights == "host"
-            else f"; {', '.join(state)} and snapshot on the accelerator"
-        )
+        + ("" if noloco.slow_weights == "host" else f"; {', '.join(state)} and snapshot on the accelerator")
     )
 
 

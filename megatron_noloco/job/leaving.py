@@ -71,7 +71,7 @@ def fail(text: str, exit_code: int) -> int:
     return exit_code
 
 
-def leave_with_launcher() -> None:
+def leave_with_parent() -> None:
     """From here on the kernel kills this process when the one that started it has ended. Linux only."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -5,12 +5,10 @@ JSON file. A run that was stopped continues after its last done part. At the end
 `PREFIX_KEY_document.bin` and, last of all, `.idx`: where there is an index, the dataset is complete.
 """
 
-import ctypes
 import hashlib
 import json
 import os
 import shutil
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -23,12 +21,12 @@ from signal import SIG_IGN, SIGINT, SIGKILL, signal
 from megatron_noloco.data.indexed import IndexedWriter
 from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.files import put_in_place, write_text
+from megatron_noloco.job.leaving import leave_with_parent
 from megatron_noloco.preprocess.encode import Encoded, Encoding, encode
 from megatron_noloco.preprocess.inputs import BITE_BYTES, Bite, Input, read_bites
 
 _NOTES = "job.json"
 _PART_BYTES = 1 << 28  # of inputs on disk: what a restart may have to do again
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _AHEAD = 4  # bites per worker that are read before they are needed
 
 
@@ -239,7 +237,6 @@ class _Encoder:
 def _begin_worker(parent: int) -> None:
     """Ctrl-C, which reaches workers too, is for the process they work for; when that ends they end as well."""
     signal(SIGINT, SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, SIGKILL)
+    leave_with_parent()
     if os.getppid() != parent:  # it ended before the line above
         os.kill(os.getpid(), SIGKILL)

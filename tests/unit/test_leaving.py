@@ -62,8 +62,8 @@ def _handles_sigterm(status: str) -> bool:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux's kernel does that")
 def test_a_rank_does_not_outlive_its_launcher() -> None:
     rank = (
-        "import time; from megatron_noloco.job.leaving import leave_with_launcher;"
-        "leave_with_launcher(); print('ready', flush=True); time.sleep(300)"
+        "import time; from megatron_noloco.job.leaving import leave_with_parent;"
+        "leave_with_parent(); print('ready', flush=True); time.sleep(300)"
     )
     launcher = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {rank!r}])"
     command = [sys.executable, "-c", launcher]
