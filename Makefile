@@ -17,7 +17,7 @@ help:
 	@echo 'make contracts    what the code relies on in Megatron-core and DeepSpeed; after a change of versions'
 	@echo 'make docs         the documentation as a site, in site/; fails where a link leads nowhere'
 	@echo 'make gpu-check    what a GPU is to prove: tests, speed, a table in runs/gpu-check; goes on where it stopped'
-	@echo 'make evidence     redraw the tables of docs/evidence.md from shorter runs, in runs/evidence (half an hour)'
+	@echo 'make evidence     shorter versions of the studies of docs/evidence.md, in runs/evidence (half an hour)'
 	@echo 'make setup        make .venv and install requirements.txt; the others do it when needed'
 	@echo 'make clean        remove .venv and caches; runs/ stays'
 

@@ -1,6 +1,6 @@
 """What this process is doing: for the end of a traceback, and for whoever asks why it stands still.
 
-A process computes one thing at a time, so there is one activity, `now`. Every room may write it; to note a part
+A process computes one thing at a time, so there is one activity, `now`. Every package may write it; to note a part
 costs a microsecond.
 """
 

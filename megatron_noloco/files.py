@@ -1,4 +1,4 @@
-"""Files that are complete or absent: written under another name, synced, then renamed. For every room."""
+"""Files that are complete or absent: written under another name, synced, then renamed. For every package."""
 
 import os
 import uuid

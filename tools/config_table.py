@@ -24,7 +24,14 @@ def main() -> None:
 
 
 def table() -> str:
-    head = ["file", "ranks", "GB per rank", "GB in host memory", "tokens per local step", "MB per exchange"]
+    head = [
+        "file",
+        "ranks",
+        "GB per rank",
+        "GB in host memory",
+        "tokens per local step",
+        "MB per exchange and rank",
+    ]
     head += [f"seconds, {rate}" for rate in _RATES]
     rows = [head, ["---"] + ["---:"] * (len(head) - 1)]
     rows += [_row(path.name, load_config(str(path))) for path in sorted(README.parent.glob("*.json"))]

@@ -105,6 +105,11 @@ def _show(
         say("", f"a local step computes for {plan.step_seconds:.3g} s")
     if plan.routed_bytes:
         say(f"routing sends {plan.routed_bytes / 1e6:,.1f} MB of each replica to others in a local step")
+    if plan.routed_seconds is not None:
+        say(
+            f"    which takes {plan.routed_seconds:.3g} s here, less what computing hides of it. The table leaves",
+            '    it out; noloco.routing.interval "off" saves it',
+        )
     if plan.ways:
         say("")
         _show_ways(plan)

@@ -1,1 +1,1 @@
-"""The engine: DeepSpeed, whose world is one replica. The only room that runs deepspeed."""
+"""The engine: DeepSpeed, whose world is one replica. The only package that runs deepspeed."""

@@ -3,7 +3,7 @@
     taker: ASK, to all    giver: OFFER, a description of its files    taker: WANT, for each file    giver: DATA
 
 The giver holds the files open from its offer on, so that all are of one state, and reads them chunk by chunk while
-it trains. This room does not know what is in them.
+it trains. This package does not know what is in them.
 """
 
 import itertools

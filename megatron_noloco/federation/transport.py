@@ -89,7 +89,7 @@ class Network:
 
 
 class FederationTransport:
-    """One rank's door to its counterparts in other jobs.
+    """One rank's connections to its counterparts in other jobs.
 
     A rank has a number in the federation: slot * ranks of a replica + its rank in its job. It exchanges with the
     ranks at the same place in other slots only. A counterpart that is lost, or was never there, fails the flights
@@ -196,7 +196,7 @@ class FederationTransport:
 
 
 def join_federation(place: Place, network: Network, patience: Patience) -> FederationTransport:
-    """The door of this rank to the others; all ranks of the job, which is one replica, call it.
+    """What connects this rank to the others; all ranks of the job, which is one replica, call it.
 
     Raises as `FederationTransport` does.
     """

@@ -213,8 +213,8 @@ class OuterOptimizer:
     def state(self) -> dict[str, Tensor]:
         """What a resume needs of the outer optimizer; the first two are live tensors.
 
-        "slow_weights" and, unless alpha = 0, "outer_momentum". Exchanges that are under way land first. While rounds
-        are not merged, there are also "correction" (phi - theta_s where it is to be merged, else zero),
+        "slow_weights" and, unless alpha = 0, "outer_momentum". Exchanges that are under way land first. While
+        rounds are not merged, there are also "correction" (phi - theta_s where it is to be merged, else zero),
         "delayed_rounds" (a row of `Round.numbers` for each) and "delayed_with" (local steps to a round, and
         fragments).
         """

@@ -7,7 +7,7 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.model.families.flops import training_flops
 from megatron_noloco.planning.held import Held
 from megatron_noloco.planning.memory import Memory, fullest_stage
-from megatron_noloco.planning.traffic import Network, Way, routed_bytes, ways
+from megatron_noloco.planning.traffic import Network, Way, routed_bytes, routed_seconds, ways
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.spec.architecture import Architecture
 
@@ -21,7 +21,7 @@ class Plan:
         held, memory: of one of these.
         step_seconds: of a local step without exchanges; None: not known.
         ways: see `traffic.ways`; none where the network is not known.
-        routed_bytes: see there.
+        routed_bytes, routed_seconds: see there; the seconds are None where the network is not known.
     """
 
     topology: Topology
@@ -31,6 +31,7 @@ class Plan:
     step_seconds: float | None
     ways: list[Way]
     routed_bytes: float
+    routed_seconds: float | None
 
     def as_json(self) -> dict[str, Any]:
         """For scripts."""
@@ -42,6 +43,7 @@ class Plan:
             "memory_bytes": {"device": self.memory.device, "host": self.memory.host},
             "step_seconds": self.step_seconds,
             "routed_bytes_per_step": self.routed_bytes,
+            "routed_seconds_per_step": self.routed_seconds,
             "ways": [asdict(way) | self._lost(way) for way in self.ways],
         }
 
@@ -61,7 +63,9 @@ def plan_of(
 ) -> Plan:
     stage, held, memory = fullest_stage(config, architecture, topology)
     found = [] if network is None else ways(config, topology, held, network)
-    return Plan(topology, stage, held, memory, step_seconds, found, routed_bytes(config, topology))
+    sent = routed_bytes(config, topology)
+    seconds = routed_seconds(sent, topology, network) if network is not None and sent else None
+    return Plan(topology, stage, held, memory, step_seconds, found, sent, seconds)
 
 
 def computing_seconds(

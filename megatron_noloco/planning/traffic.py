@@ -123,6 +123,16 @@ def routed_bytes(config: RunConfig, topology: Topology) -> float:
     return (1 - 1 / topology.replicas) * hops * copies * message
 
 
+def routed_seconds(sent: float, topology: Topology, network: Network) -> float:
+    """What a local step's messages between replicas take on the network, if computing hides none of it.
+
+    Args:
+        sent: by a replica; see `routed_bytes`. All its ranks are taken to send as much.
+    """
+    trips = 2 * (topology.pp * topology.vpp - 1)  # of the first microbatch forth, and of the last back
+    return network.seconds(sent / topology.replica_size, trips)
+
+
 def _changed(noloco: NolocoConfig, overlaps: bool, **fields: Any) -> NolocoConfig:
     overlap = OverlapConfig(mode="delayed", delay_steps="auto") if overlaps else OverlapConfig()
     return noloco.model_copy(update={"enabled": True, "overlap": overlap, **fields})

@@ -1,4 +1,4 @@
-"""Spec: what a run is, as small frozen values in the field's terms. The config makes them; other rooms take them.
+"""Spec: what a run is, as small frozen values in the terms of the field, made by the config.
 
 No torch, no pydantic, nothing to read or to check: a value that exists is sound.
 """

@@ -1,4 +1,4 @@
-"""What a config says about a federation, as the rooms below take it."""
+"""What a config says about a federation, as the packages below take it."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ def check_network(config: RunConfig) -> None:
 
 
 def enter(config: RunConfig, topology: Topology) -> FederationTransport:
-    """The door of this rank to the others; all ranks of the job call it. Raises ValueError, OSError."""
+    """What connects this rank to the others; all ranks of the job call it. Raises ValueError, OSError."""
     deadline = Deadline(config.federation.shortest_deadline_seconds, config.noloco.deadline_seconds)
     patience = Patience(deadline, config.federation.rounds_behind * config.noloco.fragments)
     return join_federation(topology.place(dist.get_rank()), _network(config), patience)

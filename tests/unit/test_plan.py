@@ -46,6 +46,17 @@ def test_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
         2 * 7 / 8 * pairs["bytes_per_exchange"]
     )
     assert ways["synchronous"]["local_steps"] == 1
+    # 4 microbatches of 8 samples of 128 tokens, 128 numbers of 4 bytes for each, forth and back; 7/8 go to others
+    assert plan["routed_bytes_per_step"] == 2 * (4 * 8 * 128) * 128 * 4 * 7 / 8
+    assert plan["routed_seconds_per_step"] == plan["routed_bytes_per_step"] / 2 / 1e6, (
+        "from both stages at once"
+    )
+
+
+def test_without_routes_nothing_is_said_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, routed in (("llama_1.3b.json", True), ("llama_1.3b_recipe.json", False)):
+        assert main(["plan", str(CONFIGS / name), "--bandwidth", "1Gbit"]) == 0
+        assert ("routing sends" in capsys.readouterr().out) == routed
 
 
 def test_memory_that_is_short_on_this_machine(
