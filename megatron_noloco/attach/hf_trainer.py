@@ -87,7 +87,7 @@ class NolocoCallback(TrainerCallback):
                     f"{file} is missing: the checkpoint to resume from lies in output_dir, and was saved with a "
                     "NolocoCallback"
                 )
-            saved = torch.load(file, weights_only=True)
+            saved = torch.load(file, map_location="cpu", weights_only=True)
         self._noloco = attach(
             self._trainer.model_wrapped,
             self._settings,

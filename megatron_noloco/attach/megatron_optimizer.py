@@ -29,6 +29,14 @@ def trained_by_megatron(optimizer: Any) -> Trained:
                 f"attach: this {name} keeps no fp32 weights of its own; leave out "
                 "--use-precision-aware-optimizer and --optimizer-cpu-offload"
             )
+        if (
+            one.config.overlap_param_gather_with_optimizer_step
+            or one.config.reuse_grad_buf_for_mxfp8_param_ag
+        ):
+            raise ValueError(
+                "attach: leave out --overlap-param-gather-with-optimizer-step and "
+                "--reuse-grad-buf-for-mxfp8-param-ag: they gather weights before a round has moved them"
+            )
     return Trained(DistributedOptimizerWeights(chained), None, ("", ""))
 
 

@@ -1,17 +1,33 @@
 """Buffers of the outer optimizer."""
 
 import math
+import mmap
+import weakref
 
+import numpy as np
 import torch
 from torch import Tensor
 
 HOST = torch.device("cpu")
+_PORTABLE = 1  # cudaHostRegisterPortable
 
 
 def buffer(length: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     """A vector; in host memory it is pinned where there is an accelerator, so that copies are fast."""
-    pinned = device.type == "cpu" and torch.cuda.is_available()
-    return torch.empty(length, dtype=dtype, device=device, pin_memory=pinned)
+    if device.type == "cpu" and torch.cuda.is_available():
+        return _pinned(length, dtype)
+    return torch.empty(length, dtype=dtype, device=device)
+
+
+def _pinned(length: int, dtype: torch.dtype) -> Tensor:
+    """Of this size, and given back: what `pin_memory` takes is rounded up to a power of two, and kept for good."""
+    size = max(1, length * dtype.itemsize)
+    memory = np.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+    failure = int(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, size, _PORTABLE))
+    if failure:
+        raise MemoryError(f"{size:,} bytes of host memory could not be pinned: CUDA's error {failure}")
+    weakref.finalize(memory, torch.cuda.cudart().cudaHostUnregister, memory.ctypes.data).atexit = False
+    return torch.from_numpy(memory)[: length * dtype.itemsize].view(dtype)
 
 
 class Kept:

@@ -45,7 +45,6 @@ from megatron_noloco.outer.exchange import STRETCH, Exchange
 from megatron_noloco.outer.fragments import cut
 from megatron_noloco.outer.guard import Guard
 from megatron_noloco.outer.mean import ExchangeReport
-from megatron_noloco.outer.memory import HOST, buffer
 from megatron_noloco.outer.round import Round, RoundReport
 from megatron_noloco.outer.settings import OuterSettings
 from megatron_noloco.outer.tags import Channel
@@ -265,7 +264,7 @@ class OuterOptimizer:
         """A vector of all weights that nothing needs while no exchange is under way."""
         rounds = [*self._idle, *self._under_way]
         whole = len(self._fragments) == 1 and rounds
-        return rounds[0].combined if whole else buffer(self.weights.length, HOST)
+        return rounds[0].combined if whole else torch.empty(self.weights.length)
 
     @property
     def _schedule(self) -> Tensor:

@@ -97,8 +97,8 @@ class Round:
 
     def finish(self) -> None:
         """Without delay: wait for the exchange, and move the slow and the fast weights."""
-        with self._vectors.weights.writing() as write:
-            for mean in self._exchange.finish():
+        with self._vectors.weights.writing() as write, self._vectors.side.used():
+            for mean in self._vectors.to_step(self._exchange.finish()):
                 for start, phi in self._vectors.step(self.fragment, mean, None):
                     write(start, phi)
         self.landed = True
@@ -169,5 +169,6 @@ class Round:
         return self.correction if self.due else None
 
     def _use(self, means: Iterator[MeanPiece]) -> None:
-        for mean in means:
-            self._vectors.step(self.fragment, mean, self._snapshot)
+        with self._vectors.side.used():
+            for mean in self._vectors.to_step(means):
+                self._vectors.step(self.fragment, mean, self._snapshot)

@@ -11,13 +11,14 @@ import torch
 
 
 class SideStream:
-    """A stream for work on what no local step reads or writes: slow weights, momentum and corrections.
+    """A stream for work on what no local step reads or writes: slow weights, momentum, corrections, and means that
+    are formed on the accelerator. Its kernels are short, and go before those of the local steps.
 
     Whoever uses both sees to it that the stream of the local steps has written what is read here (`wait_for`).
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     @contextmanager
     def used(self) -> Iterator[None]:

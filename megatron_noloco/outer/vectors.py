@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from megatron_noloco.outer.mean import MeanPiece
+from megatron_noloco.outer.mean import MeanPiece, gathered
 from megatron_noloco.outer.memory import HOST, buffer
 from megatron_noloco.outer.settings import OuterSettings
 from megatron_noloco.outer.spans import Spans
@@ -23,6 +23,7 @@ class OuterVectors:
 
     Attributes:
         home: where slow weights and momentum lie.
+        side: where their arithmetic is queued.
         slow_weights: phi, fp32, shape [weights.length].
         momentum: delta, likewise; None with alpha = 0, where nothing of it is kept.
     """
@@ -34,7 +35,8 @@ class OuterVectors:
         self.slow_weights = buffer(weights.length, self.home)
         weights.read_into(self.slow_weights)
         self.momentum = buffer(weights.length, self.home).zero_() if settings.outer_momentum else None
-        self._side = SideStream(self.home)
+        self.side = SideStream(self.home)
+        self._landed = buffer(_AT_ONCE, HOST) if self.home.type == "cuda" else None
 
     @torch.no_grad()
     def combine(self, spans: Spans, combined: Tensor, snapshot: Tensor | None) -> None:
@@ -62,6 +64,10 @@ class OuterVectors:
                 c.copy_(piece, non_blocking=True)
         wait_for(self.home)
 
+    def to_step(self, means: Iterator[MeanPiece]) -> Iterator[MeanPiece]:
+        """The pieces for `step`. Where slow weights lie on an accelerator: of a size that is worth a copy."""
+        return means if self._landed is None else gathered(means, self._landed)
+
     @torch.no_grad()
     def step(self, spans: Spans, mean: MeanPiece, snapshot: Tensor | None) -> list[tuple[int, Tensor]]:
         """The outer step of some elements; a snapshot becomes the correction, phi - theta_s.
@@ -72,7 +78,7 @@ class OuterVectors:
         """
         # Piece by piece while it is in cache: several passes over memory become one.
         moved = []
-        with self._side.used():
+        with self.side.used():
             for ours, place in spans.within(mean.start, mean.stop):
                 phi = self.slow_weights[place]
                 delta = torch.zeros_like(phi) if self.momentum is None else self.momentum[place]

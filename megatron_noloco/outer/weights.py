@@ -72,8 +72,8 @@ class Weights(ABC):
         self.refresh()
 
     def add(self, vector: Tensor) -> None:
-        """Add an fp32 vector of shape [length]."""
-        moved = self.read().add_(vector)
+        """Add an fp32 vector of shape [length], on any device."""
+        moved = self.read().add_(vector.cpu())
         with self.writing() as write:
             write(0, moved)
 

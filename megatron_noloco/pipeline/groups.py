@@ -95,7 +95,7 @@ def build_groups(
     reachable = grid[:, :, at.dp, at.tp] if routed else own[:, at.dp, at.tp]
     forward_hops, backward_hops = group(reachable.ravel().tolist()), group(reachable.ravel().tolist())
     if torch.cuda.is_available():
-        _connect([tp, pp, dp, mp, tied_embedding, forward_hops, backward_hops])
+        _connect([tp, dp, mp, tied_embedding, forward_hops, backward_hops])  # nothing goes over pp
 
     collection = ProcessGroupCollection()
     collection.tp, collection.pp, collection.mp = tp, pp, mp

@@ -1,5 +1,6 @@
 """NoLoCo attached to DeepSpeed engines of a user's own, with every ZeRO stage."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import deepspeed
 import pytest
 import torch
 import torch.distributed as dist
+from deepspeed.ops.adam import FusedAdam
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -29,9 +31,25 @@ ODD = HF_SIZES | {
 }  # fmt: skip
 
 
-def engine_of(stage: int, mpu: Any, seed: int = 0, **block: Any) -> Any:
+class AsFused(FusedAdam):
+    """torch's AdamW under the type from which DeepSpeed concludes that it runs on a GPU."""
+
+    def __init__(self, parameters: Iterable[Tensor], **settings: Any) -> None:
+        self.inner = torch.optim.AdamW(parameters, **settings)
+        self.param_groups, self.state, self.defaults = (
+            self.inner.param_groups,
+            self.inner.state,
+            self.inner.defaults,
+        )
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        self.inner.step()
+
+
+def engine_of(stage: int, mpu: Any, seed: int = 0, fused: bool = False, **block: Any) -> Any:
     torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(**ODD))
+    client = (lambda parameters: AsFused(parameters, lr=0.01)) if fused else None
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": 2,
@@ -43,7 +61,12 @@ def engine_of(stage: int, mpu: Any, seed: int = 0, **block: Any) -> Any:
     deepspeed.ops.__compatible_ops__ = {}  # none is compiled, nor is a compiler tried
     deepspeed.init_distributed(dist_init_required=False, verbose=False)
     engine, *_ = deepspeed.initialize(
-        model=model, model_parameters=model.parameters(), config=config, mpu=mpu, dist_init_required=False
+        model=model,
+        model_parameters=model.parameters(),
+        optimizer=client,
+        config=config,
+        mpu=mpu,
+        dist_init_required=False,
     )
     return engine
 
@@ -108,14 +131,24 @@ def together(rank: int, world_size: int, stage: int) -> list[Tensor]:
 
 
 def by_hand(value: object) -> Any:
-    return pytest.param(value, marks=pytest.mark.slow)
+    values = value if isinstance(value, tuple) else (value,)
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("precision", ["fp32", by_hand("bf16")])
-@pytest.mark.parametrize("stage", [by_hand(0), 1, by_hand(2), 3])
+@pytest.mark.parametrize(
+    ("stage", "precision"),
+    [
+        (1, "fp32"),
+        (3, "fp32"),
+        (0, "bf16 fused"),
+        *(by_hand((stage, "fp32")) for stage in (0, 2)),
+        *(by_hand((stage, "bf16")) for stage in range(4)),
+    ],
+)
 def test_rounds_are_those_of_the_method(stage: int, precision: str) -> None:
     """2 replicas of 2 data-parallel ranks; against the formula, on weights gathered from the engines."""
-    block = {"bf16": {"enabled": True}} if precision == "bf16" else {}
+    block: dict[str, Any] = {} if precision == "fp32" else {"bf16": {"enabled": True}}
+    block |= {"fused": True} if "fused" in precision else {}
     found = run_ranks(REPLICAS * SIZE, train, stage, block, 2)
     tolerance = {"rtol": 0, "atol": 1e-6} if precision == "fp32" else {"rtol": 2**-7, "atol": 2e-4}
     phi = [found[0]["first"].clone() for _ in range(REPLICAS)]

@@ -65,10 +65,12 @@ def test_steps_for_which_there_are_no_gpus_or_no_time_wait(tmp_path: Path) -> No
 
 
 def test_a_step_that_is_too_slow_ends_with_all_that_it_started(tmp_path: Path) -> None:
+    """Also with a rank that is in a session of its own and does not hear."""
     child = tmp_path / "child"
     code = (
         "import subprocess, sys, time\n"
-        "other = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "code = 'import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)'\n"
+        "other = subprocess.Popen([sys.executable, '-c', code], start_new_session=True)\n"
         f"open({str(child)!r}, 'w').write(str(other.pid))\n"
         "print('began', flush=True)\n"
         "time.sleep(600)"

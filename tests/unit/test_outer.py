@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from megatron_noloco.outer import (
     RoundReport,
     TorchWeights,
 )
+from megatron_noloco.outer.mean import MeanPiece, gathered
 from megatron_noloco.outer.tags import CHANNELS
 from megatron_noloco.plans.draws import Stream, draw_words
 from megatron_noloco.plans.grouping import Group, Grouping, averaging_cycle, prime_factors
@@ -342,6 +343,33 @@ def test_a_momentum_that_was_not_kept_begins_at_zero() -> None:
         outer.restore(other.state())
     assert torch.equal(with_one.phi, without.phi)
     assert not with_one.delta.any()
+
+
+@pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [
+        ([(0, 3), (3, 5), (5, 9)], [(0, 3), (3, 5), (5, 9)]),
+        ([(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6)], [(0, 4), (4, 6)]),
+        ([(0, 2), (4, 6), (6, 7)], [(0, 2), (4, 7)]),
+        ([(6, 7), (0, 9)], [(6, 7), (0, 4), (4, 8), (8, 9)]),
+        ([], []),
+    ],
+)
+def test_pieces_are_gathered_into_longer_ones(
+    pieces: list[tuple[int, int]], expected: list[tuple[int, int]]
+) -> None:
+    vector, scratch = noise(9, seed=30), torch.empty(9)
+
+    def arriving() -> Iterator[MeanPiece]:
+        for start, stop in pieces:
+            scratch[: stop - start] = vector[start:stop]  # a piece is overwritten by the next
+            yield MeanPiece(start, stop, scratch[: stop - start])
+
+    found = []
+    for start, stop, mean in gathered(arriving(), torch.empty(4)):
+        assert torch.equal(mean, vector[start:stop])
+        found.append((start, stop))
+    assert found == expected
 
 
 # Fact 7

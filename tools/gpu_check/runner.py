@@ -3,13 +3,14 @@
 import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import psutil
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _GRACE_SECONDS = 5.0
@@ -137,10 +138,13 @@ def figures(out: str) -> tuple[str, str]:
 
 
 def _end(process: "subprocess.Popen[str]") -> tuple[str, str]:
-    """Ask first: mpirun and torchrun have their ranks in other process groups, and end them when asked."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return process.communicate(timeout=_GRACE_SECONDS)
+    """Ask first: launchers end their ranks when asked. Then kill what is left, in whatever session it is."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        process.terminate()
+        for member in psutil.wait_procs(family, _GRACE_SECONDS)[1]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return process.communicate(timeout=_GRACE_SECONDS)
     return "", ""
