@@ -37,6 +37,9 @@ def build_deepspeed(stage: Stage, groups: Groups, ds_config: Mapping[str, Any]) 
         deepspeed.comm.init_distributed(dist_init_required=False, verbose=False)
     mpu = ReplicaMpu(groups)
     settings = deepspeed_settings(ds_config)
+    # DeepSpeed's buffer for gradients has 500 million elements, however small the model.
+    held = sum(parameter.numel() for parameter in stage.parameters())
+    settings["zero_optimization"].setdefault("reduce_bucket_size", min(held, 500_000_000))
     parameters, optimizer = _parameters_and_optimizer(stage, groups, settings["optimizer"])
     schedule = settings.get("scheduler")
     with quiet():
@@ -86,7 +89,8 @@ def deepspeed_settings(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     norm (fp32) or take a step in their constructor (bf16, fp16), stage 1 gives the exact numbers with less memory.
     In bf16, gradients accumulate in fp32 over the microbatches as they do in Megatron, unless the file asks for
     another `data_types.grad_accum_dtype`; DeepSpeed then needs two more settings to be right.
-    Adam is DeepSpeed's fused kernel where it can be had, else torch's; `torch_adam` in the file decides itself.
+    Adam is DeepSpeed's fused kernel where it can be had, else torch's, fused on a GPU; `torch_adam` in the file
+    decides itself.
     """
     settings = dict(ds_config)
     if settings.get("bf16", {}).get("enabled", False):
@@ -98,13 +102,15 @@ def deepspeed_settings(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     optimizer = settings["optimizer"]
     parameters = dict(optimizer["params"])
     if optimizer["type"].lower() in ("adam", "adamw") and "torch_adam" not in parameters:
-        parameters["torch_adam"] = not _fused_adam_loads()
+        parameters["torch_adam"] = not fused_adam_loads()
+        if parameters["torch_adam"] and torch.cuda.is_available():
+            parameters.setdefault("fused", True)
     settings["optimizer"] = {**optimizer, "params": parameters}
     return settings
 
 
-def _fused_adam_loads() -> bool:
-    """Where it is not installed, DeepSpeed compiles it, which needs ninja and the CUDA toolkit."""
+def fused_adam_loads() -> bool:
+    """Where it is not installed, DeepSpeed compiles it, which needs ninja, the CUDA toolkit and a minute."""
     if not torch.cuda.is_available():  # on a CPU it could be had, too, but takes minutes and a compiler
         return False
     try:

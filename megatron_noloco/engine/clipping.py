@@ -28,6 +28,7 @@ def _norm_of_all_groups(optimizer: DeepSpeedZeroOptimizer) -> float:
 
     DeepSpeed sums group by group over the stages, which waits forever where two stages have different groups.
     """
+    optimizer.scale_of_gradients = optimizer.loss_scale  # the step may raise it before it divides by it
     groups = range(len(optimizer.bit16_groups))
     gradients = [gradient for group in groups for gradient in optimizer.averaged_gradients[group]]
     parameters = [parameter for group in groups for parameter in optimizer.params_in_partition[group]]
@@ -37,9 +38,9 @@ def _norm_of_all_groups(optimizer: DeepSpeedZeroOptimizer) -> float:
 def _unscale_and_clip(optimizer: DeepSpeedZeroOptimizer, gradients: Sequence[Tensor], norm: float) -> None:
     """Divide by the loss scale, and where the norm is above `gradient_clipping`, by as much more (with DeepSpeed's
     1e-6) as it is."""
-    factor = optimizer.loss_scale
+    factor = scale = optimizer.scale_of_gradients
     if optimizer.clip_grad > 0:
-        factor *= max(1.0, (norm / optimizer.loss_scale + 1e-6) / optimizer.clip_grad)
+        factor *= max(1.0, (norm / scale + 1e-6) / optimizer.clip_grad)
     if factor != 1:
         for gradient in gradients:
             gradient.mul_(1 / factor)

@@ -29,7 +29,10 @@ class WholeModel:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         groups = build_groups(Topology(), routed=False)
         seed_dropout(0, groups)  # nothing is dropped, but on a GPU core asks for its generators
-        self._stage = empty_stage(architecture, Compute(), groups).to(self.device).eval()
+        # Transformer Engine multiplies fp32 as TF32, and its causal attention reads no mask.
+        compute = Compute(transformer_impl="local")
+        torch.backends.cuda.matmul.allow_tf32 = False
+        self._stage = empty_stage(architecture, compute, groups).to(self.device).eval()
 
     def load(self, read: Callable[[str], Tensor]) -> None:
         """Take the weights that `read` gives by their names in the unsplit model."""

@@ -1,11 +1,13 @@
 """The layers we bring ourselves, on whatever device the tensors are: attention and RMSNorm of our local spec, and
 the router of a mixture of experts."""
 
+from contextlib import nullcontext
 from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -36,6 +38,7 @@ class CausalAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.heads_are_split = not config.sequence_parallel
         self.softmax_scale = softmax_scale
         self.before = None if config.window_size is None else config.window_size[0]
 
@@ -66,16 +69,20 @@ class CausalAttention(nn.Module):
             each = query.size(2) // key.size(2)
             key, value = key.repeat_interleave(each, 2), value.repeat_interleave(each, 2)
             grouped = False
-        context = F.scaled_dot_product_attention(
-            query.permute(1, 2, 0, 3),
-            key.permute(1, 2, 0, 3),
-            value.permute(1, 2, 0, 3),
-            attn_mask=mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=mask is None,
-            scale=self.softmax_scale,
-            enable_gqa=grouped,
-        )
+        dropout = self.dropout if self.training else 0.0
+        # The ranks of a stage have other heads: each draws for its own, as in core. A CPU has no such generators.
+        own_draws = get_cuda_rng_tracker().fork() if dropout and self.heads_are_split else nullcontext()
+        with own_draws:
+            context = F.scaled_dot_product_attention(
+                query.permute(1, 2, 0, 3),
+                key.permute(1, 2, 0, 3),
+                value.permute(1, 2, 0, 3),
+                attn_mask=mask,
+                dropout_p=dropout,
+                is_causal=mask is None,
+                scale=self.softmax_scale,
+                enable_gqa=grouped,
+            )
         return context.permute(2, 0, 1, 3).flatten(2)
 
 

@@ -135,6 +135,8 @@ def join_job(prepared: Prepared) -> tuple[Transport, Start]:
     """
     world, topology, cuda = prepared.world, prepared.topology, torch.cuda.is_available()
     if cuda:  # before anything is allocated
+        if topology.tp > 1:  # Megatron-core queues messages before the products that are to hide them
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         alone = topology.replica_size == 1
         torch.cuda.set_device(local_device(world, torch.cuda.device_count(), shared=alone))
         record_collectives(Path(prepared.config.training.output_dir))

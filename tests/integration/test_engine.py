@@ -382,6 +382,19 @@ def test_fp16_with_a_static_scale() -> None:
     assert_same_training(run({"fp16": {"enabled": True, "loss_scale": 128}}), single(), 0.03)
 
 
+def test_fp16_while_a_dynamic_scale_grows() -> None:
+    """It doubles in every step: each gradient is divided by the scale that its loss had."""
+    if not torch.ops.mkldnn._is_mkldnn_fp16_supported():
+        pytest.skip("this CPU has no fp16 arithmetic")
+    sgd = {"type": "SGD", "params": {"lr": 1.0, "betas": None, "eps": None, "weight_decay": None}}
+    plain = {"optimizer": sgd, "scheduler": None, "gradient_clipping": 1000}
+    growing = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1}
+    found = run({"fp16": growing, **plain})
+    expected = run({"fp16": {"enabled": True, "loss_scale": 16}, **plain})
+    assert losses(expected)[-1] < losses(expected)[0] - 0.2
+    torch.testing.assert_close(losses(found), losses(expected), rtol=0, atol=0.01)
+
+
 # Gradients that are not finite
 
 

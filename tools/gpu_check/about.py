@@ -36,10 +36,14 @@ def main() -> None:
         "apex": importlib.util.find_spec("apex") is not None,
         "missing": missing,
     }
-    print(json.dumps(found))
     if missing:
+        print(json.dumps(found))
         raise SystemExit(f"not installed: {', '.join(missing)} (requirements-gpu.txt)")
+    from megatron_noloco.engine.build import fused_adam_loads
+
     torch.ones(1, device="cuda").sum().item()
+    # In a step of its own: a compiler that is stopped leaves a lock, for which later ones wait for ever.
+    print(json.dumps({**found, "fused_adam": fused_adam_loads()}))
 
 
 def version_of(name: str) -> str | None:
