@@ -15,27 +15,36 @@ _CGROUPS = Path("/sys/fs/cgroup")
 
 
 def shortage(
-    config: RunConfig, architecture: Architecture, topology: Topology, ranks: int, started: bool = False
+    config: RunConfig,
+    architecture: Architecture,
+    topology: Topology,
+    ranks: int,
+    sharing: int = 1,
+    started: bool = False,
 ) -> str | None:
     """What a person should know where memory is short, in one line; None where there is enough.
 
     The fullest stage counts for all ranks.
 
     Args:
-        ranks: that share the memory: of a GPU where there are any, else of this host.
+        ranks: of this host.
+        sharing: ranks of a GPU, where there are any.
         started: whether they are there already: what they have now is not needed again.
     """
     memory = fullest_stage(config, architecture, topology)[2]
+    there = psutil.Process().memory_info().rss if started else 0
+    on_host = memory.host_bytes + max(0, LIBRARIES_BYTES - there)
     if torch.cuda.is_available():
-        needed, free = ranks * memory.device_bytes, torch.cuda.mem_get_info()[0]
-        where, then = "a GPU", "training may fail for want of it"
+        needed, free = sharing * memory.device_bytes, torch.cuda.mem_get_info()[0]
+        if needed > free:
+            return _short(sharing, "a GPU", needed, free, "training may fail for want of it")
     else:
-        there = psutil.Process().memory_info().rss if started else 0
-        own = memory.device_bytes + memory.host_bytes + max(0, LIBRARIES_BYTES - there)
-        needed, free = ranks * own, available_bytes()
-        where, then = "this host", "the system may kill one"
-    if needed <= free:
-        return None
+        on_host += memory.device_bytes
+    needed, free = ranks * on_host, available_bytes()
+    return _short(ranks, "this host", needed, free, "the system may kill one") if needed > free else None
+
+
+def _short(ranks: int, where: str, needed: int, free: int, then: str) -> str:
     who = "1 rank" if ranks == 1 else f"{ranks} ranks"
     return (
         f"memory for {who} on {where}: some {needed / 1e9:.1f} GB needed, {free / 1e9:.1f} GB available; {then}. "
@@ -45,8 +54,8 @@ def shortage(
 
 def shortage_of_all(config: RunConfig, architecture: Architecture, topology: Topology) -> str | None:
     """The same, if all ranks are started on this machine."""
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 1
-    return shortage(config, architecture, topology, -(-topology.world_size // devices))
+    ranks, devices = topology.world_size, max(1, torch.cuda.device_count())
+    return shortage(config, architecture, topology, ranks, -(-ranks // devices))
 
 
 def available_bytes() -> int:

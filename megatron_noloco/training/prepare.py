@@ -142,8 +142,7 @@ def join_job(prepared: Prepared) -> tuple[Transport, Start]:
         record_collectives(Path(prepared.config.training.output_dir))
     join(world, "cpu:gloo,cuda:nccl" if cuda else "gloo")
     neighbours = ranks_on_this_host()  # asked by every rank: the variable may be set on some hosts only
-    sharing = check_gpus(topology.replica_size) if cuda else neighbours
-    _warn_of_shortage(prepared, sharing)
+    _warn_of_shortage(prepared, neighbours, check_gpus(topology.replica_size) if cuda else 1)
     cores = os.cpu_count() or 1
     if "OMP_NUM_THREADS" not in os.environ:  # beside GPUs as well: exchanges compute on the host
         torch.set_num_threads(max(1, cores // neighbours))
@@ -162,10 +161,10 @@ def join_job(prepared: Prepared) -> tuple[Transport, Start]:
     return transport, replace(start, notes=notes + start.notes)
 
 
-def _warn_of_shortage(prepared: Prepared, ranks: int) -> None:
+def _warn_of_shortage(prepared: Prepared, ranks: int, sharing: int) -> None:
     """Once for each host: the system ends a process without a word."""
     if prepared.world.local_rank == 0:
-        short = shortage(prepared.config, prepared.architecture, prepared.topology, ranks, started=True)
+        short = shortage(prepared.config, prepared.architecture, prepared.topology, ranks, sharing, started=True)
         if short is not None:
             sys.stderr.write(f"{socket.gethostname()}: {short}\n")
 

@@ -83,8 +83,10 @@ def test_memory_that_is_short_on_this_machine(
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2 * planned.device_bytes - 1, 0))
-    assert fit.shortage(config, architecture, topology, 1) is None
-    assert "memory for 2 ranks on a GPU: some " in (fit.shortage(config, architecture, topology, 2) or "")
+    monkeypatch.setattr(fit, "available_bytes", lambda: 2 * (planned.host_bytes + fit.LIBRARIES_BYTES))
+    assert fit.shortage(config, architecture, topology, 2) is None
+    assert "memory for 2 ranks on a GPU: some " in (fit.shortage(config, architecture, topology, 2, 2) or "")
+    assert "memory for 3 ranks on this host: some " in (fit.shortage(config, architecture, topology, 3) or "")
 
 
 def test_the_limit_of_a_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
