@@ -8,6 +8,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import cuda_accelerator
 from deepspeed.ops.op_builder import FusedAdamBuilder
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
@@ -33,6 +34,9 @@ def build_deepspeed(stage: Stage, groups: Groups, ds_config: Mapping[str, Any]) 
         # DeepSpeed would compile a shared-memory all-reduce (a minute, and a C++ compiler) before it talks; and to
         # look up whether it can, it would try the compiler on every kernel that it has: `vars` looks up nothing.
         vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
+    else:
+        # For NVML, DeepSpeed takes UUIDs in CUDA_VISIBLE_DEVICES for numbers; without it, it asks torch.
+        cuda_accelerator.pynvml = None
     if deepspeed.comm.comm.cdb is None:
         deepspeed.comm.init_distributed(dist_init_required=False, verbose=False)
     mpu = ReplicaMpu(groups)
