@@ -14,6 +14,7 @@ reaches the end writes that.
 """
 
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -78,6 +79,9 @@ class Stopping:
                 self._look_now.wait(_LOOK_SECONDS)
                 if self._closing:
                     return
+            if dist.get_rank() == 0:
+                sys.stdout.write(f"asked to stop ({self.reason}): after the local step under way\n")
+                sys.stdout.flush()
             with self._lock:
                 self._announce(self._begun)
             self._last_step = agreement.largest_announced(_BEGUN)

@@ -5,6 +5,7 @@ import math
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -29,13 +30,22 @@ class ReplicaFiles:
     """
 
     def __init__(self, folder: Path, tensorboard: bool, start_step: int) -> None:
-        """Rows of steps after `start_step`, left by a run that went further, will be written again: drop them."""
+        """Rows of steps after `start_step`, left by a run that went further, will be written again: drop them.
+
+        Where none is left, they are another run's: its file is kept under another name.
+        """
         self._folder, self._failed = folder, False
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
         rows = path.read_text().splitlines(keepends=True) if path.exists() else []
         kept = [row for row in rows if _step_of(row) <= start_step]
-        if kept != rows:
+        if rows and not kept:
+            aside = next(
+                name for n in count(1) if not (name := folder / f"metrics.set_aside_{n}.jsonl").exists()
+            )
+            path.replace(aside)
+            sys.stderr.write(f"set aside: {path}, of an earlier start, is now {aside.name}\n")
+        elif kept != rows:
             write_text(path, "".join(kept))
         self._jsonl: TextIO = path.open("a", buffering=1)
         self._board: Any = None

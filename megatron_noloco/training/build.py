@@ -50,6 +50,8 @@ from megatron_noloco.training.run import Run, Schedule
 from megatron_noloco.training.throughput import Throughput, peak_tflops_here
 from megatron_noloco.transport.protocol import Transport
 
+_SAMPLES = "training_samples"  # the counter by which a run that continues sees that its data has changed
+
 
 def build(prepared: Prepared, transport: Transport, start: Start, progress: str = "auto") -> Run:
     """This rank's part of the run, in the state that `start` names."""
@@ -67,6 +69,7 @@ def build(prepared: Prepared, transport: Transport, start: Start, progress: str 
     if groups.last_stage and at.dp == 0 and at.tp == 0:
         writers += _writers(config, at.replica, start.step)
     metrics = Metrics(at.replica, groups.replica, writers, start.counters)
+    metrics.count(_SAMPLES, len(prepared.datasets.train))
 
     engine = ReplicaEngine(stage, groups, config.deepspeed, metrics.record)
     outer = build_outer(config, engine.weights, transport, place)
@@ -190,7 +193,8 @@ def _write_facts(prepared: Prepared) -> None:
 
 def _console(prepared: Prepared, transport: Transport, start: Start, progress: str) -> Console:
     config, topology = prepared.config, prepared.topology
-    training = config.training
+    training, samples = config.training, len(prepared.datasets.train)
+    before = int(start.counters.get(_SAMPLES, samples))
     facts = RunFacts(
         unigram_entropy=prepared.datasets.unigram_entropy,
         synchronous_bytes_per_step=_synchronous_bytes_per_step(prepared),
@@ -206,5 +210,10 @@ def _console(prepared: Prepared, transport: Transport, start: Start, progress: s
         f"started by {prepared.world.launcher}; exchanges over {transport.name}"
         f"; while ranks compute, messages are moved by {transport.progress}",
         *start.notes,
+        *(
+            [f"changed: {before:,} training samples in the checkpoint, {samples:,} now, in another order"]
+            if before != samples
+            else []
+        ),
     )
     return console

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_noloco.checkpoint.resume import Start, find_start
 from megatron_noloco.checkpoint.settings import CheckpointSettings
@@ -22,6 +23,7 @@ from megatron_noloco.data.indexed import IndexedTokens
 from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.data.records import record_files
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_noloco.everybody import of_rank_0
 from megatron_noloco.huggingface.pretrained import check_fits
 from megatron_noloco.job.join import (
     check_gpus,
@@ -31,6 +33,7 @@ from megatron_noloco.job.join import (
     record_collectives,
 )
 from megatron_noloco.job.launcher import World, local_device, read_world
+from megatron_noloco.job.occupied import occupy
 from megatron_noloco.planning.fit import shortage
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Topology
@@ -148,6 +151,8 @@ def join_job(prepared: Prepared) -> tuple[Transport, Start]:
         torch.set_num_threads(max(1, cores // neighbours))
     config = prepared.config
     settings, notes = checkpoint_settings(config, topology), list[str]()
+    if taken := of_rank_0(occupy(settings.folder.parent) if dist.get_rank() == 0 else ""):
+        raise ValueError(taken)
     if not cuda and neighbours > cores:
         notes.append(f"this host has more ranks ({neighbours}) than cores ({cores}): they compute in turn")
     if topology.slots:
@@ -164,7 +169,9 @@ def join_job(prepared: Prepared) -> tuple[Transport, Start]:
 def _warn_of_shortage(prepared: Prepared, ranks: int, sharing: int) -> None:
     """Once for each host: the system ends a process without a word."""
     if prepared.world.local_rank == 0:
-        short = shortage(prepared.config, prepared.architecture, prepared.topology, ranks, sharing, started=True)
+        short = shortage(
+            prepared.config, prepared.architecture, prepared.topology, ranks, sharing, started=True
+        )
         if short is not None:
             sys.stderr.write(f"{socket.gethostname()}: {short}\n")
 
