@@ -1,5 +1,6 @@
 """A run that was interrupted and continued is the run that was never interrupted."""
 
+import re
 import resource
 import signal
 import threading
@@ -467,6 +468,19 @@ def restored_state(rank: int, world_size: int, arguments: list[str]) -> dict[str
     run = build_run(arguments[arguments.index("--config") + 1])
     state = {name: tensor.clone() for name, tensor in run.outer.state().items()}
     return {**state, "fast_weights": run.engine.weights.read()}
+
+
+def test_data_of_another_size_is_told(tmp_path: Path) -> None:
+    text = write_text(tmp_path, 200_000)
+    run = Run(tmp_path / "run", {"noloco": noloco(), **saving(save_interval=4, train_iters=4)}, text)
+    run.launch(1)
+    with Path(text).open("a") as file:
+        file.write("more than before\n" * 1000)
+    (resumed,) = run.launch(1, changes={"training": {"train_iters": 5}})
+    told = re.search(r"changed: ([\d,]+) training samples in the checkpoint, ([\d,]+) now", resumed.out)
+    assert told is not None
+    before, now = (int(number.replace(",", "")) for number in told.groups())
+    assert 0 < before < now
 
 
 def test_fast_weights_are_folded_where_there_are_no_rounds(four_replicas: Run, tmp_path: Path) -> None:

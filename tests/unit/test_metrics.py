@@ -353,6 +353,20 @@ def test_a_resumed_run_keeps_the_rows_up_to_its_start_and_continues(tmp_path: Pa
     assert [row["validation/loss"] for row in _rows(tmp_path)] == [2.0, 2.0, 1.0, 1.0]
 
 
+def test_the_log_of_an_earlier_start_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in (1, 2, 3):
+        _write_evaluations(tmp_path, 0, [10 * number])
+    assert [row["step"] for row in _rows(tmp_path)] == [30]
+    assert [json.loads((tmp_path / f"metrics.set_aside_{n}.jsonl").read_text())["step"] for n in (1, 2)] == [
+        10,
+        20,
+    ]
+    path = tmp_path / "metrics.jsonl"
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == f"set aside: {path}, of an earlier start, is now metrics.set_aside_1.jsonl"
+    assert second.endswith("metrics.set_aside_2.jsonl")
+
+
 def test_rows_that_a_crash_has_damaged_are_dropped(tmp_path: Path) -> None:
     _write_evaluations(tmp_path, 0, [10])
     path = tmp_path / "metrics.jsonl"
