@@ -140,7 +140,7 @@ def _delay(config: RunConfig, outer: Rounds, start: Start) -> DelayChoice | None
         return None
     local_steps = config.noloco.local_steps
     if DELAY_STEPS not in start.counters:
-        return DelayChoice(outer, start.step // local_steps)
+        return DelayChoice(outer)
     outer.delay_steps = min(int(start.counters[DELAY_STEPS]), local_steps)
     return None
 
