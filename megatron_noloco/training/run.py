@@ -85,7 +85,7 @@ class Run:
         self.stopping.close(done)
         stopped_early = done < self.schedule.steps
         self.monitor.summary(done, self.stopping.reason if stopped_early else None)
-        return not (stopped_early and self.checkpointer.last_save_failed)
+        return not self.checkpointer.last_save_failed
 
     def _loop(self) -> int:
         """The local steps done, counted from the beginning of the training."""
