@@ -191,13 +191,14 @@ def _write_facts(prepared: Prepared) -> None:
 def _console(prepared: Prepared, transport: Transport, start: Start, progress: str) -> Console:
     config, topology = prepared.config, prepared.topology
     training = config.training
+    shows = "tensorboard.main --logdir" if config.tensorboard.enabled else "megatron_noloco report"
     facts = RunFacts(
         unigram_entropy=prepared.datasets.unigram_entropy,
         synchronous_bytes_per_step=_synchronous_bytes_per_step(prepared),
         output_dir=str(Path(training.output_dir).resolve()),
         how_to_continue="the same command"
         + ("" if config.checkpoint.load == "auto" else ' with checkpoint.load "auto"'),
-        next_command=f"{os.path.relpath(sys.executable)} -m tensorboard.main --logdir {training.output_dir}",
+        next_command=f"{os.path.relpath(sys.executable)} -m {shows} {training.output_dir}",
     )
     console = Console(progress, training.train_iters, start.step, facts)
     console.say(
