@@ -763,7 +763,7 @@ def test_deepspeed_s_own_spellings_pass() -> None:
 
 @pytest.mark.parametrize("zero", [{"stage": 0}, {"stage": 1}, {}, True, False])
 def test_zero_0_is_run_as_1(zero: Any) -> None:
-    assert config(zero_optimization=zero).zero_stage == 1
+    assert config(zero_optimization=zero).deepspeed["zero_optimization"]["stage"] == 1
 
 
 def test_precision() -> None:
