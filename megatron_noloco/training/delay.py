@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections import deque
 
 from megatron_noloco.job import agreement
 from megatron_noloco.outer import OuterOptimizer, RoundReport
@@ -26,7 +27,7 @@ class DelayChoice:
         self.outer = outer
         self.local_steps = outer.settings.local_steps
         self._rounds = 0
-        self._step_seconds: list[float] = []
+        self._step_seconds = deque[float](maxlen=_MEASURED_ROUNDS * self.local_steps)
         self._exchange_seconds: list[float] = []
 
     def before_round(self, done: int, step_seconds: float) -> int | None:
