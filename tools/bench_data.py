@@ -4,9 +4,8 @@
 
 The tokenizer is a byte-level BPE of 8192 tokens trained here, unless --tokenizer-model names one; the text is
 Python's standard library, repeated, as JSON lines. "Raw" is the same tokenizer's own batch call in as many
-processes, on texts already in memory. Preprocessing includes everything but the import of Megatron-core, which is
-reported separately. Both run --repeats times in turn; medians. On a busy machine, compare the CPU seconds of all
-processes (for raw, without its preparation). Prints one JSON object.
+processes, on texts already in memory. Both run --repeats times in turn; medians. On a busy machine, compare the
+CPU seconds of all processes (for raw, without its preparation). Prints one JSON object.
 """
 
 import argparse
@@ -18,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,7 @@ from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.preprocess.encode import Encoding
 from megatron_noloco.preprocess.inputs import find_inputs
 from megatron_noloco.preprocess.preprocess import Job, preprocess
+from megatron_noloco.reading.rows import RunLog
 from megatron_noloco.spec.data import TokenizerChoice
 
 BATCH = 64  # texts per raw call
@@ -87,10 +86,6 @@ def write_text(path: Path, megabytes: float) -> float:
 
 
 def compare(folder: Path, encoding: Encoding, workers: int, repeats: int, megabytes: float) -> dict[str, Any]:
-    started = time.perf_counter()
-    with warnings.catch_warnings(action="ignore"):
-        import megatron.core.datasets.indexed_dataset  # noqa: F401
-    import_seconds = time.perf_counter() - started
     raw, ours, raw_cpu, our_cpu = [], [], [], []
     for repeat in range(repeats):
         wall, cpu = raw_seconds(folder / "text.jsonl", encoding, workers)
@@ -111,7 +106,6 @@ def compare(folder: Path, encoding: Encoding, workers: int, repeats: int, megaby
         "raw_cpu_seconds": [round(seconds, 3) for seconds in raw_cpu],
         "preprocess_cpu_seconds": [round(seconds, 3) for seconds in our_cpu],
         "preprocess_over_raw_by_cpu": round(statistics.median(raw_cpu) / statistics.median(our_cpu), 3),
-        "megatron_import_seconds": round(import_seconds, 3),
     }
 
 
@@ -159,10 +153,7 @@ def data_wait(folder: Path, steps: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8"]
     command += ["-m", "megatron_noloco", "train", "--config", str(folder / "run.json")]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    records = []
-    for path in (folder / "run").glob("replica_*/metrics.jsonl"):
-        rows = map(json.loads, path.read_text().splitlines())
-        records += [row for row in rows if row["kind"] == "step"][1:]
+    records = [row for log in RunLog(folder / "run").replicas for row in log.of("step")[1:]]
     shares = [record["data/wait_seconds"] / record["speed/seconds_per_step"] for record in records]
     return {
         "seconds_per_step": round(

@@ -49,8 +49,8 @@ class OneJob(Written):
                     rank.kill()
             self._process.wait()
 
-    def files(self, replica: int) -> Iterable[Path]:
-        return self._folder.glob(f"replica_{replica:02d}/metrics.jsonl")
+    def folders(self, replica: int) -> Iterable[Path]:
+        return [self._folder / f"replica_{replica:02d}"]
 
     def run(self, faults: Sequence["Fault"], limit: float) -> int | None:
         """The exit code; None where it was not over in so many seconds.

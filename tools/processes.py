@@ -100,8 +100,8 @@ class Federation(Written):
         """The folder of a replica, which no other sees."""
         return self.folder / f"host_{replica}"
 
-    def files(self, replica: int) -> Iterable[Path]:
-        return self.host(replica).glob("replica_*/metrics.jsonl")
+    def folders(self, replica: int) -> Iterable[Path]:
+        return self.host(replica).glob("replica_*")
 
 
 def base_config(steps: int) -> dict[str, Any]:

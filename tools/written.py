@@ -1,17 +1,18 @@
 """What the replicas of a run have written about themselves, while it goes on and afterwards."""
 
-import contextlib
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from megatron_noloco.metrics.writers import Row
+from megatron_noloco.reading.rows import ReplicaLog
+
 
 class Written:
-    """Of one run; `files` says where."""
+    """Of one run; `folders` says where."""
 
-    def files(self, replica: int) -> Iterable[Path]:
-        """The metrics of a replica; there may be none yet."""
+    def folders(self, replica: int) -> Iterable[Path]:
+        """Those of a replica in which it writes metrics; there may be none yet."""
         raise NotImplementedError
 
     def step(self, replicas: Iterable[int]) -> int:
@@ -34,10 +35,8 @@ class Written:
         """Seconds for which training stood still in a round."""
         return max((row.get("round/pause_seconds", 0.0) for row in self._rows(replica)), default=0.0)
 
-    def _rows(self, replica: int) -> list[dict[str, Any]]:
-        rows = []
-        for file in self.files(replica):
-            for line in file.read_text().splitlines():
-                with contextlib.suppress(json.JSONDecodeError):  # cut off by a kill, or not yet written
-                    rows.append(json.loads(line))
-        return rows
+    def _rows(self, replica: int) -> list[Row]:
+        logs = [ReplicaLog(folder) for folder in self.folders(replica)]
+        for log in logs:
+            log.update()
+        return [row for log in logs for row in log.rows]

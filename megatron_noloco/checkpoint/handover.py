@@ -1,7 +1,7 @@
 """A checkpoint of another job of the federation: what a rank can give of its own, and what one accepts."""
 
 import os
-import tempfile
+import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -91,13 +91,17 @@ def receive(checkpoints: Path, manifest: Manifest, fill: Callable[[Sequence[Tens
     """
     folder = replica_folder(catalog.step_folder(checkpoints, manifest.step), manifest.position.replica)
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=checkpoints, prefix=".handover_") as name:
-        partial = Path(name)
+    partial = checkpoints / f".handover_{catalog.rank_name(manifest.position)}"
+    shutil.rmtree(partial, ignore_errors=True)  # left by a process that was killed
+    partial.mkdir()
+    try:
         files = {name: partial / name for name in sorted(manifest.files)}
         fill([_buffer(path, manifest.files[name].bytes) for name, path in files.items()])
         verify(partial, manifest.files)
         for name, path in files.items():
             put_in_place(path, folder / name)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     manifest.write(folder)
 
 

@@ -16,6 +16,7 @@ from megatron_noloco.checkpoint.catalog import WEIGHTS
 from megatron_noloco.checkpoint.ensemble import Ensemble, find_ensemble
 from megatron_noloco.checkpoint.files import verify
 from megatron_noloco.checkpoint.vector import FlatVector
+from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.topology import Position
 from megatron_noloco.spec.method import active_method
 
@@ -38,13 +39,7 @@ def report(saved: Ensemble) -> list[str]:
     topology = first.topology
     seq_length = first.config["model"]["seq_length"]
     size = sum(record.bytes for manifest in manifests for record in manifest.files.values())
-    parameters = sum(
-        math.prod(shape)
-        for manifest in manifests
-        if manifest.position.replica == topology.slot and manifest.position.dp == 0
-        for part in manifest.layout
-        for _, shape in part.parameters
-    )
+    parameters = table_of(first.architecture).parameter_count
     lines = [
         *(f"checkpoint: {folder}" for folder in dict.fromkeys(saved.folders.values())),
         f"step: {_steps(saved)} of {first.config['training']['train_iters']}",

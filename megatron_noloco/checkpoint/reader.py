@@ -48,7 +48,6 @@ class CheckpointReader:
         self.saved = saved
         self.topology = saved.topology
         self.table = table_of(saved.manifests[0].architecture)
-        self._vectors: dict[tuple[Position, str], FlatVector] = {}
         self._parts, self._other, self._merged = Scratch(), Scratch(), Scratch()
         self._places = self._find_parameters()
 
@@ -107,9 +106,6 @@ class CheckpointReader:
             begin = dp * place.length
             first, last = max(start, begin), min(stop, begin + place.length)
             if first < last:
-                at = Position(replica, place.stage, dp, place.tp)
-                file = self._vector(at, f"{vector}.{place.group}")
-                file.read_into(flat[first - start : last - start], first - begin)
-
-    def _vector(self, at: Position, name: str) -> FlatVector:
-        return self._vectors.setdefault((at, name), FlatVector(self.saved.file(at, name), name))
+                at, name = Position(replica, place.stage, dp, place.tp), f"{vector}.{place.group}"
+                numbers = FlatVector(self.saved.file(at, name), name)
+                numbers.read_into(flat[first - start : last - start], first - begin)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from megatron_noloco.cli.numbers import seconds
 from megatron_noloco.cli.output import say
 from megatron_noloco.doctor.finding import Finding
 from megatron_noloco.job.leaving import FAILURE
@@ -16,7 +17,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "doctor", help="whether this machine is ready to train, and what to fix first"
     )
     doctor.add_argument("--hostfile", type=Path, help="mpirun's: exchange between its first two hosts")
-    doctor.add_argument("--seconds", type=float, default=10.0, help="of exchanges; 0: none (default: 10)")
+    doctor.add_argument("--seconds", type=seconds, default=10.0, help="of exchanges; 0: none (default: 10)")
     doctor.add_argument("--json", action="store_true", help="one JSON object for scripts")
     doctor.set_defaults(run=_doctor)
 

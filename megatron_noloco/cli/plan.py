@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron_noloco.cli.errors import naming
+from megatron_noloco.cli.numbers import at_least_one, share
 from megatron_noloco.cli.output import say
 
 if TYPE_CHECKING:
@@ -27,22 +28,26 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         "plan", help="memory of a rank, bytes and seconds of exchanges, before a run: nothing is started"
     )
     plan.add_argument("config", help="a config file")
-    plan.add_argument("--gpus", type=int, metavar="N", help="ranks (default: as the file says)")
+    plan.add_argument("--gpus", type=at_least_one, metavar="N", help="ranks (default: as the file says)")
     plan.add_argument(
         "--gpu", metavar="NAME", help="such as H100: whether it fits, and how long a step takes"
     )
     plan.add_argument(
-        "--mfu", type=float, default=0.4, help="part of its peak that is reached (default: 0.4)"
+        "--mfu", type=share, default=0.4, help="part of its peak that is reached (default: 0.4)"
     )
     plan.add_argument(
-        "--step", type=_time, metavar="TIME", help="of a local step, where measured, such as 0.3s"
+        "--step", type=_duration, metavar="TIME", help="of a local step, where measured, such as 0.3s"
     )
     plan.add_argument("--bandwidth", type=_bandwidth, metavar="RATE", help="of a node's link, such as 1Gbit")
     plan.add_argument(
-        "--latency", type=_time, default=0.0, metavar="TIME", help="from node to node, such as 25ms"
+        "--latency", type=_latency, default=0.0, metavar="TIME", help="from node to node, such as 25ms"
     )
     plan.add_argument(
-        "--gpus-per-node", type=int, default=1, metavar="N", help="ranks that share a link (default: 1)"
+        "--gpus-per-node",
+        type=at_least_one,
+        default=1,
+        metavar="N",
+        help="ranks that share a link (default: 1)",
     )
     plan.add_argument("--json", action="store_true", help="one JSON object for scripts")
     plan.set_defaults(run=_plan)
@@ -186,12 +191,24 @@ def _accelerator(name: str) -> "Accelerator":
 
 def _bandwidth(text: str) -> float:
     """Bytes per second."""
-    return _quantity(text, "bandwidth")
+    return _more_than_nothing(text, "bandwidth")
 
 
-def _time(text: str) -> float:
+def _duration(text: str) -> float:
     """Seconds."""
+    return _more_than_nothing(text, "time")
+
+
+def _latency(text: str) -> float:
+    """Seconds; may be 0."""
     return _quantity(text, "time")
+
+
+def _more_than_nothing(text: str, kind: str) -> float:
+    quantity = _quantity(text, kind)
+    if not quantity:
+        raise argparse.ArgumentTypeError(f'"{text}" must be more than 0, such as {_EXAMPLES[kind]}')
+    return quantity
 
 
 def _quantity(text: str, kind: str) -> float:

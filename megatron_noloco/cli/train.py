@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from megatron_noloco import activity
 from megatron_noloco.cli.errors import LostError, StoppedError, UnexpectedError
+from megatron_noloco.cli.numbers import seconds
 from megatron_noloco.job.leaving import FAILURE, leave_with_parent
 from megatron_noloco.start_up import importing
 
@@ -30,7 +31,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     )
     train.add_argument(
         "--debug-waits",
-        type=float,
+        type=seconds,
         nargs="?",
         const=5.0,
         metavar="SECONDS",
@@ -44,8 +45,6 @@ def _train(args: argparse.Namespace) -> int:
 
     config = load_config(args.config)
     patience = config.training.watchdog_seconds if args.debug_waits is None else args.debug_waits
-    if patience < 0:
-        raise ValueError(f"--debug-waits {patience}: seconds must be 0 (never) or more")
 
     with importing():  # torch: only for a sound config
         from megatron_noloco.training.prepare import prepare

@@ -31,7 +31,7 @@ NOT_HERE = {
     "pipeline": "the pipeline is Megatron-core's; use parallel.pipeline_model_parallel_size",
     "tensor_parallel": "layers are split by Megatron-core; use parallel.tensor_model_parallel_size",
     "sequence_parallel_size": "the sequence is split by Megatron-core; use parallel.sequence_parallel",
-    "expert_parallel": "there are no experts in this model",
+    "expert_parallel": "experts are split by tensor parallelism; use parallel.tensor_model_parallel_size",
     "activation_checkpointing": "recomputation is Megatron-core's; use model.recompute_granularity",
     "data_efficiency": "samples are drawn by megatron_noloco, not by DeepSpeed's loader",
     "torch_autocast": 'the forward pass runs outside of DeepSpeed; use "bf16": {"enabled": true}',

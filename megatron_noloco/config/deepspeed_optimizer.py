@@ -66,7 +66,7 @@ def _optimizer(values: dict[str, Any]) -> Iterator[Problem]:
     known = keys.DEEPSPEED_OPTIMIZERS | keys.TORCH_OPTIMIZERS
     if isinstance(name, str) and not {name, name.lower()} & known:
         yield _unknown_type("optimizer", name, ["AdamW", "Adam", "Lion", *sorted(keys.TORCH_OPTIMIZERS)])
-    if name in keys.TORCH_OPTIMIZERS or is_muon(values["optimizer"]):
+    if str(name) in keys.TORCH_OPTIMIZERS or is_muon(values["optimizer"]):
         values["zero_allow_untested_optimizer"] = True  # as it calls all but Adam and Lion
     if "max_grad_norm" in params:
         text = "optimizer.params.max_grad_norm: use the top-level gradient_clipping"

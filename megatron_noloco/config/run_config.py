@@ -214,11 +214,6 @@ class RunConfig:
             return "bf16"
         return "fp16" if self.deepspeed.get("fp16", {}).get("enabled", False) else "fp32"
 
-    @property
-    def zero_stage(self) -> int:
-        """The ZeRO stage that runs: always 1, since a 0 in the file is run as 1."""
-        return int(self.deepspeed["zero_optimization"]["stage"])
-
 
 def _parse(name: str, model: type[Block], raw: dict[str, Any]) -> Block:
     """Raises KeyError for a block that is missing and has required fields."""

@@ -103,9 +103,9 @@ class FastTokenizer:
             _read_json(self.folder / name).get("eos_token")
             for name in ("tokenizer_config.json", "special_tokens_map.json")
         ]
-        texts = [token["content"] if isinstance(token, dict) else token for token in named]
+        texts = [token.get("content") if isinstance(token, dict) else token for token in named]
         for text in (*texts, *_USUAL_ENDS):
-            if text in vocabulary:
+            if isinstance(text, str) and text in vocabulary:
                 return text
         raise ValueError(
             f"tokenizer_model {self.folder}: no end-of-document token; name it as eos_token in "

@@ -4,6 +4,7 @@ Read and written here, without Megatron-core: importing that takes seconds in ev
 damaged file for a good one. The format is that of its `datasets/indexed_dataset.py`; tests compare both ways.
 """
 
+import os
 import shutil
 import struct
 from array import array
@@ -12,6 +13,8 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+
+from megatron_noloco.files import write_whole
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
@@ -136,13 +139,18 @@ class IndexedWriter:
             shutil.copyfileobj(file, self._tokens, _COPY_BYTES)
 
     def finish(self) -> None:
-        self._tokens.close()
+        """Write the index, once the tokens are safe on the disk."""
+        with self._tokens as tokens:
+            tokens.flush()
+            os.fsync(tokens.fileno())
         code = next(code for code, dtype in _DTYPES.items() if dtype is self._dtype)
         lengths = np.array(self._lengths, dtype=np.int32)
         begins = np.cumsum(lengths, dtype=np.int64) - lengths
-        partial = Path(f"{self.prefix}.idx.partial")
-        with partial.open("wb") as file:
-            file.write(_HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(self._bounds)))
-            for part in (lengths, begins * np.dtype(self._dtype).itemsize, np.array(self._bounds)):
-                file.write(part.tobytes())
-        partial.replace(f"{self.prefix}.idx")
+
+        def write(path: Path) -> None:
+            with path.open("wb") as file:
+                file.write(_HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(self._bounds)))
+                for part in (lengths, begins * np.dtype(self._dtype).itemsize, np.array(self._bounds)):
+                    file.write(part.tobytes())
+
+        write_whole(Path(f"{self.prefix}.idx"), write)

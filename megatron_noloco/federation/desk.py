@@ -190,6 +190,9 @@ class Desk:
                 peer.begun, peer.open_from = frame.number - 1, frame.offset
                 withdrawn = WithdrawnError(f"rank {peer.rank} has no part in this exchange")
                 self.drop(peer, frame.offset * EXCHANGE_TAGS, withdrawn)
+                if peer.begun >= 0:  # it has taken over what it wanted: files need not stay open for it
+                    trains = ConnectionError(f"rank {peer.rank} trains")
+                    self._drop_sends(peer, lambda tag: tag >= HANDOVER_TAG, trains)
                 return ""
             case Kind.WANT:
                 return self._take_want(peer, frame)

@@ -3,7 +3,8 @@
     taker: ASK, to all    giver: OFFER, a description of its files    taker: WANT, for each file    giver: DATA
 
 The giver holds the files open from its offer on, so that all are of one state, and reads them chunk by chunk while
-it trains. This package does not know what is in them.
+it trains. It closes them when they have arrived, or when who asked trains without them. This package does not know
+what is in them.
 """
 
 import itertools

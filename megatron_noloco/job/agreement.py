@@ -13,17 +13,17 @@ def announce(subject: str, number: int) -> None:
     store().set(f"{subject}/{dist.get_rank()}", str(number))
 
 
-def largest_announced(subject: str, patience_seconds: float = PATIENCE_SECONDS) -> int:
+def largest_announced(subject: str) -> int:
     """The largest number, as soon as all ranks have announced theirs.
 
-    Raises RuntimeError when a rank has not within `patience_seconds`, or when the store is gone.
+    Raises RuntimeError when a rank has not within `PATIENCE_SECONDS`, or when the store is gone.
     """
     names = [f"{subject}/{rank}" for rank in range(dist.get_world_size())]
-    deadline = time.monotonic() + patience_seconds
+    deadline = time.monotonic() + PATIENCE_SECONDS
     held = store()
     while not held.check(names):  # waiting in the store would keep this process's others from it
         if time.monotonic() > deadline:
-            raise RuntimeError(f"a rank has not answered for {patience_seconds:.0f} s")
+            raise RuntimeError(f"a rank has not answered for {PATIENCE_SECONDS:.0f} s")
         time.sleep(_LOOK_SECONDS)
     return max(int(held.get(name)) for name in names)
 

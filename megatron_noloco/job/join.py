@@ -113,7 +113,7 @@ def _store_found_by_mpi(world: World) -> dist.TCPStore:
     same_host = len(set(mpi.share_with_all(socket.gethostname()))) == 1
     if world.rank == 0:
         address = os.environ.get("MASTER_ADDR") or (_LOCAL_HOST if same_host else reachable_address())
-        store = _store(world, address, int(os.environ.get("MASTER_PORT", "0")))
+        store = _store(world, address, launcher.master_port(os.environ, 0))
         mpi.share_with_all(f"{address} {store.port}")
         return store
     address, port = mpi.share_with_all("")[0].split()
@@ -123,7 +123,7 @@ def _store_found_by_mpi(world: World) -> dist.TCPStore:
 def _store_found_by_name(world: World) -> dist.TCPStore:
     """Without MPI every rank works out alone where rank 0 is: from MASTER_*, or from Slurm's job."""
     address = os.environ.get("MASTER_ADDR") or _host_of_rank_0(world)
-    port = int(os.environ.get("MASTER_PORT", launcher.slurm_port(os.environ)))
+    port = launcher.master_port(os.environ, launcher.slurm_port(os.environ))
     return _store(world, address, port)
 
 

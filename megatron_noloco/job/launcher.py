@@ -38,6 +38,7 @@ _TORCH = _Names("RANK", "LOCAL_RANK", "WORLD_SIZE")
 _OPEN_MPI = _Names("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE")
 _HYDRA = _Names("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE")  # MPICH and Intel MPI
 _SLURM = _Names("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
+_LAST_PORT = 65535
 
 
 def read_world(environ: Environ) -> World:
@@ -166,6 +167,14 @@ def slurm_first_host(environ: Environ) -> str | None:
             f"`{' '.join(command)}` failed ({error}); export MASTER_ADDR, the host of rank 0, before srun"
         ) from None
     return listing.stdout.split()[0]
+
+
+def master_port(environ: Environ, default: int) -> int:
+    """That of MASTER_PORT where it is set. Raises ValueError."""
+    text = environ.get("MASTER_PORT", str(default))
+    if not text.isdecimal() or int(text) > _LAST_PORT:
+        raise ValueError(f"environment: MASTER_PORT={text!r} is not a port; it must be 0 to {_LAST_PORT}")
+    return int(text)
 
 
 def slurm_port(environ: Environ) -> int:

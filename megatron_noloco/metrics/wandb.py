@@ -45,7 +45,10 @@ class WandbRun:
 
     def close(self) -> None:
         if self._run is not None:
-            self._run.finish()
+            try:
+                self._run.finish()
+            except self._error as error:
+                self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:
         self._run = None

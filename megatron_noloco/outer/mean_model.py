@@ -20,7 +20,7 @@ class MeanModel:
         self.exchange = exchange
 
     @contextmanager
-    def in_place(self, number: int, what: str = "an evaluation") -> Iterator[float]:
+    def in_place(self, number: int) -> Iterator[float]:
         """Inside, the weights are those of the mean model; on leaving they are the replica's own again.
 
         Gives the spread: the standard deviation of the slow weights over the replicas, root mean square over
@@ -28,11 +28,10 @@ class MeanModel:
 
         Args:
             number: of this evaluation, the same on all ranks; local steps done will do.
-            what: the exchange, as an error names it.
         """
         everyone = tuple(range(self.exchange.place.replicas))
         with self.outer.evaluating() as slow_weights:
-            self.exchange.begin(slow_weights, everyone, number, what)
+            self.exchange.begin(slow_weights, everyone, number, "an evaluation")
             with self.outer.weights.writing() as write:
                 for start, _, mean in self.exchange.finish():
                     write(start, mean)

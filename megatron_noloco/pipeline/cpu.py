@@ -2,8 +2,11 @@
 
 Core writes `device="cuda"` or `torch.cuda.current_device()` into a handful of functions that offer no argument
 for the device. On a CPU the name `torch` inside those modules is rebound to a proxy that answers "cpu" to
-both; everything else passes through untouched. Nothing else in this project patches another package.
-`tests/unit/test_contracts.py` fails when an upgrade moves any of these names.
+both; everything else passes through untouched. `tests/unit/test_contracts.py` fails when an upgrade moves any of
+these names.
+
+Other packages are changed in three more places: `pipeline.groups` sets core's global groups, `engine.build` tells
+DeepSpeed that it has no shared-memory all-reduce, and `engine.clipping` replaces methods of its ZeRO optimizer.
 """
 
 from typing import Any

@@ -12,7 +12,6 @@ from typing import IO, Any, Literal
 from megatron_noloco.data.corpus import PIECE_BYTES, files_below, read_piece
 
 BITE_BYTES = PIECE_BYTES  # of text handed to a worker at once
-_COMPRESSED = (".gz", ".zst")
 _COMPRESSED_BYTES = 1 << 16  # read at once
 _JSON_LINES = (".jsonl", ".json", ".ndjson")
 

@@ -148,7 +148,8 @@ def _meetings(run: RunLog, axes: Any) -> None:
     order, _ = _means(run, "round/index")
     interval = min((after - before for before, after in pairwise(order)), default=1)
     groups: dict[int, set[tuple[int, ...]]] = {}
-    for number, log in enumerate(run.replicas):
+    for log in run.replicas:
+        number = int(log.replica)
         for row in log.of("step"):
             if "round/partners" in row:
                 groups.setdefault(row["step"], set()).add(tuple(sorted({number, *row["round/partners"]})))

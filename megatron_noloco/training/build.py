@@ -143,7 +143,7 @@ def _delay(config: RunConfig, outer: Rounds, start: Start) -> DelayChoice | None
         return None
     local_steps = config.noloco.local_steps
     if DELAY_STEPS not in start.counters:
-        return DelayChoice(outer, start.step // local_steps)
+        return DelayChoice(outer)
     outer.delay_steps = min(int(start.counters[DELAY_STEPS]), local_steps)
     return None
 
@@ -195,13 +195,14 @@ def _console(prepared: Prepared, transport: Transport, start: Start, progress: s
     config, topology = prepared.config, prepared.topology
     training, samples = config.training, len(prepared.datasets.train)
     before = int(start.counters.get(_SAMPLES, samples))
+    shows = "tensorboard.main --logdir" if config.tensorboard.enabled else "megatron_noloco report"
     facts = RunFacts(
         unigram_entropy=prepared.datasets.unigram_entropy,
         synchronous_bytes_per_step=_synchronous_bytes_per_step(prepared),
         output_dir=str(Path(training.output_dir).resolve()),
         how_to_continue="the same command"
         + ("" if config.checkpoint.load == "auto" else ' with checkpoint.load "auto"'),
-        next_command=f"{os.path.relpath(sys.executable)} -m tensorboard.main --logdir {training.output_dir}",
+        next_command=f"{os.path.relpath(sys.executable)} -m {shows} {training.output_dir}",
     )
     console = Console(progress, training.train_iters, start.step, facts)
     console.say(

@@ -48,7 +48,7 @@ class Console:
         self.last_steps: Row | None = None
         self.start_step = start_step
         self.total_steps = total_steps
-        self.steps_seconds = 0.0
+        self.steps_seconds = self.pause_seconds = 0.0  # of this process
         self._live: Live | None = None
         if bar:
             self._progress = Progress(
@@ -78,7 +78,9 @@ class Console:
             self.say(checkpoint_line(row))
             return
         previous = self.last_steps["step"] if self.last_steps else self.start_step
-        self.steps_seconds += row["speed/seconds_per_step"] * (row["step"] - previous)
+        steps = row["step"] - previous
+        self.steps_seconds += row["speed/seconds_per_step"] * steps
+        self.pause_seconds += row["time/exchange_seconds"] * steps
         self.last_steps = row
         if self._live is None:
             self.say(log_line(row, self.total_steps))
@@ -133,5 +135,5 @@ class Console:
         if synchronous and sent:
             times = f"{synchronous / sent:.1f} times as much"
             yield "an all-reduce of every step would have sent", f"{synchronous / 1e6:.1f} MB ({times})"
-        share = row["total/pause_seconds"] / self.steps_seconds if self.steps_seconds else 0.0
+        share = self.pause_seconds / self.steps_seconds if self.steps_seconds else 0.0
         yield "share of training time in exchanges", f"{100 * share:.1f} %"

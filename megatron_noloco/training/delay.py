@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections import deque
 
 from megatron_noloco.job import agreement
 from megatron_noloco.outer import OuterOptimizer, RoundReport
@@ -18,34 +19,34 @@ class DelayChoice:
     time a partner was late is a part of it. The third round gives everybody time to announce. Then all ranks take
     the largest number. A rank that has not come so far is waited for; it waits for none that is ahead.
 
-    Args:
-        rounds_before: rounds done before this process started.
+    Rounds are counted as they end, whatever their number: a job of a federation leaves some out. There a round
+    without a partner does not count, nor does one that began before a resume. The ranks of a job agree on both.
     """
 
-    def __init__(self, outer: OuterOptimizer, rounds_before: int) -> None:
+    def __init__(self, outer: OuterOptimizer) -> None:
         self.outer = outer
         self.local_steps = outer.settings.local_steps
-        self._first_delayed = rounds_before + _MEASURED_ROUNDS + 1
-        self._measured = range(rounds_before, rounds_before + _MEASURED_ROUNDS)
-        self._step_seconds: list[float] = []
+        self._rounds = 0
+        self._step_seconds = deque[float](maxlen=_MEASURED_ROUNDS * self.local_steps)
         self._exchange_seconds: list[float] = []
 
     def before_round(self, done: int, step_seconds: float) -> int | None:
         """After each local step, before the outer optimizer knows of it; returns d where it is decided now."""
-        round_index = done // self.local_steps - 1
-        if round_index < self._measured.stop:
+        if self._rounds < _MEASURED_ROUNDS:
             self._step_seconds.append(step_seconds)
-        if done % self.local_steps or round_index != self._first_delayed:
+        if self.outer.delay_steps or done % self.local_steps or self._rounds <= _MEASURED_ROUNDS:
             return None
         self.outer.delay_steps = agreement.largest_announced(_SUBJECT)
         return self.outer.delay_steps
 
     def after_round(self, report: RoundReport) -> None:
         """After each round of a fragment."""
-        if report.round_index not in self._measured:
+        if report.exchange.missed or not report.exchange.seconds:
             return
-        self._exchange_seconds.append(report.exchange.seconds)
-        last = (self._measured.stop - 1, self.outer.settings.fragments - 1)
-        if (report.round_index, report.fragment) == last:
-            steps = math.ceil(max(self._exchange_seconds) / statistics.median(self._step_seconds))
-            agreement.announce(_SUBJECT, min(max(1, steps), self.local_steps))
+        if self._rounds < _MEASURED_ROUNDS:
+            self._exchange_seconds.append(report.exchange.seconds)
+        if report.fragment == self.outer.settings.fragments - 1:
+            self._rounds += 1
+            if self._rounds == _MEASURED_ROUNDS:
+                steps = math.ceil(max(self._exchange_seconds) / statistics.median(self._step_seconds))
+                agreement.announce(_SUBJECT, min(max(1, steps), self.local_steps))

@@ -62,14 +62,14 @@ class Run:
     monitor: Monitor
     stopping: Stopping
     final_average: FinalAverage | None = None
-    delay: DelayChoice | None = None  # where the run itself chooses delay_steps, and has not yet
+    delay: DelayChoice | None = None  # where the run itself chooses delay_steps
     keeping_up: KeepingUp | None = None  # with the other jobs of a federation
     health: Health | None = None  # in a federation
 
     def train(self) -> bool:
         """Train to the end, or until asked to stop.
 
-        False when the run stopped early and this rank's state could not be saved. Raises PartnerTimeoutError when
+        False when the last checkpoint of this rank could not be written. Raises PartnerTimeoutError when
         a partner does not answer, NotFiniteError as `Health` does: the run can then be continued from its last
         checkpoint.
         """
@@ -85,7 +85,7 @@ class Run:
         self.stopping.close(done)
         stopped_early = done < self.schedule.steps
         self.monitor.summary(done, self.stopping.reason if stopped_early else None)
-        return not (stopped_early and self.checkpointer.last_save_failed)
+        return not self.checkpointer.last_save_failed
 
     def _loop(self) -> int:
         """The local steps done, counted from the beginning of the training."""

@@ -103,9 +103,9 @@ class MpiFlight:
 
 
 class MpiTransport:
-    """Point-to-point messages on a private duplicate of `comm` (COMM_WORLD by default), without copies.
+    """Point-to-point messages on a private duplicate of COMM_WORLD, without copies.
 
-    Every rank of `comm` must construct its transport at the same place of the programme. A request
+    Every rank must construct its transport at the same place of the programme. A request
     that missed its deadline is never cancelled (MPI promises little about what then arrives): the flight
     stays on a list, with its buffers, until the partner answers after all. Give every exchange a tag of its
     own, so that a late message finds the old buffer and not the next one.
@@ -117,7 +117,7 @@ class MpiTransport:
     connects_lazily = True  # Open MPI and MPICH; a message that was not needed costs no time
     partners = None
 
-    def __init__(self, comm: Any = None, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> None:
+    def __init__(self, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> None:
         if not 1 <= chunk_bytes < _COUNT_LIMIT:
             raise ValueError(f"chunk_bytes {chunk_bytes} must lie between 1 and {_COUNT_LIMIT - 1}")
         from mpi4py import MPI
@@ -127,7 +127,7 @@ class MpiTransport:
                 "MPI was started with THREAD_SINGLE, but gloo and the writer of checkpoints are threads; "
                 'leave mpi4py.rc.thread_level at "multiple", or set it to "funneled"'
             )
-        self._comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
+        self._comm = MPI.COMM_WORLD.Dup()
         self._chunk_bytes = chunk_bytes
         self.progress = progress_of(MPI.Get_library_version(), os.environ)
         self.device_buffers = torch.cuda.is_available() and gpu_buffers_supported()

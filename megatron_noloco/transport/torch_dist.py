@@ -32,8 +32,8 @@ _Started = dist.Work | ConnectionError  # an operation under way, or refused
 class TorchTransport:
     """Point-to-point messages over a gloo group of its own.
 
-    Without `group` the constructor makes one over all ranks, so every rank must construct its transport at
-    the same place of the programme. A given group must be a gloo group; ranks are then those of the group.
+    The constructor makes it over all ranks, so every rank must construct its transport at the same place of the
+    programme.
     """
 
     name = "torch"
@@ -42,10 +42,8 @@ class TorchTransport:
     progress = "threads of gloo"
     partners = None
 
-    def __init__(
-        self, group: dist.ProcessGroup | None = None, chunk_bytes: int = DEFAULT_CHUNK_BYTES
-    ) -> None:
-        self._group = group if group is not None else dist.new_group(backend="gloo", timeout=_NEVER)
+    def __init__(self, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=_NEVER)
         self._chunk_bytes = chunk_bytes
         self.rank = dist.get_rank(self._group)
         self.world_size = dist.get_world_size(self._group)

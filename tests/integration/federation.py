@@ -138,6 +138,14 @@ class Federation:
             assert all(process.is_alive() for process in self._running[replica]), self.told(replica)
             time.sleep(_LOOK_SECONDS)
 
+    def until_told(self, replica: int, what: str) -> None:
+        """Until the first rank of a replica has written this."""
+        deadline = time.monotonic() + LONGEST_SECONDS
+        while what not in self.told(replica):
+            assert time.monotonic() < deadline, self.told(replica)
+            assert all(process.is_alive() for process in self._running[replica]), self.told(replica)
+            time.sleep(_LOOK_SECONDS)
+
     def state(self, replica: int, step: int) -> dict[str, Tensor]:
         """Every tensor that a replica saved."""
         return state_of(self.folder / f"replica_{replica:02d}" / "checkpoints", replica, step)

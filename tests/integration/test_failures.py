@@ -95,12 +95,6 @@ def test_a_rank_that_is_killed_is_missed_by_one_other(script: str, tmp_path: Pat
         assert "was ended by SIGKILL" in finished.stderr
 
 
-def test_a_negative_wait_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = write_config(tmp_path, tiny())
-    assert main(["train", "--config", config, "--debug-waits", "-1"]) == 2
-    assert capsys.readouterr().err == "--debug-waits -1.0: seconds must be 0 (never) or more\n"
-
-
 @pytest.mark.parametrize(
     ("options", "seconds"), [([], 7.0), (["--debug-waits"], 5.0), (["--debug-waits", "1.5"], 1.5)]
 )

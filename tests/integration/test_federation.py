@@ -132,6 +132,20 @@ def test_a_replica_is_killed_and_comes_back_and_a_new_one_joins(tmp_path: Path, 
         assert max(last_losses(federation, 3)) < 5.0, "of 5.6 at the start"
 
 
+def test_a_replica_that_joins_late_finds_how_long_to_overlap(tmp_path: Path, text: str) -> None:
+    """So does the one that was alone before. The rounds that each leaves out measure nothing."""
+    overlap = {"local_steps": 4, "overlap": {"mode": "delayed", "delay_steps": "auto"}}
+    more = {"noloco": overlap, "training": {"train_iters": 100_000}, "checkpoint": {"save_interval": 4}}
+    with Federation(tmp_path, changes(text, 2, **more), apart=True) as federation:
+        federation.start(0)
+        federation.until(0, 10)
+        assert "overlap from" not in federation.told(0)
+        federation.start(1)
+        for replica in range(2):
+            federation.until_told(replica, "overlap from iteration")
+        federation.stop()
+
+
 @pytest.mark.parametrize("encryption", [pytest.param("none", marks=pytest.mark.slow), "curve"])
 def test_a_replica_of_two_stages_that_lost_its_disk_goes_on_from_another_to_the_end(
     tmp_path: Path, text: str, encryption: str

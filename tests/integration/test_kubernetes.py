@@ -17,6 +17,7 @@ def documents() -> list[dict[str, Any]]:
     return list(yaml.safe_load_all(MANIFEST.read_text()))
 
 
+@pytest.mark.contract
 def test_it_fits_the_published_schema() -> None:
     """108 MB of schemas, so the package is not among the requirements: `pip install kubernetes-validate`."""
     kubernetes_validate = pytest.importorskip("kubernetes_validate")

@@ -14,7 +14,15 @@ from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.metrics.charts import layout
 from tests.harness import run_ranks
 from tests.integration.chaos import command
-from tests.integration.tiny import metrics, run_whole, tiny, write_config, write_text
+from tests.integration.tiny import (
+    already_joined,
+    build_run,
+    metrics,
+    run_whole,
+    tiny,
+    write_config,
+    write_text,
+)
 
 # In place of the package: a run keeps what it is given, and writes it down when it is finished.
 WANDB = """
@@ -40,6 +48,29 @@ def init(**options):
 def run_with(rank: int, world_size: int, config: str, packages: str) -> None:
     sys.path.insert(0, packages)
     run_whole(rank, world_size, config)
+
+
+def next_command(rank: int, world_size: int, config: str) -> str:
+    """With which the closing table ends."""
+    already_joined()
+    run = build_run(config)
+    assert run.monitor.console is not None
+    return run.monitor.console.facts.next_command
+
+
+@pytest.mark.parametrize(
+    ("enabled", "command"), [(True, "tensorboard.main --logdir"), (False, "megatron_noloco report")]
+)
+def test_what_is_recommended_at_the_end_has_something_to_show(
+    enabled: bool, command: str, tmp_path: Path
+) -> None:
+    changes = {
+        "tensorboard": {"enabled": enabled},
+        "data": {"text": write_text(tmp_path)},
+        "training": {"output_dir": str(tmp_path)},
+    }
+    (told,) = run_ranks(1, next_command, write_config(tmp_path, tiny(changes)))
+    assert told.endswith(f" -m {command} {tmp_path}")
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.ensemble import Ensemble
+from megatron_noloco.checkpoint.inspect import inspect
 from megatron_noloco.checkpoint.reader import CheckpointReader
 from megatron_noloco.model.dropout import random_state
 from megatron_noloco.plans.topology import Position
@@ -159,6 +160,12 @@ def state(run: Run) -> dict[str, Any]:
     return {name: value for name, value in content.items() if " rng." not in name and " delayed_" not in name}
 
 
+def parameters(run: Run) -> str:
+    """As `inspect` says it."""
+    (told,) = (line for line in inspect([run.step_folder(SAVED)]) if line.startswith("parameters: "))
+    return told
+
+
 @pytest.mark.parametrize(
     ("both", "before", "after"),
     [
@@ -173,6 +180,7 @@ def test_there_and_back(both: list[Changes], before: Changes, after: Changes, tm
     first = saved_run(tmp_path / "first", [*both, before])
     there = taken_over(first, after, tmp_path / "there")
     back = taken_over(there, before, tmp_path / "back")
+    assert parameters(first) == parameters(there), "slices and copies are counted once"
     found, expected = state(back), state(first)
     assert any("inner." in name for name in expected)
     assert any("correction" in name for name in expected) == (LATE in both)

@@ -27,7 +27,7 @@ def report_of(round_index: int, seconds: float, fragment: int = 0) -> RoundRepor
 def chooses(rank: int, world_size: int, exchange_seconds: list[float], rounds_before: int) -> list[Any]:
     """Local steps of one second; the delay in force in each round, and when it was said."""
     outer: Any = SimpleNamespace(settings=OuterSettings(local_steps=K), delay_steps=0)
-    choice, found = DelayChoice(outer, rounds_before), []
+    choice, found = DelayChoice(outer), []
     for done in range(rounds_before * K + 1, (rounds_before + 6) * K + 1):
         said = choice.before_round(done, 1.0 if done > 1 else 50.0)  # the first step is slow
         if done % K == 0:
@@ -38,7 +38,7 @@ def chooses(rank: int, world_size: int, exchange_seconds: list[float], rounds_be
 
 @pytest.mark.parametrize(
     ("exchange_seconds", "expected"),
-    [([0.1, 0.2, 0.0], 1), ([0.5, 2.1, 0.3], 3), ([0.1, 99.0, 0.1], K)],
+    [([0.1, 0.2, 0.01], 1), ([0.5, 2.1, 0.3], 3), ([0.1, 99.0, 0.1], K)],
     ids=["short", "of two steps and a bit", "longer than a local phase"],
 )
 def test_all_ranks_take_the_largest_delay_from_the_same_round_on(
@@ -49,20 +49,52 @@ def test_all_ranks_take_the_largest_delay_from_the_same_round_on(
 
 
 def chooses_in_fragments(rank: int, world_size: int, start: int) -> list[Any]:
-    """Two fragments, of which the first takes 2.5 steps and the last none; when the delay is said."""
+    """Two fragments, of which the first takes 2.5 steps and the last nearly none; when the delay is said."""
     outer: Any = SimpleNamespace(settings=OuterSettings(local_steps=K, fragments=2), delay_steps=0)
-    choice, said = DelayChoice(outer, start // K), {}
+    choice, said = DelayChoice(outer), {}
     for done in range(start + 1, 5 * K + 1):
         if chosen := choice.before_round(done, 1.0):
             said[done] = chosen
         if due := fragment_after(done, K, 2):
-            choice.after_round(report_of(due[0], 2.5 if due[1] == 0 else 0.0, due[1]))
+            choice.after_round(report_of(due[0], 2.5 if due[1] == 0 else 0.01, due[1]))
     return list(said.items())
 
 
 @pytest.mark.parametrize(("start", "decided"), [(0, 4 * K), (3, 4 * K), (K + 1, 5 * K)])
 def test_every_fragment_counts_also_after_a_resume_within_a_round(start: int, decided: int) -> None:
     assert run_ranks(2, chooses_in_fragments, start) == [[(decided, 3)]] * 2
+
+
+def chooses_in_federation(rank: int, world_size: int, steps: list[int], byes: set[int]) -> list[Any]:
+    """When the delay is said. A round without a partner is a bye, with or without a wait for one before."""
+    outer: Any = SimpleNamespace(settings=OuterSettings(local_steps=K), delay_steps=0)
+    choice, said = DelayChoice(outer), {}
+    for done in steps:
+        if chosen := choice.before_round(done, 1.0):
+            said[done] = chosen
+        if done % K == 0:
+            met = done // K - 1 not in byes
+            exchange = ExchangeReport((0, 1) if met else (0,), seconds=2.5 if met else 60.0 * rank)
+            exchange.missed = "" if met or rank == 0 else "replica 1 missed the deadline"
+            choice.after_round(RoundReport(done // K - 1, exchange, 0.0, 0.0))
+    return list(said.items())
+
+
+@pytest.mark.parametrize(
+    ("steps", "byes", "said"),
+    [
+        ([*range(1, K + 1), *range(3 * K, 9 * K + 1)], {}, [(5 * K, 3)]),
+        ([*range(20 * K, 30 * K)], {}, [(23 * K, 3)]),
+        ([*range(1, 9 * K)], {0, 2}, [(6 * K, 3)]),
+        ([*range(1, 9 * K)], {0, 1, 4, 5}, [(8 * K, 3)]),
+        ([*range(1, 9 * K)], range(9), []),
+    ],
+    ids=["leaves out one round", "leaves out all before", "two byes", "byes after the choice", "alone"],
+)
+def test_in_a_federation_the_rounds_with_a_partner_count_whatever_their_numbers(
+    steps: list[int], byes: Any, said: list[Any]
+) -> None:
+    assert run_ranks(2, chooses_in_federation, steps, set(byes)) == [said] * 2
 
 
 def test_the_slow_first_step_does_not_shorten_the_delay() -> None:

@@ -209,8 +209,9 @@ class TestInspect:
         assert told["consumed by all replicas"] == "120 samples, 1920 tokens"
         assert told["parallel"] == "3 replicas x pipeline 2 x data 1 x tensor 1 = 6 ranks"
         assert told["method"] == "noloco"
-        assert told["parameters"] == f"{sum(SIZES)} per replica"
-        assert told["size"] == f"{size / 1e6:.1f} MB, {size / (3 * sum(SIZES)):.1f} bytes per parameter"
+        parameters = table_of(RunConfig.from_dict(CONFIG).architecture(257)).parameter_count
+        assert told["parameters"] == f"{parameters} per replica"
+        assert told["size"] == f"{size / 1e6:.1f} MB, {size / (3 * parameters):.1f} bytes per parameter"
         assert told["integrity"] == "12 files, all checksums match"
 
     def test_a_run_without_rounds_has_no_method(

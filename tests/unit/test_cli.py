@@ -60,6 +60,34 @@ def test_everything_else_is_a_traceback(
     assert capsys.readouterr().err.startswith("Traceback")
 
 
+@pytest.mark.parametrize(
+    ("option", "texts", "problem"),
+    [
+        ("plan a.json --gpus", ("0", "-2", "1.5"), "is not a whole number of at least 1"),
+        ("plan a.json --gpus-per-node", ("0", "-2", "two"), "is not a whole number of at least 1"),
+        ("plan a.json --mfu", ("0", "-1", "40", "nan", "x"), "is not a number above 0 and at most 1"),
+        ("plan a.json --bandwidth", ("0Mbit",), "must be more than 0, such as 100Mbit or 1Gbit"),
+        ("plan a.json --step", ("0s", "0.0ms"), "must be more than 0, such as 25ms or 0.3s"),
+        ("doctor --seconds", ("-1", "nan", "inf", "x"), "is not a number of seconds; it must be 0 or more"),
+        ("train --config a --debug-waits", ("-1", "nan"), "is not a number of seconds; it must be 0 or more"),
+    ],
+)
+def test_a_number_that_cannot_be_meant(
+    option: str, texts: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for text in texts:
+        with pytest.raises(SystemExit) as ended:
+            main.main([*option.split(), text])
+        assert ended.value.code == 2
+        (line,) = (line for line in capsys.readouterr().err.splitlines() if "error: " in line)
+        assert line.endswith(f': "{text}" {problem}')
+
+
+def test_a_latency_may_be_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["plan", "nowhere.json", "--latency", "0ms"]) == 2
+    assert capsys.readouterr().err == "nowhere.json: cannot be read: No such file or directory\n"
+
+
 def test_importing_it_is_quick_and_needs_no_extra() -> None:
     code = (
         "import sys, megatron_noloco.cli.main\n"

@@ -143,6 +143,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"elasticity": {}}, "elasticity was removed from DeepSpeed"),
     ({"pipeline": {"stages": 2}}, "use parallel.pipeline_model_parallel_size"),
+    (
+        {"expert_parallel": {"enabled": True}},
+        "experts are split by tensor parallelism; use parallel.tensor_model_parallel_size",
+    ),
     ({"activation_checkpointing": {}}, "use model.recompute_granularity"),
     # what is missing
     ({"training": MISSING}, "training is missing (an object with train_iters)"),
@@ -293,6 +297,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ),
     ({"optimizer.params.lr": "fast"}, "optimizer.params.lr: must be a number >= 0, got 'fast'"),
     ({"optimizer.params.weight_dekay": 1}, "did you mean optimizer.params.weight_decay?"),
+    ({"optimizer.type": ["AdamW"]}, 'optimizer.type: must be text, got ["AdamW"]'),
     ({"optimizer.type": "Lamb"}, "'Lamb' is not a known optimizer; known are AdamW, Adam, Lion, Adadelta"),
     ({"optimizer.params.betas": "x"}, "optimizer.params.betas: must be two numbers from 0 to below 1"),
     ({"optimizer.params.weight_decay": "much"}, "optimizer.params.weight_decay: must be a number >= 0"),
@@ -758,7 +763,7 @@ def test_deepspeed_s_own_spellings_pass() -> None:
 
 @pytest.mark.parametrize("zero", [{"stage": 0}, {"stage": 1}, {}, True, False])
 def test_zero_0_is_run_as_1(zero: Any) -> None:
-    assert config(zero_optimization=zero).zero_stage == 1
+    assert config(zero_optimization=zero).deepspeed["zero_optimization"]["stage"] == 1
 
 
 def test_precision() -> None:

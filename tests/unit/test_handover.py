@@ -1,5 +1,6 @@
 """Files that a rank hands over to its counterpart in another job, while both do other things."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -91,6 +92,23 @@ def test_a_second_offer_takes_the_place_of_the_first(tmp_path: Path) -> None:
         places = buffers(paths)
         asking.take(0, tag, places, SECONDS)
         assert [place.numpy().tobytes() for place in places] == [path.read_bytes() for path in paths]
+
+
+def test_what_is_not_taken_is_closed_when_who_asked_trains(tmp_path: Path) -> None:
+    paths = files(tmp_path / "given")
+    with transport(tmp_path, 0) as giver, transport(tmp_path, 1) as taker:
+        assert all(one.wait_for(1, SECONDS) for one in (giver, taker))
+        Handover(giver, lambda: Gift(b"two files", paths))
+        assert Handover(taker, nothing).offers(SECONDS)[1] == {0: b"two files"}
+        assert held_open(paths) == set(paths)
+        taker.partners.begin(0, 0)
+        until(lambda: not held_open(paths))
+
+
+def held_open(paths: list[Path]) -> set[Path]:
+    """By this process."""
+    held = {os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")}
+    return {path for path in paths if str(path.resolve()) in held}
 
 
 def test_a_giver_that_goes_ends_the_handover(tmp_path: Path) -> None:

@@ -552,6 +552,7 @@ REFUSED_OF: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
         {"layer_types": ["full_attention", "sliding_attention"]},
         ('layer_types has "sliding_attention"',),
     ),
+    ("qwen2", {"layer_types": True}, ("layer_types is True; it must be a list",)),
     ("qwen3", {"rope_parameters": {"full_attention": {}}}, ('its own for "full_attention"',)),
     ("qwen3", {"attention_bias": True}, ("attention_bias is True", "a Qwen3 with biases is not supported")),
     ("qwen3", {"use_sliding_window": True, "max_window_layers": 0}, ("use_sliding_window is true",)),

@@ -289,9 +289,23 @@ def test_the_bar_tells_the_time_left_where_a_row_takes_minutes(monkeypatch: pyte
     monkeypatch.setattr(console._progress, "get_time", lambda: 60.0 * next(minutes))
     monkeypatch.setattr(console._live, "start", lambda: None)
     for step in (10, 20, 30):
-        console.write(STEP | {"step": step})
+        console.write(STEP | {"step": step, "time/exchange_seconds": 0.0})
     (task,) = console._progress.tasks
     assert task.time_remaining == 35 * 60
+
+
+def test_the_share_of_exchanges_is_that_of_this_process(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of a resumed run, too, whose totals are those of the whole run."""
+    console = Console("lines", 300, 100, RunFacts(math.nan, 0.0, "runs/a", "the same command", "tensorboard"))
+    totals = {"total/routed_bytes": 0, "total/pause_seconds": 1e6}
+    for step, seconds, exchange in ((200, 2.0, 0.5), (300, 1.0, 0.1)):
+        console.write(
+            STEP
+            | totals
+            | {"step": step, "speed/seconds_per_step": seconds, "time/exchange_seconds": exchange}
+        )
+    console.summary(300, None)
+    assert "share of training time in exchanges │ 20.0 %" in capsys.readouterr().out
 
 
 def test_the_line_of_a_checkpoint() -> None:
@@ -451,6 +465,8 @@ class Wandb(ModuleType):
         self.logged.append((step, numbers))
 
     def finish(self) -> None:
+        if self.refuses == "finish":
+            raise self.errors.Error("connection lost")
         self.finished = True
 
 
@@ -485,7 +501,12 @@ def test_a_resumed_run_continues_its_run_of_wandb(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize(
-    ("refuses", "reason"), [("init", "api_key not configured (no-tty)"), ("log", "too late")]
+    ("refuses", "reason"),
+    [
+        ("init", "api_key not configured (no-tty)"),
+        ("log", "too late"),
+        ("finish", "connection lost"),
+    ],
 )
 def test_what_wandb_refuses_does_not_end_the_run(
     tmp_path: Path,

@@ -25,7 +25,6 @@ from tests.unit.test_outer import Fleet, Listening, assert_mean_follows_diloco, 
 CHUNK_BYTES = 1000  # no multiple of a block's bytes
 BITS = (16, 8, 4)
 CODED = [f"int{bits}" for bits in BITS]
-PAYLOADS = ["fp32", *CODED]
 ERRORS = {"int16": 1e-3, "int8": 0.05, "int4": 0.6}  # of the pull towards the group's mean; generous
 
 

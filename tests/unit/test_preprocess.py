@@ -360,6 +360,28 @@ def test_wherever_publishing_is_stopped_an_index_means_a_whole_dataset(
     assert stops == 8
 
 
+def test_a_part_is_on_the_disk_before_it_is_marked_as_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced, sync, mark = set(), os.fsync, preprocess.write_text
+
+    def note(descriptor: int) -> None:
+        sync(descriptor)
+        synced.add(os.fstat(descriptor).st_ino)
+
+    def marked(path: Path, text: str) -> None:
+        written = [file for suffix in ("bin", "idx") for file in path.parent.glob(f"*.{suffix}")]
+        assert synced >= {file.stat().st_ino for file in written}
+        marks.append(len(written))
+        mark(path, text)
+
+    marks: list[int] = []
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(preprocess, "write_text", marked)
+    run(tmp_path, [write_jsonl(tmp_path / "a.jsonl", ["one", "two"])])
+    assert marks == [0, 2], "the notes of the job, and a part"
+
+
 def test_what_a_tokenizer_remembers_of_its_model_does_not_cut_texts(tmp_path: Path) -> None:
     make_tokenizer(tmp_path)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
@@ -377,6 +399,14 @@ def test_a_broken_tokenizer_config(tmp_path: Path, content: str) -> None:
     make_tokenizer(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(content)
     with pytest.raises(ValueError, match=r"tokenizer_config\.json: not a JSON object$"):
+        build_tokenizer(TokenizerChoice("HuggingFaceTokenizer", str(tmp_path)))
+
+
+@pytest.mark.parametrize("end", [{}, ["<end>"], 5])
+def test_an_end_of_document_that_is_no_text(tmp_path: Path, end: Any) -> None:
+    make_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+    with pytest.raises(ValueError, match="no end-of-document token; name it as eos_token"):
         build_tokenizer(TokenizerChoice("HuggingFaceTokenizer", str(tmp_path)))
 
 

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from matplotlib.figure import Figure
 from rich.console import Console
 
 from megatron_noloco.cli.main import main
 from megatron_noloco.files import write_text
 from megatron_noloco.job.stop_file import StopFile
-from megatron_noloco.reading.page import _phases, write_page
+from megatron_noloco.reading.page import _meetings, _phases, write_page
 from megatron_noloco.reading.rows import ReplicaLog, RunLog
 from megatron_noloco.reading.table import as_table
 from megatron_noloco.waits import Wait, wait_file, write_wait
@@ -166,6 +167,14 @@ def test_the_page_has_every_plot_and_needs_nothing_else(run: Path) -> None:
     assert page.tags.count("svg") == 5
     assert all(link.startswith("#") for link in page.links)
     assert "last checkpoint: step 2" in page.text
+
+
+def test_a_replica_has_its_own_number_in_who_met_whom(tmp_path: Path) -> None:
+    """Also in the folder of one job of a federation, which has no other replica's."""
+    write(tmp_path, "02", step(2, **meeting(0, 1)), step(4, **meeting(1)))
+    axes = Figure().subplots()
+    _meetings(RunLog(tmp_path), axes)
+    assert [list(line.get_ydata()) for line in axes.lines] == [[1, 2], [2]]
 
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")

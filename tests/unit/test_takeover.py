@@ -1,6 +1,9 @@
 """What a rank accepts of a checkpoint that another job offers, what it leaves on disk, and whom it asks."""
 
 import json
+import multiprocessing
+import os
+import signal
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -166,6 +169,20 @@ def test_a_disk_without_room_is_noticed_before_anything_is_fetched(
     monkeypatch.setattr("os.posix_fallocate", full)
     with pytest.raises(OSError, match="No space left"):
         receive(tmp_path / "ours", accept(content), lambda buffers: pytest.fail("fetched"))
+
+
+def test_what_a_killed_job_left_of_a_takeover_is_removed_by_the_next(tmp_path: Path) -> None:
+    """Also where the next one takes over from another replica."""
+    content, files = offered(tmp_path / "theirs")
+    takeover = (tmp_path / "ours", accept(content), lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    killed = multiprocessing.get_context("fork").Process(target=receive, args=takeover)
+    killed.start()
+    killed.join()
+    left = [path for path in (tmp_path / "ours").rglob("*") if path.suffix == ".safetensors"]
+    assert len(left) == len(files)
+    other = replace(accept(content), position=replace(AT, replica=3))
+    receive(tmp_path / "ours", other, copy_of(files))
+    assert not any(path.exists() for path in left)
 
 
 # Together, over the transport; every job is one rank

@@ -4,7 +4,7 @@ import pytest
 
 from megatron_noloco.job import mpi
 from megatron_noloco.job.join import choose_transport
-from megatron_noloco.job.launcher import World, local_device, read_world
+from megatron_noloco.job.launcher import World, local_device, master_port, read_world
 
 TORCH = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
 TORCHRUN = TORCH | {"TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "4"}
@@ -37,6 +37,13 @@ DAEMON = BATCH | {"SLURM_PROCID": "1", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TAS
 )
 def test_every_launcher_is_recognised(environ: dict[str, str], launcher: str) -> None:
     assert read_world(environ) == World(rank=5, local_rank=1, world_size=8, launcher=launcher)  # type: ignore[arg-type]
+
+
+def test_the_port_of_rank_0() -> None:
+    assert (master_port({}, 7), master_port(TORCH, 7)) == (7, 1)
+    for text in ("abc", "-1", "65536", ""):
+        with pytest.raises(ValueError, match=f"MASTER_PORT='{text}' is not a port; it must be 0 to 65535"):
+            master_port({"MASTER_PORT": text}, 7)
 
 
 @pytest.mark.parametrize("environ", [{}, BATCH, {"MASTER_ADDR": "a"}, {"PMIX_RANK": "0"}])

@@ -10,7 +10,6 @@ overlap: seconds for which a round stops the local steps, with one step's delay 
 import argparse
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -19,6 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from megatron_noloco.doctor.mpi import find_mpirun
+from megatron_noloco.metrics.writers import Row
+from megatron_noloco.reading.rows import RunLog
 from tools.gpu_check.runner import REPOSITORY
 from tools.throughput_models import SIZES, config_of
 
@@ -76,7 +78,7 @@ def seconds_per_step(options: argparse.Namespace, block: dict[str, Any]) -> floa
     return statistics.median(row["speed/seconds_per_step"] for row in timed_rows(options, block))
 
 
-def timed_rows(options: argparse.Namespace, block: dict[str, Any]) -> list[dict[str, Any]]:
+def timed_rows(options: argparse.Namespace, block: dict[str, Any]) -> list[Row]:
     """A row for each phase of local steps but the first, in which kernels are compiled."""
     size = SIZES[options.size]
     config = config_of(size, options.precision, "auto")
@@ -91,13 +93,13 @@ def timed_rows(options: argparse.Namespace, block: dict[str, Any]) -> list[dict[
     return rows(config, options.replicas, "step")[1:]
 
 
-def rows(config: dict[str, Any], ranks: int, kind: str) -> list[dict[str, Any]]:
+def rows(config: dict[str, Any], ranks: int, kind: str) -> list[Row]:
     """What replica 0 of a run of this config wrote. Raises SystemExit with the end of what a failed run said."""
     with tempfile.TemporaryDirectory() as folder:
         config["training"] |= {"output_dir": f"{folder}/run"}
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(config))
-        script = "mpirun.sh" if mpirun() else "torchrun.sh"
+        script = "mpirun.sh" if "MPIRUN" in os.environ or find_mpirun() else "torchrun.sh"
         environ = os.environ | {"PYTHON": sys.executable}
         finished = subprocess.run(
             [f"launch/{script}", str(ranks), str(path)],
@@ -108,14 +110,7 @@ def rows(config: dict[str, Any], ranks: int, kind: str) -> list[dict[str, Any]]:
         )
         if finished.returncode != 0:
             raise SystemExit("\n".join((finished.stdout + finished.stderr).splitlines()[-30:]))
-        lines = (Path(folder) / "run" / "replica_00" / "metrics.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if row["kind"] == kind]
-
-
-def mpirun() -> bool:
-    """Whether launch/mpirun.sh finds one."""
-    beside = Path(sys.executable).parent / "mpirun"
-    return "MPIRUN" in os.environ or beside.exists() or shutil.which("mpirun") is not None
+        return RunLog(Path(folder) / "run").replicas[0].of(kind)
 
 
 WAYS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {

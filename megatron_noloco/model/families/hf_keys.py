@@ -52,7 +52,10 @@ def refuse_flags(theirs: Keys, keys: Sequence[str], reason: str) -> None:
 
 def refuse_layer_types(theirs: Keys, only: str) -> None:
     """`layer_types` names the attention of each layer; ours is `only` that one."""
-    others = sorted({str(kind) for kind in theirs.get("layer_types") or ()} - {only})
+    kinds = theirs.get("layer_types") or []
+    if not isinstance(kinds, list):
+        raise ValueError(f"layer_types is {kinds!r}; it must be a list of text")
+    others = sorted({str(kind) for kind in kinds} - {only})
     if others:
         raise ValueError(f'layer_types has "{others[0]}"; all layers must be "{only}" in this model')
 
