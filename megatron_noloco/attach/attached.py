@@ -2,13 +2,14 @@
 
 import warnings
 from contextlib import ExitStack
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from megatron_noloco.activity import now
-from megatron_noloco.attach.checks import check_equal, check_reach, first_weights_of
+from megatron_noloco.attach.checks import check_statements, digest_of, statement_of, tensor_of
 from megatron_noloco.attach.engines import trained_by
 from megatron_noloco.attach.federation import Federation
 from megatron_noloco.attach.groups import cut_into
@@ -96,11 +97,13 @@ class Attached:
     def state_dict(self) -> dict[str, Tensor]:
         """What this rank saves beside its model and its optimizer; `attach(..., state=...)` continues from it.
 
-        Each rank has a state of its own. The tensors are live: save them, or copy them, before the next step.
+        Each rank has a state of its own, which belongs to the weights as they are now. The tensors are live: save
+        them, or copy them, before the next step.
         """
         return self.outer.state() | {
             "local_steps_done": torch.tensor(self.done),
-            "first_weights": torch.frombuffer(bytearray(self._first_weights), dtype=torch.uint8),
+            "first_weights": tensor_of(self._first_weights),
+            "weights": tensor_of(digest_of(self.outer.weights)),
         }
 
     def average(self) -> list[ExchangeReport]:
@@ -177,13 +180,14 @@ def attach(
         pairing: how groups are drawn, see `Grouping`.
         seed: of the groups.
         transport: for the exchanges inside one job; by default torch.distributed's messages between two ranks.
-        state: of this rank, saved with `Attached.state_dict`. Without, training begins, and the weights of all
-            replicas have to be equal bit for bit.
+        state: of this rank, saved with `Attached.state_dict` beside the weights that are loaded now. Without,
+            training begins, and the weights of all replicas have to be equal bit for bit.
 
-    Raises ValueError where gradients are not reduced over the ranks of one replica, where the replicas of one job
-    have different weights, for a state of other weights, for a rendezvous or a key file that is none, and where
-    the weights cannot be had. Jobs of a federation whose first weights, settings or sizes differ refuse each other
-    with a line on stderr.
+    Raises ValueError where gradients are not reduced over the ranks of one replica, where ranks of this job have
+    different settings, or its replicas different weights, for a state of other weights, for a rendezvous or a key
+    file that is none, and where the weights cannot be had. Jobs of a federation whose first weights, settings or
+    sizes differ refuse each other: with a line on stderr where they have a list of addresses; in a shared folder
+    they do not see each other.
     """
     settings = settings or OuterSettings()
     if (replicas is None) == (federation is None):
@@ -200,20 +204,19 @@ def attach(
         assert replicas is not None
         topology = cut_into(replicas)
     place = topology.place(rank)
-    check_reach(trained, topology, rank)
-    first_weights = first_weights_of(trained.weights, state)
     grouping = Grouping(place.replicas, group_size, seed, pairing=pairing)
+    alike = asdict(settings) | asdict(grouping) | {"slot": topology.slot, "slots": topology.slots}
+    said = of_all_ranks(statement_of(trained, topology, rank, alike, state))
+    check_statements(said, rank, topology)
+    first_weights = said[rank].first_weights
     if federation is None:
-        if state is None:
-            check_equal(first_weights, topology.replica_size)
         transport = TorchTransport() if transport is None else transport
         outer = OuterOptimizer(trained.weights, transport, place, grouping, settings)
         return Attached(trained, outer, first_weights, state)
 
     from megatron_noloco.attach.joining import enter, keeping_up, run_of, wait_for_others
 
-    lengths = [part.numel() for part in trained.weights.parts()]
-    run = run_of(settings, grouping, of_all_ranks([lengths, first_weights.hex()]))
+    run = run_of(settings, grouping, [[one.lengths, one.first_weights.hex()] for one in said])
     door = enter(federation, settings, place, run)
     outer = OuterOptimizer(trained.weights, door, place, grouping, settings)
     attached = Attached(trained, outer, first_weights, state, keeping_up(federation, settings, door))

@@ -376,6 +376,8 @@ def what_is_refused(rank: int, world_size: int, folder: Path) -> dict[str, str]:
     alone = [dist.new_group([other]) for other in range(world_size)][rank]
     half = DistributedDataParallel(module, process_group=alone)
     whole = DistributedDataParallel(module)
+    zeros = torch.zeros(2)
+    saved = {"local_steps_done": torch.tensor(3), "first_weights": zeros}
     return {
         "bare": refusal(lambda: attach(module, federation=there)),
         "half": refusal(lambda: attach(half, federation=there)),
@@ -383,7 +385,8 @@ def what_is_refused(rank: int, world_size: int, folder: Path) -> dict[str, str]:
         "neither": refusal(lambda: attach(whole)),
         "both": refusal(lambda: attach(whole, federation=there, replicas=2)),
         "what": refusal(lambda: attach(torch.optim.SGD(module.parameters()), federation=there)),
-        "state": refusal(lambda: attach(whole, federation=there, state={"slow_weights": torch.zeros(2)})),
+        "state": refusal(lambda: attach(whole, federation=there, state=saved | {"slow_weights": zeros})),
+        "none": refusal(lambda: attach(whole, federation=there, state={})),
         "key": refusal(lambda: attach(whole, federation=federation(folder, 0, 2, key_file=folder / "no"))),
         "rendezvous": refusal(lambda: attach(whole, federation=federation(folder, 0, 2, rendezvous="here"))),
     }
@@ -401,12 +404,64 @@ def test_what_is_refused_in_one_line(tmp_path: Path) -> None:
             "both": "attach: give replicas, where this job holds all of them, or federation, where",
             "what": "attach: a SGD is none of DeepSpeed's engine, a torch module",
             "state": "attach: the state is of 2 weights, this rank has 3; each rank needs the one",
+            "none": "attach: state has no slow_weights; it must be what Attached.state_dict returned, or None",
             "key": f"federation.key_file: {tmp_path}/no: No such file",
             "rendezvous": 'federation.rendezvous: "here" is neither "file://FOLDER"',
         }
         for name, line in expected.items():
             assert found[name].startswith(line), name
             assert "\n" not in found[name]
+
+
+def what_ranks_of_one_job_refuse(rank: int, world_size: int) -> dict[str, str]:
+    def try_to(settings: OuterSettings = SETTINGS, loop: Loop | None = None, **options: Any) -> str:
+        model = Loop(rank, 0, None).model if loop is None else loop.model
+        return refusal(lambda: attach(model, settings, replicas=world_size, **{"seed": SEED, **options}))
+
+    loop = Loop(rank, 0, None)
+    noloco = attach(loop.model, SETTINGS, replicas=world_size, seed=SEED)
+    train(loop, noloco, K + 1)
+    state = {name: tensor.clone() for name, tensor in noloco.state_dict().items()}
+    noloco.close()
+    states: list[Any] = [None] * world_size
+    dist.all_gather_object(states, state)
+    later = state | {"local_steps_done": torch.tensor(K + 1 + rank)}
+    wider = Loop(rank, 0, None)
+    wider.model = nn.Linear(2 + rank, 1)
+    return {
+        "settings": try_to(OuterSettings(local_steps=K, outer_lr=0.7 + 0.25 * rank)),
+        "seed": try_to(seed=rank),
+        "pairing": try_to(pairing=("random", "cycle")[rank]),
+        "lengths": try_to(loop=wider),
+        "weights": try_to(loop=Loop(rank, 0, None, seed=rank)),
+        "no state": try_to(loop=loop, state=None if rank else state),
+        "other rank": try_to(loop=loop, state=states[1 - rank]),
+        "one not loaded": try_to(loop=None if rank else loop, state=state),
+        "other step": try_to(loop=loop, state=later),
+        "other run": try_to(loop=loop, state=state | {"first_weights": torch.tensor([rank])}),
+        "its own": try_to(loop=loop, state=state),
+    }
+
+
+def test_what_ranks_of_one_job_refuse_together() -> None:
+    """None of them waits for the others, and all say the same."""
+    found = run_ranks(2, what_ranks_of_one_job_refuse)
+    expected = {
+        "settings": "attach: outer_lr is 0.7 on rank 0 and 0.95 on rank 1; it must be the same on all ranks",
+        "seed": "attach: seed is 0 on rank 0 and 1 on rank 1; it must be the same on all ranks",
+        "pairing": "attach: pairing is 'random' on rank 0 and 'cycle' on rank 1; it must be",
+        "lengths": "attach: rank 1 of replica 1 has 4 weights, rank 0 of replica 0 has 3; all replicas must",
+        "weights": "the weights of replica 1 differ from those of replica 0; seed all replicas alike",
+        "no state": "attach: rank 1 has no state, rank 0 has; give each rank its own, or none",
+        "other rank": "attach: the model is not the one this state was saved with: load its checkpoint first",
+        "one not loaded": "attach: the model is not the one this state was saved with: load its checkpoint",
+        "other step": "attach: local_steps_done is 3 on rank 0 and 4 on rank 1; it must be the same",
+        "other run": "the weights of replica 1 differ from those of replica 0; their states are of different",
+        "its own": "taken",
+    }
+    assert found[0] == found[1]
+    for name, line in expected.items():
+        assert found[0][name].startswith(line), found[0][name]
 
 
 @pytest.mark.parametrize(
