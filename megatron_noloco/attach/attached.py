@@ -88,7 +88,8 @@ class Attached:
             self._steps = steps
         self.done += 1
         with now.doing(f"in the round after local step {self.done}"):
-            reports = self.outer.after_local_step(self.done)
+            alone = self.outer.place.replicas == 1  # a loop that is being tried out: no rounds
+            reports = [] if alone else self.outer.after_local_step(self.done)
         if self._keeping_up is not None:
             self.done = self._keeping_up.next_step(self.done)
         now.part(f"local step {self.done + 1}")
@@ -173,7 +174,8 @@ def attach(
             DistributedDataParallel where the job has several ranks; or Megatron-core's distributed optimizer.
         settings: of the method; the same on all ranks of all replicas, as are group_size, pairing and seed.
         replicas: where this job holds all of them: its ranks are divided into so many blocks of consecutive
-            ranks. The gradients have to be reduced inside a block: `ReplicaGroups` makes the process groups.
+            ranks. The gradients have to be reduced inside a block: `ReplicaGroups` makes the process groups. With
+            1 there are no rounds.
         federation: where this job is one replica, and the others are other jobs. Nothing else changes in the
             job: its gradients are reduced over all of its ranks, as ever, and these are the replica.
         group_size: n, replicas that average in a round; 2 in a federation.
@@ -189,7 +191,10 @@ def attach(
     sizes differ refuse each other: with a line on stderr where they have a list of addresses; in a shared folder
     they do not see each other.
     """
-    settings = settings or OuterSettings()
+    settings = OuterSettings() if settings is None else settings
+    for name, value, kind in (("settings", settings, OuterSettings), ("federation", federation, Federation)):
+        if not isinstance(value, kind | None):
+            raise ValueError(f"attach: {name} must be {kind.__name__}(...), not {value!r}")
     if (replicas is None) == (federation is None):
         raise ValueError(
             "attach: give replicas, where this job holds all of them, or federation, where it is one of them"
@@ -204,7 +209,7 @@ def attach(
         assert replicas is not None
         topology = cut_into(replicas)
     place = topology.place(rank)
-    grouping = Grouping(place.replicas, group_size, seed, pairing=pairing)
+    grouping = Grouping(place.replicas, group_size if place.replicas > 1 else 1, seed, pairing=pairing)
     alike = asdict(settings) | asdict(grouping) | {"slot": topology.slot, "slots": topology.slots}
     said = of_all_ranks(statement_of(trained, topology, rank, alike, state))
     check_statements(said, rank, topology)

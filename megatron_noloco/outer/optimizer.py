@@ -115,8 +115,10 @@ class OuterOptimizer:
             done: local steps done since the beginning of the training, this one included.
 
         Returns the reports of the rounds that have ended with this step: none after most, and more than one only
-        where `delay_steps` was changed. Raises as `run_round` does.
+        where `delay_steps` was changed. Raises as `run_round` does, and ValueError for a step below 1.
         """
+        if done < 1:
+            raise ValueError(f"done counts from 1: it is 1 after the first local step, not {done}")
         self.progress()
         reports = [self._merge(running) for running in list(self._under_way) if running.due <= done]
         schedule = self.settings.local_steps, self.settings.fragments

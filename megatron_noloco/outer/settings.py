@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from megatron_noloco.kinds import check_finite, check_integers
+
 Payload = Literal["fp32", "int16", "int8", "int4"]
 
 
 @dataclass(frozen=True)
 class OuterSettings:
-    """Raises ValueError for numbers out of range.
+    """Raises ValueError for numbers out of range, or of the wrong kind.
 
     Attributes:
         local_steps: k, inner optimizer steps between two rounds.
@@ -37,6 +39,13 @@ class OuterSettings:
     slow_weights: Literal["host", "device"] = "host"
 
     def __post_init__(self) -> None:
+        check_integers(local_steps=self.local_steps, delay_steps=self.delay_steps, fragments=self.fragments)
+        check_finite(
+            outer_momentum=self.outer_momentum,
+            outer_lr=self.outer_lr,
+            consensus_weight=self.gamma,
+            deadline_seconds=self.deadline_seconds,
+        )
         for name, sound, range_ in (
             ("local_steps", self.local_steps >= 1, "at least 1"),
             ("outer_momentum", 0 <= self.outer_momentum < 1, "at least 0 and below 1"),

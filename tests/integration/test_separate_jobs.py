@@ -464,9 +464,42 @@ def test_what_ranks_of_one_job_refuse_together() -> None:
         assert found[0][name].startswith(line), found[0][name]
 
 
+def on_its_own(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor], list[Any]]:
+    attached, plain = Loop(0, 0, None), Loop(0, 0, None)
+    noloco = attach(attached.model, SETTINGS, replicas=1)
+    found, reports = train(attached, noloco), noloco.average()
+    noloco.close()
+    expected = []
+    for step in range(STEPS):
+        plain.step(step)
+        expected.append(plain.weights())
+    return [*found, attached.weights()], [*expected, expected[-1]], reports
+
+
+def test_one_replica_has_no_rounds() -> None:
+    ((found, expected, reports),) = run_ranks(1, on_its_own)
+    assert torch.equal(torch.stack(found), torch.stack(expected))
+    assert reports == []
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        ({"replicas": 2}, "attach(replicas=...) needs torch.distributed.init_process_group"),
+        ({"replicas": 2, "settings": {}}, "attach: settings must be OuterSettings(...), not {}"),
+        ({"federation": "a"}, "attach: federation must be Federation(...), not 'a'"),
+    ],
+)
+def test_what_is_refused_without_torch_distributed(options: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        attach(nn.Linear(2, 2), **options)
+    assert str(refused.value) == line
+
+
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
+        ({"slot": "0"}, "slot must be an integer, not '0'"),
         ({"slots": 1}, "Federation: slots must be at least 2, not 1"),
         ({"slot": 2}, "Federation: slot must be from 0 to slots - 1 = 1, not 2"),
         ({"start_with": 3}, "Federation: start_with must be from 1 to slots 2, not 3"),

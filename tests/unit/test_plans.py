@@ -122,6 +122,12 @@ class TestGrouping:
         with pytest.raises(ValueError, match=f"group_size {group_size} .* replicas 4"):
             Grouping(4, group_size, seed=0)
 
+    def test_what_is_no_grouping_is_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"pairing must be one of \('random', 'cycle'\), not 'cycles'"):
+            Grouping(4, 2, seed=0, pairing="cycles")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="seed must be an integer, not None"):
+            Grouping(4, 2, seed=None)  # type: ignore[arg-type]
+
 
 def known(free: Set[int], waiting: Set[int] = frozenset(), busy: Set[int] = frozenset()) -> Others:
     return Others(free | busy, free, waiting)
