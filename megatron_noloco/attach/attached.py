@@ -26,6 +26,7 @@ from megatron_noloco.outer import (
 )
 from megatron_noloco.outer.commit import CommittedExchange
 from megatron_noloco.outer.guard import Guard
+from megatron_noloco.outer.settings import gossip_of
 from megatron_noloco.plans.choices import Others
 from megatron_noloco.plans.fragments import next_after
 from megatron_noloco.plans.grouping import Grouping, Pairing, averaging_cycle
@@ -186,10 +187,10 @@ def attach(
             training begins, and the weights of all replicas have to be equal bit for bit.
 
     Raises ValueError where gradients are not reduced over the ranks of one replica, where ranks of this job have
-    different settings, or its replicas different weights, for a state of other weights, for a rendezvous or a key
-    file that is none, and where the weights cannot be had. Jobs of a federation whose first weights, settings or
-    sizes differ refuse each other: with a line on stderr where they have a list of addresses; in a shared folder
-    they do not see each other.
+    different settings, or its replicas different weights, for settings with which the replicas drift apart, for a
+    state of other weights, for a rendezvous or a key file that is none, and where the weights cannot be had. Jobs
+    of a federation whose first weights, settings or sizes differ refuse each other: with a line on stderr where
+    they have a list of addresses; in a shared folder they do not see each other.
     """
     settings = OuterSettings() if settings is None else settings
     for name, value, kind in (("settings", settings, OuterSettings), ("federation", federation, Federation)):
@@ -213,6 +214,8 @@ def attach(
     alike = asdict(settings) | asdict(grouping) | {"slot": topology.slot, "slots": topology.slots}
     said = of_all_ranks(statement_of(trained, topology, rank, alike, state))
     check_statements(said, rank, topology)
+    if place.replicas > 1 and (problem := gossip_of(settings, grouping).problem):
+        raise ValueError(f"attach: {problem}")
     first_weights = said[rank].first_weights
     if federation is None:
         transport = TorchTransport() if transport is None else transport

@@ -440,6 +440,8 @@ def what_ranks_of_one_job_refuse(rank: int, world_size: int) -> dict[str, str]:
         "other step": try_to(loop=loop, state=later),
         "other run": try_to(loop=loop, state=state | {"first_weights": torch.tensor([rank])}),
         "its own": try_to(loop=loop, state=state),
+        "groups of 1": try_to(group_size=1),
+        "one group": try_to(OuterSettings(local_steps=K, outer_momentum=0.9)),
     }
 
 
@@ -458,6 +460,8 @@ def test_what_ranks_of_one_job_refuse_together() -> None:
         "other step": "attach: local_steps_done is 3 on rank 0 and 4 on rank 1; it must be the same",
         "other run": "the weights of replica 1 differ from those of replica 0; their states are of different",
         "its own": "taken",
+        "groups of 1": "attach: replicas would never meet in groups of 1; group_size must be at least 2",
+        "one group": "taken",
     }
     assert found[0] == found[1]
     for name, line in expected.items():
