@@ -77,10 +77,10 @@ class Attached:
 
         With DeepSpeed, call it after each `engine.step()`; it does nothing while gradients are accumulated.
 
-        Returns the reports of the rounds that ended with it. In one job it raises PartnerTimeoutError when a
-        partner does not answer: go back to a checkpoint. In a federation a partner that is lost costs a bye,
-        which the report tells (`report.exchange.missed`), and it raises UntrainedError only: where this job began
-        anew and the others have trained long before.
+        Returns the reports of the rounds that ended with it. In one job it raises PartnerLostError when a partner
+        is gone, or does not answer in time (PartnerTimeoutError, a kind of it): go back to a checkpoint. In a
+        federation a partner that is lost costs a bye, which the report tells (`report.exchange.missed`), and it
+        raises UntrainedError only: where this job began anew and the others have trained long before.
         """
         if self._trained.steps is not None:
             steps = self._trained.steps()

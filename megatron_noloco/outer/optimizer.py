@@ -135,8 +135,8 @@ class OuterOptimizer:
     def run_round(self, round_index: int, fragment: int = 0) -> RoundReport:
         """Exchange with the fragment's group of this round and move the slow and the fast weights.
 
-        Raises PartnerTimeoutError: the group's round is then incomplete, and training has to go back to its
-        last checkpoint.
+        Raises PartnerLostError, of which PartnerTimeoutError is a kind: the group's round is then incomplete, and
+        training has to go back to its last checkpoint.
         """
         self.land()
         with self._paused():

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_noloco.attach import Attached, Federation, ReplicaGroups, attach
 from megatron_noloco.job import failure
-from megatron_noloco.outer import OuterSettings
+from megatron_noloco.outer import OuterSettings, PartnerLostError
 from megatron_noloco.plans.grouping import Grouping
 from tests.harness import free_port, run_ranks
 from tests.integration.jobs import SECONDS, federation, run_jobs
@@ -204,6 +204,23 @@ def test_a_partner_that_is_lost_costs_a_bye(tmp_path: Path) -> None:
     (_, first, *_), (_, second, *_), (theta, phi, *_) = found[1:4]
     expected = second + 0.5 * (second - first) + 0.7 * (theta - second)
     torch.testing.assert_close(phi, expected, rtol=0, atol=1e-6)
+
+
+def ends_early(rank: int, world_size: int, settings: OuterSettings) -> str:
+    loop = Loop(rank, 0, None)
+    noloco = attach(loop.model, settings, replicas=world_size)
+    if rank == 1:
+        train(loop, noloco, 2)
+        return ""  # and this process ends
+    with pytest.raises(PartnerLostError) as caught:
+        train(loop, noloco)
+    return f"{caught.value} ({type(caught.value.__cause__).__name__})"
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, OVERLAPPED], ids=["plain", "overlap, fragments, int8"])
+def test_in_one_job_a_partner_that_is_gone_is_told(settings: OuterSettings) -> None:
+    line = run_ranks(2, ends_early, settings)[0]
+    assert re.match(r"replica 0 lost a partner in round \d.*: .* rank 1 .*\(ConnectionError\)", line), line
 
 
 def falls_behind(slot: int, rank: int, folder: Path) -> tuple[list[int], Tensor]:

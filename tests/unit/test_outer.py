@@ -490,7 +490,7 @@ def test_a_missing_partner_is_named(group_size: int) -> None:
         outer.run_round(7)
     message = str(caught.value)
     assert re.fullmatch(
-        r"replica 0: no answer from partner 1 \(rank 3\) in round 7 after [0-9.]+ s \(noloco.deadline_seconds\)",
+        r"replica 0: no answer from partner 1 \(rank 3\) in round 7 after [0-9.]+ s \(deadline_seconds\)",
         message,
     )
     others = ["rank 3 (replica 1)", "rank 5 (replica 2)"][: group_size - 1]
