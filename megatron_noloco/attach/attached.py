@@ -1,9 +1,11 @@
 """Rounds for somebody else's loop."""
 
+import sys
 import warnings
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -23,12 +25,13 @@ from megatron_noloco.outer import (
     OuterOptimizer,
     OuterSettings,
     RoundReport,
+    Weights,
 )
 from megatron_noloco.outer.commit import CommittedExchange
 from megatron_noloco.outer.guard import Guard
 from megatron_noloco.outer.settings import gossip_of
 from megatron_noloco.plans.choices import Others
-from megatron_noloco.plans.fragments import next_after
+from megatron_noloco.plans.fragments import fragment_after, next_after
 from megatron_noloco.plans.grouping import Grouping, Pairing, averaging_cycle
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.transport.protocol import Transport
@@ -37,6 +40,7 @@ from megatron_noloco.transport.torch_dist import TorchTransport
 if TYPE_CHECKING:
     from megatron_noloco.federation.keeping_up import KeepingUp
 
+_ATTACHED: WeakSet["Attached"] = WeakSet()  # and not closed
 _FINAL_PAIRS = 10  # of random pairs, where no cycle of pairs gives all replicas the mean
 
 
@@ -64,7 +68,10 @@ class Attached:
         self._trained = trained
         self._first_weights = first_weights
         self._keeping_up = keeping_up
+        self._has_met = False
         self._until_closed = ExitStack()
+        self._until_closed.enter_context(trained.while_attached())
+        _ATTACHED.add(self)
         self._steps = 0 if trained.steps is None else trained.steps()
         if state is not None:
             self.done = int(state["local_steps_done"])
@@ -88,13 +95,29 @@ class Attached:
                 return []
             self._steps = steps
         self.done += 1
+        settings = self.outer.settings
+        if fragment_after(self.done, settings.local_steps, settings.fragments) is not None:
+            self._trained.check_all()
         with now.doing(f"in the round after local step {self.done}"):
             alone = self.outer.place.replicas == 1  # a loop that is being tried out: no rounds
             reports = [] if alone else self.outer.after_local_step(self.done)
+        self._compare(reports)
         if self._keeping_up is not None:
             self.done = self._keeping_up.next_step(self.done)
         now.part(f"local step {self.done + 1}")
         return reports
+
+    def _compare(self, reports: list[RoundReport]) -> None:
+        """Warn where the first round with a partner finds equal weights."""
+        met = [report for report in reports if len(report.exchange.group) > 1]
+        if met and not self._has_met:
+            self._has_met = True
+            if met[0].spread == 0:
+                warnings.warn(
+                    "the replicas had equal weights before their first round: do they all read the same data, or "
+                    "are their gradients reduced over all of them?",
+                    stacklevel=3,
+                )
 
     def state_dict(self) -> dict[str, Tensor]:
         """What this rank saves beside its model and its optimizer; `attach(..., state=...)` continues from it.
@@ -117,6 +140,7 @@ class Attached:
         `OuterSettings.deadline_seconds` at most; the others are left out. The reports say whom this one met, and
         how far apart they were.
         """
+        self._trained.check_all()
         transport, place, grouping = self.outer.transport, self.outer.place, self.outer.grouping
         settings = self.outer.settings
         exchange = Exchange(transport, place, Channel.FINAL, settings.deadline_seconds)
@@ -138,9 +162,16 @@ class Attached:
         return self.outer.settle(committed, groups, number)
 
     def close(self) -> None:
-        """At the end, or before the process leaves for another reason: what a partner still needs is sent."""
+        """At the end, or before the process leaves for another reason: what a partner still needs is sent.
+
+        With `delay_steps` the rounds that are under way are merged, but not while an exception is handled.
+        """
+        _ATTACHED.discard(self)
         with self._until_closed:
-            self.outer.land()
+            if sys.exception() is None:
+                self.outer.finish()
+            else:
+                self.outer.land()
             if self._keeping_up is not None:
                 self._keeping_up.leave()
 
@@ -203,6 +234,8 @@ def attach(
     if federation is not None and transport is not None:
         raise ValueError("attach: a federation has a transport of its own; leave transport out")
     trained = trained_by(engine)
+    if any(_memory(trained.weights) & _memory(other.outer.weights) for other in _ATTACHED):
+        raise ValueError("attach: this model is attached already; close() what attach returned before")
     rank, ranks = here()
     if federation is not None:
         topology = Topology(dp=ranks, slot=federation.slot, slots=federation.slots)
@@ -231,3 +264,8 @@ def attach(
     if not wait_for_others(door, federation.start_with - 1, settings.deadline_seconds):
         warnings.warn("fewer jobs than Federation.start_with are there; starting without", stacklevel=2)
     return attached
+
+
+def _memory(weights: Weights) -> set[int]:
+    """Where the tensors lie."""
+    return {part.data_ptr() for part in weights.parts() if part.numel()}

@@ -166,6 +166,13 @@ class OuterOptimizer:
                 for running in self._under_way:
                     running.land()
 
+    def finish(self) -> list[RoundReport]:
+        """Wait for the exchanges that are under way, if any, and merge their rounds now: for after the last step.
+
+        A collective of the replica where its weights are refreshed by one. Raises as `run_round` does.
+        """
+        return [self._merge(running) for running in list(self._under_way)]
+
     def settle(
         self, exchange: Exchange | CommittedExchange, groups: Sequence[Group], number: int
     ) -> list[ExchangeReport]:
@@ -182,8 +189,7 @@ class OuterOptimizer:
 
         Raises as `run_round` does.
         """
-        for running in list(self._under_way):
-            self._merge(running)
+        self.finish()
         mean, other = self.slow_weights, self._spare
         self.weights.read_into(mean)
         reports = []

@@ -1,9 +1,11 @@
 """NoLoCo attached to ordinary jobs, each of which is one replica."""
 
+import copy
 import io
 import re
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from itertools import pairwise
@@ -14,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_noloco.attach import Attached, Federation, ReplicaGroups, attach
@@ -79,7 +82,7 @@ def separate(slot: int, rank: int, folder: Path, slots: int, settings: OuterSett
     noloco = attach(loop.model, settings, federation=federation(folder, slot, slots), seed=SEED)
     found = train(loop, noloco)
     noloco.close()
-    return found
+    return [*found, loop.weights()]
 
 
 def together(rank: int, world_size: int, replicas: int, settings: OuterSettings) -> list[Tensor]:
@@ -88,8 +91,9 @@ def together(rank: int, world_size: int, replicas: int, settings: OuterSettings)
     loop = Loop(rank // ranks, rank % ranks, group if ranks > 1 else None)
     noloco = attach(loop.model, settings, replicas=replicas, seed=SEED)
     found = train(loop, noloco)
+    noloco.close()
     dist.barrier()
-    return found
+    return [*found, loop.weights()]
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, OVERLAPPED], ids=["plain", "overlap, fragments, int8"])
@@ -97,13 +101,15 @@ def together(rank: int, world_size: int, replicas: int, settings: OuterSettings)
 def test_separate_jobs_train_as_one_job_does(
     tmp_path: Path, slots: int, ranks: int, settings: OuterSettings
 ) -> None:
-    """To the last bit, after every step."""
+    """To the last bit, after every step and at the end, where a round that is under way is merged."""
     found = run_jobs(tmp_path, slots, ranks, separate, tmp_path, slots, settings)
     expected = run_ranks(slots * ranks, together, slots, settings)
     for slot in range(slots):
         for rank in range(ranks):
             assert torch.equal(torch.stack(found[slot][rank]), torch.stack(expected[slot * ranks + rank]))
     assert not torch.equal(found[0][0][0], found[1][0][0]), "each replica has data of its own"
+    last, closed = found[0][0][-2:]
+    assert torch.equal(last, closed) == (settings.delay_steps == 0)
 
 
 @pytest.mark.parametrize(("replicas", "ranks"), [(3, 1), (2, 2)])
@@ -394,11 +400,17 @@ def what_is_refused(rank: int, world_size: int, folder: Path) -> dict[str, str]:
     half = DistributedDataParallel(module, process_group=alone)
     whole = DistributedDataParallel(module)
     zeros = torch.zeros(2)
+    sharded = FullyShardedDataParallel(nn.Linear(2, 2), process_group=alone, device_id=torch.device("cpu"))
+    channels_last: Any = nn.Conv2d(3, 2, 4).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     saved = {"local_steps_done": torch.tensor(3), "first_weights": zeros}
     return {
         "bare": refusal(lambda: attach(module, federation=there)),
         "half": refusal(lambda: attach(half, federation=there)),
         "whole": refusal(lambda: attach(whole, replicas=2)),
+        "nested": refusal(lambda: attach(nn.Sequential(whole), replicas=2)),
+        "flat": refusal(lambda: attach(nn.Sequential(sharded), replicas=2)),
+        "double": refusal(lambda: attach(nn.Linear(2, 2).double(), replicas=2)),
+        "channels": refusal(lambda: attach(channels_last, replicas=2)),
         "neither": refusal(lambda: attach(whole)),
         "both": refusal(lambda: attach(whole, federation=there, replicas=2)),
         "what": refusal(lambda: attach(torch.optim.SGD(module.parameters()), federation=there)),
@@ -417,6 +429,10 @@ def test_what_is_refused_in_one_line(tmp_path: Path) -> None:
             "bare": f"{reach}[{rank}], its replica is [0, 1]{wrap}out process_group",
             "half": f"{reach}[{rank}], its replica is [0, 1]{wrap}out process_group",
             "whole": f"{reach}[0, 1], its replica is [{rank}]{wrap} process_group=ReplicaGroups(2).get_data_",
+            "nested": "attach: the gradients of 0 are reduced by a DistributedDataParallel of its own; wrap the",
+            "flat": "attach: the flat parameters of FullyShardedDataParallel are not supported; use",
+            "double": "weight, of shape [2, 2] and torch.float64, must be of 32 bits or less: rounds are in",
+            "channels": "weight, of shape [2, 3, 4, 4] and torch.float32, must be floating and contiguous",
             "neither": "attach: give replicas, where this job holds all of them, or federation, where",
             "both": "attach: give replicas, where this job holds all of them, or federation, where",
             "what": "attach: a SGD is none of DeepSpeed's engine, a torch module",
@@ -483,6 +499,71 @@ def test_what_ranks_of_one_job_refuse_together() -> None:
     assert found[0] == found[1]
     for name, line in expected.items():
         assert found[0][name].startswith(line), found[0][name]
+
+
+def what_changes_after_attach(rank: int, world_size: int) -> dict[str, str]:
+    loop = Loop(0, 0, None)
+    noloco = attach(loop.model, SETTINGS, replicas=1)
+    loaded, before = Loop(0, 0, None, seed=9).module.state_dict(), loop.weights()
+    first: Any = {name.removeprefix("0."): one for name, one in loaded.items() if name.startswith("0.")}
+    copied = copy.deepcopy(loop.module)
+    found = {
+        "twice": refusal(lambda: attach(loop.model, SETTINGS, replicas=1)),
+        "load": refusal(lambda: loop.module.load_state_dict(loaded)),
+        "load a part": refusal(lambda: loop.module.get_submodule("0").load_state_dict(first)),
+        "load a copy": refusal(lambda: copied.load_state_dict(loaded)),
+    }
+    assert torch.equal(loop.weights(), before)
+    next(loop.module.parameters()).requires_grad_(False)
+    train(loop, noloco, K)  # fewer may be trained: they may be frozen for a while
+    loop.module.add_module("more", nn.Linear(1, 1))
+    train(loop, noloco, 2 * K - 1)
+    found["more"] = refusal(noloco.step)
+    found["average"] = refusal(noloco.average)
+    noloco.close()
+    found["load after"] = refusal(lambda: loop.module.load_state_dict(loaded, strict=False))
+    found["attach again"] = refusal(lambda: attach(loop.model, SETTINGS, replicas=1))
+    return found
+
+
+def test_what_is_refused_of_a_model_that_is_attached() -> None:
+    (found,) = run_ranks(1, what_changes_after_attach)
+    more = (
+        "more.weight is trained now, and was not when the model was attached: it would not be exchanged; call"
+    )
+    load = (
+        "load_state_dict of a model that is attached: the next round would undo it; load first, attach last"
+    )
+    expected = {
+        "twice": "attach: this model is attached already; close() what attach returned before",
+        "load": load,
+        "load a part": load,
+        "load a copy": "taken",
+        "more": more,
+        "average": more,
+        "load after": "taken",
+        "attach again": "taken",
+    }
+    assert found.keys() == expected.keys()
+    for name, line in expected.items():
+        assert found[name].startswith(line), (name, found[name])
+
+
+def reads_what_the_other_reads(rank: int, world_size: int) -> list[str]:
+    loop = Loop(0, 0, None)
+    noloco = attach(loop.model, SETTINGS, replicas=world_size)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(loop, noloco, 2 * K)
+    dist.barrier()
+    return [str(one.message) for one in caught if one.filename == __file__]
+
+
+def test_replicas_that_read_the_same_data_are_told_once() -> None:
+    for (line,) in run_ranks(2, reads_what_the_other_reads):
+        assert line.startswith(
+            "the replicas had equal weights before their first round: do they all read the same"
+        )
 
 
 def on_its_own(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor], list[Any]]:
