@@ -69,9 +69,9 @@ class Run:
     def train(self) -> bool:
         """Train to the end, or until asked to stop.
 
-        False when the run stopped early and this rank's state could not be saved. Raises PartnerTimeoutError when
-        a partner does not answer, NotFiniteError as `Health` does: the run can then be continued from its last
-        checkpoint.
+        False when the run stopped early and this rank's state could not be saved. Raises PartnerLostError when a
+        partner is gone or does not answer, NotFiniteError as `Health` does: the run can then be continued from its
+        last checkpoint.
         """
         try:
             done = self._loop()
