@@ -152,7 +152,12 @@ def interrupted(slot: int, rank: int, folder: Path, settings: OuterSettings) -> 
     train(loop, noloco, STEPS // 2 + 1)  # in the middle of a phase, or of an exchange
     file = folder / f"saved_{slot}_{rank}.pt"
     torch.save([*loop.state(), noloco.state_dict()], file)
-    noloco.close()
+    before = loop.weights()
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        noloco.close()
+    assert torch.equal(loop.weights(), before), "after an exception nothing is merged"
 
     *state, saved = torch.load(file, weights_only=True)
     loop = of_job(slot, rank, seed=9)
@@ -587,7 +592,10 @@ def test_one_replica_has_no_rounds() -> None:
 @pytest.mark.parametrize(
     ("options", "line"),
     [
-        ({"replicas": 2}, "attach(replicas=...) needs torch.distributed.init_process_group"),
+        (
+            {"replicas": 2},
+            "attach(replicas=...) needs torch.distributed.init_process_group, as ReplicaGroups does",
+        ),
         ({"replicas": 2, "settings": {}}, "attach: settings must be OuterSettings(...), not {}"),
         ({"federation": "a"}, "attach: federation must be Federation(...), not 'a'"),
     ],
