@@ -1,14 +1,17 @@
 """Rounds for somebody else's loop."""
 
+import sys
 import warnings
 from contextlib import ExitStack
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 
 from megatron_noloco.activity import now
-from megatron_noloco.attach.checks import check_equal, check_reach, first_weights_of
+from megatron_noloco.attach.checks import check_statements, digest_of, statement_of, tensor_of
 from megatron_noloco.attach.engines import trained_by
 from megatron_noloco.attach.federation import Federation
 from megatron_noloco.attach.groups import cut_into
@@ -22,11 +25,13 @@ from megatron_noloco.outer import (
     OuterOptimizer,
     OuterSettings,
     RoundReport,
+    Weights,
 )
 from megatron_noloco.outer.commit import CommittedExchange
 from megatron_noloco.outer.guard import Guard
+from megatron_noloco.outer.settings import gossip_of
 from megatron_noloco.plans.choices import Others
-from megatron_noloco.plans.fragments import next_after
+from megatron_noloco.plans.fragments import fragment_after, next_after
 from megatron_noloco.plans.grouping import Grouping, Pairing, averaging_cycle
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.transport.protocol import Transport
@@ -35,6 +40,7 @@ from megatron_noloco.transport.torch_dist import TorchTransport
 if TYPE_CHECKING:
     from megatron_noloco.federation.keeping_up import KeepingUp
 
+_ATTACHED: WeakSet["Attached"] = WeakSet()  # and not closed
 _FINAL_PAIRS = 10  # of random pairs, where no cycle of pairs gives all replicas the mean
 
 
@@ -62,7 +68,10 @@ class Attached:
         self._trained = trained
         self._first_weights = first_weights
         self._keeping_up = keeping_up
+        self._has_met = False
         self._until_closed = ExitStack()
+        self._until_closed.enter_context(trained.while_attached())
+        _ATTACHED.add(self)
         self._steps = 0 if trained.steps is None else trained.steps()
         if state is not None:
             self.done = int(state["local_steps_done"])
@@ -75,10 +84,10 @@ class Attached:
 
         With DeepSpeed, call it after each `engine.step()`; it does nothing while gradients are accumulated.
 
-        Returns the reports of the rounds that ended with it. In one job it raises PartnerTimeoutError when a
-        partner does not answer: go back to a checkpoint. In a federation a partner that is lost costs a bye,
-        which the report tells (`report.exchange.missed`), and it raises UntrainedError only: where this job began
-        anew and the others have trained long before.
+        Returns the reports of the rounds that ended with it. In one job it raises PartnerLostError when a partner
+        is gone, or does not answer in time (PartnerTimeoutError, a kind of it): go back to a checkpoint. In a
+        federation a partner that is lost costs a bye, which the report tells (`report.exchange.missed`), and it
+        raises UntrainedError only: where this job began anew and the others have trained long before.
         """
         if self._trained.steps is not None:
             steps = self._trained.steps()
@@ -86,21 +95,40 @@ class Attached:
                 return []
             self._steps = steps
         self.done += 1
+        settings = self.outer.settings
+        if fragment_after(self.done, settings.local_steps, settings.fragments) is not None:
+            self._trained.check_all()
         with now.doing(f"in the round after local step {self.done}"):
-            reports = self.outer.after_local_step(self.done)
+            alone = self.outer.place.replicas == 1  # a loop that is being tried out: no rounds
+            reports = [] if alone else self.outer.after_local_step(self.done)
+        self._compare(reports)
         if self._keeping_up is not None:
             self.done = self._keeping_up.next_step(self.done)
         now.part(f"local step {self.done + 1}")
         return reports
 
+    def _compare(self, reports: list[RoundReport]) -> None:
+        """Warn where the first round with a partner finds equal weights."""
+        met = [report for report in reports if len(report.exchange.group) > 1]
+        if met and not self._has_met:
+            self._has_met = True
+            if met[0].spread == 0:
+                warnings.warn(
+                    "the replicas had equal weights before their first round: do they all read the same data, or "
+                    "are their gradients reduced over all of them?",
+                    stacklevel=3,
+                )
+
     def state_dict(self) -> dict[str, Tensor]:
         """What this rank saves beside its model and its optimizer; `attach(..., state=...)` continues from it.
 
-        Each rank has a state of its own. The tensors are live: save them, or copy them, before the next step.
+        Each rank has a state of its own, which belongs to the weights as they are now. The tensors are live: save
+        them, or copy them, before the next step.
         """
         return self.outer.state() | {
             "local_steps_done": torch.tensor(self.done),
-            "first_weights": torch.frombuffer(bytearray(self._first_weights), dtype=torch.uint8),
+            "first_weights": tensor_of(self._first_weights),
+            "weights": tensor_of(digest_of(self.outer.weights)),
         }
 
     def average(self) -> list[ExchangeReport]:
@@ -112,6 +140,7 @@ class Attached:
         `OuterSettings.deadline_seconds` at most; the others are left out. The reports say whom this one met, and
         how far apart they were.
         """
+        self._trained.check_all()
         transport, place, grouping = self.outer.transport, self.outer.place, self.outer.grouping
         settings = self.outer.settings
         exchange = Exchange(transport, place, Channel.FINAL, settings.deadline_seconds)
@@ -133,9 +162,16 @@ class Attached:
         return self.outer.settle(committed, groups, number)
 
     def close(self) -> None:
-        """At the end, or before the process leaves for another reason: what a partner still needs is sent."""
+        """At the end, or before the process leaves for another reason: what a partner still needs is sent.
+
+        With `delay_steps` the rounds that are under way are merged, but not while an exception is handled.
+        """
+        _ATTACHED.discard(self)
         with self._until_closed:
-            self.outer.land()
+            if sys.exception() is None:
+                self.outer.finish()
+            else:
+                self.outer.land()
             if self._keeping_up is not None:
                 self._keeping_up.leave()
 
@@ -170,22 +206,27 @@ def attach(
             DistributedDataParallel where the job has several ranks; or Megatron-core's distributed optimizer.
         settings: of the method; the same on all ranks of all replicas, as are group_size, pairing and seed.
         replicas: where this job holds all of them: its ranks are divided into so many blocks of consecutive
-            ranks. The gradients have to be reduced inside a block: `ReplicaGroups` makes the process groups.
+            ranks. The gradients have to be reduced inside a block: `ReplicaGroups` makes the process groups. With
+            1 there are no rounds.
         federation: where this job is one replica, and the others are other jobs. Nothing else changes in the
             job: its gradients are reduced over all of its ranks, as ever, and these are the replica.
         group_size: n, replicas that average in a round; 2 in a federation.
         pairing: how groups are drawn, see `Grouping`.
         seed: of the groups.
         transport: for the exchanges inside one job; by default torch.distributed's messages between two ranks.
-        state: of this rank, saved with `Attached.state_dict`. Without, training begins, and the weights of all
-            replicas have to be equal bit for bit.
+        state: of this rank, saved with `Attached.state_dict` beside the weights that are loaded now. Without,
+            training begins, and the weights of all replicas have to be equal bit for bit.
 
-    Raises ValueError where gradients are not reduced over the ranks of one replica, where the replicas of one job
-    have different weights, for a state of other weights, for a rendezvous or a key file that is none, and where
-    the weights cannot be had. Jobs of a federation whose first weights, settings or sizes differ refuse each other
-    with a line on stderr.
+    Raises ValueError where gradients are not reduced over the ranks of one replica, where ranks of this job have
+    different settings, or its replicas different weights, for settings with which the replicas drift apart, for a
+    state of other weights, for a rendezvous or a key file that is none, and where the weights cannot be had. Jobs
+    of a federation whose first weights, settings or sizes differ refuse each other: with a line on stderr where
+    they have a list of addresses; in a shared folder they do not see each other.
     """
-    settings = settings or OuterSettings()
+    settings = OuterSettings() if settings is None else settings
+    for name, value, kind in (("settings", settings, OuterSettings), ("federation", federation, Federation)):
+        if not isinstance(value, kind | None):
+            raise ValueError(f"attach: {name} must be {kind.__name__}(...), not {value!r}")
     if (replicas is None) == (federation is None):
         raise ValueError(
             "attach: give replicas, where this job holds all of them, or federation, where it is one of them"
@@ -193,6 +234,8 @@ def attach(
     if federation is not None and transport is not None:
         raise ValueError("attach: a federation has a transport of its own; leave transport out")
     trained = trained_by(engine)
+    if any(_memory(trained.weights) & _memory(other.outer.weights) for other in _ATTACHED):
+        raise ValueError("attach: this model is attached already; close() what attach returned before")
     rank, ranks = here()
     if federation is not None:
         topology = Topology(dp=ranks, slot=federation.slot, slots=federation.slots)
@@ -200,23 +243,29 @@ def attach(
         assert replicas is not None
         topology = cut_into(replicas)
     place = topology.place(rank)
-    check_reach(trained, topology, rank)
-    first_weights = first_weights_of(trained.weights, state)
-    grouping = Grouping(place.replicas, group_size, seed, pairing=pairing)
+    grouping = Grouping(place.replicas, group_size if place.replicas > 1 else 1, seed, pairing=pairing)
+    alike = asdict(settings) | asdict(grouping) | {"slot": topology.slot, "slots": topology.slots}
+    said = of_all_ranks(statement_of(trained, topology, rank, alike, state))
+    check_statements(said, rank, topology)
+    if place.replicas > 1 and (problem := gossip_of(settings, grouping).problem):
+        raise ValueError(f"attach: {problem}")
+    first_weights = said[rank].first_weights
     if federation is None:
-        if state is None:
-            check_equal(first_weights, topology.replica_size)
         transport = TorchTransport() if transport is None else transport
         outer = OuterOptimizer(trained.weights, transport, place, grouping, settings)
         return Attached(trained, outer, first_weights, state)
 
     from megatron_noloco.attach.joining import enter, keeping_up, run_of, wait_for_others
 
-    lengths = [part.numel() for part in trained.weights.parts()]
-    run = run_of(settings, grouping, of_all_ranks([lengths, first_weights.hex()]))
+    run = run_of(settings, grouping, [[one.lengths, one.first_weights.hex()] for one in said])
     door = enter(federation, settings, place, run)
     outer = OuterOptimizer(trained.weights, door, place, grouping, settings)
     attached = Attached(trained, outer, first_weights, state, keeping_up(federation, settings, door))
     if not wait_for_others(door, federation.start_with - 1, settings.deadline_seconds):
         warnings.warn("fewer jobs than Federation.start_with are there; starting without", stacklevel=2)
     return attached
+
+
+def _memory(weights: Weights) -> set[int]:
+    """Where the tensors lie."""
+    return {part.data_ptr() for part in weights.parts() if part.numel()}

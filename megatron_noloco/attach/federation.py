@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from megatron_noloco.kinds import check_finite, check_integers
+
 
 @dataclass(frozen=True, kw_only=True)
 class Federation:
@@ -31,7 +33,7 @@ class Federation:
             jumps often. What the loop does every so many steps of `done` it then has to look for.
         start_with: jobs, this one included, that `attach` waits for, `OuterSettings.deadline_seconds` at most.
 
-    Raises ValueError for what is out of range.
+    Raises ValueError for what is out of range, or of the wrong kind.
     """
 
     slot: int
@@ -46,6 +48,10 @@ class Federation:
     start_with: int = 1
 
     def __post_init__(self) -> None:
+        check_integers(
+            slot=self.slot, slots=self.slots, rounds_behind=self.rounds_behind, start_with=self.start_with
+        )
+        check_finite(shortest_deadline_seconds=self.shortest_deadline_seconds)
         for name, sound, range_ in (
             ("slots", self.slots >= 2, "at least 2"),
             ("slot", 0 <= self.slot < self.slots, f"from 0 to slots - 1 = {self.slots - 1}"),

@@ -2,11 +2,17 @@
 
 import torch.distributed as dist
 
+from megatron_noloco.kinds import check_integers
 from megatron_noloco.plans.topology import Topology
 
 
 def cut_into(replicas: int) -> Topology:
     """The ranks of this job as blocks of consecutive ranks; raises ValueError where they do not divide."""
+    if not dist.is_initialized():
+        raise ValueError(
+            "attach(replicas=...) needs torch.distributed.init_process_group, as ReplicaGroups does"
+        )
+    check_integers(replicas=replicas)
     ranks = dist.get_world_size()
     if replicas < 1 or ranks % replicas:
         raise ValueError(f"{ranks} ranks do not divide into {replicas} replicas")

@@ -13,7 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    DefaultFlowCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from megatron_noloco.attach.attached import Attached, attach
@@ -34,7 +41,8 @@ class NolocoCallback(TrainerCallback):
     - Every checkpoint of the Trainer gets the state of the rounds as well, one file for each rank:
       `checkpoint-N/noloco_00000.pt`. `resume_from_checkpoint` continues from it, where the checkpoint lies in
       `output_dir`. To begin a replica anew from another one, copy that one's checkpoint folder there.
-    - A job that has fallen behind goes on at the step of the others: `global_step` and the learning rate jump.
+    - A job that has fallen behind goes on at the step of the others: `global_step` and the learning rate jump. A
+      log, an evaluation or a save that was due at a step in between takes place there.
     - At the end the replicas average, see `Attached.average`. So `trainer.save_model()` after `trainer.train()`
       saves the one model of all replicas; the checkpoints, also that of the last step, are of this replica alone.
 
@@ -101,7 +109,7 @@ class NolocoCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
         reports = self.noloco.step()
-        self._catch_up(state, control)
+        self._catch_up(args, state, control)
         if reports and args.logging_strategy != "no":
             logs = control.should_log  # which `log` takes for done
             for report in reports:
@@ -121,20 +129,19 @@ class NolocoCallback(TrainerCallback):
             self.noloco.average()
         self.noloco.close()
 
-    def _catch_up(self, state: TrainerState, control: TrainerControl) -> None:
-        """Where the others are ahead by rounds, go on where they are."""
-        skipped = self.noloco.done - state.global_step
-        if skipped <= 0:
-            return
-        state.global_step = self.noloco.done
+    def _catch_up(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
+        """Where the others are ahead, go on where they are.
+
+        What is due at a step in between, such as a save, is done at the step where this job goes on.
+        """
         engine = self._trainer.model_wrapped
         schedule: Any = (
             getattr(engine, "lr_scheduler", None) or self._trainer.lr_scheduler
         )  # DeepSpeed has its own
-        for _ in range(skipped):
+        while state.global_step < self.noloco.done:
+            state.global_step += 1
             schedule.step()
-        if state.global_step >= state.max_steps:
-            control.should_training_stop = True
+            DefaultFlowCallback().on_step_end(args, state, control)
 
 
 def _file(args: TrainingArguments, state: TrainerState) -> Path:

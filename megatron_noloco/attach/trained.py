@@ -1,6 +1,7 @@
 """What is attached to: the weights of a loop, and how far its gradients are reduced."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_noloco.outer import Weights
+from megatron_noloco.outer.weights import check_sound
 
 
 def here() -> tuple[int, int]:
@@ -25,12 +27,16 @@ class Trained:
         remedy: what to change where these are not the ranks of the replica, in one job and where the job is the
             replica.
         steps: counts the optimizer's steps; None where each call of `Attached.step` follows one.
+        check_all: raises ValueError where more is trained than the weights.
+        while_attached: a context in which what would change the weights behind the rounds is refused.
     """
 
     weights: Weights
     reduced_over: Sequence[int] | None
     remedy: tuple[str, str]
     steps: Callable[[], int] | None = None
+    check_all: Callable[[], None] = lambda: None
+    while_attached: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 class ReplicatedWeights(Weights):
@@ -44,7 +50,7 @@ class ReplicatedWeights(Weights):
         group: the ranks that hold copies; None: this rank alone.
         rounded: pairs of one of the tensors and what is computed with, into which it is rounded after a round.
 
-    Raises ValueError for no tensors, and for one that is not floating or not contiguous.
+    Raises ValueError for no tensors, and as `check_sound` does.
     """
 
     def __init__(
@@ -53,11 +59,8 @@ class ReplicatedWeights(Weights):
         group: dist.ProcessGroup | None = None,
         rounded: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> None:
-        for tensor in tensors:
-            if not (tensor.is_floating_point() and tensor.is_contiguous()):
-                raise ValueError(
-                    f"a weight of shape {list(tensor.shape)} and {tensor.dtype} must be floating and contiguous"
-                )
+        for index, tensor in enumerate(tensors):
+            check_sound(f"weight {index}", tensor)
         if not tensors:
             raise ValueError("there are no weights that are trained")
         self._tensors = tensors

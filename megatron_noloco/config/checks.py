@@ -12,9 +12,6 @@ from megatron_noloco.plans.grouping import prime_factors
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.topology import Topology
 
-# rho of a configuration on the brink is computed as 1 minus a rounding error.
-_STABLE_BELOW = 1 - 1e-9
-
 
 def check_method(noloco: NolocoConfig, replicas: int | None) -> Iterator[str]:
     """Whether gossip keeps the replicas together; one replica alone has nobody to drift from.
@@ -26,15 +23,8 @@ def check_method(noloco: NolocoConfig, replicas: int | None) -> Iterator[str]:
         return
     n = noloco.group_size
     factors = prime_factors(replicas) if replicas is not None and noloco.pairing == "cycle" else ()
-    rho = noloco.spread_factor(replicas)
-    if rho >= _STABLE_BELOW:
-        payload = "" if noloco.payload == "fp32" else f', payload "{noloco.payload}"'
-        pairing = ', pairing "cycle"' if factors else ""
-        yield (
-            f"noloco: replicas would drift apart: rho = {rho:.3f} >= 1 for outer_momentum (alpha) "
-            f"{noloco.outer_momentum}, consensus_weight (gamma) {noloco.gamma}, group_size (n) "
-            f"{'of all' if everyone else n}{pairing}{payload}; {_stable_suggestion(noloco, replicas)}"
-        )
+    if problem := noloco.gossip(replicas).problem:
+        yield f"noloco: {problem}"
     if not everyone and replicas is not None and n > replicas:
         yield f"noloco.group_size {n} is more than the {count(replicas, 'replica')} there are"
     if max(factors, default=1) > n:
@@ -79,17 +69,6 @@ def check_phase(noloco: NolocoConfig) -> Iterator[str]:
             f"noloco.overlap.delay_steps {noloco.delay_steps} is more than noloco.local_steps "
             f"{noloco.local_steps}: a round is merged before the next one begins; lower it"
         )
-
-
-def _stable_suggestion(noloco: NolocoConfig, replicas: int | None) -> str:
-    """The nearest stable setting to two digits: less momentum if that suffices, else another gamma."""
-    for hundredths in range(min(99, int(noloco.outer_momentum * 100)), -1, -1):
-        if noloco.spread_factor(replicas, outer_momentum=hundredths / 100) < _STABLE_BELOW:
-            return f"outer_momentum {hundredths / 100:.2f} is the largest (to 2 digits) that is stable"
-    gammas = [hundredths / 100 for hundredths in range(1, 400)]
-    stable = [g for g in gammas if noloco.spread_factor(replicas, consensus_weight=g) < _STABLE_BELOW]
-    nearest = min(stable, key=lambda candidate: abs(candidate - noloco.gamma), default=0.01)
-    return f"no outer_momentum is stable with this gamma; consensus_weight {nearest:.2f} is with this alpha"
 
 
 def check_loss_scale(routing: Routing, deepspeed: dict[str, Any]) -> Iterator[str]:

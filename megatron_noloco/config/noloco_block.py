@@ -7,7 +7,7 @@ from pydantic import Field, field_validator
 
 from megatron_noloco.config.blocks import Block, NonNegative, Positive
 from megatron_noloco.plans.grouping import Pairing, prime_factors
-from megatron_noloco.plans.stability import PULL_ERRORS, cycle_spread_factor, spread_factor
+from megatron_noloco.plans.stability import Gossip
 from megatron_noloco.spec.method import ActiveMethod, Method, active_method
 
 _ROUNDED = {"fp16": "6 %", "bf16": "50 %"}  # tools/bench_payload.py
@@ -138,20 +138,18 @@ class NolocoConfig(Block):
         """d of the first rounds."""
         return self.overlap.delay_steps if self.delays and self.overlap.delay_steps != "auto" else 0
 
-    def spread_factor(
-        self, replicas: int | None, outer_momentum: float | None = None, consensus_weight: float | None = None
-    ) -> float:
-        """rho among `replicas`, if their number is known, also with another alpha or gamma (`plans.stability`)."""
-        alpha = self.outer_momentum if outer_momentum is None else outer_momentum
-        gamma = self.gamma if consensus_weight is None else consensus_weight
-        error = PULL_ERRORS[self.payload]
-        if self.active_method == "diloco":
-            return spread_factor(alpha, gamma, math.inf, error) if error else 0.0
-        if self.pairing == "random" or replicas is None:
-            return spread_factor(alpha, gamma, self.group_size, error)
-        factors = prime_factors(replicas)
-        orders = [factors[f:] + factors[:f] for f in range(min(self.fragments, len(factors)))]
-        return max(cycle_spread_factor(alpha, gamma, order, error) for order in orders)
+    def gossip(self, replicas: int | None) -> Gossip:
+        """Among `replicas`, if their number is known."""
+        everyone = self.active_method == "diloco"
+        cycles = self.pairing == "cycle" and replicas is not None and not everyone
+        return Gossip(
+            self.outer_momentum,
+            self.gamma,
+            math.inf if everyone else self.group_size,
+            prime_factors(replicas) if cycles and replicas else (),
+            self.fragments,
+            self.payload,
+        )
 
     def group_size_among(self, replicas: int) -> int:
         """How many of `replicas` average together in a round; 1 is nobody."""

@@ -98,7 +98,7 @@ def _method(noloco: NolocoConfig, replicas: int) -> str:
     n = noloco.group_size_among(replicas)
     if method == "diloco":
         return f"{knobs}, n = {n} (all replicas)"
-    rho, drawn = noloco.spread_factor(replicas), f"n = {n}"
+    rho, drawn = noloco.gossip(replicas).rho, f"n = {n}"
     if noloco.pairing == "cycle":
         drawn = f"cycles of {' x '.join(map(str, prime_factors(replicas)))}"
     return (

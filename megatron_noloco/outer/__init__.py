@@ -5,7 +5,7 @@ own optimizer; see `examples/plain_torch.py`.
 """
 
 from megatron_noloco.outer.coded_exchange import CodedExchange, Coding
-from megatron_noloco.outer.exchange import Exchange, MeanPiece, PartnerTimeoutError
+from megatron_noloco.outer.exchange import Exchange, MeanPiece, PartnerLostError, PartnerTimeoutError
 from megatron_noloco.outer.mean import ExchangeReport
 from megatron_noloco.outer.mean_model import MeanModel
 from megatron_noloco.outer.no_rounds import NoRounds, Rounds
@@ -26,6 +26,7 @@ __all__ = [
     "NoRounds",
     "OuterOptimizer",
     "OuterSettings",
+    "PartnerLostError",
     "PartnerTimeoutError",
     "RoundReport",
     "Rounds",

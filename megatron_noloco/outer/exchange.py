@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron_noloco.outer.mean import ExchangeReport, MeanPiece, finite_mean
 from megatron_noloco.outer.memory import Kept
-from megatron_noloco.outer.patience import PartnerTimeoutError, Patience
+from megatron_noloco.outer.patience import PartnerLostError, PartnerTimeoutError, Patience
 from megatron_noloco.outer.spans import Ranges
 from megatron_noloco.outer.tags import CHANNELS, tag_of
 from megatron_noloco.plans.grouping import Group
@@ -120,8 +120,9 @@ class Exchange:
     def finish(self) -> Iterator[MeanPiece]:
         """Yield the pieces of the mean that are left, each element once, as chunks land.
 
-        Raises RuntimeError when nothing was begun, PartnerTimeoutError when a member does not answer within the
-        deadline. The exchange is then over, and may be begun again.
+        Raises RuntimeError when nothing was begun, PartnerLostError when the connection to a member of this job is
+        gone, and PartnerTimeoutError, one of its kinds, when a member does not answer within the deadline. The
+        exchange is then over, and may be begun again.
         """
         if not self._under_way:
             raise RuntimeError("nothing is under way: begin comes before finish")
@@ -152,7 +153,13 @@ class Exchange:
             partner = error.rank // self.place.ranks_per_replica
             raise PartnerTimeoutError(
                 f"replica {self.place.replica}: no answer from partner {partner} (rank {error.rank}) in "
-                f"{self._what} after {error.waited_seconds:.1f} s (noloco.deadline_seconds)"
+                f"{self._what} after {error.waited_seconds:.1f} s (deadline_seconds)"
+            ) from error
+        except ConnectionError as error:
+            if self.transport.partners is not None:  # of another job, which costs a bye: see `commit`
+                raise
+            raise PartnerLostError(
+                f"replica {self.place.replica} lost a partner in {self._what}: {error}"
             ) from error
         finally:
             if not self.complete:

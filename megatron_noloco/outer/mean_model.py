@@ -24,7 +24,7 @@ class MeanModel:
         """Inside, the weights are those of the mean model; on leaving they are the replica's own again.
 
         Gives the spread: the standard deviation of the slow weights over the replicas, root mean square over
-        the elements. Raises PartnerTimeoutError when a replica does not answer; the weights are then put back.
+        the elements. Raises PartnerLostError when a replica does not answer; the weights are then put back.
 
         Args:
             number: of this evaluation, the same on all ranks; local steps done will do.

@@ -115,8 +115,10 @@ class OuterOptimizer:
             done: local steps done since the beginning of the training, this one included.
 
         Returns the reports of the rounds that have ended with this step: none after most, and more than one only
-        where `delay_steps` was changed. Raises as `run_round` does.
+        where `delay_steps` was changed. Raises as `run_round` does, and ValueError for a step below 1.
         """
+        if done < 1:
+            raise ValueError(f"done counts from 1: it is 1 after the first local step, not {done}")
         self.progress()
         reports = [self._merge(running) for running in list(self._under_way) if running.due <= done]
         schedule = self.settings.local_steps, self.settings.fragments
@@ -133,8 +135,8 @@ class OuterOptimizer:
     def run_round(self, round_index: int, fragment: int = 0) -> RoundReport:
         """Exchange with the fragment's group of this round and move the slow and the fast weights.
 
-        Raises PartnerTimeoutError: the group's round is then incomplete, and training has to go back to its
-        last checkpoint.
+        Raises PartnerLostError, of which PartnerTimeoutError is a kind: the group's round is then incomplete, and
+        training has to go back to its last checkpoint.
         """
         self.land()
         with self._paused():
@@ -164,6 +166,13 @@ class OuterOptimizer:
                 for running in self._under_way:
                     running.land()
 
+    def finish(self) -> list[RoundReport]:
+        """Wait for the exchanges that are under way, if any, and merge their rounds now: for after the last step.
+
+        A collective of the replica where its weights are refreshed by one. Raises as `run_round` does.
+        """
+        return [self._merge(running) for running in list(self._under_way)]
+
     def settle(
         self, exchange: Exchange | CommittedExchange, groups: Sequence[Group], number: int
     ) -> list[ExchangeReport]:
@@ -180,8 +189,7 @@ class OuterOptimizer:
 
         Raises as `run_round` does.
         """
-        for running in list(self._under_way):
-            self._merge(running)
+        self.finish()
         mean, other = self.slow_weights, self._spare
         self.weights.read_into(mean)
         reports = []

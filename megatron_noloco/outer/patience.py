@@ -7,7 +7,11 @@ from megatron_noloco.activity import now
 from megatron_noloco.transport.protocol import Arrival, Flight
 
 
-class PartnerTimeoutError(RuntimeError):
+class PartnerLostError(RuntimeError):
+    """A partner in one job is gone; says who and in which exchange."""
+
+
+class PartnerTimeoutError(PartnerLostError):
     """A partner did not answer within the deadline; says who, in which exchange, after how many seconds."""
 
 

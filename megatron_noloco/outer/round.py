@@ -50,12 +50,20 @@ from megatron_noloco.plans.grouping import Group
 
 @dataclass(frozen=True)
 class RoundReport:
-    """One round of a fragment as this rank saw it."""
+    """One round of a fragment as this rank saw it.
+
+    Attributes:
+        spread: standard deviation over the group of the fast weights before the round, root mean square over the
+            weights; nan for a bye. Exactly that where consensus_weight = outer_lr, with payload "fp32" and in
+            pairs: else it is of c / gamma = phi + (beta / gamma) Delta (of Delta where gamma is 0), of codes, and
+            in a larger group of this rank's part of the weights.
+        pause_seconds: for which local steps stood still because of it.
+    """
 
     round_index: int
     exchange: ExchangeReport
-    spread: float  # standard deviation over the group of the fast weights before the round; nan for a bye
-    pause_seconds: float  # for which local steps stood still because of it
+    spread: float
+    pause_seconds: float
     fragment: int = 0
 
 

@@ -100,7 +100,7 @@ class TorchWeights(Weights):
     Parameters in bf16 or fp16 round what is written to them, and in the next round this rounding counts as a part
     of the outer gradient. Prefer fp32 parameters (with autocast).
 
-    Raises ValueError for no parameters, and for one that is not floating or not contiguous.
+    Raises ValueError for no parameters, and as `check_sound` does.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -108,17 +108,24 @@ class TorchWeights(Weights):
         if not self.parameters:
             raise ValueError("there are no parameters to average")
         for index, parameter in enumerate(self.parameters):
-            if not (parameter.is_floating_point() and parameter.is_contiguous()):
-                raise ValueError(
-                    f"parameter {index}, of shape {list(parameter.shape)} and {parameter.dtype}, must be floating "
-                    f"and contiguous"
-                )
+            check_sound(f"parameter {index}", parameter)
 
     def parts(self) -> list[Tensor]:
         return [parameter.detach().view(-1) for parameter in self.parameters]
 
     def refresh(self) -> None:
         """Nothing depends on them."""
+
+
+def check_sound(name: str, tensor: Tensor) -> None:
+    """Raises ValueError for a tensor that is not floating, not contiguous, or that fp32 would round."""
+    problem = ""
+    if not (tensor.is_floating_point() and tensor.is_contiguous()):
+        problem = "must be floating and contiguous (torch.contiguous_format)"
+    elif tensor.dtype == torch.float64:
+        problem = "must be of 32 bits or less: rounds are in fp32, which would round it"
+    if problem:
+        raise ValueError(f"{name}, of shape {list(tensor.shape)} and {tensor.dtype}, {problem}")
 
 
 def _overlaps(parts: Sequence[Tensor], start: int, length: int) -> Iterator[tuple[Tensor, slice]]:

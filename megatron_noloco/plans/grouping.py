@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import Literal, get_args
 
+from megatron_noloco.kinds import check_integers
 from megatron_noloco.plans.draws import Stream, draw_permutation
 
 Group = tuple[int, ...]
@@ -41,6 +42,9 @@ class Grouping:
     pairing: Pairing = "random"
 
     def __post_init__(self) -> None:
+        check_integers(replicas=self.replicas, group_size=self.group_size, seed=self.seed)
+        if self.pairing not in get_args(Pairing):
+            raise ValueError(f"pairing must be one of {get_args(Pairing)}, not {self.pairing!r}")
         if not 1 <= self.group_size <= self.replicas:
             raise ValueError(f"group_size {self.group_size} must lie between 1 and replicas {self.replicas}")
         if self.pairing == "cycle" and max(prime_factors(self.replicas), default=1) > self.group_size:

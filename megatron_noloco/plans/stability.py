@@ -2,11 +2,79 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
 
+# rho of settings on the brink is computed as 1 minus a rounding error.
+_STABLE_BELOW = 1 - 1e-9
 PULL_ERRORS = {"fp32": 0.0, "int16": 0.00045, "int8": 0.03, "int4": 0.41}  # of payloads, measured in pairs
+
+
+@dataclass(frozen=True)
+class Gossip:
+    """What decides whether replicas stay together.
+
+    Attributes:
+        outer_momentum: alpha.
+        consensus_weight: gamma.
+        group_size: n; infinite where all replicas are one group.
+        cycle: sizes of the groups of one cycle of rounds, with pairing in cycles; empty with random groups.
+        fragments: F.
+        payload: of an exchange, a key of PULL_ERRORS.
+    """
+
+    outer_momentum: float
+    consensus_weight: float
+    group_size: float
+    cycle: tuple[int, ...] = ()
+    fragments: int = 1
+    payload: str = "fp32"
+
+    @property
+    def rho(self) -> float:
+        """The factor of the spread squared per round; one group that begins alike has none without an error."""
+        alpha, gamma, error = self.outer_momentum, self.consensus_weight, PULL_ERRORS[self.payload]
+        if math.isinf(self.group_size):
+            return spread_factor(alpha, gamma, math.inf, error) if error else 0.0
+        if not self.cycle:
+            return spread_factor(alpha, gamma, self.group_size, error)
+        orders = [self.cycle[f:] + self.cycle[:f] for f in range(min(self.fragments, len(self.cycle)))]
+        return max(cycle_spread_factor(alpha, gamma, order, error) for order in orders)
+
+    @property
+    def problem(self) -> str:
+        """Why the replicas would not stay together, and what would be right; empty where they do."""
+        if self.group_size == 1:
+            return "replicas would never meet in groups of 1; group_size must be at least 2"
+        if self._stable:
+            return ""
+        n = "of all" if math.isinf(self.group_size) else self.group_size
+        pairing = ', pairing "cycle"' if self.cycle else ""
+        payload = "" if self.payload == "fp32" else f', payload "{self.payload}"'
+        return (
+            f"replicas would drift apart: rho = {self.rho:.3f} >= 1 for outer_momentum (alpha) "
+            f"{self.outer_momentum}, consensus_weight (gamma) {self.consensus_weight}, group_size (n) {n}"
+            f"{pairing}{payload}; {self._remedy}"
+        )
+
+    @property
+    def _stable(self) -> bool:
+        return self.rho < _STABLE_BELOW
+
+    @property
+    def _remedy(self) -> str:
+        """The nearest stable setting to two digits: less momentum if that suffices, else another gamma."""
+        for hundredths in range(min(99, int(self.outer_momentum * 100)), -1, -1):
+            if replace(self, outer_momentum=hundredths / 100)._stable:
+                return f"outer_momentum {hundredths / 100:.2f} is the largest (to 2 digits) that is stable"
+        gammas = [hundredths / 100 for hundredths in range(1, 400)]
+        stable = [gamma for gamma in gammas if replace(self, consensus_weight=gamma)._stable]
+        nearest = min(stable, key=lambda candidate: abs(candidate - self.consensus_weight), default=0.01)
+        return (
+            f"no outer_momentum is stable with this gamma; consensus_weight {nearest:.2f} is with this alpha"
+        )
 
 
 def spread_factor(

@@ -48,7 +48,7 @@ class Evaluator:
         """Measure every replica's fast weights, then the mean of all slow weights; no weight is changed.
 
         Every rank of every replica must call it after the same step, `done` local steps since the beginning.
-        Raises PartnerTimeoutError when a replica does not answer.
+        Raises PartnerLostError when a replica does not answer.
         """
         own_losses = self._losses()
         if self.replicas == 1:

@@ -69,8 +69,8 @@ class Run:
     def train(self) -> bool:
         """Train to the end, or until asked to stop.
 
-        False when the last checkpoint of this rank could not be written. Raises PartnerTimeoutError when
-        a partner does not answer, NotFiniteError as `Health` does: the run can then be continued from its last
+        False when the last checkpoint of this rank could not be written. Raises PartnerLostError when a partner is
+        gone or does not answer, NotFiniteError as `Health` does: the run can then be continued from its last
         checkpoint.
         """
         try:

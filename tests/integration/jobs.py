@@ -34,6 +34,7 @@ def run_jobs(
 
     def job(rank: int, world_size: int) -> Any:
         warnings.filterwarnings("error", "fewer jobs than")
+        warnings.filterwarnings("error", "the replicas had equal weights")
         slot, rank = divmod(rank, ranks)
         dist.barrier()  # all have joined
         dist.destroy_process_group()

@@ -179,6 +179,51 @@ def test_separate_jobs_train_as_one_job_does(tmp_path: Path, stage: int) -> None
     assert not torch.equal(found[0][0][1], found[1][0][1]), "each replica has data of its own"
 
 
+def continued(rank: int, world_size: int, folder: Path, stage: int, bf16: bool) -> list[Tensor]:
+    """The weights after six rounds, without and with a new engine after five steps. A replica has one rank."""
+
+    def build(seed: int, state: dict[str, Tensor] | None = None) -> tuple[Any, Any]:
+        engine = engine_of(stage, ReplicaGroups(world_size), seed, bf16={"enabled": bf16})
+        if state is not None:
+            engine.load_checkpoint(str(folder / f"replica_{rank}"), tag="five")
+        return engine, attach(engine, SETTINGS, replicas=world_size, seed=SEED, state=state)
+
+    found = []
+    for stops in (False, True):
+        engine, noloco = build(0)
+        while noloco.done < 12:
+            if stops and noloco.done == 5:
+                engine.save_checkpoint(str(folder / f"replica_{rank}"), tag="five")
+                state = {name: tensor.clone() for name, tensor in noloco.state_dict().items()}
+                noloco.close()
+                engine, noloco = build(9, state)
+                stops = False
+            for part in range(2):
+                draw = torch.Generator().manual_seed(100 * noloco.done + 10 * rank + part)
+                tokens = torch.randint(64, (2, 16), generator=draw)
+                engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+                engine.step()
+            noloco.step()
+        found.append(whole(engine))
+        noloco.close()
+    dist.barrier()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stage", "bf16"),
+    [
+        (1, True),
+        *(by_hand((stage, True)) for stage in (0, 2, 3)),
+        *(by_hand((stage, False)) for stage in range(4)),
+    ],
+)
+def test_an_engine_continues_from_its_checkpoint(tmp_path: Path, stage: int, bf16: bool) -> None:
+    """To the last bit; so the weights that a checkpoint brings back are those that the state was saved with."""
+    for without, with_ in run_ranks(2, continued, tmp_path, stage, bf16):
+        assert torch.equal(without, with_)
+
+
 def refused(rank: int, world_size: int, what: str) -> str:
     replicas = 1 if what == "reach" else REPLICAS
     engine = engine_of(1, ReplicaGroups(replicas), seed=rank // SIZE if what == "seeds" else 0)

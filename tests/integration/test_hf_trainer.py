@@ -50,9 +50,17 @@ class Loop:
             process_index=0,
             load_best_model_at_end=False,
             logging_strategy="steps",
+            logging_first_step=False,
+            eval_strategy="steps",
+            eval_delay=0,
+            save_strategy="steps",
         )
-        self.state: Any = SimpleNamespace(global_step=0, max_steps=12)
-        self.control: Any = SimpleNamespace(should_log=True, should_training_stop=False)
+        self.state: Any = SimpleNamespace(
+            global_step=0, max_steps=12, logging_steps=3, eval_steps=4, save_steps=5
+        )
+        self.control: Any = SimpleNamespace(
+            should_log=True, should_evaluate=False, should_save=False, should_training_stop=False
+        )
         self.logged: list[dict[str, Any]] = []
 
     def log(self, values: dict[str, Any]) -> None:
@@ -122,11 +130,14 @@ def test_a_job_that_fell_behind_goes_on_where_the_others_are(tmp_path: Path) -> 
     loop = Loop(tmp_path, 0)
     callback: Any = NolocoCallback(loop, federation(tmp_path, 0, 2))  # type: ignore[arg-type]
     callback._noloco = SimpleNamespace(step=lambda: [], done=7)
-    loop.state.global_step = 4
+    loop.state.global_step, loop.control.should_log = 4, False
     callback.on_step_end(loop.args, loop.state, loop.control)
     assert loop.state.global_step == 7
     assert loop.optimizer.param_groups[0]["lr"] == pytest.approx(0.1 * 0.9**3)
     assert not loop.control.should_training_stop
+    assert loop.control.should_save, "due at step 5"
+    assert loop.control.should_log, "due at step 6"
+    assert not loop.control.should_evaluate, "due at steps 4, which was not left out, and 8"
     callback._noloco.done = 12
     callback.on_step_end(loop.args, loop.state, loop.control)
     assert loop.control.should_training_stop

@@ -1,9 +1,11 @@
 """NoLoCo attached to ordinary jobs, each of which is one replica."""
 
+import copy
 import io
 import re
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from contextlib import redirect_stderr
 from itertools import pairwise
@@ -14,11 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_noloco.attach import Attached, Federation, ReplicaGroups, attach
 from megatron_noloco.job import failure
-from megatron_noloco.outer import OuterSettings
+from megatron_noloco.outer import OuterSettings, PartnerLostError
 from megatron_noloco.plans.grouping import Grouping
 from tests.harness import free_port, run_ranks
 from tests.integration.jobs import SECONDS, federation, run_jobs
@@ -79,7 +82,7 @@ def separate(slot: int, rank: int, folder: Path, slots: int, settings: OuterSett
     noloco = attach(loop.model, settings, federation=federation(folder, slot, slots), seed=SEED)
     found = train(loop, noloco)
     noloco.close()
-    return found
+    return [*found, loop.weights()]
 
 
 def together(rank: int, world_size: int, replicas: int, settings: OuterSettings) -> list[Tensor]:
@@ -88,8 +91,9 @@ def together(rank: int, world_size: int, replicas: int, settings: OuterSettings)
     loop = Loop(rank // ranks, rank % ranks, group if ranks > 1 else None)
     noloco = attach(loop.model, settings, replicas=replicas, seed=SEED)
     found = train(loop, noloco)
+    noloco.close()
     dist.barrier()
-    return found
+    return [*found, loop.weights()]
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, OVERLAPPED], ids=["plain", "overlap, fragments, int8"])
@@ -97,13 +101,15 @@ def together(rank: int, world_size: int, replicas: int, settings: OuterSettings)
 def test_separate_jobs_train_as_one_job_does(
     tmp_path: Path, slots: int, ranks: int, settings: OuterSettings
 ) -> None:
-    """To the last bit, after every step."""
+    """To the last bit, after every step and at the end, where a round that is under way is merged."""
     found = run_jobs(tmp_path, slots, ranks, separate, tmp_path, slots, settings)
     expected = run_ranks(slots * ranks, together, slots, settings)
     for slot in range(slots):
         for rank in range(ranks):
             assert torch.equal(torch.stack(found[slot][rank]), torch.stack(expected[slot * ranks + rank]))
     assert not torch.equal(found[0][0][0], found[1][0][0]), "each replica has data of its own"
+    last, closed = found[0][0][-2:]
+    assert torch.equal(last, closed) == (settings.delay_steps == 0)
 
 
 @pytest.mark.parametrize(("replicas", "ranks"), [(3, 1), (2, 2)])
@@ -146,7 +152,12 @@ def interrupted(slot: int, rank: int, folder: Path, settings: OuterSettings) -> 
     train(loop, noloco, STEPS // 2 + 1)  # in the middle of a phase, or of an exchange
     file = folder / f"saved_{slot}_{rank}.pt"
     torch.save([*loop.state(), noloco.state_dict()], file)
-    noloco.close()
+    before = loop.weights()
+    try:
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        noloco.close()
+    assert torch.equal(loop.weights(), before), "after an exception nothing is merged"
 
     *state, saved = torch.load(file, weights_only=True)
     loop = of_job(slot, rank, seed=9)
@@ -204,6 +215,23 @@ def test_a_partner_that_is_lost_costs_a_bye(tmp_path: Path) -> None:
     (_, first, *_), (_, second, *_), (theta, phi, *_) = found[1:4]
     expected = second + 0.5 * (second - first) + 0.7 * (theta - second)
     torch.testing.assert_close(phi, expected, rtol=0, atol=1e-6)
+
+
+def ends_early(rank: int, world_size: int, settings: OuterSettings) -> str:
+    loop = Loop(rank, 0, None)
+    noloco = attach(loop.model, settings, replicas=world_size)
+    if rank == 1:
+        train(loop, noloco, 2)
+        return ""  # and this process ends
+    with pytest.raises(PartnerLostError) as caught:
+        train(loop, noloco)
+    return f"{caught.value} ({type(caught.value.__cause__).__name__})"
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, OVERLAPPED], ids=["plain", "overlap, fragments, int8"])
+def test_in_one_job_a_partner_that_is_gone_is_told(settings: OuterSettings) -> None:
+    line = run_ranks(2, ends_early, settings)[0]
+    assert re.match(r"replica 0 lost a partner in round \d.*: .* rank 1 .*\(ConnectionError\)", line), line
 
 
 def falls_behind(slot: int, rank: int, folder: Path) -> tuple[list[int], Tensor]:
@@ -376,14 +404,23 @@ def what_is_refused(rank: int, world_size: int, folder: Path) -> dict[str, str]:
     alone = [dist.new_group([other]) for other in range(world_size)][rank]
     half = DistributedDataParallel(module, process_group=alone)
     whole = DistributedDataParallel(module)
+    zeros = torch.zeros(2)
+    sharded = FullyShardedDataParallel(nn.Linear(2, 2), process_group=alone, device_id=torch.device("cpu"))
+    channels_last: Any = nn.Conv2d(3, 2, 4).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    saved = {"local_steps_done": torch.tensor(3), "first_weights": zeros}
     return {
         "bare": refusal(lambda: attach(module, federation=there)),
         "half": refusal(lambda: attach(half, federation=there)),
         "whole": refusal(lambda: attach(whole, replicas=2)),
+        "nested": refusal(lambda: attach(nn.Sequential(whole), replicas=2)),
+        "flat": refusal(lambda: attach(nn.Sequential(sharded), replicas=2)),
+        "double": refusal(lambda: attach(nn.Linear(2, 2).double(), replicas=2)),
+        "channels": refusal(lambda: attach(channels_last, replicas=2)),
         "neither": refusal(lambda: attach(whole)),
         "both": refusal(lambda: attach(whole, federation=there, replicas=2)),
         "what": refusal(lambda: attach(torch.optim.SGD(module.parameters()), federation=there)),
-        "state": refusal(lambda: attach(whole, federation=there, state={"slow_weights": torch.zeros(2)})),
+        "state": refusal(lambda: attach(whole, federation=there, state=saved | {"slow_weights": zeros})),
+        "none": refusal(lambda: attach(whole, federation=there, state={})),
         "key": refusal(lambda: attach(whole, federation=federation(folder, 0, 2, key_file=folder / "no"))),
         "rendezvous": refusal(lambda: attach(whole, federation=federation(folder, 0, 2, rendezvous="here"))),
     }
@@ -397,10 +434,15 @@ def test_what_is_refused_in_one_line(tmp_path: Path) -> None:
             "bare": f"{reach}[{rank}], its replica is [0, 1]{wrap}out process_group",
             "half": f"{reach}[{rank}], its replica is [0, 1]{wrap}out process_group",
             "whole": f"{reach}[0, 1], its replica is [{rank}]{wrap} process_group=ReplicaGroups(2).get_data_",
+            "nested": "attach: the gradients of 0 are reduced by a DistributedDataParallel of its own; wrap the",
+            "flat": "attach: the flat parameters of FullyShardedDataParallel are not supported; use",
+            "double": "weight, of shape [2, 2] and torch.float64, must be of 32 bits or less: rounds are in",
+            "channels": "weight, of shape [2, 3, 4, 4] and torch.float32, must be floating and contiguous",
             "neither": "attach: give replicas, where this job holds all of them, or federation, where",
             "both": "attach: give replicas, where this job holds all of them, or federation, where",
             "what": "attach: a SGD is none of DeepSpeed's engine, a torch module",
             "state": "attach: the state is of 2 weights, this rank has 3; each rank needs the one",
+            "none": "attach: state has no slow_weights; it must be what Attached.state_dict returned, or None",
             "key": f"federation.key_file: {tmp_path}/no: No such file",
             "rendezvous": 'federation.rendezvous: "here" is neither "file://FOLDER"',
         }
@@ -409,9 +451,165 @@ def test_what_is_refused_in_one_line(tmp_path: Path) -> None:
             assert "\n" not in found[name]
 
 
+def what_ranks_of_one_job_refuse(rank: int, world_size: int) -> dict[str, str]:
+    def try_to(settings: OuterSettings = SETTINGS, loop: Loop | None = None, **options: Any) -> str:
+        model = Loop(rank, 0, None).model if loop is None else loop.model
+        return refusal(lambda: attach(model, settings, replicas=world_size, **{"seed": SEED, **options}))
+
+    loop = Loop(rank, 0, None)
+    noloco = attach(loop.model, SETTINGS, replicas=world_size, seed=SEED)
+    train(loop, noloco, K + 1)
+    state = {name: tensor.clone() for name, tensor in noloco.state_dict().items()}
+    noloco.close()
+    states: list[Any] = [None] * world_size
+    dist.all_gather_object(states, state)
+    later = state | {"local_steps_done": torch.tensor(K + 1 + rank)}
+    wider = Loop(rank, 0, None)
+    wider.model = nn.Linear(2 + rank, 1)
+    return {
+        "settings": try_to(OuterSettings(local_steps=K, outer_lr=0.7 + 0.25 * rank)),
+        "seed": try_to(seed=rank),
+        "pairing": try_to(pairing=("random", "cycle")[rank]),
+        "lengths": try_to(loop=wider),
+        "weights": try_to(loop=Loop(rank, 0, None, seed=rank)),
+        "no state": try_to(loop=loop, state=None if rank else state),
+        "other rank": try_to(loop=loop, state=states[1 - rank]),
+        "one not loaded": try_to(loop=None if rank else loop, state=state),
+        "other step": try_to(loop=loop, state=later),
+        "other run": try_to(loop=loop, state=state | {"first_weights": torch.tensor([rank])}),
+        "its own": try_to(loop=loop, state=state),
+        "groups of 1": try_to(group_size=1),
+        "one group": try_to(OuterSettings(local_steps=K, outer_momentum=0.9)),
+    }
+
+
+def test_what_ranks_of_one_job_refuse_together() -> None:
+    """None of them waits for the others, and all say the same."""
+    found = run_ranks(2, what_ranks_of_one_job_refuse)
+    expected = {
+        "settings": "attach: outer_lr is 0.7 on rank 0 and 0.95 on rank 1; it must be the same on all ranks",
+        "seed": "attach: seed is 0 on rank 0 and 1 on rank 1; it must be the same on all ranks",
+        "pairing": "attach: pairing is 'random' on rank 0 and 'cycle' on rank 1; it must be",
+        "lengths": "attach: rank 1 of replica 1 has 4 weights, rank 0 of replica 0 has 3; all replicas must",
+        "weights": "the weights of replica 1 differ from those of replica 0; seed all replicas alike",
+        "no state": "attach: rank 1 has no state, rank 0 has; give each rank its own, or none",
+        "other rank": "attach: the model is not the one this state was saved with: load its checkpoint first",
+        "one not loaded": "attach: the model is not the one this state was saved with: load its checkpoint",
+        "other step": "attach: local_steps_done is 3 on rank 0 and 4 on rank 1; it must be the same",
+        "other run": "the weights of replica 1 differ from those of replica 0; their states are of different",
+        "its own": "taken",
+        "groups of 1": "attach: replicas would never meet in groups of 1; group_size must be at least 2",
+        "one group": "taken",
+    }
+    assert found[0] == found[1]
+    for name, line in expected.items():
+        assert found[0][name].startswith(line), found[0][name]
+
+
+def what_changes_after_attach(rank: int, world_size: int) -> dict[str, str]:
+    loop = Loop(0, 0, None)
+    noloco = attach(loop.model, SETTINGS, replicas=1)
+    loaded, before = Loop(0, 0, None, seed=9).module.state_dict(), loop.weights()
+    first: Any = {name.removeprefix("0."): one for name, one in loaded.items() if name.startswith("0.")}
+    copied = copy.deepcopy(loop.module)
+    found = {
+        "twice": refusal(lambda: attach(loop.model, SETTINGS, replicas=1)),
+        "load": refusal(lambda: loop.module.load_state_dict(loaded)),
+        "load a part": refusal(lambda: loop.module.get_submodule("0").load_state_dict(first)),
+        "load a copy": refusal(lambda: copied.load_state_dict(loaded)),
+    }
+    assert torch.equal(loop.weights(), before)
+    next(loop.module.parameters()).requires_grad_(False)
+    train(loop, noloco, K)  # fewer may be trained: they may be frozen for a while
+    loop.module.add_module("more", nn.Linear(1, 1))
+    train(loop, noloco, 2 * K - 1)
+    found["more"] = refusal(noloco.step)
+    found["average"] = refusal(noloco.average)
+    noloco.close()
+    found["load after"] = refusal(lambda: loop.module.load_state_dict(loaded, strict=False))
+    found["attach again"] = refusal(lambda: attach(loop.model, SETTINGS, replicas=1))
+    return found
+
+
+def test_what_is_refused_of_a_model_that_is_attached() -> None:
+    (found,) = run_ranks(1, what_changes_after_attach)
+    more = (
+        "more.weight is trained now, and was not when the model was attached: it would not be exchanged; call"
+    )
+    load = (
+        "load_state_dict of a model that is attached: the next round would undo it; load first, attach last"
+    )
+    expected = {
+        "twice": "attach: this model is attached already; close() what attach returned before",
+        "load": load,
+        "load a part": load,
+        "load a copy": "taken",
+        "more": more,
+        "average": more,
+        "load after": "taken",
+        "attach again": "taken",
+    }
+    assert found.keys() == expected.keys()
+    for name, line in expected.items():
+        assert found[name].startswith(line), (name, found[name])
+
+
+def reads_what_the_other_reads(rank: int, world_size: int) -> list[str]:
+    loop = Loop(0, 0, None)
+    noloco = attach(loop.model, SETTINGS, replicas=world_size)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(loop, noloco, 2 * K)
+    dist.barrier()
+    return [str(one.message) for one in caught if one.filename == __file__]
+
+
+def test_replicas_that_read_the_same_data_are_told_once() -> None:
+    for (line,) in run_ranks(2, reads_what_the_other_reads):
+        assert line.startswith(
+            "the replicas had equal weights before their first round: do they all read the same"
+        )
+
+
+def on_its_own(rank: int, world_size: int) -> tuple[list[Tensor], list[Tensor], list[Any]]:
+    attached, plain = Loop(0, 0, None), Loop(0, 0, None)
+    noloco = attach(attached.model, SETTINGS, replicas=1)
+    found, reports = train(attached, noloco), noloco.average()
+    noloco.close()
+    expected = []
+    for step in range(STEPS):
+        plain.step(step)
+        expected.append(plain.weights())
+    return [*found, attached.weights()], [*expected, expected[-1]], reports
+
+
+def test_one_replica_has_no_rounds() -> None:
+    ((found, expected, reports),) = run_ranks(1, on_its_own)
+    assert torch.equal(torch.stack(found), torch.stack(expected))
+    assert reports == []
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (
+            {"replicas": 2},
+            "attach(replicas=...) needs torch.distributed.init_process_group, as ReplicaGroups does",
+        ),
+        ({"replicas": 2, "settings": {}}, "attach: settings must be OuterSettings(...), not {}"),
+        ({"federation": "a"}, "attach: federation must be Federation(...), not 'a'"),
+    ],
+)
+def test_what_is_refused_without_torch_distributed(options: dict[str, Any], line: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        attach(nn.Linear(2, 2), **options)
+    assert str(refused.value) == line
+
+
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
+        ({"slot": "0"}, "slot must be an integer, not '0'"),
         ({"slots": 1}, "Federation: slots must be at least 2, not 1"),
         ({"slot": 2}, "Federation: slot must be from 0 to slots - 1 = 1, not 2"),
         ({"start_with": 3}, "Federation: start_with must be from 1 to slots 2, not 3"),

@@ -490,7 +490,7 @@ def test_a_missing_partner_is_named(group_size: int) -> None:
         outer.run_round(7)
     message = str(caught.value)
     assert re.fullmatch(
-        r"replica 0: no answer from partner 1 \(rank 3\) in round 7 after [0-9.]+ s \(noloco.deadline_seconds\)",
+        r"replica 0: no answer from partner 1 \(rank 3\) in round 7 after [0-9.]+ s \(deadline_seconds\)",
         message,
     )
     others = ["rank 3 (replica 1)", "rank 5 (replica 2)"][: group_size - 1]
@@ -623,6 +623,11 @@ def test_state_continues_a_run() -> None:
     assert torch.equal(one.delta, other.delta)
 
 
+def test_local_steps_are_counted_from_1() -> None:
+    with pytest.raises(ValueError, match="done counts from 1: it is 1 after the first local step, not 0"):
+        Fleet(noise(1, 6, seed=26), 1).outer[0].after_local_step(0)
+
+
 def test_without_rounds_the_weights_are_all_there_is() -> None:
     parameter = torch.arange(4.0)
     alone = NoRounds(TorchWeights([parameter]))
@@ -643,6 +648,11 @@ def test_without_rounds_the_weights_are_all_there_is() -> None:
         {"consensus_weight": -0.1},
         {"deadline_seconds": 0.0},
         {"slow_weights": "disk"},
+        {"local_steps": 2.5},
+        {"local_steps": "10"},
+        {"fragments": 2.0},
+        {"outer_lr": float("inf")},
+        {"consensus_weight": float("inf")},
     ],
 )
 def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:

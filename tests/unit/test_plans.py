@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_noloco.outer.settings import OuterSettings, gossip_of
 from megatron_noloco.plans.choices import Others, choose
 from megatron_noloco.plans.draws import Stream, draw_permutation, draw_words
 from megatron_noloco.plans.grouping import Grouping, prime_factors
@@ -121,6 +122,12 @@ class TestGrouping:
     def test_impossible_sizes_are_refused(self, group_size: int) -> None:
         with pytest.raises(ValueError, match=f"group_size {group_size} .* replicas 4"):
             Grouping(4, group_size, seed=0)
+
+    def test_what_is_no_grouping_is_refused(self) -> None:
+        with pytest.raises(ValueError, match=r"pairing must be one of \('random', 'cycle'\), not 'cycles'"):
+            Grouping(4, 2, seed=0, pairing="cycles")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="seed must be an integer, not None"):
+            Grouping(4, 2, seed=None)  # type: ignore[arg-type]
 
 
 def known(free: Set[int], waiting: Set[int] = frozenset(), busy: Set[int] = frozenset()) -> Others:
@@ -292,6 +299,17 @@ class TestStability:
 
     def test_without_a_group_nothing_pulls_together(self) -> None:
         assert spread_factor(0.5, 0.7, 1) == pytest.approx(1.0)
+
+    def test_settings_with_which_replicas_drift_apart_are_told(self) -> None:
+        settings = OuterSettings(outer_momentum=0.9)
+        assert gossip_of(settings, Grouping(4, 2, 0)).problem.startswith(
+            "replicas would drift apart: rho = 1.098 >= 1 for outer_momentum (alpha) 0.9, consensus_weight "
+            "(gamma) 0.7, group_size (n) 2; outer_momentum 0.8"
+        )
+        assert not gossip_of(settings, Grouping(4, 4, 0)).problem, "DiLoCo"
+        assert not gossip_of(OuterSettings(), Grouping(4, 2, 0)).problem
+        in_cycles = gossip_of(OuterSettings(), Grouping(4, 4, 0, pairing="cycle"))
+        assert in_cycles.rho == pytest.approx(cycle_spread_factor(0.5, 0.7, (2, 2)))
 
     def test_rounds_to_halve(self) -> None:
         assert rounds_to_halve(0.25) == pytest.approx(1)  # the spread squared quarters as the spread halves
