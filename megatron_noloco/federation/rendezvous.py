@@ -48,7 +48,10 @@ class Rendezvous(Protocol):
 
 @dataclass(frozen=True)
 class SharedFolder:
-    """A file for each rank. A rank of another process replaces that of the one before."""
+    """A file for each rank, named after it and its run: those of other runs are not seen.
+
+    A rank of another process replaces that of the one before.
+    """
 
     folder: Path
     run: int
@@ -56,21 +59,24 @@ class SharedFolder:
 
     def publish(self, rank: int, address: Address) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        content = {"run": f"{self.run:016x}", "endpoint": address.endpoint, "epoch": address.epoch}
-        write_text(self.folder / f"rank_{rank:05d}.json", json.dumps(content) + "\n")
+        content = {"endpoint": address.endpoint, "epoch": address.epoch}
+        write_text(self.folder / f"rank_{rank:05d}{self._ending}", json.dumps(content) + "\n")
 
     def look(self, door: Door, alone: bool) -> None:
-        """Files of other runs are left out, and what is no such file."""
+        """What is no such file is left out."""
         found = {}
-        for path in sorted(self.folder.glob("rank_*.json")):
+        for path in sorted(self.folder.glob(f"rank_*{self._ending}")):
             try:
                 content = json.loads(path.read_text())
-                if int(content["run"], 16) == self.run:
-                    address = Address(str(content["endpoint"]), int(content["epoch"]))
-                    found[int(path.stem.removeprefix("rank_"))] = address
+                address = Address(str(content["endpoint"]), int(content["epoch"]))
+                found[int(path.name.removeprefix("rank_").removesuffix(self._ending))] = address
             except (ValueError, KeyError, TypeError):
                 continue
         door.learn(found)
+
+    @property
+    def _ending(self) -> str:
+        return f"_{self.run:016x}.json"
 
 
 class Seeds:

@@ -45,9 +45,13 @@ def test_a_shared_folder_gives_what_others_published(tmp_path: Path) -> None:
     mine, theirs, door = SharedFolder(tmp_path / "there", 1), SharedFolder(tmp_path / "there", 1), Asked()
     mine.publish(0, Address("tcp://a:1", 10))
     theirs.publish(1, Address("tcp://b:2", 11))
-    SharedFolder(tmp_path / "there", run=2).publish(2, Address("tcp://c:3", 12))
-    (tmp_path / "there" / "rank_00007.json").write_text("{")
-    (tmp_path / "there" / "rank_x.json").write_text(json.dumps({"run": "1", "endpoint": "e", "epoch": 1}))
+    of_another_run = SharedFolder(tmp_path / "there", run=2)
+    of_another_run.publish(1, Address("tcp://c:3", 12))
+    of_another_run.publish(2, Address("tcp://c:4", 12))
+    (tmp_path / "there" / "rank_00007_0000000000000001.json").write_text("{")
+    (tmp_path / "there" / "rank_x_0000000000000001.json").write_text(
+        json.dumps({"endpoint": "e", "epoch": 1})
+    )
     mine.look(door, alone=True)
     assert door.known == {0: Address("tcp://a:1", 10), 1: Address("tcp://b:2", 11)}
     theirs.publish(1, Address("tcp://b:5", 12))
