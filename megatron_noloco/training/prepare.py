@@ -31,6 +31,7 @@ from megatron_noloco.job.join import (
     record_collectives,
 )
 from megatron_noloco.job.launcher import World, local_device, read_world
+from megatron_noloco.model.transformer_engine import uses_transformer_engine
 from megatron_noloco.planning.fit import shortage
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Topology
@@ -115,6 +116,7 @@ def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
     Changes nothing on disk. Data is looked for, not read. Raises ValueError, one line per problem.
     """
     _check_arithmetic(config)
+    uses_transformer_engine(config.model.transformer_impl)  # for its error
     _check_optimizer(config.deepspeed["optimizer"])
     _check_writable(Path(config.training.output_dir))
     _check_wandb(config.wandb.enabled)

@@ -89,6 +89,12 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"optimizer": {"type": "SGD", "params": {"nesterov": True}}},
         ("optimizer.params: torch's SGD does not take them: Nesterov momentum requires a momentum",),
     ),
+    "Transformer Engine without a GPU": (
+        {"model": {"transformer_impl": "transformer_engine"}},
+        (
+            'model.transformer_impl is "transformer_engine", which needs a GPU and the transformer_engine package',
+        ),
+    ),
     "a key under its old block": (
         {"training": {"save_interval": 5}},
         ("training.save_interval is not a known key", "did you mean checkpoint.save_interval?"),
@@ -158,7 +164,13 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["missing data", "a folder that cannot be made", "settings that the optimizer refuses"]
+    "name",
+    [
+        "missing data",
+        "a folder that cannot be made",
+        "settings that the optimizer refuses",
+        "Transformer Engine without a GPU",
+    ],
 )
 def test_a_check_finds_what_the_start_would(
     folder: Path, name: str, capfd: pytest.CaptureFixture[str]
