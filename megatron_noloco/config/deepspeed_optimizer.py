@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_noloco.config import aliases, schedule, weight_decay
 from megatron_noloco.config import deepspeed_keys as keys
-from megatron_noloco.config import schedule, weight_decay
 from megatron_noloco.config.deepspeed_values import REQUIRED, SCHEDULE
 from megatron_noloco.config.wording import (
     Path,
@@ -175,5 +175,5 @@ def _warm_up(params: dict[str, Any]) -> Iterator[Problem]:
 
 def _unknown_type(block: str, name: str, known: list[str]) -> Problem:
     meant = nearest((name,), known)
-    hint = f"did you mean {meant}?" if meant else "known are " + ", ".join(known)
+    hint = aliases.hint(name) or (f"did you mean {meant}?" if meant else "known are " + ", ".join(known))
     return Problem((block,), f"{block}.type: {shown(name)} is not a known {block}; {hint}")

@@ -12,6 +12,8 @@ import annotated_types
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
+from megatron_noloco.config import aliases
+
 Path = tuple[str, ...]
 
 
@@ -58,9 +60,11 @@ def unknown_key(path: Path, known: Iterable[str], elsewhere: Iterable[str] = ())
         known: the keys of the same block.
         elsewhere: dotted names of other blocks.
     """
-    meant = _at_another_place(path[-1].lower(), elsewhere) or nearest(path, known)
-    hint = f"; did you mean {meant}?" if meant else ""
-    return Problem(path, f"{dotted(path)} is not a known key{hint}")
+    hint = aliases.hint(dotted(path))
+    if not hint:
+        meant = _at_another_place(path[-1].lower(), elsewhere) or nearest(path, known)
+        hint = f"did you mean {meant}?" if meant else ""
+    return Problem(path, f"{dotted(path)} is not a known key" + f"; {hint}" * bool(hint))
 
 
 def nearest(path: Path, known: Iterable[str]) -> str:

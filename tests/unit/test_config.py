@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,10 +16,12 @@ from megatron_noloco.cli.main import main
 from megatron_noloco.config import (
     ConfigError,
     RunConfig,
+    aliases,
     describe,
     explain,
     load_config,
 )
+from megatron_noloco.config.deepspeed_keys import TOP_LEVEL
 from megatron_noloco.config.run_config import BLOCKS
 from megatron_noloco.config.wording import fields_of
 from megatron_noloco.model.families import table_of
@@ -87,6 +90,23 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"gradient_cliping": 1.0}, "gradient_cliping is not a known key; did you mean gradient_clipping?"),
     ({"trainning": {}}, "did you mean training?"),
     ({"zzz": 1}, "zzz is not a known key"),
+    (
+        {"global_batch_size": 8},
+        "global_batch_size is not a known key; train_batch_size counts the samples of ONE",
+    ),
+    ({"training.micro_batch_size": 8}, "did you mean train_micro_batch_size_per_gpu?"),
+    ({"noloco.H": 8}, "noloco.H is not a known key; did you mean noloco.local_steps?"),
+    ({"optimizer.params.beta": 8}, "did you mean optimizer.params.betas?"),
+    ({"parallel.tp": 2}, "did you mean parallel.tensor_model_parallel_size?"),
+    ({"model.tie_word_embeddings": True}, "model.untie_embeddings_and_output_weights says the opposite"),
+    (
+        {"model.fp8": "e4m3"},
+        "model.fp8 is not a known key; not supported: its scales would be reduced over all",
+    ),
+    (
+        {"optimizer.type": "OneBitAdam"},
+        "'OneBitAdam' is not a known optimizer; not supported: it does not work with",
+    ),
     (
         {"training.save_interval": 5},
         "training.save_interval is not a known key; did you mean checkpoint.save_in",
@@ -1153,6 +1173,25 @@ def test_explain_mentions_every_field() -> None:
             assert " ".join(field.description.split()) in words
     assert "noloco.routing.interval" in words
     assert "Replaces DeepSpeed's block of the same name" in words
+
+
+def test_the_table_of_names_has_every_alias() -> None:
+    """docs/running.md: each name beside the field that is meant."""
+    rows = [
+        [set(re.findall(r"`(\w+)`", cell)) for cell in line.split("|")[1:3]]
+        for line in (ROOT / "docs" / "running.md").read_text().splitlines()
+        if line.startswith("| ")
+    ]
+    ours = {name for block, model in BLOCKS.items() for name, _ in fields_of(block, model)} | TOP_LEVEL
+    assert set(aliases.MEANT.values()) <= ours
+    assert not (aliases.MEANT.keys() | aliases.TOLD.keys() | aliases.NOT_SUPPORTED.keys()) & ours
+    for alias, field in aliases.MEANT.items():
+        name, meant = alias.rpartition(".")[2], field.rpartition(".")[2]
+        assert any(name in {known.lower() for known in left} and meant in right for left, right in rows), (
+            alias
+        )
+    told = {known.lower() for left, _ in rows for known in left}
+    assert aliases.TOLD.keys() | aliases.NOT_SUPPORTED.keys() <= told
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
