@@ -111,6 +111,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"data": {"text": "/no/such/text"}},
         ("data.text", "no file or folder at /no/such/text"),
     ),
+    "data that is not text": ({"data": {"text": "/bin/ls"}}, ("data.text: no UTF-8 text in /bin/ls",)),
+    "a checkpoint that is not there": (
+        {"checkpoint": {"load": "/no/such/step"}},
+        ("checkpoint.load: /no/such/step: no such folder",),
+    ),
     "corpus too small for a sample": (
         {"model": {"seq_length": 10_000}},
         ("corpus too small", "seq_length + 1 = 10001"),

@@ -652,6 +652,8 @@ def test_a_wrong_file_is_refused_in_one_line(tmp_path: Path, edits: dict[str, An
     ("text", "fragment"),
     [
         ('{"a": 1,\n "b" 2}', "is not valid JSON: line 2, column 6"),
+        ('{"a": 1 // one\n}', "line 1, column 9: JSON has no comments; delete it"),
+        ('{\n # one\n "a": 1}', "line 2, column 2: JSON has no comments; delete it"),
         ("[1, 2]", "must hold a JSON object, got [1, 2]"),
         ('{"noloco": {"local_steps": 1, "local_steps": 2}}', "noloco.local_steps is given more than once"),
         ('{"noloco": {}, "noloco": {}}', "noloco is given more than once"),
