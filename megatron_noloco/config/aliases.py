@@ -1,4 +1,4 @@
-"""What a user of Megatron, DeepSpeed, Hugging Face or DiLoCo may write, and what it is here.
+"""What a user of Megatron, Hugging Face or DiLoCo may write, and what it is here.
 
 docs/running.md has the same names; a test compares them.
 """
