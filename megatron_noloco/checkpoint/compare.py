@@ -1,5 +1,6 @@
 """What may differ between the run that wrote a checkpoint and the run that continues it."""
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -36,7 +37,7 @@ def changes(saved: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """A line for each setting of a run's JSON that changed; raises ValueError for those that must not."""
     refused, allowed = [], []
     for name, before, after in _differences(saved, now):
-        line = f"{name}: {before!r} in the checkpoint, {after!r} now"
+        line = f"{name}: {json.dumps(before)} in the checkpoint, {json.dumps(after)} now"
         if _within(name, _FIXED) and name not in _FREE:
             refused.append(line)
         elif not _within(name, _IRRELEVANT):

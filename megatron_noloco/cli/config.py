@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     config = commands.add_parser("config", help="explain or check a config file")
-    action = config.add_mutually_exclusive_group(required=True)
+    action = config.add_mutually_exclusive_group()
     action.add_argument("--explain", action="store_true", help="every field: type, bounds, default, meaning")
     action.add_argument(
         "--check", metavar="FILE", help="check a file, and that what it names is there; starts nothing"
@@ -36,6 +36,8 @@ def _config(args: argparse.Namespace) -> int:
         return 0
     if args.restarts:
         return _restarts(args.restarts)
+    if not args.check:
+        raise ValueError("megatron_noloco config: say what to do: --explain, --check FILE or --restarts FILE")
     with naming(args.check):
         _check(args.check, args.world_size)
     return 0

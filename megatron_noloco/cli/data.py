@@ -5,9 +5,13 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megatron_noloco.cli.output import say
 from megatron_noloco.job.leaving import INTERRUPTED
+
+if TYPE_CHECKING:
+    from megatron_noloco.spec.data import TokenizerChoice
 
 _PREPROCESS = """Text to Megatron's indexed datasets, PREFIX_KEY_document.{bin,idx}.
 
@@ -19,7 +23,7 @@ stopped continues where it was when it is started again with the same arguments.
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     data = commands.add_parser("data", help="make a Megatron dataset from text, or look into one")
-    subcommands = data.add_subparsers(dest="data_command", required=True)
+    subcommands = data.add_subparsers(required=True)
     preprocess = subcommands.add_parser(
         "preprocess",
         help="text to an indexed dataset",
@@ -55,11 +59,10 @@ def _preprocess(args: argparse.Namespace) -> int:
     from megatron_noloco.preprocess.encode import Encoding
     from megatron_noloco.preprocess.inputs import find_inputs
     from megatron_noloco.preprocess.preprocess import Job, check, preprocess
-    from megatron_noloco.spec.data import TokenizerChoice
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are what is parallel
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's notice is a Ctrl-C
-    tokenizer = TokenizerChoice(args.tokenizer_type, args.tokenizer_model)
+    tokenizer = _tokenizer(args)
     encoding = Encoding(tokenizer, tuple(args.json_keys), args.append_eod)
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
@@ -80,12 +83,23 @@ def _preprocess(args: argparse.Namespace) -> int:
     return 0
 
 
+def _tokenizer(args: argparse.Namespace) -> "TokenizerChoice":
+    from megatron_noloco.spec.data import TokenizerChoice
+
+    if args.tokenizer_type == "byte" and args.tokenizer_model is not None:
+        raise ValueError("--tokenizer-model needs --tokenizer-type HuggingFaceTokenizer")
+    if args.tokenizer_type != "byte" and args.tokenizer_model is None:
+        raise ValueError(
+            f"--tokenizer-type {args.tokenizer_type} needs --tokenizer-model, a folder with its files"
+        )
+    return TokenizerChoice(args.tokenizer_type, args.tokenizer_model)
+
+
 def _inspect(args: argparse.Namespace) -> int:
     from megatron_noloco.data.indexed import IndexedTokens
     from megatron_noloco.data.tokenizer import build_tokenizer
     from megatron_noloco.preprocess.inspect import report
-    from megatron_noloco.spec.data import TokenizerChoice
 
-    tokenizer = build_tokenizer(TokenizerChoice(args.tokenizer_type, args.tokenizer_model))
+    tokenizer = build_tokenizer(_tokenizer(args))
     say(*report(IndexedTokens(args.prefix), tokenizer, args.samples))
     return 0

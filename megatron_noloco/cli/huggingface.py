@@ -6,7 +6,8 @@ import re
 import tempfile
 from pathlib import Path
 
-from megatron_noloco.cli.errors import StoppedError
+from megatron_noloco.cli.errors import StoppedError, writing
+from megatron_noloco.cli.numbers import at_least_one
 from megatron_noloco.cli.output import CHECKPOINT, say
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -36,7 +37,7 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     source.add_argument("--checkpoint", nargs="+", type=Path, help=CHECKPOINT)
     source.add_argument("--hf", help="a Hugging Face folder")
     generate.add_argument("--prompt", required=True)
-    generate.add_argument("--tokens", type=int, default=200, help="at most so many new tokens")
+    generate.add_argument("--tokens", type=at_least_one, default=200, help="at most so many new tokens")
     generate.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
     generate.add_argument("--seed", type=int, default=0)
     generate.set_defaults(run=_generate)
@@ -75,10 +76,13 @@ def _import(args: argparse.Namespace) -> int:
     from megatron_noloco.config import load_config
     from megatron_noloco.huggingface.pretrained import import_folder
 
+    if Path(args.output).exists():
+        raise ValueError(f"{args.output}: exists; give another --output, or remove it")
     load_config(args.config)  # for its messages, which name the file
     template = json.loads(Path(args.config).read_text(encoding="utf-8-sig"))
     raw = import_folder(Path(args.folder), template)
-    Path(args.output).write_text(json.dumps(raw, indent=2) + "\n")
+    with writing(args.output, "--output"):
+        Path(args.output).write_text(json.dumps(raw, indent=2) + "\n")
     if raw["data"] != template["data"]:
         say("data.tokenizer_model: the model's own; a dataset in data_path must have been made with it")
     say(f"{args.output}: starts from {args.folder}")

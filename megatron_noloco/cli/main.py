@@ -1,6 +1,7 @@
 """All commands, and what becomes of their errors: `python -m megatron_noloco COMMAND`."""
 
 import argparse
+import sys
 from pathlib import Path
 from typing import NoReturn
 
@@ -8,7 +9,7 @@ from megatron_noloco import __version__
 from megatron_noloco.cli import config, data, doctor, huggingface, keys, plan, reading, train
 from megatron_noloco.cli.errors import report
 from megatron_noloco.cli.output import CHECKPOINT, say
-from megatron_noloco.job.leaving import INTERRUPTED, abandon_job, leave
+from megatron_noloco.job.leaving import INTERRUPTED, abandon_job, leave, usage_error
 
 
 def run(arguments: list[str] | None = None) -> NoReturn:
@@ -29,12 +30,21 @@ def main(arguments: list[str] | None = None) -> int:
     return exit_code
 
 
+class _Parser(argparse.ArgumentParser):
+    """Wrong arguments are one line, from one rank of the job."""
+
+    def error(self, message: str) -> NoReturn:
+        sys.exit(usage_error(ValueError(f"{self.prog}: error: {message}")))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="megatron_noloco", description="Train language models with NoLoCo.")
+    parser: argparse.ArgumentParser = _Parser(
+        prog="megatron_noloco", description="Train language models with NoLoCo."
+    )
     parser.add_argument("--version", action="version", version=__version__)
     # `deepspeed` passes it to every process, before `train`; the environment says the same.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(required=True)
     train.add_command(commands)
     config.add_command(commands)
     plan.add_command(commands)

@@ -13,7 +13,9 @@ def at_least_one(text: str) -> int:
 def share(text: str) -> float:
     number = _number(text)
     if not 0 < number <= 1:
-        raise argparse.ArgumentTypeError(f'"{text}" is not a number above 0 and at most 1')
+        raise argparse.ArgumentTypeError(
+            f'"{text}" is not a share: a number above 0 and at most 1, such as 0.4'
+        )
     return number
 
 

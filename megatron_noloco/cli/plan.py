@@ -131,16 +131,14 @@ def _show_fit(
     if needed <= 0.9 * size:
         say(f"fits {name} of {size:g} GB; libraries and the allocator take some GB beside it")
         return
-    say(
-        f"too much for {name} of {size:g} GB, of which libraries and the allocator take a tenth. What would help:"
-    )
-    _table(
-        ("change", "ranks of a replica", "GB"),
-        [
-            (change, str(ranks), _gigabytes(device))
-            for change, ranks, device in changes_that_save(config, architecture, plan.topology)
-        ],
-    )
+    say(f"too much for {name} of {size:g} GB, of which libraries and the allocator take a tenth")
+    rows: list[tuple[str, ...]] = [
+        (change, str(ranks), _gigabytes(device))
+        for change, ranks, device in changes_that_save(config, architecture, plan.topology)
+    ]
+    if rows:
+        say("What would help:")
+        _table(("change", "ranks of a replica", "GB"), rows)
 
 
 def _show_ways(plan: "Plan") -> None:

@@ -4,6 +4,7 @@ import argparse
 import time
 from pathlib import Path
 
+from megatron_noloco.cli.errors import writing
 from megatron_noloco.cli.output import say
 
 _LOOK_SECONDS = 2.0
@@ -51,7 +52,9 @@ def _report(args: argparse.Namespace) -> int:
     from megatron_noloco.reading.rows import RunLog
 
     path = args.output or args.folder / "report.html"
-    write_page(RunLog(args.folder), path)
+    run = RunLog(args.folder)
+    with writing(path, "--output"):
+        write_page(run, path)
     say(str(path))
     return 0
 

@@ -64,6 +64,11 @@ def check_phase(noloco: NolocoConfig) -> Iterator[str]:
             f"noloco.fragments {noloco.fragments} is more than noloco.local_steps {noloco.local_steps}: each "
             "fragment has its round at a local step of its own; lower it"
         )
+    if noloco.overlap.mode == "none" and noloco.overlap.delay_steps not in ("auto", 0):
+        yield (
+            f"noloco.overlap.delay_steps {noloco.overlap.delay_steps} has no effect with noloco.overlap.mode "
+            '"none"; set the mode to "delayed", or leave delay_steps out'
+        )
     if noloco.delay_steps > noloco.local_steps:
         yield (
             f"noloco.overlap.delay_steps {noloco.delay_steps} is more than noloco.local_steps "

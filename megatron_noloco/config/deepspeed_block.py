@@ -10,7 +10,8 @@ from typing import Any
 
 from megatron_noloco.config import deepspeed_keys as keys
 from megatron_noloco.config import deepspeed_models, deepspeed_optimizer
-from megatron_noloco.config.wording import Problem, is_size, unknown_key, wrong_value
+from megatron_noloco.config.deepspeed_values import TOP_LEVEL
+from megatron_noloco.config.wording import Problem, unknown_key, value_problems, wrong_value
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 AUTO = "auto"
@@ -47,7 +48,7 @@ def resolve(
         *_objects(values),
         *_autos(values, train_iters),
         *_batch(values, dp_size),
-        *_clipping(values),
+        *_scalars(values),
         *deepspeed_optimizer.check(values, "optimizer" in raw, train_iters),
         *_zero(values),
         *_disabled(values),
@@ -154,10 +155,9 @@ def _derive_batch(given: dict[str, int], dp_size: int) -> Iterator[Problem]:
         )
 
 
-def _clipping(values: dict[str, Any]) -> Iterator[Problem]:
-    clipping = values.get("gradient_clipping", 0.0)
-    if not is_size(clipping):
-        yield wrong_value(("gradient_clipping",), 'a number >= 0 or "auto"', clipping)
+def _scalars(values: dict[str, Any]) -> Iterator[Problem]:
+    for key in TOP_LEVEL.keys() & values.keys():
+        yield from value_problems((key,), TOP_LEVEL[key], values[key])
 
 
 def _zero(values: dict[str, Any]) -> Iterator[Problem]:

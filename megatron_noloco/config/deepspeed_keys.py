@@ -36,6 +36,15 @@ NOT_HERE = {
     "data_efficiency": "samples are drawn by megatron_noloco, not by DeepSpeed's loader",
     "torch_autocast": 'the forward pass runs outside of DeepSpeed; use "bf16": {"enabled": true}',
     "hybrid_engine": "there is no generation during training",
+    "compile": "the forward pass runs outside of DeepSpeed, which has nothing to compile",
+    "weight_quantization": "it is for inference",
+    "gradient_predivide_factor": "ZeRO divides gradients by parallel.data_parallel_size alone",
+    "allgather_size": "use zero_optimization.allgather_bucket_size",
+    "disable_allgather": "DeepSpeed reads it, and does nothing with it",
+    "seq_parallel_communication_data_type": "the sequence is split by Megatron-core",
+    "dataloader_drop_last": "samples are drawn by megatron_noloco, not by DeepSpeed's loader",
+    "datastates_ckpt": "checkpoints are written by megatron_noloco, not by DeepSpeed",
+    "aio": "nothing is kept on NVMe",
     "autotuning": "DeepSpeed's tuner cannot start this program",
 }
 
@@ -45,6 +54,7 @@ DISABLED = {
     "csv_monitor": "every replica has all its numbers in metrics.jsonl; leave it out",
     "comet": "use wandb or tensorboard",
     "flops_profiler": "it would see no forward pass; metrics.jsonl has speed/tflops_per_gpu",
+    "prescale_gradients": "ZeRO divides gradients by parallel.data_parallel_size where it adds them up",
     "wall_clock_breakdown": "its forward and backward would be 0 ms; metrics.jsonl has the time of each phase",
     "comms_logger": "it would miss all messages but DeepSpeed's own; metrics.jsonl has bytes and waits",
 }
@@ -57,7 +67,7 @@ REMOVED = _words("""
 
 # The blocks for which DeepSpeed has a pydantic model, or we have: see deepspeed_models.
 CHECKED = _words("""
-    zero_optimization bf16 fp16 data_types csv_monitor comet comms_logger timers compile
+    zero_optimization bf16 fp16 data_types csv_monitor comet comms_logger timers
     """)
 
 # What DeepSpeed reads in its block `checkpoint`, whose name ours has.

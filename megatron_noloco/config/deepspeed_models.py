@@ -8,24 +8,23 @@ and the model itself only the rules between its fields.
 from collections.abc import Iterator
 from functools import cache
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from pydantic_core import to_json
 
 from megatron_noloco.config.blocks import Block
+from megatron_noloco.config.deepspeed_values import Dtype
 from megatron_noloco.config.wording import Problem, problems_of
 from megatron_noloco.start_up import before_engines
-
-_Float = Literal["fp32", "bf16", "fp16"]
 
 
 class DataTypes(Block):
     """DeepSpeed has no model for this block, and would take "int8"."""
 
-    grad_accum_dtype: _Float | None = Field(default=None)
-    param_dtype: _Float | None = Field(default=None)
-    buffer_dtype: _Float | None = Field(default=None)
+    grad_accum_dtype: Dtype | None = Field(default=None)
+    param_dtype: Dtype | None = Field(default=None)
+    buffer_dtype: Dtype | None = Field(default=None)
     keep_in_fp32_modules: list[str] | None = Field(default=None)
 
 
@@ -61,7 +60,6 @@ def _models() -> dict[str, tuple[type[BaseModel], type[BaseModel]]]:
     """By block, DeepSpeed's model and its strict twin."""
     before_engines()
     from deepspeed.comm.config import CommsLoggerConfig
-    from deepspeed.compile.config import CompileConfig
     from deepspeed.monitor.config import CometConfig, CSVConfig
     from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
@@ -76,7 +74,6 @@ def _models() -> dict[str, tuple[type[BaseModel], type[BaseModel]]]:
         "comet": CometConfig,
         "comms_logger": CommsLoggerConfig,
         "timers": create_model("Timers", throughput=(DeepSpeedThroughputTimerConfig | None, None)),
-        "compile": CompileConfig,
     }
     return {block: (model, _strict(model)) for block, model in models.items()}
 

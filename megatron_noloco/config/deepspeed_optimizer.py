@@ -3,9 +3,20 @@
 from collections.abc import Iterator
 from typing import Any
 
+from megatron_noloco.config import aliases, schedule, weight_decay
 from megatron_noloco.config import deepspeed_keys as keys
-from megatron_noloco.config import schedule, weight_decay
-from megatron_noloco.config.wording import Path, Problem, is_size, nearest, shown, unknown_key, wrong_value
+from megatron_noloco.config.deepspeed_values import REQUIRED, SCHEDULE
+from megatron_noloco.config.wording import (
+    Path,
+    Problem,
+    expected,
+    is_size,
+    nearest,
+    shown,
+    unknown_key,
+    value_problems,
+    wrong_value,
+)
 from megatron_noloco.plans.learning_rate import SCHEDULES
 
 _WARMUP_DEFAULT = 1000  # DeepSpeed's warmup_num_steps
@@ -126,8 +137,11 @@ def _scheduler(scheduler: dict[str, Any]) -> Iterator[Problem]:
         path = ("scheduler", "params", key)
         if key not in known:
             yield unknown_key(path, known)
-        elif key != "warmup_type" and value != "auto" and type(value) not in (int, float, bool):
-            yield wrong_value(path, "a number", value)
+        elif value != "auto":  # one that is left is reported already, or has no number yet
+            yield from value_problems(path, SCHEDULE[key], value)
+    for key in REQUIRED:
+        if key in known and key not in params:
+            yield Problem(("scheduler",), f"scheduler.params.{key} is missing ({expected(SCHEDULE[key])})")
     if "total_num_steps" in known:
         yield from _warm_up(params)
 
@@ -149,11 +163,7 @@ def _two_rates(optimizer: dict[str, Any], schedule: Any) -> Iterator[Problem]:
 
 
 def _warm_up(params: dict[str, Any]) -> Iterator[Problem]:
-    if "total_num_steps" not in params:
-        text = 'scheduler.params.total_num_steps is missing (a number or "auto")'
-        yield Problem(("scheduler",), text)
-        return
-    total, warm_up = params["total_num_steps"], params.get("warmup_num_steps", _WARMUP_DEFAULT)
+    total, warm_up = params.get("total_num_steps"), params.get("warmup_num_steps", _WARMUP_DEFAULT)
     if is_size(total) and is_size(warm_up) and warm_up > total:
         default = "" if "warmup_num_steps" in params else " (DeepSpeed's default)"
         yield Problem(
@@ -165,5 +175,5 @@ def _warm_up(params: dict[str, Any]) -> Iterator[Problem]:
 
 def _unknown_type(block: str, name: str, known: list[str]) -> Problem:
     meant = nearest((name,), known)
-    hint = f"did you mean {meant}?" if meant else "known are " + ", ".join(known)
+    hint = aliases.hint(name) or (f"did you mean {meant}?" if meant else "known are " + ", ".join(known))
     return Problem((block,), f"{block}.type: {shown(name)} is not a known {block}; {hint}")

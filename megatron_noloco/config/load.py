@@ -7,6 +7,8 @@ from typing import Any
 from megatron_noloco.config.run_config import RunConfig
 from megatron_noloco.config.wording import ConfigError, shown
 
+_COMMENTS = ("//", "/*", "#")
+
 
 class _Object(dict[str, Any]):
     """A JSON object that remembers keys given twice; json itself keeps the last one in silence."""
@@ -39,8 +41,10 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(text, object_pairs_hook=_Object)
     except json.JSONDecodeError as error:
+        comment = text[error.pos :].lstrip().startswith(_COMMENTS)
+        reason = "JSON has no comments; delete it" if comment else error.msg
         raise ConfigError(
-            [f"is not valid JSON: line {error.lineno}, column {error.colno}: {error.msg}"]
+            [f"is not valid JSON: line {error.lineno}, column {error.colno}: {reason}"]
         ) from None
     if not isinstance(content, _Object):
         raise ConfigError([f"must hold a JSON object, got {shown(content)}"])

@@ -23,7 +23,8 @@ def check_model(model: ModelConfig) -> Iterator[str]:
             f"({hidden} / {heads} = {hidden / heads:.2f}); set model.kv_channels or change one of them"
         )
     elif model.head_size % 2:
-        yield f"a head of {count(model.head_size, 'channel')} has no rotary embedding: it must be even"
+        name = "model.kv_channels" if model.kv_channels else "model.hidden_size / model.num_attention_heads"
+        yield f"{name}: a head of {count(model.head_size, 'channel')} has no rotary embedding: it must be even"
     if heads % groups:
         yield f"model.num_attention_heads {heads} does not divide into model.num_query_groups {groups}"
     yarn = (model.yarn_rotary_scaling_factor, model.yarn_original_max_position_embeddings)
@@ -35,7 +36,7 @@ def check_model(model: ModelConfig) -> Iterator[str]:
     elif yarn[0] is not None and model.own("rope_scaling_factor") is not None:
         yield "model.rope_scaling_factor and YaRN scale the same rotary frequencies; leave one of them out"
     experts, chosen = model.own("num_moe_experts"), model.own("moe_router_topk")
-    if experts is not None and chosen > experts:
+    if experts is not None and chosen is not None and chosen > experts:
         yield f"model.moe_router_topk {chosen} is more than model.num_moe_experts {experts}"
     if model.recompute_granularity == "full":
         for name in ("recompute_method", "recompute_num_layers"):

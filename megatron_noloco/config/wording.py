@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
+
+from megatron_noloco.config import aliases
 
 Path = tuple[str, ...]
 
@@ -58,9 +60,11 @@ def unknown_key(path: Path, known: Iterable[str], elsewhere: Iterable[str] = ())
         known: the keys of the same block.
         elsewhere: dotted names of other blocks.
     """
-    meant = _at_another_place(path[-1].lower(), elsewhere) or nearest(path, known)
-    hint = f"; did you mean {meant}?" if meant else ""
-    return Problem(path, f"{dotted(path)} is not a known key{hint}")
+    hint = aliases.hint(dotted(path))
+    if not hint:
+        meant = _at_another_place(path[-1].lower(), elsewhere) or nearest(path, known)
+        hint = f"did you mean {meant}?" if meant else ""
+    return Problem(path, f"{dotted(path)} is not a known key" + f"; {hint}" * bool(hint))
 
 
 def nearest(path: Path, known: Iterable[str]) -> str:
@@ -87,6 +91,15 @@ def wrong_value(path: Path, expected: str, value: Any) -> Problem:
     return Problem(path, f"{dotted(path)}: must be {expected}, got {shown(value)}")
 
 
+def value_problems(path: Path, annotation: Any, value: Any) -> Iterator[Problem]:
+    """Where a value is not of the type and bounds of an annotation, which is as strict as a block's."""
+    strict = ConfigDict(strict=True, allow_inf_nan=False)
+    try:
+        TypeAdapter(annotation, config=strict).validate_python(value)
+    except ValidationError:
+        yield wrong_value(path, expected(annotation), value)
+
+
 def is_size(value: Any) -> bool:
     """Whether a value from the file is a finite number >= 0."""
     return type(value) in (int, float) and 0 <= value < float("inf")
@@ -100,22 +113,23 @@ def shown(value: Any) -> str:
 
 def expected_value(field: FieldInfo) -> str:
     """What a field accepts, from its annotation: `an integer >= 1 or "auto"`."""
-    return _expected(field.annotation, field.metadata)
+    return expected(field.annotation, field.metadata)
 
 
-def _expected(annotation: Any, metadata: Iterable[Any]) -> str:
+def expected(annotation: Any, metadata: Iterable[Any] = ()) -> str:
+    """What an annotation accepts."""
     origin = get_origin(annotation)
     if origin is Annotated:
         inner, *extras = get_args(annotation)
         inherited = [entry for extra in extras for entry in getattr(extra, "metadata", [extra])]
-        return _expected(inner, [*inherited, *metadata])
+        return expected(inner, [*inherited, *metadata])
     if origin is Literal:
         choices = [json.dumps(choice) for choice in get_args(annotation)]
         return choices[0] if len(choices) == 1 else "one of " + ", ".join(choices)
     if origin is list:
-        return f"a list of {' or '.join(_expected(option, ()) for option in get_args(annotation))}"
+        return f"a list of {' or '.join(expected(option) for option in get_args(annotation))}"
     if origin in (Union, types.UnionType):
-        return " or ".join(_expected(option, metadata) for option in get_args(annotation))
+        return " or ".join(expected(option, metadata) for option in get_args(annotation))
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "an object with " + ", ".join(annotation.model_fields)
     if isinstance(annotation, type) and issubclass(annotation, enum.Enum):

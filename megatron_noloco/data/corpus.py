@@ -1,5 +1,6 @@
 """Corpora: where text comes from, and which part of it is for training, validation and test."""
 
+import codecs
 import hashlib
 import io
 import os
@@ -91,6 +92,13 @@ def find_text(text: str) -> Path:
     return path
 
 
+def check_text(text: str) -> None:
+    """Raises ValueError where `find_text` does, or where no file begins as UTF-8 text does."""
+    path = find_text(text)
+    if not any(map(_begins_as_text, files_below(path) if path.is_dir() else [path])):
+        raise _no_text(path)
+
+
 def text_files(path: Path) -> list[Path]:
     """`path` itself, or every file in that folder, however deep, that holds UTF-8 text.
 
@@ -98,7 +106,7 @@ def text_files(path: Path) -> list[Path]:
     """
     files = _readable(files_below(path) if path.is_dir() else [path])
     if not files:
-        raise ValueError(f"data.text: no UTF-8 text in {path}; {_CHOICES}")
+        raise _no_text(path)
     return files
 
 
@@ -115,6 +123,20 @@ def files_below(folder: Path, skipped: Collection[str] = ()) -> list[Path]:
 def read_piece(file: IO[bytes]) -> bytes:
     """`PIECE_BYTES` of a text, and on to the end of the line; empty at the end of the file."""
     return file.read(PIECE_BYTES) + file.readline()
+
+
+def _no_text(path: Path) -> ValueError:
+    return ValueError(f"data.text: no UTF-8 text in {path}; {_CHOICES}")
+
+
+def _begins_as_text(path: Path) -> bool:
+    with path.open("rb") as file:
+        beginning = file.read(PIECE_BYTES)
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(beginning)
+    except UnicodeDecodeError:
+        return False
+    return len(beginning) > 0
 
 
 def _library_folder() -> Path:

@@ -142,7 +142,10 @@ def validation_datasets(
 def whole_dataset(data: str, tokenizer: Tokenizer, needs: Needs) -> TokenDataset:
     """All tokens of a text file, a folder of them, or an indexed dataset's prefix; raises ValueError."""
     indexed = Path(f"{data}.idx").exists()
-    tokens = IndexedTokens(data).tokens if indexed else load_corpus(data, Split(1, 0, 0), tokenizer).train
+    try:
+        tokens = IndexedTokens(data).tokens if indexed else load_corpus(data, Split(1, 0, 0), tokenizer).train
+    except ValueError as error:
+        raise ValueError(f"--data: {str(error).removeprefix('data.text: ')}") from None
     dataset = TokenDataset(tokens, needs.seq_length, data, needs.documents)
     check_tokens(dataset, needs.vocab_size)
     return dataset
@@ -200,9 +203,15 @@ def _splits(
         first, stop = split_bounds(source.split, sequences)[split : split + 2]
         name = f"the {_SPLITS[split]} split of {prefix}"
         if not len(indexed.part(first, stop)):
+            share = f"data.split: a share of {astuple(source.split)[split]:.4g} leaves {name} empty"
+            if sequences == 1:
+                raise ValueError(
+                    f"{share}: one sequence cannot be divided; preprocess several documents, such as JSON lines, "
+                    "or give the text itself as data.text"
+                )
             raise ValueError(
-                f"data.split: a share of {astuple(source.split)[split]:.4g} leaves {name} empty ({sequences} "
-                "sequences); raise its weight, or give data.train_data_path and data.valid_data_path"
+                f"{share} ({sequences} sequences); raise its weight, or give data.train_data_path and "
+                "data.valid_data_path"
             )
         yield indexed, (first, stop), name, weight
 

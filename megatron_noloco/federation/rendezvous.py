@@ -58,9 +58,13 @@ class SharedFolder:
     listen = "tcp://*:0"
 
     def publish(self, rank: int, address: Address) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
         content = {"endpoint": address.endpoint, "epoch": address.epoch}
-        write_text(self.folder / f"rank_{rank:05d}{self._ending}", json.dumps(content) + "\n")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            write_text(self.folder / f"rank_{rank:05d}{self._ending}", json.dumps(content) + "\n")
+        except OSError as error:
+            reason = f"cannot write in {self.folder}: {error.strerror}"
+            raise OSError(f"federation.rendezvous: {reason}") from None
 
     def look(self, door: Door, alone: bool) -> None:
         """What is no such file is left out."""

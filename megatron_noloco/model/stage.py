@@ -1,6 +1,5 @@
 """One stage of a language model, from Megatron-core's layer specs."""
 
-import importlib.util
 from collections.abc import Iterator
 from copy import copy
 from dataclasses import asdict
@@ -22,6 +21,7 @@ from megatron_noloco.model import weights
 from megatron_noloco.model.dropout import seed_dropout
 from megatron_noloco.model.families import Parameter, family_of, table_of
 from megatron_noloco.model.layers import CausalAttention, RMSNorm, Router, document_mask
+from megatron_noloco.model.transformer_engine import uses_transformer_engine
 from megatron_noloco.model.z_loss import CrossEntropyWithZLoss
 from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.plans.topology import Topology
@@ -195,20 +195,6 @@ def _local_spec(num_experts: int | None, qk_layernorm: bool) -> ModuleSpec:
     if qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     return spec
-
-
-def uses_transformer_engine(transformer_impl: str) -> bool:
-    """Whether layers come from Transformer Engine: installed, on a GPU, and not declined.
-
-    Raises ValueError when it is demanded and cannot be had.
-    """
-    available = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
-    if transformer_impl == "transformer_engine" and not available:
-        raise ValueError(
-            'model.transformer_impl is "transformer_engine", which needs a GPU and the transformer_engine '
-            'package; use "auto" or "local"'
-        )
-    return available and transformer_impl != "local"
 
 
 def transformer_config(architecture: Architecture, compute: Compute, topology: Topology) -> TransformerConfig:

@@ -15,8 +15,9 @@ def changes_that_save(
 ) -> Iterator[tuple[str, int, int]]:
     """Changes of the file, one at a time: what to write, ranks of a replica, bytes on a GPU of its fullest rank.
 
-    Those that the file does not permit are left out.
+    Those that the file does not permit, or that do not save any, are left out.
     """
+    now = fullest_stage(config, architecture, topology)[2].device_bytes
     candidates: list[dict[str, Any]] = [
         {"noloco": {"slow_weights": "host"}},
         {
@@ -41,7 +42,8 @@ def changes_that_save(
                 dp=changed.parallel.data_parallel_size,
             )
             memory = fullest_stage(changed, architecture, layout)[2]
-            yield _written(change), layout.replica_size, memory.device_bytes
+            if memory.device_bytes < now:
+                yield _written(change), layout.replica_size, memory.device_bytes
 
 
 def _changed(config: RunConfig, change: dict[str, Any]) -> RunConfig | None:

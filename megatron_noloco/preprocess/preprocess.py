@@ -130,7 +130,10 @@ def _keep_parts_of_this_job(job: Job) -> None:
     """Those that a run of the same job left; those of any other are removed."""
     if not _goes_on(job):
         shutil.rmtree(job.folder, ignore_errors=True)
-        job.folder.mkdir()
+        try:
+            job.folder.mkdir()
+        except OSError as error:
+            raise ValueError(f"--output-prefix {job.prefix}: cannot be written: {error.strerror}") from None
         write_text(job.folder / _NOTES, json.dumps(job.fingerprint()))
 
 

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron_noloco.checkpoint.catalog import read_manifests
 from megatron_noloco.checkpoint.resume import Start, find_start
 from megatron_noloco.checkpoint.settings import CheckpointSettings
 from megatron_noloco.config import ConfigError, RunConfig
 from megatron_noloco.config.deepspeed_keys import GROUP_PARAMS, TORCH_OPTIMIZERS
-from megatron_noloco.data.corpus import find_text
+from megatron_noloco.data.corpus import check_text
 from megatron_noloco.data.datasets import Datasets, Needs, build_datasets
 from megatron_noloco.data.indexed import IndexedTokens
 from megatron_noloco.data.microbatches import ValidationSource
@@ -34,6 +35,7 @@ from megatron_noloco.job.join import (
 )
 from megatron_noloco.job.launcher import World, local_device, read_world
 from megatron_noloco.job.occupied import occupy
+from megatron_noloco.model.transformer_engine import uses_transformer_engine
 from megatron_noloco.planning.fit import shortage
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Topology
@@ -115,9 +117,10 @@ def _topology(config: RunConfig, world: World, slot: int) -> Topology:
 def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
     """The tokenizer and the model of a run that this machine could start; `config --check` calls it, too.
 
-    Changes nothing on disk. Data is looked for, not read. Raises ValueError, one line per problem.
+    Changes nothing on disk. Of data only the beginning is read. Raises ValueError, one line per problem.
     """
     _check_arithmetic(config)
+    uses_transformer_engine(config.model.transformer_impl)  # for its error
     _check_optimizer(config.deepspeed["optimizer"])
     _check_writable(Path(config.training.output_dir))
     _check_wandb(config.wandb.enabled)
@@ -127,6 +130,7 @@ def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
     if config.training.pretrained is not None:
         check_fits(Path(config.training.pretrained), architecture)
     _check_source(config.source)
+    _check_load(config.checkpoint.load)
     return tokenizer, architecture
 
 
@@ -239,9 +243,18 @@ def _check_wandb(enabled: bool) -> None:
         )
 
 
+def _check_load(load: str) -> None:
+    """That the checkpoint has all its manifests; its files are verified once all ranks are there."""
+    if load not in ("auto", "none"):
+        try:
+            read_manifests(Path(load))
+        except ValueError as error:
+            raise ValueError(f"checkpoint.load: {error}") from None
+
+
 def _check_source(source: Source) -> None:
     if isinstance(source, TextSource):
-        find_text(source.text)
+        check_text(source.text)
         return
     if isinstance(source, RecordSource):
         record_files(source.path)

@@ -106,10 +106,9 @@ def draw(random: Random) -> tuple[dict[str, Any], int]:
             "payload": one_of(["fp32", "int16", "int8", "int4"]),
             "slow_weights": one_of(["host", "device"]),
             # not "auto", which is no function of the config: two runs may differ
-            "overlap": {
-                "mode": one_of(["none", "delayed", "delayed"]),
-                "delay_steps": random.randint(0, local_steps),
-            },
+            "overlap": one_of(
+                [{}, *[{"mode": "delayed", "delay_steps": random.randint(0, local_steps)}] * 2]
+            ),
             "routing": {"interval": one_of(["round", "step", "microbatch", "off"])},
             "transport": "torch",
         },

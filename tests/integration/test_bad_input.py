@@ -89,6 +89,12 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"optimizer": {"type": "SGD", "params": {"nesterov": True}}},
         ("optimizer.params: torch's SGD does not take them: Nesterov momentum requires a momentum",),
     ),
+    "Transformer Engine without a GPU": (
+        {"model": {"transformer_impl": "transformer_engine"}},
+        (
+            'model.transformer_impl is "transformer_engine", which needs a GPU and the transformer_engine package',
+        ),
+    ),
     "a key under its old block": (
         {"training": {"save_interval": 5}},
         ("training.save_interval is not a known key", "did you mean checkpoint.save_interval?"),
@@ -104,6 +110,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "missing data": (
         {"data": {"text": "/no/such/text"}},
         ("data.text", "no file or folder at /no/such/text"),
+    ),
+    "data that is not text": ({"data": {"text": "/bin/ls"}}, ("data.text: no UTF-8 text in /bin/ls",)),
+    "a checkpoint that is not there": (
+        {"checkpoint": {"load": "/no/such/step"}},
+        ("checkpoint.load: /no/such/step: no such folder",),
     ),
     "corpus too small for a sample": (
         {"model": {"seq_length": 10_000}},
@@ -158,7 +169,13 @@ def command(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "name", ["missing data", "a folder that cannot be made", "settings that the optimizer refuses"]
+    "name",
+    [
+        "missing data",
+        "a folder that cannot be made",
+        "settings that the optimizer refuses",
+        "Transformer Engine without a GPU",
+    ],
 )
 def test_a_check_finds_what_the_start_would(
     folder: Path, name: str, capfd: pytest.CaptureFixture[str]

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -65,9 +66,14 @@ def test_everything_else_is_a_traceback(
     [
         ("plan a.json --gpus", ("0", "-2", "1.5"), "is not a whole number of at least 1"),
         ("plan a.json --gpus-per-node", ("0", "-2", "two"), "is not a whole number of at least 1"),
-        ("plan a.json --mfu", ("0", "-1", "40", "nan", "x"), "is not a number above 0 and at most 1"),
+        (
+            "plan a.json --mfu",
+            ("0", "-1", "40", "nan", "x"),
+            "is not a share: a number above 0 and at most 1, such as 0.4",
+        ),
         ("plan a.json --bandwidth", ("0Mbit",), "must be more than 0, such as 100Mbit or 1Gbit"),
         ("plan a.json --step", ("0s", "0.0ms"), "must be more than 0, such as 25ms or 0.3s"),
+        ("generate --hf a --prompt b --tokens", ("-5", "0", "x"), "is not a whole number of at least 1"),
         ("doctor --seconds", ("-1", "nan", "inf", "x"), "is not a number of seconds; it must be 0 or more"),
         ("train --config a --debug-waits", ("-1", "nan"), "is not a number of seconds; it must be 0 or more"),
     ],
@@ -79,8 +85,56 @@ def test_a_number_that_cannot_be_meant(
         with pytest.raises(SystemExit) as ended:
             main.main([*option.split(), text])
         assert ended.value.code == 2
-        (line,) = (line for line in capsys.readouterr().err.splitlines() if "error: " in line)
+        (line,) = capsys.readouterr().err.splitlines()
         assert line.endswith(f': "{text}" {problem}')
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("train --config a --progess bar", "megatron_noloco: error: unrecognized arguments: --progess bar"),
+        ("config --chek a", "megatron_noloco: error: unrecognized arguments: --chek a"),
+    ],
+)
+def test_an_unknown_option_is_one_line(arguments: str, line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main(arguments.split())
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"{line}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("config", "megatron_noloco config: say what to do: --explain, --check FILE or --restarts FILE"),
+        (
+            "data inspect x --tokenizer-model y",
+            "--tokenizer-model needs --tokenizer-type HuggingFaceTokenizer",
+        ),
+        (
+            "data preprocess --input {file} --output-prefix {folder}/x --tokenizer-model y",
+            "--tokenizer-model needs --tokenizer-type HuggingFaceTokenizer",
+        ),
+        (
+            "data preprocess --input {file} --output-prefix {folder}/x --tokenizer-type HuggingFaceTokenizer",
+            "--tokenizer-type HuggingFaceTokenizer needs --tokenizer-model, a folder with its files",
+        ),
+        (
+            "data preprocess --input {file} --output-prefix /proc/x",
+            "--output-prefix /proc/x: cannot be written: No such file or directory",
+        ),
+        ("import x --config {file} --output {file}", "{file}: exists; give another --output, or remove it"),
+    ],
+)
+def test_an_option_that_cannot_be_is_named(
+    arguments: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "a.txt"
+    file.write_text("text")
+    places = {"folder": tmp_path, "file": file}
+    assert main.main(arguments.format(**places).split()) == 2
+    assert capsys.readouterr().err == line.format(**places) + "\n"
+    assert file.read_text() == "text"
 
 
 def test_a_latency_may_be_0(capsys: pytest.CaptureFixture[str]) -> None:

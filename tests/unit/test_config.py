@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,10 +16,12 @@ from megatron_noloco.cli.main import main
 from megatron_noloco.config import (
     ConfigError,
     RunConfig,
+    aliases,
     describe,
     explain,
     load_config,
 )
+from megatron_noloco.config.deepspeed_keys import TOP_LEVEL
 from megatron_noloco.config.run_config import BLOCKS
 from megatron_noloco.config.wording import fields_of
 from megatron_noloco.model.families import table_of
@@ -87,6 +90,23 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"gradient_cliping": 1.0}, "gradient_cliping is not a known key; did you mean gradient_clipping?"),
     ({"trainning": {}}, "did you mean training?"),
     ({"zzz": 1}, "zzz is not a known key"),
+    (
+        {"global_batch_size": 8},
+        "global_batch_size is not a known key; train_batch_size counts the samples of ONE",
+    ),
+    ({"training.micro_batch_size": 8}, "did you mean train_micro_batch_size_per_gpu?"),
+    ({"noloco.H": 8}, "noloco.H is not a known key; did you mean noloco.local_steps?"),
+    ({"optimizer.params.beta": 8}, "did you mean optimizer.params.betas?"),
+    ({"parallel.tp": 2}, "did you mean parallel.tensor_model_parallel_size?"),
+    ({"model.tie_word_embeddings": True}, "model.untie_embeddings_and_output_weights says the opposite"),
+    (
+        {"model.fp8": "e4m3"},
+        "model.fp8 is not a known key; not supported: its scales would be reduced over all",
+    ),
+    (
+        {"optimizer.type": "OneBitAdam"},
+        "'OneBitAdam' is not a known optimizer; not supported: it does not work with",
+    ),
     (
         {"training.save_interval": 5},
         "training.save_interval is not a known key; did you mean checkpoint.save_in",
@@ -167,6 +187,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"noloco.group_size": 1}, "noloco.group_size: must be an integer >= 2, got 1"),
     ({"noloco.overlap": {"mode": "eager"}}, 'noloco.overlap.mode: must be one of "none", "delayed", got'),
     ({"noloco.overlap": {"delay_steps": -1}}, 'delay_steps: must be an integer >= 0 or "auto", got -1'),
+    (
+        {"noloco.overlap": {"delay_steps": 2}},
+        'noloco.overlap.delay_steps 2 has no effect with noloco.overlap.mode "none"; set the mode to "delayed"',
+    ),
     ({"noloco.overlap": {"delay": 1}}, "did you mean noloco.overlap.delay_steps?"),
     (
         {"noloco.overlap": {"mode": "delayed", "delay_steps": 6}},
@@ -215,6 +239,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"model.moe_router_load_balancing_type": "global_aux_loss"},
         'moe_router_load_balancing_type: must be one of "aux_loss", "seq_aux_loss", "none" or null, got',
+    ),
+    (
+        {"model.num_moe_experts": 8},
+        'model.num_moe_experts is not a field of the family "llama", only of "mixtral"; leave it out',
     ),
     ({"model.sliding_window": 0}, "model.sliding_window: must be an integer >= 1 or null, got 0"),
     ({"model.rope_scaling_factor": 0.5}, "model.rope_scaling_factor: must be a number >= 1 or null, got 0.5"),
@@ -389,7 +417,24 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"fp16": {"enabled": True, "loss_scale_window": 0}}, "fp16.loss_scale_window must be > 0 when dynamic"),
     ({"csv_monitor.output_path": 3}, "csv_monitor.output_path: must be text, got 3"),
     ({"timers": {"throughput": {"enabled": "no"}}}, "timers.throughput.enabled: must be true or false"),
-    ({"compile": {"passes": ["z9"]}}, "compile.passes"),
+    (
+        {"compile": {"deepcompile": True}},
+        "compile has no effect here: the forward pass runs outside of DeepSpeed",
+    ),
+    ({"weight_quantization": {"x": 1}}, "weight_quantization has no effect here: it is for inference"),
+    (
+        {"allgather_size": "x"},
+        "allgather_size has no effect here: use zero_optimization.allgather_bucket_size",
+    ),
+    ({"gradient_predivide_factor": 2.0}, "gradient_predivide_factor has no effect here: ZeRO divides"),
+    (
+        {"prescale_gradients": True},
+        "prescale_gradients is not supported: ZeRO divides gradients by parallel.da",
+    ),
+    ({"communication_data_type": "fp8"}, 'must be one of "fp32", "bf16", "fp16" or null, got \'fp8\''),
+    ({"steps_per_print": "x"}, "steps_per_print: must be an integer >= 1 or null, got 'x'"),
+    ({"dump_state": "no"}, "dump_state: must be true or false, got 'no'"),
+    ({"log_level": "loud"}, 'log_level: must be one of "debug", "info", "warning", "error", "critical" or'),
     (
         {"data_types": {"grad_accum_dtype": "int8"}},
         'must be one of "fp32", "bf16", "fp16" or null, got \'int8\'',
@@ -399,8 +444,23 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": "auto"}, "optimizer: must be an object, got 'auto'"),
     (
         {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": "ten"}}},
-        "scheduler.params.warmup_num_steps: must be a number, got 'ten'",
+        "scheduler.params.warmup_num_steps: must be an integer >= 1, got 'ten'",
     ),
+    *(
+        (
+            {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 5000, key: value}}},
+            f"scheduler.params.{key}: must be {expected}, got ",
+        )
+        for key, value, expected in [
+            ("warmup_num_steps", -5, "an integer >= 1"),
+            ("warmup_num_steps", 0.1, "an integer >= 1"),
+            ("warmup_type", "lin", 'one of "log", "linear"'),
+            ("total_num_steps", -1, 'an integer >= 1 or "auto"'),
+            ("cos_min_ratio", -1, "a number >= 0 and <= 1"),
+            ("cos_min_ratio", 2, "a number >= 0 and <= 1"),
+        ]
+    ),
+    ({"scheduler": {"type": "OneCycle"}}, "scheduler.params.cycle_max_lr is missing (a number >= 0)"),
     ({"scheduler": {"type": "StepLR", "params": {}}}, "'StepLR' is not a known scheduler; "),
     ({"optimizer.params.max_grad_norm": 1}, "use the top-level gradient_clipping"),
     ({"optimizer": "AdamW"}, "optimizer: must be an object, got 'AdamW'"),
@@ -470,7 +530,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "3 / 2 stages = 1.50",
     ),
     ({"model.hidden_size": 66}, "66 does not divide into 4 attention heads (66 / 4 = 16.50)"),
-    ({"model.kv_channels": 15}, "15 channels has no rotary embedding"),
+    ({"model.kv_channels": 15}, "model.kv_channels: a head of 15 channels has no rotary embedding"),
     ({"model.num_query_groups": 3}, "num_attention_heads 4 does not divide into model.num_query_groups 3"),
     (
         {"parallel.tensor_model_parallel_size": 3},
@@ -592,6 +652,8 @@ def test_a_wrong_file_is_refused_in_one_line(tmp_path: Path, edits: dict[str, An
     ("text", "fragment"),
     [
         ('{"a": 1,\n "b" 2}', "is not valid JSON: line 2, column 6"),
+        ('{"a": 1 // one\n}', "line 1, column 9: JSON has no comments; delete it"),
+        ('{\n # one\n "a": 1}', "line 2, column 2: JSON has no comments; delete it"),
         ("[1, 2]", "must hold a JSON object, got [1, 2]"),
         ('{"noloco": {"local_steps": 1, "local_steps": 2}}', "noloco.local_steps is given more than once"),
         ('{"noloco": {}, "noloco": {}}', "noloco is given more than once"),
@@ -984,7 +1046,6 @@ def test_the_banner_says_the_schedule(scheduler: dict[str, Any] | None, line: st
     ("overlap", "text", "state"),
     [
         ({}, "none, training waits for every exchange", 16),
-        ({"delay_steps": 3}, "none, training waits for every exchange", 16),
         ({"mode": "delayed", "delay_steps": 0}, "none, training waits for every exchange", 16),
         ({"mode": "delayed", "delay_steps": 1}, "is merged 1 local step after it began", 20),
         ({"mode": "delayed"}, "the exchanges of the first rounds (auto, at most 5)", 20),
@@ -1114,6 +1175,25 @@ def test_explain_mentions_every_field() -> None:
             assert " ".join(field.description.split()) in words
     assert "noloco.routing.interval" in words
     assert "Replaces DeepSpeed's block of the same name" in words
+
+
+def test_the_table_of_names_has_every_alias() -> None:
+    """docs/running.md: each name beside the field that is meant."""
+    rows = [
+        [set(re.findall(r"`(\w+)`", cell)) for cell in line.split("|")[1:3]]
+        for line in (ROOT / "docs" / "running.md").read_text().splitlines()
+        if line.startswith("| ")
+    ]
+    ours = {name for block, model in BLOCKS.items() for name, _ in fields_of(block, model)} | TOP_LEVEL
+    assert set(aliases.MEANT.values()) <= ours
+    assert not (aliases.MEANT.keys() | aliases.TOLD.keys() | aliases.NOT_SUPPORTED.keys()) & ours
+    for alias, field in aliases.MEANT.items():
+        name, meant = alias.rpartition(".")[2], field.rpartition(".")[2]
+        assert any(name in {known.lower() for known in left} and meant in right for left, right in rows), (
+            alias
+        )
+    told = {known.lower() for left, _ in rows for known in left}
+    assert aliases.TOLD.keys() | aliases.NOT_SUPPORTED.keys() <= told
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)

@@ -19,7 +19,7 @@ from megatron_noloco.data import content
 from megatron_noloco.data import corpus as corpus_module
 from megatron_noloco.data.corpus import load_corpus
 from megatron_noloco.data.dataset import JoinedDataset, TokenDataset
-from megatron_noloco.data.datasets import Datasets, Needs, build_datasets, split_bounds
+from megatron_noloco.data.datasets import Datasets, Needs, build_datasets, split_bounds, whole_dataset
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.indexed import IndexedWriter
 from megatron_noloco.data.loader import Reader, StepLoader
@@ -38,9 +38,9 @@ SEQ = 8
 
 @pytest.fixture(scope="module", autouse=True)
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Datasets `a` (40 documents of 10 tokens, all even) and `b` (20 of 20, all odd)."""
+    """Datasets `a` (40 documents of 10 tokens, all even), `b` (20 of 20, all odd), and one of one sequence."""
     folder = tmp_path_factory.mktemp("datasets")
-    for name, count, length in (("a", 40, 10), ("b", 20, 20)):
+    for name, count, length in (("a", 40, 10), ("b", 20, 20), ("one", 1, 90)):
         writer = IndexedWriter(folder / name, vocab_size=257)
         for index in range(count):
             writer.add(np.full(length, index * 2 + (name == "b")), ends_document=True)
@@ -130,6 +130,11 @@ class TestIndexed:
                 {},
                 "data.split: a share of 0.001 leaves the validation split of a empty .40 sequences",
             ),
+            (
+                {"data_path": "one", "split": "9,1,0"},
+                {},
+                "leaves the validation split of one empty: one sequence cannot be divided; preprocess several",
+            ),
             ({"data_path": "a"}, {"vocab": 70}, "training split of a holds token 74, the vocabulary has 70"),
             (
                 {"data_path": ["1", "a", "1", "b"]},
@@ -149,6 +154,14 @@ class TestIndexed:
         monkeypatch.setattr(content, "_LOOKED_AT", 160)
         with pytest.raises(ValueError, match="holds token 74"):
             build(data_path="a", vocab=70)
+
+
+@pytest.mark.parametrize(
+    ("data", "line"), [("/nope", "no file or folder at /nope"), ("/bin/ls", "no UTF-8 text in")]
+)
+def test_what_is_measured_on_is_named_by_its_option(data: str, line: str) -> None:
+    with pytest.raises(ValueError, match=f"^--data: {line}"):
+        whole_dataset(data, build_tokenizer(TokenizerChoice("byte")), Needs(257, SEQ))
 
 
 def run_config(data: dict[str, Any], **evaluation: Any) -> dict[str, Any]:

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from megatron_noloco.config import deepspeed_keys as keys
+from megatron_noloco.config import deepspeed_values as values
 from megatron_noloco.config.blocks import CheckpointConfig
 from megatron_noloco.config.deepspeed_models import _models
+from megatron_noloco.config.run_config import BLOCKS
 
 # Where a function's `param_dict` (or `ds_config`) is the user's whole file.
 READERS = {
@@ -122,6 +124,15 @@ def test_the_parameters_of_every_schedule_are_known() -> None:
             if isinstance(node, ast.FunctionDef) and node.name == "__init__"
         ]
         assert {arg.arg for arg in init.args.args} - {"self", "optimizer"} == known
+
+
+def test_every_key_is_checked_refused_or_read_here() -> None:
+    read_here = {"optimizer", "scheduler", "train_batch_size", "train_micro_batch_size_per_gpu"}
+    read_here |= {"gradient_accumulation_steps", "bfloat16", *BLOCKS}
+    checked = values.TOP_LEVEL.keys() | keys.CHECKED
+    assert not keys.TOP_LEVEL - read_here - checked - keys.NOT_HERE.keys() - keys.DISABLED.keys()
+    assert not checked & keys.NOT_HERE.keys()
+    assert values.SCHEDULE.keys() == frozenset().union(*keys.SCHEDULES.values())
 
 
 def test_the_lists_do_not_contradict_each_other() -> None:

@@ -534,6 +534,7 @@ REFUSED: dict[str, tuple[Spoil, tuple[str, ...]]] = {
 
 def import_folder(folder: Path, changes: dict[str, Any] | None = None) -> tuple[int, Path]:
     config, output = folder.parent / "config.json", folder.parent / "imported.json"
+    output.unlink(missing_ok=True)  # it is not overwritten
     config.write_text(json.dumps(CONFIG | (changes or {})))
     return main(["import", str(folder), "--config", str(config), "--output", str(output)]), output
 

@@ -24,12 +24,17 @@ def test_it_tells_memory_and_time(capsys: pytest.CaptureFixture[str]) -> None:
         assert words in told
 
 
-def test_changes_that_help_where_it_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(CONFIGS / "llama_6.8b.json"), "--gpu", "4090"]) == 0
+@pytest.mark.parametrize(("model", "activations"), [("6.8b", False), ("1.3b", True)])
+def test_changes_that_help_where_it_does_not_fit(
+    model: str, activations: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fewer activations help only where they need more than the step of the inner optimizer."""
+    assert main(["plan", str(CONFIGS / f"llama_{model}.json"), "--gpu", "4090"]) == 0
     told = capsys.readouterr().out
     assert "too much for 4090 of 24 GB" in told
-    assert "model.recompute_granularity full" in told
     assert "parallel.pipeline_model_parallel_size 8" in told
+    for change in ("model.recompute_granularity full", "train_micro_batch_size_per_gpu"):
+        assert (change in told) == activations
 
 
 def test_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:

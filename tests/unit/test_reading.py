@@ -114,6 +114,12 @@ def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     write_page(RunLog(tmp_path), tmp_path / "page.html")
 
 
+def test_a_page_that_cannot_be_written(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(run), "--output", "/proc/x.html"]) == 2
+    line = "/proc/x.html: cannot be written: No such file or directory; give another --output\n"
+    assert capsys.readouterr().err == line
+
+
 def wait(run: Path, rank: int, seconds: float, said: float) -> str:
     """A wait of a rank of replica 1, said at this time; how it is shown."""
     of_rank = Wait(f"rank {rank} on node2", "computing local step 5: waiting for rank 1", seconds)

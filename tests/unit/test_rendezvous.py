@@ -24,6 +24,12 @@ from tests.harness import free_port
 from tests.unit.federated import LOCAL, PATIENCE, RUN, SECONDS, swap, transport, until
 
 
+def test_a_folder_that_cannot_be_written_is_named() -> None:
+    line = "federation.rendezvous: cannot write in /proc/x: No such file or directory"
+    with pytest.raises(OSError, match=f"^{line}$"):
+        SharedFolder(Path("/proc/x"), 1).publish(0, Address("tcp://a:1", 1))
+
+
 class Asked:
     """A door that remembers."""
 
