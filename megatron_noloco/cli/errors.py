@@ -62,8 +62,9 @@ def report(error: Exception) -> int:
     if isinstance(error, ValueError | OSError):
         return usage_error(error)
     if isinstance(error, StoppedError):
-        exit_code = fail(str(error), FAILURE)
-        if isinstance(error, LostError):
+        is_cause = not isinstance(error, LostError)
+        exit_code = fail(str(error), FAILURE, is_cause)
+        if not is_cause:
             time.sleep(GRACE_SECONDS)  # launchers name the first that leaves, and look now and then
         return exit_code
     cause = error.__cause__ if isinstance(error, UnexpectedError) else error

@@ -49,10 +49,14 @@ def usage_error(error: ValueError | OSError) -> int:
     return fail("\n".join(f"{here}: {line}" for line in str(error).splitlines()), USAGE_ERROR)
 
 
-def fail(text: str, exit_code: int) -> int:
+def fail(text: str, exit_code: int, is_cause: bool = True) -> int:
     """Write `text`, unless another rank of the job has failed before; returns the exit code of the first.
 
-    Under torchrun also into the file from which it, and those who started it, learn the reason.
+    Under torchrun also into the file from which it, and those who started it, learn the reason. It names the rank
+    that failed first, in whole seconds.
+
+    Args:
+        is_cause: False for a rank that has lost another, which could not say anything.
     """
     if "torch" in sys.modules:  # else nobody has joined, and there are seconds to save
         from megatron_noloco.job import failure
@@ -65,7 +69,8 @@ def fail(text: str, exit_code: int) -> int:
     sys.stderr.flush()
     error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if error_file:  # as torch.distributed.elastic.multiprocessing.errors documents it
-        details = {"py_callstack": text, "timestamp": str(int(time.time()))}
+        failed_at = time.time() + (0 if is_cause else GRACE_SECONDS)
+        details = {"py_callstack": text, "timestamp": str(int(failed_at))}
         message = {"message": text.splitlines()[-1], "extraInfo": details}
         Path(error_file).write_text(json.dumps({"message": message}))
     return exit_code

@@ -1,5 +1,6 @@
 """The command leaves like any other program, but does not tear its interpreter down."""
 
+import json
 import os
 import signal
 import subprocess
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_noloco.cli.errors import LostError, StoppedError, report
 from tests.harness import REPOSITORY
 
 PROGRAM = """
@@ -72,3 +74,21 @@ def test_a_rank_does_not_outlive_its_launcher() -> None:
         assert process.stdout.readline() == "ready\n"
         process.kill()
         assert process.communicate(timeout=60)[0] == "", "its output ends with the last that holds it"
+
+
+def test_torchrun_takes_a_rank_that_lost_another_for_a_later_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Than one that was killed in the same second, or in the next one."""
+    failed_at = {}
+    for error in (StoppedError("the cause"), LostError("lost another")):
+        file = tmp_path / f"{type(error).__name__}.json"
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+        monkeypatch.setattr("megatron_noloco.job.failure.announce", lambda exit_code: None)
+        monkeypatch.setattr("megatron_noloco.job.failure.is_own", lambda first: True)
+        monkeypatch.setattr("time.sleep", lambda seconds: None)
+        monkeypatch.setattr("time.time", lambda: 1000.9)
+        assert report(error) == 1
+        failed_at[str(error)] = json.loads(file.read_text())["message"]["extraInfo"]["timestamp"]
+    assert failed_at == {"the cause": "1000", "lost another": "1002"}
+    assert capsys.readouterr().err == "the cause\nlost another\n"
