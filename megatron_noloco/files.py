@@ -2,8 +2,18 @@
 
 import os
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+
+@contextmanager
+def writing(path: Path | str, option: str) -> Iterator[None]:
+    """Around the first write to a place that the user chose by this option: an OSError becomes a ValueError."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be written: {error.strerror}; give another {option}") from None
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:

@@ -47,9 +47,8 @@ def _weights_of(engine: Any) -> Weights:
 
 def _of_zero_0(engine: Any) -> ReplicatedWeights:
     optimizer, rounded = engine.optimizer, []
-    if hasattr(
-        optimizer, "fp32_groups_flat"
-    ):  # around FusedAdam: parameters are views of the flat 16-bit groups
+    if hasattr(optimizer, "fp32_groups_flat"):
+        # Around FusedAdam: parameters are views of the flat 16-bit groups.
         rounded = list(zip(optimizer.fp32_groups_flat, optimizer.fp16_groups_flat, strict=True))
         exact = [weight for weight, _ in rounded]
     elif hasattr(optimizer, "fp32_groups"):  # in bf16 and fp16: fp32, and what is computed with

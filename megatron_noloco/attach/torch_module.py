@@ -11,6 +11,11 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_noloco.attach.trained import ReplicatedWeights, Trained, here
 from megatron_noloco.outer.weights import check_sound
 
+_DIVIDED = (
+    "attach: {what} are not supported; use DistributedDataParallel, or DeepSpeed's engine, whose ZeRO stages 1 to "
+    "3 divide the weights likewise"
+)
+
 
 def trained_by_torch(module: nn.Module) -> Trained:
     """Raises ValueError for weights that are divided by torch, and for one that cannot be exchanged."""
@@ -38,17 +43,10 @@ def trained_by_torch(module: nn.Module) -> Trained:
     )
 
 
-_DIVIDED = (
-    "attach: {what} are not supported; use DistributedDataParallel, or DeepSpeed's engine, whose ZeRO stages 1 to "
-    "3 divide the weights likewise"
-)
-
-
 def _check_wrappers(module: nn.Module) -> None:
     for name, part in module.named_modules():
-        if any(
-            cls.__name__ == "FullyShardedDataParallel" for cls in type(part).__mro__
-        ):  # importing it takes 1 s
+        # By its name: to import it takes a second.
+        if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(part).__mro__):
             raise ValueError(_DIVIDED.format(what="the flat parameters of FullyShardedDataParallel"))
         if name and isinstance(part, DistributedDataParallel) and part.process_group.size() > 1:
             raise ValueError(

@@ -5,7 +5,6 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from pathlib import Path
 
 from megatron_noloco.job.leaving import FAILURE, GRACE_SECONDS, fail, usage_error
 
@@ -40,15 +39,6 @@ def naming(path: str) -> Iterator[None]:
     except ValueError as error:
         lines = [line.removeprefix(f"{path}: ") for line in str(error).splitlines()]
         raise ValueError("\n".join(f"{path}: {line}" for line in lines)) from None
-
-
-@contextmanager
-def writing(path: Path | str, option: str) -> Iterator[None]:
-    """An OSError that leaves is about what the user had written there."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be written: {error.strerror}; give another {option}") from None
 
 
 def report(error: Exception) -> int:

@@ -6,9 +6,10 @@ import re
 import tempfile
 from pathlib import Path
 
-from megatron_noloco.cli.errors import StoppedError, writing
+from megatron_noloco.cli.errors import StoppedError
 from megatron_noloco.cli.numbers import at_least_one
 from megatron_noloco.cli.output import CHECKPOINT, say
+from megatron_noloco.files import writing
 
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 

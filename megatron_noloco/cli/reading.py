@@ -4,8 +4,8 @@ import argparse
 import time
 from pathlib import Path
 
-from megatron_noloco.cli.errors import writing
 from megatron_noloco.cli.output import say
+from megatron_noloco.files import writing
 
 _LOOK_SECONDS = 2.0
 

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_noloco.files import writing
 from megatron_noloco.huggingface.card import model_card
 from megatron_noloco.huggingface.source import Source
 from megatron_noloco.model.families import Parameter, family_of, table_of
@@ -32,10 +33,8 @@ def export(source: Source, output: Path, dtype: str, max_shard_bytes: int) -> No
     if output.exists() and any(output.iterdir()) and not (output / UNFINISHED).exists():
         raise ValueError(f"{output}: exists and is not empty; give another --output, or remove it")
     shutil.rmtree(output, ignore_errors=True)
-    try:
+    with writing(output, "--output"):
         output.mkdir(parents=True)
-    except OSError as error:
-        raise ValueError(f"{output}: cannot be written: {error.strerror}; give another --output") from None
     (output / UNFINISHED).write_text("the logits of this model have not been compared with the trainer's\n")
     architecture, end = source.architecture, source.tokenizer.end_of_document
     _write_json(output / "config.json", family_of(architecture).hf_config(architecture, dtype, end))

@@ -40,9 +40,8 @@ class ReplicaFiles:
         rows = path.read_text().splitlines(keepends=True) if path.exists() else []
         kept = [row for row in rows if _step_of(row) <= start_step]
         if rows and not kept:
-            aside = next(
-                name for n in count(1) if not (name := folder / f"metrics.set_aside_{n}.jsonl").exists()
-            )
+            names = (folder / f"metrics.set_aside_{number}.jsonl" for number in count(1))
+            aside = next(name for name in names if not name.exists())
             path.replace(aside)
             sys.stderr.write(f"set aside: {path}, of an earlier start, is now {aside.name}\n")
         elif kept != rows:

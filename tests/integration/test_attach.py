@@ -78,6 +78,12 @@ def whole(engine: Any) -> Tensor:
         return torch.cat([parameter.detach().float().flatten() for parameter in parameters]).clone()
 
 
+def microbatch(engine: Any, draw: torch.Generator) -> None:
+    tokens = torch.randint(64, (2, 16), generator=draw)
+    engine.backward(engine(input_ids=tokens, labels=tokens).loss)
+    engine.step()
+
+
 def train(rank: int, world_size: int, stage: int, block: dict[str, Any], rounds: int) -> dict[str, Any]:
     """The weights before and after each round; the microbatches with a collective that left the replica."""
     engine = engine_of(stage, ReplicaGroups(REPLICAS), **block)
@@ -88,9 +94,7 @@ def train(rank: int, world_size: int, stage: int, block: dict[str, Any], rounds:
     draw = torch.Generator().manual_seed(rank)
     for step in range(2 * 2 * rounds):  # two microbatches to a local step
         spy.step = step
-        tokens = torch.randint(64, (2, 16), generator=draw)
-        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-        engine.step()
+        microbatch(engine, draw)
         before = whole(engine) if step % 4 == 3 else None
         reports = noloco.step()
         assert len(reports) == (step % 4 == 3)
@@ -110,9 +114,7 @@ def states(
     noloco = attach(engine, SETTINGS, replicas=replicas, federation=there, seed=SEED)
     found, draw = [], torch.Generator().manual_seed(SIZE * replica + rank)
     while noloco.done < 6:
-        tokens = torch.randint(64, (2, 16), generator=draw)
-        engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-        engine.step()
+        microbatch(engine, draw)
         noloco.step()
         found.append(whole(engine))
     noloco.close()
@@ -200,9 +202,7 @@ def continued(rank: int, world_size: int, folder: Path, stage: int, bf16: bool) 
                 stops = False
             for part in range(2):
                 draw = torch.Generator().manual_seed(100 * noloco.done + 10 * rank + part)
-                tokens = torch.randint(64, (2, 16), generator=draw)
-                engine.backward(engine(input_ids=tokens, labels=tokens).loss)
-                engine.step()
+                microbatch(engine, draw)
             noloco.step()
         found.append(whole(engine))
         noloco.close()
