@@ -30,6 +30,7 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.job.join import join
 from megatron_noloco.job.launcher import World
+from megatron_noloco.job.start_up import before_engines
 from megatron_noloco.model.stage import build_stage
 from megatron_noloco.outer import OuterOptimizer, OuterSettings
 from megatron_noloco.pipeline import cpu
@@ -38,7 +39,6 @@ from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.start_up import before_engines
 from megatron_noloco.training.prepare import checkpoint_settings
 from megatron_noloco.transport.torch_dist import TorchTransport
 

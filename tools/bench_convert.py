@@ -35,9 +35,9 @@ from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.files import write_whole
 from megatron_noloco.huggingface.export import export
 from megatron_noloco.huggingface.source import open_source
+from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import Parameter, table_of
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.spec.architecture import Architecture
 
 STAGES, TP = 2, 2
 CONVERT = "--convert"  # the program calls itself, to measure one conversion's memory

@@ -25,12 +25,12 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_noloco.data.corpus import standard_library_files
+from megatron_noloco.data.encode import Encoding
+from megatron_noloco.data.inputs import find_inputs
+from megatron_noloco.data.preprocess import Job, preprocess
+from megatron_noloco.data.sources import TokenizerChoice
 from megatron_noloco.data.tokenizer import build_tokenizer
-from megatron_noloco.preprocess.encode import Encoding
-from megatron_noloco.preprocess.inputs import find_inputs
-from megatron_noloco.preprocess.preprocess import Job, preprocess
-from megatron_noloco.reading.rows import RunLog
-from megatron_noloco.spec.data import TokenizerChoice
+from megatron_noloco.monitor.rows import RunLog
 
 BATCH = 64  # texts per raw call
 

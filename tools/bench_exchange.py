@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from mpi4py import MPI
 
+from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import table_of
 from megatron_noloco.outer import Channel, Exchange
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.spec.architecture import Architecture
 from megatron_noloco.transport.mpi import MpiTransport, library
 from megatron_noloco.transport.protocol import Message
 

@@ -34,22 +34,22 @@ from torch import Tensor, nn
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_noloco.start_up import before_engines
+from megatron_noloco.job.start_up import before_engines
 from tools.throughput_models import BETAS, CLIPPING, LR, SIZES, WEIGHT_DECAY, config_of
 
 before_engines()  # before Megatron-core and deepspeed are imported
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.metrics import Metrics
 from megatron_noloco.model.families import table_of
 from megatron_noloco.model.families.flops import training_flops
 from megatron_noloco.model.stage import DTYPES, Stage, build_stage
+from megatron_noloco.monitor import Metrics
 from megatron_noloco.outer.streams import wait_for
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import Groups, build_groups
 from megatron_noloco.plans.routing import Routing
-from megatron_noloco.training.throughput import peak_tflops_here
+from megatron_noloco.preflight.accelerators import peak_tflops_here
 
 SHOWN_OPERATORS = 12
 Step = Callable[[], None]

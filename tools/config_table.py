@@ -9,8 +9,8 @@ from pathlib import Path
 
 from megatron_noloco.config import RunConfig, load_config
 from megatron_noloco.data.tokenizer import ByteTokenizer
-from megatron_noloco.planning.plan import plan_of
-from megatron_noloco.planning.traffic import Network
+from megatron_noloco.preflight.plan import plan_of
+from megatron_noloco.preflight.traffic import Network
 
 README = Path(__file__).parents[1] / "configs" / "README.md"
 BEGIN, END = "<!-- tools/config_table.py -->\n", "<!-- end -->"

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_noloco.start_up import before_engines
+from megatron_noloco.job.start_up import before_engines
 
 before_engines()  # before Megatron-core and DeepSpeed are imported
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_noloco.cli.main import run
-from megatron_noloco.start_up import before_engines
+from megatron_noloco.job.start_up import before_engines
 
 
 def take(seconds: float, sigma: float = 0.0, seed: int = 0, steps: Path = Path(os.devnull)) -> None:

@@ -169,7 +169,7 @@ def simulate(raw: dict[str, Any], compiled: bool = False) -> dict[str, Any]:
 
     import torch
 
-    from megatron_noloco.start_up import before_engines
+    from megatron_noloco.job.start_up import before_engines
 
     before_engines()
 

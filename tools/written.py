@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_noloco.metrics.writers import Row
-from megatron_noloco.reading.rows import ReplicaLog
+from megatron_noloco.monitor.rows import ReplicaLog
+from megatron_noloco.monitor.writers import Row
 
 
 class Written:

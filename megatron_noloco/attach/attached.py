@@ -10,13 +10,13 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from megatron_noloco.activity import now
 from megatron_noloco.attach.checks import check_statements, digest_of, statement_of, tensor_of
 from megatron_noloco.attach.engines import trained_by
 from megatron_noloco.attach.federation import Federation
 from megatron_noloco.attach.groups import cut_into
 from megatron_noloco.attach.trained import Trained, here
-from megatron_noloco.everybody import of_all_ranks
+from megatron_noloco.job.activity import now
+from megatron_noloco.job.everybody import of_all_ranks
 from megatron_noloco.job.watchdog import Watchdog
 from megatron_noloco.outer import (
     Channel,

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megatron_noloco.kinds import check_finite, check_integers
+from megatron_noloco.plans.kinds import check_finite, check_integers
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 import torch.distributed as dist
 
-from megatron_noloco.kinds import check_integers
+from megatron_noloco.plans.kinds import check_integers
 from megatron_noloco.plans.topology import Topology
 
 

@@ -15,8 +15,8 @@ from megatron_noloco.checkpoint.files import (
 )
 from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.files import write_text
+from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.plans.topology import Position, Topology
-from megatron_noloco.spec.architecture import Architecture
 
 WEIGHTS = "slow_weights"  # the vector of which a model is made
 _STEP = re.compile(r"step_(\d{8,})$")

@@ -8,8 +8,8 @@ from pathlib import Path
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.catalog import Manifest
 from megatron_noloco.checkpoint.files import DamagedCheckpointError
+from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.plans.topology import Position, Topology
-from megatron_noloco.spec.architecture import Architecture
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,9 @@ from megatron_noloco.checkpoint.catalog import WEIGHTS, Manifest, manifest_name,
 from megatron_noloco.checkpoint.files import DamagedCheckpointError, verify
 from megatron_noloco.checkpoint.settings import CheckpointSettings
 from megatron_noloco.files import put_in_place
+from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.topology import Position, Topology
-from megatron_noloco.spec.architecture import Architecture
 
 _BYTES_PER_PARAMETER = 64  # of a file, at most: some vectors of fp32
 _OTHER_BYTES = 1 << 24  # at most: random states, numbers, names

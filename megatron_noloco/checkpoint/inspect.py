@@ -18,7 +18,6 @@ from megatron_noloco.checkpoint.files import verify
 from megatron_noloco.checkpoint.vector import FlatVector
 from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.topology import Position
-from megatron_noloco.spec.method import active_method
 
 _BLOCK = 1 << 24  # elements in memory at a time, of all replicas together
 
@@ -47,7 +46,7 @@ def report(saved: Ensemble) -> list[str]:
         f"{first.consumed_samples * seq_length} tokens",
         f"parallel: {replicas} replicas x pipeline {topology.pp} x data {topology.dp} x "
         f"tensor {topology.tp} = {len(manifests)} ranks",
-        f"method: {active_method(noloco['enabled'], noloco['method'])}",
+        f"method: {noloco['method'] if noloco['enabled'] else 'none'}",
         f"parameters: {parameters} per replica",
         f"size: {size / 1e6:.1f} MB, {size / (parameters * replicas):.1f} bytes per parameter",
         f"integrity: {sum(len(manifest.files) for manifest in manifests)} files, all checksums match",

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from megatron_noloco.cli.errors import naming
 from megatron_noloco.cli.output import say
-from megatron_noloco.start_up import importing
+from megatron_noloco.job.start_up import importing
 
 if TYPE_CHECKING:
     from megatron_noloco.config import RunConfig
@@ -83,7 +83,7 @@ def _check(path: str, world_size: int | None) -> None:
     topology = None if world_size is None else config.topology(world_size)
 
     with importing():  # torch: only for a sound config
-        from megatron_noloco.planning.fit import shortage_of_all
+        from megatron_noloco.preflight.fit import shortage_of_all
         from megatron_noloco.training.prepare import check_start
 
     architecture = config.architecture() if config.model.vocab_size is not None else None

@@ -11,7 +11,7 @@ from megatron_noloco.cli.output import say
 from megatron_noloco.job.leaving import INTERRUPTED
 
 if TYPE_CHECKING:
-    from megatron_noloco.spec.data import TokenizerChoice
+    from megatron_noloco.data.sources import TokenizerChoice
 
 _PREPROCESS = """Text to Megatron's indexed datasets, PREFIX_KEY_document.{bin,idx}.
 
@@ -56,9 +56,9 @@ def _preprocess(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-    from megatron_noloco.preprocess.encode import Encoding
-    from megatron_noloco.preprocess.inputs import find_inputs
-    from megatron_noloco.preprocess.preprocess import Job, check, preprocess
+    from megatron_noloco.data.encode import Encoding
+    from megatron_noloco.data.inputs import find_inputs
+    from megatron_noloco.data.preprocess import Job, check, preprocess
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are what is parallel
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's notice is a Ctrl-C
@@ -84,7 +84,7 @@ def _preprocess(args: argparse.Namespace) -> int:
 
 
 def _tokenizer(args: argparse.Namespace) -> "TokenizerChoice":
-    from megatron_noloco.spec.data import TokenizerChoice
+    from megatron_noloco.data.sources import TokenizerChoice
 
     if args.tokenizer_type == "byte" and args.tokenizer_model is not None:
         raise ValueError("--tokenizer-model needs --tokenizer-type HuggingFaceTokenizer")
@@ -97,8 +97,8 @@ def _tokenizer(args: argparse.Namespace) -> "TokenizerChoice":
 
 def _inspect(args: argparse.Namespace) -> int:
     from megatron_noloco.data.indexed import IndexedTokens
+    from megatron_noloco.data.inspect import report
     from megatron_noloco.data.tokenizer import build_tokenizer
-    from megatron_noloco.preprocess.inspect import report
 
     tokenizer = build_tokenizer(_tokenizer(args))
     say(*report(IndexedTokens(args.prefix), tokenizer, args.samples))

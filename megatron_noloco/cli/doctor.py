@@ -8,8 +8,8 @@ from pathlib import Path
 
 from megatron_noloco.cli.numbers import seconds
 from megatron_noloco.cli.output import say
-from megatron_noloco.doctor.finding import Finding
 from megatron_noloco.job.leaving import FAILURE
+from megatron_noloco.preflight.finding import Finding
 
 
 def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -34,7 +34,7 @@ def _doctor(args: argparse.Namespace) -> int:
 
 
 def _findings(hostfile: Path | None, seconds: float) -> list[Finding]:
-    from megatron_noloco.doctor.packages import check_kernels, check_packages
+    from megatron_noloco.preflight.packages import check_kernels, check_packages
 
     if hostfile is not None and not hostfile.is_file():
         raise ValueError(f"--hostfile {hostfile}: there is no such file")
@@ -43,8 +43,8 @@ def _findings(hostfile: Path | None, seconds: float) -> list[Finding]:
         return findings  # the other checks need it
     import torch
 
-    from megatron_noloco.doctor.machine import check_accelerators, check_limits, check_network
-    from megatron_noloco.doctor.mpi import check_mpi
+    from megatron_noloco.preflight.machine import check_accelerators, check_limits, check_network
+    from megatron_noloco.preflight.mpi import check_mpi
 
     findings += [*check_accelerators(), *check_kernels(torch.cuda.is_available())]
     findings += [*check_network(), *check_limits()]

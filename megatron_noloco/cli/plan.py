@@ -12,9 +12,9 @@ from megatron_noloco.cli.output import say
 
 if TYPE_CHECKING:
     from megatron_noloco.config import RunConfig
-    from megatron_noloco.planning.plan import Plan
-    from megatron_noloco.spec.accelerators import Accelerator
-    from megatron_noloco.spec.architecture import Architecture
+    from megatron_noloco.model.architecture import Architecture
+    from megatron_noloco.preflight.accelerators import Accelerator
+    from megatron_noloco.preflight.plan import Plan
 
 _UNITS = {
     "bandwidth": {"kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8},
@@ -56,8 +56,8 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 def _plan(args: argparse.Namespace) -> int:
     from megatron_noloco.config import load_config
     from megatron_noloco.data.tokenizer import build_tokenizer
-    from megatron_noloco.planning.plan import computing_seconds, plan_of
-    from megatron_noloco.planning.traffic import Network
+    from megatron_noloco.preflight.plan import computing_seconds, plan_of
+    from megatron_noloco.preflight.traffic import Network
 
     config = load_config(args.config)
     ranks = config.world_size if args.gpus is None else args.gpus
@@ -123,7 +123,7 @@ def _show(
 def _show_fit(
     plan: "Plan", config: "RunConfig", architecture: "Architecture", accelerator: "Accelerator"
 ) -> None:
-    from megatron_noloco.planning.advice import changes_that_save
+    from megatron_noloco.preflight.advice import changes_that_save
 
     name, size = accelerator.words, accelerator.gigabytes
     needed = plan.memory.device_bytes / 1e9
@@ -178,7 +178,7 @@ def _gigabytes(size: float) -> str:
 
 
 def _accelerator(name: str) -> "Accelerator":
-    from megatron_noloco.spec.accelerators import ACCELERATORS, find_accelerator
+    from megatron_noloco.preflight.accelerators import ACCELERATORS, find_accelerator
 
     found = find_accelerator(name)
     if found is None:

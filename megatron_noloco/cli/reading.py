@@ -30,8 +30,8 @@ def _watch(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.live import Live
 
-    from megatron_noloco.reading.rows import RunLog
-    from megatron_noloco.reading.table import as_table
+    from megatron_noloco.monitor.rows import RunLog
+    from megatron_noloco.monitor.table import as_table
 
     run, terminal = RunLog(args.folder), Console()
     if args.once:
@@ -48,8 +48,8 @@ def _watch(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    from megatron_noloco.reading.page import write_page
-    from megatron_noloco.reading.rows import RunLog
+    from megatron_noloco.monitor.page import write_page
+    from megatron_noloco.monitor.rows import RunLog
 
     path = args.output or args.folder / "report.html"
     run = RunLog(args.folder)

@@ -5,11 +5,11 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
-from megatron_noloco import activity
 from megatron_noloco.cli.errors import LostError, StoppedError, UnexpectedError
 from megatron_noloco.cli.numbers import seconds
+from megatron_noloco.job import activity
 from megatron_noloco.job.leaving import FAILURE, leave_with_parent
-from megatron_noloco.start_up import importing
+from megatron_noloco.job.start_up import importing
 
 if TYPE_CHECKING:
     from megatron_noloco.training.prepare import Prepared

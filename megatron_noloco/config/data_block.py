@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from megatron_noloco.config.blocks import Block
-from megatron_noloco.spec.data import (
+from megatron_noloco.data.sources import (
     Blend,
     IndexedSource,
     RecordSource,

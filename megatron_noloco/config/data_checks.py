@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from megatron_noloco.config.blocks import EvaluationConfig
 from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.config.model_block import ModelConfig
-from megatron_noloco.spec.data import Split
+from megatron_noloco.data.sources import Split
 
 
 def check_data(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[str]:

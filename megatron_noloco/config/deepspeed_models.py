@@ -16,7 +16,7 @@ from pydantic_core import to_json
 from megatron_noloco.config.blocks import Block
 from megatron_noloco.config.deepspeed_values import Dtype
 from megatron_noloco.config.wording import Problem, problems_of
-from megatron_noloco.start_up import before_engines
+from megatron_noloco.job.start_up import before_engines
 
 
 class DataTypes(Block):

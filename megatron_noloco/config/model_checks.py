@@ -6,8 +6,8 @@ from megatron_noloco.config.blocks import ParallelConfig
 from megatron_noloco.config.layers import layers_of_chunks
 from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.config.wording import count
+from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import families_with
-from megatron_noloco.spec.architecture import Architecture
 
 
 def check_model(model: ModelConfig) -> Iterator[str]:

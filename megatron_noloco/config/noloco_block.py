@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from megatron_noloco.config.blocks import Block, NonNegative, Positive
+from megatron_noloco.config.method import ActiveMethod, Method, active_method
 from megatron_noloco.plans.grouping import Pairing, prime_factors
 from megatron_noloco.plans.stability import Gossip
-from megatron_noloco.spec.method import ActiveMethod, Method, active_method
 
 _ROUNDED = {"fp16": "6 %", "bf16": "50 %"}  # tools/bench_payload.py
 

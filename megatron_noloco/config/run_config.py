@@ -21,11 +21,11 @@ from megatron_noloco.config.federation_block import FederationConfig, check_fede
 from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.config.noloco_block import NolocoConfig
 from megatron_noloco.config.wording import ConfigError, Problem, fields_of, problems_of
+from megatron_noloco.data.sources import Documents, Source, TokenizerChoice
+from megatron_noloco.model.architecture import Architecture, Compute, Precision
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.spec.architecture import Architecture, Compute, Precision
-from megatron_noloco.spec.data import Documents, Source, TokenizerChoice
 
 BLOCKS: dict[str, type[Block]] = {
     "noloco": NolocoConfig,

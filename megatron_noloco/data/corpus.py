@@ -14,8 +14,8 @@ from typing import IO
 
 import numpy as np
 
+from megatron_noloco.data.sources import Split
 from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
-from megatron_noloco.spec.data import Split
 
 STANDARD_LIBRARY = "python-stdlib"
 PIECE_BYTES = 1 << 19  # of a text that is encoded at once

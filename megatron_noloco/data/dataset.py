@@ -7,7 +7,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from megatron_noloco.spec.data import Documents
+from megatron_noloco.data.sources import Documents
 
 IGNORED = -100  # a label without a loss; the number that torch and transformers use
 

@@ -15,9 +15,9 @@ from megatron_noloco.data.dataset import JoinedDataset, SampleDataset, TokenData
 from megatron_noloco.data.indexed import IndexedTokens
 from megatron_noloco.data.records import Record, RecordDataset, load_records
 from megatron_noloco.data.shuffled import ShuffledDataset
+from megatron_noloco.data.sources import Documents, IndexedSource, RecordSource, Source, Split, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.plans.samples import BlendedOrder, SampleOrder
-from megatron_noloco.spec.data import Documents, IndexedSource, RecordSource, Source, Split, TextSource
 
 _SPLITS = ("training", "validation")
 _TRAINING, _VALIDATION = range(2)

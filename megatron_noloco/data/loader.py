@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from megatron_noloco.data.microbatches import Microbatch, MicrobatchSource
-from megatron_noloco.metrics import SLOWEST, Record, timed, unrecorded
+from megatron_noloco.monitor import SLOWEST, Record, timed, unrecorded
 from megatron_noloco.plans.routing import Routes, Routing
 from megatron_noloco.plans.topology import Position, Topology
 

@@ -16,9 +16,9 @@ from functools import cached_property
 import numpy as np
 
 from megatron_noloco.data.dataset import TokenDataset
+from megatron_noloco.data.sources import Documents
 from megatron_noloco.plans.draws import Stream
 from megatron_noloco.plans.shuffle import Shuffle
-from megatron_noloco.spec.data import Documents
 
 _BLOCK = 64  # sequences whose common end is remembered: 1/8 byte of memory per sequence
 _AT_ONCE = 1 << 14  # blocks, while the ends are added up

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from megatron_noloco.spec.data import TokenizerChoice
+from megatron_noloco.data.sources import TokenizerChoice
 
 BYTES = 256
 END_OF_DOCUMENT = "<|endoftext|>"  # as exported; in text it is only text

@@ -9,18 +9,18 @@ import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor
 
-from megatron_noloco.activity import now
 from megatron_noloco.engine import state
 from megatron_noloco.engine.build import build_deepspeed
 from megatron_noloco.engine.layout import FlatPart
+from megatron_noloco.engine.weight_decay import WeightDecay
 from megatron_noloco.engine.weights import MasterWeights, bit16_groups
-from megatron_noloco.metrics import LAST, PER_STEP, Record, Reduction, timed, unrecorded
-from megatron_noloco.metrics.reduction import largest, total
+from megatron_noloco.job.activity import now
 from megatron_noloco.model.stage import Stage
+from megatron_noloco.monitor import LAST, PER_STEP, Record, Reduction, timed, unrecorded
+from megatron_noloco.monitor.reduction import largest, total
 from megatron_noloco.pipeline.groups import Groups, ProcessGroup
 from megatron_noloco.pipeline.pipeline import MicrobatchLoss, Pipeline, ReadMicrobatch
 from megatron_noloco.plans.routing import Routes
-from megatron_noloco.plans.weight_decay import WeightDecay
 
 
 class ReplicaEngine:

@@ -6,7 +6,7 @@ from typing import Any
 from deepspeed.runtime import lr_schedules
 from torch.optim import Optimizer
 
-from megatron_noloco.plans.learning_rate import SCHEDULES, WSD, InverseSquareRoot
+from megatron_noloco.engine.learning_rate import SCHEDULES, WSD, InverseSquareRoot
 
 
 class RatioLR:

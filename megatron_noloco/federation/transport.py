@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_noloco.everybody import of_all_ranks
 from megatron_noloco.federation.counterparts import Agree, Counterparts, Patience, agreement_of_replica
 from megatron_noloco.federation.directory import Address, is_endpoint
 from megatron_noloco.federation.frames import DTYPE_CODES, Member
@@ -19,6 +18,7 @@ from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.peer import Receive, Send
 from megatron_noloco.federation.rendezvous import Rendezvous, listen_at, reachable, rendezvous_of
 from megatron_noloco.federation.service import Service
+from megatron_noloco.job.everybody import of_all_ranks
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.chunks import (
     DEFAULT_CHUNK_BYTES,

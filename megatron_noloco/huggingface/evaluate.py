@@ -21,8 +21,8 @@ from megatron_noloco.data.microbatches import VALIDATION_SEED, gather
 from megatron_noloco.huggingface.folder import PretrainedWeights, read_architecture
 from megatron_noloco.huggingface.forward import WholeModel
 from megatron_noloco.huggingface.source import open_source
+from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.plans.samples import SampleOrder
-from megatron_noloco.spec.architecture import Architecture
 
 _BATCH_TOKENS = 1 << 12
 _LONGEST = 2048  # tokens in a sample of a Hugging Face model, whose longest context may be out of reach

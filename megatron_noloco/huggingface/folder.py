@@ -8,8 +8,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import architecture_of, table_of
-from megatron_noloco.spec.architecture import Architecture
 
 
 def read_architecture(folder: Path) -> Architecture:

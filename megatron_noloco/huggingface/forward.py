@@ -8,9 +8,9 @@ from torch import Tensor
 
 from megatron_noloco.job.join import join
 from megatron_noloco.job.launcher import read_world
+from megatron_noloco.job.start_up import before_engines
+from megatron_noloco.model.architecture import Architecture, Compute
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.spec.architecture import Architecture, Compute
-from megatron_noloco.start_up import before_engines
 
 
 class WholeModel:

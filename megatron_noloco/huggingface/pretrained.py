@@ -8,8 +8,8 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.huggingface.folder import PretrainedWeights, read_architecture, read_config
 from megatron_noloco.huggingface.tokenizer import check_tokenizer, with_tokenizer_of
+from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import families_with, family_of
-from megatron_noloco.spec.architecture import Architecture
 
 
 def import_folder(folder: Path, template: dict[str, Any]) -> dict[str, Any]:

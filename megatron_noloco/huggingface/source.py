@@ -15,7 +15,7 @@ from megatron_noloco.checkpoint.files import verify
 from megatron_noloco.checkpoint.reader import CheckpointReader
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
-from megatron_noloco.spec.architecture import Architecture
+from megatron_noloco.model.architecture import Architecture
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,8 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from megatron_noloco.everybody import of_all_ranks
 from megatron_noloco.job import launcher, mpi
+from megatron_noloco.job.everybody import of_all_ranks
 from megatron_noloco.job.launcher import World
 from megatron_noloco.transport.mpi import MpiTransport, library
 from megatron_noloco.transport.protocol import Transport

@@ -22,8 +22,8 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from megatron_noloco.activity import now
 from megatron_noloco.job import agreement
+from megatron_noloco.job.activity import now
 from megatron_noloco.job.stop_file import StopFile
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)

@@ -13,10 +13,9 @@ from types import TracebackType
 
 import torch.distributed as dist
 
-from megatron_noloco import activity
-from megatron_noloco.job import failure, leaving
+from megatron_noloco.job import activity, failure, leaving
 from megatron_noloco.job.failure import Failure
-from megatron_noloco.waits import Wait, write_wait
+from megatron_noloco.job.waits import Wait, write_wait
 
 ASK = signal.SIGUSR2
 WRITE_SECONDS = 10.0  # a wait of so long is written down, and again after as long

@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 
 from megatron_noloco.model import weights
+from megatron_noloco.model.architecture import Architecture, Compute
 from megatron_noloco.model.dropout import seed_dropout
 from megatron_noloco.model.families import Parameter, family_of, table_of
 from megatron_noloco.model.layers import CausalAttention, RMSNorm, Router, document_mask
@@ -25,7 +26,6 @@ from megatron_noloco.model.transformer_engine import uses_transformer_engine
 from megatron_noloco.model.z_loss import CrossEntropyWithZLoss
 from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.spec.architecture import Architecture, Compute
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

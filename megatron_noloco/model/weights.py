@@ -13,9 +13,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
+from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import Parameter, Table, table_of
 from megatron_noloco.plans.draws import Stream, draw_words
-from megatron_noloco.spec.architecture import Architecture
 
 Read = Callable[[str], Tensor]  # the full tensor of a parameter, by its name in the unsplit model
 

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Iterator
 
-from megatron_noloco.activity import now
+from megatron_noloco.job.activity import now
 from megatron_noloco.transport.protocol import Arrival, Flight
 
 

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from megatron_noloco.kinds import check_finite, check_integers
 from megatron_noloco.plans.grouping import Grouping, prime_factors
+from megatron_noloco.plans.kinds import check_finite, check_integers
 from megatron_noloco.plans.stability import Gossip
 
 Payload = Literal["fp32", "int16", "int8", "int4"]

@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megatron_noloco.activity import now
+from megatron_noloco.job.activity import now
 from megatron_noloco.pipeline.groups import Groups, ProcessGroup
 from megatron_noloco.plans.routing import Routes
 from megatron_noloco.plans.topology import Position

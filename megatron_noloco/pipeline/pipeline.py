@@ -7,9 +7,9 @@ from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megatron_noloco.activity import now
-from megatron_noloco.metrics import MEAN, SUM, TOTAL, Record, Reduction, unrecorded
-from megatron_noloco.metrics.reduction import mean, total
+from megatron_noloco.job.activity import now
+from megatron_noloco.monitor import MEAN, SUM, TOTAL, Record, Reduction, unrecorded
+from megatron_noloco.monitor.reduction import mean, total
 from megatron_noloco.pipeline.balance import take_balance
 from megatron_noloco.pipeline.communicator import RoutedCommunicator
 from megatron_noloco.pipeline.groups import Groups

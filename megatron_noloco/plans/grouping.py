@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal, get_args
 
-from megatron_noloco.kinds import check_integers
 from megatron_noloco.plans.draws import Stream, draw_permutation
+from megatron_noloco.plans.kinds import check_integers
 
 Group = tuple[int, ...]
 Pairing = Literal["random", "cycle"]

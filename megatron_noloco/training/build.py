@@ -23,12 +23,15 @@ from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.files import write_text
 from megatron_noloco.huggingface.folder import PretrainedWeights
 from megatron_noloco.job.stopping import Stopping
-from megatron_noloco.metrics import Metrics
-from megatron_noloco.metrics.wandb import WandbRun
-from megatron_noloco.metrics.writers import ReplicaFiles, Writer
 from megatron_noloco.model.families import table_of
 from megatron_noloco.model.families.flops import training_flops
 from megatron_noloco.model.stage import Stage, build_stage
+from megatron_noloco.monitor import Metrics
+from megatron_noloco.monitor.console import Console, RunFacts
+from megatron_noloco.monitor.monitor import DELAY_STEPS, Monitor
+from megatron_noloco.monitor.throughput import Throughput
+from megatron_noloco.monitor.wandb import WandbRun
+from megatron_noloco.monitor.writers import ReplicaFiles, Writer
 from megatron_noloco.outer import (
     Channel,
     Exchange,
@@ -38,16 +41,14 @@ from megatron_noloco.outer import (
 )
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import PATIENCE, Groups, build_groups
-from megatron_noloco.training.console import Console, RunFacts
+from megatron_noloco.preflight.accelerators import peak_tflops_here
 from megatron_noloco.training.delay import DelayChoice
 from megatron_noloco.training.evaluate import Evaluator
 from megatron_noloco.training.federation import keeping_up
 from megatron_noloco.training.health import Health
-from megatron_noloco.training.monitor import DELAY_STEPS, Monitor
 from megatron_noloco.training.outer import build_final_average, build_outer
 from megatron_noloco.training.prepare import Prepared, checkpoint_settings
 from megatron_noloco.training.run import Run, Schedule
-from megatron_noloco.training.throughput import Throughput, peak_tflops_here
 from megatron_noloco.transport.protocol import Transport
 
 _SAMPLES = "training_samples"  # the counter by which a run that continues sees that its data has changed

@@ -10,12 +10,12 @@ import math
 import torch
 import torch.distributed as dist
 
-from megatron_noloco.activity import now
 from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.engine.replica import ReplicaEngine
+from megatron_noloco.job.activity import now
+from megatron_noloco.monitor.record import DatasetLosses, Evaluation
 from megatron_noloco.outer import Exchange, MeanModel
 from megatron_noloco.plans.routing import Routing
-from megatron_noloco.training.record import DatasetLosses, Evaluation
 
 
 class Evaluator:

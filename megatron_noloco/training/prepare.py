@@ -23,9 +23,10 @@ from megatron_noloco.data.datasets import Datasets, Needs, build_datasets
 from megatron_noloco.data.indexed import IndexedTokens
 from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.data.records import record_files
+from megatron_noloco.data.sources import RecordSource, Source, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
-from megatron_noloco.everybody import of_rank_0
 from megatron_noloco.huggingface.pretrained import check_fits
+from megatron_noloco.job.everybody import of_rank_0
 from megatron_noloco.job.join import (
     check_gpus,
     choose_transport,
@@ -35,17 +36,16 @@ from megatron_noloco.job.join import (
 )
 from megatron_noloco.job.launcher import World, local_device, read_world
 from megatron_noloco.job.occupied import occupy
+from megatron_noloco.job.start_up import before_engines
+from megatron_noloco.job.waits import wait_file
+from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.transformer_engine import uses_transformer_engine
-from megatron_noloco.planning.fit import shortage
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.spec.architecture import Architecture
-from megatron_noloco.spec.data import RecordSource, Source, TextSource
-from megatron_noloco.start_up import before_engines
+from megatron_noloco.preflight.fit import shortage
 from megatron_noloco.training.federation import check_network, enter, slot_of, wait_for_start
 from megatron_noloco.training.takeover import Takeover
 from megatron_noloco.transport.protocol import Transport
-from megatron_noloco.waits import wait_file
 
 
 @dataclass(frozen=True)

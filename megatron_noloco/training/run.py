@@ -6,17 +6,17 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from megatron_noloco.activity import now
 from megatron_noloco.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.data.loader import StepLoader
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.federation.keeping_up import KeepingUp
+from megatron_noloco.job.activity import now
 from megatron_noloco.job.stopping import Stopping
+from megatron_noloco.monitor.monitor import Monitor
 from megatron_noloco.outer import Rounds
 from megatron_noloco.training.delay import DelayChoice
 from megatron_noloco.training.evaluate import Evaluator
 from megatron_noloco.training.health import Health
-from megatron_noloco.training.monitor import Monitor
 from megatron_noloco.training.outer import FinalAverage
 
 
@@ -154,4 +154,5 @@ class Run:
     def _save(self, done: int) -> None:
         if self.health is not None:
             self.health.check()
-        self.monitor.saved(self.checkpointer.save(done, self.monitor.metrics.counters))
+        report = self.checkpointer.save(done, self.monitor.metrics.counters)
+        self.monitor.saved(report.step, report.pause_seconds, report.error)

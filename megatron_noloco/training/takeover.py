@@ -12,11 +12,11 @@ from megatron_noloco.checkpoint.catalog import Manifest
 from megatron_noloco.checkpoint.files import DamagedCheckpointError
 from megatron_noloco.checkpoint.handover import accepted, newest_of_rank, receive
 from megatron_noloco.checkpoint.settings import CheckpointSettings
-from megatron_noloco.everybody import of_all_ranks, of_rank_0
 from megatron_noloco.federation.handover import Gift, Handover
 from megatron_noloco.federation.transport import FederationTransport
+from megatron_noloco.job.everybody import of_all_ranks, of_rank_0
+from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.plans.topology import Position, Topology
-from megatron_noloco.spec.architecture import Architecture
 
 _ATTEMPTS = 3  # a giver may go, or its ranks be in the middle of a save
 _BETWEEN_SECONDS = 1.0

@@ -10,7 +10,7 @@ import sys
 from typing import Any
 
 from megatron_noloco.cli.main import run
-from megatron_noloco.start_up import before_engines
+from megatron_noloco.job.start_up import before_engines
 
 
 def plant(kind: str, rank: int, step: int) -> None:

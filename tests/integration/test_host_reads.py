@@ -74,4 +74,4 @@ def test_a_row_of_numbers_is_read_at_once(tmp_path: Path) -> None:
     *_, unlogged, logged = steps
     of_the_row = logged - unlogged
     del of_the_row[GATHER]
-    assert of_the_row == {"megatron_noloco.metrics.metrics": 1}
+    assert of_the_row == {"megatron_noloco.monitor.metrics": 1}

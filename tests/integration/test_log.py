@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.metrics.charts import layout
+from megatron_noloco.monitor.charts import layout
 from tests.harness import run_ranks
 from tests.integration.chaos import command
 from tests.integration.tiny import (

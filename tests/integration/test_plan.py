@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from megatron_noloco.config import RunConfig, load_config
-from megatron_noloco.planning import fit
-from megatron_noloco.planning.held import held_by_stages
-from megatron_noloco.planning.memory import fullest_stage
-from megatron_noloco.planning.traffic import exchange_bytes
+from megatron_noloco.preflight import fit
+from megatron_noloco.preflight.held import held_by_stages
+from megatron_noloco.preflight.memory import fullest_stage
+from megatron_noloco.preflight.traffic import exchange_bytes
 from megatron_noloco.training.prepare import join_job, prepare
 from tests.harness import run_ranks
 from tests.integration.tiny import (

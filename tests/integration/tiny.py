@@ -19,8 +19,8 @@ from megatron_noloco.config import RunConfig, load_config
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.huggingface.folder import PretrainedWeights
-from megatron_noloco.metrics import Reduction
 from megatron_noloco.model.stage import Stage, build_stage
+from megatron_noloco.monitor import Reduction
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import Groups, build_groups
 from megatron_noloco.plans.routing import Routing

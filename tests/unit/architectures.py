@@ -1,6 +1,6 @@
 """A model that several tests work out by hand."""
 
-from megatron_noloco.spec.architecture import Architecture
+from megatron_noloco.model.architecture import Architecture
 
 # Two layers of width 16, four heads of 6 channels in two groups, samples of 8 tokens.
 SMALL = Architecture(

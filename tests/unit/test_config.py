@@ -24,10 +24,10 @@ from megatron_noloco.config import (
 from megatron_noloco.config.deepspeed_keys import TOP_LEVEL
 from megatron_noloco.config.run_config import BLOCKS
 from megatron_noloco.config.wording import fields_of
+from megatron_noloco.data.sources import Blend, IndexedSource, Split, TextSource, TokenizerChoice
+from megatron_noloco.model.architecture import Architecture, Compute
 from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.topology import Place, Topology
-from megatron_noloco.spec.architecture import Architecture, Compute
-from megatron_noloco.spec.data import Blend, IndexedSource, Split, TextSource, TokenizerChoice
 from megatron_noloco.training import prepare
 
 ROOT = Path(__file__).parents[2]

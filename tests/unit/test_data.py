@@ -22,9 +22,9 @@ from megatron_noloco.data.corpus import (
 )
 from megatron_noloco.data.dataset import TokenDataset
 from megatron_noloco.data.microbatches import MicrobatchSource, ValidationSource
+from megatron_noloco.data.sources import Blend, Split
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.plans.samples import BatchPlan, SampleOrder
-from megatron_noloco.spec.data import Blend, Split
 
 SPLIT = "949,50,1"
 END = ByteTokenizer.end_of_document

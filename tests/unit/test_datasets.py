@@ -24,12 +24,12 @@ from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.indexed import IndexedWriter
 from megatron_noloco.data.loader import Reader, StepLoader
 from megatron_noloco.data.microbatches import MicrobatchSource, ValidationSource
+from megatron_noloco.data.sources import Split, TokenizerChoice
 from megatron_noloco.data.tokenizer import build_tokenizer
-from megatron_noloco.metrics import unrecorded
+from megatron_noloco.monitor import unrecorded
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.samples import BatchPlan, BlendedOrder, SampleOrder
 from megatron_noloco.plans.topology import Position, Topology
-from megatron_noloco.spec.data import Split, TokenizerChoice
 from megatron_noloco.training.prepare import prepare
 from tests.unit.test_preprocess import make_tokenizer
 

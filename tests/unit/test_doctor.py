@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from megatron_noloco.cli.main import main
-from megatron_noloco.doctor import machine, mpi, packages
-from megatron_noloco.doctor.finding import Finding
+from megatron_noloco.preflight import machine, mpi, packages
+from megatron_noloco.preflight.finding import Finding
 from tests.harness import REPOSITORY
 
 Usage = namedtuple("Usage", "free")

@@ -11,9 +11,9 @@ from megatron_noloco.data.datasets import Needs, build_datasets
 from megatron_noloco.data.indexed import IndexedWriter
 from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.data.shuffled import ShuffledDataset
+from megatron_noloco.data.sources import Blend, Documents, IndexedSource
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.model.layers import document_mask
-from megatron_noloco.spec.data import Blend, Documents, IndexedSource
 
 END = 9
 TOKENS = np.array([1, 2, END, 3, END, END, 4, 5, 6])  # documents of 3, 2, 1 and more than 2 tokens

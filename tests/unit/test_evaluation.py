@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_noloco.monitor.record import Evaluation
 from megatron_noloco.outer import (
     Channel,
     Exchange,
@@ -24,7 +25,6 @@ from megatron_noloco.outer import (
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.training.evaluate import Evaluator
-from megatron_noloco.training.record import Evaluation
 from megatron_noloco.transport.loopback import LoopbackTransport, loopback_world
 
 CHUNK_BYTES = 64

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron_noloco.model.architecture import Architecture, Compute
 from megatron_noloco.model.families import (
     FAMILIES,
     Family,
@@ -22,7 +23,6 @@ from megatron_noloco.model.families.llama import Llama
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import build_groups
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.spec.architecture import Architecture, Compute
 from tests.harness import run_ranks
 from tests.unit.architectures import SMALL
 

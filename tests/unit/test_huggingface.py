@@ -19,8 +19,8 @@ from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.huggingface.export import distribute
 from megatron_noloco.huggingface.folder import read_architecture
 from megatron_noloco.huggingface.pretrained import check_fits, model_block
+from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import FAMILIES, Parameter, architecture_of, table_of
-from megatron_noloco.spec.architecture import Architecture
 from tests.harness import REPOSITORY
 
 HEADS, HEAD_SIZE, HIDDEN, FFN, LAYERS, VOCABULARY = 4, 6, 20, 24, 2, 259

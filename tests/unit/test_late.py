@@ -2,8 +2,8 @@
 
 import pytest
 
+from megatron_noloco.monitor.late import LatePartners
 from megatron_noloco.outer import ExchangeReport
-from megatron_noloco.training.late import LatePartners
 
 PHASE = 100.0  # seconds from one exchange to the next
 

@@ -18,9 +18,9 @@ from megatron_noloco.checkpoint.ensemble import Ensemble
 from megatron_noloco.checkpoint.rank_reader import RankReader
 from megatron_noloco.checkpoint.reader import CheckpointReader
 from megatron_noloco.engine.layout import FlatPart
+from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import Parameter, table_of
 from megatron_noloco.plans.topology import Position, Topology
-from megatron_noloco.spec.architecture import Architecture
 from tests.unit.test_families import SMALL
 
 VECTORS = ("slow_weights", "inner.momentum")

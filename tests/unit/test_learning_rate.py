@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from megatron_noloco.engine.learning_rate import DECAYS, WSD, InverseSquareRoot
 from megatron_noloco.engine.schedule import RatioLR
-from megatron_noloco.plans.learning_rate import DECAYS, WSD, InverseSquareRoot
 
 
 def ratios(schedule: WSD | InverseSquareRoot, steps: int) -> list[float]:

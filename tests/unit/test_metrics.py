@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_noloco.metrics import (
+from megatron_noloco.monitor import (
     LAST,
     LAST_MAX,
     LAST_SUM,
@@ -27,18 +27,18 @@ from megatron_noloco.metrics import (
     Metrics,
     Reduction,
 )
-from megatron_noloco.metrics.charts import layout
-from megatron_noloco.metrics.wandb import WandbRun
-from megatron_noloco.metrics.writers import ReplicaFiles
-from megatron_noloco.training.console import Console, RunFacts
-from megatron_noloco.training.record import DatasetLosses, Evaluation
-from megatron_noloco.training.shown import (
+from megatron_noloco.monitor.charts import layout
+from megatron_noloco.monitor.console import Console, RunFacts
+from megatron_noloco.monitor.record import DatasetLosses, Evaluation
+from megatron_noloco.monitor.shown import (
     checkpoint_line,
     log_line,
     round_figures,
     step_figures,
     validation_lines,
 )
+from megatron_noloco.monitor.wandb import WandbRun
+from megatron_noloco.monitor.writers import ReplicaFiles
 from tests.harness import run_ranks
 
 

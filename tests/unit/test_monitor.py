@@ -6,14 +6,12 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_noloco.checkpoint.settings import SaveReport
-from megatron_noloco.metrics import Metrics
+from megatron_noloco.monitor import Metrics, monitor
+from megatron_noloco.monitor.monitor import Monitor
+from megatron_noloco.monitor.record import Evaluation
+from megatron_noloco.monitor.throughput import Throughput
 from megatron_noloco.outer import ExchangeReport, RoundReport
 from megatron_noloco.plans.samples import BatchPlan
-from megatron_noloco.training import monitor
-from megatron_noloco.training.monitor import Monitor
-from megatron_noloco.training.record import Evaluation
-from megatron_noloco.training.throughput import Throughput
 from tests.harness import run_ranks
 
 
@@ -58,7 +56,7 @@ def train(rank: int, world_size: int) -> Rows:
             watched.evaluation(done, Evaluation([1.0, 1.0], 1.0, 0.0), 30.0)
         if done == 3:
             clock.now += 7
-            watched.saved(SaveReport(done, 7.0, None))
+            watched.saved(done, 7.0, None)
     watched.log(4)
     return rows
 
@@ -75,7 +73,7 @@ def test_a_step_has_its_own_time_and_no_more() -> None:
 
 def fail_to_save(rank: int, world_size: int) -> Rows:
     watched, rows, _ = begin()
-    watched.saved(SaveReport(3, 7.0, "No space left on device"))
+    watched.saved(3, 7.0, "No space left on device")
     return rows
 
 

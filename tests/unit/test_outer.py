@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_noloco import activity
+from megatron_noloco.job import activity
 from megatron_noloco.outer import (
     Channel,
     Exchange,

@@ -9,9 +9,9 @@ import torch
 
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import load_config
-from megatron_noloco.planning import fit
-from megatron_noloco.planning.memory import fullest_stage
-from megatron_noloco.planning.traffic import Network, Way
+from megatron_noloco.preflight import fit
+from megatron_noloco.preflight.memory import fullest_stage
+from megatron_noloco.preflight.traffic import Network, Way
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -17,10 +17,10 @@ from rich.console import Console
 from megatron_noloco.cli.main import main
 from megatron_noloco.files import write_text
 from megatron_noloco.job.stop_file import StopFile
-from megatron_noloco.reading.page import _meetings, _phases, write_page
-from megatron_noloco.reading.rows import ReplicaLog, RunLog
-from megatron_noloco.reading.table import as_table
-from megatron_noloco.waits import Wait, wait_file, write_wait
+from megatron_noloco.job.waits import Wait, wait_file, write_wait
+from megatron_noloco.monitor.page import _meetings, _phases, write_page
+from megatron_noloco.monitor.rows import ReplicaLog, RunLog
+from megatron_noloco.monitor.table import as_table
 
 ROOT = Path(__file__).parents[2]
 

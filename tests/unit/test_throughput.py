@@ -7,15 +7,16 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron_noloco.metrics import Reduction
+from megatron_noloco.model.architecture import Architecture, Compute
 from megatron_noloco.model.families import FAMILIES
 from megatron_noloco.model.families.flops import training_flops
 from megatron_noloco.model.stage import build_stage
+from megatron_noloco.monitor import Reduction
+from megatron_noloco.monitor.throughput import Throughput
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import build_groups
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.spec.architecture import Architecture, Compute
-from megatron_noloco.training.throughput import Throughput, peak_tflops
+from megatron_noloco.preflight.accelerators import peak_tflops
 from tests.harness import run_ranks
 from tests.unit.architectures import SMALL
 

@@ -11,11 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_noloco import activity
-from megatron_noloco.activity import Activity
-from megatron_noloco.job import failure, leaving
+from megatron_noloco.job import activity, failure, leaving
+from megatron_noloco.job.activity import Activity
+from megatron_noloco.job.waits import wait_file, waits_of
 from megatron_noloco.job.watchdog import Watchdog
-from megatron_noloco.waits import wait_file, waits_of
 from tests.harness import RankFailedError, run_ranks
 
 SECONDS = 60.0

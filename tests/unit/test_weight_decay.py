@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from megatron_noloco.plans.weight_decay import STYLES, WeightDecay
+from megatron_noloco.engine.weight_decay import STYLES, WeightDecay
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_noloco.doctor.mpi import find_mpirun
-from megatron_noloco.metrics.writers import Row
-from megatron_noloco.reading.rows import RunLog
+from megatron_noloco.monitor.rows import RunLog
+from megatron_noloco.monitor.writers import Row
+from megatron_noloco.preflight.mpi import find_mpirun
 from tools.gpu_check.runner import REPOSITORY
 from tools.throughput_models import SIZES, config_of
 

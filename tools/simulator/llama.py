@@ -12,9 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import Parameter
 from megatron_noloco.model.weights import initial_weights
-from megatron_noloco.spec.architecture import Architecture
 
 
 class StackedLlama:

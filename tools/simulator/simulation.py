@@ -12,11 +12,11 @@ from megatron_noloco.data.datasets import Datasets, Needs, build_datasets
 from megatron_noloco.data.microbatches import Microbatch, ValidationSource, gather
 from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.engine.parameter_groups import Kind
+from megatron_noloco.engine.weight_decay import WeightDecay
 from megatron_noloco.model.families import Parameter, table_of
 from megatron_noloco.outer import Rounds, TorchWeights
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.plans.weight_decay import WeightDecay
 from megatron_noloco.training.outer import build_final_average, build_outer
 from megatron_noloco.transport.loopback import loopback_world
 from tools.simulator.inner import AdamW, Directions, LearningRate, Muon, StackedOptimizer, clip, usual_rate

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families.family import Family, MegatronOptions
 from megatron_noloco.model.families.llama import Llama
 from megatron_noloco.model.families.mistral import Mistral
@@ -11,7 +12,6 @@ from megatron_noloco.model.families.mixtral import Mixtral
 from megatron_noloco.model.families.qwen2 import Qwen2
 from megatron_noloco.model.families.qwen3 import Qwen3
 from megatron_noloco.model.families.table import Parameter, Rows, Table
-from megatron_noloco.spec.architecture import Architecture
 
 FAMILIES: dict[str, Family] = {
     family.name: family for family in (Llama(), Qwen2(), Qwen3(), Mistral(), Mixtral())

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families.table import Parameter
-from megatron_noloco.spec.architecture import Architecture
 
 
 @dataclass(frozen=True)

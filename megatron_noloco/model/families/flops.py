@@ -2,8 +2,8 @@
 
 import math
 
+from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import table_of
-from megatron_noloco.spec.architecture import Architecture
 
 
 def training_flops(architecture: Architecture) -> int:

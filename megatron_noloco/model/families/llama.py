@@ -7,10 +7,10 @@ arXiv 2407.21783; the formula is in Megatron-core's `RotaryEmbedding._apply_scal
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import hf_keys
 from megatron_noloco.model.families.family import MegatronOptions
 from megatron_noloco.model.families.llama_like import LlamaLike
-from megatron_noloco.spec.architecture import Architecture
 
 
 class Llama(LlamaLike):

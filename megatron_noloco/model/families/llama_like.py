@@ -8,10 +8,10 @@ permutation of the rows of queries and keys.
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
+from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import hf_keys
 from megatron_noloco.model.families.family import Family, MegatronOptions
 from megatron_noloco.model.families.table import Parameter, Rows
-from megatron_noloco.spec.architecture import Architecture
 
 OURS, THEIRS = "decoder.layers.{layer}.", "model.layers.{layer}."
 

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import hf_keys
 from megatron_noloco.model.families.family import MegatronOptions
 from megatron_noloco.model.families.llama_like import LlamaLike
-from megatron_noloco.spec.architecture import Architecture
 
 
 class Mistral(LlamaLike):

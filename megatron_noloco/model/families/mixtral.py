@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import hf_keys
 from megatron_noloco.model.families.family import MegatronOptions
 from megatron_noloco.model.families.llama_like import OURS, THEIRS, gated_mlp
 from megatron_noloco.model.families.mistral import Mistral
 from megatron_noloco.model.families.table import Parameter
-from megatron_noloco.spec.architecture import Architecture
 
 _MIXTURE = THEIRS + "block_sparse_moe."
 

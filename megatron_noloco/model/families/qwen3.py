@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
+from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import hf_keys
 from megatron_noloco.model.families.family import MegatronOptions
 from megatron_noloco.model.families.llama_like import OURS, THEIRS, LlamaLike
 from megatron_noloco.model.families.qwen2 import refuse_windows
 from megatron_noloco.model.families.table import Parameter
-from megatron_noloco.spec.architecture import Architecture
 
 
 class Qwen3(LlamaLike):

@@ -13,9 +13,9 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from megatron_noloco import __version__
-from megatron_noloco.metrics.writers import Row
-from megatron_noloco.reading.rows import RunLog
-from megatron_noloco.reading.table import as_table
+from megatron_noloco.monitor.rows import RunLog
+from megatron_noloco.monitor.table import as_table
+from megatron_noloco.monitor.writers import Row
 
 _FORWARD_BACKWARD = "forward and backward"
 _WAITS = {  # within forward and backward

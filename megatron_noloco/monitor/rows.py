@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_noloco.metrics.writers import Row
-from megatron_noloco.waits import WAITS, Wait, waits_of
+from megatron_noloco.job.waits import WAITS, Wait, waits_of
+from megatron_noloco.monitor.writers import Row
 
 _METRICS = "metrics.jsonl"
 

@@ -5,9 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_noloco.metrics import MEAN, Record
-from megatron_noloco.spec.accelerators import find_accelerator
-from megatron_noloco.spec.architecture import Precision
+from megatron_noloco.monitor import MEAN, Record
 
 
 @dataclass(frozen=True)
@@ -36,17 +34,6 @@ class Throughput:
         record("speed/tflops_per_gpu", tflops, MEAN)
         if self.peak_tflops is not None:
             record("speed/mfu", tflops / self.peak_tflops, MEAN)
-
-
-def peak_tflops(device: str, precision: Precision) -> float | None:
-    """Of a whole GPU, by the name that CUDA gives it, in dense products of the precision; None: not known."""
-    kind = find_accelerator(device)
-    return None if kind is None or precision == "fp32" else kind.tflops
-
-
-def peak_tflops_here(precision: Precision) -> float | None:
-    """Of the device of this rank; None on a CPU."""
-    return peak_tflops(torch.cuda.get_device_name(), precision) if torch.cuda.is_available() else None
 
 
 def peak_memory_bytes() -> int:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megatron_noloco.spec.split import PipelineSplit
+from megatron_noloco.model.split import PipelineSplit
 
 Precision = Literal["fp32", "bf16", "fp16"]
 LoadBalancing = Literal["aux_loss", "seq_aux_loss", "none"]

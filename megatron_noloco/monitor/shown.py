@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 
-from megatron_noloco.metrics.writers import Row
+from megatron_noloco.monitor.writers import Row
 
 _NOTABLE_DATA_WAIT = 0.01  # of the step's time; less is left out of the line
 

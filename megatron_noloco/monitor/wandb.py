@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_noloco.files import write_text
-from megatron_noloco.metrics.writers import Row, single_numbers
+from megatron_noloco.monitor.writers import Row, single_numbers
 
 _RUN_ID = "wandb_run_id"  # a file
 

@@ -4,12 +4,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_noloco.config import RunConfig
+from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families.flops import training_flops
-from megatron_noloco.planning.held import Held
-from megatron_noloco.planning.memory import Memory, fullest_stage
-from megatron_noloco.planning.traffic import Network, Way, routed_bytes, routed_seconds, ways
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.spec.architecture import Architecture
+from megatron_noloco.preflight.held import Held
+from megatron_noloco.preflight.memory import Memory, fullest_stage
+from megatron_noloco.preflight.traffic import Network, Way, routed_bytes, routed_seconds, ways
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,10 @@
 import re
 from dataclasses import dataclass
 
+import torch
+
+from megatron_noloco.model.architecture import Precision
+
 
 @dataclass(frozen=True)
 class Accelerator:
@@ -44,3 +48,14 @@ def find_accelerator(name: str) -> Accelerator | None:
     if "MIG" in words:
         return None
     return next((kind for kind in ACCELERATORS if words.issuperset(kind.words.split())), None)
+
+
+def peak_tflops(device: str, precision: Precision) -> float | None:
+    """Of a whole GPU, by the name that CUDA gives it, in dense products of the precision; None: not known."""
+    kind = find_accelerator(device)
+    return None if kind is None or precision == "fp32" else kind.tflops
+
+
+def peak_tflops_here(precision: Precision) -> float | None:
+    """Of the device of this rank; None on a CPU."""
+    return peak_tflops(torch.cuda.get_device_name(), precision) if torch.cuda.is_available() else None

@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from packaging.specifiers import SpecifierSet
 
-from megatron_noloco.doctor.finding import Finding
+from megatron_noloco.preflight.finding import Finding
 
 # As in pyproject.toml; a test compares them.
 NEEDED = {

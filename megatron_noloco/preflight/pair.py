@@ -1,6 +1,6 @@
 """An exchange between two ranks; `doctor` starts it by mpirun. Rank 0 prints one JSON object.
 
-mpirun -n 2 python -m megatron_noloco.doctor.pair SECONDS
+mpirun -n 2 python -m megatron_noloco.preflight.pair SECONDS
 """
 
 import json

@@ -13,14 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_noloco.job.launcher import on_a_terminal
-from megatron_noloco.metrics.writers import Row
-from megatron_noloco.training.shown import (
+from megatron_noloco.monitor.shown import (
     checkpoint_line,
     log_line,
     round_figures,
     step_figures,
     validation_lines,
 )
+from megatron_noloco.monitor.writers import Row
 
 # Of rows whose speed tells the time left; rich's 30 seconds can be less than a row takes.
 _SPEED_SECONDS = 86400.0

@@ -18,12 +18,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from signal import SIG_IGN, SIGINT, SIGKILL, signal
 
+from megatron_noloco.data.encode import Encoded, Encoding, encode
 from megatron_noloco.data.indexed import IndexedWriter
+from megatron_noloco.data.inputs import BITE_BYTES, Bite, Input, read_bites
 from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.files import put_in_place, write_text
 from megatron_noloco.job.leaving import leave_with_parent
-from megatron_noloco.preprocess.encode import Encoded, Encoding, encode
-from megatron_noloco.preprocess.inputs import BITE_BYTES, Bite, Input, read_bites
 
 _NOTES = "job.json"
 _PART_BYTES = 1 << 28  # of inputs on disk: what a restart may have to do again

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from megatron_noloco.files import write_text
-from megatron_noloco.metrics.charts import layout
+from megatron_noloco.monitor.charts import layout
 
 Row = Mapping[str, Any]  # "kind", "step", "replica", and numbers (or lists of numbers) by name
 

@@ -10,8 +10,8 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from megatron_noloco.metrics.writers import Row
-from megatron_noloco.reading.rows import RunLog
+from megatron_noloco.monitor.rows import RunLog
+from megatron_noloco.monitor.writers import Row
 
 _MOST_WAITS = 8  # are shown
 _SILENT_SECONDS = 30.0  # after which a rank that waits should have said so again

@@ -7,15 +7,14 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from megatron_noloco.checkpoint.settings import SaveReport
-from megatron_noloco.metrics import LAST, LAST_MAX, LAST_SUM, PER_STEP, RMS, TOTAL, Metrics, Reduction
-from megatron_noloco.metrics.reduction import largest, last
+from megatron_noloco.monitor import LAST, LAST_MAX, LAST_SUM, PER_STEP, RMS, TOTAL, Metrics, Reduction
+from megatron_noloco.monitor.console import Console
+from megatron_noloco.monitor.late import LatePartners
+from megatron_noloco.monitor.record import Evaluation
+from megatron_noloco.monitor.reduction import largest, last
+from megatron_noloco.monitor.throughput import Throughput, peak_memory_bytes
 from megatron_noloco.outer import ExchangeReport, RoundReport
 from megatron_noloco.plans.samples import BatchPlan
-from megatron_noloco.training.console import Console
-from megatron_noloco.training.late import LatePartners
-from megatron_noloco.training.record import Evaluation
-from megatron_noloco.training.throughput import Throughput, peak_memory_bytes
 
 DELAY_STEPS = "delay_steps"  # the counter that keeps what the run chose in its checkpoints
 PAUSES = MISSED = Reduction(last, largest, per="run")
@@ -139,16 +138,15 @@ class Monitor:
         self.metrics.write("evaluation", done, numbers)
         self._interval_started += seconds
 
-    def saved(self, report: SaveReport) -> None:
+    def saved(self, step: int, pause_seconds: float, error: str | None) -> None:
         """After a save; one that failed is reported by the rank on which it failed."""
-        if report.error is not None:
+        if error is not None:
             sys.stderr.write(
-                f"rank {dist.get_rank()}: the checkpoint of step {report.step} failed, training continues: "
-                f"{report.error}\n"
+                f"rank {dist.get_rank()}: the checkpoint of step {step} failed, training continues: {error}\n"
             )
         else:
-            self.metrics.write("checkpoint", report.step, {"time/save_seconds": report.pause_seconds})
-        self._interval_started += report.pause_seconds
+            self.metrics.write("checkpoint", step, {"time/save_seconds": pause_seconds})
+        self._interval_started += pause_seconds
 
     def summary(self, done: int, stopped_by: str | None) -> None:
         """The closing table; `stopped_by` says why a run ends early."""

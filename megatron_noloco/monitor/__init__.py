@@ -5,8 +5,8 @@
 interval, and over the ranks of a replica.
 """
 
-from megatron_noloco.metrics.metrics import Metrics, Record, timed, unrecorded
-from megatron_noloco.metrics.reduction import (
+from megatron_noloco.monitor.metrics import Metrics, Record, timed, unrecorded
+from megatron_noloco.monitor.reduction import (
     LAST,
     LAST_MAX,
     LAST_SUM,

@@ -7,9 +7,9 @@ from typing import Any
 from megatron_noloco.config import RunConfig
 from megatron_noloco.config.noloco_block import NolocoConfig, OverlapConfig
 from megatron_noloco.outer.payload import message_bytes
-from megatron_noloco.planning.held import Held
-from megatron_noloco.planning.memory import WORKING
 from megatron_noloco.plans.topology import Topology
+from megatron_noloco.preflight.held import Held
+from megatron_noloco.preflight.memory import WORKING
 
 MATTERS = 0.01  # of the training time: less than this does not matter
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from megatron_noloco.doctor.finding import Finding
+from megatron_noloco.preflight.finding import Finding
 
 _AREA = "MPI"
 _PATIENCE_SECONDS = 60.0  # beside the measurement
@@ -141,7 +141,7 @@ def pair(mpirun: str, hostfile: Path | None, seconds: float) -> dict[str, Any]:
         command += [*nic_option, environ["NIC"]]
     if hostfile is not None:
         command += [hostfile_option, str(hostfile)]
-    command += [sys.executable, "-m", "megatron_noloco.doctor.pair", str(seconds)]
+    command += [sys.executable, "-m", "megatron_noloco.preflight.pair", str(seconds)]
     finished = subprocess.run(
         command, capture_output=True, text=True, env=environ, timeout=_PATIENCE_SECONDS + 4 * seconds
     )

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from megatron_noloco.data.inputs import Bite
+from megatron_noloco.data.sources import TokenizerChoice
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
-from megatron_noloco.preprocess.inputs import Bite
-from megatron_noloco.spec.data import TokenizerChoice
 
 
 @dataclass(frozen=True)

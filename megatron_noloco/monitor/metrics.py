@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_noloco.activity import now
-from megatron_noloco.metrics.reduction import Reduction, Sample
-from megatron_noloco.metrics.writers import Writer
+from megatron_noloco.job.activity import now
+from megatron_noloco.monitor.reduction import Reduction, Sample
+from megatron_noloco.monitor.writers import Writer
 
 Value = float | Tensor | list[int]
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_noloco.config import ConfigError, RunConfig
-from megatron_noloco.planning.memory import fullest_stage
+from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.spec.architecture import Architecture
+from megatron_noloco.preflight.memory import fullest_stage
 
 
 def changes_that_save(

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from megatron_noloco.doctor.finding import Finding
+from megatron_noloco.preflight.finding import Finding
 
 _SHARED_MEMORY = Path("/dev/shm")
 _FEW_FILES = 4096

@@ -9,9 +9,9 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.config.deepspeed_optimizer import is_muon
 from megatron_noloco.config.layers import layers_of_chunks
 from megatron_noloco.engine.parameter_groups import Kind
+from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import Parameter, table_of
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.spec.architecture import Architecture
 
 # DeepSpeed pads a group of parameters to a multiple of so many elements on every data-parallel rank.
 _ALIGNMENT = 2

@@ -6,9 +6,9 @@ import psutil
 import torch
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.planning.memory import fullest_stage
+from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.spec.architecture import Architecture
+from megatron_noloco.preflight.memory import fullest_stage
 
 LIBRARIES_BYTES = 600_000_000  # of a rank on a CPU, that it shares with no other: measured, 0.55 GB
 _CGROUPS = Path("/sys/fs/cgroup")

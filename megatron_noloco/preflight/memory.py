@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.config.outer_memory import bytes_of_rounds, bytes_of_state
-from megatron_noloco.planning.held import Held, held_by_stages
+from megatron_noloco.model.architecture import Architecture, Precision
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.spec.architecture import Architecture, Precision
+from megatron_noloco.preflight.held import Held, held_by_stages
 
 WORKING = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a weight, a gradient that is sent, an activation
 _FP32 = 4

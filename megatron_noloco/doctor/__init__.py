@@ -1,1 +1,0 @@
-"""Whether a machine is ready to train, and what to put right first."""

@@ -1,1 +1,0 @@
-"""Preprocessing: text, JSON lines and Parquet to Megatron's indexed datasets."""
