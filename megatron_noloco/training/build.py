@@ -19,6 +19,7 @@ from megatron_noloco.config import RunConfig, describe
 from megatron_noloco.data.loader import Reader, StepLoader
 from megatron_noloco.data.microbatches import MicrobatchSource
 from megatron_noloco.engine.replica import ReplicaEngine
+from megatron_noloco.federation.health import Health
 from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.files import write_text
 from megatron_noloco.huggingface.folder import PretrainedWeights
@@ -45,7 +46,6 @@ from megatron_noloco.preflight.accelerators import peak_tflops_here
 from megatron_noloco.training.delay import DelayChoice
 from megatron_noloco.training.evaluate import Evaluator
 from megatron_noloco.training.federation import keeping_up
-from megatron_noloco.training.health import Health
 from megatron_noloco.training.outer import build_final_average, build_outer
 from megatron_noloco.training.prepare import Prepared, checkpoint_settings
 from megatron_noloco.training.run import Run, Schedule

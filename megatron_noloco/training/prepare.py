@@ -25,6 +25,7 @@ from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.data.records import record_files
 from megatron_noloco.data.sources import RecordSource, Source, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_noloco.federation.takeover import Takeover
 from megatron_noloco.huggingface.pretrained import check_fits
 from megatron_noloco.job.everybody import of_rank_0
 from megatron_noloco.job.join import (
@@ -44,7 +45,6 @@ from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.fit import shortage
 from megatron_noloco.training.federation import check_network, enter, slot_of, wait_for_start
-from megatron_noloco.training.takeover import Takeover
 from megatron_noloco.transport.protocol import Transport
 
 

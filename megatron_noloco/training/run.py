@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron_noloco.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.data.loader import StepLoader
 from megatron_noloco.engine.replica import ReplicaEngine
+from megatron_noloco.federation.health import Health
 from megatron_noloco.federation.keeping_up import KeepingUp
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.stopping import Stopping
@@ -16,7 +17,6 @@ from megatron_noloco.monitor.monitor import Monitor
 from megatron_noloco.outer import Rounds
 from megatron_noloco.training.delay import DelayChoice
 from megatron_noloco.training.evaluate import Evaluator
-from megatron_noloco.training.health import Health
 from megatron_noloco.training.outer import FinalAverage
 
 
@@ -103,7 +103,7 @@ class Run:
             with now.doing(f"computing local step {done}"):
                 losses = self.engine.train_batch(*self.loader.step(step))
             if self.health is not None:
-                self.health.after_step(done, losses)
+                self.health.after_step(done, [loss.loss for loss in losses])
             with now.doing(f"in the round after local step {done}"):
                 self._round(done, time.perf_counter() - started)
                 if done == self.schedule.steps and self.final_average is not None:

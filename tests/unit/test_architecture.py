@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"plans", "job", "model", "data", "engine"},
     "checkpoint": {"plans", "outer", "job", "model", "engine"},
     "huggingface": {"plans", "job", "pipeline", "model", "data", "config", "checkpoint"},
-    "federation": {"plans", "transport", "job"},
+    "federation": {"plans", "transport", "job", "outer", "model", "checkpoint"},
     "preflight": {"plans", "transport", "outer", "model", "engine", "config"},
     "training": {
         "plans",

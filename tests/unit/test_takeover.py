@@ -21,10 +21,10 @@ from megatron_noloco.checkpoint.handover import accepted, newest_of_rank, receiv
 from megatron_noloco.checkpoint.resume import Start
 from megatron_noloco.checkpoint.settings import CheckpointSettings
 from megatron_noloco.config import RunConfig
+from megatron_noloco.federation import takeover
+from megatron_noloco.federation.takeover import Takeover
 from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.plans.topology import Position
-from megatron_noloco.training import takeover
-from megatron_noloco.training.takeover import Takeover
 from tests.unit.federated import transport, until
 from tests.unit.test_checkpoint_files import CONFIG, job, write_checkpoint
 

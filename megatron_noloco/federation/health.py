@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.outer import Weights
-from megatron_noloco.pipeline.pipeline import MicrobatchLoss
 
 _MOST_LOST_STEPS = 10  # in a row; DeepSpeed takes no step where the gradient is not finite
 
@@ -32,10 +31,15 @@ class Health:
         self._finite: list[Tensor] = []  # whether the losses were, of each step since the last look
         self._lost_steps = 0
 
-    def after_step(self, done: int, losses: Sequence[MicrobatchLoss]) -> None:
-        """After each local step; `losses` are those of `ReplicaEngine.train_batch`. Raises as `check` does."""
+    def after_step(self, done: int, losses: Sequence[Tensor]) -> None:
+        """Note the losses of a local step, and look where a local phase ends. Raises as `check` does.
+
+        Args:
+            done: local steps so far.
+            losses: of the microbatches; empty on ranks that compute none.
+        """
         if losses:
-            self._finite.append(torch.stack([loss.loss for loss in losses]).isfinite().all())
+            self._finite.append(torch.stack(list(losses)).isfinite().all())
         if done % self._local_steps == 0:
             self.check()
 
