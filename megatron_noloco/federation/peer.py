@@ -11,8 +11,8 @@ from typing import Protocol
 
 import numpy as np
 
+from megatron_noloco.federation.connection import Chunks
 from megatron_noloco.federation.frames import DTYPE_CODES, Frame, Kind, Member, checksum_of
-from megatron_noloco.federation.link import Chunks
 from megatron_noloco.transport.chunks import Chunk, Landing, cut
 from megatron_noloco.transport.protocol import Arrival, Message
 

@@ -14,11 +14,11 @@ import numpy as np
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from megatron_noloco.federation.desk import Desk
+from megatron_noloco.federation.connection import HANDSHAKE_FAILURES, Link, why_no_handshake
 from megatron_noloco.federation.directory import Address
 from megatron_noloco.federation.frames import SIZE, Member
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.link import HANDSHAKE_FAILURES, Link, why_no_handshake
+from megatron_noloco.federation.protocol import Desk
 
 HELLO_SECONDS = 0.5  # between two
 _THREADS = 2  # of ZeroMQ, which encrypt and decrypt: one for what leaves, one for what comes
