@@ -25,9 +25,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from megatron_noloco.data.corpus import standard_library_files
-from megatron_noloco.data.encode import Encoding
 from megatron_noloco.data.inputs import find_inputs
-from megatron_noloco.data.preprocess import Job, preprocess
+from megatron_noloco.data.preprocess import Encoding, Job, preprocess
 from megatron_noloco.data.sources import TokenizerChoice
 from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.monitor.rows import RunLog

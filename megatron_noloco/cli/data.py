@@ -56,9 +56,8 @@ def _preprocess(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-    from megatron_noloco.data.encode import Encoding
     from megatron_noloco.data.inputs import find_inputs
-    from megatron_noloco.data.preprocess import Job, check, preprocess
+    from megatron_noloco.data.preprocess import Encoding, Job, check, preprocess
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are what is parallel
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's notice is a Ctrl-C
@@ -96,8 +95,7 @@ def _tokenizer(args: argparse.Namespace) -> "TokenizerChoice":
 
 
 def _inspect(args: argparse.Namespace) -> int:
-    from megatron_noloco.data.indexed import IndexedTokens
-    from megatron_noloco.data.inspect import report
+    from megatron_noloco.data.indexed import IndexedTokens, report
     from megatron_noloco.data.tokenizer import build_tokenizer
 
     tokenizer = build_tokenizer(_tokenizer(args))

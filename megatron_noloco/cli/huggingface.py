@@ -57,8 +57,7 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def _export(args: argparse.Namespace) -> int:
-    from megatron_noloco.huggingface.check import TOLERANCE, check_export
-    from megatron_noloco.huggingface.export import export
+    from megatron_noloco.huggingface.export import TOLERANCE, check_export, export
     from megatron_noloco.huggingface.source import open_source
 
     source = open_source(args.checkpoint, args.combine)
@@ -92,8 +91,8 @@ def _import(args: argparse.Namespace) -> int:
 
 def _generate(args: argparse.Namespace) -> int:
     from megatron_noloco.huggingface.export import export
-    from megatron_noloco.huggingface.generate import generate
     from megatron_noloco.huggingface.source import open_source
+    from megatron_noloco.huggingface.whole_model import generate
 
     options = (args.prompt, args.tokens, args.temperature, args.seed)
     if args.hf:

@@ -9,15 +9,51 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_noloco.data.content import check_tokens, frequencies
-from megatron_noloco.data.corpus import Corpus, load_corpus, unigram_cross_entropy
-from megatron_noloco.data.dataset import JoinedDataset, SampleDataset, TokenDataset
+from megatron_noloco.data.corpus import Corpus, count_tokens, load_corpus, unigram_cross_entropy
 from megatron_noloco.data.indexed import IndexedTokens
 from megatron_noloco.data.records import Record, RecordDataset, load_records
-from megatron_noloco.data.shuffled import ShuffledDataset
+from megatron_noloco.data.samples import JoinedDataset, SampleDataset, ShuffledDataset, TokenDataset
 from megatron_noloco.data.sources import Documents, IndexedSource, RecordSource, Source, Split, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.plans.samples import BlendedOrder, SampleOrder
+
+_LOOKED_AT = 1 << 24  # tokens per dataset; all of a smaller one
+
+
+def frequencies(dataset: TokenDataset | RecordDataset, vocab_size: int, added: int) -> np.ndarray:
+    """How often each token occurs, relative to all; each count raised by `added`, shape [vocab_size]."""
+    counts = count_tokens(_look_at(dataset), vocab_size) + added
+    return counts / counts.sum()
+
+
+def check_tokens(dataset: TokenDataset | RecordDataset, vocab_size: int) -> None:
+    """Raises ValueError for a token outside the vocabulary, or where documents to be told apart do not end."""
+    tokens = _look_at(dataset)
+    largest = int(tokens.max())
+    if largest >= vocab_size:
+        raise ValueError(
+            f"{dataset.name} holds token {largest}, the vocabulary has {vocab_size}: it was made with another "
+            "tokenizer (data.tokenizer_type, data.tokenizer_model)"
+        )
+    documents = None if isinstance(dataset, RecordDataset) else dataset.documents
+    if documents is None or not (documents.reset_attention_mask or documents.eod_mask_loss):
+        return
+    if not (tokens == documents.end_of_document).any():
+        field = "reset_attention_mask" if documents.reset_attention_mask else "eod_mask_loss"
+        raise ValueError(
+            f"data.{field}: {dataset.name} holds no end-of-document token ({documents.end_of_document}), so its "
+            "documents cannot be told apart; preprocess it with --append-eod"
+        )
+
+
+def _look_at(dataset: TokenDataset | RecordDataset) -> np.ndarray:
+    """Up to `_LOOKED_AT` tokens, evenly spread over the dataset in 16 stretches."""
+    tokens = dataset.tokens
+    if len(tokens) <= _LOOKED_AT:
+        return tokens
+    starts = np.linspace(0, len(tokens) - _LOOKED_AT // 16, 16).astype(int)
+    return np.concatenate([tokens[start : start + _LOOKED_AT // 16] for start in starts])
+
 
 _SPLITS = ("training", "validation")
 _TRAINING, _VALIDATION = range(2)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_noloco.data.corpus import files_below
-from megatron_noloco.data.dataset import IGNORED, Sample
+from megatron_noloco.data.samples import IGNORED, Sample
 from megatron_noloco.data.tokenizer import Tokenizer
 
 _ENCODED_AT_ONCE = 1000  # records

@@ -14,13 +14,13 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from megatron_noloco.data.dataset import SampleDataset
 from megatron_noloco.data.datasets import Needs, validation_datasets, whole_dataset
-from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.microbatches import VALIDATION_SEED, gather
-from megatron_noloco.huggingface.folder import PretrainedWeights, read_architecture
-from megatron_noloco.huggingface.forward import WholeModel
+from megatron_noloco.data.samples import SampleDataset
+from megatron_noloco.data.tokenizer import FastTokenizer
+from megatron_noloco.huggingface.pretrained import PretrainedWeights, read_architecture
 from megatron_noloco.huggingface.source import open_source
+from megatron_noloco.huggingface.whole_model import WholeModel
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.plans.samples import SampleOrder
 

@@ -1,4 +1,4 @@
-"""`python -m megatron_noloco export`: a checkpoint becomes a Hugging Face folder."""
+"""`python -m megatron_noloco export`."""
 
 import json
 import math
@@ -10,10 +10,44 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megatron_noloco.checkpoint.inspect import stage_spreads
 from megatron_noloco.files import writing
-from megatron_noloco.huggingface.card import model_card
 from megatron_noloco.huggingface.source import Source
+from megatron_noloco.huggingface.whole_model import WholeModel
 from megatron_noloco.model.families import Parameter, family_of, table_of
+
+
+def model_card(source: Source) -> str:
+    manifest, family = source.saved.manifests[0], source.architecture.family
+    topology, saved = manifest.topology, len(source.saved.replicas)
+    what = (
+        f"the mean of {saved} replicas' slow weights"
+        if len(source.replicas) > 1
+        else f"replica {source.replicas[0]} of {topology.ensemble}"
+    )
+    lines = [
+        "---",
+        "library_name: transformers",
+        f"tags: [{family}, noloco]",
+        "---",
+        f"# A {family.capitalize()} trained with {source.config.noloco.active_method}",
+        "",
+        f"This model is {what}, trained with megatron_noloco (NoLoCo, arXiv 2506.10911).",
+        "",
+        f"- local steps: {manifest.step}",
+        f"- tokens, all replicas together: {manifest.consumed_samples * source.architecture.seq_length}",
+        f"- replicas x pipeline x data x tensor parallel sizes: {saved} x {topology.pp} x "
+        f"{topology.dp} x {topology.tp}",
+    ]
+    lines += [f"- {line}" for line in source.losses_report()]
+    if saved > 1:
+        lines += [
+            f"- spread between the replicas, stage {stage}: {spread:.3E}"
+            for stage, spread in enumerate(stage_spreads(source.saved))
+        ]
+    lines += ["", "The run's configuration:", "", "```json", json.dumps(manifest.config, indent=1), "```", ""]
+    return "\n".join(lines)
+
 
 UNFINISHED = "UNFINISHED"  # a file of this name marks a folder whose check failed or was never made
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -89,3 +123,43 @@ def _tensors(source: Source, file: File, dtype: torch.dtype) -> dict[str, Tensor
 
 def _write_json(path: Path, content: dict[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+TOLERANCE = 1e-4  # largest difference of a logit, both models in fp32
+
+
+def check_export(source: Source, output: Path) -> float:
+    """The largest difference between the two models' logits on the same tokens, both in fp32.
+
+    Takes away the mark of an unfinished export when it is below the tolerance. The trainer's model is
+    assembled from the checkpoint's own tensors, not from the exported ones, rounded as the export rounds them.
+    """
+    architecture = source.architecture
+    length = 64 + (architecture.sliding_window or 0)  # tokens outside the window, or it would not show
+    tokens = torch.randint(
+        architecture.vocab_size,
+        (2, min(length, architecture.seq_length)),
+        generator=torch.Generator().manual_seed(0),
+    )
+    difference = float((_logits_there(output, tokens) - _logits_here(source, output, tokens)).abs().max())
+    if difference < TOLERANCE:
+        (output / UNFINISHED).unlink()
+    return difference
+
+
+@torch.no_grad()
+def _logits_there(output: Path, tokens: Tensor) -> Tensor:
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
+    return model.eval()(tokens).logits
+
+
+def _logits_here(source: Source, output: Path, tokens: Tensor) -> Tensor:
+    """Megatron-core's forward pass, as one rank, in fp32."""
+    rounding = DTYPES[json.loads((output / "config.json").read_text())["dtype"]]
+    model, reader = WholeModel(source.architecture), source.reader()
+    model.load(lambda name: reader.read(name, source.replicas).to(rounding))
+    return model.logits(tokens)[..., : source.architecture.vocab_size]

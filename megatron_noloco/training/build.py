@@ -16,13 +16,12 @@ from megatron_noloco.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.checkpoint.restore import restore
 from megatron_noloco.checkpoint.resume import Start
 from megatron_noloco.config import RunConfig, describe
-from megatron_noloco.data.loader import Reader, StepLoader
-from megatron_noloco.data.microbatches import MicrobatchSource
+from megatron_noloco.data.microbatches import MicrobatchSource, Reader, StepLoader
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.federation.health import Health
 from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.files import write_text
-from megatron_noloco.huggingface.folder import PretrainedWeights
+from megatron_noloco.huggingface.pretrained import PretrainedWeights
 from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.model.families import table_of
 from megatron_noloco.model.families.flops import training_flops

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from megatron_noloco.checkpoint.checkpointer import Checkpointer
-from megatron_noloco.data.loader import StepLoader
+from megatron_noloco.data.microbatches import StepLoader
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.federation.health import Health
 from megatron_noloco.federation.keeping_up import KeepingUp

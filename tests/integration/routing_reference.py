@@ -11,7 +11,7 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from torch import Tensor, nn
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.data.dataset import IGNORED
+from megatron_noloco.data.samples import IGNORED
 from megatron_noloco.model.families import Parameter, table_of
 from megatron_noloco.model.stage import Stage, build_stage
 from megatron_noloco.pipeline import cpu

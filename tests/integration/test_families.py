@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron_noloco.huggingface import check
-from megatron_noloco.huggingface.folder import read_architecture
+from megatron_noloco.huggingface import export
+from megatron_noloco.huggingface.pretrained import read_architecture
 from megatron_noloco.model.families import FAMILIES
 from tests.harness import run_ranks
 from tests.integration.test_engine import assert_same_training
@@ -132,7 +132,7 @@ def test_a_model_of_transformers_computes_the_same_here_and_leaves_as_it_came(
     expected = logits_there(tmp_path / "theirs")[..., : ours.size(-1)]
     assert float(expected.std()) > 0.1, "logits that say nothing compare nothing"
     difference = float((ours - expected).abs().max())
-    assert difference < check.TOLERANCE
+    assert difference < export.TOLERANCE
     differences[model].append(difference)
     back, out = exported(tmp_path / "run", tmp_path / "hf")
     assert "logits: largest difference" in out
@@ -160,7 +160,7 @@ def test_the_comparison_of_logits_sees_it(what: str, tmp_path: Path) -> None:
     expected = logits_there(tmp_path / "theirs")
     path = tmp_path / "theirs" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | WITHOUT[what]))
-    assert float((logits_there(tmp_path / "theirs") - expected).abs().max()) > 10 * check.TOLERANCE
+    assert float((logits_there(tmp_path / "theirs") - expected).abs().max()) > 10 * export.TOLERANCE
 
 
 # Training

@@ -22,8 +22,8 @@ from megatron_noloco.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.cli.main import main
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.huggingface import check, export
-from megatron_noloco.huggingface.folder import read_architecture
+from megatron_noloco.huggingface import export
+from megatron_noloco.huggingface.pretrained import read_architecture
 from megatron_noloco.model.stage import Stage
 from megatron_noloco.outer import NoRounds
 from megatron_noloco.pipeline.groups import Groups
@@ -203,7 +203,7 @@ def test_the_exported_model_gives_the_trainers_logits(case: str, tmp_path: Path)
     assert "logits: largest difference" in out
     assert not (output / export.UNFINISHED).exists()
     assert float(expected.std()) > 0.1, "logits that say nothing compare nothing"
-    assert float((logits_there(output) - expected).abs().max()) < check.TOLERANCE
+    assert float((logits_there(output) - expected).abs().max()) < export.TOLERANCE
 
 
 # The check can fail
@@ -273,7 +273,7 @@ def test_a_wrong_export_is_found_and_stays_unfinished(wrong: str, replicas: Any,
     assert code == 1
     assert "left marked as unfinished" in err
     assert (output / export.UNFINISHED).exists()
-    assert not float(out.split("trainer's own ")[1].split()[0]) < check.TOLERANCE
+    assert not float(out.split("trainer's own ")[1].split()[0]) < export.TOLERANCE
     code, _, err = call("export", str(replicas[0]), "--output", str(output))
     assert code == 0, f"an unfinished export is in nobody's way: {err}"
 

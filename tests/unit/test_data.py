@@ -20,8 +20,8 @@ from megatron_noloco.data.corpus import (
     standard_library_files,
     text_files,
 )
-from megatron_noloco.data.dataset import TokenDataset
 from megatron_noloco.data.microbatches import MicrobatchSource, ValidationSource
+from megatron_noloco.data.samples import TokenDataset
 from megatron_noloco.data.sources import Blend, Split
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.plans.samples import BatchPlan, SampleOrder

@@ -15,17 +15,15 @@ from hypothesis import strategies as st
 
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
-from megatron_noloco.data import content
 from megatron_noloco.data import corpus as corpus_module
+from megatron_noloco.data import datasets as datasets_module
 from megatron_noloco.data.corpus import load_corpus
-from megatron_noloco.data.dataset import JoinedDataset, TokenDataset
 from megatron_noloco.data.datasets import Datasets, Needs, build_datasets, split_bounds, whole_dataset
-from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.indexed import IndexedWriter
-from megatron_noloco.data.loader import Reader, StepLoader
-from megatron_noloco.data.microbatches import MicrobatchSource, ValidationSource
+from megatron_noloco.data.microbatches import MicrobatchSource, Reader, StepLoader, ValidationSource
+from megatron_noloco.data.samples import JoinedDataset, TokenDataset
 from megatron_noloco.data.sources import Split, TokenizerChoice
-from megatron_noloco.data.tokenizer import build_tokenizer
+from megatron_noloco.data.tokenizer import FastTokenizer, build_tokenizer
 from megatron_noloco.monitor import unrecorded
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.samples import BatchPlan, BlendedOrder, SampleOrder
@@ -151,7 +149,7 @@ class TestIndexed:
         assert "\n" not in str(caught.value)
 
     def test_large_datasets_are_looked_at_in_part(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(content, "_LOOKED_AT", 160)
+        monkeypatch.setattr(datasets_module, "_LOOKED_AT", 160)
         with pytest.raises(ValueError, match="holds token 74"):
             build(data_path="a", vocab=70)
 

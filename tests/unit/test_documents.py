@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_noloco.data.dataset import IGNORED, TokenDataset
 from megatron_noloco.data.datasets import Needs, build_datasets
 from megatron_noloco.data.indexed import IndexedWriter
 from megatron_noloco.data.microbatches import ValidationSource
-from megatron_noloco.data.shuffled import ShuffledDataset
+from megatron_noloco.data.samples import IGNORED, ShuffledDataset, TokenDataset
 from megatron_noloco.data.sources import Blend, Documents, IndexedSource
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.model.layers import document_mask

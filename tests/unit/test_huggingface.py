@@ -17,8 +17,7 @@ from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.huggingface.export import distribute
-from megatron_noloco.huggingface.folder import read_architecture
-from megatron_noloco.huggingface.pretrained import check_fits, model_block
+from megatron_noloco.huggingface.pretrained import check_fits, model_block, read_architecture
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import FAMILIES, Parameter, architecture_of, table_of
 from tests.harness import REPOSITORY

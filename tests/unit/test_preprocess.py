@@ -19,10 +19,9 @@ from pyarrow import parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_noloco.data import corpus, inputs, preprocess
-from megatron_noloco.data.encode import Encoding
 from megatron_noloco.data.indexed import IndexedTokens, IndexedWriter
 from megatron_noloco.data.inputs import find_inputs
-from megatron_noloco.data.preprocess import Job
+from megatron_noloco.data.preprocess import Encoding, Job
 from megatron_noloco.data.sources import TokenizerChoice
 from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.files import put_in_place

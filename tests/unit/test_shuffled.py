@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_noloco.data import shuffled
-from megatron_noloco.data.dataset import TokenDataset
-from megatron_noloco.data.shuffled import ShuffledDataset
+from megatron_noloco.data import samples as samples_module
+from megatron_noloco.data.samples import ShuffledDataset, TokenDataset
 from megatron_noloco.plans.draws import Stream
 from megatron_noloco.plans.shuffle import Shuffle
 from tests.harness import REPOSITORY
@@ -47,8 +46,8 @@ def test_samples_are_those_of_the_shuffled_sequences(
     lengths: list[int], seed: int, block: int, before: int
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shuffled, "_BLOCK", block)
-        patch.setattr(shuffled, "_AT_ONCE", 2)
+        patch.setattr(samples_module, "_BLOCK", block)
+        patch.setattr(samples_module, "_AT_ONCE", 2)
         found = samples(dataset(lengths, seed, before))
     assert found == samples(TokenDataset(laid_end_to_end(lengths, seed), SEQ))
 
