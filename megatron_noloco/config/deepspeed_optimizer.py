@@ -17,7 +17,7 @@ from megatron_noloco.config.wording import (
     value_problems,
     wrong_value,
 )
-from megatron_noloco.engine.learning_rate import SCHEDULES
+from megatron_noloco.engine.schedules import SCHEDULES
 
 _WARMUP_DEFAULT = 1000  # DeepSpeed's warmup_num_steps
 # DeepSpeed's for Muon; the rates where the file has no `lr` either.

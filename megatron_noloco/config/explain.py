@@ -10,7 +10,7 @@ from megatron_noloco.config.blocks import Block
 from megatron_noloco.config.deepspeed_keys import DISABLED, NOT_HERE, TOP_LEVEL
 from megatron_noloco.config.run_config import BLOCKS
 from megatron_noloco.config.wording import expected_value, fields_of, shown
-from megatron_noloco.engine.learning_rate import SCHEDULES
+from megatron_noloco.engine.schedules import SCHEDULES
 
 WIDTH = 100
 

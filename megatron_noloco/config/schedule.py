@@ -5,7 +5,7 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from megatron_noloco.config.wording import Problem, is_size, unknown_key, wrong_value
-from megatron_noloco.engine.learning_rate import DECAYS, SCHEDULES
+from megatron_noloco.engine.schedules import DECAYS, SCHEDULES
 
 _AT_LEAST = {"warmup_num_steps": 0, "decay_num_steps": 1, "total_num_steps": 1}
 

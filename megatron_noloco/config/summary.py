@@ -12,7 +12,7 @@ from megatron_noloco.config.noloco_block import NolocoConfig
 from megatron_noloco.config.outer_memory import bytes_of_rounds, bytes_of_state, rounds_at_a_time
 from megatron_noloco.config.run_config import RunConfig
 from megatron_noloco.config.wording import count
-from megatron_noloco.engine.learning_rate import SCHEDULES
+from megatron_noloco.engine.schedules import SCHEDULES
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.grouping import prime_factors

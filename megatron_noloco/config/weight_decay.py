@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from megatron_noloco.config.wording import Problem, wrong_value
-from megatron_noloco.engine.weight_decay import STYLES
+from megatron_noloco.engine.schedules import STYLES
 
 _STYLE, _STEPS = "weight_decay_incr_style", "weight_decay_incr_steps"
 _ENDS = ("start_weight_decay", "end_weight_decay")

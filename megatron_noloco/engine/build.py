@@ -19,8 +19,7 @@ from megatron_noloco.engine.mpu import ReplicaMpu
 from megatron_noloco.engine.muon import Muon
 from megatron_noloco.engine.parameter_groups import parameter_groups
 from megatron_noloco.engine.quiet import quiet
-from megatron_noloco.engine.schedule import build_schedule
-from megatron_noloco.engine.weight_decay import WeightDecay
+from megatron_noloco.engine.schedules import WeightDecay, build_schedule
 from megatron_noloco.model.stage import Stage
 from megatron_noloco.pipeline.groups import Groups
 

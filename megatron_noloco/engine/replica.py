@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_noloco.engine import state
 from megatron_noloco.engine.build import build_deepspeed
 from megatron_noloco.engine.layout import FlatPart
-from megatron_noloco.engine.weight_decay import WeightDecay
+from megatron_noloco.engine.schedules import WeightDecay
 from megatron_noloco.engine.weights import MasterWeights, bit16_groups
 from megatron_noloco.job.activity import now
 from megatron_noloco.model.stage import Stage

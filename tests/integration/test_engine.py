@@ -12,9 +12,8 @@ from torch import Tensor
 from megatron_noloco.config import RunConfig
 from megatron_noloco.config.deepspeed_keys import SCHEDULES as DEEPSPEED_SCHEDULES
 from megatron_noloco.config.deepspeed_keys import TORCH_OPTIMIZERS
-from megatron_noloco.engine.learning_rate import SCHEDULES
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.engine.weight_decay import WeightDecay
+from megatron_noloco.engine.schedules import SCHEDULES, WeightDecay
 from megatron_noloco.model.families import Table, table_of
 from megatron_noloco.plans.routing import Routing
 from tests.harness import run_ranks

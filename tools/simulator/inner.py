@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.engine.quiet import quiet
-from megatron_noloco.engine.schedule import build_schedule
+from megatron_noloco.engine.schedules import build_schedule
 
 
 class Directions(Protocol):
