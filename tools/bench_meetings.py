@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_noloco.federation.commit import committing
 from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.outer import OuterOptimizer, OuterSettings, RoundReport, TorchWeights
 from megatron_noloco.plans.draws import Stream, draw_permutation
@@ -110,7 +111,8 @@ def rounds(case: Case, together: threading.Barrier, transport: FederationTranspo
     place = Place(transport.rank, case.slots)
     weights = TorchWeights([torch.zeros(ELEMENTS)])
     grouping, settings = Grouping(case.slots, 2, SEED), OuterSettings(local_steps=1)
-    outer = OuterOptimizer(weights, transport, place, grouping, settings)
+    commit = committing(transport.partners, grouping, place.replica, settings.fragments)
+    outer = OuterOptimizer(weights, transport, place, grouping, settings, commit)
     together.wait()
     reports = []
     for done in range(1, case.rounds + 1):

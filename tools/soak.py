@@ -34,11 +34,12 @@ from statistics import linear_regression
 
 import torch
 
+from megatron_noloco.federation.commit import Standing, committing
 from megatron_noloco.outer import OuterOptimizer, OuterSettings, TorchWeights
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.chunks import Landing, LandingFlight, cut
-from megatron_noloco.transport.protocol import Message, Standing
+from megatron_noloco.transport.protocol import Message
 from tools.federated import DEADLINE_SECONDS, open_door, wait_for_all
 
 _SAMPLES = 60
@@ -149,7 +150,9 @@ class Replica:
         place, weights = Place(replica, grouping.replicas), TorchWeights([torch.ones(elements)])
         self.transport = open_door(place, folder)
         self.transport.partners.leave_out(number - 1)
-        self._outer = OuterOptimizer(weights, self.transport, place, grouping, OuterSettings(local_steps=1))
+        commit = committing(self.transport.partners, grouping, replica, 1)
+        settings = OuterSettings(local_steps=1)
+        self._outer = OuterOptimizer(weights, self.transport, place, grouping, settings, commit)
         self.lost = False
 
     def wait_until_known(self, number: int, here: list["Replica"]) -> None:

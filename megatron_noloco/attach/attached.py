@@ -27,8 +27,6 @@ from megatron_noloco.outer import (
     RoundReport,
     Weights,
 )
-from megatron_noloco.outer.commit import CommittedExchange
-from megatron_noloco.outer.guard import Guard
 from megatron_noloco.outer.settings import gossip_of
 from megatron_noloco.plans.choices import Others
 from megatron_noloco.plans.fragments import fragment_after, next_after
@@ -145,10 +143,9 @@ class Attached:
         settings = self.outer.settings
         exchange = Exchange(transport, place, Channel.FINAL, settings.deadline_seconds)
         groups = averaging_cycle(place.replica, place.replicas, grouping.seed)
-        if transport.partners is None:
+        if self._keeping_up is None:
             return self.outer.settle(exchange, groups, self.done * len(groups))
-        if self._keeping_up is not None:
-            self._keeping_up.wait_at_end(self.done)
+        self._keeping_up.wait_at_end(self.done)
         if any(len(group) != 2 for group in groups):  # jobs meet in pairs
             pairs = Grouping(place.replicas, 2, grouping.seed)
             groups = [pairs.group(place.replica, index) for index in range(_FINAL_PAIRS)]
@@ -158,7 +155,9 @@ class Attached:
         def planned(at: int, others: Others) -> int | None:
             return next((other for other in groups[at - number] if other in others.free), None)
 
-        committed = CommittedExchange(exchange, transport.partners, planned, Guard())
+        from megatron_noloco.federation.commit import CommittedExchange, Guard
+
+        committed = CommittedExchange(exchange, self._keeping_up.partners, planned, Guard())
         return self.outer.settle(committed, groups, number)
 
     def close(self) -> None:
@@ -256,10 +255,12 @@ def attach(
         return Attached(trained, outer, first_weights, state)
 
     from megatron_noloco.attach.joining import enter, keeping_up, run_of, wait_for_others
+    from megatron_noloco.federation.commit import committing
 
     run = run_of(settings, grouping, [[one.lengths, one.first_weights.hex()] for one in said])
     door = enter(federation, settings, place, run)
-    outer = OuterOptimizer(trained.weights, door, place, grouping, settings)
+    commit = committing(door.partners, grouping, place.replica, settings.fragments)
+    outer = OuterOptimizer(trained.weights, door, place, grouping, settings, commit)
     attached = Attached(trained, outer, first_weights, state, keeping_up(federation, settings, door))
     if not wait_for_others(door, federation.start_with - 1, settings.deadline_seconds):
         warnings.warn("fewer jobs than Federation.start_with are there; starting without", stacklevel=2)

@@ -10,9 +10,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from megatron_noloco.federation.commit import Standing
 from megatron_noloco.federation.peer import Peer
 from megatron_noloco.federation.service import HELLO_SECONDS, Service
-from megatron_noloco.transport.protocol import Standing
 
 Agree = Callable[[Sequence[int]], list[int]]
 

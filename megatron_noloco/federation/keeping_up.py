@@ -61,6 +61,7 @@ class KeepingUp:
 
     def __init__(self, transport: FederationTransport, pace: Pace) -> None:
         self._transport = transport
+        self.partners = transport.partners
         self._pace = pace
         self.local_steps = pace.local_steps
         self._few = pace.rounds_behind * pace.local_steps

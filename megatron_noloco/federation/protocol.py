@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 
+from megatron_noloco.federation.commit import WithdrawnError
 from megatron_noloco.federation.directory import Directory
 from megatron_noloco.federation.frames import HANDOVER_TAG, Frame, Kind, Member, checksum_of, read
 from megatron_noloco.federation.peer import MOST_WANTS, Peer, Receive, Send, Way
-from megatron_noloco.transport.protocol import EXCHANGE_TAGS, WithdrawnError
+from megatron_noloco.transport.protocol import EXCHANGE_TAGS
 
 
 class Desk:

@@ -16,6 +16,7 @@ and posts what depends on it (the second phase, the next stretch), so that `fini
 
 import time
 from collections.abc import Generator, Iterator
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -31,6 +32,22 @@ from megatron_noloco.transport.protocol import ExchangeTimeoutError, Message, Tr
 
 _NAMED = 3  # of those that an exchange waits for
 STRETCH = 1 << 24  # elements that are under way at a time by default: 64 MiB
+
+
+class AnyExchange(Protocol):
+    """What a round needs of an `Exchange`; a federation wraps one (`federation.commit.CommittedExchange`)."""
+
+    @property
+    def report(self) -> ExchangeReport: ...
+
+    @property
+    def sends_from_device(self) -> bool: ...
+
+    def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None: ...
+
+    def progress(self) -> Iterator[MeanPiece]: ...
+
+    def finish(self) -> Iterator[MeanPiece]: ...
 
 
 class Exchange:
@@ -156,8 +173,6 @@ class Exchange:
                 f"{self._what} after {error.waited_seconds:.1f} s (deadline_seconds)"
             ) from error
         except ConnectionError as error:
-            if self.transport.partners is not None:  # of another job, which costs a bye: see `commit`
-                raise
             raise PartnerLostError(
                 f"replica {self.place.replica} lost a partner in {self._what}: {error}"
             ) from error

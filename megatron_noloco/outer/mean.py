@@ -39,7 +39,7 @@ class ExchangeReport:
     in_doubt: bool = False  # a bye here, but the other side may have taken the round for a common one
     started: float = field(default_factory=time.perf_counter, repr=False)
 
-    def become_bye(self, replica: int, missed: str) -> None:
+    def skip(self, replica: int, missed: str) -> None:
         """The exchange did not take place, or does not count."""
         self.group, self.missed = (replica,), missed
         self.squared_deviation = self.squared_error = 0.0

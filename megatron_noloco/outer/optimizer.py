@@ -31,7 +31,7 @@ rounds at the same local step: see `fragments`.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -39,18 +39,15 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron_noloco.outer.coded_exchange import CodedExchange, Coding
-from megatron_noloco.outer.commit import CommittedExchange
 from megatron_noloco.outer.contacts import Contacts
-from megatron_noloco.outer.exchange import STRETCH, Exchange
+from megatron_noloco.outer.exchange import STRETCH, AnyExchange, Exchange
 from megatron_noloco.outer.fragments import cut
-from megatron_noloco.outer.guard import Guard
 from megatron_noloco.outer.mean import ExchangeReport
 from megatron_noloco.outer.round import Round, RoundReport
 from megatron_noloco.outer.settings import OuterSettings
 from megatron_noloco.outer.tags import Channel
 from megatron_noloco.outer.vectors import OuterVectors
 from megatron_noloco.outer.weights import Weights
-from megatron_noloco.plans.choices import Others, choose
 from megatron_noloco.plans.fragments import fragment_after, next_after
 from megatron_noloco.plans.grouping import Group, Grouping
 from megatron_noloco.plans.topology import Place
@@ -69,6 +66,8 @@ class OuterOptimizer:
         place: of this rank.
         grouping: the groups of each round; the same on all ranks.
         settings: the same on all ranks.
+        commit: wraps the exchanges of rounds so that they count for both partners or for neither, where replicas
+            are separate jobs (`federation.commit.committing`); None: inside one job.
 
     Attributes:
         slow_weights: phi, fp32, shape [weights.length].
@@ -86,22 +85,21 @@ class OuterOptimizer:
         place: Place,
         grouping: Grouping,
         settings: OuterSettings,
+        commit: Callable[[Exchange], AnyExchange] | None = None,
     ) -> None:
         if grouping.replicas != place.replicas:
             raise ValueError(f"the grouping is one of {grouping.replicas} replicas, not {place.replicas}")
-        if transport.partners is not None and grouping.group_size > 2:
-            raise ValueError(f"separate jobs exchange in pairs, not in groups of {grouping.group_size}")
         self.weights = weights
         self.transport = transport
         self.place = place
         self.grouping = grouping
         self.settings = settings
+        self._commit = commit
         self.delay_steps = settings.delay_steps
         self._fragments = cut(weights.length, weights.copied(), settings.fragments)
         self._longest = max(fragment.length for fragment in self._fragments)
         self._vectors = OuterVectors(weights, settings)
         self.slow_weights, self.momentum = self._vectors.slow_weights, self._vectors.momentum
-        self._guard = Guard()
         self._idle = [self._new_round()]
         self._under_way: list[Round] = []  # as they began, on all ranks; each is waited for before the next
         self._pause_seconds = 0.0
@@ -173,9 +171,7 @@ class OuterOptimizer:
         """
         return [self._merge(running) for running in list(self._under_way)]
 
-    def settle(
-        self, exchange: Exchange | CommittedExchange, groups: Sequence[Group], number: int
-    ) -> list[ExchangeReport]:
+    def settle(self, exchange: AnyExchange, groups: Sequence[Group], number: int) -> list[ExchangeReport]:
         """Average the fast weights in one group after the other, plainly: alpha = 0, beta = gamma = 1.
 
         With the groups of `plans.grouping.averaging_cycle`, all replicas then have the mean of all fast weights,
@@ -323,18 +319,7 @@ class OuterOptimizer:
             if bits is None
             else CodedExchange(transport, place, Channel.ROUNDS, deadline_seconds, Coding(bits, stretch))
         )
-        if transport.partners is None:
-            return Round(self._vectors, exchange, self._longest)
-        return Round(
-            self._vectors,
-            CommittedExchange(exchange, transport.partners, self._choose, self._guard),
-            self._longest,
-        )
-
-    def _choose(self, number: int, others: Others) -> int | None:
-        """The partner in an exchange with a replica that is another job."""
-        at = divmod(number, self.settings.fragments)
-        return choose(self.grouping, self.place.replica, at, others)
+        return Round(self._vectors, self._commit(exchange) if self._commit else exchange, self._longest)
 
     @contextmanager
     def _paused(self) -> Iterator[None]:

@@ -39,8 +39,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_noloco.outer.commit import CommittedExchange
-from megatron_noloco.outer.exchange import Exchange
+from megatron_noloco.outer.exchange import AnyExchange
 from megatron_noloco.outer.fragments import Fragment
 from megatron_noloco.outer.mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.memory import HOST, Kept
@@ -85,7 +84,7 @@ class Round:
         report: of the exchange; complete once it has landed.
     """
 
-    def __init__(self, vectors: OuterVectors, exchange: Exchange | CommittedExchange, longest: int) -> None:
+    def __init__(self, vectors: OuterVectors, exchange: AnyExchange, longest: int) -> None:
         self._vectors = vectors
         self._exchange = exchange
         self._longest = longest

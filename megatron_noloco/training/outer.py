@@ -4,6 +4,8 @@ from collections.abc import Callable
 from dataclasses import fields
 
 from megatron_noloco.config import RunConfig
+from megatron_noloco.federation.commit import committing
+from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.outer import (
     Channel,
     Exchange,
@@ -29,7 +31,10 @@ def build_outer(config: RunConfig, weights: Weights, transport: Transport, place
         return NoRounds(weights)
     grouping = config.grouping(place.replicas)
     numbers = {field.name: getattr(noloco, field.name) for field in fields(OuterSettings)}
-    return OuterOptimizer(weights, transport, place, grouping, OuterSettings(**numbers))
+    commit = None
+    if isinstance(transport, FederationTransport):
+        commit = committing(transport.partners, grouping, place.replica, noloco.fragments)
+    return OuterOptimizer(weights, transport, place, grouping, OuterSettings(**numbers), commit)
 
 
 def build_final_average(

@@ -67,7 +67,6 @@ class LoopbackTransport:
     device_buffers = False
     connects_lazily = False
     progress = "the thread that sends"
-    partners = None
 
     def __init__(self, exchange: _Exchange, rank: int, world_size: int, chunk_bytes: int) -> None:
         self.rank = rank

@@ -115,7 +115,6 @@ class MpiTransport:
 
     name = "mpi"
     connects_lazily = True  # Open MPI and MPICH; a message that was not needed costs no time
-    partners = None
 
     def __init__(self, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> None:
         if not 1 <= chunk_bytes < _COUNT_LIMIT:

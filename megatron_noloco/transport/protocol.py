@@ -10,7 +10,6 @@ Whoever has something else to do meanwhile asks now and then for `flight.landed(
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import IntEnum
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
@@ -47,10 +46,6 @@ class ExchangeTimeoutError(TimeoutError):
         self.waited_seconds = waited_seconds
 
 
-class WithdrawnError(ConnectionError):
-    """The other side has said that it no longer takes part in this exchange."""
-
-
 class Flight(Protocol):
     """Messages under way."""
 
@@ -83,55 +78,6 @@ class Flight(Protocol):
         ...
 
 
-class Standing(IntEnum):
-    """Of a counterpart in an exchange; the votes of the ranks of a replica, of which the smallest counts."""
-
-    AWAY = 0  # cannot be met
-    BUSY = 1  # has come to this exchange to meet another rank, or is beyond it
-    FREE = 2
-    WAITING = 3  # has come to this exchange to meet this rank
-
-
-class Partners(Protocol):
-    """Counterparts in other jobs, which come and go on their own: whom one can meet, and for how long to wait.
-
-    An exchange has a number, the same for its members, and its messages have the tags from number * EXCHANGE_TAGS
-    on. A rank begins and ends its exchanges in ascending order.
-    """
-
-    @property
-    def deadline_seconds(self) -> float:
-        """How long to wait for a partner in the next exchange."""
-        ...
-
-    def standing(self, number: int, rank: int) -> tuple[Standing, str]:
-        """How it stands with a counterpart in an exchange; for one that cannot be met with the reason."""
-        ...
-
-    def begin(self, number: int, rank: int | None) -> None:
-        """This rank comes to an exchange with `rank` (None: with nobody), which the others learn.
-
-        What they have under way with this rank in this exchange fails with a WithdrawnError.
-        """
-        ...
-
-    def end(self, number: int) -> None:
-        """The exchange is over. Messages of it that are still under way are void, on both sides."""
-        ...
-
-    def record(self, seconds: float) -> None:
-        """An exchange has succeeded; so long its partner was waited for."""
-        ...
-
-    def avoid(self, rank: int, exchanges: int, why: str) -> None:
-        """Do not meet this one until it has begun so many exchanges more, or is another process."""
-        ...
-
-    def agree(self, votes: Sequence[int]) -> list[int]:
-        """The smallest vote of all ranks of this replica, place by place; all of them call it alike."""
-        ...
-
-
 class Transport(Protocol):
     """A rank's door to other ranks. Two ranks that post matching messages under one tag exchange them.
 
@@ -150,10 +96,5 @@ class Transport(Protocol):
 
     @property
     def world_size(self) -> int: ...
-
-    @property
-    def partners(self) -> Partners | None:
-        """None where all ranks are of one job, and end together."""
-        ...
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Flight: ...

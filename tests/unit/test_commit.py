@@ -10,15 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_noloco.federation.commit import CommittedExchange, Guard, Standing
 from megatron_noloco.outer import Channel, CodedExchange, Coding, Exchange, ExchangeReport
-from megatron_noloco.outer.commit import CommittedExchange
-from megatron_noloco.outer.guard import Guard
 from megatron_noloco.outer.tags import CHANNELS, PHASES
 from megatron_noloco.plans.choices import Others
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.chunks import LandingFlight
 from megatron_noloco.transport.loopback import LoopbackTransport, loopback_world
-from megatron_noloco.transport.protocol import Message, Standing
+from megatron_noloco.transport.protocol import Message
 
 LENGTH = 5000
 SHORT_SECONDS, LONG_SECONDS = 0.3, 20.0

@@ -14,16 +14,15 @@ import pytest
 import torch
 import zmq
 
+from megatron_noloco.federation.commit import CommittedExchange, Guard, Standing
 from megatron_noloco.federation.counterparts import Deadline
 from megatron_noloco.federation.directory import Address
 from megatron_noloco.federation.frames import LARGEST, SIZE, Frame, Kind, checksum_of, read
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.outer import Channel, Exchange
-from megatron_noloco.outer.commit import CommittedExchange
-from megatron_noloco.outer.guard import Guard
 from megatron_noloco.outer.tags import tag_of
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.transport.protocol import Message, Standing
+from megatron_noloco.transport.protocol import Message
 from tests.unit.federated import RUN, SECONDS, swap, transport, until, zmq_context
 from tools import bench_meetings
 

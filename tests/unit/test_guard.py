@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_noloco.federation.commit import Guard, PoisonedError
 from megatron_noloco.outer import ExchangeReport
-from megatron_noloco.outer.guard import Guard, PoisonedError
 from megatron_noloco.outer.mean import finite_mean
 
 LENGTH = 1000

@@ -44,7 +44,6 @@ class Listening:
 
     connects_lazily = False
     device_buffers = False
-    partners = None
     name = "listening"
     progress = "the thread that sends"
 

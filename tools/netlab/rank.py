@@ -69,6 +69,8 @@ def round_of_federation(elements: int, folder: Path) -> Way:
 
 def training_round(transport: "Transport", elements: int) -> Way:
     """The round of the outer optimizer with random pairs, after local steps that do nothing."""
+    from megatron_noloco.federation.commit import committing
+    from megatron_noloco.federation.transport import FederationTransport
     from megatron_noloco.outer import OuterOptimizer, OuterSettings, TorchWeights
     from megatron_noloco.plans.grouping import Grouping
     from megatron_noloco.plans.topology import Place
@@ -76,7 +78,10 @@ def training_round(transport: "Transport", elements: int) -> Way:
     size = transport.world_size
     settings = OuterSettings(local_steps=2, deadline_seconds=DEADLINE_SECONDS)
     weights, place = TorchWeights([_ones(elements)]), Place(transport.rank, size)
-    outer = OuterOptimizer(weights, transport, place, Grouping(size, 2, seed=0), settings)
+    grouping, commit = Grouping(size, 2, seed=0), None
+    if isinstance(transport, FederationTransport):
+        commit = committing(transport.partners, grouping, place.replica, settings.fragments)
+    outer = OuterOptimizer(weights, transport, place, grouping, settings, commit)
     return Way(
         lambda repeat: outer.after_local_step(2 * repeat + 2),
         lambda repeat: outer.after_local_step(2 * repeat + 1),

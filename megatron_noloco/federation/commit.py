@@ -1,0 +1,326 @@
+"""An exchange between separate jobs that counts for both partners or for neither.
+
+Inside one job a lost partner ends the run. Separate jobs go on without it, so both must know whether a round took
+place: if one partner used the mean and the other did not, the mean over the replicas would no longer follow
+DiLoCo's recursion (docs/method.md). The ranks of one replica must not differ either: some of them hold copies of
+the same weights.
+
+1. The ranks of a replica agree which other replicas are available, and so on the partner: the planned one, or
+   another replica without a partner (`pairing`). The other replicas learn at once that this one is taken; a
+   replica that waits for it skips the round. Without any available partner the round is skipped at once.
+2. The partners exchange their vectors and keep the mean aside. A mean that is not finite, or implausible
+   (`Guard`), is refused.
+3. A rank with an accepted mean, whose own vector has arrived, sends its counterpart a one-byte token: *prepared*.
+   With overlap this happens during the local steps, so neither partner waits for the other to merge.
+4. The ranks of a replica agree whether each of them has an accepted mean and the counterpart's token. If so, the
+   mean is used. If not, the replica skips the round and tells the partner that its messages are void.
+
+If a rank sent no token, its replica skips the round, and so does the partner, which misses that token. A replica
+whose ranks all sent tokens, but which misses one, cannot know whether its own tokens arrived; no number of further
+messages would change that. It skips the round and reports it as in doubt. If its partner did use the mean, the
+mean of c over the R replicas is off, once, by the pair's difference over 2 R.
+"""
+
+import math
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from enum import IntEnum
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from megatron_noloco.outer.exchange import Exchange, PartnerLostError, PartnerTimeoutError
+from megatron_noloco.outer.mean import ExchangeReport, MeanPiece
+from megatron_noloco.outer.memory import Kept
+from megatron_noloco.outer.spans import Ranges
+from megatron_noloco.outer.tags import Channel, tag_of
+from megatron_noloco.plans.choices import Others, choose
+from megatron_noloco.plans.grouping import Group, Grouping
+from megatron_noloco.transport.protocol import ExchangeTimeoutError, Flight, Message
+
+Choose = Callable[[int, Others], int | None]
+"""choose(number, others): the partner in an exchange, see `pairing.choose`."""
+
+_AVOIDED_EXCHANGES = 10  # with a partner whose vector was refused
+_LATE = (PartnerTimeoutError, ExchangeTimeoutError)
+_FAILURES = (PartnerLostError, ExchangeTimeoutError, ConnectionError)
+
+
+class WithdrawnError(ConnectionError):
+    """The counterpart takes no part in this exchange, or has skipped it; the message starts with "rank ..."."""
+
+
+class Standing(IntEnum):
+    """How available a counterpart is for an exchange; the ranks of a replica agree on the smallest value."""
+
+    AWAY = 0  # not connected, avoided, or too far behind
+    BUSY = 1  # exchanges with another rank, or is past this exchange
+    FREE = 2
+    WAITING = 3  # has begun this exchange with this rank
+
+
+class Partners(Protocol):
+    """The counterparts in other jobs, which come and go: who is available, and how long to wait.
+
+    An exchange has a number, the same for its members; the tags of its messages start at number * EXCHANGE_TAGS. A
+    rank begins and ends its exchanges in ascending order.
+    """
+
+    @property
+    def deadline_seconds(self) -> float:
+        """Seconds to wait for the partner in the next exchange."""
+        ...
+
+    def standing(self, number: int, rank: int) -> tuple[Standing, str]:
+        """Return how available a counterpart is for an exchange, and why if it is not."""
+        ...
+
+    def begin(self, number: int, rank: int | None) -> None:
+        """Announce that this rank begins an exchange with `rank`; None: that it skips it.
+
+        Messages that other counterparts have under way for this exchange fail with a WithdrawnError.
+        """
+        ...
+
+    def end(self, number: int) -> None:
+        """Announce that the exchange is over; its messages still under way become void on both sides."""
+        ...
+
+    def record(self, seconds: float) -> None:
+        """Record how many seconds a successful exchange waited for its partner."""
+        ...
+
+    def avoid(self, rank: int, exchanges: int, why: str) -> None:
+        """Treat a counterpart as away until it has begun so many more exchanges, or has restarted."""
+        ...
+
+    def agree(self, votes: Sequence[int]) -> list[int]:
+        """Return the smallest vote of all ranks of this replica, place by place. A collective of the replica."""
+        ...
+
+
+class PoisonedError(Exception):
+    """The exchanged vector must not be used; the message continues "replica ...".
+
+    Attributes:
+        by_partner: whether the partner sent bad numbers; False where this replica's own are not finite.
+    """
+
+    def __init__(self, message: str, by_partner: bool = True) -> None:
+        super().__init__(message)
+        self.by_partner = by_partner
+
+
+class Guard:
+    """Decides whether a partner's vector is plausible; one for all exchanges of a rank, fragments included.
+
+    The exchange of a pair measures the distance of the two vectors, |c_i - c_j| (`ExchangeReport`). Divided by the
+    norm of the own vector it is small, because partners have trained for a short time since their weights were
+    averaged. A vector is refused where this ratio is above 1 and above ten times the median of past exchanges; in
+    the first exchange the limit is 10, since weights may have moved by more than their initial norm. So weights
+    that doubled are refused, and weights of another initialisation; those of a replica that was away for long are
+    accepted.
+    """
+
+    _REMEMBERED = 32  # exchanges
+    _FAR = 10.0  # times the median
+
+    def __init__(self) -> None:
+        self._ratios: deque[float] = deque(maxlen=self._REMEMBERED)
+
+    def check(self, vector: Tensor, report: ExchangeReport) -> float:
+        """Return the ratio of the exchange of `vector` that `report` describes.
+
+        Raises PoisonedError for an implausible vector, or where one of the two is not finite.
+        """
+        norm = float(vector.norm())
+        if not math.isfinite(norm):
+            raise PoisonedError("was sent numbers that are not finite", by_partner=False)
+        if report.poisoned_elements:
+            raise PoisonedError("sent numbers that are not finite")
+        distance = math.sqrt(2 * report.squared_deviation)
+        ratio = distance / norm if norm else 0.0  # a vector of zeros allows no comparison
+        limit = max(1.0, self._FAR * (statistics.median(self._ratios) if self._ratios else 1.0))
+        if ratio > limit:
+            raise PoisonedError(f"sent absurd numbers, {ratio:.2g} times this replica's norm from its own")
+        return ratio
+
+    def accept(self, ratio: float) -> None:
+        """Remember the ratio of an exchange that counts."""
+        self._ratios.append(ratio)
+
+
+class CommittedExchange:
+    """An `Exchange` that yields its mean only once the round is certain, and lets no failure out.
+
+    A failed round is skipped. The exchanges of one rank must begin and finish in the same order on all ranks of
+    its replica. Holds the mean: 4 bytes per element more.
+
+    Args:
+        exchange: of a pair; on the channel `Channel.ROUNDS`.
+        partners: the counterparts.
+        choose: the same on all ranks.
+        guard: shared by all exchanges of this rank.
+    """
+
+    def __init__(self, exchange: Exchange, partners: Partners, choose: Choose, guard: Guard) -> None:
+        self._exchange = exchange
+        self._partners = partners
+        self._choose = choose
+        self._guard = guard
+        self._replica = exchange.place.replica
+        self._kept = Kept()
+        self._vector = torch.empty(0)
+        self._mean: Tensor | None = None  # None: the round is skipped
+        self._failure: BaseException | None = None
+        self._partner = self._rank = self._number = -1
+        self._begun_at = 0.0
+        self._token: Flight | None = None  # the counterpart's
+        self._prepared: Flight | None = None  # ours
+        self._ratio = math.nan  # see `Guard.check`
+
+    @property
+    def report(self) -> ExchangeReport:
+        return self._exchange.report
+
+    @property
+    def sends_from_device(self) -> bool:
+        return self._exchange.sends_from_device
+
+    def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
+        """Begin as `Exchange.begin` does, with the planned or another partner. A collective of the replica."""
+        assert len(group) <= 2, f"a group of {len(group)} cannot commit"
+        self._vector, self._mean, self._failure, self._number = vector, None, None, number
+        self._prepared = None
+        place = self._exchange.place
+        others = [replica for replica in range(place.replicas) if replica != self._replica]
+        seen = [self._partners.standing(number, place.rank_of(other)) for other in others]
+        standings = dict(zip(others, self._partners.agree([standing for standing, _ in seen]), strict=True))
+        available = (
+            {other for other in others if standings[other] >= least}
+            for least in (Standing.BUSY, Standing.FREE, Standing.WAITING)
+        )
+        partner = self._choose(number, Others(*available))
+        if partner is None:
+            self._partners.begin(number, None)
+            self._exchange.report = ExchangeReport((self._replica,))
+            for planned in set(group) & set(others):
+                self._skip(planned, seen[others.index(planned)][1] or "is not there for another rank")
+            return
+        self._partner, self._rank = partner, place.rank_of(partner)
+        self._partners.begin(number, self._rank)
+        self._mean = self._kept.take("mean", torch.float32, len(vector))
+        self._exchange.patience.deadline_seconds = self._partners.deadline_seconds
+        self._begun_at = time.monotonic()
+        self._token = self._post_token([], [Message(self._rank, torch.zeros(1, dtype=torch.uint8))])
+        pair = min(self._replica, partner), max(self._replica, partner)
+        self._exchange.begin(vector, pair, number, what, exact)
+
+    def progress(self) -> Iterator[MeanPiece]:
+        """Move the messages under way; yields nothing before `finish`."""
+        if self._collecting():
+            self._collect(self._exchange.progress())
+            if self._exchange.complete:
+                self._prepare()
+        return iter(())
+
+    def finish(self) -> Iterator[MeanPiece]:
+        """Yield the whole mean; the own vector where the round is skipped. A collective of the replica."""
+        if self._mean is not None:
+            started = time.monotonic()
+            if self._collecting():
+                self._prepare()
+            seconds = time.monotonic() - started
+            if self._commit():
+                self._partners.record(seconds)
+                self._guard.accept(self._ratio)
+            else:
+                self._mean = None
+                if isinstance(self._failure, _LATE):
+                    self._partners.avoid(self._rank, 1, "missed its last deadline")
+                elif isinstance(self._failure, PoisonedError) and self._failure.by_partner:
+                    self._partners.avoid(self._rank, _AVOIDED_EXCHANGES, str(self._failure))
+        self._partners.end(self._number)
+        mean = self._vector if self._mean is None else self._mean
+        yield MeanPiece(0, len(mean), mean)
+
+    def _collecting(self) -> bool:
+        return self._mean is not None and self._failure is None and self._prepared is None
+
+    def _collect(self, pieces: Iterator[MeanPiece]) -> None:
+        assert self._mean is not None
+        try:
+            for piece in pieces:
+                self._mean[piece.start : piece.stop] = piece.mean
+        except PartnerLostError as failure:
+            self._failure = failure.__cause__
+
+    def _prepare(self) -> None:
+        """End the exchange; send the token if the mean is accepted."""
+        self._collect(self._exchange.finish())
+        try:
+            if self._failure is None:
+                self._ratio = self._guard.check(self._vector, self.report)
+                self._prepared = self._post_token([Message(self._rank, torch.ones(1, dtype=torch.uint8))], [])
+        except PoisonedError as failure:
+            self._failure = failure
+
+    def _commit(self) -> bool:
+        """Return whether the mean counts, the same on all ranks of the replica."""
+        if self._prepared is not None:
+            self._wait_for_token()
+        withdrawn = isinstance(self._failure, WithdrawnError)
+        votes = [self._prepared is not None, self._failure is None, not withdrawn]
+        all_prepared, all_certain, none_withdrawn = self._partners.agree(votes)
+        if not all_certain:
+            what = "did not answer" if all_prepared else "failed, or was refused by,"
+            self._skip(self._partner, _short(self._failure) or f"{what} another rank")
+            self.report.in_doubt = bool(all_prepared and none_withdrawn)
+            return False
+        # `end` must not void our token before it arrives. If it is lost, the partner is in doubt.
+        assert self._prepared is not None
+        with suppress(*_FAILURES):
+            self._prepared.finish(self._exchange.patience.deadline_seconds)
+        return True
+
+    def _wait_for_token(self) -> None:
+        assert self._token is not None
+        elapsed_seconds = time.monotonic() - self._begun_at  # since the receive was posted
+        try:
+            for _ in self._token.arrivals(elapsed_seconds + self._exchange.patience.deadline_seconds):
+                pass
+        except _FAILURES as failure:
+            self._failure = failure
+        self.report.wait_seconds += self._token.wait_seconds
+
+    def _post_token(self, sends: list[Message], receives: list[Message]) -> Flight:
+        tag = tag_of(self._number, Channel.COMMITS)
+        return self._exchange.transport.post(sends, receives, tag)
+
+    def _skip(self, partner: int, why: str) -> None:
+        self.report.skip(self._replica, f"replica {partner} {why}")
+
+
+def committing(
+    partners: Partners, grouping: Grouping, replica: int, fragments: int
+) -> Callable[[Exchange], CommittedExchange]:
+    """Return what makes the exchanges of `replica`'s rounds count for both partners or for neither."""
+    guard = Guard()
+
+    def choose_partner(number: int, others: Others) -> int | None:
+        return choose(grouping, replica, divmod(number, fragments), others)
+
+    return lambda exchange: CommittedExchange(exchange, partners, choose_partner, guard)
+
+
+def _short(failure: BaseException | None) -> str:
+    """Return the failure as the log names it."""
+    if isinstance(failure, _LATE):
+        return "missed the deadline"
+    if isinstance(failure, PoisonedError):
+        return str(failure)
+    return "" if failure is None else str(failure).partition(" ")[2].partition(" ")[2]
