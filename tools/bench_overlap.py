@@ -33,7 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_noloco.job.everybody import of_rank_0
+from megatron_noloco.job.agreement import of_rank_0
 from megatron_noloco.job.join import choose_transport, join
 from megatron_noloco.job.launcher import read_world
 from megatron_noloco.job.leaving import leave

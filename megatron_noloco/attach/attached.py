@@ -16,7 +16,7 @@ from megatron_noloco.attach.federation import Federation
 from megatron_noloco.attach.groups import cut_into
 from megatron_noloco.attach.trained import Trained, here
 from megatron_noloco.job.activity import now
-from megatron_noloco.job.everybody import of_all_ranks
+from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.job.watchdog import Watchdog
 from megatron_noloco.outer import (
     Channel,

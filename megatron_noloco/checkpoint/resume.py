@@ -13,7 +13,7 @@ from megatron_noloco.checkpoint import catalog, compare, elastic
 from megatron_noloco.checkpoint.catalog import Manifest
 from megatron_noloco.checkpoint.files import DamagedCheckpointError, verify
 from megatron_noloco.checkpoint.settings import CheckpointSettings
-from megatron_noloco.job.everybody import of_all_ranks, of_rank_0
+from megatron_noloco.job.agreement import of_all_ranks, of_rank_0
 from megatron_noloco.plans.topology import Topology
 
 

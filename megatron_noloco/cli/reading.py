@@ -60,7 +60,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _stop(args: argparse.Namespace) -> int:
-    from megatron_noloco.job.stop_file import ask_to_stop
+    from megatron_noloco.job.run_folder import ask_to_stop
 
     folder = args.run_or_config
     if folder.is_file():

@@ -51,7 +51,7 @@ def _train(args: argparse.Namespace) -> int:
 
     prepared = prepare(config, os.environ, args.replica)
 
-    from megatron_noloco.job.failure import lost_connection
+    from megatron_noloco.job.leaving import lost_connection
     from megatron_noloco.job.watchdog import Watchdog
 
     activity.now.who = prepared.who

@@ -5,7 +5,7 @@ import time
 from dataclasses import dataclass
 
 from megatron_noloco.federation.transport import FederationTransport
-from megatron_noloco.job.everybody import of_rank_0
+from megatron_noloco.job.agreement import of_rank_0
 from megatron_noloco.plans.fragments import due_after, next_after
 
 _LOOK_SECONDS = 0.05

@@ -14,7 +14,7 @@ from megatron_noloco.checkpoint.handover import accepted, newest_of_rank, receiv
 from megatron_noloco.checkpoint.settings import CheckpointSettings
 from megatron_noloco.federation.handover import Gift, Handover
 from megatron_noloco.federation.transport import FederationTransport
-from megatron_noloco.job.everybody import of_all_ranks, of_rank_0
+from megatron_noloco.job.agreement import of_all_ranks, of_rank_0
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.plans.topology import Position, Topology
 

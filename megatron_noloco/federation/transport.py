@@ -18,7 +18,7 @@ from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.peer import Receive, Send
 from megatron_noloco.federation.rendezvous import Rendezvous, listen_at, reachable, rendezvous_of
 from megatron_noloco.federation.service import Service
-from megatron_noloco.job.everybody import of_all_ranks
+from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.chunks import (
     DEFAULT_CHUNK_BYTES,

@@ -1,33 +1,63 @@
-"""The largest of the numbers that the ranks find, through the job's key-value store: without a collective."""
+"""The ranks of a job agree on small values, by one of two mechanisms.
+
+- Collectives, `of_all_ranks` and `of_rank_0`: for what all ranks do at the same place of the program, at the
+  start and between local phases. They carry any value that can be pickled, and fail at once when a process is
+  gone.
+- The job's key-value store, `announce` and `largest_announced`: for what ranks do at different times, or from
+  a thread while the main thread is inside a library: stopping, failing, choosing the delay of an overlapped
+  exchange.
+"""
 
 import time
+from typing import TypeVar
 
 import torch.distributed as dist
 
-_LOOK_SECONDS = 0.1  # between two looks for the others' numbers
+Value = TypeVar("Value")
+
+_LOOK_SECONDS = 0.1  # between two looks for the other ranks' numbers
 PATIENCE_SECONDS = 600.0  # for a rank whose process hangs
 
 
+def of_all_ranks(value: Value) -> list[Value]:
+    """Return the values of all ranks, in rank order; `[value]` without torch.distributed. A collective."""
+    values = [value]
+    if dist.is_initialized():
+        values *= dist.get_world_size()
+        dist.all_gather_object(values, value)
+    return values
+
+
+def of_rank_0(value: Value) -> Value:
+    """Return rank 0's value on every rank; `value` itself without torch.distributed. A collective."""
+    holder = [value]
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.broadcast_object_list(holder, src=0)
+    return holder[0]
+
+
 def announce(subject: str, number: int) -> None:
-    """Let the others know this rank's number; returns at once."""
+    """Let the other ranks know this rank's number; returns at once."""
     store().set(f"{subject}/{dist.get_rank()}", str(number))
 
 
 def largest_announced(subject: str) -> int:
-    """The largest number, as soon as all ranks have announced theirs.
+    """Wait until all ranks have announced their number; return the largest.
 
     Raises RuntimeError when a rank has not within `PATIENCE_SECONDS`, or when the store is gone.
     """
     names = [f"{subject}/{rank}" for rank in range(dist.get_world_size())]
     deadline = time.monotonic() + PATIENCE_SECONDS
-    held = store()
-    while not held.check(names):  # waiting in the store would keep this process's others from it
+    shared = store()
+    while not shared.check(
+        names
+    ):  # a blocking `wait` would keep the other threads of this process from the store
         if time.monotonic() > deadline:
             raise RuntimeError(f"a rank has not answered for {PATIENCE_SECONDS:.0f} s")
         time.sleep(_LOOK_SECONDS)
-    return max(int(held.get(name)) for name in names)
+    return max(int(shared.get(name)) for name in names)
 
 
 def store() -> dist.Store:
-    """The job's key-value store."""
+    """Return the job's key-value store."""
     return dist.distributed_c10d._get_default_store()

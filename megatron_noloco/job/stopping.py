@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from megatron_noloco.job import agreement
 from megatron_noloco.job.activity import now
-from megatron_noloco.job.stop_file import StopFile
+from megatron_noloco.job.run_folder import StopFile
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _LOOK_SECONDS = 1.0

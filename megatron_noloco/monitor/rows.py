@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_noloco.job.waits import WAITS, Wait, waits_of
+from megatron_noloco.job.run_folder import WAITS, Wait, waits_of
 from megatron_noloco.monitor.writers import Row
 
 _METRICS = "metrics.jsonl"

@@ -27,7 +27,7 @@ from megatron_noloco.data.sources import RecordSource, Source, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_noloco.federation.takeover import Takeover
 from megatron_noloco.huggingface.pretrained import check_fits
-from megatron_noloco.job.everybody import of_rank_0
+from megatron_noloco.job.agreement import of_rank_0
 from megatron_noloco.job.join import (
     check_gpus,
     choose_transport,
@@ -36,9 +36,8 @@ from megatron_noloco.job.join import (
     record_collectives,
 )
 from megatron_noloco.job.launcher import World, local_device, read_world
-from megatron_noloco.job.occupied import occupy
+from megatron_noloco.job.run_folder import occupy, wait_file
 from megatron_noloco.job.start_up import before_engines
-from megatron_noloco.job.waits import wait_file
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.transformer_engine import uses_transformer_engine
 from megatron_noloco.plans.samples import BatchPlan

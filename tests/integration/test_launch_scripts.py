@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_noloco.job.stop_file import ask_to_stop
+from megatron_noloco.job.run_folder import ask_to_stop
 from tests.harness import REPOSITORY
 
 SCRIPTS = sorted(path.name for path in (REPOSITORY / "launch").glob("*.sh"))

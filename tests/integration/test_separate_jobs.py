@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_noloco.attach import Attached, Federation, ReplicaGroups, attach
-from megatron_noloco.job import failure
+from megatron_noloco.job import leaving
 from megatron_noloco.outer import OuterSettings, PartnerLostError
 from megatron_noloco.plans.grouping import Grouping
 from tests.harness import free_port, run_ranks
@@ -295,7 +295,7 @@ def test_a_slow_job_leaves_out_local_steps_and_meets_the_other_in_every_round(tm
 
 def stands_still(slot: int, rank: int, folder: Path) -> tuple[str, list[str]]:
     """After its first step, until the watchdog has spoken. What it said; the threads that are left of it."""
-    failure.LOOK_SECONDS = 0.02
+    leaving.LOOK_SECONDS = 0.02
     loop = of_job(slot, rank)
     noloco = attach(loop.model, SETTINGS, federation=federation(folder, slot, 2, start_with=1), seed=SEED)
     with redirect_stderr(io.StringIO()) as told:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.job import agreement, stopping
-from megatron_noloco.job.stop_file import ask_to_stop
+from megatron_noloco.job.run_folder import ask_to_stop
 from megatron_noloco.job.stopping import Stopping
 from tests.harness import run_ranks
 from tests.integration.chaos import Fault, Run, assert_same_state

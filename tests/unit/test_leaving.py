@@ -84,8 +84,6 @@ def test_torchrun_takes_a_rank_that_lost_another_for_a_later_failure(
     for error in (StoppedError("the cause"), LostError("lost another")):
         file = tmp_path / f"{type(error).__name__}.json"
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-        monkeypatch.setattr("megatron_noloco.job.failure.announce", lambda exit_code: None)
-        monkeypatch.setattr("megatron_noloco.job.failure.is_own", lambda first: True)
         monkeypatch.setattr("time.sleep", lambda seconds: None)
         monkeypatch.setattr("time.time", lambda: 1000.9)
         assert report(error) == 1

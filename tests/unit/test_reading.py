@@ -16,8 +16,7 @@ from rich.console import Console
 
 from megatron_noloco.cli.main import main
 from megatron_noloco.files import write_text
-from megatron_noloco.job.stop_file import StopFile
-from megatron_noloco.job.waits import Wait, wait_file, write_wait
+from megatron_noloco.job.run_folder import StopFile, Wait, wait_file, write_wait
 from megatron_noloco.monitor.page import _meetings, _phases, write_page
 from megatron_noloco.monitor.rows import ReplicaLog, RunLog
 from megatron_noloco.monitor.table import as_table

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_noloco.job import activity, failure, leaving
+from megatron_noloco.job import activity, leaving
 from megatron_noloco.job.activity import Activity
-from megatron_noloco.job.waits import wait_file, waits_of
-from megatron_noloco.job.watchdog import Watchdog
+from megatron_noloco.job.run_folder import wait_file, waits_of
+from megatron_noloco.job.watchdog import WaitFile, Watchdog
 from tests.harness import RankFailedError, run_ranks
 
 SECONDS = 60.0
@@ -29,7 +29,7 @@ def wait_until(path: Path, text: str) -> None:
 
 @pytest.fixture(autouse=True)
 def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(failure, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(leaving, "LOOK_SECONDS", 0.02)
     monkeypatch.setattr(leaving, "GRACE_SECONDS", 0.02)
     monkeypatch.setattr(activity, "now", Activity())
 
@@ -100,19 +100,18 @@ def test_who_stands_still_says_so_each_time_that_the_wait_has_doubled(
 
 
 def test_a_wait_is_in_a_file_until_it_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks every 4 seconds, of a clock that is set; a wait of 10 seconds is one, whatever the patience."""
+    """Looks every 4 seconds, of a clock that is set."""
     clock = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: clock)
     activity.now.who = "rank 3"
     activity.now.part("waiting for rank 1")
     folder, written = tmp_path / "replica_01", []
-    watchdog = Watchdog(0.0, wait_file(folder, 3))
+    file = WaitFile(wait_file(folder, 3), 10.0)
     for seconds in range(0, 40, 4):
         clock = float(seconds)
         if seconds == 32:
             activity.now.part("waiting for rank 2")
-        watchdog._look_at_own_rank()
-        watchdog._wait_file._join()
+        file.update()
         written.append([str(wait) for wait in waits_of(folder)])
     told = [[f"rank 3 has stood still for {n} s starting: waiting for rank 1"] for n in (12, 12, 12, 24, 24)]
     assert written == [[], [], [], *told, [], []]
@@ -130,7 +129,7 @@ def one_fails(rank: int, world_size: int, folder: Path) -> None:
     told = folder / f"told{rank}"
     with told.open("w", buffering=1) as log, redirect_stderr(log), Watchdog(0.0, folder / f"wait{rank}.json"):
         if rank == 1:
-            assert failure.announce(7) == failure.Failure(rank=1, exit_code=7)
+            assert leaving.announce_failure(7) == leaving.Failure(rank=1, exit_code=7)
             time.sleep(SECONDS)
         dist.recv(torch.zeros(1), 2 - rank)
 
@@ -141,17 +140,17 @@ def test_ranks_that_wait_for_ever_leave_with_the_exit_code_of_the_first_failure(
     assert [(tmp_path / f"told{rank}").read_text() for rank in range(3)] == ["", "", ""]
 
 
-def announces(rank: int, world_size: int) -> failure.Failure:
-    first = failure.announce(10 + rank)
+def announces(rank: int, world_size: int) -> leaving.Failure:
+    first = leaving.announce_failure(10 + rank)
     dist.barrier()
-    assert failure.announced() == failure.wait_for_another(SECONDS) == first
-    assert failure.is_own(first) == (first.rank == rank)
+    assert leaving.announced_failure() == leaving.wait_for_failure(SECONDS) == first
+    assert first.is_own == (first.rank == rank)
     return first
 
 
 def test_all_ranks_agree_which_failure_was_first() -> None:
     found = run_ranks(3, announces)
-    assert found == 3 * [failure.Failure(found[0].rank, 10 + found[0].rank)]
+    assert found == 3 * [leaving.Failure(found[0].rank, 10 + found[0].rank)]
 
 
 def loses_the_other(rank: int, world_size: int, ends: Path) -> bool:
@@ -165,11 +164,11 @@ def loses_the_other(rank: int, world_size: int, ends: Path) -> bool:
     ends.write_text("lost")
     wrapped = KeyError()
     wrapped.__cause__ = caught.value
-    return failure.lost_connection(wrapped) is caught.value
+    return leaving.lost_connection(wrapped) is caught.value
 
 
 def test_a_connection_that_gloo_has_lost_is_recognised(tmp_path: Path) -> None:
     assert run_ranks(2, loses_the_other, tmp_path / "ends", timeout=SECONDS) == [True, True]
-    assert failure.lost_connection(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
+    assert leaving.lost_connection(RuntimeError("mat1 and mat2 shapes cannot be multiplied")) is None
     lost = ConnectionError("the connection to rank 1 was lost")
-    assert failure.lost_connection(lost) is lost
+    assert leaving.lost_connection(lost) is lost

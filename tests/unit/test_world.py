@@ -2,8 +2,7 @@
 
 import pytest
 
-from megatron_noloco.job import mpi
-from megatron_noloco.job.join import choose_transport
+from megatron_noloco.job.join import choose_transport, mpi_world_size
 from megatron_noloco.job.launcher import World, local_device, master_port, read_world
 
 TORCH = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
@@ -86,7 +85,7 @@ def test_contradictions_are_refused_in_one_line(environ: dict[str, str], message
     ("environ", "size"), [(OPEN_MPI, 8), (HYDRA, 8), (TORCHRUN | OPEN_MPI, 1), (DEEPSPEED, 1), ({}, 1)]
 )
 def test_the_mpi_world_is_known_without_starting_mpi(environ: dict[str, str], size: int) -> None:
-    assert mpi.world_size(environ) == size
+    assert mpi_world_size(environ) == size
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "deepspeed", "environment"])
