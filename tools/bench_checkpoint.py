@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.checkpoint import catalog
-from megatron_noloco.checkpoint.checkpointer import Checkpointer
-from megatron_noloco.checkpoint.settings import SaveReport
+from megatron_noloco.checkpoint.checkpointer import Checkpointer, SaveReport
 from megatron_noloco.config import RunConfig
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.job.join import join

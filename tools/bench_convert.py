@@ -28,8 +28,7 @@ import torch
 from safetensors.torch import save_file
 
 from megatron_noloco.checkpoint import catalog
-from megatron_noloco.checkpoint.catalog import Manifest
-from megatron_noloco.checkpoint.files import FileRecord
+from megatron_noloco.checkpoint.catalog import FileRecord, Manifest
 from megatron_noloco.config import RunConfig
 from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.files import write_whole

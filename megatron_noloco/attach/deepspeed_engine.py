@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_noloco.attach.trained import ReplicatedWeights, Trained
-from megatron_noloco.engine.weights import MasterWeights
+from megatron_noloco.engine.state import MasterWeights
 from megatron_noloco.outer.weights import Weights
 
 # Of ZeRO 1 and 2; of ZeRO 1 in bf16 with gradients in fp32. `MasterWeights` has both.

@@ -8,7 +8,7 @@
 
 A step is complete when the manifests of all ranks are there; the rank that completes it writes `latest`.
 
-Whatever there is one number of for each weight lies in a flat vector whose layout the manifest describes. So a run
+Everything with one number for each weight lies in flat vectors whose layout the manifest describes. So a run
 continues with any stages, tensor-parallel and data-parallel sizes: a rank fills its own vectors, parameter by
-parameter (`rank_reader`).
+parameter (`restore.RankReader`).
 """

@@ -1,6 +1,7 @@
-"""Which checkpoints a folder holds, and which of them are complete."""
+"""What a folder of checkpoints holds: the manifest of every rank, and which steps are complete and intact."""
 
 import contextlib
+import hashlib
 import json
 import re
 import shutil
@@ -8,23 +9,83 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron_noloco.checkpoint.files import (
-    FORMAT,
-    DamagedCheckpointError,
-    FileRecord,
-)
 from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.files import write_text
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.plans.topology import Position, Topology
 
-WEIGHTS = "slow_weights"  # the vector of which a model is made
+FORMAT = 3
+WEIGHTS = "slow_weights"  # the vector that a model is made from
+OUTER_VECTORS = (WEIGHTS, "outer_momentum", "correction")  # one element for each weight of a rank
 _STEP = re.compile(r"step_(\d{8,})$")
+_READ_BYTES = 1 << 20
+
+
+class DamagedCheckpointError(ValueError):
+    """A file is missing, cut short or altered; the message names it."""
+
+
+# Files
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """Size and checksum of a file."""
+
+    bytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, path: Path) -> "FileRecord":
+        """Read the file and describe it."""
+        with path.open("rb", buffering=0) as file:
+            digest = hashlib.file_digest(file, "sha256", _bufsize=_READ_BYTES)
+        return cls(path.stat().st_size, digest.hexdigest())
+
+
+def verify(folder: Path, files: dict[str, FileRecord]) -> None:
+    """Raise DamagedCheckpointError unless every file in `folder` has its recorded size and checksum."""
+    for name, expected in files.items():
+        path = folder / name
+        try:
+            size = path.stat().st_size
+            if size != expected.bytes:
+                raise DamagedCheckpointError(f"{path}: {size} bytes instead of {expected.bytes}")
+            if FileRecord.of(path) != expected:
+                raise DamagedCheckpointError(f"{path}: checksum does not match its manifest")
+        except OSError as error:
+            raise DamagedCheckpointError(f"{path}: {error.strerror}") from None
+
+
+def rank_name(position: Position) -> str:
+    return f"stage_{position.stage:02d}_dp_{position.dp:02d}_tp_{position.tp:02d}"
+
+
+def manifest_name(position: Position) -> str:
+    return f"{rank_name(position)}.json"
+
+
+def file_of(step_folder: Path, position: Position, name: str) -> Path:
+    """Return the file in which a rank saves the tensor `name`; slow weights have a file of their own."""
+    resume = "" if name.startswith(WEIGHTS) else "resume_"
+    folder = replica_folder(step_folder, position.replica)
+    return folder / f"{resume}{rank_name(position)}.safetensors"
+
+
+def replica_folder(step_folder: Path, replica: int) -> Path:
+    return step_folder / f"replica_{replica:02d}"
+
+
+def step_folder(checkpoints: Path, step: int) -> Path:
+    return checkpoints / f"step_{step:08d}"
+
+
+# Manifests
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one rank wrote, and what the run was when it did."""
+    """What one rank saved, and the state of the run at that step."""
 
     step: int  # local steps done
     consumed_samples: int  # by all replicas
@@ -38,13 +99,13 @@ class Manifest:
     counters: dict[str, float] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        """The commit: what has no manifest does not exist."""
+        """Commit the rank's files: without a manifest they are ignored."""
         content = {"format": FORMAT, **asdict(self)}
         write_text(folder / manifest_name(self.position), json.dumps(content, indent=1))
 
     @classmethod
     def read(cls, path: Path) -> "Manifest":
-        """Raises DamagedCheckpointError when the file is missing or is no manifest."""
+        """Read a manifest. Raises DamagedCheckpointError when the file is missing or is no manifest."""
         try:
             content = path.read_bytes()
         except OSError as error:
@@ -53,7 +114,10 @@ class Manifest:
 
     @classmethod
     def parse(cls, content: bytes, where: str) -> "Manifest":
-        """Of what a manifest's file holds. Raises DamagedCheckpointError, with `where`, for anything else."""
+        """Parse the content of a manifest's file.
+
+        Raises DamagedCheckpointError, whose message begins with `where`, for any other content.
+        """
         try:
             raw = json.loads(content)
             if raw.pop("format") != FORMAT:
@@ -73,66 +137,45 @@ class Manifest:
             raise DamagedCheckpointError(f"{where}: not a manifest") from None
 
 
-def rank_name(position: Position) -> str:
-    return f"stage_{position.stage:02d}_dp_{position.dp:02d}_tp_{position.tp:02d}"
+def read_manifests(folder: Path) -> list[Manifest]:
+    """Read the manifests of all ranks of a step, in rank order.
+
+    Raises DamagedCheckpointError, naming the first one that is missing or unreadable.
+    """
+    if not folder.is_dir():
+        raise DamagedCheckpointError(f"{folder}: no such folder")
+    some = min(folder.glob("replica_*/stage_*.json"), default=None)
+    if some is None:
+        raise DamagedCheckpointError(f"{folder}: no manifest; it was never completed")
+    topology = Manifest.read(some).topology
+    manifests = [
+        Manifest.read(replica_folder(folder, position.replica) / manifest_name(position))
+        for position in map(topology.position, range(topology.world_size))
+    ]
+    if any((manifest.topology, manifest.step) != (topology, step_of(folder)) for manifest in manifests):
+        raise DamagedCheckpointError(f"{folder}: its manifests do not belong together")
+    return manifests
 
 
-def manifest_name(position: Position) -> str:
-    return f"{rank_name(position)}.json"
-
-
-def file_of(step_folder: Path, position: Position, name: str) -> Path:
-    """Where a rank has a tensor: the slow weights in a file of their own, all that a model is made from."""
-    resume = "" if name.startswith(WEIGHTS) else "resume_"
-    folder = replica_folder(step_folder, position.replica)
-    return folder / f"{resume}{rank_name(position)}.safetensors"
-
-
-def replica_folder(step_folder: Path, replica: int) -> Path:
-    return step_folder / f"replica_{replica:02d}"
-
-
-def step_folder(checkpoints: Path, step: int) -> Path:
-    return checkpoints / f"step_{step:08d}"
+# Steps
 
 
 def step_of(folder: Path) -> int | None:
-    """The step in a folder's name; None for anything else."""
+    """Return the step in a folder's name; None for any other name."""
     match = _STEP.match(folder.name)
     return int(match[1]) if match else None
 
 
 def steps(checkpoints: Path) -> list[Path]:
-    """Step folders, complete or not, newest first."""
+    """Return the step folders, complete or not, newest first."""
     if not checkpoints.is_dir():
         return []
     found = [folder for folder in checkpoints.iterdir() if step_of(folder) is not None]
     return sorted(found, key=lambda folder: step_of(folder) or 0, reverse=True)
 
 
-def read_manifests(folder: Path) -> list[Manifest]:
-    """The manifests of all ranks of a step, in rank order.
-
-    Raises DamagedCheckpointError, naming the first one missing or unreadable.
-    """
-    if not folder.is_dir():
-        raise DamagedCheckpointError(f"{folder}: no such folder")
-    some = next(iter(sorted(folder.glob("replica_*/stage_*.json"))), None)
-    if some is None:
-        raise DamagedCheckpointError(f"{folder}: no manifest; it was never completed")
-    topology = Manifest.read(some).topology
-    positions = [topology.position(rank) for rank in range(topology.world_size)]
-    manifests = [
-        Manifest.read(replica_folder(folder, position.replica) / manifest_name(position))
-        for position in positions
-    ]
-    for manifest in manifests:
-        if (manifest.topology, manifest.step) != (topology, step_of(folder)):
-            raise DamagedCheckpointError(f"{folder}: its manifests do not belong together")
-    return manifests
-
-
 def is_complete(folder: Path) -> bool:
+    """Whether all ranks of a step have written their manifests."""
     try:
         read_manifests(folder)
     except DamagedCheckpointError:
@@ -141,9 +184,10 @@ def is_complete(folder: Path) -> bool:
 
 
 def publish(checkpoints: Path, folder: Path, world_size: int, keep_last: int) -> None:
-    """Called by every rank after its manifest: the rank that completes the step names it in `latest` and prunes.
+    """Let the rank that completes a step name it in `latest` and remove the steps beyond `keep_last`.
 
-    Two ranks that finish together both do it, with the same effect.
+    Every rank calls it after writing its manifest. Two ranks that finish together both do the work, with the same
+    effect.
     """
     written = sum(1 for _ in folder.glob("replica_*/stage_*.json"))  # cheap: all ranks but the last stop here
     if written < world_size or not is_complete(folder):
@@ -156,7 +200,7 @@ def publish(checkpoints: Path, folder: Path, world_size: int, keep_last: int) ->
 
 
 def name_latest(checkpoints: Path) -> list[Path]:
-    """Let `latest` name the newest complete step, or be absent; returns all complete ones, newest first."""
+    """Write the newest complete step to `latest`, or remove that file; return all complete steps, newest first."""
     complete = [path for path in steps(checkpoints) if is_complete(path)]
     if complete:
         write_text(checkpoints / "latest", complete[0].name + "\n")
@@ -166,7 +210,7 @@ def name_latest(checkpoints: Path) -> list[Path]:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a step that was not resumed from, so that its files never mix with those of the resumed run."""
+    """Rename a step that is not resumed from, so that its files never mix with those of the resumed run."""
     number = 0
     while True:
         aside = folder.with_name(f"{folder.name}.set_aside{f'_{number}' if number else ''}")

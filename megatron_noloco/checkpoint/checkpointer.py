@@ -1,7 +1,9 @@
-"""Saving one rank's part of a run."""
+"""Save one rank's part of a run."""
 
 import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron_noloco.checkpoint import catalog
-from megatron_noloco.checkpoint.catalog import Manifest
-from megatron_noloco.checkpoint.files import FileRecord
-from megatron_noloco.checkpoint.settings import CheckpointSettings, SaveReport
-from megatron_noloco.checkpoint.vector import cut
+from megatron_noloco.checkpoint.catalog import OUTER_VECTORS, FileRecord, Manifest
+from megatron_noloco.checkpoint.settings import CheckpointSettings
+from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.files import write_whole
 from megatron_noloco.model.dropout import random_state
@@ -22,11 +23,24 @@ from megatron_noloco.outer import Rounds
 from megatron_noloco.plans.samples import BatchPlan
 
 
+@dataclass(frozen=True)
+class SaveReport:
+    """The outcome of a save on this rank; `error` is None when the files are written, or still being written."""
+
+    step: int
+    pause_seconds: float  # during which training stood still
+    error: str | None
+
+
 class Checkpointer:
     """Writes this rank's files; never waits for another rank.
 
     A save that fails (disk full, folder gone) is reported and training continues: the last complete checkpoint
     is still there.
+
+    Attributes:
+        saved_step: the step of the last save, or that the run started from.
+        last_save_failed: whether the last save that was waited for failed.
     """
 
     def __init__(
@@ -43,7 +57,7 @@ class Checkpointer:
         self.position = engine.groups.position
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
-        self.saved_step = plan.start_step  # resumed from there, or nothing to save yet
+        self.saved_step = plan.start_step
         self.last_save_failed = False
 
     def save(self, step: int, counters: dict[str, float]) -> SaveReport:
@@ -62,7 +76,7 @@ class Checkpointer:
         return SaveReport(step, pause_seconds, error)
 
     def wait(self) -> str | None:
-        """Until nothing is being written; returns why the last save failed, if it did."""
+        """Wait until nothing is being written; return why the last save failed, None if it did not."""
         writing, self._writing = self._writing, None
         if writing is None:
             return None
@@ -73,6 +87,17 @@ class Checkpointer:
             return " ".join(str(error).split())
         self.last_save_failed = False
         return None
+
+    def close(self) -> str | None:
+        """Wait like `wait`, then end the thread that writes."""
+        error = self.wait()
+        self._writer.shutdown()
+        return error
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return all of this rank's state but the engine's numbers, by name; live tensors."""
+        outer = _cut(self.outer.state(), self.engine.parameter_layout())
+        return self.engine.tensors() | outer | random_state()
 
     def _write(
         self, step: int, tensors: dict[str, Tensor], numbers: dict[str, Any], counters: dict[str, float]
@@ -102,12 +127,14 @@ class Checkpointer:
         ).write(folder)
         catalog.publish(self.settings.folder, step_folder, topology.world_size, self.settings.keep_last)
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """All of this rank's state but for the engine's numbers, by name; live."""
-        outer = cut(self.outer.state(), self.engine.parameter_layout())
-        return self.engine.tensors() | outer | random_state()
 
-    def close(self) -> str | None:
-        error = self.wait()
-        self._writer.shutdown()
-        return error
+def _cut(state: Mapping[str, Tensor], layout: Sequence[FlatPart]) -> dict[str, Tensor]:
+    """Cut each vector NAME of the outer optimizer into NAME.0, NAME.1, ..., by group of the inner optimizer."""
+    lengths = [part.length for part in layout]
+    pieces = {
+        f"{name}.{group}": piece
+        for name in OUTER_VECTORS
+        if name in state
+        for group, piece in enumerate(state[name].split(lengths))
+    }
+    return pieces | {name: tensor for name, tensor in state.items() if name not in OUTER_VECTORS}

@@ -1,4 +1,4 @@
-"""The replicas that were saved: by one job in one step folder, or by the jobs of a federation, each in its own."""
+"""The replicas of a checkpoint: in one step folder, or of a federation, each in a step folder of its own."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,8 +6,7 @@ from functools import cached_property
 from pathlib import Path
 
 from megatron_noloco.checkpoint import catalog
-from megatron_noloco.checkpoint.catalog import Manifest
-from megatron_noloco.checkpoint.files import DamagedCheckpointError
+from megatron_noloco.checkpoint.catalog import DamagedCheckpointError, Manifest
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.plans.topology import Position, Topology
 
@@ -26,12 +25,12 @@ class Ensemble:
 
     @classmethod
     def of(cls, folder: Path, manifests: list[Manifest]) -> "Ensemble":
-        """Those of one step folder."""
+        """Return the ensemble of one step folder."""
         return cls(dict.fromkeys(manifests[0].topology.numbers, folder), manifests)
 
     @classmethod
     def read(cls, folders: Sequence[Path]) -> "Ensemble":
-        """Those of several step folders.
+        """Read the ensemble of several step folders.
 
         Raises DamagedCheckpointError when one is not complete, ValueError when they do not fit together.
         """
@@ -49,23 +48,23 @@ class Ensemble:
 
     @property
     def replicas(self) -> list[int]:
-        """Their numbers."""
+        """The numbers of the replicas."""
         return list(self.folders)
 
     @property
     def topology(self) -> Topology:
-        """Of the job that saved the first replica; its sizes are those of all."""
+        """The topology of the job that saved the first replica; all replicas have its sizes."""
         return self.manifests[0].topology
 
     def manifest(self, at: Position) -> Manifest:
         return self._by_position[at]
 
     def last_stage(self, replica: int) -> Manifest:
-        """Of the rank that counts what was measured of the whole replica."""
+        """Return the manifest whose counters hold what was measured of the whole replica."""
         return self.manifest(Position(replica, self.topology.pp - 1, 0, 0))
 
     def file(self, at: Position, name: str) -> Path:
-        """Where a rank has a tensor."""
+        """Return the file in which a rank saved the tensor `name`."""
         return catalog.file_of(self.folders[at.replica], at, name)
 
     def __str__(self) -> str:
@@ -83,11 +82,11 @@ class Ensemble:
 
 
 def find_ensemble(paths: Sequence[Path]) -> Ensemble:
-    """What the paths mean that a person gives.
+    """Find the replicas that a user's paths name.
 
-    A step folder is meant itself; of a run's `output_dir` its latest checkpoint; of that of a federation, or of
-    several paths, the newest step that all their replicas have: weights of different steps are not averaged, but
-    where all paths are step folders.
+    A step folder names itself, and a run's `output_dir` its latest checkpoint. The `output_dir` of a federation,
+    or several paths, name the newest step that all their replicas have: weights of different steps are only
+    averaged when all paths are step folders.
     Raises DamagedCheckpointError when there is no complete checkpoint, ValueError when they do not fit together.
     """
     jobs = [job for path in paths for job in _jobs(path)]
@@ -99,7 +98,7 @@ def find_ensemble(paths: Sequence[Path]) -> Ensemble:
 
 
 def _jobs(path: Path) -> list[Path]:
-    """A step folder, or the folders of steps that are below a path: of one job, or of each job of a federation."""
+    """Return a step folder itself, or the `checkpoints` folder below a path, of each job of a federation."""
     if catalog.step_of(path) is not None:
         return [path]
     for checkpoints in (path, path / "checkpoints"):
@@ -122,7 +121,7 @@ def _what_is_there(path: Path) -> str:
 
 
 def _at_one_step(jobs: list[Path]) -> list[Path]:
-    """The folder of each at the newest step that all have."""
+    """Return the step folder of each job at the newest step that all of them have."""
     steps = [[job] if catalog.step_of(job) is not None else catalog.steps(job) for job in jobs]
     complete = [
         {catalog.step_of(folder) or 0: folder for folder in folders if catalog.is_complete(folder)}
@@ -139,6 +138,6 @@ def _at_one_step(jobs: list[Path]) -> list[Path]:
 
 
 def _model(manifest: Manifest) -> tuple[Architecture, int, int, int, int]:
-    """What must be the same for weights to be averaged file by file."""
+    """Return what must be the same for weights to be averaged file by file."""
     topology = manifest.topology
     return manifest.architecture, topology.pp, topology.dp, topology.tp, topology.vpp

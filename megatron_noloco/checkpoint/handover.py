@@ -10,9 +10,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron_noloco.checkpoint import catalog, compare
-from megatron_noloco.checkpoint.catalog import WEIGHTS, Manifest, manifest_name, replica_folder
-from megatron_noloco.checkpoint.files import DamagedCheckpointError, verify
+from megatron_noloco.checkpoint import catalog
+from megatron_noloco.checkpoint.catalog import (
+    WEIGHTS,
+    DamagedCheckpointError,
+    Manifest,
+    manifest_name,
+    replica_folder,
+    verify,
+)
 from megatron_noloco.checkpoint.settings import CheckpointSettings
 from megatron_noloco.files import put_in_place
 from megatron_noloco.model.architecture import Architecture
@@ -74,7 +80,7 @@ def accepted(
     own = {block: settings.run[block] for block in _OF_A_JOB if block in settings.run}
     manifest = replace(manifest, config=manifest.config | own)
     try:
-        compare.changes(settings.completed(manifest.config), settings.run)
+        settings.changes(manifest.config)
     except ValueError as error:
         raise DamagedCheckpointError(f"{where}: {str(error).partition(';')[0]}") from None
     return manifest

@@ -1,6 +1,6 @@
-"""`python -m megatron_noloco inspect CHECKPOINT...`: what a checkpoint holds, and whether it is complete.
+"""`python -m megatron_noloco inspect CHECKPOINT...`: verify a checkpoint and print what it holds.
 
-Reads manifests and safetensors only, a piece of the replicas' vectors at a time.
+Only manifests and safetensors are read, the replicas' vectors a piece at a time.
 """
 
 import math
@@ -9,13 +9,11 @@ from itertools import product
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from megatron_noloco.checkpoint import catalog
-from megatron_noloco.checkpoint.catalog import WEIGHTS
+from megatron_noloco.checkpoint.catalog import WEIGHTS, verify
 from megatron_noloco.checkpoint.ensemble import Ensemble, find_ensemble
-from megatron_noloco.checkpoint.files import verify
-from megatron_noloco.checkpoint.vector import FlatVector
+from megatron_noloco.checkpoint.reader import read_into
 from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.topology import Position
 
@@ -23,7 +21,10 @@ _BLOCK = 1 << 24  # elements in memory at a time, of all replicas together
 
 
 def inspect(paths: Sequence[Path]) -> list[str]:
-    """Lines about the checkpoint that `paths` mean; raises as `find_ensemble`, and when a file is damaged."""
+    """Verify the checkpoint that `paths` name, and return lines about it.
+
+    Raises like `find_ensemble`, and DamagedCheckpointError when a file is damaged.
+    """
     saved = find_ensemble(paths)
     for manifest in saved.manifests:
         replica = manifest.position.replica
@@ -69,26 +70,22 @@ def _steps(saved: Ensemble) -> str:
 
 
 def stage_spreads(saved: Ensemble) -> list[float]:
-    """The spread of each stage."""
+    """Return the replica std (spread) of each stage."""
     return [_stage_spread(saved, stage) for stage in range(saved.topology.pp)]
 
 
 def _stage_spread(saved: Ensemble, stage: int) -> float:
-    """Standard deviation of the slow weights over the replicas, root mean square over the stage's weights."""
+    """Return the root mean square, over a stage's slow weights, of their standard deviation over the replicas."""
     topology = saved.topology
     squares, count = 0.0, 0
     for dp, tp in product(range(topology.dp), range(topology.tp)):
         places = [Position(replica, stage, dp, tp) for replica in saved.replicas]
-        for group in range(len(saved.manifest(places[0]).layout)):
-            name = f"{WEIGHTS}.{group}"
-            vectors = [FlatVector(saved.file(at, name), name) for at in places]
-            length, block = vectors[0].length, max(_BLOCK // len(places), 1 << 20)
-            for start in range(0, length, block):
-                squares += _variance([v.read(start, min(start + block, length)) for v in vectors])
-            count += length
+        for group, part in enumerate(saved.manifest(places[0]).layout):
+            name, block = f"{WEIGHTS}.{group}", max(_BLOCK // len(places), 1 << 20)
+            for start in range(0, part.length, block):
+                vectors = torch.empty(len(places), min(block, part.length - start))
+                for vector, at in zip(vectors, places, strict=True):
+                    read_into(vector, saved.file(at, name), name, start)
+                squares += float(vectors.double().var(dim=0).sum())
+            count += part.length
     return math.sqrt(squares / count)
-
-
-def _variance(replicas: list[Tensor]) -> float:
-    """Summed over the elements, of their values over the replicas."""
-    return float(torch.stack(replicas).double().var(dim=0).sum())

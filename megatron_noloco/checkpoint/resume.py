@@ -1,6 +1,6 @@
-"""Where a run starts: from nothing, or from the newest sound checkpoint.
+"""Where a run starts: from nothing, or from the newest intact checkpoint, which may have other ranks.
 
-The one moment, before the first step, at which all ranks must agree about files; they do it over
+This is the one moment, before the first step, at which all ranks must agree about files. They use collectives over
 torch.distributed's default group.
 """
 
@@ -9,17 +9,16 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from megatron_noloco.checkpoint import catalog, compare, elastic
-from megatron_noloco.checkpoint.catalog import Manifest
-from megatron_noloco.checkpoint.files import DamagedCheckpointError, verify
+from megatron_noloco.checkpoint import catalog
+from megatron_noloco.checkpoint.catalog import DamagedCheckpointError, Manifest, verify
 from megatron_noloco.checkpoint.settings import CheckpointSettings
 from megatron_noloco.job.agreement import of_all_ranks, of_rank_0
-from megatron_noloco.plans.topology import Topology
+from megatron_noloco.plans.topology import Position, Topology
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where this rank starts, and what a person should know about it."""
+    """Where this rank starts, and lines about it for the user."""
 
     folder: Path | None  # the step folder to restore; None: from the beginning
     notes: list[str]
@@ -28,6 +27,7 @@ class Start:
 
     @property
     def step(self) -> int:
+        """Local steps done before it."""
         return self.manifests[0].step if self.manifests else 0
 
     @property
@@ -37,20 +37,17 @@ class Start:
 
 
 def find_start(settings: CheckpointSettings, topology: Topology) -> Start:
-    """Every rank calls it, before the first step, and gets the same step.
+    """Find the step to start from. Every rank calls it, before the first step, and gets the same step.
 
     Raises ValueError when `checkpoint.load` names a checkpoint that is not complete, or when the config does not
     fit the one that would be continued.
     """
-    load, checkpoints = settings.load, settings.folder
-    if load == "none":
-        return _start_over(checkpoints)
-    explicit = load != "auto"
-    candidates = of_rank_0(  # a file system may show the others an older state
-        [str(Path(load))] if explicit else [str(path) for path in catalog.steps(checkpoints)]
-    )
+    if settings.load == "none":
+        return _start_over(settings.folder, [])
+    explicit = settings.load != "auto"
+    found = [Path(settings.load)] if explicit else catalog.steps(settings.folder)
     notes: list[str] = []
-    for folder in map(Path, candidates):
+    for folder in of_rank_0(found):  # a file system may show the other ranks an older state
         manifests, problem = _examine(folder, topology, settings.fold)
         problems = [text for text in of_all_ranks(problem) if text]
         if not problems:
@@ -58,18 +55,18 @@ def find_start(settings: CheckpointSettings, topology: Topology) -> Start:
         if explicit:
             raise ValueError(f"checkpoint.load: {problems[0]}")
         notes.append(f"not used: {problems[0]}")
-    start = _start_over(checkpoints)
-    return Start(None, notes + start.notes)
+    return _start_over(settings.folder, notes)
 
 
 def _examine(folder: Path, topology: Topology, fold: bool) -> tuple[list[Manifest], str]:
-    """All manifests, or what is wrong with this rank's share of the files that will be read.
+    """Return all manifests, or what is wrong with this rank's share of the files that will be read.
 
     Which rank reads a file depends on both layouts; each file is verified once, by some rank.
     """
     try:
         manifests = catalog.read_manifests(folder)
-        needed = elastic.needed(manifests, topology, fold)
+        sources = {source_replica(replica, manifests[0].topology) for replica in topology.numbers}
+        needed = [manifest for manifest in manifests if fold or manifest.position.replica in sources]
         for manifest in needed[dist.get_rank() :: dist.get_world_size()]:
             verify(catalog.replica_folder(folder, manifest.position.replica), manifest.files)
         return manifests, ""
@@ -85,25 +82,26 @@ def _continue(
     notes: list[str],
 ) -> Start:
     saved = manifests[0]
-    changed = compare.changes(settings.completed(saved.config), settings.run)
-    lines = [f"continuing from {folder}: step {saved.step}, {saved.consumed_samples} samples consumed"]
-    lines += notes
-    lines += [f"changed: {line}" for line in changed]
-    lines += elastic.what_happened(saved.topology, topology, settings.fold)
+    lines = [
+        f"continuing from {folder}: step {saved.step}, {saved.consumed_samples} samples consumed",
+        *notes,
+        *(f"changed: {line}" for line in settings.changes(saved.config)),
+        *changed_replicas(saved.topology, topology, settings.fold),
+    ]
     newer = catalog.steps(settings.folder)  # than the step continued from, where that lies in this folder
     if folder.parent.resolve() == settings.folder.resolve():
         newer = [path for path in newer if (catalog.step_of(path) or 0) > saved.step]
     lines += _set_aside(newer)
-    counters = elastic.counters_of(manifests, topology, topology.position(dist.get_rank()))
+    counters = counters_of(manifests, topology, topology.position(dist.get_rank()))
     return Start(folder, lines, manifests, counters)
 
 
-def _start_over(checkpoints: Path) -> Start:
-    return Start(None, _set_aside(catalog.steps(checkpoints)))
+def _start_over(checkpoints: Path, notes: list[str]) -> Start:
+    return Start(None, notes + _set_aside(catalog.steps(checkpoints)))
 
 
 def _set_aside(folders: list[Path]) -> list[str]:
-    """Rank 0 moves steps out of the way that this run will write again; nobody starts before."""
+    """Let rank 0 rename the steps that this run will write again; no rank goes on before."""
     lines = []
     if dist.get_rank() == 0:
         lines = [f"set aside: {folder} is now {catalog.set_aside(folder).name}" for folder in folders]
@@ -111,3 +109,48 @@ def _set_aside(folders: list[Path]) -> list[str]:
             catalog.name_latest(folders[0].parent)
     dist.barrier()
     return lines
+
+
+# Other ranks than those that saved
+
+
+def same_sizes(one: Topology, other: Topology) -> bool:
+    """Whether replicas have the same ranks; there may be another number of replicas."""
+    return (one.pp, one.dp, one.tp) == (other.pp, other.dp, other.tp)
+
+
+def source_replica(replica: int, saved: Topology) -> int:
+    """Return the saved replica that `replica` continues: itself, or one of the others in turn if it is new."""
+    return saved.slot + (replica - saved.slot) % saved.replicas
+
+
+def changed_replicas(saved: Topology, now: Topology, fold: bool) -> list[str]:
+    """Return a line for each replica that is cloned, dropped or folded."""
+    cloned = [
+        f"replica {replica} is new: a clone of replica {source_replica(replica, saved)}, "
+        f"with data of its own from here on"
+        for replica in now.numbers
+        if replica not in saved.numbers
+    ]
+    fate = "folded into the mean of those kept" if fold else "dropped"
+    return cloned + [f"replica {replica} is {fate}" for replica in range(now.ensemble, saved.replicas)]
+
+
+def counters_of(manifests: list[Manifest], topology: Topology, at: Position) -> dict[str, float]:
+    """Return what a rank has counted since the start of the run, or its share of what another layout counted.
+
+    Bytes add up over the ranks of a replica, so each rank takes an equal part; anything else is the largest.
+    """
+    saved = manifests[0].topology
+    source = source_replica(at.replica, saved)
+    if same_sizes(saved, topology):
+        return manifests[saved.rank(Position(source, at.stage, at.dp, at.tp))].counters
+    counted: dict[str, list[float]] = {}
+    for manifest in manifests:
+        if manifest.position.replica == source:
+            for name, value in manifest.counters.items():
+                counted.setdefault(name, []).append(value)
+    return {
+        name: sum(values) / topology.replica_size if name.endswith("_bytes") else max(values)
+        for name, values in counted.items()
+    }

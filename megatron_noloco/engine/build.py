@@ -1,6 +1,9 @@
 """A DeepSpeed engine whose world is one replica."""
 
-from collections.abc import Mapping
+import contextlib
+import logging
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from functools import partial
 from types import SimpleNamespace
@@ -8,24 +11,24 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import cuda_accelerator
 from deepspeed.ops.op_builder import FusedAdamBuilder
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import logger
 
-from megatron_noloco.engine.clipping import read_norm_once
-from megatron_noloco.engine.mpu import ReplicaMpu
+from megatron_noloco.engine.gradients import read_norm_once
+from megatron_noloco.engine.layout import parameter_groups
 from megatron_noloco.engine.muon import Muon
-from megatron_noloco.engine.parameter_groups import parameter_groups
-from megatron_noloco.engine.quiet import quiet
 from megatron_noloco.engine.schedules import WeightDecay, build_schedule
 from megatron_noloco.model.stage import Stage
-from megatron_noloco.pipeline.groups import Groups
+from megatron_noloco.pipeline.groups import Groups, ProcessGroup
 
 
 def build_deepspeed(stage: Stage, groups: Groups, ds_config: Mapping[str, Any]) -> DeepSpeedEngine:
-    """A DeepSpeed engine whose world is this replica.
+    """Build a DeepSpeed engine whose world is this replica.
 
     `deepspeed.initialize` hard-codes which engine it builds and how; the constructor takes what we need.
     """
@@ -67,9 +70,9 @@ def build_deepspeed(stage: Stage, groups: Groups, ds_config: Mapping[str, Any]) 
 def _parameters_and_optimizer(
     stage: Stage, groups: Groups, block: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], Muon | None]:
-    """The parameter groups, and the optimizer of them where DeepSpeed does not build it.
+    """Return the parameter groups, and their optimizer where DeepSpeed does not build it.
 
-    Takes what DeepSpeed's and torch's optimizers do not know out of the block's params.
+    Removes from the block's params what DeepSpeed's and torch's optimizers do not know.
     """
     params = block["params"]
     decoupled_lr = params.pop("decoupled_lr", None)
@@ -86,7 +89,7 @@ def _parameters_and_optimizer(
 
 
 def deepspeed_settings(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The user's ds_config, completed.
+    """Complete the user's ds_config.
 
     ZeRO stage 0 is run as stage 1: with outside backward passes DeepSpeed's stage-0 optimizers clip by a wrong
     norm (fp32) or take a step in their constructor (bf16, fp16), stage 1 gives the exact numbers with less memory.
@@ -113,7 +116,10 @@ def deepspeed_settings(ds_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fused_adam_loads() -> bool:
-    """Where it is not installed, DeepSpeed compiles it, which needs ninja, the CUDA toolkit and a minute."""
+    """Whether DeepSpeed's fused Adam can be had.
+
+    Where it is not installed, DeepSpeed compiles it, which needs ninja, the CUDA toolkit and a minute.
+    """
     if not torch.cuda.is_available():  # on a CPU it could be had, too, but takes minutes and a compiler
         return False
     try:
@@ -121,3 +127,64 @@ def fused_adam_loads() -> bool:
     except Exception:  # of the compiler, of its absence, of a toolkit that does not fit torch
         return False
     return True
+
+
+class ReplicaMpu:
+    """Answers what DeepSpeed asks of a "model parallel unit", so that its data parallelism ends with this replica.
+
+    No gradient all-reduce, broadcast, overflow check or ZeRO partition reaches another replica. The
+    model-parallel group holds the stages and tp ranks of one dp rank, over which DeepSpeed adds up the squared
+    gradient norm; a parameter that all tp ranks hold in full (a norm) counts on tp rank 0 of its stage only.
+    It must not offer `get_sequence_*` or `initialize_sequence_parallel`: DeepSpeed would switch to Ulysses.
+    """
+
+    def __init__(self, groups: Groups) -> None:
+        self._groups = groups
+
+    def get_data_parallel_group(self) -> ProcessGroup:
+        return self._groups.dp
+
+    def get_data_parallel_world_size(self) -> int:
+        return self._groups.topology.dp
+
+    def get_data_parallel_rank(self) -> int:
+        return self._groups.position.dp
+
+    def get_model_parallel_group(self) -> ProcessGroup:
+        return self._groups.mp
+
+    def get_model_parallel_world_size(self) -> int:
+        return self._groups.topology.pp * self._groups.topology.tp
+
+    def get_model_parallel_rank(self) -> int:
+        return dist.get_rank(self._groups.mp)
+
+    def get_tensor_model_parallel_group(self) -> ProcessGroup:
+        return self._groups.tp
+
+    def get_tensor_model_parallel_world_size(self) -> int:
+        return self._groups.topology.tp
+
+    def get_tensor_model_parallel_rank(self) -> int:
+        return self._groups.position.tp
+
+    def get_pipeline_model_parallel_group(self) -> ProcessGroup:
+        return self._groups.pp
+
+    def get_pipeline_model_parallel_world_size(self) -> int:
+        return self._groups.topology.pp
+
+    def get_pipeline_model_parallel_rank(self) -> int:
+        return self._groups.position.stage
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Silence what DeepSpeed logs and prints on every rank, but for errors; afterwards its logger is as before."""
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,24 +1,22 @@
 """One replica: Megatron-core's pipeline drives forward and backward, DeepSpeed everything after."""
 
 from collections.abc import Iterable, Mapping
-from functools import cached_property
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor
 
 from megatron_noloco.engine import state
 from megatron_noloco.engine.build import build_deepspeed
+from megatron_noloco.engine.gradients import PartialGradients
 from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.engine.schedules import WeightDecay
-from megatron_noloco.engine.weights import MasterWeights, bit16_groups
+from megatron_noloco.engine.state import MasterWeights, bit16_groups
 from megatron_noloco.job.activity import now
 from megatron_noloco.model.stage import Stage
 from megatron_noloco.monitor import LAST, PER_STEP, Record, Reduction, timed, unrecorded
 from megatron_noloco.monitor.reduction import largest, total
-from megatron_noloco.pipeline.groups import Groups, ProcessGroup
+from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.pipeline.pipeline import MicrobatchLoss, Pipeline, ReadMicrobatch
 from megatron_noloco.plans.routing import Routes
 
@@ -43,6 +41,7 @@ class ReplicaEngine:
             self._tied.ds_pipe_replicated = True  # type: ignore[attr-defined]  # counts once in the norm
         self._weight_decay = WeightDecay.of(ds_config["optimizer"]["params"])
         self._deepspeed = build_deepspeed(stage, groups, ds_config)
+        self._gradients = PartialGradients(stage, groups, self._optimizer, self._tied)
         self.pipeline = Pipeline(stage, groups, micro_batch_size, stage.architecture.seq_length, record)
         if stage.config.fp16:
             stage.config.grad_scale_func = lambda loss: loss * self._optimizer.loss_scale
@@ -61,7 +60,7 @@ class ReplicaEngine:
         return MasterWeights(self._optimizer, self.groups.position.dp, copied)
 
     def train_batch(self, read: ReadMicrobatch, routes: Routes) -> list[MicrobatchLoss]:
-        """One local step: forward and backward over all microbatches, then the inner optimizer.
+        """Take one local step: forward and backward over all microbatches, then the inner optimizer.
 
         Returns the losses on the last stage, an empty list elsewhere.
         """
@@ -72,7 +71,7 @@ class ReplicaEngine:
         self._schedule_weight_decay()
         now.part("reducing gradients and clipping them with the other ranks of the replica")
         with timed(self.record, "time/optimizer_seconds", PER_STEP):
-            self._complete_gradients()
+            self._gradients.complete()
             self._deepspeed.allreduce_gradients()
             self._deepspeed.step()
         # Where the gradient's norm was not finite, neither weights nor moments changed.
@@ -91,75 +90,35 @@ class ReplicaEngine:
 
     @torch.no_grad()
     def evaluate(self, read: ReadMicrobatch, routes: Routes, microbatches: int) -> list[MicrobatchLoss]:
-        """Forward passes only; losses on the last stage, an empty list elsewhere."""
+        """Run forward passes only. Returns the losses on the last stage, an empty list elsewhere."""
         self._deepspeed.module.eval()
         return self.pipeline.run(read, routes, microbatches, forward_only=True)
 
+    # State
+
     def tensors(self) -> dict[str, Tensor]:
-        """Live tensors by name: master weights and the inner optimizer's; see `state.tensors_of`."""
+        """Return the master weights and the inner optimizer's tensors by name, live; see `state.tensors_of`."""
         return state.tensors_of(self._deepspeed, self.weights)
 
     def numbers(self) -> dict[str, Any]:
-        """The rest of the state, for JSON; the same on all ranks of the replica."""
+        """Return the rest of the state, for JSON; the same on all ranks of the replica."""
         return state.numbers_of(self._deepspeed)
 
     def restore(self, tensors: Iterable[tuple[str, Tensor]], numbers: Mapping[str, Any]) -> None:
-        """Continue from what `tensors` and `numbers` gave, with the hyperparameters of this run's config.
+        """Continue from what `tensors` and `numbers` returned, with the hyperparameters of this run's config.
 
         All ranks of a replica call it: the working weights are gathered over the data-parallel ones.
         """
         state.restore(self._deepspeed, self.weights, tensors, numbers)
 
     def skip(self, steps: int) -> None:
-        """Go on as after so many further local steps, with the weights as they are."""
+        """Set counters and learning rate as if `steps` further local steps were done; weights do not change."""
         state.advance(self._deepspeed, steps)
 
     def parameter_layout(self) -> list[FlatPart]:
-        """Where each parameter lies in the flat weights."""
+        """Return where each parameter lies in the flat weights."""
         names = {parameter: row.name for row, parameter in self.stage.named_rows()}
         return [
             FlatPart(len(part), [(names[parameter], list(parameter.shape)) for parameter in group])
             for part, group in zip(self.weights.parts(), bit16_groups(self._optimizer), strict=True)
         ]
-
-    def _complete_gradients(self) -> None:
-        """Sum what the schedule leaves partial over a stage's tensor-parallel ranks and between tied embeddings.
-
-        Core does this in `finalize_model_grads`, which wants its own data-parallel wrapper.
-        """
-        if self._partial:
-            _sum_gradients([self._gradient(parameter) for parameter in self._partial], self.groups.tp)
-        if self._tied is not None and self.groups.tied_embedding is not None:
-            _sum_gradients([self._gradient(self._tied)], self.groups.tied_embedding)
-
-    @cached_property
-    def _partial(self) -> list[torch.nn.Parameter]:
-        """What all tensor-parallel ranks have, with gradients of their own tokens or their own heads."""
-        if self.groups.tp.size() == 1:
-            return []
-        every = self.stage.config.sequence_parallel
-        rows = self.stage.named_rows()
-        return [parameter for row, parameter in rows if row.tp_dim is None and (every or row.per_head)]
-
-    def _gradient(self, parameter: torch.nn.Parameter) -> Tensor:
-        if isinstance(self._optimizer, BF16_Optimizer):
-            return self._fp32_gradients[parameter]
-        return self._optimizer.get_gradient_for_reduction(parameter)
-
-    @cached_property
-    def _fp32_gradients(self) -> dict[torch.nn.Parameter, Tensor]:
-        """Where DeepSpeed's bf16 optimizer accumulates each parameter's gradient, flat."""
-        optimizer = self._optimizer
-        groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True)
-        return {
-            parameter: gradient
-            for parameters, gradients in groups
-            for parameter, gradient in zip(parameters, gradients, strict=True)
-        }
-
-
-def _sum_gradients(gradients: list[Tensor], group: ProcessGroup) -> None:
-    flat = torch.cat([gradient.view(-1) for gradient in gradients])
-    dist.all_reduce(flat, group=group)
-    for gradient, part in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
-        gradient.copy_(part.view_as(gradient))

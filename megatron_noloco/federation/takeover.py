@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from megatron_noloco.checkpoint import catalog
-from megatron_noloco.checkpoint.catalog import Manifest
-from megatron_noloco.checkpoint.files import DamagedCheckpointError
+from megatron_noloco.checkpoint.catalog import DamagedCheckpointError, Manifest
 from megatron_noloco.checkpoint.handover import accepted, newest_of_rank, receive
 from megatron_noloco.checkpoint.settings import CheckpointSettings
 from megatron_noloco.federation.handover import Gift, Handover

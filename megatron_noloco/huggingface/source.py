@@ -9,9 +9,8 @@ from functools import cached_property
 from pathlib import Path
 
 from megatron_noloco.checkpoint import catalog
-from megatron_noloco.checkpoint.catalog import Manifest
+from megatron_noloco.checkpoint.catalog import Manifest, verify
 from megatron_noloco.checkpoint.ensemble import Ensemble, find_ensemble
-from megatron_noloco.checkpoint.files import verify
 from megatron_noloco.checkpoint.reader import CheckpointReader
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer

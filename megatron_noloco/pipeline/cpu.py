@@ -6,7 +6,7 @@ both; everything else passes through untouched. `tests/unit/test_contracts.py` f
 these names.
 
 Other packages are changed in three more places: `pipeline.groups` sets core's global groups, `engine.build` tells
-DeepSpeed that it has no shared-memory all-reduce (beside a GPU: no NVML), and `engine.clipping` replaces methods
+DeepSpeed that it has no shared-memory all-reduce (beside a GPU: no NVML), and `engine.gradients` replaces methods
 of its ZeRO optimizer.
 """
 

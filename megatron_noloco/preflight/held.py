@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from megatron_noloco.config import RunConfig
 from megatron_noloco.config.deepspeed_optimizer import is_muon
 from megatron_noloco.config.layers import layers_of_chunks
-from megatron_noloco.engine.parameter_groups import Kind
+from megatron_noloco.engine.layout import Kind
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import Parameter, table_of
 from megatron_noloco.plans.topology import Topology

@@ -407,14 +407,15 @@ def poisoned_run(
     config, groups, stage = build(raw, world_size)
     recorded = Recorded()
     engine = ReplicaEngine(stage, groups, config.deepspeed, recorded)
-    complete, step = engine._complete_gradients, 0
+    gradients, step = engine._gradients, 0
+    complete = gradients.complete
 
     def poisoned() -> None:
         complete()
         if step == 1 and rank == world_size - 1:
-            engine._gradient(list(stage.parameters())[-1]).view(-1)[0] = poison
+            gradients.of(list(stage.parameters())[-1]).view(-1)[0] = poison
 
-    engine._complete_gradients = poisoned  # type: ignore[method-assign]
+    gradients.complete = poisoned  # type: ignore[method-assign]
     routes = Routing(groups.topology.replicas, config.microbatches, 0, "off").straight()
     changed, before = [], [torch.zeros(1)]
     for step in range(3):  # read above

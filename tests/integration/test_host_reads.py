@@ -11,7 +11,7 @@ from tests.integration.host_reads import HostReads
 from tests.integration.tiny import MUON, already_joined, build_run, tiny, write_config, write_text
 
 # Who reads, and what.
-NORM = "megatron_noloco.engine.clipping"  # the gradient's norm: whether it is finite, and to be clipped
+NORM = "megatron_noloco.engine.gradients"  # the gradient's norm: whether it is finite, and to be clipped
 BF16_NORM = "deepspeed.runtime.utils"  # the same in DeepSpeed's bf16 optimizer, one after the other
 STEP_COUNT = "torch.optim.optimizer"  # its count of steps for each group, which lies in host memory
 EXCHANGE = "megatron_noloco.outer.mean"  # of messages: in host memory, too

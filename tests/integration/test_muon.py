@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_noloco.engine.gradients import PartialGradients
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.plans.routing import Routes
 from megatron_noloco.plans.topology import Position
@@ -232,13 +233,13 @@ def test_clipping_does_not_scale_the_step() -> None:
 def learning_rates(rank: int, world_size: int, raw: dict[str, Any], steps: int) -> list[list[float]]:
     """Of all groups, step by step: Muon's, then AdamW's with and without weight decay."""
     seen = []
-    step = ReplicaEngine._complete_gradients
+    complete = PartialGradients.complete
 
-    def noted(engine: ReplicaEngine) -> None:
-        seen.append([group["lr"] for group in engine._optimizer.param_groups])
-        step(engine)
+    def noted(gradients: PartialGradients) -> None:
+        seen.append([group["lr"] for group in gradients._optimizer.param_groups])
+        complete(gradients)
 
-    ReplicaEngine._complete_gradients = noted  # type: ignore[method-assign]
+    PartialGradients.complete = noted  # type: ignore[method-assign]
     train(rank, world_size, raw, steps)
     return seen
 

@@ -14,8 +14,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from megatron_noloco.checkpoint import catalog
-from megatron_noloco.checkpoint.checkpointer import Checkpointer
-from megatron_noloco.checkpoint.settings import SaveReport
+from megatron_noloco.checkpoint.checkpointer import Checkpointer, SaveReport
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.plans.topology import Position
 from megatron_noloco.training import run as run_module

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file
 from safetensors.torch import save_file
 
-from megatron_noloco.checkpoint import catalog, compare, elastic
-from megatron_noloco.checkpoint.catalog import Manifest
+from megatron_noloco.checkpoint import catalog
+from megatron_noloco.checkpoint.catalog import FileRecord, Manifest, verify
 from megatron_noloco.checkpoint.ensemble import Ensemble
-from megatron_noloco.checkpoint.files import FileRecord, verify
-from megatron_noloco.checkpoint.rank_reader import RankReader
 from megatron_noloco.checkpoint.reader import CheckpointReader
+from megatron_noloco.checkpoint.restore import FOLDED, RankReader, shift_of_mean
+from megatron_noloco.checkpoint.resume import changed_replicas, source_replica
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
 from megatron_noloco.engine.layout import FlatPart
@@ -69,7 +69,7 @@ def write_rank(step_folder: Path, rank: int, topology: Topology = TOPOLOGY) -> N
     size = SIZES[position.stage]
     generator = torch.Generator().manual_seed(1000 * step + rank)
     files = {}
-    for name in elastic.FOLDED:
+    for name in FOLDED:
         path = catalog.file_of(step_folder, position, name)
         write_whole(path, partial(save_file, {f"{name}.0": torch.randn(size, generator=generator)}))
         files[path.name] = FileRecord.of(path)
@@ -401,31 +401,31 @@ def of(replicas: int) -> Topology:
 
 class TestOtherNumberOfReplicas:
     def test_a_job_of_a_federation_continues_its_own_replica_or_another(self) -> None:
-        assert elastic.source_replica(5, job(5)) == 5
-        assert elastic.source_replica(5, job(2)) == 2
-        assert elastic.source_replica(5, of(4)) == 1
-        assert elastic.what_happened(job(5), job(5), fold=False) == []
-        assert elastic.what_happened(of(4), job(1), fold=False) == []
-        assert elastic.what_happened(job(2), job(5), fold=False) == [
+        assert source_replica(5, job(5)) == 5
+        assert source_replica(5, job(2)) == 2
+        assert source_replica(5, of(4)) == 1
+        assert changed_replicas(job(5), job(5), fold=False) == []
+        assert changed_replicas(of(4), job(1), fold=False) == []
+        assert changed_replicas(job(2), job(5), fold=False) == [
             "replica 5 is new: a clone of replica 2, with data of its own from here on"
         ]
 
     def test_more_replicas_continue_the_old_ones_in_turn(self) -> None:
-        assert [elastic.source_replica(replica, of(4)) for replica in range(6)] == [0, 1, 2, 3, 0, 1]
-        assert elastic.what_happened(of(4), of(6), fold=False) == [
+        assert [source_replica(replica, of(4)) for replica in range(6)] == [0, 1, 2, 3, 0, 1]
+        assert changed_replicas(of(4), of(6), fold=False) == [
             "replica 4 is new: a clone of replica 0, with data of its own from here on",
             "replica 5 is new: a clone of replica 1, with data of its own from here on",
         ]
 
     def test_fewer_replicas(self) -> None:
-        assert elastic.what_happened(of(4), of(2), fold=False) == [
+        assert changed_replicas(of(4), of(2), fold=False) == [
             "replica 2 is dropped",
             "replica 3 is dropped",
         ]
-        assert elastic.what_happened(of(4), of(3), fold=True) == [
+        assert changed_replicas(of(4), of(3), fold=True) == [
             "replica 3 is folded into the mean of those kept"
         ]
-        assert elastic.what_happened(of(4), of(4), fold=True) == []
+        assert changed_replicas(of(4), of(4), fold=True) == []
 
     @pytest.mark.parametrize("kept", [1, 2])
     def test_folding_keeps_the_mean_over_all(self, kept: int, tmp_path: Path) -> None:
@@ -435,8 +435,8 @@ class TestOtherNumberOfReplicas:
             at = Position(0, stage, 0, 0)
             layout, table = manifests[stage].layout, table_of(manifests[0].architecture)
             reader = RankReader(CheckpointReader(Ensemble.of(folder, manifests)), table, TOPOLOGY, at, layout)
-            for name in elastic.FOLDED:
-                shift = elastic.shift_of_mean(reader, name, TOPOLOGY.replicas, kept)
+            for name in FOLDED:
+                shift = shift_of_mean(reader, name, TOPOLOGY.replicas, kept)
                 saved = np.stack([flat(folder, replica, stage, name) for replica in range(3)])
                 folded = saved[:kept] + shift.numpy()
                 np.testing.assert_allclose(folded.mean(axis=0), saved.mean(axis=0), atol=1e-6)
@@ -478,7 +478,8 @@ class TestChangesOfTheConfig:
     def changes(edits: dict[str, dict[str, Any]]) -> list[str]:
         saved = RunConfig.from_dict(CONFIG).to_dict()
         now = {block: {**CONFIG.get(block, {}), **values} for block, values in edits.items()}
-        return compare.changes(saved, RunConfig.from_dict({**CONFIG, **now}).to_dict())
+        run = RunConfig.from_dict({**CONFIG, **now})
+        return checkpoint_settings(run, Topology()).changes(saved)
 
     def test_nothing_changed(self) -> None:
         assert self.changes({}) == []
@@ -540,12 +541,12 @@ class TestChangesOfTheConfig:
 
     def test_fields_that_are_newer_than_the_checkpoint_had_their_defaults(self) -> None:
         run = RunConfig.from_dict(CONFIG)
-        completed, saved = checkpoint_settings(run, Topology()).completed, run.to_dict()
+        now, saved = checkpoint_settings(run, Topology()), run.to_dict()
         del saved["model"]["z_loss_coeff"], saved["data"]["eod_mask_loss"]
-        assert compare.changes(completed(saved), run.to_dict()) == []
+        assert now.changes(saved) == []
         saved["model"]["gone"] = 1
         with pytest.raises(ValueError, match=r"model\.gone: 1 in the checkpoint, null now"):
-            compare.changes(completed(saved), run.to_dict())
+            now.changes(saved)
 
     def test_where_and_how_long_it_runs_is_not_worth_a_line(self) -> None:
         assert (

@@ -334,13 +334,13 @@ class TestEngine:
         assert callable(getattr(DeepSpeedZeroOptimizer, name))
 
     def test_zero_1_takes_the_norm_of_one_group_from_one_place(self) -> None:
-        """engine/build.py hands it all groups at once."""
+        """engine/gradients.py hands it all groups at once."""
         source = inspect.getsource(DeepSpeedZeroOptimizer.scaled_global_norm)
         assert "self.get_grad_norm_direct(self.averaged_gradients[i], self.params_in_partition[i])" in source
         assert "self.scaled_global_norm()" in inspect.getsource(DeepSpeedZeroOptimizer.step)
 
     def test_groups_without_parameters_are_left_out(self) -> None:
-        """engine/parameter_groups.py does so, too: the numbers of groups are those of DeepSpeed."""
+        """engine/layout.py does so, too: the numbers of groups are those of DeepSpeed."""
         assert 'if len(pg["params"]) != 0' in inspect.getsource(DeepSpeedEngine._configure_optimizer)
 
     @pytest.mark.parametrize("name", ["bf16_groups", "fp32_groups_flat_partition", "fp32_groups_gradients"])

@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_noloco.checkpoint import catalog, elastic
+from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.catalog import Manifest
 from megatron_noloco.checkpoint.ensemble import Ensemble
-from megatron_noloco.checkpoint.rank_reader import RankReader
 from megatron_noloco.checkpoint.reader import CheckpointReader
+from megatron_noloco.checkpoint.restore import RankReader, shift_of_mean
+from megatron_noloco.checkpoint.resume import counters_of
 from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import Parameter, table_of
@@ -148,7 +149,7 @@ def test_folding_into_another_layout_keeps_the_mean(layouts: tuple[Layout, Layou
         manifests = write(Path(folder), before)
         at = after.topology.position(after.topology.replica_size - 1)
         reader = reader_of(Path(folder), manifests, after, at)
-        shift = elastic.shift_of_mean(reader, catalog.WEIGHTS, 3, kept)
+        shift = shift_of_mean(reader, catalog.WEIGHTS, 3, kept)
         saved = [
             torch.cat(
                 [
@@ -190,9 +191,9 @@ def test_counters_of_another_layout_add_up() -> None:
         for rank in range(before.topology.world_size)
     ]
     after = Topology(3, tp=2)
-    found = [elastic.counters_of(manifests, after, after.position(rank)) for rank in range(after.world_size)]
+    found = [counters_of(manifests, after, after.position(rank)) for rank in range(after.world_size)]
     assert [sum(of["total/sent_bytes"] for of in found[r : r + 2]) for r in (0, 2, 4)] == [60.0, 220.0, 60.0]
     assert [of["total/pause_seconds"] for of in found] == [3.0, 3.0, 7.0, 7.0, 3.0, 3.0]
     assert {of["delay_steps"] for of in found} == {3.0}
     more = replace(before.topology, replicas=3)
-    assert elastic.counters_of(manifests, more, more.position(9)) == counters[1], "a clone of replica 0"
+    assert counters_of(manifests, more, more.position(9)) == counters[1], "a clone of replica 0"

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_noloco.engine.parameter_groups import parameter_groups
+from megatron_noloco.engine.layout import parameter_groups
 from megatron_noloco.model.families import FAMILIES, Parameter, table_of
 from tests.unit.test_families import SMALL
 

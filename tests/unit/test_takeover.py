@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.checkpoint import catalog
-from megatron_noloco.checkpoint.catalog import Manifest
-from megatron_noloco.checkpoint.files import DamagedCheckpointError
+from megatron_noloco.checkpoint.catalog import DamagedCheckpointError, Manifest
 from megatron_noloco.checkpoint.handover import accepted, newest_of_rank, receive
 from megatron_noloco.checkpoint.resume import Start
 from megatron_noloco.checkpoint.settings import CheckpointSettings

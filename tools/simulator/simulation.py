@@ -11,7 +11,7 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.data.datasets import Datasets, Needs, build_datasets
 from megatron_noloco.data.microbatches import Microbatch, ValidationSource, gather
 from megatron_noloco.data.tokenizer import build_tokenizer
-from megatron_noloco.engine.parameter_groups import Kind
+from megatron_noloco.engine.layout import Kind
 from megatron_noloco.engine.schedules import WeightDecay
 from megatron_noloco.model.families import Parameter, table_of
 from megatron_noloco.outer import Rounds, TorchWeights
