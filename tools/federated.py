@@ -3,10 +3,9 @@
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron_noloco.federation.counterparts import Deadline, Patience
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.rendezvous import SharedFolder
-from megatron_noloco.federation.transport import FederationTransport, Network
+from megatron_noloco.federation.transport import FederationTransport, Network, Patience
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES
 
@@ -24,7 +23,7 @@ def open_door(
 ) -> FederationTransport:
     """The door of a replica to the others, which give the same folder; see `wait_for_all`."""
     network = Network(SharedFolder(folder, _RUN), _RUN, listen, keys, chunk_bytes=chunk_bytes)
-    return FederationTransport(place, network, Patience(Deadline(DEADLINE_SECONDS, DEADLINE_SECONDS)))
+    return FederationTransport(place, network, Patience(DEADLINE_SECONDS, DEADLINE_SECONDS))
 
 
 def wait_for_all(transport: FederationTransport, replicas: int) -> None:

@@ -159,7 +159,7 @@ class Replica:
         """Until it has heard from all others which of them come to this round."""
         coming = {replica.transport.rank for replica in here}
         deadline = time.monotonic() + DEADLINE_SECONDS
-        for rank in self.transport.service.desk.peers:
+        for rank in self.transport.service.protocol.counterparts:
             while (self.transport.partners.standing(number, rank)[0] >= Standing.FREE) != (rank in coming):
                 if time.monotonic() > deadline:
                     raise SystemExit(f"rank {self.transport.rank} has not heard from rank {rank}")

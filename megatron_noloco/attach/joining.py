@@ -5,10 +5,9 @@ from dataclasses import asdict
 from typing import Any
 
 from megatron_noloco.attach.federation import Federation
-from megatron_noloco.federation.counterparts import Deadline, Patience
 from megatron_noloco.federation.frames import run_number
 from megatron_noloco.federation.keeping_up import KeepingUp, Pace, wait_for_others
-from megatron_noloco.federation.transport import FederationTransport, Network, join_federation
+from megatron_noloco.federation.transport import FederationTransport, Network, Patience, join_federation
 from megatron_noloco.job.join import reachable_address
 from megatron_noloco.outer import OuterSettings
 from megatron_noloco.plans.grouping import Grouping
@@ -41,8 +40,8 @@ def enter(federation: Federation, settings: OuterSettings, place: Place, run: in
         advertise=federation.advertise,
         host=reachable_address,
     )
-    deadline = Deadline(federation.shortest_deadline_seconds, settings.deadline_seconds)
-    patience = Patience(deadline, federation.rounds_behind * settings.fragments)
+    behind = federation.rounds_behind * settings.fragments
+    patience = Patience(federation.shortest_deadline_seconds, settings.deadline_seconds, behind)
     return join_federation(place, network, patience)
 
 

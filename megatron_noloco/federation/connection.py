@@ -1,4 +1,4 @@
-"""The way to one rank of another job: a ZeroMQ socket, what waits to be sent on it, and whether it is open."""
+"""A connection to one rank of another job: a ZeroMQ socket, and the frames that wait to be sent on it."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from megatron_noloco.federation.keys import Keys
 
-_SEND_QUEUE = 4  # messages that ZeroMQ holds for a link: few chunks, so that what is void stops soon
+_SEND_QUEUE = 4  # messages that ZeroMQ holds for a connection: few, so that cancelled chunks stop soon
 _AT_ONCE = 4  # chunks handed to ZeroMQ before other work has its turn
 _RECONNECT_MILLISECONDS = (100, 2000)
 _UNACKNOWLEDGED_MILLISECONDS = 10_000  # after which TCP gives a connection up
@@ -28,21 +28,21 @@ Chunks = Iterator[tuple[bytes, np.ndarray]]
 
 
 def why_no_handshake(event: int) -> str:
-    """What one of HANDSHAKE_FAILURES means.
+    """Say what one of HANDSHAKE_FAILURES means.
 
-    Where keys or encryption differ, the side that notices it first closes the connection, and that may be all that
-    the other one sees.
+    Where keys or encryption differ, the side that notices first closes the connection, and the other side may see
+    nothing else.
     """
     if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
         return f"{_CLOSED}; unless it has ended, or is no replica of this run, {_SAME_KEY}"
     return _SAME_KEY
 
 
-class Link:
-    """Used by one thread. `Again` of ZeroMQ never leaves it: what cannot be sent now waits for `flush`.
+class Connection:
+    """Sends frames to one rank. Used by one thread; never blocks: what cannot be sent now waits for `flush`.
 
     Args:
-        poller: says when `events` has something, and, while anything waits, when `flush` can send.
+        poller: is set to report events on `monitor`, and room on `socket` while frames wait.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Link:
         self.socket = context.socket(zmq.PUSH)
         self.socket.linger = 0
         self.socket.sndhwm = _SEND_QUEUE
-        self.socket.immediate = 1  # only a connection that stands takes messages
+        self.socket.immediate = 1  # only a connection that is established takes messages
         self.socket.reconnect_ivl, self.socket.reconnect_ivl_max = _RECONNECT_MILLISECONDS
         # Not ZeroMQ's own heartbeats: libzmq 4.3.5 aborts a process that was stopped for as long as their time-out
         # (zeromq/libzmq issues 3937, 4364, 4767). HELLO frames show that a rank is there.
@@ -64,17 +64,17 @@ class Link:
         poller.register(self.monitor, zmq.POLLIN)
         self.socket.connect(endpoint)
         self._hello = b""
-        self._control: deque[tuple[bytes, ...]] = deque()
+        self._control: deque[tuple[bytes | np.ndarray, ...]] = deque()
         self._chunks: deque[tuple[int, Chunks]] = deque()
         self._next: tuple[bytes, np.ndarray] | None = None
 
     def hello(self, frame: bytes) -> None:
-        """Send it, in the place of one that is not sent yet."""
+        """Send a HELLO; it replaces one that is not sent yet."""
         self._hello = frame
         self.flush()
 
-    def control(self, *parts: bytes) -> None:
-        """Send a frame and what small thing belongs to it, before all chunks."""
+    def control(self, *parts: bytes | np.ndarray) -> None:
+        """Send a small frame, before all chunks."""
         self._control.append(parts)
         self.flush()
 
@@ -84,7 +84,7 @@ class Link:
         self.flush()
 
     def flush(self) -> None:
-        """Send what can be sent now; `waiting` says whether something is left."""
+        """Send what can be sent now; `waiting` says whether anything is left."""
         self._poller.register(self.socket, zmq.POLLOUT)
         try:
             while self._control:
@@ -112,13 +112,13 @@ class Link:
         return True
 
     def drop(self, tickets: set[int]) -> None:
-        """Send no more of their chunks."""
+        """Send no more chunks of these tickets."""
         if self._chunks and self._chunks[0][0] in tickets:
             self._next = None
         self._chunks = deque(entry for entry in self._chunks if entry[0] not in tickets)
 
     def drop_all(self) -> None:
-        """After the connection was lost."""
+        """Send nothing of what waits: the connection was lost."""
         self._control.clear()
         self._chunks.clear()
         self._next, self._hello = None, b""
@@ -126,16 +126,17 @@ class Link:
 
     @property
     def waiting(self) -> bool:
-        """For room to send."""
+        """Whether frames wait for room to be sent."""
         return self.socket in self._poller
 
     def events(self) -> Iterator[int]:
-        """What has happened to the connection: it stands, is lost, or cannot be made because of the keys."""
+        """Yield what happened to the connection: it was established or lost, or the handshake failed."""
         with suppress(zmq.Again):
             while True:
                 yield parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))["event"]
 
     def close(self, linger_milliseconds: int = 0) -> None:
+        """Close the socket; frames that ZeroMQ holds are still sent for `linger_milliseconds`."""
         self._poller.register(self.socket, 0)
         self._poller.unregister(self.monitor)
         self.socket.disable_monitor()

@@ -1,29 +1,31 @@
-"""What travels between two ranks of a federation: a header of fixed size; after DATA, HERE and OFFER, bytes.
+"""The frames that two ranks of a federation send each other, and messages cut into frames.
 
-| kind | from whom | means | number | offset | length |
+A frame is a header of fixed size. Bytes follow the header of a DATA, ADDRESSES or OFFER frame.
+
+| kind | sender | meaning | number | offset | length |
 |---|---|---|---|---|---|
-| HELLO | every rank, twice a second | this rank is there | exchange begun last | exchange it is open from | 0 |
-| WANT | who receives | a receive is posted under `tag` | its ticket | 0 | bytes of it |
-| DATA | who sends | a chunk for a ticket | the ticket | of its first byte | bytes of the chunk |
-| DONE | who receives | all of a ticket has arrived | the ticket | 0 | 0 |
-| HERE | every rank | the addresses it knows, see `directory` | 1: it asks for ours | 0 | bytes of them |
-| ASK | who has no state | it would take over one, under `tag` | 0 | 0 | 0 |
-| OFFER | who was asked | what it can give under `tag`, see `handover` | 0 | 0 | bytes of the description |
+| HELLO | every rank, twice a second | the sender runs | its latest exchange | first exchange that is open | 0 |
+| WANT | receiver of a message | a receive is posted under `tag` | its ticket | 0 | bytes of the message |
+| DATA | sender of a message | one chunk | the ticket | of the first byte | bytes of the chunk |
+| DONE | receiver of a message | the message has arrived | the ticket | 0 | 0 |
+| ADDRESSES | every rank | addresses it knows, see `rendezvous` | 1: asks for ours | 0 | bytes that follow |
+| ASK | rank that starts | asks for an OFFER under `tag` | 0 | 0 | 0 |
+| OFFER | rank that was asked | state it can send under `tag`, see `handover` | 0 | 0 | bytes that follow |
 
-A HELLO says from which exchange on its sender may meet the receiver; what is under way between the two for earlier
-ones is void. So it is also the answer to a WANT for an exchange in which the sender meets another rank. Numbers of
-exchanges are sent plus 1 where they can be -1. A ticket is a number that a process gives to one
-of its receives, and never again. `to_epoch` is the epoch of the process that gave it, so that what was meant for a
-process that has ended never reaches the next one.
+`offset` of a HELLO is the first exchange in which its sender may exchange with its receiver. Whatever is under
+way between the two for earlier exchanges is void. So a HELLO also answers a WANT for an exchange in which the
+sender has another partner. Numbers of exchanges are sent plus 1 where they can be -1. A ticket is a number that a
+process gives to one of its receives and never uses again. `to_epoch` is the epoch of the process that gave the
+ticket, so a frame for a process that has ended never reaches the next one.
 
-Nothing received is unpickled or evaluated. `read` checks every field before anything else looks at one.
+Nothing received is unpickled or evaluated. `read` checks every field before any other code looks at one.
 """
 
 import hashlib
 import json
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple
@@ -31,45 +33,48 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from megatron_noloco.transport.chunks import Chunk, Landing, cut
+from megatron_noloco.transport.protocol import Message
+
 _HEADER = struct.Struct("!4sBBBxIQQQQQQQI")
 _MAGIC, _VERSION = b"nlco", 3
 SIZE = _HEADER.size + 4  # the last four bytes are a checksum of those before
 LARGEST = 2**63 - 1
-HANDOVER_TAG = 2**62  # and above: of handovers, which no exchange makes void
-_COLUMNS = 512  # 64-bit words; with fewer, numpy spends more than memory takes
+HANDOVER_TAG = 2**62  # the first tag of handovers, which no exchange makes void
+_COLUMNS = 512  # 64-bit words; with fewer, numpy takes longer than reading the memory
 
-# The order is a part of the format.
+# The order is part of the format.
 _DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
            torch.float32, torch.float64, torch.bool)  # fmt: skip
 DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
 
 class Kind(IntEnum):
-    """Of a frame."""
+    """What a frame means; see above. The values are part of the format."""
 
     HELLO = 0
     WANT = 1
     DATA = 2
     DONE = 3
-    HERE = 4
+    ADDRESSES = 4
     ASK = 5
     OFFER = 6
 
 
 class Frame(NamedTuple):
-    """A header. All numbers are at least 0 and at most LARGEST."""
+    """A header. All numbers are from 0 to LARGEST."""
 
     kind: Kind
     run: int  # see `run_number`
     sender: int  # its rank
     epoch: int  # of the sender's process
-    to_epoch: int = 0  # of the receiver's process; 0 with HELLO, WANT, HERE and ASK
+    to_epoch: int = 0  # of the receiver's process; 0 in HELLO, WANT, ADDRESSES and ASK
     tag: int = 0
     number: int = 0
     offset: int = 0
     length: int = 0
-    dtype: int = 0  # with WANT and DATA
-    checksum: int = 0  # of the chunk, addresses or description
+    dtype: int = 0  # in WANT and DATA
+    checksum: int = 0  # of the bytes that follow
 
     def pack(self) -> bytes:
         numbers = self.epoch, self.to_epoch, self.tag, self.number, self.offset, self.length
@@ -77,16 +82,20 @@ class Frame(NamedTuple):
         head = _HEADER.pack(*start, *numbers, self.checksum)
         return head + zlib.crc32(head).to_bytes(4, "big")
 
+    def announces(self, data: np.ndarray) -> bool:
+        """Whether `data` has the length and the checksum of this header."""
+        return self.length == len(data) and self.checksum == checksum_of(data)
+
 
 @dataclass(frozen=True)
 class Member:
-    """This process, as the others know it.
+    """This process as other ranks know it.
 
     Attributes:
-        rank: unique in the federation.
-        run: a number of the run: jobs of another run, or another model, have another one.
+        rank: its number in the federation.
+        run: the number of its run; jobs of another run, or of another model, have another number.
         epoch: of the process; a later process of the same rank has a larger one.
-        ranks: of the federation, in all slots.
+        ranks: number of ranks in all slots.
     """
 
     rank: int
@@ -95,18 +104,23 @@ class Member:
     ranks: int
 
     def frame(self, kind: Kind, **fields: int) -> Frame:
-        """One of its own."""
+        """Return a frame from this process."""
         return Frame(kind, self.run, self.rank, self.epoch, **fields)
+
+    def frame_with(self, data: np.ndarray, kind: Kind, **fields: int) -> tuple[bytes, np.ndarray]:
+        """Return the packed header of a frame from this process, and the data that follow it."""
+        frame = self.frame(kind, length=len(data), checksum=checksum_of(data), **fields)
+        return frame.pack(), data
 
 
 def run_number(alike: Mapping[str, Any]) -> int:
-    """Of what all jobs of a run must have alike, as JSON has it."""
+    """Hash the settings that all jobs of a run must share, as JSON has them."""
     digest = hashlib.sha256(json.dumps(alike, sort_keys=True).encode()).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
 def read(header: bytes) -> Frame | None:
-    """The frame of a header; None for anything that is none."""
+    """Parse a header; returns None for anything that is not a valid one."""
     if len(header) != SIZE or zlib.crc32(header[:-4]) != int.from_bytes(header[-4:], "big"):
         return None
     magic, version, kind, dtype, sender, run, *numbers, checksum = _HEADER.unpack(header[:-4])
@@ -119,11 +133,86 @@ def read(header: bytes) -> Frame | None:
 
 
 def checksum_of(data: np.ndarray) -> int:
-    """Of a chunk, uint8, contiguous: CRC-32 of the sums of its 64-bit words in 512 columns, and of the rest.
+    """Return the CRC-32 of the sums of the 64-bit words in 512 columns, and of the rest.
 
-    At a tenth of the time of a CRC-32 of the whole it notices each changed word and each burst, but not whole
-    rows of 4096 bytes that change places, which no damage on the way does.
+    It notices each changed word and each burst of errors in a tenth of the time of a CRC-32 of the whole. It does
+    not notice whole rows of 4096 bytes that change places, which transmission errors do not do.
+
+    Args:
+        data: uint8, contiguous.
     """
     whole = len(data) - len(data) % (8 * _COLUMNS)
     sums = data[:whole].view(np.uint64).reshape(-1, _COLUMNS).sum(axis=0, dtype=np.uint64)
     return zlib.crc32(data[whole:].data, zlib.crc32(sums.data, len(data) & 0xFFFFFFFF))
+
+
+@dataclass
+class Send:
+    """A message to a counterpart.
+
+    Attributes:
+        length: bytes.
+        dtype: its code.
+        chunks: returns the pieces, uint8, in order; if they end early, the receiver waits until its deadline.
+        report: is called once: with None when all has arrived, or with the reason why it never will.
+    """
+
+    tag: int
+    length: int
+    dtype: int
+    chunks: Callable[[], Iterator[np.ndarray]]
+    report: Callable[[ConnectionError | None], None]
+
+    @classmethod
+    def of(
+        cls, tag: int, message: Message, chunk_bytes: int, report: Callable[[ConnectionError | None], None]
+    ) -> "Send":
+        """Make one of numbers in memory."""
+
+        def chunks() -> Iterator[np.ndarray]:
+            return (chunk.data.numpy() for chunk in cut([message], chunk_bytes))
+
+        return cls(tag, message.buffer.nbytes, DTYPE_CODES[message.buffer.dtype], chunks, report)
+
+    def frames(self, want: Frame, member: Member) -> Iterator[tuple[bytes, np.ndarray]]:
+        """Yield header and bytes of each chunk."""
+        fields = {"to_epoch": want.epoch, "tag": self.tag, "number": want.number, "dtype": self.dtype}
+        offset = 0
+        for data in self.chunks():
+            yield member.frame_with(data, Kind.DATA, offset=offset, **fields)
+            offset += len(data)
+
+
+@dataclass
+class Receive:
+    """A message from a counterpart, of which the first `arrived` chunks are there. Chunks come in order."""
+
+    rank: int
+    tag: int
+    message: Message
+    chunks: list[Chunk]
+    landing: Landing
+    arrived: int = 0
+    bytes_arrived: int = 0
+
+    @property
+    def dtype(self) -> int:
+        return DTYPE_CODES[self.message.buffer.dtype]
+
+    def take(self, frame: Frame, data: np.ndarray) -> bool:
+        """Copy the next chunk to its place; returns False, and changes nothing, if it is not that chunk."""
+        chunk = self.chunks[self.arrived]
+        place = chunk.data.numpy()
+        expected = self.rank, self.tag, self.dtype, self.bytes_arrived, len(place)
+        found = frame.sender, frame.tag, frame.dtype, frame.offset, frame.length
+        if found != expected or not frame.announces(data):
+            return False
+        np.copyto(place, data)
+        self.arrived += 1
+        self.bytes_arrived += len(place)
+        self.landing.report(chunk.arrival)
+        return True
+
+    @property
+    def complete(self) -> bool:
+        return self.arrived == len(self.chunks)

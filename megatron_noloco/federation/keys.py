@@ -1,6 +1,6 @@
-"""The key of a federation: who has it is a member.
+"""The key of a federation: all its members have the same one.
 
-One pair of Curve25519 keys for all jobs of a run. ZeroMQ's CURVE (http://curvezmq.org) then authenticates both
+One pair of Curve25519 keys serves all jobs of a run. ZeroMQ's CURVE (http://curvezmq.org) then authenticates both
 ends of each connection and encrypts what passes, with new keys for each connection.
 """
 
@@ -18,14 +18,14 @@ _DOMAIN = "megatron_noloco"
 
 @dataclass(frozen=True)
 class Keys:
-    """In Z85, 40 characters each."""
+    """A pair of keys, in Z85, 40 characters each."""
 
     public: bytes
     secret: bytes
 
     @classmethod
     def make(cls, path: Path) -> "Keys":
-        """New ones, written to a file that only its owner can read.
+        """Draw new keys and write them to a file that only its owner can read.
 
         Raises FileExistsError where there is a file: a key in use is not overwritten.
         """
@@ -37,7 +37,7 @@ class Keys:
 
     @classmethod
     def read(cls, path: Path) -> "Keys":
-        """Raises ValueError, with one clear line, for a file that is missing or holds no key."""
+        """Read keys; raises ValueError, with one clear line, for a file that is missing or holds no key."""
         try:
             raw = json.loads(path.read_text())
             keys = cls(raw["public"].encode(), raw["secret"].encode())
@@ -52,20 +52,20 @@ class Keys:
         )
 
     def listening(self, socket: "zmq.Socket[Any]") -> None:
-        """Make a socket, before it is bound, one that only members reach; see `admits`."""
+        """Restrict a socket, before it is bound, to members; `answer` decides who is one."""
         socket.curve_server = True
         socket.zap_domain = _DOMAIN.encode()
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
 
     def connecting(self, socket: "zmq.Socket[Any]") -> None:
-        """Make a socket, before it connects, one that reaches members only."""
+        """Restrict a socket, before it connects, to members."""
         socket.curve_serverkey = socket.curve_publickey = self.public
         socket.curve_secretkey = self.secret
 
     def answer(self, request: list[bytes]) -> list[bytes]:
-        """ZeroMQ's question whether a key may come in (ZAP, RFC 27), answered."""
+        """Answer ZeroMQ's question whether a key is admitted (ZAP, RFC 27)."""
         version, identifier, domain, _, _, mechanism, *credentials = request
         own = z85.decode(self.public)
-        welcome = (domain, mechanism, credentials) == (_DOMAIN.encode(), b"CURVE", [own])
-        status = (b"200", b"OK") if welcome else (b"400", b"not a member")
+        is_member = (domain, mechanism, credentials) == (_DOMAIN.encode(), b"CURVE", [own])
+        status = (b"200", b"OK") if is_member else (b"400", b"not a member")
         return [version, identifier, *status, b"", b""]

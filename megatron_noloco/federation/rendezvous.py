@@ -1,26 +1,141 @@
-"""How a rank comes to know the first others: a folder that all can write, or the addresses of some members.
+"""Who is there: the addresses of all ranks, how ranks tell each other, and how a rank finds the first one.
 
-From one that it knows it learns of all the others (`directory`). Neither coordinates anything, and what is lost is
-told again by its owner.
+Every rank keeps a directory of all ranks. Two ranks that connect send each other theirs, so a new rank learns all
+addresses from any one rank, and its own reaches all. Any entry may be lost: each rank announces its own address
+again to every rank that it connects to. A rank that knows nobody yet looks in a folder that all can write, or asks
+the addresses in its config.
 """
 
 import json
+import re
 import socket
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Protocol
 
-from megatron_noloco.federation.directory import Address, is_endpoint
+import numpy as np
+
+from megatron_noloco.federation.frames import LARGEST, Frame, Kind, Member
 from megatron_noloco.files import write_text
 
+_ENTRY = struct.Struct("!IQB")  # rank, epoch, length of the endpoint that follows
+_LONGEST_ENDPOINT = 255  # bytes
+_ENDPOINT = re.compile(r"tcp://[A-Za-z0-9_.-]+:([0-9]{1,5})")
 _FOLDER, _SEEDS = "file://", "tcp://"
-_SELDOM = 10  # looks, of which one asks the seeds though others are there: two halves find each other again
+_SELDOM = (
+    10  # one look in ten asks the seeds although others are there, so that two halves find each other again
+)
 
 
-class Door(Protocol):
-    """What a rendezvous needs of a `Service`."""
+@dataclass(frozen=True)
+class Address:
+    """Where a rank is reached; a later process of the rank has a larger epoch."""
+
+    endpoint: str
+    epoch: int
+
+
+def is_endpoint(text: str) -> bool:
+    """Whether the text is "tcp://HOST:PORT", as ZeroMQ connects to it."""
+    match = _ENDPOINT.fullmatch(text)
+    return match is not None and 0 < int(match[1]) < 2**16 and len(text) <= _LONGEST_ENDPOINT
+
+
+def listen_at(endpoint: str, rank: int) -> str:
+    """Return where a rank of a replica (from 0) listens if the first listens at `endpoint`: as many ports on."""
+    host, _, port = endpoint.rpartition(":")
+    return f"{host}:{int(port) + rank}" if port.isdecimal() and int(port) else endpoint
+
+
+def reachable(endpoint: str, host: Callable[[], str]) -> str:
+    """Return an endpoint that others can use: the address of this host replaces "all interfaces"."""
+    for everywhere in ("tcp://0.0.0.0:", "tcp://*:", "tcp://[::]:"):
+        if endpoint.startswith(everywhere):
+            return f"tcp://{host()}:{endpoint.removeprefix(everywhere)}"
+    return endpoint
+
+
+class Directory:
+    """The addresses of all ranks, as far as this rank knows them. Used by one thread.
+
+    Attributes:
+        addresses: by rank.
+        version: grows with each change.
+        asked: ranks that have asked for the addresses and wait for an answer.
+    """
+
+    def __init__(self, member: Member) -> None:
+        self.addresses: dict[int, Address] = {}
+        self.version = 0
+        self.asked: set[int] = set()
+        self._member = member
+
+    def merge(self, addresses: Mapping[int, Address]) -> None:
+        """Keep the address with the largest epoch of each rank; invalid addresses are left out."""
+        for rank, address in addresses.items():
+            known = self.addresses.get(rank)
+            if self._is_valid(rank, address) and (known is None or known.epoch < address.epoch):
+                self.addresses[rank] = address
+                self.version += 1
+
+    def frame(self, asks: bool = False) -> tuple[bytes, np.ndarray]:
+        """Return header and content of the frame that sends all addresses, and may ask for the receiver's."""
+        data = np.frombuffer(self.pack(), np.uint8)
+        return self._member.frame_with(data, Kind.ADDRESSES, number=asks)
+
+    def take(self, frame: Frame, data: np.ndarray) -> str:
+        """Merge the addresses that another rank has sent; returns why they are dropped, or an empty string."""
+        if frame.sender == self._member.rank:  # it asked all addresses in the config, its own among them
+            return ""
+        if not frame.announces(data):
+            return "wrong chunk"
+        addresses = self.unpack(data.tobytes())
+        if addresses is None:
+            return "no addresses"
+        self.merge(addresses)
+        if frame.number:
+            self.asked.add(frame.sender)
+        return ""
+
+    def pack(self) -> bytes:
+        """Return all addresses as bytes, in the order of ranks."""
+        entries = []
+        for rank, address in sorted(self.addresses.items()):
+            endpoint = address.endpoint.encode()
+            entries.append(_ENTRY.pack(rank, address.epoch, len(endpoint)) + endpoint)
+        return b"".join(entries)
+
+    def unpack(self, data: bytes) -> dict[int, Address] | None:
+        """Read what another rank has packed; returns None for anything else."""
+        found: dict[int, Address] = {}
+        start, last = 0, -1
+        while start < len(data):
+            stop = start + _ENTRY.size
+            if stop > len(data):
+                return None
+            rank, epoch, length = _ENTRY.unpack(data[start:stop])
+            start = stop + length
+            address = Address(data[stop:start].decode("ascii", "replace"), epoch)
+            if start > len(data) or rank <= last or not self._is_valid(rank, address):
+                return None
+            found[rank], last = address, rank
+        return found
+
+    @property
+    def longest(self) -> int:
+        """The largest number of bytes that `pack` can return."""
+        return self._member.ranks * (_ENTRY.size + _LONGEST_ENDPOINT)
+
+    def _is_valid(self, rank: int, address: Address) -> bool:
+        known_rank = 0 <= rank < self._member.ranks
+        return known_rank and 0 < address.epoch <= LARGEST and is_endpoint(address.endpoint)
+
+
+class AddressBook(Protocol):
+    """What a rendezvous does with what it finds; see `Service`."""
 
     def learn(self, addresses: Mapping[int, Address]) -> None: ...
 
@@ -28,7 +143,7 @@ class Door(Protocol):
 
 
 class Rendezvous(Protocol):
-    """See `rendezvous_of`.
+    """Finds the first other ranks; see `rendezvous_of`.
 
     Attributes:
         listen: where ranks listen by default; see `Network`.
@@ -38,19 +153,19 @@ class Rendezvous(Protocol):
     def listen(self) -> str: ...
 
     def publish(self, rank: int, address: Address) -> None:
-        """Tell where this rank is. Raises OSError."""
+        """Make the address of this rank known. Raises OSError."""
         ...
 
-    def look(self, door: Door, alone: bool) -> None:
-        """Find out where others are; `alone`: none is there yet. Called again and again. Raises OSError."""
+    def look(self, book: AddressBook, alone: bool) -> None:
+        """Look for others. Called again and again; `alone`: none is there yet. Raises OSError."""
         ...
 
 
 @dataclass(frozen=True)
 class SharedFolder:
-    """A file for each rank, named after it and its run: those of other runs are not seen.
+    """A folder with a file for each rank, named after the rank and its run; files of other runs are ignored.
 
-    A rank of another process replaces that of the one before.
+    A later process of a rank replaces its file.
     """
 
     folder: Path
@@ -66,8 +181,8 @@ class SharedFolder:
             reason = f"cannot write in {self.folder}: {error.strerror}"
             raise OSError(f"federation.rendezvous: {reason}") from None
 
-    def look(self, door: Door, alone: bool) -> None:
-        """What is no such file is left out."""
+    def look(self, book: AddressBook, alone: bool) -> None:
+        """Read the files of all ranks; files with other content are ignored."""
         found = {}
         for path in sorted(self.folder.glob(f"rank_*{self._ending}")):
             try:
@@ -76,7 +191,7 @@ class SharedFolder:
                 found[int(path.name.removeprefix("rank_").removesuffix(self._ending))] = address
             except (ValueError, KeyError, TypeError):
                 continue
-        door.learn(found)
+        book.learn(found)
 
     @property
     def _ending(self) -> str:
@@ -84,7 +199,7 @@ class SharedFolder:
 
 
 class Seeds:
-    """Addresses of any ranks of any members, of which one that answers is enough; one's own may be among them."""
+    """Addresses of ranks of any replicas. One that answers is enough; this rank's own may be among them."""
 
     def __init__(self, places: list[tuple[str, int]]) -> None:
         self._places = places
@@ -92,7 +207,7 @@ class Seeds:
 
     @classmethod
     def of(cls, text: str) -> "Seeds":
-        """From "host:port,host:port"; raises ValueError."""
+        """Parse "host:port,host:port"; raises ValueError."""
         places = []
         for entry in text.split(","):
             host, _, port = entry.strip().rpartition(":")
@@ -103,7 +218,7 @@ class Seeds:
 
     @property
     def listen(self) -> str:
-        """At the port that all seeds have. Raises ValueError where they have several."""
+        """The port that all seeds have, on all interfaces. Raises ValueError if their ports differ."""
         ports = sorted({port for _, port in self._places})
         if len(ports) > 1:
             raise ValueError(
@@ -113,16 +228,16 @@ class Seeds:
         return f"tcp://*:{ports[0]}"
 
     def publish(self, rank: int, address: Address) -> None:
-        """Whoever is asked is told."""
+        """Do nothing: `look` sends the address to those that it asks."""
 
-    def look(self, door: Door, alone: bool) -> None:
-        """Names are looked up here: in ZeroMQ's own thread that would hold up all messages."""
+    def look(self, book: AddressBook, alone: bool) -> None:
+        """Ask the seeds. Host names are resolved here: in ZeroMQ's own thread that would block all messages."""
         if not alone and next(self._looks) % _SELDOM:
             return
         unknown = []
         for host, port in self._places:
             try:
-                door.ask(f"tcp://{socket.gethostbyname(host)}:{port}")
+                book.ask(f"tcp://{socket.gethostbyname(host)}:{port}")
             except OSError as error:  # another one may do
                 unknown.append(f"{host}: {error.strerror}")
         if unknown:
@@ -130,9 +245,9 @@ class Seeds:
 
 
 def rendezvous_of(text: str, run: int) -> Rendezvous:
-    """From the config: "file:///a/folder" (or "file://from/here") or "tcp://host:port,host:port".
+    """Make one from the config: "file:///a/folder" (or "file://from/here") or "tcp://host:port,host:port".
 
-    Raises ValueError for anything else.
+    Raises ValueError for any other text.
     """
     if text.startswith(_FOLDER) and text != _FOLDER:
         return SharedFolder(Path(text.removeprefix(_FOLDER)), run)
@@ -142,17 +257,3 @@ def rendezvous_of(text: str, run: int) -> Rendezvous:
         f'federation.rendezvous: "{text}" is neither "file://FOLDER", a folder that all replicas can write, nor '
         '"tcp://HOST:PORT,...", addresses of one or more replicas'
     )
-
-
-def listen_at(endpoint: str, rank: int) -> str:
-    """Where a rank of a replica (from 0) listens when the first listens at `endpoint`: as many ports further."""
-    host, _, port = endpoint.rpartition(":")
-    return f"{host}:{int(port) + rank}" if port.isdecimal() and int(port) else endpoint
-
-
-def reachable(endpoint: str, host: Callable[[], str]) -> str:
-    """An endpoint as others can use it: one that listens everywhere gets the address of this host."""
-    for everywhere in ("tcp://0.0.0.0:", "tcp://*:", "tcp://[::]:"):
-        if endpoint.startswith(everywhere):
-            return f"tcp://{host()}:{endpoint.removeprefix(everywhere)}"
-    return endpoint

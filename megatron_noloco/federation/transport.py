@@ -1,52 +1,61 @@
-"""Messages between ranks of separate jobs."""
+"""Messages between ranks of separate jobs, with whom a rank can exchange, and how long it waits."""
 
 import atexit
 import socket
+import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
-from megatron_noloco.federation.counterparts import Agree, Counterparts, Patience, agreement_of_replica
-from megatron_noloco.federation.directory import Address, is_endpoint
-from megatron_noloco.federation.frames import DTYPE_CODES, Member
+from megatron_noloco.federation.commit import Standing
+from megatron_noloco.federation.frames import DTYPE_CODES, LARGEST, Member, Receive, Send
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.peer import Receive, Send
-from megatron_noloco.federation.rendezvous import Rendezvous, listen_at, reachable, rendezvous_of
-from megatron_noloco.federation.service import Service
+from megatron_noloco.federation.protocol import Counterpart
+from megatron_noloco.federation.rendezvous import (
+    Address,
+    Rendezvous,
+    is_endpoint,
+    listen_at,
+    reachable,
+    rendezvous_of,
+)
+from megatron_noloco.federation.service import HELLO_SECONDS, Service
 from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.transport.chunks import (
-    DEFAULT_CHUNK_BYTES,
-    Chunk,
-    Landing,
-    LandingFlight,
-    check_messages,
-    cut,
-)
+from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES, Landing, LandingFlight, check_messages, cut
 from megatron_noloco.transport.protocol import Arrival, Message
 
+Agree = Callable[[Sequence[int]], list[int]]
+"""agree(votes): the smallest vote of all ranks of a replica, place by place; see `Partners.agree`."""
+
+_SILENCE_SECONDS = 20 * HELLO_SECONDS  # after which a rank counts as absent
+_REMEMBERED = 32  # exchanges
+_FEWEST = 4  # of them, to have a median
+_DEVIATIONS = 8  # median absolute deviations beyond the median; a normal distribution's 5 sigma
 _LOOK_SECONDS = 1.0  # between two looks for addresses
 
 
 @dataclass(frozen=True)
 class Network:
-    """How a rank reaches the others.
+    """How a rank reaches the others, and they it.
 
     Attributes:
-        run: a number of the run; see `desk.Member`.
-        listen: where the first rank of a replica listens, the others at the ports that follow; 0: at any.
+        run: the number of the run; see `Member`.
+        listen: where the first rank of a replica listens, its other ranks at the ports that follow; port 0: any.
         keys: None: nothing is authenticated or encrypted.
-        host: gives the address of this host, where it listens at all of them.
-        advertise: where the others reach the first rank of a replica, its others at the ports that follow; None:
-            where it listens.
+        host: returns the address of this host; needed where ranks listen on all interfaces.
+        advertise: where the others reach the first rank of a replica, its other ranks at the ports that follow;
+            None: where it listens.
         chunk_bytes: the same on all ranks.
 
-    Raises ValueError for an address to advertise that cannot be one.
+    Raises ValueError for an address to advertise that is not one, or leads to no known port.
     """
 
     rendezvous: Rendezvous
@@ -68,9 +77,9 @@ class Network:
         advertise: str | None,
         host: Callable[[], str],
     ) -> "Network":
-        """As a user says it; `listen` None: where the rendezvous has its ranks listen.
+        """Make one from a user's settings; `listen` None: the default of the rendezvous.
 
-        Raises ValueError, with one clear line, for a rendezvous or a key file that is none.
+        Raises ValueError, with one clear line, for a rendezvous or a key file that is not valid.
         """
         found = rendezvous_of(rendezvous, run)
         keys = None if key_file is None else Keys.read(Path(key_file))
@@ -88,23 +97,102 @@ class Network:
             )
 
 
-class FederationTransport:
-    """One rank's connections to its counterparts in other jobs.
+@dataclass(frozen=True)
+class Patience:
+    """How late a partner may be.
 
-    A rank has a number in the federation: slot * ranks of a replica + its rank in its job. It exchanges with the
-    ranks at the same place in other slots only. A counterpart that is lost, or was never there, fails the flights
-    that need it, with a ConnectionError, and nothing else. A send is over when the other side has confirmed that
-    it has all of it.
+    Attributes:
+        shortest_seconds, longest_seconds: bounds of the deadline; the longest counts where they contradict.
+        behind: a counterpart that is more exchanges behind than this is not waited for.
+    """
+
+    shortest_seconds: float
+    longest_seconds: float
+    behind: int = 3
+
+    def deadline_seconds(self, waits: Sequence[float]) -> float:
+        """Return the median of past waits plus 8 median absolute deviations; with fewer than 4, the longest."""
+        if len(waits) < _FEWEST:
+            return self.longest_seconds
+        median = statistics.median(waits)
+        deviation = statistics.median(abs(wait - median) for wait in waits)
+        return min(self.longest_seconds, max(self.shortest_seconds, median + _DEVIATIONS * deviation))
+
+
+class FederationPartners:
+    """`commit.Partners` of a rank in a federation.
+
+    A counterpart cannot be a partner when it is not connected, is avoided, has ended the exchange or has another
+    partner in it, or is too many exchanges behind.
+    """
+
+    def __init__(self, service: Service, patience: Patience, agree: Agree | None = None) -> None:
+        self._service = service
+        self._protocol = service.protocol
+        self._patience = patience
+        self._agree = agree
+        self._waits: deque[float] = deque(maxlen=_REMEMBERED)
+        self._avoided: dict[int, tuple[int, int, str]] = {}  # epoch of its process, until which exchange, why
+
+    @property
+    def deadline_seconds(self) -> float:
+        return self._patience.deadline_seconds(self._waits)
+
+    def record(self, seconds: float) -> None:
+        self._waits.append(seconds)
+
+    def standing(self, number: int, rank: int) -> tuple[Standing, str]:
+        counterpart = self._protocol.counterparts[rank]
+        reason = self._why_away(counterpart, number)
+        if reason:
+            return Standing.AWAY, reason
+        if counterpart.open_from > number:
+            return Standing.BUSY, "is ahead" if counterpart.begun > number else "is not free"
+        waits = counterpart.begun >= number and counterpart.open_from == number
+        return (Standing.WAITING if waits else Standing.FREE), ""
+
+    def _why_away(self, counterpart: Counterpart, number: int) -> str:
+        if not counterpart.connected or time.monotonic() - counterpart.heard > _SILENCE_SECONDS:
+            return "is not there"
+        epoch, until, why = self._avoided.get(counterpart.rank, (-1, 0, ""))
+        if epoch == counterpart.epoch and counterpart.begun < until:
+            return why
+        return "is behind" if number - counterpart.begun > self._patience.behind else ""
+
+    def avoid(self, rank: int, exchanges: int, why: str) -> None:
+        counterpart = self._protocol.counterparts[rank]
+        self._avoided[rank] = counterpart.epoch, counterpart.begun + exchanges, why
+
+    def begin(self, number: int, rank: int | None) -> None:
+        self._service.do(self._protocol.begin, number, rank)
+
+    def end(self, number: int) -> None:
+        self._service.do(self._protocol.end, number)
+
+    def leave_out(self, number: int) -> None:
+        """Tell the others that this rank skips the exchanges up to this one; those under way go on."""
+        self._service.do(self._protocol.leave_out, number)
+
+    def agree(self, votes: Sequence[int]) -> list[int]:
+        return list(votes) if self._agree is None else self._agree(votes)
+
+
+class FederationTransport:
+    """Sends messages between a rank and its counterparts in other jobs.
+
+    The number of a rank in the federation is slot * ranks of a replica + its rank in its job. It exchanges only
+    with the ranks at the same place in other slots. Messages to or from a counterpart that is lost, or not there,
+    fail with a ConnectionError; others go on. A send ends when the receiver has confirmed all of it.
+
+    Args:
+        place: of this rank; its replica is the slot.
+        agree: None for a replica of one rank.
 
     Attributes:
         address: where the others reach it.
         chunk_bytes: of the longest chunk.
 
-    Args:
-        place: of this rank; its replica is the slot.
-        patience, agree: see `Counterparts`.
-
-    Raises ValueError when it cannot listen, OSError when its address cannot be made known.
+    Raises ValueError when it cannot listen, OSError when its address cannot be published.
     """
 
     name = "federation"
@@ -113,11 +201,7 @@ class FederationTransport:
     progress = "threads of the federation's transport"
 
     def __init__(
-        self,
-        place: Place,
-        network: Network,
-        patience: Patience,
-        agree: Agree | None = None,
+        self, place: Place, network: Network, patience: Patience, agree: Agree | None = None
     ) -> None:
         self.rank = place.rank
         self.world_size = place.replicas * place.ranks_per_replica
@@ -127,7 +211,8 @@ class FederationTransport:
         member = Member(self.rank, network.run, time.time_ns(), self.world_size)
         listen = listen_at(network.listen, self.rank % place.ranks_per_replica)
         self.service = Service(member, self._others, listen, network.chunk_bytes, network.keys)
-        self.partners = Counterparts(self.service, patience, agree)
+        self._protocol = self.service.protocol
+        self.partners = FederationPartners(self.service, patience, agree)
         endpoint = reachable(self.service.endpoint, network.host)
         if network.advertise is not None:
             endpoint = listen_at(network.advertise, self.rank % place.ranks_per_replica)
@@ -141,37 +226,31 @@ class FederationTransport:
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> LandingFlight:
         check_messages([*sends, *receives], self.rank, self.world_size)
-        unknown = {message.rank for message in [*sends, *receives]} - set(self._others)
-        if unknown:
-            raise ValueError(f"rank {self.rank} is no counterpart of rank {min(unknown)}")
-        for message in [*sends, *receives]:
+        for message in (*sends, *receives):
+            if message.rank not in self._others:
+                raise ValueError(f"rank {self.rank} is no counterpart of rank {message.rank}")
             if message.buffer.dtype not in DTYPE_CODES:
                 raise ValueError(f"{message.buffer.dtype} cannot be sent; the types are {list(DTYPE_CODES)}")
-        wanted = cut(receives, self.chunk_bytes)
-        whole = [
-            Chunk(Arrival(index, 0, message.buffer.numel()), message.rank, message.buffer)
-            for index, message in enumerate(sends)
-        ]
-        received, sent = Landing(wanted, tag), Landing(whole, tag)
+        pieces, whole = cut(receives, self.chunk_bytes), cut(sends, LARGEST)
+        received, sent = Landing(pieces, tag), Landing(whole, tag)
         for index, message in enumerate(receives):
-            chunks = [chunk for chunk in wanted if chunk.arrival.message == index]
-            receive = Receive(message.rank, tag, message, chunks, received)
-            self.service.do(partial(self.service.desk.receive, receive))
-        for message, entire in zip(sends, whole, strict=True):
-            send = Send.of(tag, message, self.chunk_bytes, sent, entire.arrival)
-            self.service.do(partial(self.service.desk.send, message.rank, send))
+            chunks = [chunk for chunk in pieces if chunk.arrival.message == index]
+            self.service.do(self._protocol.receive, Receive(message.rank, tag, message, chunks, received))
+        for message, (arrival, *_) in zip(sends, whole, strict=True):
+            send = Send.of(tag, message, self.chunk_bytes, partial(_report_send, sent, arrival))
+            self.service.do(self._protocol.send, message.rank, send)
         return LandingFlight(received, sent)
 
     def present(self) -> list[int]:
-        """The counterparts that are there, in ascending order."""
-        return [rank for rank, peer in self.service.desk.peers.items() if peer.connected and peer.epoch]
+        """Return the counterparts that are connected, in ascending order."""
+        return [rank for rank, at in self._protocol.counterparts.items() if at.connected and at.epoch]
 
     def begun(self) -> list[int]:
-        """The exchange that each counterpart that is there began last."""
-        return [self.service.desk.peers[rank].begun for rank in self.present()]
+        """Return the exchange that each connected counterpart began last."""
+        return [self._protocol.counterparts[rank].begun for rank in self.present()]
 
     def wait_for(self, others: int, seconds: float) -> bool:
-        """Until so many counterparts are there; False when they are not in time."""
+        """Wait until this many counterparts are connected; returns False when time is up."""
         deadline = time.monotonic() + seconds
         while len(self.present()) < others:
             if time.monotonic() > deadline:
@@ -180,23 +259,41 @@ class FederationTransport:
         return True
 
     def close(self) -> None:
-        """Leave the federation; what has been handed over is still sent, within two seconds."""
+        """Leave the federation; what was posted before is still sent, for two seconds at most."""
         self._closing.set()
         self.service.close()
         atexit.unregister(self.close)
 
     def _look(self) -> None:
-        """What does not answer, a file system or a name server, must not stop messages: a thread of its own."""
+        """Look for addresses in a thread of its own: file systems and name servers may block."""
         while not self._closing.is_set():
             try:
                 self._network.rendezvous.look(self.service, alone=not self.present())
             except OSError as error:  # known addresses stay in use
-                self.service.do(partial(self.service.desk.say, f"federation.rendezvous: {error}"))
+                self.service.do(self._protocol.warn, f"federation.rendezvous: {error}")
             self._closing.wait(_LOOK_SECONDS)
 
 
+def _report_send(sent: Landing, arrival: Arrival, failure: ConnectionError | None) -> None:
+    sent.report(failure or arrival)
+
+
+def agreement_of_replica() -> Agree | None:
+    """Make `Partners.agree` of all ranks of this job, which is one replica. All of them call it."""
+    if dist.get_world_size() == 1:
+        return None
+    group = dist.new_group(backend="gloo")
+
+    def agree(votes: Sequence[int]) -> list[int]:
+        smallest = torch.tensor(votes, dtype=torch.int64)
+        dist.all_reduce(smallest, dist.ReduceOp.MIN, group)
+        return smallest.tolist()
+
+    return agree
+
+
 def join_federation(place: Place, network: Network, patience: Patience) -> FederationTransport:
-    """What connects this rank to the others; all ranks of the job, which is one replica, call it.
+    """Connect this rank to the others; all ranks of the job, which is one replica, call it.
 
     Raises as `FederationTransport` does.
     """
@@ -204,5 +301,5 @@ def join_federation(place: Place, network: Network, patience: Patience) -> Feder
         return FederationTransport(place, network, patience)
     transport = FederationTransport(place, network, patience, agreement_of_replica())
     addresses = of_all_ranks((place.rank, transport.address))
-    transport.service.learn(dict(addresses))  # who meets one rank learns where all ranks of its replica are
+    transport.service.learn(dict(addresses))  # others learn from one rank where all ranks of its replica are
     return transport

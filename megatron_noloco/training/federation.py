@@ -5,10 +5,9 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.federation.counterparts import Deadline, Patience
 from megatron_noloco.federation.frames import run_number
 from megatron_noloco.federation.keeping_up import KeepingUp, Pace, wait_for_others
-from megatron_noloco.federation.transport import FederationTransport, Network, join_federation
+from megatron_noloco.federation.transport import FederationTransport, Network, Patience, join_federation
 from megatron_noloco.job.join import reachable_address
 from megatron_noloco.plans.topology import Topology
 
@@ -54,8 +53,8 @@ def check_network(config: RunConfig) -> None:
 
 def enter(config: RunConfig, topology: Topology) -> FederationTransport:
     """What connects this rank to the others; all ranks of the job call it. Raises ValueError, OSError."""
-    deadline = Deadline(config.federation.shortest_deadline_seconds, config.noloco.deadline_seconds)
-    patience = Patience(deadline, config.federation.rounds_behind * config.noloco.fragments)
+    behind = config.federation.rounds_behind * config.noloco.fragments
+    patience = Patience(config.federation.shortest_deadline_seconds, config.noloco.deadline_seconds, behind)
     return join_federation(topology.place(dist.get_rank()), _network(config), patience)
 
 

@@ -25,7 +25,7 @@ from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.data.records import record_files
 from megatron_noloco.data.sources import RecordSource, Source, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
-from megatron_noloco.federation.takeover import Takeover
+from megatron_noloco.federation.handover import Takeover
 from megatron_noloco.huggingface.pretrained import check_fits
 from megatron_noloco.job.agreement import of_rank_0
 from megatron_noloco.job.join import (

@@ -9,10 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_noloco.federation.counterparts import Deadline, Patience
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.rendezvous import SharedFolder
-from megatron_noloco.federation.transport import FederationTransport, Network
+from megatron_noloco.federation.transport import FederationTransport, Network, Patience
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.loopback import loopback_world
 from megatron_noloco.transport.protocol import ExchangeTimeoutError, Message
@@ -64,7 +63,7 @@ def federation(
     """Of a rank that has found the others."""
     network = Network(SharedFolder(folder, run), run, "tcp://127.0.0.1:0", keys, chunk_bytes=CHUNK_BYTES)
     transport = FederationTransport(
-        Place(rank, world_size), network, Patience(Deadline(DEADLINE_SECONDS, DEADLINE_SECONDS))
+        Place(rank, world_size), network, Patience(DEADLINE_SECONDS, DEADLINE_SECONDS)
     )
     assert transport.wait_for(world_size - 1, DEADLINE_SECONDS)
     return transport

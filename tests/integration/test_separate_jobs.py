@@ -365,7 +365,7 @@ def with_other_weights(slot: int, rank: int, folder: Path, addresses: list[str])
     there = federation(folder, slot, 2, start_with=1, **places)
     noloco = attach(loop.model, SETTINGS, federation=there, seed=SEED)
     deadline = time.monotonic() + SECONDS
-    while not noloco.outer.transport.service.desk.dropped["another run"]:  # type: ignore[attr-defined]
+    while not noloco.outer.transport.service.protocol.dropped["another run"]:  # type: ignore[attr-defined]
         assert time.monotonic() < deadline
         time.sleep(0.01)
     (folder / f"refused_by_{slot}").touch()

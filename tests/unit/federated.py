@@ -8,17 +8,16 @@ from pathlib import Path
 import torch
 import zmq
 
-from megatron_noloco.federation.counterparts import Deadline, Patience
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.rendezvous import SharedFolder
-from megatron_noloco.federation.transport import FederationTransport, Network
+from megatron_noloco.federation.transport import FederationTransport, Network, Patience
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.protocol import Message
 
 RUN = 77
 LOCAL = "tcp://127.0.0.1:0"
 SECONDS = 20.0
-PATIENCE = Patience(Deadline(SECONDS, SECONDS))
+PATIENCE = Patience(SECONDS, SECONDS)
 
 
 @contextmanager

@@ -15,10 +15,10 @@ import torch
 import zmq
 
 from megatron_noloco.federation.commit import CommittedExchange, Guard, Standing
-from megatron_noloco.federation.counterparts import Deadline
-from megatron_noloco.federation.directory import Address
 from megatron_noloco.federation.frames import LARGEST, SIZE, Frame, Kind, checksum_of, read
 from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.rendezvous import Address
+from megatron_noloco.federation.transport import Patience
 from megatron_noloco.outer import Channel, Exchange
 from megatron_noloco.outer.tags import tag_of
 from megatron_noloco.plans.topology import Place
@@ -67,21 +67,12 @@ def test_checksum_notices_every_changed_word(length: int) -> None:
 
 
 def test_a_deadline_follows_what_exchanges_took() -> None:
-    deadline = Deadline(shortest=2.0, longest=100.0)
-    assert deadline.seconds == 100.0
-    for wait in (5.0, 6.0, 5.0, 7.0):
-        deadline.add(wait)
-    assert deadline.seconds == 5.5 + 8 * 0.5
-    for _ in range(32):
-        deadline.add(0.1)
-    assert deadline.seconds == 2.0
-    for _ in range(32):
-        deadline.add(99.9)
-    assert deadline.seconds == 99.9
-
-
-def test_the_longest_deadline_is_kept() -> None:
-    assert Deadline(shortest=10.0, longest=1.0).seconds == 1.0
+    patience = Patience(shortest_seconds=2.0, longest_seconds=100.0)
+    assert patience.deadline_seconds([5.0, 6.0, 5.0]) == 100.0, "too few"
+    assert patience.deadline_seconds([5.0, 6.0, 5.0, 7.0]) == 5.5 + 8 * 0.5
+    assert patience.deadline_seconds([0.1] * 32) == 2.0
+    assert patience.deadline_seconds([99.9] * 32) == 99.9
+    assert Patience(10.0, 1.0).deadline_seconds([0.1] * 32) == 1.0, "the longest is kept"
 
 
 # Keys
@@ -168,7 +159,7 @@ def test_another_run_is_refused_on_both_sides(tmp_path: Path, capfd: pytest.Capt
     with transport(tmp_path / "one", 0) as first, transport(tmp_path / "two", 1, run=RUN + 1) as second:
         for one, other in ((first, second), (second, first)):
             one.service.learn({other.rank: other.address})
-        until(lambda: all(one.service.desk.dropped["another run"] > 1 for one in (first, second)))
+        until(lambda: all(one.service.protocol.dropped["another run"] > 1 for one in (first, second)))
         assert first.present() == second.present() == []
     told = capfd.readouterr().err.splitlines()
     assert sorted(line.split(" is refused")[0] for line in told) == ["rank 0: rank 1", "rank 1: rank 0"]
@@ -193,13 +184,15 @@ def garbage(draw: random.Random, sound: list[bytes], victim_epoch: int) -> list[
             return [Frame(Kind.HELLO, RUN, draw.randrange(2, 1 << 32), epoch).pack()]
         case 5:  # without, or with too many parts
             kind = draw.choice(list(Kind))
-            parts = [] if kind in (Kind.DATA, Kind.HERE, Kind.OFFER) else [noise]
+            parts = [] if kind in (Kind.DATA, Kind.ADDRESSES, Kind.OFFER) else [noise]
             return [Frame(kind, RUN, 1, epoch, victim_epoch).pack(), *parts]
         case 6:  # of a process that has ended
             return [Frame(Kind.HELLO, RUN, 1, 1, tag=LARGEST).pack()]
         case 7:  # addresses that are none, or another number of bytes than was said
             checksum = checksum_of(np.frombuffer(noise, np.uint8))
-            kind, length = draw.choice([(Kind.HERE, len(noise)), (Kind.HERE, LARGEST), (Kind.OFFER, LARGEST)])
+            kind, length = draw.choice(
+                [(Kind.ADDRESSES, len(noise)), (Kind.ADDRESSES, LARGEST), (Kind.OFFER, LARGEST)]
+            )
             here = Frame(kind, RUN, 1, epoch, victim_epoch, number=1, length=length, checksum=checksum)
             return [here.pack(), noise or b"x"]
         case _:  # for a ticket that was not given to this sender, or that is too long
@@ -219,7 +212,7 @@ def test_garbage_is_dropped_and_changes_nothing(tmp_path: Path, seed: int) -> No
         assert partner.wait_for(1, SECONDS)
         buffer = torch.zeros(10)
         flight = victim.post([], [Message(1, buffer)], tag=5)
-        victim_epoch = victim.service.desk.member.epoch
+        victim_epoch = victim.service.protocol.member.epoch
         sound = [Frame(kind, RUN, 1, 3, 4, 5, 6, 7, 8).pack() for kind in Kind]
         attacker = context.socket(zmq.PUSH)
         attacker.connect(victim.service.endpoint)
@@ -231,10 +224,10 @@ def test_garbage_is_dropped_and_changes_nothing(tmp_path: Path, seed: int) -> No
                 with socket.create_connection((host, int(port))) as plain:
                     plain.sendall(os.urandom(draw.randrange(1, 200)))
             if count == 2000:
-                until(lambda: victim.service.desk.dropped.total() >= 2000)
+                until(lambda: victim.service.protocol.dropped.total() >= 2000)
                 before = process.memory_info().rss
         # Of the bytes on plain connections, too, ZeroMQ makes a message now and then.
-        until(lambda: victim.service.desk.dropped.total() >= 10_000)
+        until(lambda: victim.service.protocol.dropped.total() >= 10_000)
         assert process.memory_info().rss - before < 20e6
         assert flight.landed() == []
         assert not buffer.any()
@@ -249,8 +242,8 @@ def test_wants_of_a_partner_are_bounded(tmp_path: Path) -> None:
     with transport(tmp_path, 0) as first, transport(tmp_path, 1) as second:
         assert second.wait_for(1, SECONDS)
         flights = [second.post([], [Message(0, torch.zeros(1))], tag=1) for _ in range(1030)]
-        until(lambda: first.service.desk.dropped["too many wants"] == 6)
-        assert first.service.desk.peers[1].wants_waiting() == 1024
+        until(lambda: first.service.protocol.dropped["too many wants"] == 6)
+        assert first.service.protocol.counterparts[1].wants_waiting() == 1024
         assert flights[0].landed() == []
 
 
@@ -300,7 +293,7 @@ def test_who_meets_another_lets_nobody_else_wait(tmp_path: Path) -> None:
         second.partners.begin(1, 0)
         until(lambda: first.partners.standing(1, 1) == (Standing.WAITING, ""))
         second.partners.begin(2, None)
-        until(lambda: first.service.desk.peers[1].begun == 2)
+        until(lambda: first.service.protocol.counterparts[1].begun == 2)
         assert first.partners.standing(1, 1) == (Standing.WAITING, "")
         second.post([Message(0, torch.ones(5))], [], tag_of(1, 0))
         list(flights[1].arrivals(SECONDS))
@@ -317,7 +310,7 @@ def test_a_partner_that_withdraws_leaves_no_doubt(tmp_path: Path) -> None:
         ours, theirs = (Exchange(one, Place(one.rank, 2), Channel.ROUNDS, SECONDS) for one in (first, second))
         committed = CommittedExchange(ours, first.partners, lambda *_: 1, Guard())
         second.partners.begin(4, 0)
-        until(lambda: first.service.desk.peers[1].begun == 4)
+        until(lambda: first.service.protocol.counterparts[1].begun == 4)
         committed.begin(torch.zeros(100), (0, 1), 4, "a test")
         theirs.whole_mean(torch.ones(100), (0, 1), 4, "a test")
         second.partners.end(4)
@@ -336,7 +329,7 @@ def test_who_leaves_exchanges_out_goes_on_with_those_under_way(tmp_path: Path) -
         )
         second.partners.begin(1, 0)
         second.partners.leave_out(3)
-        until(lambda: first.service.desk.peers[1].begun == 3)
+        until(lambda: first.service.protocol.counterparts[1].begun == 3)
         assert first.partners.standing(1, 1) == (Standing.WAITING, "")
         second.post([Message(0, torch.ones(5))], [], tag_of(1, 0))
         list(under_way.arrivals(SECONDS))
@@ -363,7 +356,7 @@ def test_whom_to_meet(tmp_path: Path) -> None:
         assert reason(0) == "is not there"
         with transport(tmp_path, 1) as second:
             assert first.wait_for(1, SECONDS)
-            peer = first.service.desk.peers[1]
+            peer = first.service.protocol.counterparts[1]
             assert first.partners.standing(0, 1) == (Standing.FREE, "")
             assert reason(3) == "is behind"
             second.partners.begin(1, 0)

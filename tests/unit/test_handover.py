@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_noloco.federation.handover import Gift, Handover
+from megatron_noloco.federation.handover import Handover
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES
 from megatron_noloco.transport.protocol import ExchangeTimeoutError
@@ -39,7 +39,7 @@ def test_files_arrive_as_they_were_offered(tmp_path: Path, with_keys: bool) -> N
     contents, places = [path.read_bytes() for path in paths], buffers(paths)
     with transport(tmp_path, 0, 3, keys=keys) as giver, transport(tmp_path, 1, 3, keys=keys) as taker:
         assert all(one.wait_for(1, SECONDS) for one in (giver, taker))
-        Handover(giver, lambda: Gift(b"two files", paths))
+        Handover(giver, lambda: (b"two files", paths))
         tag, offered = Handover(taker, nothing).offers(SECONDS)
         assert offered == {0: b"two files"}
         for path in paths:
@@ -61,17 +61,17 @@ def test_who_has_nothing_or_cannot_read_it_says_so_at_once(tmp_path: Path) -> No
         assert taker.wait_for(3, SECONDS)
         assert all(one.wait_for(3, SECONDS) for one in (empty, broken, not_ready))
         Handover(empty, nothing)
-        Handover(broken, lambda: Gift(b"files", [tmp_path / "not there"]))
+        Handover(broken, lambda: (b"files", [tmp_path / "not there"]))
         _, offered = Handover(taker, nothing).offers(SECONDS)
         assert offered == {}
-        assert all(taker.service.desk.peers[rank].offer is not None for rank in range(3))
+        assert all(taker.service.protocol.counterparts[rank].offer is not None for rank in range(3))
 
 
 def test_what_is_wanted_must_be_as_long_as_what_is_given(tmp_path: Path) -> None:
     paths = files(tmp_path / "given")
     with transport(tmp_path, 0) as giver, transport(tmp_path, 1) as taker:
         assert all(one.wait_for(1, SECONDS) for one in (giver, taker))
-        Handover(giver, lambda: Gift(b"two files", paths))
+        Handover(giver, lambda: (b"two files", paths))
         asking = Handover(taker, nothing)
         tag, _ = asking.offers(SECONDS)
         longer = [torch.zeros(10), torch.zeros(7, dtype=torch.uint8)]
@@ -84,8 +84,8 @@ def test_a_second_offer_takes_the_place_of_the_first(tmp_path: Path) -> None:
     paths = files(tmp_path / "given")
     with transport(tmp_path, 0) as giver, transport(tmp_path, 1) as taker:
         assert all(one.wait_for(1, SECONDS) for one in (giver, taker))
-        Handover(giver, lambda: Gift(b"two files", paths))
-        asking, posted = Handover(taker, nothing), giver.service.desk.peers[1].posted
+        Handover(giver, lambda: (b"two files", paths))
+        asking, posted = Handover(taker, nothing), giver.service.protocol.counterparts[1].posted
         for _ in range(5):
             tag, _ = asking.offers(SECONDS)
             assert {name: len(sends) for name, sends in posted.items()} == {tag: 2}
@@ -98,7 +98,7 @@ def test_what_is_not_taken_is_closed_when_who_asked_trains(tmp_path: Path) -> No
     paths = files(tmp_path / "given")
     with transport(tmp_path, 0) as giver, transport(tmp_path, 1) as taker:
         assert all(one.wait_for(1, SECONDS) for one in (giver, taker))
-        Handover(giver, lambda: Gift(b"two files", paths))
+        Handover(giver, lambda: (b"two files", paths))
         assert Handover(taker, nothing).offers(SECONDS)[1] == {0: b"two files"}
         assert held_open(paths) == set(paths)
         taker.partners.begin(0, 0)
@@ -116,11 +116,11 @@ def test_a_giver_that_goes_ends_the_handover(tmp_path: Path) -> None:
     with transport(tmp_path, 1) as taker, ThreadPoolExecutor(1) as pool:
         with transport(tmp_path, 0) as giver:
             assert all(one.wait_for(1, SECONDS) for one in (giver, taker))
-            Handover(giver, lambda: Gift(b"one file", paths[:1]))
+            Handover(giver, lambda: (b"one file", paths[:1]))
             asking = Handover(taker, nothing)
             tag, _ = asking.offers(SECONDS)
             longer = torch.zeros(9, dtype=torch.uint8)  # never comes
             taking = pool.submit(asking.take, 0, tag, [longer], SECONDS)
-            until(lambda: giver.service.desk.peers[1].posted.keys() == set())
+            until(lambda: giver.service.protocol.counterparts[1].posted.keys() == set())
         with pytest.raises(ConnectionError, match="rank 0 has gone"):
             taking.result()

@@ -14,10 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_noloco.federation import service
-from megatron_noloco.federation.directory import Address, Directory, is_endpoint
 from megatron_noloco.federation.frames import LARGEST, Member
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.rendezvous import Seeds, SharedFolder, listen_at, reachable, rendezvous_of
+from megatron_noloco.federation.rendezvous import (
+    Address,
+    Directory,
+    Seeds,
+    SharedFolder,
+    is_endpoint,
+    listen_at,
+    reachable,
+    rendezvous_of,
+)
 from megatron_noloco.federation.transport import FederationTransport, Network
 from megatron_noloco.plans.topology import Place
 from tests.harness import free_port
@@ -240,7 +248,7 @@ def test_a_seed_need_not_be_at_the_same_place_of_its_replica() -> None:
             for one in of_slot:
                 one.service.learn({other.rank: other.address for other in of_slot})
         until(lambda: [one.present() for one in ranks] == [[2, 4], [3, 5], [0, 4], [1, 5], [0, 2], [1, 3]])
-        until(lambda: all(len(one.service.desk.directory.addresses) == 6 for one in ranks))
+        until(lambda: all(len(one.service.protocol.directory.addresses) == 6 for one in ranks))
 
 
 @contextmanager
@@ -295,7 +303,7 @@ def test_members_behind_a_router_are_reached_where_they_say(tmp_path: Path) -> N
         )
         assert first.address.endpoint == f"tcp://127.0.0.1:{outside}" != first.service.endpoint
         until(lambda: (first.present(), second.present()) == ([1], [0]))
-        assert second.service._links[0].endpoint == first.address.endpoint
+        assert second.service._connections[0].endpoint == first.address.endpoint
         swap(first, second, tag=1)
 
 
@@ -318,12 +326,12 @@ def test_an_address_to_advertise_is_refused_in_one_line(advertise: str, listen: 
 
 def test_who_asks_and_is_gone_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even when very many do."""
-    monkeypatch.setattr(service, "_ERRAND_SECONDS", 0.5)
+    monkeypatch.setattr(service, "_ANNOUNCEMENT_SECONDS", 0.5)
     with transport(tmp_path, 0) as one:
         for port in range(1, 201):
             one.service.ask(f"tcp://127.0.0.1:{port}")
-        until(lambda: 0 < len(one.service._errands) <= 64)
-        until(lambda: one.service._errands == {})
+        until(lambda: 0 < len(one.service._announcements) <= 64)
+        until(lambda: one.service._announcements == {})
 
 
 def test_the_same_replica_twice_is_told_to_the_one_that_no_longer_counts(tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from megatron_noloco.checkpoint.handover import accepted, newest_of_rank, receiv
 from megatron_noloco.checkpoint.resume import Start
 from megatron_noloco.checkpoint.settings import CheckpointSettings
 from megatron_noloco.config import RunConfig
-from megatron_noloco.federation import takeover
-from megatron_noloco.federation.takeover import Takeover
+from megatron_noloco.federation import handover
+from megatron_noloco.federation.handover import Takeover
 from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.plans.topology import Position
 from tests.unit.federated import transport, until
@@ -219,8 +219,8 @@ def start_of(door: FederationTransport, folder: Path, margin: int = 5, load: str
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(takeover, "dist", OneRank)
-    monkeypatch.setattr(takeover, "_BETWEEN_SECONDS", 0.0)
+    monkeypatch.setattr(handover, "dist", OneRank)
+    monkeypatch.setattr(handover, "_BETWEEN_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("alone")
