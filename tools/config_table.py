@@ -9,8 +9,7 @@ from pathlib import Path
 
 from megatron_noloco.config import RunConfig, load_config
 from megatron_noloco.data.tokenizer import ByteTokenizer
-from megatron_noloco.preflight.plan import plan_of
-from megatron_noloco.preflight.traffic import Network
+from megatron_noloco.preflight.plan import Network, plan_of
 
 README = Path(__file__).parents[1] / "configs" / "README.md"
 BEGIN, END = "<!-- tools/config_table.py -->\n", "<!-- end -->"
@@ -46,7 +45,7 @@ def _row(name: str, config: RunConfig) -> list[str]:
         plan_of(config, architecture, topology, Network(rate / 8, 0.0, ranks)) for rate in _RATES.values()
     ]
     memory = plans[0].memory
-    own = [way for plan in plans for way in plan.ways if way.name == "this config"]
+    own = [scheme for plan in plans for scheme in plan.schemes if scheme.name == "this config"]
     tokens = topology.ensemble * config.replica_batch * architecture.seq_length
     return [
         f"`{name}`",
@@ -54,8 +53,8 @@ def _row(name: str, config: RunConfig) -> list[str]:
         f"{memory.device_bytes / 1e9:.2g}",
         f"{memory.host_bytes / 1e9:.2g}",
         f"{tokens:,}",
-        *(_short(way.bytes_per_exchange / 1e6) for way in own[:1]),
-        *(_short(way.seconds_per_exchange) for way in own),
+        *(_short(scheme.bytes_per_exchange / 1e6) for scheme in own[:1]),
+        *(_short(scheme.seconds_per_exchange) for scheme in own),
         *(["-"] * (1 + len(_RATES)) if not own else []),
     ]
 

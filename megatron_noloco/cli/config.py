@@ -1,18 +1,18 @@
-"""The command `config`: what may stand in a file, and whether a run can start from one."""
+"""The command `config`: what a config file may hold, and whether a run can start from one."""
 
 import argparse
 import sys
 from typing import TYPE_CHECKING
 
 from megatron_noloco.cli.errors import naming
-from megatron_noloco.cli.output import say
+from megatron_noloco.cli.options import Commands, say
 from megatron_noloco.job.start_up import importing
 
 if TYPE_CHECKING:
     from megatron_noloco.config import RunConfig
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: Commands) -> None:
     config = commands.add_parser("config", help="explain or check a config file")
     action = config.add_mutually_exclusive_group()
     action.add_argument("--explain", action="store_true", help="every field: type, bounds, default, meaning")
@@ -29,33 +29,26 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
 
 
 def _config(args: argparse.Namespace) -> int:
-    from megatron_noloco.config import explain
+    from megatron_noloco.config import explain, load_config
 
     if args.explain:
         sys.stdout.write(explain())
-        return 0
-    if args.restarts:
-        return _restarts(args.restarts)
-    if not args.check:
-        raise ValueError("megatron_noloco config: say what to do: --explain, --check FILE or --restarts FILE")
-    with naming(args.check):
-        _check(args.check, args.world_size)
-    return 0
-
-
-def _restarts(path: str) -> int:
-    from megatron_noloco.config import load_config
-
-    config = load_config(path)
-    reason = _why_it_repeats(config)
-    if reason:
-        sys.stderr.write(f"{path}: {reason}\n")
-    say(config.training.output_dir)
+    elif args.restarts:
+        config = load_config(args.restarts)
+        reason = _why_it_repeats(config)
+        if reason:
+            sys.stderr.write(f"{args.restarts}: {reason}\n")
+        say(config.training.output_dir)
+    elif args.check:
+        with naming(args.check):
+            _check(args.check, args.world_size)
+    else:
+        raise ValueError("megatron_noloco config: give one of --explain, --check FILE or --restarts FILE")
     return 0
 
 
 def _why_it_repeats(config: "RunConfig") -> str:
-    """Why a new start after a failure takes all local steps again; empty where it continues from the last save."""
+    """Return why a new start after a failure repeats all local steps; empty where it continues from a save."""
     checkpoint = config.checkpoint
     if checkpoint.load == "none":
         return (
@@ -74,7 +67,7 @@ def _why_it_repeats(config: "RunConfig") -> str:
 def _check(path: str, world_size: int | None) -> None:
     """Write the banner of a run; raises ValueError when the file is wrong, or a run could not start from it.
 
-    The banner is written also when only the start would fail: on another machine it may not.
+    When only the start would fail the banner is written all the same: on another machine it may succeed.
     """
     from megatron_noloco.config import describe, load_config
 
@@ -90,14 +83,13 @@ def _check(path: str, world_size: int | None) -> None:
     problem = None
     try:
         architecture = check_start(config)[1]
+        say(f"{path}: ok")
     except ValueError as error:
         problem = error
-    say(
-        *([] if problem else [f"{path}: ok"]),
-        *([] if topology is None else describe(config, topology, architecture)),
-    )
-    if topology is not None and architecture is not None:
-        short = shortage_of_all(config, architecture, topology)
-        say(*([] if short is None else [f"all on this machine: {short}"]))
+    if topology is not None:
+        say(*describe(config, topology, architecture))
+        short = None if architecture is None else shortage_of_all(config, architecture, topology)
+        if short is not None:
+            say(f"all on this machine: {short}")
     if problem is not None:
         raise problem

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_noloco.cli.output import say
+from megatron_noloco.cli.options import Commands, say
 from megatron_noloco.job.leaving import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ stopped continues where it was when it is started again with the same arguments.
 """
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: Commands) -> None:
     data = commands.add_parser("data", help="make a Megatron dataset from text, or look into one")
     subcommands = data.add_subparsers(required=True)
     preprocess = subcommands.add_parser(

@@ -2,19 +2,17 @@
 
 import argparse
 import json
-import re
 import tempfile
 from pathlib import Path
 
 from megatron_noloco.cli.errors import StoppedError
-from megatron_noloco.cli.numbers import at_least_one
-from megatron_noloco.cli.output import CHECKPOINT, say
+from megatron_noloco.cli.options import CHECKPOINT, Commands, at_least_one, say, size
 from megatron_noloco.files import writing
 
-UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+_SHARD_BYTES = 500 * 10**6
 
 
-def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_commands(commands: Commands) -> None:
     export = commands.add_parser("export", help="checkpoint -> Hugging Face folder, checked")
     export.add_argument("checkpoint", nargs="+", type=Path, help=CHECKPOINT)
     export.add_argument("--output", required=True, help="the folder to write")
@@ -22,7 +20,8 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--combine", default="mean", metavar="mean|best|replica=K", help="which weights (default: mean)"
     )
     export.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
-    export.add_argument("--max-shard-size", default="500MB", help="largest weight file (default: 500MB)")
+    largest = "largest weight file (default: 500MB)"
+    export.add_argument("--max-shard-size", type=size, default=_SHARD_BYTES, help=largest)
     export.set_defaults(run=_export)
 
     import_ = commands.add_parser(
@@ -51,8 +50,10 @@ def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "--data",
         help="text, a folder of text, or a dataset's prefix (default: the run's own validation split)",
     )
-    evaluate.add_argument("--samples", type=int, help="so many samples of each dataset (default: all)")
-    evaluate.add_argument("--seq-length", type=int, help="tokens in a sample (default: the model's)")
+    evaluate.add_argument(
+        "--samples", type=at_least_one, help="number of samples of each dataset (default: all)"
+    )
+    evaluate.add_argument("--seq-length", type=at_least_one, help="tokens in a sample (default: the model's)")
     evaluate.set_defaults(run=_evaluate)
 
 
@@ -62,7 +63,7 @@ def _export(args: argparse.Namespace) -> int:
 
     source = open_source(args.checkpoint, args.combine)
     output = Path(args.output)
-    export(source, output, args.dtype, parse_size(args.max_shard_size))
+    export(source, output, args.dtype, args.max_shard_size)
     say(*source.losses_report())
     difference = check_export(source, output)
     say(f"logits: largest difference from the trainer's own {difference:.1e} (must be below {TOLERANCE:g})")
@@ -101,7 +102,7 @@ def _generate(args: argparse.Namespace) -> int:
         generate(Path(args.hf), *options)
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        export(open_source(args.checkpoint, "mean"), Path(folder) / "model", "float32", 500 * 10**6)
+        export(open_source(args.checkpoint, "mean"), Path(folder) / "model", "float32", _SHARD_BYTES)
         generate(Path(folder) / "model", *options)
     return 0
 
@@ -109,9 +110,6 @@ def _generate(args: argparse.Namespace) -> int:
 def _evaluate(args: argparse.Namespace) -> int:
     from megatron_noloco.huggingface.evaluate import evaluate, open_model
 
-    for name in ("samples", "seq_length"):
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     model = open_model(args.model, args.data, args.seq_length)
     for figures in evaluate(model, args.samples):
         say(
@@ -119,11 +117,3 @@ def _evaluate(args: argparse.Namespace) -> int:
             f"perplexity {figures.perplexity:.4f} ({figures.tokens} tokens)"
         )
     return 0
-
-
-def parse_size(text: str) -> int:
-    """Bytes in a size like 500MB; raises ValueError."""
-    match = re.fullmatch(r"(\d+)\s*([KMG]B)?", text.strip(), re.IGNORECASE)
-    if match is None or int(match[1]) == 0:
-        raise ValueError(f'--max-shard-size: {text!r} is not a size; write it like "500MB"')
-    return int(match[1]) * UNITS[(match[2] or "").upper()]

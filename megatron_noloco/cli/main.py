@@ -1,4 +1,4 @@
-"""All commands, and what becomes of their errors: `python -m megatron_noloco COMMAND`."""
+"""All commands, and the handling of their errors: `python -m megatron_noloco COMMAND`."""
 
 import argparse
 import sys
@@ -6,19 +6,23 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron_noloco import __version__
-from megatron_noloco.cli import config, data, doctor, huggingface, keys, plan, reading, train
+from megatron_noloco.cli import config, data, huggingface, preflight, reading, train
 from megatron_noloco.cli.errors import report
-from megatron_noloco.cli.output import CHECKPOINT, say
+from megatron_noloco.cli.options import CHECKPOINT, say
 from megatron_noloco.job.leaving import INTERRUPTED, abandon_job, leave, usage_error
 
 
 def run(arguments: list[str] | None = None) -> NoReturn:
-    """`main`, then leave the process with its exit code."""
+    """Run `main`, then leave the process with its exit code."""
     leave(main(arguments))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The exit code of a command; `arguments` are the process's own by default."""
+    """Run a command and return its exit code.
+
+    Args:
+        arguments: without the name of the program; None: those of this process.
+    """
     args = _parser().parse_args(arguments)
     try:
         return args.run(args)
@@ -31,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Wrong arguments are one line, from one rank of the job."""
+    """Reports wrong arguments in one line, from one rank of the job."""
 
     def error(self, message: str) -> NoReturn:
         sys.exit(usage_error(ValueError(f"{self.prog}: error: {message}")))
@@ -42,21 +46,33 @@ def _parser() -> argparse.ArgumentParser:
         prog="megatron_noloco", description="Train language models with NoLoCo."
     )
     parser.add_argument("--version", action="version", version=__version__)
-    # `deepspeed` passes it to every process, before `train`; the environment says the same.
+    # The launcher `deepspeed` passes it to every process, before `train`; it is not used.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
     commands = parser.add_subparsers(required=True)
     train.add_command(commands)
     config.add_command(commands)
-    plan.add_command(commands)
+    preflight.add_commands(commands)
     data.add_command(commands)
-    keys.add_command(commands)
+    keys = commands.add_parser("keys", help="make the key of a federation, which every member needs")
+    keys.add_argument("file", help="to write; it must not exist yet")
+    keys.set_defaults(run=_keys)
     inspect = commands.add_parser("inspect", help="what a checkpoint holds, and whether it is complete")
     inspect.add_argument("checkpoint", nargs="+", type=Path, help=CHECKPOINT)
     inspect.set_defaults(run=_inspect)
     reading.add_commands(commands)
-    doctor.add_command(commands)
     huggingface.add_commands(commands)
     return parser
+
+
+def _keys(args: argparse.Namespace) -> int:
+    from megatron_noloco.federation.keys import Keys
+
+    try:
+        Keys.make(Path(args.file))
+    except OSError as error:
+        raise ValueError(f"keys: cannot write {args.file}: {error.strerror}") from None
+    say(f"{args.file}: copy it to each replica's host, readable by you alone; federation.key_file names it")
+    return 0
 
 
 def _inspect(args: argparse.Namespace) -> int:

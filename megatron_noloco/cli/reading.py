@@ -1,22 +1,22 @@
-"""The commands `watch`, `report` and `stop`: of a run that goes on elsewhere, by its folder."""
+"""The commands `watch`, `report` and `stop`, which know a run by its folder."""
 
 import argparse
 import time
 from pathlib import Path
 
-from megatron_noloco.cli.output import say
+from megatron_noloco.cli.options import Commands, say
 from megatron_noloco.files import writing
 
 _LOOK_SECONDS = 2.0
 
 
-def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    watch = commands.add_parser("watch", help="a run in the terminal, one line for each replica")
+def add_commands(commands: Commands) -> None:
+    watch = commands.add_parser("watch", help="show a run in the terminal, one line for each replica")
     watch.add_argument("folder", metavar="RUN", type=Path, help="a run's output_dir")
     watch.add_argument("--once", action="store_true", help="show its state, and end")
     watch.set_defaults(run=_watch)
 
-    report = commands.add_parser("report", help="a run as one HTML page with its plots")
+    report = commands.add_parser("report", help="write a run as one HTML page with its plots")
     report.add_argument("folder", metavar="RUN", type=Path, help="a run's output_dir")
     report.add_argument("--output", type=Path, help="the page to write (default: RUN/report.html)")
     report.set_defaults(run=_report)

@@ -6,7 +6,7 @@ import signal
 from typing import TYPE_CHECKING
 
 from megatron_noloco.cli.errors import LostError, StoppedError, UnexpectedError
-from megatron_noloco.cli.numbers import seconds
+from megatron_noloco.cli.options import Commands, seconds
 from megatron_noloco.job import activity
 from megatron_noloco.job.leaving import FAILURE, leave_with_parent
 from megatron_noloco.job.start_up import importing
@@ -20,7 +20,7 @@ _LOST = (
 )
 
 
-def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_command(commands: Commands) -> None:
     train = commands.add_parser("train", help="train from one JSON file")
     train.add_argument("--config", required=True, help="the run's JSON")
     train.add_argument(
@@ -35,7 +35,7 @@ def add_command(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
         nargs="?",
         const=5.0,
         metavar="SECONDS",
-        help="in place of training.watchdog_seconds: say what each rank waits for after so long (default: 5)",
+        help="in place of training.watchdog_seconds: report what a rank waits for after this time (default: 5)",
     )
     train.set_defaults(run=_train)
 
@@ -55,7 +55,9 @@ def _train(args: argparse.Namespace) -> int:
     from megatron_noloco.job.watchdog import Watchdog
 
     activity.now.who = prepared.who
-    if prepared.world.launcher == "torchrun":  # killed, it leaves its ranks, which a new start would meet
+    if (
+        prepared.world.launcher == "torchrun"
+    ):  # killed, it leaves its ranks running beside those of a new start
         leave_with_parent()
     # Under launch/deepspeed.sh it is ignored by the launchers, and by what they start.
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)

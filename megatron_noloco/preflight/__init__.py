@@ -1,1 +1,1 @@
-"""What a run will need, before it runs: memory of a rank, bytes and seconds of a round."""
+"""Before a run: does it fit, what will it cost, is this machine ready."""

@@ -1,4 +1,4 @@
-"""GPUs: what they compute, and what they hold."""
+"""Peak throughput and memory of GPUs."""
 
 import re
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from megatron_noloco.model.architecture import Precision
 
 @dataclass(frozen=True)
 class Accelerator:
-    """A kind of GPU.
+    """A model of GPU.
 
     Attributes:
-        words: all of them are words of the name that CUDA gives it.
-        tflops: dense, in bf16 and fp16, accumulated in fp32, 10^12 operations per second.
-        gigabytes: of memory, 10^9 bytes.
+        words: words that CUDA's name of the device must contain.
+        tflops: peak of dense bf16 and fp16 products accumulated in fp32, in 10^12 operations per second.
+        gigabytes: memory in 10^9 bytes.
     """
 
     words: str
@@ -23,9 +23,9 @@ class Accelerator:
     gigabytes: float
 
 
-# The first whose words fit counts. From NVIDIA's data sheets, which give twice as many operations for Hopper, Ada
-# and Blackwell, with sparsity: H100 (resources.nvidia.com, "H100 Tensor Core GPU"), H200, A100 (of 40 or 80 GB),
-# L40S, HGX B200; GeForce: "NVIDIA Ada GPU Architecture" and "NVIDIA Ampere GA102 GPU Architecture", appendices A.
+# The first match counts. From NVIDIA's data sheets; their figures for Hopper, Ada and Blackwell are with sparsity,
+# twice as large: H100 (resources.nvidia.com, "H100 Tensor Core GPU"), H200, A100 (of 40 or 80 GB), L40S, HGX B200;
+# GeForce: "NVIDIA Ada GPU Architecture" and "NVIDIA Ampere GA102 GPU Architecture", appendices A.
 ACCELERATORS = (
     Accelerator("H100 PCIe", 756.0, 80),
     Accelerator("H100 NVL", 835.0, 94),
@@ -43,7 +43,10 @@ ACCELERATORS = (
 
 
 def find_accelerator(name: str) -> Accelerator | None:
-    """By the name that CUDA gives a GPU, or a part of it; None: not known, or a slice of one (MIG)."""
+    """Return the accelerator with this name, given by CUDA or a part of that.
+
+    None: not known, or a slice of a GPU (MIG).
+    """
     words = set(re.findall(r"\w+", name))
     if "MIG" in words:
         return None
@@ -51,11 +54,11 @@ def find_accelerator(name: str) -> Accelerator | None:
 
 
 def peak_tflops(device: str, precision: Precision) -> float | None:
-    """Of a whole GPU, by the name that CUDA gives it, in dense products of the precision; None: not known."""
+    """Return the peak of the device with CUDA's name `device` in this precision; None where it is not known."""
     kind = find_accelerator(device)
     return None if kind is None or precision == "fp32" else kind.tflops
 
 
 def peak_tflops_here(precision: Precision) -> float | None:
-    """Of the device of this rank; None on a CPU."""
+    """Return the peak of this rank's GPU; None on a CPU."""
     return peak_tflops(torch.cuda.get_device_name(), precision) if torch.cuda.is_available() else None

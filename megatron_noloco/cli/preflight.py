@@ -1,0 +1,220 @@
+"""The commands before a run: `plan`, what it needs, and `doctor`, whether this machine is ready."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_noloco.cli.errors import naming
+from megatron_noloco.cli.options import (
+    Commands,
+    at_least_one,
+    bandwidth,
+    duration,
+    latency,
+    say,
+    seconds,
+    share,
+)
+from megatron_noloco.job.leaving import FAILURE
+
+if TYPE_CHECKING:
+    from megatron_noloco.config import RunConfig
+    from megatron_noloco.model.architecture import Architecture
+    from megatron_noloco.preflight.accelerators import Accelerator
+    from megatron_noloco.preflight.machine import Finding
+    from megatron_noloco.preflight.plan import Plan
+
+_JSON = "one JSON object for scripts"
+_USABLE = 0.9  # of a GPU's memory; libraries and the allocator take the rest
+
+
+def add_commands(commands: Commands) -> None:
+    plan = commands.add_parser(
+        "plan", help="memory of a rank, bytes and seconds of exchanges, before a run: nothing is started"
+    )
+    add = plan.add_argument
+    add("config", help="a config file")
+    add("--gpus", type=at_least_one, metavar="N", help="ranks (default: as the file says)")
+    add("--gpu", metavar="NAME", help="such as H100: whether it fits, and how long a step takes")
+    add("--mfu", type=share, default=0.4, help="part of its peak that is reached (default: 0.4)")
+    add("--step", type=duration, metavar="TIME", help="of a local step, where measured, such as 0.3s")
+    add("--bandwidth", type=bandwidth, metavar="RATE", help="of a node's link, such as 1Gbit")
+    add("--latency", type=latency, default=0.0, metavar="TIME", help="from node to node, such as 25ms")
+    per_node = "ranks that share a link (default: 1)"
+    add("--gpus-per-node", type=at_least_one, default=1, metavar="N", help=per_node)
+    add("--json", action="store_true", help=_JSON)
+    plan.set_defaults(run=_plan)
+
+    doctor = commands.add_parser(
+        "doctor", help="whether this machine is ready to train, and what to fix first"
+    )
+    add = doctor.add_argument
+    add("--hostfile", type=Path, help="mpirun's: exchange between its first two hosts")
+    add("--seconds", type=seconds, default=10.0, help="of exchanges; 0: none (default: 10)")
+    add("--json", action="store_true", help=_JSON)
+    doctor.set_defaults(run=_doctor)
+
+
+def _plan(args: argparse.Namespace) -> int:
+    from megatron_noloco.config import load_config
+    from megatron_noloco.data.tokenizer import build_tokenizer
+    from megatron_noloco.preflight.plan import Network, computing_seconds, plan_of
+
+    config = load_config(args.config)
+    ranks = config.world_size if args.gpus is None else args.gpus
+    if ranks is None:
+        raise ValueError(f'{args.config}: parallel.replicas is "auto": give the number of ranks with --gpus')
+    if args.gpus is not None:
+        config = replace(config, parallel=config.parallel.model_copy(update={"replicas": "auto"}))
+    with naming(args.config):
+        topology = config.topology(ranks)
+        tokens = 0 if config.model.vocab_size is not None else build_tokenizer(config.tokenizer).vocab_size
+    architecture = config.architecture(tokens)
+    accelerator = None if args.gpu is None else _accelerator(args.gpu)
+    step = args.step
+    if step is None and accelerator is not None:
+        step = computing_seconds(config, architecture, accelerator.tflops, args.mfu)
+    network = None
+    if args.bandwidth is not None:
+        network = Network(args.bandwidth, args.latency, args.gpus_per_node)
+    plan = plan_of(config, architecture, topology, network, step)
+    if args.json:
+        say(json.dumps(plan.as_json()))
+    else:
+        _show_memory(plan)
+        if accelerator is not None:
+            _show_fit(plan, config, architecture, accelerator)
+        _show_time(plan)
+    return 0
+
+
+def _accelerator(name: str) -> "Accelerator":
+    from megatron_noloco.preflight.accelerators import ACCELERATORS, find_accelerator
+
+    found = find_accelerator(name)
+    if found is None:
+        known = ", ".join(kind.words for kind in ACCELERATORS)
+        raise ValueError(f"--gpu {name}: not known; known are {known}. Leave it out, and give --step")
+    return found
+
+
+def _show_memory(plan: "Plan") -> None:
+    topology, memory = plan.topology, plan.memory
+    say(
+        f"{topology.ensemble} replicas x {topology.replica_size} ranks; a rank of stage {plan.stage}, which needs "
+        f"most, has {plan.held.parameters:,} weights and exchanges {plan.held.owned:,}",
+        "",
+    )
+    _table(
+        ("memory of this rank", "GB"),
+        [
+            *((part, _gigabytes(size)) for part, size in memory.device.items() if size),
+            ("total on its device", _gigabytes(memory.device_bytes)),
+            *((f"{part}, in host memory", _gigabytes(size)) for part, size in memory.host.items()),
+        ],
+    )
+
+
+def _show_fit(
+    plan: "Plan", config: "RunConfig", architecture: "Architecture", accelerator: "Accelerator"
+) -> None:
+    from megatron_noloco.preflight.fit import changes_that_save
+
+    name, size = accelerator.words, accelerator.gigabytes
+    if plan.memory.device_bytes / 1e9 <= _USABLE * size:
+        say("", f"fits {name} of {size:g} GB; libraries and the allocator take some GB beside it")
+        return
+    say("", f"too much for {name} of {size:g} GB, of which libraries and the allocator take a tenth")
+    rows = [
+        (change, str(ranks), _gigabytes(needed))
+        for change, ranks, needed in changes_that_save(config, architecture, plan.topology)
+    ]
+    if rows:
+        say("Changes that help:")
+        _table(("change", "ranks of a replica", "GB"), rows)
+
+
+def _show_time(plan: "Plan") -> None:
+    step = plan.step_seconds
+    if step is not None:
+        say("", f"a local step computes for {step:.3g} s")
+    if plan.routed_bytes:
+        say(f"routing sends {plan.routed_bytes / 1e6:,.1f} MB of each replica to others in a local step")
+    if plan.routed_seconds is not None:
+        say(
+            f"    which takes {plan.routed_seconds:.3g} s here, less what computing hides of it. The table leaves",
+            '    it out; noloco.routing.interval "off" saves it',
+        )
+    if not plan.schemes:
+        return
+    head = ["", "every", "MB per rank", "seconds"]
+    head += [] if step is None else ["time lost", "< 1 % from k ="]
+    rows = []
+    for scheme in plan.schemes:
+        row = [scheme.name, str(scheme.local_steps)]
+        row += [f"{scheme.bytes_per_exchange / 1e6:,.1f}", f"{scheme.seconds_per_exchange:.3g}"]
+        if step is not None:
+            enough = "" if scheme.name == "synchronous" else f"{scheme.enough_steps(step):,}"
+            row += [f"{scheme.share_lost(step):.1%}", enough]
+        rows.append(row)
+    say("")
+    _table(head, rows)
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for number, title in enumerate(head):
+        table.add_column(title, justify="left" if number == 0 else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*row)
+    Console(width=140, highlight=False).print(table)
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:,.3f}"
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    """Return 1 where there is a problem."""
+    if args.hostfile is not None and not args.hostfile.is_file():
+        raise ValueError(f"--hostfile {args.hostfile}: there is no such file")
+    findings = _findings(args.hostfile, args.seconds)
+    problems = [finding for finding in findings if finding.state == "problem"]
+    if args.json:
+        say(json.dumps({"ready": not problems, "findings": [asdict(finding) for finding in findings]}))
+    else:
+        say(*map(_line, findings), "", _verdict(findings))
+    return FAILURE if problems else 0
+
+
+def _findings(hostfile: Path | None, seconds: float) -> list["Finding"]:
+    from megatron_noloco.preflight import machine
+
+    findings = list(machine.check_packages())
+    if None in map(find_spec, ("torch", "psutil")):
+        return findings  # the other checks need them
+    from megatron_noloco.preflight.mpi import check_mpi
+
+    findings += [*machine.check_gpus(), *machine.check_network(), *machine.check_limits()]
+    return findings + list(check_mpi(hostfile, seconds)) if seconds else findings
+
+
+def _line(finding: "Finding") -> str:
+    advice = f"\n{'':20}-> {finding.advice}" if finding.advice else ""
+    return f"{finding.state:8}{finding.area:12}{finding.what}{advice}"
+
+
+def _verdict(findings: Sequence["Finding"]) -> str:
+    """Return what to fix first."""
+    for state, verdict in (("problem", "Fix first"), ("note", "Ready. What would help most")):
+        for finding in findings:
+            if finding.state == state and finding.advice:
+                return f"{verdict}: {finding.area}: {finding.what}. {finding.advice}"
+    return "Ready."
