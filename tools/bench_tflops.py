@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.model.families.flops import training_flops
+from megatron_noloco.model.families import training_flops
 from megatron_noloco.model.stage import build_stage
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import build_groups

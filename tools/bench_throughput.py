@@ -41,8 +41,7 @@ before_engines()  # before Megatron-core and deepspeed are imported
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.model.families import table_of
-from megatron_noloco.model.families.flops import training_flops
+from megatron_noloco.model.families import table_of, training_flops
 from megatron_noloco.model.stage import DTYPES, Stage, build_stage
 from megatron_noloco.monitor import Metrics
 from megatron_noloco.outer.streams import wait_for

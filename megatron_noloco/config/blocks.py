@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_noloco.config import deepspeed_keys
-from megatron_noloco.model.split import PipelineSplit
+from megatron_noloco.model.architecture import PipelineSplit
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]

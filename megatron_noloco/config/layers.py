@@ -1,7 +1,7 @@
 """Which layers a pipeline stage has."""
 
 from megatron_noloco.config.wording import count
-from megatron_noloco.model.split import PipelineSplit
+from megatron_noloco.model.architecture import PipelineSplit
 
 
 def layers_of_chunks(split: PipelineSplit, num_layers: int, stages: int, virtual: int = 1) -> list[list[int]]:

@@ -6,9 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from megatron_noloco.config.blocks import Block, Positive
-from megatron_noloco.model.architecture import Architecture, Compute, LoadBalancing, Precision
+from megatron_noloco.model.architecture import Architecture, Compute, LoadBalancing, PipelineSplit, Precision
 from megatron_noloco.model.families import FAMILIES, families_with
-from megatron_noloco.model.split import PipelineSplit
 
 RecomputedModule = Literal["core_attn", "mlp", "moe"]
 

@@ -1,9 +1,8 @@
-"""The architecture of a model, and how its arithmetic is done."""
+"""The architecture of a model, and how it is computed. No torch at import."""
 
+import importlib.util
 from dataclasses import dataclass, field
 from typing import Literal
-
-from megatron_noloco.model.split import PipelineSplit
 
 Precision = Literal["fp32", "bf16", "fp16"]
 LoadBalancing = Literal["aux_loss", "seq_aux_loss", "none"]
@@ -41,6 +40,23 @@ class Architecture:
 
 
 @dataclass(frozen=True)
+class PipelineSplit:
+    """How the layers of a model are divided over its pipeline stages, in Megatron's terms; by default evenly.
+
+    Attributes:
+        num_layers_in_first_pipeline_stage: all others have equal parts of the rest, but for the next one.
+        num_layers_in_last_pipeline_stage: likewise.
+        account_for_embedding_in_pipeline_split: the embedding takes the place of a layer in the first stage.
+        account_for_loss_in_pipeline_split: the output layer and the loss, in the last stage.
+    """
+
+    num_layers_in_first_pipeline_stage: int | None = None
+    num_layers_in_last_pipeline_stage: int | None = None
+    account_for_embedding_in_pipeline_split: bool = False
+    account_for_loss_in_pipeline_split: bool = False
+
+
+@dataclass(frozen=True)
 class Compute:
     """How the model is computed; nothing here changes which model it is."""
 
@@ -57,3 +73,18 @@ class Compute:
     z_loss_coeff: float = 0.0
     split: PipelineSplit = field(default_factory=PipelineSplit)
     separate_documents: bool = False  # documents in one sample do not attend to each other
+
+    def uses_transformer_engine(self) -> bool:
+        """Whether Transformer Engine is used: it is installed, there is a GPU, and it is not declined.
+
+        Raises ValueError when it is demanded and cannot be had.
+        """
+        import torch
+
+        available = torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
+        if self.transformer_impl == "transformer_engine" and not available:
+            raise ValueError(
+                'model.transformer_impl is "transformer_engine", which needs a GPU and the transformer_engine '
+                'package; use "auto" or "local"'
+            )
+        return available and self.transformer_impl != "local"

@@ -1,10 +1,11 @@
-"""The layers we bring ourselves, on whatever device the tensors are: attention and RMSNorm of our local spec, and
-the router of a mixture of experts."""
+"""Layers that replace Megatron-core's, on any device: attention, RMSNorm, a router of experts, a z-loss."""
 
 from contextlib import nullcontext
 from functools import lru_cache
+from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
@@ -131,3 +132,44 @@ class RMSNorm(nn.Module):
         if fused_rms_norm_affine is not None and hidden.is_cuda:
             return fused_rms_norm_affine(hidden, self.weight, self.weight.shape, self.eps)
         return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps)
+
+
+class CrossEntropyWithZLoss(torch.autograd.Function):
+    """The cross-entropy of each token over a vocabulary that tensor-parallel ranks share, with a z-loss.
+
+    The gradient is that of cross-entropy + coefficient * logsumexp(logits)^2.
+    The z-loss (Chowdhery et al., "PaLM", arXiv 2204.02311, section 5) draws the logsumexp to 0, so that logits do
+    not drift. It is in the gradient only, so that losses in the log and in evaluations are cross-entropies.
+
+    Args of `apply`:
+        logits: this rank's part of the vocabulary, shape [..., vocabulary / tp].
+        labels: int64, shape [...]; the loss of one < 0 means nothing, and should get no gradient.
+        coefficient: of the z-loss.
+        group: the tensor-parallel ranks, in the order of their parts.
+
+    Returns fp32 of shape [...].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, labels: Tensor, coefficient: float, group: Any) -> Tensor:
+        largest = logits.amax(dim=-1).float()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+        exponentials = (logits - largest[..., None]).exp_()  # fp32, as `largest` is
+        places = labels - dist.get_rank(group) * logits.size(-1)
+        here = (places >= 0) & (places < logits.size(-1))
+        places = places.where(here, 0)
+        wanted = logits.gather(-1, places[..., None])[..., 0].float().where(here, 0)
+        sums = torch.stack([exponentials.sum(dim=-1), wanted])
+        dist.all_reduce(sums, group=group)
+        logsumexp = sums[0].log() + largest
+        softmax = exponentials.div_(sums[0][..., None])
+        ctx.save_for_backward(softmax, places, here, 1 + 2 * coefficient * logsumexp)
+        ctx.dtype = logits.dtype
+        return logsumexp - sums[1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        softmax, places, here, scale = ctx.saved_tensors
+        of_logits = softmax.mul_((gradient * scale)[..., None])  # in its place: a vocabulary is large
+        of_logits.scatter_add_(-1, places[..., None], -(gradient * here)[..., None])
+        return of_logits.to(ctx.dtype), None, None, None

@@ -21,9 +21,14 @@ from megatron_noloco.model import weights
 from megatron_noloco.model.architecture import Architecture, Compute
 from megatron_noloco.model.dropout import seed_dropout
 from megatron_noloco.model.families import Parameter, family_of, table_of
-from megatron_noloco.model.layers import CausalAttention, RMSNorm, Router, document_mask
-from megatron_noloco.model.transformer_engine import uses_transformer_engine
-from megatron_noloco.model.z_loss import CrossEntropyWithZLoss
+from megatron_noloco.model.families.hf_keys import YARN_DEFAULTS
+from megatron_noloco.model.layers import (
+    CausalAttention,
+    CrossEntropyWithZLoss,
+    RMSNorm,
+    Router,
+    document_mask,
+)
 from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.plans.topology import Topology
 
@@ -151,7 +156,7 @@ def _empty_chunk(
     architecture: Architecture, compute: Compute, config: TransformerConfig, groups: Groups, index: int
 ) -> Chunk:
     # Transformer Engine's attention takes no mask of ours.
-    transformer_engine = not compute.separate_documents and uses_transformer_engine(compute.transformer_impl)
+    transformer_engine = not compute.separate_documents and compute.uses_transformer_engine()
     layer = layer_spec(config, transformer_engine)
     vpp = groups.topology.vpp
     vp_stage = index if vpp > 1 else None
@@ -171,7 +176,7 @@ def _empty_chunk(
         share_embeddings_and_output_weights=architecture.tied_embeddings,
         pg_collection=groups.collection,
         vp_stage=vp_stage,
-        **family_of(architecture).megatron_options(architecture).model,
+        **family_of(architecture).core_model(architecture),
     )
 
 
@@ -207,7 +212,6 @@ def transformer_config(architecture: Architecture, compute: Compute, topology: T
             "virtual_pipeline_model_parallel_size": topology.vpp,
             "microbatch_group_size_per_vp_stage": topology.pp,
         }
-    options = family_of(architecture).megatron_options(architecture)
     config = TransformerConfig(
         num_layers=architecture.num_layers,
         hidden_size=architecture.hidden_size,
@@ -242,13 +246,28 @@ def transformer_config(architecture: Architecture, compute: Compute, topology: T
         bias_activation_fusion=cuda,
         bias_dropout_fusion=cuda,
         cross_entropy_loss_fusion=cuda and compute.precision == "bf16",  # core's rounds the gradient to bf16
-        apply_rope_fusion=uses_transformer_engine(compute.transformer_impl),  # a kernel of Transformer Engine
+        apply_rope_fusion=compute.uses_transformer_engine(),  # a kernel of Transformer Engine
         masked_softmax_fusion=False,  # attention is torch's or Transformer Engine's, both fused
         gradient_accumulation_fusion=False,  # needs Megatron's own gradient buffers
         cuda_graph_scope=[],
         **virtual,
-        **options.config,
+        **family_of(architecture).core_config(architecture),
     )
-    for name, value in options.attributes.items():
+    for name, value in _yarn(architecture).items():
         setattr(config, name, value)
     return config
+
+
+def _yarn(architecture: Architecture) -> dict[str, Any]:
+    """Return what GPTModel expects as further attributes of a TransformerConfig, which has no fields for YaRN."""
+    if architecture.yarn_rotary_scaling_factor is None:
+        return {}
+    return {
+        "yarn_rotary_scaling_factor": architecture.yarn_rotary_scaling_factor,
+        "yarn_original_max_position_embeddings": architecture.yarn_original_max_position_embeddings,
+        "yarn_beta_fast": YARN_DEFAULTS["beta_fast"],
+        "yarn_beta_slow": YARN_DEFAULTS["beta_slow"],
+        "yarn_mscale": YARN_DEFAULTS["mscale"],
+        "yarn_mscale_all_dim": YARN_DEFAULTS["mscale_all_dim"],
+        "yarn_correction_range_round_to_int": YARN_DEFAULTS["truncate"],
+    }

@@ -7,7 +7,7 @@ from typing import Any
 from megatron_noloco.config import RunConfig
 from megatron_noloco.config.noloco_block import NolocoConfig, OverlapConfig
 from megatron_noloco.model.architecture import Architecture
-from megatron_noloco.model.families.flops import training_flops
+from megatron_noloco.model.families import training_flops
 from megatron_noloco.outer.payload import message_bytes
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.memory import WORKING, Memory, RankParameters, fullest_stage

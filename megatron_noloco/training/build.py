@@ -23,8 +23,7 @@ from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.files import write_text
 from megatron_noloco.huggingface.pretrained import PretrainedWeights
 from megatron_noloco.job.stopping import Stopping
-from megatron_noloco.model.families import table_of
-from megatron_noloco.model.families.flops import training_flops
+from megatron_noloco.model.families import table_of, training_flops
 from megatron_noloco.model.stage import Stage, build_stage
 from megatron_noloco.monitor import Metrics
 from megatron_noloco.monitor.console import Console, RunFacts

@@ -39,7 +39,6 @@ from megatron_noloco.job.launcher import World, local_device, read_world
 from megatron_noloco.job.run_folder import occupy, wait_file
 from megatron_noloco.job.start_up import before_engines
 from megatron_noloco.model.architecture import Architecture
-from megatron_noloco.model.transformer_engine import uses_transformer_engine
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.fit import shortage
@@ -119,7 +118,7 @@ def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
     Changes nothing on disk. Of data only the beginning is read. Raises ValueError, one line per problem.
     """
     _check_arithmetic(config)
-    uses_transformer_engine(config.model.transformer_impl)  # for its error
+    config.compute.uses_transformer_engine()  # for its error
     _check_optimizer(config.deepspeed["optimizer"])
     _check_writable(Path(config.training.output_dir))
     _check_wandb(config.wandb.enabled)

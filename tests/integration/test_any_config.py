@@ -15,7 +15,7 @@ import pytest
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.indexed import IndexedWriter
 from megatron_noloco.data.tokenizer import ByteTokenizer
-from megatron_noloco.model.split import PipelineSplit
+from megatron_noloco.model.architecture import PipelineSplit
 from tests.integration.chaos import Run, assert_same_state
 from tests.integration.federation import Federation, assert_same, state_of
 from tests.integration.tiny import FAMILY_MODELS, metrics, tiny, write_text

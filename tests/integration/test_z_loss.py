@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron_noloco.data.samples import IGNORED
-from megatron_noloco.model.z_loss import CrossEntropyWithZLoss
+from megatron_noloco.model.layers import CrossEntropyWithZLoss
 from tests.harness import run_ranks
 from tests.integration.tiny import tiny, train
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from megatron_noloco.model.architecture import Architecture, Compute
 from megatron_noloco.model.families import (
     FAMILIES,
     Family,
-    MegatronOptions,
     Parameter,
     Rows,
     Table,
@@ -46,9 +46,8 @@ class Toy(Llama):
                 rows.append(replace(row, name=QKV + "bias", shape=row.shape[:1], init="zeros", hf=names))
         return rows
 
-    def megatron_options(self, architecture: Architecture) -> MegatronOptions:
-        options = super().megatron_options(architecture)
-        return replace(options, config=options.config | {"add_qkv_bias": True})
+    def core_config(self, architecture: Architecture) -> dict[str, Any]:
+        return super().core_config(architecture) | {"add_qkv_bias": True}
 
 
 TOY = replace(SMALL, family="toy")
@@ -119,8 +118,8 @@ class Forgetful(Toy):
 class Boastful(Toy):
     """Has a row for a parameter that the model lacks."""
 
-    def megatron_options(self, architecture: Architecture) -> MegatronOptions:
-        return Llama().megatron_options(architecture)
+    def core_config(self, architecture: Architecture) -> dict[str, Any]:
+        return Llama().core_config(architecture)
 
 
 class Headless(Toy):

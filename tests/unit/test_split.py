@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_noloco.config.layers import layers_of_chunks
-from megatron_noloco.model.split import PipelineSplit
+from megatron_noloco.model.architecture import PipelineSplit
 
 ends = st.none() | st.integers(1, 4)
 splits = st.builds(PipelineSplit, ends, ends, st.booleans(), st.booleans())

@@ -8,8 +8,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_noloco.model.architecture import Architecture, Compute
-from megatron_noloco.model.families import FAMILIES
-from megatron_noloco.model.families.flops import training_flops
+from megatron_noloco.model.families import FAMILIES, training_flops
 from megatron_noloco.model.stage import build_stage
 from megatron_noloco.monitor import Reduction
 from megatron_noloco.monitor.throughput import Throughput

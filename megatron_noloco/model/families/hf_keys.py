@@ -1,4 +1,4 @@
-"""Reading Hugging Face's `config.json`: values checked, and what no family of ours computes is refused.
+"""Read Hugging Face's `config.json`: check its values, and refuse what no family here computes.
 
 Every function raises ValueError, in one line.
 """
@@ -22,36 +22,37 @@ YARN_DEFAULTS = {
 
 
 def size(theirs: Keys, key: str, default: int | None = None) -> int:
-    """A positive whole number; null counts as absent."""
-    value = theirs.get(key)
-    value = default if value is None else value
-    if value is None:
-        raise ValueError(f"{key} is missing")
+    """Return a positive whole number; null counts as absent."""
+    value = _value(theirs, key, default)
     if type(value) is not int or value < 1:
         raise ValueError(f"{key} is {value!r}; it must be a whole number >= 1")
     return value
 
 
 def number(theirs: Keys, key: str, default: float | None = None) -> float:
-    """A number > 0; null counts as absent."""
-    value = theirs.get(key)
-    value = default if value is None else value
-    if value is None:
-        raise ValueError(f"{key} is missing")
+    """Return a number > 0; null counts as absent."""
+    value = _value(theirs, key, default)
     if type(value) not in (int, float) or not 0 < value < float("inf"):
         raise ValueError(f"{key} is {value!r}; it must be a number > 0")
     return float(value)
 
 
+def _value(theirs: Keys, key: str, default: float | None) -> Any:
+    value = default if theirs.get(key) is None else theirs[key]
+    if value is None:
+        raise ValueError(f"{key} is missing")
+    return value
+
+
 def refuse_flags(theirs: Keys, keys: Sequence[str], reason: str) -> None:
-    """For keys that are true in a model that is not ours."""
+    """Refuse a model that has one of these keys, with the reason."""
     for key in keys:
         if theirs.get(key):
             raise ValueError(f"{key} is {theirs[key]!r}; {reason}")
 
 
 def refuse_layer_types(theirs: Keys, only: str) -> None:
-    """`layer_types` names the attention of each layer; ours is `only` that one."""
+    """Refuse `layer_types`, the attention of each layer, unless all layers have the kind `only`."""
     kinds = theirs.get("layer_types") or []
     if not isinstance(kinds, list):
         raise ValueError(f"layer_types is {kinds!r}; it must be a list of text")
@@ -64,7 +65,7 @@ def refuse_layer_types(theirs: Keys, only: str) -> None:
 
 
 def rotary(theirs: Keys) -> Keys:
-    """The parameters of the rotary embeddings, `rope_type` and `rope_theta` filled in.
+    """Return the parameters of the rotary embeddings, with `rope_type` and `rope_theta` filled in.
 
     transformers 5 has them in `rope_parameters`; before, `rope_scaling` had all but the base. Where a file has
     both, every version takes `rope_scaling`, and `rope_theta` of the file where that has none.
@@ -87,9 +88,9 @@ def rotary(theirs: Keys) -> Keys:
 
 
 def scaling(theirs: Keys, kinds: Sequence[str]) -> dict[str, Any]:
-    """The fields of `Architecture` that say how rotary frequencies are scaled; refuses a type not in `kinds`.
+    """Return the fields of `Architecture` that say how rotary frequencies are scaled; none if they are not.
 
-    None of the fields: they are not scaled.
+    Refuses a type that is not in `kinds`.
     """
     rope = rotary(theirs)
     kind = rope["rope_type"]

@@ -1,36 +1,260 @@
-"""Llama (Touvron et al. 2023, arXiv 2302.13971) and Llama 2, 3, 3.1, 3.2, 3.3: no biases.
+"""What a model family is, and the first one: Llama.
 
-From 3.1 on the frequencies of the rotary embeddings are scaled for longer contexts (Grattafiori et al. 2024,
-arXiv 2407.21783; the formula is in Megatron-core's `RotaryEmbedding._apply_scaling`).
+All families here descend from Llama: RMSNorm before attention and before a SwiGLU MLP, rotary embeddings, grouped
+queries. `Family` is what they share, and a subclass what makes it another one.
+
+Megatron-core and Hugging Face rotate the same pairs of channels (i and i + head / 2), so rotary embeddings need no
+permutation of the rows of queries and keys.
 """
 
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import hf_keys
-from megatron_noloco.model.families.family import MegatronOptions
-from megatron_noloco.model.families.llama_like import LlamaLike
+from megatron_noloco.model.families.table import Parameter, Rows
+
+OURS, THEIRS = "decoder.layers.{layer}.", "model.layers.{layer}."
+
+_HF_SIZES = {  # sizes of an `Architecture`, and Hugging Face's keys for them
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "seq_length": "max_position_embeddings",
+    "vocab_size": "vocab_size",
+}
 
 
-class Llama(LlamaLike):
-    name = "llama"
-    own_fields: ClassVar = {"rope_scaling_factor": None}
-    hf_class = "LlamaForCausalLM"
-    rope_types = ("llama3", "yarn")
-    hf_defaults: ClassVar = {"max_position_embeddings": 2048}
+class Family:
+    """One model family: its parameters, what Megatron-core is to build, and Hugging Face's config.
 
-    def megatron_options(self, architecture: Architecture) -> MegatronOptions:
-        options, factor = super().megatron_options(architecture), architecture.rope_scaling_factor
-        if factor is None:
-            return options
-        return replace(options, model={**options.model, "rope_scaling": True, "rope_scaling_factor": factor})
+    A subclass changes rows of a layer, options of Megatron-core and keys of Hugging Face's config.
+    """
+
+    name: ClassVar[str]  # also Hugging Face's `model_type`
+    # Fields of `Architecture` and `Compute` that not all families have, with their defaults in this one.
+    own_fields: ClassVar[Mapping[str, Any]] = {}
+    hf_class: ClassVar[str]  # the class in transformers
+    hf_defaults: ClassVar[Mapping[str, Any]] = {}  # what transformers takes for keys that a config.json lacks
+    rope_types: ClassVar[Sequence[str]] = ("yarn",)  # Hugging Face's types of scaled rotary embeddings
+
+    # Parameters
+
+    def rows(self, architecture: Architecture) -> Sequence[Parameter]:
+        """Return the rows of the table in the order of the model, those of the layers next to each other."""
+        a = architecture
+        # Rows beyond the vocabulary exist here alone, so that the embedding divides into tensor-parallel slices.
+        vocabulary = Rows((a.vocab_size, a.padded_vocab_size - a.vocab_size))
+        embedding = Parameter(
+            "embedding.word_embeddings.weight",
+            (a.padded_vocab_size, a.hidden_size),
+            tp_dim=0,
+            hf=("model.embed_tokens.weight",),
+            rows=vocabulary,
+        )
+        output = Parameter(
+            "output_layer.weight",
+            (a.padded_vocab_size, a.hidden_size),
+            tp_dim=0,
+            hf=() if a.tied_embeddings else ("lm_head.weight",),
+            rows=vocabulary,
+            same_as=embedding.name if a.tied_embeddings else None,
+        )
+        final_norm = Parameter(
+            "decoder.final_layernorm.weight", (a.hidden_size,), init="ones", hf=("model.norm.weight",)
+        )
+        return (embedding, *self.attention_rows(a), *self.mlp_rows(a), final_norm, output)
+
+    def attention_rows(self, architecture: Architecture) -> Sequence[Parameter]:
+        """Return the rows of a layer's first norm and its attention."""
+        a = architecture
+        hidden, head = a.hidden_size, a.kv_channels
+        heads_per_group = a.num_attention_heads // a.num_query_groups
+        # For each key/value group its queries, its key, its value: a slice of whole groups is then contiguous.
+        # Ours is [groups * (heads_per_group + 2) * head, hidden], q [heads * head, hidden], k and v
+        # [groups * head, hidden].
+        qkv = Rows((heads_per_group * head, head, head), repeats=a.num_query_groups)
+        return (
+            Parameter(
+                OURS + "input_layernorm.weight",
+                (hidden,),
+                init="ones",
+                hf=(THEIRS + "input_layernorm.weight",),
+                fused_name=OURS + "self_attention.linear_qkv.layer_norm_weight",
+            ),
+            Parameter(
+                OURS + "self_attention.linear_qkv.weight",
+                (a.num_query_groups * sum(qkv.sizes), hidden),
+                tp_dim=0,
+                hf=tuple(THEIRS + f"self_attn.{part}_proj.weight" for part in "qkv"),
+                rows=qkv,
+                linear=True,
+            ),
+            Parameter(
+                OURS + "self_attention.linear_proj.weight",
+                (hidden, a.num_attention_heads * head),
+                init="residual",
+                tp_dim=1,
+                hf=(THEIRS + "self_attn.o_proj.weight",),
+                linear=True,
+            ),
+        )
+
+    def mlp_rows(self, architecture: Architecture) -> Sequence[Parameter]:
+        """Return the rows of a layer's second norm and its MLP."""
+        norm = Parameter(
+            OURS + "pre_mlp_layernorm.weight",
+            (architecture.hidden_size,),
+            init="ones",
+            hf=(THEIRS + "post_attention_layernorm.weight",),
+            fused_name=OURS + "mlp.linear_fc1.layer_norm_weight",
+        )
+        names = tuple(THEIRS + f"mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
+        return (norm, *gated_mlp(architecture, OURS + "mlp.", names))
+
+    # Megatron-core
+
+    def core_config(self, architecture: Architecture) -> dict[str, Any]:
+        """Return fields of core's TransformerConfig, beyond the sizes, which all families share."""
+        import torch.nn.functional as F
+
+        return {
+            "normalization": "RMSNorm",
+            "gated_linear_unit": True,
+            "activation_func": F.silu,
+            "add_bias_linear": False,
+        }
+
+    def core_model(self, architecture: Architecture) -> dict[str, Any]:
+        """Return arguments of core's GPTModel, likewise."""
+        yarn = architecture.yarn_rotary_scaling_factor is not None
+        return {
+            "position_embedding_type": "yarn" if yarn else "rope",
+            "rotary_base": architecture.rotary_base,
+        }
+
+    # Hugging Face
 
     def hf_config(
         self, architecture: Architecture, dtype: str, end_of_document: int | None
     ) -> dict[str, Any]:
-        keys = super().hf_config(architecture, dtype, end_of_document)
-        return {**keys, "attention_bias": False, "mlp_bias": False}
+        """Return the content of Hugging Face's `config.json`."""
+        a, scaling = architecture, self.hf_scaling(architecture)
+        return {
+            "architectures": [self.hf_class],
+            "model_type": self.name,
+            **{theirs: getattr(a, ours) for ours, theirs in _HF_SIZES.items()},
+            "hidden_act": "silu",
+            "rms_norm_eps": a.norm_epsilon,
+            # Before transformers 5 the first two keys; since then the third.
+            "rope_theta": a.rotary_base,
+            **({"rope_scaling": scaling} if scaling else {}),
+            "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": a.rotary_base},
+            "tie_word_embeddings": a.tied_embeddings,
+            "initializer_range": a.init_method_std,
+            "bos_token_id": end_of_document,
+            "eos_token_id": end_of_document,
+            "dtype": dtype,
+            "torch_dtype": dtype,  # the name before transformers 4.56
+            **self.own_keys(architecture),
+        }
+
+    def own_keys(self, architecture: Architecture) -> dict[str, Any]:
+        """Return the keys of Hugging Face's config that make it one of this family."""
+        return {}
+
+    def hf_scaling(self, architecture: Architecture) -> dict[str, Any]:
+        """Return what Hugging Face's config says about scaled rotary embeddings; empty if they are not scaled."""
+        a = architecture
+        if a.yarn_rotary_scaling_factor is None:
+            return {}
+        return {
+            "rope_type": "yarn",
+            "factor": a.yarn_rotary_scaling_factor,
+            "original_max_position_embeddings": a.yarn_original_max_position_embeddings,
+        }
+
+    def architecture(self, hf_config: Mapping[str, Any]) -> Architecture:
+        """Return the architecture that a `config.json` describes, without padding of the vocabulary.
+
+        The inverse of `hf_config`. Raises ValueError, in one line, for what this family is not.
+        """
+        theirs = {**self.hf_defaults, **hf_config}
+        if theirs.get("hidden_act", "silu") != "silu":
+            raise ValueError(f'hidden_act is {theirs["hidden_act"]!r}; only "silu" is supported')
+        own = self.own_values(theirs)
+        heads, hidden = (hf_keys.size(theirs, key) for key in ("num_attention_heads", "hidden_size"))
+        defaults = {"num_query_groups": heads, "kv_channels": hidden // heads}
+        sizes = {ours: hf_keys.size(theirs, key, defaults.get(ours)) for ours, key in _HF_SIZES.items()}
+        return Architecture(
+            family=self.name,
+            **sizes,
+            padded_vocab_size=sizes["vocab_size"],
+            rotary_base=hf_keys.rotary(theirs)["rope_theta"],
+            norm_epsilon=hf_keys.number(theirs, "rms_norm_eps", 1e-6),
+            tied_embeddings=bool(theirs.get("tie_word_embeddings", False)),
+            init_method_std=hf_keys.number(theirs, "initializer_range", 0.02),
+            **hf_keys.scaling(theirs, self.rope_types),
+            **own,
+        )
+
+    def own_values(self, theirs: hf_keys.Keys) -> dict[str, Any]:
+        """Return the values of `own_fields` in Hugging Face's config, in which missing keys have their defaults.
+
+        The inverse of `own_keys`. Raises ValueError, in one line, for keys of a model that cannot be built here.
+        """
+        return {}
+
+
+def gated_mlp(architecture: Architecture, ours: str, theirs: Sequence[str]) -> Sequence[Parameter]:
+    """Return the rows of the two matrices of a SwiGLU MLP.
+
+    Args:
+        ours: what the names of both begin with.
+        theirs: Hugging Face's names of gate, up and down.
+    """
+    hidden, ffn = architecture.hidden_size, architecture.ffn_hidden_size
+    gate, up, down = theirs
+    return (
+        # The gate on top of up: [2 * ffn, hidden] <-> twice [ffn, hidden]. A slice has its part of both.
+        Parameter(
+            ours + "linear_fc1.weight",
+            (2 * ffn, hidden),
+            tp_dim=0,
+            hf=(gate, up),
+            rows=Rows((ffn, ffn), cut_each=True),
+            linear=True,
+        ),
+        Parameter(
+            ours + "linear_fc2.weight", (hidden, ffn), init="residual", tp_dim=1, hf=(down,), linear=True
+        ),
+    )
+
+
+class Llama(Family):
+    """Llama (Touvron et al. 2023, arXiv 2302.13971) and Llama 2, 3, 3.1, 3.2, 3.3: no biases.
+
+    From 3.1 on the frequencies of the rotary embeddings are scaled for longer contexts (Grattafiori et al. 2024,
+    arXiv 2407.21783; the formula is in Megatron-core's `RotaryEmbedding._apply_scaling`).
+    """
+
+    name = "llama"
+    own_fields: ClassVar = {"rope_scaling_factor": None}
+    hf_class = "LlamaForCausalLM"
+    hf_defaults: ClassVar = {"max_position_embeddings": 2048}
+    rope_types = ("llama3", "yarn")
+
+    def core_model(self, architecture: Architecture) -> dict[str, Any]:
+        options, factor = super().core_model(architecture), architecture.rope_scaling_factor
+        if factor is None:
+            return options
+        return options | {"rope_scaling": True, "rope_scaling_factor": factor}
+
+    def own_keys(self, architecture: Architecture) -> dict[str, Any]:
+        return {"attention_bias": False, "mlp_bias": False}
 
     def hf_scaling(self, architecture: Architecture) -> dict[str, Any]:
         factor = architecture.rope_scaling_factor

@@ -1,0 +1,91 @@
+"""Qwen2, Qwen2.5 and Qwen3, the dense models: Llamas with biases, or with norms on the heads."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from megatron_noloco.model.architecture import Architecture
+from megatron_noloco.model.families import hf_keys
+from megatron_noloco.model.families.llama import OURS, THEIRS, Family
+from megatron_noloco.model.families.table import Parameter
+
+
+class Qwen2(Family):
+    """Qwen2 and Qwen2.5 (Yang et al. 2024, arXiv 2407.10671): a Llama with biases on queries, keys and values."""
+
+    name = "qwen2"
+    hf_class = "Qwen2ForCausalLM"
+    hf_defaults: ClassVar = {"num_key_value_heads": 32, "max_position_embeddings": 32768}
+
+    def attention_rows(self, architecture: Architecture) -> Sequence[Parameter]:
+        norm, weight, projection = super().attention_rows(architecture)
+        bias = replace(
+            weight,
+            name=weight.name.replace("weight", "bias"),
+            shape=weight.shape[:1],
+            init="zeros",
+            hf=tuple(name.replace("weight", "bias") for name in weight.hf),
+            linear=False,
+        )
+        return (norm, weight, bias, projection)
+
+    def core_config(self, architecture: Architecture) -> dict[str, Any]:
+        return super().core_config(architecture) | {"add_qkv_bias": True}
+
+    def own_keys(self, architecture: Architecture) -> dict[str, Any]:
+        return {"use_sliding_window": False}
+
+    def own_values(self, theirs: hf_keys.Keys) -> dict[str, Any]:
+        _refuse_windows(theirs)
+        return super().own_values(theirs)
+
+
+class Qwen3(Family):
+    """Qwen3 (arXiv 2505.09388): a Llama with norms on the heads of queries and keys.
+
+    The width of a head is not hidden_size / num_attention_heads: set `kv_channels`.
+    """
+
+    name = "qwen3"
+    hf_class = "Qwen3ForCausalLM"
+    hf_defaults: ClassVar = {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32768}
+
+    def attention_rows(self, architecture: Architecture) -> Sequence[Parameter]:
+        norms = (
+            Parameter(
+                OURS + f"self_attention.{part}_layernorm.weight",
+                (architecture.kv_channels,),
+                init="ones",
+                hf=(THEIRS + f"self_attn.{part}_norm.weight",),
+                per_head=True,
+            )
+            for part in "qk"
+        )
+        return (*super().attention_rows(architecture), *norms)
+
+    def core_config(self, architecture: Architecture) -> dict[str, Any]:
+        return super().core_config(architecture) | {"qk_layernorm": True}
+
+    def own_keys(self, architecture: Architecture) -> dict[str, Any]:
+        return {"attention_bias": False, "use_sliding_window": False}
+
+    def own_values(self, theirs: hf_keys.Keys) -> dict[str, Any]:
+        hf_keys.refuse_flags(theirs, ("attention_bias",), "a Qwen3 with biases is not supported")
+        _refuse_windows(theirs)
+        return super().own_values(theirs)
+
+
+def _refuse_windows(theirs: hf_keys.Keys) -> None:
+    """Raise ValueError where Qwen's layers from `max_window_layers` on have a sliding window.
+
+    The released dense models have none, though their config.json names one.
+    """
+    hf_keys.refuse_layer_types(theirs, "full_attention")
+    if theirs.get("layer_types") or not theirs.get("use_sliding_window"):
+        return
+    layers, first = hf_keys.size(theirs, "num_hidden_layers"), theirs.get("max_window_layers", 28)
+    if theirs.get("sliding_window", 4096) is not None and not (type(first) is int and first >= layers):
+        raise ValueError(
+            f"use_sliding_window is true, and max_window_layers {first!r} of {layers} layers; windows on layers "
+            "are not supported"
+        )
