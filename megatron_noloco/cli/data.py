@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_noloco.cli.options import Commands, say
+from megatron_noloco.cli.options import Commands, at_least_one, say
 from megatron_noloco.job.leaving import INTERRUPTED
 
 if TYPE_CHECKING:
@@ -41,11 +41,11 @@ def add_command(commands: Commands) -> None:
     preprocess.add_argument(
         "--append-eod", action="store_true", help="end each document with the end-of-document token"
     )
-    preprocess.add_argument("--workers", type=int, default=1, help="processes that encode")
+    preprocess.add_argument("--workers", type=at_least_one, default=1, help="processes that encode")
     preprocess.set_defaults(run=_preprocess)
     inspect = subcommands.add_parser("inspect", help="documents, tokens, lengths, and the first documents")
     inspect.add_argument("prefix", help="path of the .bin and .idx files without their suffix")
-    inspect.add_argument("--samples", type=int, default=3, help="documents to show (default: 3)")
+    inspect.add_argument("--samples", type=at_least_one, default=3, help="documents to show (default: 3)")
     inspect.set_defaults(run=_inspect)
     for parser in (preprocess, inspect):
         parser.add_argument("--tokenizer-type", choices=("byte", "HuggingFaceTokenizer"), default="byte")
@@ -59,8 +59,8 @@ def _preprocess(args: argparse.Namespace) -> int:
     from megatron_noloco.data.inputs import find_inputs
     from megatron_noloco.data.preprocess import Encoding, Job, check, preprocess
 
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are what is parallel
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's notice is a Ctrl-C
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the worker processes are parallel
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's notice acts as Ctrl-C
     tokenizer = _tokenizer(args)
     encoding = Encoding(tokenizer, tuple(args.json_keys), args.append_eod)
     console = Console(stderr=True, soft_wrap=True, highlight=False)

@@ -1,4 +1,4 @@
-"""What a command's errors come to: a line on stderr, or a traceback, and the exit code."""
+"""Turns the errors of commands into a line or a traceback on stderr, and an exit code."""
 
 import time
 import traceback
@@ -8,32 +8,32 @@ from importlib.util import find_spec
 
 from megatron_noloco.job.leaving import FAILURE, GRACE_SECONDS, fail, usage_error
 
-# What each extra installs, by the names that are imported. `pip install .` alone installs torch and numpy.
+# Names of the modules that each extra installs. `pip install .` alone installs torch and numpy.
 _EXTRAS = {
-    "trainer": ("deepspeed", "megatron", "pydantic", "rich", "safetensors", "tensorboard", "tokenizers"),
-    "mpi": ("mpi4py",),
-    "federation": ("zmq",),
-    "huggingface": ("transformers",),
-    "report": ("matplotlib",),
-    "data": ("pyarrow", "zstandard"),
+    "trainer": "deepspeed megatron packaging psutil pydantic rich safetensors tensorboard tokenizers",
+    "mpi": "mpi4py",
+    "federation": "zmq",
+    "huggingface": "transformers",
+    "report": "matplotlib",
+    "data": "pyarrow zstandard",
 }
 
 
 class StoppedError(Exception):
-    """A command cannot go on, through no mistake in its input or in this program; the message says why."""
+    """A command cannot go on, through no mistake in its input or in this program. The message says why."""
 
 
 class LostError(StoppedError):
-    """Another process of the job has gone."""
+    """This process has lost the connection to another one of the job."""
 
 
 class UnexpectedError(Exception):
-    """Its cause needs a traceback, whatever its type: what a person can get wrong was checked before."""
+    """An error of any type whose cause needs a traceback: the user's input was checked before."""
 
 
 @contextmanager
 def naming(path: str) -> Iterator[None]:
-    """Each line of a ValueError that leaves begins with the file it is about."""
+    """Begin each line of a ValueError that leaves the context with the file that it is about."""
     try:
         yield
     except ValueError as error:
@@ -42,9 +42,9 @@ def naming(path: str) -> Iterator[None]:
 
 
 def report(error: Exception) -> int:
-    """Write what there is to say about `error` to stderr, from one rank of the job; returns the exit code.
+    """Write `error` to stderr, from one rank of the job, and return the exit code.
 
-    2 for what the person who started the command can put right: one line per problem.
+    2 for what the user can put right: one line per problem.
     1 for everything else: a line where the reason is known, else a traceback.
     """
     if isinstance(error, ModuleNotFoundError):
@@ -55,7 +55,7 @@ def report(error: Exception) -> int:
         is_cause = not isinstance(error, LostError)
         exit_code = fail(str(error), FAILURE, is_cause)
         if not is_cause:
-            time.sleep(GRACE_SECONDS)  # launchers name the first that leaves, and look now and then
+            time.sleep(GRACE_SECONDS)  # launchers blame the first process that leaves, and look at intervals
         return exit_code
     cause = error.__cause__ if isinstance(error, UnexpectedError) else error
     assert cause is not None
@@ -63,7 +63,9 @@ def report(error: Exception) -> int:
 
 
 def _missing_extra(error: ModuleNotFoundError) -> ValueError | None:
-    for extra, packages in _EXTRAS.items():
+    """Return the error for the user where a package of an extra is missing."""
+    for extra, names in _EXTRAS.items():
+        packages = names.split()
         if (error.name or "").partition(".")[0] in packages:
             missing = [name for name in packages if find_spec(name) is None]
             return ValueError(

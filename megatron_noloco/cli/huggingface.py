@@ -37,7 +37,9 @@ def add_commands(commands: Commands) -> None:
     source.add_argument("--checkpoint", nargs="+", type=Path, help=CHECKPOINT)
     source.add_argument("--hf", help="a Hugging Face folder")
     generate.add_argument("--prompt", required=True)
-    generate.add_argument("--tokens", type=at_least_one, default=200, help="at most so many new tokens")
+    generate.add_argument(
+        "--tokens", type=at_least_one, default=200, help="largest number of new tokens (default: 200)"
+    )
     generate.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
     generate.add_argument("--seed", type=int, default=0)
     generate.set_defaults(run=_generate)
@@ -67,8 +69,10 @@ def _export(args: argparse.Namespace) -> int:
     say(*source.losses_report())
     difference = check_export(source, output)
     say(f"logits: largest difference from the trainer's own {difference:.1e} (must be below {TOLERANCE:g})")
-    if not difference < TOLERANCE:  # NaN is no agreement either
-        raise StoppedError(f"{output}: the exported model is not the trained one; left marked as unfinished")
+    if not difference < TOLERANCE:  # false for NaN, too
+        raise StoppedError(
+            f"{output}: the exported model differs from the trained one; it stays marked as unfinished"
+        )
     say(f"exported {source.saved} to {output}")
     return 0
 

@@ -21,7 +21,7 @@ def add_commands(commands: Commands) -> None:
     report.add_argument("--output", type=Path, help="the page to write (default: RUN/report.html)")
     report.set_defaults(run=_report)
 
-    stop = commands.add_parser("stop", help="ask a run to save and end")
+    stop = commands.add_parser("stop", help="ask a run to save its state and end")
     stop.add_argument("run_or_config", metavar="RUN", type=Path, help="a run's output_dir, or its config")
     stop.set_defaults(run=_stop)
 

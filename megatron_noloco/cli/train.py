@@ -55,11 +55,9 @@ def _train(args: argparse.Namespace) -> int:
     from megatron_noloco.job.watchdog import Watchdog
 
     activity.now.who = prepared.who
-    if (
-        prepared.world.launcher == "torchrun"
-    ):  # killed, it leaves its ranks running beside those of a new start
-        leave_with_parent()
-    # Under launch/deepspeed.sh it is ignored by the launchers, and by what they start.
+    if prepared.world.launcher == "torchrun":
+        leave_with_parent()  # a torchrun that is killed leaves its ranks running
+    # The launchers under launch/deepspeed.sh ignore it, and so do the processes that they start.
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     with Watchdog(patience, prepared.wait_file):
         try:

@@ -111,7 +111,6 @@ class TestEvaluate:
             ([], "a Hugging Face folder has no validation split; give --data"),
             (["--data", "nowhere"], "no file or folder at nowhere"),
             (["--data", "{model}/config.json", "--seq-length", "100000"], "corpus too small"),
-            (["--data", "{model}/config.json", "--samples", "0"], "--samples must be at least 1"),
         ],
     )
     def test_what_cannot_be_is_one_line(
