@@ -15,6 +15,7 @@ from megatron_noloco.attach.engines import trained_by
 from megatron_noloco.attach.federation import Federation
 from megatron_noloco.attach.groups import cut_into
 from megatron_noloco.attach.trained import Trained, here
+from megatron_noloco.federation.pairing import Others
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.job.watchdog import Watchdog
@@ -28,7 +29,6 @@ from megatron_noloco.outer import (
     Weights,
 )
 from megatron_noloco.outer.settings import gossip_of
-from megatron_noloco.plans.choices import Others
 from megatron_noloco.plans.fragments import fragment_after, next_after
 from megatron_noloco.plans.grouping import Grouping, Pairing, averaging_cycle
 from megatron_noloco.plans.topology import Topology

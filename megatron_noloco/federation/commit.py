@@ -33,12 +33,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from megatron_noloco.federation.pairing import Others, choose
 from megatron_noloco.outer.exchange import Exchange, PartnerLostError, PartnerTimeoutError
 from megatron_noloco.outer.mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.memory import Kept
 from megatron_noloco.outer.spans import Ranges
 from megatron_noloco.outer.tags import Channel, tag_of
-from megatron_noloco.plans.choices import Others, choose
 from megatron_noloco.plans.grouping import Group, Grouping
 from megatron_noloco.transport.protocol import ExchangeTimeoutError, Flight, Message
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.federation.commit import CommittedExchange, Guard, Standing
+from megatron_noloco.federation.pairing import Others
 from megatron_noloco.outer import Channel, CodedExchange, Coding, Exchange, ExchangeReport
 from megatron_noloco.outer.tags import CHANNELS, PHASES
-from megatron_noloco.plans.choices import Others
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.chunks import LandingFlight
 from megatron_noloco.transport.loopback import LoopbackTransport, loopback_world

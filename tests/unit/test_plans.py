@@ -4,7 +4,6 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Set
 from itertools import combinations
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_noloco.outer.settings import OuterSettings, gossip_of
-from megatron_noloco.plans.choices import Others, choose
 from megatron_noloco.plans.draws import Stream, draw_permutation, draw_words
 from megatron_noloco.plans.grouping import Grouping, prime_factors
 from megatron_noloco.plans.samples import BatchPlan, SampleOrder
@@ -128,73 +126,6 @@ class TestGrouping:
             Grouping(4, 2, seed=0, pairing="cycles")  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="seed must be an integer, not None"):
             Grouping(4, 2, seed=None)  # type: ignore[arg-type]
-
-
-def known(free: Set[int], waiting: Set[int] = frozenset(), busy: Set[int] = frozenset()) -> Others:
-    return Others(free | busy, free, waiting)
-
-
-class TestChoices:
-    """Replicas that know of the same others meet alike; whoever can meet its partner of the plan does."""
-
-    @few
-    @given(st.integers(2, 17), st.integers(0, 5), st.integers(0, 2), st.data())
-    def test_all_but_one_meet(
-        self, replicas: int, round_index: int, fragment: int, data: st.DataObject
-    ) -> None:
-        grouping = Grouping(replicas, 2, seed=3)
-        there = data.draw(st.sets(st.integers(0, replicas - 1), min_size=1))
-        partners = {
-            replica: choose(grouping, replica, (round_index, fragment), known(there - {replica}))
-            for replica in there
-        }
-        assert sum(partner is None for partner in partners.values()) == len(there) % 2
-        for replica, partner in partners.items():
-            if partner is not None:
-                assert partners[partner] == replica != partner
-        for group in grouping.groups(round_index, fragment=fragment):
-            if len(group) == 2 and set(group) <= there:
-                assert partners[group[0]] == group[1]
-
-    def test_who_waits_is_preferred_but_for_the_partner_of_the_plan(self) -> None:
-        grouping = Grouping(8, 2, seed=1)
-        (replica, planned), *pairs = grouping.groups(4)
-        others = {pair[0] for pair in pairs}
-        for other in others:
-            assert choose(grouping, replica, (4, 0), known(others, {other})) == other
-            assert choose(grouping, replica, (4, 0), known({*others, planned}, {other})) == planned
-        assert choose(grouping, replica, (4, 0), known(others, others)) in others
-
-    def test_who_waits_for_a_partner_of_the_plan_is_no_choice(self) -> None:
-        """A replica that has come to meet its partner of the plan is busy; the partner is not left over."""
-        grouping = Grouping(8, 2, seed=1)
-        (replica, _), (busy, its_partner), (free, _), _ = grouping.groups(4)
-        assert choose(grouping, replica, (4, 0), known({its_partner}, busy={busy})) is None
-        assert choose(grouping, replica, (4, 0), known({its_partner, free}, busy={busy})) == free
-
-    def test_pairs_of_those_left_over_change_from_round_to_round(self) -> None:
-        grouping = Grouping(16, 2, seed=1)
-        there = set(range(0, 16, 2))
-        met = Counter(choose(grouping, 0, (round_index, 0), known(there - {0})) for round_index in range(700))
-        assert set(met) == there - {0}
-        assert max(met.values()) < 1.4 * 700 / 7
-        assert min(met.values()) > 0.6 * 700 / 7
-
-    def test_one_that_is_known_to_some_alone_disturbs_few(self) -> None:
-        """Half of the replicas do not know yet that one is gone."""
-        grouping = Grouping(32, 2, seed=5)
-        there = set(range(24))
-        rounds = broken = 0
-        for round_index in range(50):
-            partners = {}
-            for replica in there - {7}:
-                gone = {replica, 7} if replica % 2 else {replica}
-                partners[replica] = choose(grouping, replica, (round_index, 0), known(there - gone))
-            rounds += len(partners)
-            broken += sum(
-                partners.get(partner) != one for one, partner in partners.items() if partner is not None
-            )
-        assert broken < 0.15 * rounds
 
 
 class TestTopology:

@@ -1,0 +1,78 @@
+"""Replicas that know the same others choose alike, and the planned partner wherever it is available."""
+
+from collections import Counter
+from collections.abc import Set
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_noloco.federation.pairing import Others, choose
+from megatron_noloco.plans.grouping import Grouping
+
+
+def known(free: Set[int], waiting: Set[int] = frozenset(), busy: Set[int] = frozenset()) -> Others:
+    return Others(free | busy, free, waiting)
+
+
+@settings(max_examples=60)
+@given(st.integers(2, 17), st.integers(0, 5), st.integers(0, 2), st.data())
+def test_at_most_one_replica_is_left_without_a_partner(
+    replicas: int, round_index: int, fragment: int, data: st.DataObject
+) -> None:
+    grouping = Grouping(replicas, 2, seed=3)
+    present = data.draw(st.sets(st.integers(0, replicas - 1), min_size=1))
+    partners = {
+        replica: choose(grouping, replica, (round_index, fragment), known(present - {replica}))
+        for replica in present
+    }
+    assert sum(partner is None for partner in partners.values()) == len(present) % 2
+    for replica, partner in partners.items():
+        if partner is not None:
+            assert partners[partner] == replica != partner
+    for group in grouping.groups(round_index, fragment=fragment):
+        if len(group) == 2 and set(group) <= present:
+            assert partners[group[0]] == group[1]
+
+
+def test_a_replica_that_waits_is_preferred_to_all_but_the_planned_partner() -> None:
+    grouping = Grouping(8, 2, seed=1)
+    (replica, planned), *pairs = grouping.groups(4)
+    others = {pair[0] for pair in pairs}
+    for other in others:
+        assert choose(grouping, replica, (4, 0), known(others, {other})) == other
+        assert choose(grouping, replica, (4, 0), known({*others, planned}, {other})) == planned
+    assert choose(grouping, replica, (4, 0), known(others, others)) in others
+
+
+def test_a_replica_that_waits_for_its_planned_partner_is_no_candidate() -> None:
+    """Neither is that partner: it is not left over."""
+    grouping = Grouping(8, 2, seed=1)
+    (replica, _), (busy, its_partner), (free, _), _ = grouping.groups(4)
+    assert choose(grouping, replica, (4, 0), known({its_partner}, busy={busy})) is None
+    assert choose(grouping, replica, (4, 0), known({its_partner, free}, busy={busy})) == free
+
+
+def test_candidate_pairs_change_from_round_to_round() -> None:
+    grouping = Grouping(16, 2, seed=1)
+    present = set(range(0, 16, 2))
+    count = Counter(choose(grouping, 0, (round_index, 0), known(present - {0})) for round_index in range(700))
+    assert set(count) == present - {0}
+    assert max(count.values()) < 1.4 * 700 / 7
+    assert min(count.values()) > 0.6 * 700 / 7
+
+
+def test_few_rounds_are_lost_while_replicas_know_different_others() -> None:
+    """Half of the replicas do not know yet that one has gone."""
+    grouping = Grouping(32, 2, seed=5)
+    present = set(range(24))
+    rounds = broken = 0
+    for round_index in range(50):
+        partners = {}
+        for replica in present - {7}:
+            gone = {replica, 7} if replica % 2 else {replica}
+            partners[replica] = choose(grouping, replica, (round_index, 0), known(present - gone))
+        rounds += len(partners)
+        broken += sum(
+            partners.get(partner) != one for one, partner in partners.items() if partner is not None
+        )
+    assert broken < 0.15 * rounds
