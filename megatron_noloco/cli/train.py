@@ -76,8 +76,7 @@ def _run(prepared: "Prepared", progress: str) -> int:
         joined = join_job(prepared)
 
     with importing():  # Megatron-core and DeepSpeed, which takes seconds: only for a run that can start
-        from megatron_noloco.federation.health import NotFiniteError
-        from megatron_noloco.federation.keeping_up import UntrainedError
+        from megatron_noloco.federation.keeping_up import NotFiniteError, UntrainedError
         from megatron_noloco.outer import PartnerTimeoutError
         from megatron_noloco.training.build import build
 

@@ -1,4 +1,1 @@
-"""Replicas as separate jobs: messages between their ranks over ZeroMQ, who is there, how they find each other.
-
-And files that one hands over to another.
-"""
+"""Replicas as separate jobs: how they find each other, exchange over ZeroMQ, agree on a round, and take over state."""

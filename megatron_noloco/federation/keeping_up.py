@@ -1,19 +1,29 @@
-"""How a job of a federation keeps up with the others."""
+"""What the training loop of a federation's job does beside rounds: keep up with the others, and stay finite."""
 
 import statistics
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
 
 from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.job.agreement import of_rank_0
+from megatron_noloco.outer import Weights
 from megatron_noloco.plans.fragments import due_after, next_after
 
 _LOOK_SECONDS = 0.05
-_TRAINED_ROUNDS = 10  # after so many, weights are not to be averaged with fresh ones
+_TRAINED_ROUNDS = 10  # from here on, weights are not to be averaged with fresh ones
+_MOST_LOST_STEPS = 10  # in a row; DeepSpeed takes no step where the gradient is not finite
 
 
 class UntrainedError(RuntimeError):
-    """A replica has no weights with which it could join the others."""
+    """The others have trained, and this replica has no weights with which it could join them."""
+
+
+class NotFiniteError(RuntimeError):
+    """The state of this replica is of no use and must not be saved; its last checkpoint is good."""
 
 
 @dataclass(frozen=True)
@@ -22,10 +32,10 @@ class Pace:
 
     Attributes:
         local_steps: k, from a round of a fragment to its next.
-        fragments: of the weights.
-        rounds_behind: a replica that is so many rounds behind half of the others goes on where they are.
-        adapts: whether one that is slower than half of the others leaves out some local steps before an exchange.
-        longest_seconds: for which the others are waited for at the end.
+        fragments: number of fragments of the weights.
+        rounds_behind: a replica that is more rounds behind half of the others goes on where they are.
+        adapts: whether a replica that is slower than half of the others leaves out local steps before an exchange.
+        longest_seconds: the longest wait for the others at the end.
         steps: local steps of the whole training, the last of which is never left out; None: not known.
     """
 
@@ -38,25 +48,25 @@ class Pace:
 
 
 def wait_for_others(transport: FederationTransport, others: int, seconds: float) -> bool:
-    """Until so many other replicas are there; False where they are not in time. All ranks of the job call it."""
-    came = transport.wait_for(others, seconds)
-    return transport.partners.agree([came]) == [True]
+    """Wait until this many other replicas are connected; returns False when time is up. All ranks call it."""
+    return transport.partners.agree([transport.wait_for(others, seconds)]) == [True]
 
 
 class KeepingUp:
-    """Which local step comes next, in a federation.
+    """Chooses the next local step of a replica, so that it comes to the rounds of the others.
 
-    A replica that was away would meet nobody, since the others are at later rounds; one that is slower than the
-    others would let its partners wait. So it looks at the others now and then. Where half of them, at least, have
-    come to an exchange that is more than a few local steps away, it leaves out all of these but the last. A few
-    are a quarter of the steps from one exchange to the next; where it does not adapt, those of
-    `Pace.rounds_behind` rounds, so that no step is left out for being slow.
+    A replica that was away would find no partner, since the others are at later rounds; a slow one would let its
+    partners wait. So every replica looks at the others now and then. Where at least half of them have come to an
+    exchange that is more than a few local steps ahead, it leaves out all of these steps but the last. "A few" is a
+    quarter of the steps between two exchanges. Without `Pace.adapts` it is the steps of `Pace.rounds_behind`
+    rounds, so that no step is left out for being slow.
 
-    Local steps, learning rate and samples are those of the number of the step. The samples of steps that are left
-    out are not read. The weights are the replica's own, and rounds pull them to those of the others.
+    Learning rate and samples follow the number of the step; the samples of steps left out are not read. The
+    weights stay the replica's own, and rounds pull them towards those of the others.
 
     Attributes:
         local_steps: k.
+        partners: of the transport.
     """
 
     def __init__(self, transport: FederationTransport, pace: Pace) -> None:
@@ -72,14 +82,14 @@ class KeepingUp:
         self._untrained = False
 
     def start(self, done: int) -> None:
-        """Before the first local step: tell where this rank is."""
+        """Announce, before the first local step, at which step this replica begins."""
         self._untrained = done == 0
-        self._tell(done)
+        self._announce(done)
 
     def next_step(self, step: int) -> int:
-        """The local step (from 0) that follows when `step` would; the same on all ranks of the replica.
+        """Return the local step (from 0) to take in place of `step`; the same on all ranks of the replica.
 
-        Raises UntrainedError for a replica that began anew, and finds that the others have trained long before.
+        Raises UntrainedError if this replica began with fresh weights and the others have trained for long.
         """
         if step % self._look_interval:
             return step
@@ -93,40 +103,86 @@ class KeepingUp:
                 "theirs; start it again when one of those that it can reach has saved a checkpoint (in a loop of "
                 "your own: from a copy of another replica's model, optimizer and state of attach)"
             )
-        self._untrained = False  # or as little as the others
+        self._untrained = False  # the others are as little trained
         if left_out <= self._few:
             return step
-        self._tell(step + left_out)
+        self._announce(step + left_out)
         return step + left_out
 
     def wait_at_end(self, done: int) -> None:
-        """After the last local step: until the others that are there have begun the last round.
+        """Wait after the last local step until the others that are connected have begun the last round.
 
-        For `longest_seconds` at most: replicas of different speed come to the end minutes apart.
+        It takes `Pace.longest_seconds` at most: replicas of different speed reach the end minutes apart.
         """
-        last = self._over(done)
+        last = self._last_exchange(done)
         deadline = time.monotonic() + self._pace.longest_seconds
         while any(begun < last for begun in self._transport.begun()) and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
 
     def leave(self) -> None:
-        """At the end: nobody is to wait for this replica any more."""
+        """Disconnect, so that no replica waits for this one."""
         self._transport.close()
 
-    def _tell(self, done: int) -> None:
-        """This replica does not come to exchanges before this step: nobody is to wait for it in one."""
-        self._transport.partners.leave_out(self._over(done))
+    def _announce(self, done: int) -> None:
+        """Tell the others that this replica skips the exchanges before this step, so that none waits for it."""
+        self.partners.leave_out(self._last_exchange(done))
 
-    def _over(self, done: int) -> int:
-        """The number of the last exchange before the next local step; -1 where there was none."""
+    def _last_exchange(self, done: int) -> int:
+        """Return the number of the last exchange before the next local step; -1 where there was none."""
         round_index, fragment = next_after(done, self.local_steps, self._pace.fragments)
         return round_index * self._pace.fragments + fragment - 1
 
     def _due_of_others(self) -> int | None:
-        """The local steps before the exchange that half of the others have come to; None where nobody is there."""
+        """Return the local steps before the exchange that half of the others have begun; None: there are no others."""
         begun = [number for number in self._transport.begun() if number >= 0]
         if not begun:
             return None
         at = divmod(statistics.median_low(begun), self._pace.fragments)
         due = due_after(*at, self.local_steps, self._pace.fragments)
         return due if self._pace.steps is None else min(due, self._pace.steps)
+
+
+class Health:
+    """Ends a replica whose weights or losses are no longer finite, before others or a checkpoint get them.
+
+    The training loop calls it after each local step and before each save, alike on all ranks of the replica.
+
+    Args:
+        weights: of this rank.
+        agree: see `commit.Partners`.
+    """
+
+    def __init__(
+        self, weights: Weights, local_steps: int, agree: Callable[[Sequence[int]], list[int]]
+    ) -> None:
+        self._weights = weights
+        self._local_steps = local_steps
+        self._agree = agree
+        self._finite: list[Tensor] = []  # whether the losses were, for each step since the last check
+        self._lost_steps = 0
+
+    def after_step(self, done: int, losses: Sequence[Tensor]) -> None:
+        """Note the losses of a local step, and check at the end of a local phase. Raises as `check` does.
+
+        Args:
+            done: local steps so far.
+            losses: of the microbatches; empty on ranks that compute none.
+        """
+        if losses:
+            self._finite.append(torch.stack(list(losses)).isfinite().all())
+        if done % self._local_steps == 0:
+            self.check()
+
+    def check(self) -> None:
+        """Raise NotFiniteError if a weight is not finite, or the losses of the last 10 steps were not."""
+        for finite in self._finite:
+            self._lost_steps = 0 if finite else self._lost_steps + 1
+        self._finite.clear()
+        weights = all(bool(part.sum().isfinite()) for part in self._weights.parts())
+        sound = self._agree([weights, self._lost_steps < _MOST_LOST_STEPS])
+        for name, fine in zip(("weights are", "loss is"), sound, strict=True):
+            if not fine:
+                raise NotFiniteError(
+                    f"this replica's {name} no longer finite, so its job ends before that reaches others or a "
+                    "checkpoint; started again, it continues from its newest checkpoint"
+                )

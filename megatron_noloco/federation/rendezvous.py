@@ -135,37 +135,19 @@ class Directory:
 
 
 class AddressBook(Protocol):
-    """What a rendezvous does with what it finds; see `Service`."""
+    """What a rendezvous needs of a `Service`."""
 
     def learn(self, addresses: Mapping[int, Address]) -> None: ...
 
     def ask(self, endpoint: str) -> None: ...
 
 
-class Rendezvous(Protocol):
-    """Finds the first other ranks; see `rendezvous_of`.
-
-    Attributes:
-        listen: where ranks listen by default; see `Network`.
-    """
-
-    @property
-    def listen(self) -> str: ...
-
-    def publish(self, rank: int, address: Address) -> None:
-        """Make the address of this rank known. Raises OSError."""
-        ...
-
-    def look(self, book: AddressBook, alone: bool) -> None:
-        """Look for others. Called again and again; `alone`: none is there yet. Raises OSError."""
-        ...
-
-
 @dataclass(frozen=True)
 class SharedFolder:
     """A folder with a file for each rank, named after the rank and its run; files of other runs are ignored.
 
-    A later process of a rank replaces its file.
+    Attributes:
+        listen: where ranks listen by default; see `Network`.
     """
 
     folder: Path
@@ -173,6 +155,7 @@ class SharedFolder:
     listen = "tcp://*:0"
 
     def publish(self, rank: int, address: Address) -> None:
+        """Write the file of a rank, over that of an earlier process. Raises OSError."""
         content = {"endpoint": address.endpoint, "epoch": address.epoch}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -182,7 +165,7 @@ class SharedFolder:
             raise OSError(f"federation.rendezvous: {reason}") from None
 
     def look(self, book: AddressBook, alone: bool) -> None:
-        """Read the files of all ranks; files with other content are ignored."""
+        """Read the files of all ranks; files with other content are ignored. Raises OSError."""
         found = {}
         for path in sorted(self.folder.glob(f"rank_*{self._ending}")):
             try:
@@ -231,7 +214,10 @@ class Seeds:
         """Do nothing: `look` sends the address to those that it asks."""
 
     def look(self, book: AddressBook, alone: bool) -> None:
-        """Ask the seeds. Host names are resolved here: in ZeroMQ's own thread that would block all messages."""
+        """Ask the seeds, seldom if this rank is not `alone`. Raises OSError where a host name is not known.
+
+        Names are resolved here: in ZeroMQ's own thread that would block all messages.
+        """
         if not alone and next(self._looks) % _SELDOM:
             return
         unknown = []
@@ -242,6 +228,9 @@ class Seeds:
                 unknown.append(f"{host}: {error.strerror}")
         if unknown:
             raise OSError("; ".join(unknown))
+
+
+Rendezvous = SharedFolder | Seeds
 
 
 def rendezvous_of(text: str, run: int) -> Rendezvous:

@@ -18,7 +18,7 @@ from megatron_noloco.checkpoint.resume import Start
 from megatron_noloco.config import RunConfig, describe
 from megatron_noloco.data.microbatches import MicrobatchSource, Reader, StepLoader
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.federation.health import Health
+from megatron_noloco.federation.keeping_up import Health
 from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.files import write_text
 from megatron_noloco.huggingface.pretrained import PretrainedWeights

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from megatron_noloco.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.data.microbatches import StepLoader
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.federation.health import Health
-from megatron_noloco.federation.keeping_up import KeepingUp
+from megatron_noloco.federation.keeping_up import Health, KeepingUp
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.monitor.monitor import Monitor
