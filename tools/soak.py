@@ -41,6 +41,7 @@ from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.chunks import Landing, LandingFlight, cut
 from megatron_noloco.transport.protocol import Message
 from tools.federated import DEADLINE_SECONDS, open_door, wait_for_all
+from tools.memory import allocated_bytes, resident_bytes
 
 _SAMPLES = 60
 _LOOK_SECONDS = 0.001
@@ -199,23 +200,13 @@ def slope(samples: list[tuple[float, dict[str, int]]], name: str) -> int | None:
     return round(linear_regression(minutes, [held[name] for _, held in samples]).slope)
 
 
-class _Mallinfo2(ctypes.Structure):
-    """Of glibc's malloc.h: bytes in mapped blocks are the fifth number, bytes in use in arenas the eighth."""
-
-    _fields_ = (("numbers", ctypes.c_size_t * 10),)
-
-
 def held() -> dict[str, int]:
     """What this process has now."""
     gc.collect()
-    libc = ctypes.CDLL(None)
-    libc.malloc_trim(0)
-    libc.mallinfo2.restype = _Mallinfo2
-    malloc = libc.mallinfo2().numbers
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    ctypes.CDLL(None).malloc_trim(0)
     return {
-        "allocated_bytes": malloc[4] + malloc[7],
-        "resident_bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+        "allocated_bytes": allocated_bytes(),
+        "resident_bytes": resident_bytes(),
         "descriptors": len(os.listdir("/proc/self/fd")),
         "threads": threading.active_count(),
     }

@@ -48,14 +48,22 @@ def check_gpus(replica_size: int) -> int:
     return sharing
 
 
-def record_collectives(folder: Path) -> None:
-    """Let NCCL's flight recorder keep the last collectives of each rank, and write them here when one times out.
+def record_collectives(folder: Path | None) -> None:
+    """Set up torch's flight recorder, which keeps the last collectives and messages of each rank; before `join`.
 
-    Before `join`. `torchfrtrace` reads the files. Variables that are set already stay. Not yet tried on a GPU.
+    With GPUs NCCL writes them into `folder` when one times out, for `torchfrtrace`; not yet tried on a GPU.
+    Without GPUs (None) nothing would write them, so nothing is recorded. Each entry is a small block that lives
+    for 2,000 messages: in host memory such blocks, scattered between activations, keep glibc from joining the free
+    memory around them, and a rank with pipeline stages grows for thousands of local steps.
+
+    Variables that are set already stay.
     """
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives
-    os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-    os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / "nccl_trace_rank_"))
+    entries = "0" if folder is None else "2000"
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # its older name
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", entries)
+    if folder is not None:
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / "nccl_trace_rank_"))
 
 
 def join(world: World, backend: str) -> None:

@@ -144,7 +144,7 @@ def join_job(prepared: Prepared) -> tuple[Transport, Start]:
             os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         alone = topology.replica_size == 1
         torch.cuda.set_device(local_device(world, torch.cuda.device_count(), shared=alone))
-        record_collectives(Path(prepared.config.training.output_dir))
+    record_collectives(Path(prepared.config.training.output_dir) if cuda else None)
     join(world, "cpu:gloo,cuda:nccl" if cuda else "gloo")
     neighbours = ranks_on_this_host()  # asked by every rank: the variable may be set on some hosts only
     _warn_of_shortage(prepared, neighbours, check_gpus(topology.replica_size) if cuda else 1)

@@ -1,0 +1,114 @@
+"""How the memory of a run's ranks changes over the local steps.
+
+    mpirun --oversubscribe --bind-to none -n 8 python -m tools.memory configs/quickstart.json --steps 2500
+
+Trains as `train` does, and prints one JSON object. For each rank, at each of the local steps in `steps`: resident
+bytes, which the kernel counts; allocated bytes, which all libraries have taken from malloc and not given back
+(glibc 2.33 or newer); and blocks that Python's own allocator has given out. Where resident bytes grow and the
+other two do not, free memory is in pieces. `growth`: the resident bytes at the end over those at step `--since`,
+the largest of all ranks.
+
+The run writes into the config's output folder, and continues from a checkpoint that is there. Set
+OMP_NUM_THREADS=1 where ranks share cores.
+"""
+
+import argparse
+import ctypes
+import json
+import os
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from megatron_noloco.config import RunConfig
+from megatron_noloco.job.agreement import of_all_ranks
+from megatron_noloco.job.leaving import leave
+from megatron_noloco.job.start_up import before_engines, importing
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("config", type=Path)
+    parser.add_argument("--steps", type=int, help="local steps, in place of the config's")
+    parser.add_argument("--every", type=int, default=100, help="local steps between two looks")
+    parser.add_argument(
+        "--since", type=int, default=200, help="the local step with which the end is compared"
+    )
+    options = parser.parse_args()
+    raw = json.loads(options.config.read_text())
+    if options.steps is not None:
+        raw["training"]["train_iters"] = options.steps
+    with redirect_stdout(sys.stderr):
+        ranks = memory_of_a_run(RunConfig.from_dict(raw), options.every)
+    if ranks is not None:
+        print(json.dumps({"growth": growth(ranks, options.since), "ranks": ranks}))
+
+
+def memory_of_a_run(config: RunConfig, every: int) -> list[dict[str, list[int]]] | None:
+    """Train, and return what each rank held, on rank 0; None on the others."""
+    before_engines()
+    with importing():
+        from megatron_noloco.training.build import build
+        from megatron_noloco.training.prepare import join_job, prepare
+    prepared = prepare(config, os.environ)
+    joined = join_job(prepared)
+    run = build(prepared, *joined, "lines")
+    looks: list[dict[str, int]] = []
+    before_step = run.stopping.before_step
+
+    def look(done: int) -> bool:
+        if done % every == 0:
+            looks.append({"steps": done, **held()})
+        return before_step(done)
+
+    run.stopping.before_step = look  # type: ignore[method-assign]
+    run.train()
+    looks.append({"steps": config.training.train_iters, **held()})
+    ranks = of_all_ranks({name: [one[name] for one in looks] for name in looks[0]})
+    return ranks if prepared.world.rank == 0 else None
+
+
+def growth(ranks: list[dict[str, list[int]]], since: int) -> float:
+    """The largest ratio of resident bytes at the end to those at the first look from step `since` on."""
+
+    def of(rank: dict[str, list[int]]) -> float:
+        begin = next(place for place, step in enumerate(rank["steps"]) if step >= since)
+        return rank["resident_bytes"][-1] / rank["resident_bytes"][begin]
+
+    return round(max(map(of, ranks)), 4)
+
+
+class _Mallinfo2(ctypes.Structure):
+    """Of glibc's malloc.h: bytes in mapped blocks are the fifth number, bytes in use in arenas the eighth."""
+
+    _fields_ = (("numbers", ctypes.c_size_t * 10),)
+
+
+def allocated_bytes() -> int:
+    """What this process has taken from malloc and not given back."""
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype = _Mallinfo2
+    malloc = libc.mallinfo2().numbers
+    return malloc[4] + malloc[7]
+
+
+def resident_bytes() -> int:
+    """What the kernel counts as this process's."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def held() -> dict[str, int]:
+    """What this process holds now."""
+    return {
+        "resident_bytes": resident_bytes(),
+        "allocated_bytes": allocated_bytes(),
+        "python_blocks": sys.getallocatedblocks(),
+    }
+
+
+if __name__ == "__main__":
+    main()
+    leave(0)
