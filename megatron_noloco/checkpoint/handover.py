@@ -1,4 +1,4 @@
-"""A checkpoint of another job of the federation: what a rank can give of its own, and what one accepts."""
+"""Checkpoints that jobs of a federation hand to each other: what a rank offers, and what a rank accepts."""
 
 import os
 import shutil
@@ -31,7 +31,7 @@ _OF_A_JOB = ("data", "federation")  # blocks that say where things are, which ea
 
 
 def newest_of_rank(checkpoints: Path, at: Position) -> tuple[bytes, list[Path]] | None:
-    """The manifest of the newest step that this rank has saved itself, and the files in it, by name.
+    """Return the manifest of the newest step that this rank has saved itself, and its files, sorted by name.
 
     Other ranks of its replica may not have saved that step yet. Raises OSError.
     """
@@ -51,10 +51,11 @@ def accepted(
     architecture: Architecture,
     settings: CheckpointSettings,
 ) -> Manifest:
-    """The manifest that the rank `at` of another job offers, as if it had been started with this job's config.
+    """Check the manifest that the rank `at` of another job offers, and return it with this job's own settings.
 
-    Nothing in it names a place on this machine, and its files are no longer than such a rank's can be.
-    Raises DamagedCheckpointError for any other, and where this job could not continue from it.
+    Names of files must be those of such a rank, and sizes no larger than such a rank's can be: the content comes
+    from another machine. Raises DamagedCheckpointError for any other manifest, and when this job could not
+    continue from it.
     """
     where = f"offered by replica {at.replica}"
     manifest = Manifest.parse(content, where)
@@ -69,13 +70,11 @@ def accepted(
         _is_count(size) and 0 < size <= longest for size in sizes
     ):
         raise DamagedCheckpointError(f"{where}: other files than such a rank has")
-    blocks, numbers = (
-        (manifest.config, manifest.engine, manifest.counters),
-        (manifest.step, manifest.consumed_samples),
-    )
-    if not all(isinstance(block, dict) for block in blocks) or not all(map(_is_count, numbers)):
-        raise DamagedCheckpointError(f"{where}: not a manifest")
-    if not all(isinstance(value, int | float) for value in manifest.counters.values()):
+    if not (
+        all(isinstance(block, dict) for block in (manifest.config, manifest.engine, manifest.counters))
+        and all(map(_is_count, (manifest.step, manifest.consumed_samples)))
+        and all(isinstance(value, int | float) for value in manifest.counters.values())
+    ):
         raise DamagedCheckpointError(f"{where}: not a manifest")
     own = {block: settings.run[block] for block in _OF_A_JOB if block in settings.run}
     manifest = replace(manifest, config=manifest.config | own)
@@ -87,13 +86,13 @@ def accepted(
 
 
 def receive(checkpoints: Path, manifest: Manifest, fill: Callable[[Sequence[Tensor]], None]) -> None:
-    """Put the files of a manifest, and then itself, where its rank would have put them.
+    """Put the files of a manifest, and then the manifest, where its rank would have put them.
 
     Args:
-        fill: gets a buffer for each file, in the order of their names, and fills it.
+        fill: fills a buffer for each file, in the order of their names.
 
-    Raises DamagedCheckpointError when the checksums do not match, OSError, and what `fill` raises; then nothing is
-    put there.
+    Raises DamagedCheckpointError when the checksums do not match, OSError, and what `fill` raises; then no file is
+    put in place.
     """
     folder = replica_folder(catalog.step_folder(checkpoints, manifest.step), manifest.position.replica)
     folder.mkdir(parents=True, exist_ok=True)
@@ -112,7 +111,7 @@ def receive(checkpoints: Path, manifest: Manifest, fill: Callable[[Sequence[Tens
 
 
 def _buffer(path: Path, size: int) -> Tensor:
-    """A file of this size, as memory. Raises OSError when the disk has no room for it: later would be too late."""
+    """Map a new file of this size into memory. Raises OSError now, not at the first write, if the disk is full."""
     with path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, size)
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)

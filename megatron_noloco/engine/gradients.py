@@ -25,7 +25,7 @@ from megatron_noloco.pipeline.groups import Groups, ProcessGroup
 
 
 class PartialGradients:
-    """Sums gradients that core sums in `finalize_model_grads`, which wants its own data-parallel wrapper.
+    """Completes gradients, as core's `finalize_model_grads` does, which wants core's data-parallel wrapper.
 
     Args:
         optimizer: DeepSpeed's, which holds the gradients.

@@ -32,10 +32,10 @@ class Muon(torch.optim.AdamW):
     orth(U S V^T) is about U V^T, by five Newton-Schulz iterations. Each part of a parameter (`Parameter.split`) is
     a matrix of its own.
 
-    DeepSpeed's own class does not serve: with ZeRO 1 a parameter is one matrix and the orthogonalised update is
-    clipped, and its bf16 optimizer refuses model parallelism. This one is given to DeepSpeed as client optimizer.
-    ZeRO replaces the parameters of each group by one flat partition of fp32 weights, with a gradient that is
-    reduced, unscaled and clipped already; the matrices are found in it again.
+    DeepSpeed's own class cannot be used: with ZeRO 1 it treats a parameter as one matrix and clips the
+    orthogonalised update, and its bf16 optimizer refuses model parallelism. DeepSpeed takes this one as client
+    optimizer. ZeRO replaces the parameters of each group by one flat partition of fp32 weights, with a gradient
+    that is reduced, unscaled and clipped already; the matrices are found in it again.
 
     Args:
         parameter_groups: of this rank; see `parameter_groups`.
@@ -67,7 +67,7 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One step of both optimizers; every dp and tp rank of the stage takes it together."""
+        """Take one step of both optimizers; the dp and tp ranks of the stage take it together."""
         groups = self.param_groups
         # Compiled, DeepSpeed's kernels take seconds for every new shape and need a C++ compiler. They are products
         # of matrices, which gain little.
@@ -103,7 +103,7 @@ class Muon(torch.optim.AdamW):
                 piece.copy_(self._orthogonalized(self._rows[index], full)[first - start : last - start])
 
     def _cut_by_borders(self, partition: Tensor, begin: int) -> dict[int, Tensor]:
-        """Those parameters, whole, that lie on several dp ranks: at most one for each border of two ranks."""
+        """Return the parameters that lie on several dp ranks, whole: at most one for each border of two ranks."""
         length = len(partition)
         cut = {
             index: partition.new_zeros(stop - start)
@@ -119,7 +119,7 @@ class Muon(torch.optim.AdamW):
         return cut
 
     def _orthogonalized(self, row: Parameter, flat: Tensor) -> Tensor:
-        """The update of a parameter from its Nesterov momentum; flat, this tp rank's slice of it."""
+        """Return the update of a parameter from its Nesterov momentum; both flat, this tp rank's slice."""
         tp, tp_size = self._groups.position.tp, self._groups.topology.tp
         full = flat.view(row.slice_shape(tp_size))
         if tp_size > 1:

@@ -10,7 +10,7 @@ LoadBalancing = Literal["aux_loss", "seq_aux_loss", "none"]
 
 @dataclass(frozen=True)
 class Architecture:
-    """Everything that decides the shapes and the function of a model; nothing is left open.
+    """Everything that determines the shapes and the function of a model, with all defaults filled in.
 
     Sizes have Megatron's names. Weights do not depend on parallel sizes: an architecture has one checkpoint.
     """
@@ -23,16 +23,16 @@ class Architecture:
     num_query_groups: int  # key/value heads
     kv_channels: int  # width of one head
     seq_length: int  # tokens in a sample
-    vocab_size: int  # tokens that the model knows
+    vocab_size: int  # tokens of the tokenizer
     padded_vocab_size: int  # rows of the embedding, at least vocab_size
     rotary_base: float
     norm_epsilon: float
     tied_embeddings: bool  # the output layer's weight is the embedding
     init_method_std: float
-    # Of rotary frequencies that YaRN extends; None: it does not.
+    # Rotary frequencies that YaRN extends; None: they are as trained.
     yarn_rotary_scaling_factor: float | None = None  # how many times longer the context became
     yarn_original_max_position_embeddings: int | None = None  # tokens of the context before
-    # What only some families have (`Family.own_fields`); None elsewhere.
+    # Fields that only some families have (`Family.own_fields`); None elsewhere.
     rope_scaling_factor: float | None = None  # of the frequencies of the rotary embeddings, as in Llama 3.1
     sliding_window: int | None = None  # tokens that a token attends to, itself included; None: all before it
     num_moe_experts: int | None = None  # MLPs of a layer

@@ -53,11 +53,10 @@ class CausalAttention(nn.Module):
         attention_bias: Tensor | None = None,
         packed_seq_params: object | None = None,
     ) -> Tensor:
-        """query [tokens, batch, heads, channels]; key and value with this rank's query groups as heads.
-
-        Returns [tokens, batch, heads * channels].
+        """Return the attention's output, [tokens, batch, heads * channels].
 
         Args:
+            query: [tokens, batch, heads, channels]; key and value have this rank's query groups as heads.
             attention_mask: see `document_mask`; None: causal.
         """
         tokens, mask = query.size(0), attention_mask
@@ -88,32 +87,33 @@ class CausalAttention(nn.Module):
 
 
 def document_mask(documents: Tensor) -> Tensor:
-    """Whether a token (the third dimension) attends to another: of its own document, and not later.
+    """Return which tokens a token (the third dimension) attends to: those of its document that are not later.
 
     Args:
         documents: the number of each token's document, shape [batch, tokens].
 
-    Returns bool of shape [batch, 1, tokens, tokens]: torch's convention, where core's marks what is left out.
+    Returns bool of shape [batch, 1, tokens, tokens], True where a token attends: torch's convention; core's is the
+    opposite.
     """
     return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
 
 
 @lru_cache(maxsize=2)
 def window(tokens: int, before: int, device: torch.device) -> Tensor:
-    """bool [tokens, tokens]: whether a token (row) attends to another, at most `before` tokens before it."""
+    """Return which tokens a token (row) attends to, `before` earlier ones and itself: bool [tokens, tokens]."""
     index = torch.arange(tokens, device=device)
     distance = index[:, None] - index
     return (distance >= 0) & (distance <= before)
 
 
 class Router(TopKRouter):
-    """Core's router of tokens to experts, with logits in fp32, on whatever device the tensors are.
+    """Core's router of tokens to experts, with logits in fp32, on any device.
 
     Core moves its weights to a CUDA device, and computes in fp32 with Transformer Engine only.
     """
 
     def gating(self, input: Tensor) -> Tensor:
-        """Logits [tokens, batch, experts] of hidden states [tokens, batch, channels] (overrides core's)."""
+        """Return logits [tokens, batch, experts] of hidden states [tokens, batch, channels] (overrides core's)."""
         return F.linear(input.float(), self.weight.float())
 
 

@@ -36,7 +36,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Chunk(GPTModel):
-    """Core's model of some consecutive layers, with documents told apart, and our loss.
+    """Core's model of some consecutive layers, with masks between documents, and a loss without padding.
 
     Padded rows of the vocabulary exist for the sake of shapes; left in the softmax they would take probability
     from real tokens, and the loss would depend on the padding and differ from the exported model's.
@@ -54,19 +54,19 @@ class Chunk(GPTModel):
         documents: Tensor | None,
         labels: Tensor | None = None,
     ) -> Tensor:
-        """Hidden states, logits, or with labels their losses [batch, tokens] (core's, with documents for a mask).
+        """Return hidden states, logits, or with labels losses [batch, tokens] (overrides core's).
 
         Args:
             tokens: int64 [batch, tokens], for the model's first chunk; other chunks have received their input.
-            positions: none; the rotary embedding knows differences of positions only.
-            documents: the number of each token's document, [batch, tokens]; None: all attend to all before.
-            labels: int64 [batch, tokens], for the last chunk; the loss of one < 0 means nothing.
+            positions: None; the rotary embedding depends on differences of positions only.
+            documents: the number of each token's document, [batch, tokens]; None: tokens attend to all before them.
+            labels: int64 [batch, tokens], for the last chunk; the loss of a label < 0 is undefined.
         """
         mask = None if documents is None else document_mask(documents)
         return super().forward(tokens, positions, mask, labels=labels)
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
-        """Loss [batch, tokens] of logits [tokens, batch, padded vocabulary / tp] (overrides core's)."""
+        """Return the loss [batch, tokens] of logits [tokens, batch, padded vocabulary / tp] (overrides core's)."""
         first = self.pg_collection.tp.rank() * logits.size(-1)
         padding = max(0, self.architecture.vocab_size - first)
         if padding < logits.size(-1):
@@ -77,7 +77,7 @@ class Chunk(GPTModel):
         return cast(Tensor, losses).T.contiguous()
 
     def named_rows(self) -> Iterator[tuple[Parameter, nn.Parameter]]:
-        """Every parameter with its row of the family's table; raises ValueError where they do not match."""
+        """Yield every parameter with its row of the family's table; raises ValueError where they do not match."""
         pp_rank = self.pg_collection.pp.rank()
         first_layer = get_transformer_layer_offset(self.config, self.vp_stage, pp_rank)
         return weights.match(self, table_of(self.architecture), first_layer)
@@ -103,12 +103,12 @@ class Stage(nn.Module):
         return cast(Chunk, self.chunks[0]).architecture
 
     def named_rows(self) -> Iterator[tuple[Parameter, nn.Parameter]]:
-        """Every parameter with its row of the family's table, chunk by chunk."""
+        """Yield every parameter with its row of the family's table, chunk by chunk."""
         for chunk in self.chunks:
             yield from cast(Chunk, chunk).named_rows()
 
     def fill(self, read: weights.Read) -> None:
-        """Take this stage's part of the weights that `read` gives by their names in the unsplit model.
+        """Fill this stage's part of the weights, which `read` returns by their names in the unsplit model.
 
         Raises ValueError when a tensor has another shape.
         """
@@ -129,11 +129,11 @@ class Stage(nn.Module):
 def build_stage(
     architecture: Architecture, compute: Compute, groups: Groups, seed: int, read: weights.Read | None = None
 ) -> Stage:
-    """This rank's part of the model, with its weights, on the host.
+    """Build this rank's part of the model, with its weights, on the host.
 
     Args:
         seed: of the initial weights and of dropout.
-        read: gives full tensors by their names in the unsplit model, in place of initial weights.
+        read: returns full tensors by their names in the unsplit model, in place of initial weights.
 
     Raises ValueError when the model that was built and the table of its family do not match.
     """
@@ -144,7 +144,7 @@ def build_stage(
 
 
 def empty_stage(architecture: Architecture, compute: Compute, groups: Groups) -> Stage:
-    """This rank's part of the model; its weights are whatever the memory held."""
+    """Build this rank's part of the model with uninitialized weights."""
     config = transformer_config(architecture, compute, groups.topology)
     chunks = [
         _empty_chunk(architecture, compute, config, groups, index) for index in range(groups.topology.vpp)
@@ -181,7 +181,7 @@ def _empty_chunk(
 
 
 def layer_spec(config: TransformerConfig, transformer_engine: bool) -> ModuleSpec:
-    """Core's layer, with Transformer Engine's modules, or core's own around our attention and norm; our router."""
+    """Return core's layer with Transformer Engine's modules, or with our attention and norm; our router."""
     build = get_gpt_layer_with_transformer_engine_spec if transformer_engine else _local_spec
     spec = build(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm)
     if config.num_moe_experts is not None:
@@ -203,7 +203,7 @@ def _local_spec(num_experts: int | None, qk_layernorm: bool) -> ModuleSpec:
 
 
 def transformer_config(architecture: Architecture, compute: Compute, topology: Topology) -> TransformerConfig:
-    """The model in Megatron-core's terms."""
+    """Return the model's configuration for Megatron-core."""
     cuda = torch.cuda.is_available()
     dtype = DTYPES[compute.precision]
     virtual: dict[str, Any] = {}

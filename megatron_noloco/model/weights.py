@@ -1,8 +1,8 @@
 """Weights of a model chunk, by the table of its family.
 
-Initial weights are a plan: a function of (seed, parameter name), whatever the topology. Every replica starts from
-the same weights because it draws the same ones, not because they were broadcast; and a model split into stages
-and tensor-parallel slices starts from exactly the weights of the unsplit one.
+Initial weights are a plan: a function of (seed, parameter name) for any topology. Replicas draw the same weights,
+so nothing is broadcast, and a model split into stages and tensor-parallel slices starts from exactly the weights
+of the unsplit one.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ Read = Callable[[str], Tensor]  # the full tensor of a parameter, by its name in
 
 
 def initial_weights(architecture: Architecture, seed: int) -> Read:
-    """The initial weights, fp32, drawn parameter by parameter; see `Parameter.init` for the distributions."""
+    """Return a function that draws a parameter's initial weights, fp32; `Parameter.init` has the distributions."""
     table, std = table_of(architecture), architecture.init_method_std
 
     def read(name: str) -> Tensor:
@@ -36,20 +36,20 @@ def initial_weights(architecture: Architecture, seed: int) -> Read:
 
 
 def _draw(shape: tuple[int, ...], name: str, seed: int) -> Tensor:
-    """Standard normal fp32 numbers that depend on (seed, name) alone."""
+    """Draw standard normal fp32 numbers that depend on (seed, name) alone."""
     digest = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
     word = int(draw_words(1, seed, Stream.WEIGHTS, digest)[0])
     return torch.randn(shape, generator=torch.Generator().manual_seed(word % 2**63))
 
 
 def match(chunk: GPTModel, table: Table, first_layer: int) -> Iterator[tuple[Parameter, nn.Parameter]]:
-    """Every parameter of a model chunk with its row, in the order of the table.
+    """Yield every parameter of a model chunk with its row, in the order of the table.
 
-    That order, which flat vectors have, does not depend on how the modules of a layer are built. `first_layer`
+    Flat vectors have that order, which does not depend on how the modules of a layer are built. `first_layer`
     layers lie before the chunk.
 
-    Raises ValueError when a parameter has no row, or a row of the chunk's layers (of the model, where the chunk is
-    all of it) has no parameter: the table describes another model than was built.
+    Raises ValueError when the table describes another model than was built: a parameter has no row, or a row of
+    the chunk's layers (of the whole model, if the chunk is all of it) has no parameter.
     """
     pairs = [(table.find(name, first_layer), parameter) for name, parameter in chunk.named_parameters()]
     found = {row.name for row, _ in pairs}
@@ -66,7 +66,7 @@ def match(chunk: GPTModel, table: Table, first_layer: int) -> Iterator[tuple[Par
 
 @torch.no_grad()
 def fill(parameter: nn.Parameter, row: Parameter, read: Read, tp: int, tp_size: int) -> None:
-    """Give a parameter its slice of the full tensor; raises ValueError when that has another shape."""
+    """Copy its slice of the full tensor into a parameter; raises ValueError when that has another shape."""
     part = row.slice(read(row.source), tp, tp_size)
     if part.shape != parameter.shape:
         raise ValueError(

@@ -22,7 +22,7 @@ _LAYER_NUMBER = re.compile(r"(decoder\.layers\.)(\d+)")
 
 @dataclass(frozen=True)
 class Rows:
-    """How the first dimension of a parameter is put together from Hugging Face's tensors.
+    """How Hugging Face's tensors make up the first dimension of a parameter.
 
     A parameter of shape [repeats * sum(sizes), ...] is seen as [repeats, sum(sizes), ...]. Part i of the second
     dimension, sizes[i] rows in every repeat, is a Hugging Face tensor of shape [repeats * sizes[i], ...].
@@ -30,7 +30,7 @@ class Rows:
     Args:
         sizes: rows of each part within a repeat. Parts beyond the Hugging Face names of the parameter are padding:
             zeros here, absent there.
-        repeats: how often the sequence of parts comes.
+        repeats: how often the sequence of parts is repeated.
         cut_each: whether tensor parallelism cuts every part on its own; otherwise the first dimension as a whole.
     """
 
@@ -41,7 +41,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One row of the table. In a table of rows `{layer}` stands for the number of a layer in all names.
+    """One row of the table: a parameter, or the parameter of that name in every layer (`{layer}` in its names).
 
     Args:
         name: Megatron-core's, in the unsplit model.
@@ -51,8 +51,8 @@ class Parameter:
             variance that all 2 * num_layers branches together add to the stream then does not grow with the depth
             (GPT-2: Radford et al. 2019, section 2.3; Megatron's default, `scaled_init_method_normal`).
         tp_dim: the dimension cut by tensor parallelism; None: every tensor-parallel rank has all of it.
-        hf: the Hugging Face tensors it is made of.
-        rows: how they make up its rows; None: there is one, and it is the same.
+        hf: the Hugging Face tensors that make it up.
+        rows: how they make up its rows; None: it is one tensor, the same in both.
         fused_name: its name where Transformer Engine fuses a norm with the matrix after it.
         same_as: the parameter that it is a copy of (tied embeddings). A stage that holds both has that one alone.
         layer: the number of its layer; None outside layers, and in a row for all layers.
@@ -79,12 +79,12 @@ class Parameter:
 
     @property
     def source(self) -> str:
-        """The parameter whose values it has."""
+        """The name of the parameter whose values it has: its own, or that of which it is a copy."""
         return self.same_as or self.name
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay applies to it: in Megatron not to what has one dimension, norms and biases."""
+        """Whether weight decay applies to it: as in Megatron, not to norms and biases (one dimension)."""
         return len(self.shape) > 1
 
     @property
@@ -98,18 +98,18 @@ class Parameter:
         return self.tp_dim == 0 and not (self.rows and self.rows.cut_each)
 
     def at(self, layer: int) -> "Parameter":
-        """The parameter of one layer, from a row for all layers."""
+        """Return the parameter of one layer, from a row for all layers."""
         name, *hf = (text.replace(_LAYER, str(layer)) for text in (self.name, *self.hf))
         return replace(self, name=name, hf=tuple(hf), layer=layer)
 
     # Tensor parallelism
 
     def slice_shape(self, tp_size: int) -> tuple[int, ...]:
-        """The shape that a tensor-parallel rank has of it."""
+        """Return the shape of a tensor-parallel rank's slice."""
         return tuple(n // tp_size if d == self.tp_dim else n for d, n in enumerate(self.shape))
 
     def slice(self, full: "Tensor", tp: int, tp_size: int) -> "Tensor":
-        """The part of the full parameter that a tensor-parallel rank holds, shape `slice_shape(tp_size)`."""
+        """Return a tensor-parallel rank's slice of the full parameter, shape `slice_shape(tp_size)`."""
         import torch
 
         if self.tp_dim is None or tp_size == 1:
@@ -119,9 +119,9 @@ class Parameter:
         return slices[0] if len(slices) == 1 else torch.cat(slices)
 
     def merge(self, slices: Sequence["Tensor"], take: "Callable[[int], Tensor] | None" = None) -> "Tensor":
-        """The full parameter from the slices of all tensor-parallel ranks, in order; the inverse of `slice`.
+        """Return the full parameter from the slices of all tensor-parallel ranks; the inverse of `slice`.
 
-        Memory for it comes from `take`, which gives a flat tensor of a length.
+        Its memory comes from `take`, which returns a flat tensor of a given length.
         """
         import torch
 
@@ -135,20 +135,20 @@ class Parameter:
         return full
 
     def _sections(self, tp_size: int) -> list[int]:
-        """Rows of what is cut on its own, in the slice of one of `tp_size` ranks."""
+        """Return the rows of each part that is cut on its own, in the slice of one of `tp_size` ranks."""
         whole = self.rows.sizes if self.rows and self.rows.cut_each else (self.shape[0],)
         return [size // tp_size if self.tp_dim == 0 else size for size in whole]
 
     # Parts
 
     def split(self, full: "Tensor") -> "list[Tensor]":
-        """The parts that make up its rows, such as queries, keys and values; part i [repeats * sizes[i], ...]."""
+        """Return the parts of its rows, such as queries, keys and values; part i is [repeats * sizes[i], ...]."""
         rest = self.shape[1:]
         parts = full.view(self._rows.repeats, -1, *rest).split(self._rows.sizes, dim=1)
         return [part.reshape(-1, *rest) for part in parts]
 
     def join(self, parts: "Sequence[Tensor]") -> "Tensor":
-        """The full parameter from its parts; the inverse of `split`."""
+        """Return the full parameter from its parts; the inverse of `split`."""
         import torch
 
         if len(parts) == 1:
@@ -166,11 +166,11 @@ class Parameter:
         return {name: (size, *self.shape[1:]) for name, size in zip(self.hf, sizes, strict=False)}
 
     def to_hf(self, full: "Tensor") -> "dict[str, Tensor]":
-        """The full parameter as Hugging Face's tensors; views of it where memory allows."""
+        """Return the full parameter as Hugging Face's tensors; views of it where the memory layout allows."""
         return dict(zip(self.hf, self.split(full), strict=False))
 
     def from_hf(self, read: "Callable[[str], Tensor]") -> "Tensor":
-        """The full parameter from Hugging Face's tensors, which `read` gives by name; padding is zero."""
+        """Return the full parameter from Hugging Face's tensors, which `read` returns by name; padding is zero."""
         rows, parts = self._rows, [read(name) for name in self.hf]
         padding = sum(rows.sizes[len(parts) :])
         if padding:
@@ -190,7 +190,7 @@ class Table:
     num_layers: int
 
     def __iter__(self) -> Iterator[Parameter]:
-        """Every parameter of the unsplit model, from the embedding to the output layer, copies included."""
+        """Yield every parameter of the unsplit model, from the embedding to the output layer, copies included."""
         for in_layer, rows in groupby(self.rows, key=lambda row: _LAYER in row.name):
             if not in_layer:
                 yield from rows
@@ -200,7 +200,7 @@ class Table:
                 yield from (row.at(layer) for row in kept)
 
     def find(self, name: str, first_layer: int = 0) -> Parameter:
-        """The parameter of that name in a model chunk, before which `first_layer` layers lie.
+        """Return the parameter of that name in a model chunk, before which `first_layer` layers lie.
 
         Raises ValueError when the table has no such row.
         """
