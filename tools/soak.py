@@ -38,7 +38,7 @@ from megatron_noloco.federation.commit import Standing, committing
 from megatron_noloco.outer import OuterOptimizer, OuterSettings, TorchWeights
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.transport.chunks import Landing, LandingFlight, cut
+from megatron_noloco.transport.chunks import ChunkFlight, ReportedTransfers, cut
 from megatron_noloco.transport.protocol import Message
 from tools.federated import DEADLINE_SECONDS, open_door, wait_for_all
 from tools.memory import allocated_bytes, resident_bytes
@@ -178,12 +178,12 @@ class Replica:
     def _losing(self) -> Iterator[None]:
         """Its messages get lost, and it learns so at once, as where a connection breaks."""
 
-        def post(sends: Sequence[Message], receives: Sequence[Message], tag: int) -> LandingFlight:
+        def post(sends: Sequence[Message], receives: Sequence[Message], tag: int) -> ChunkFlight:
             self.lost = True
-            wanted = Landing(cut(receives, self.transport.chunk_bytes), tag)
+            wanted = ReportedTransfers(cut(receives, self.transport.chunk_bytes), tag)
             for message in receives:
                 wanted.report(ConnectionError(f"rank {message.rank} is lost, says tools.soak"))
-            return LandingFlight(wanted, Landing([], tag))
+            return ChunkFlight(wanted, ReportedTransfers([], tag))
 
         self.transport.post = post  # type: ignore[method-assign]
         try:

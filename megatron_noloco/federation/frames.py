@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from megatron_noloco.transport.chunks import Chunk, Landing, cut
+from megatron_noloco.transport.chunks import Chunk, ReportedTransfers, cut
 from megatron_noloco.transport.protocol import Message
 
 _HEADER = struct.Struct("!4sBBBxIQQQQQQQI")
@@ -191,7 +191,7 @@ class Receive:
     tag: int
     message: Message
     chunks: list[Chunk]
-    landing: Landing
+    transfers: ReportedTransfers
     arrived: int = 0
     bytes_arrived: int = 0
 
@@ -210,7 +210,7 @@ class Receive:
         np.copyto(place, data)
         self.arrived += 1
         self.bytes_arrived += len(place)
-        self.landing.report(chunk.arrival)
+        self.transfers.report(chunk.arrival)
         return True
 
     @property

@@ -85,7 +85,7 @@ class Handover:
         flight = self._transport.post([], [Message(rank, buffer) for buffer in buffers], tag)
         came = time.monotonic()
         while not flight.done():
-            if flight.landed():
+            if flight.arrived():
                 came = time.monotonic()
             elif time.monotonic() - came > seconds:
                 raise ExchangeTimeoutError(rank, tag, seconds)

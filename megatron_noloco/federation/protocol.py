@@ -133,7 +133,7 @@ class FederationProtocol:
 
     def receive(self, receive: Receive) -> None:
         if receive.rank not in self._connections:
-            receive.landing.report(_unknown(receive.rank))
+            receive.transfers.report(_unknown(receive.rank))
             return
         self._tickets += 1
         self._receives[self._tickets] = receive
@@ -164,7 +164,7 @@ class FederationProtocol:
             if receive.rank == counterpart.rank and receive.tag in tags:
                 del self._receives[ticket]
                 if failure is not None:
-                    receive.landing.report(failure)
+                    receive.transfers.report(failure)
 
     def _cancel_sends(
         self, counterpart: Counterpart, tags: range, failure: ConnectionError | None = None

@@ -29,7 +29,13 @@ from megatron_noloco.federation.rendezvous import (
 from megatron_noloco.federation.service import HELLO_SECONDS, Service
 from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES, Landing, LandingFlight, check_messages, cut
+from megatron_noloco.transport.chunks import (
+    DEFAULT_CHUNK_BYTES,
+    ChunkFlight,
+    ReportedTransfers,
+    check_messages,
+    cut,
+)
 from megatron_noloco.transport.protocol import Arrival, Message
 
 Agree = Callable[[Sequence[int]], list[int]]
@@ -224,7 +230,7 @@ class FederationTransport:
         self._looking.start()
         atexit.register(self.close)
 
-    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> LandingFlight:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> ChunkFlight:
         check_messages([*sends, *receives], self.rank, self.world_size)
         for message in (*sends, *receives):
             if message.rank not in self._others:
@@ -232,14 +238,14 @@ class FederationTransport:
             if message.buffer.dtype not in DTYPE_CODES:
                 raise ValueError(f"{message.buffer.dtype} cannot be sent; the types are {list(DTYPE_CODES)}")
         pieces, whole = cut(receives, self.chunk_bytes), cut(sends, LARGEST)
-        received, sent = Landing(pieces, tag), Landing(whole, tag)
+        received, sent = ReportedTransfers(pieces, tag), ReportedTransfers(whole, tag)
         for index, message in enumerate(receives):
             chunks = [chunk for chunk in pieces if chunk.arrival.message == index]
             self.service.do(self._protocol.receive, Receive(message.rank, tag, message, chunks, received))
         for message, (arrival, *_) in zip(sends, whole, strict=True):
             send = Send.of(tag, message, self.chunk_bytes, partial(_report_send, sent, arrival))
             self.service.do(self._protocol.send, message.rank, send)
-        return LandingFlight(received, sent)
+        return ChunkFlight(received, sent)
 
     def present(self) -> list[int]:
         """Return the counterparts that are connected, in ascending order."""
@@ -274,7 +280,7 @@ class FederationTransport:
             self._closing.wait(_LOOK_SECONDS)
 
 
-def _report_send(sent: Landing, arrival: Arrival, failure: ConnectionError | None) -> None:
+def _report_send(sent: ReportedTransfers, arrival: Arrival, failure: ConnectionError | None) -> None:
     sent.report(failure or arrival)
 
 

@@ -47,5 +47,5 @@ class Contacts:
     def progress(self) -> None:
         """Move what is not open yet, without waiting: many a library connects only when it is called."""
         for flight in self._flights:
-            flight.landed()
+            flight.arrived()
         self._flights = [flight for flight in self._flights if not flight.done()]

@@ -45,7 +45,7 @@ class Patience:
 
     def _collect(self, flight: Flight, posted: float) -> Iterator[Arrival | None]:
         while not flight.done():
-            landed = flight.landed()
+            landed = flight.arrived()
             yield from landed
             if landed:
                 continue

@@ -1,8 +1,9 @@
-"""What the transports share: messages cut into chunks, a queue on which chunks land, and a flight of such."""
+"""What the transports share: messages cut into chunks, and a flight of chunks that are on their way."""
 
 import queue
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,7 @@ class Chunk(NamedTuple):
 
 
 def cut(messages: Sequence[Message], chunk_bytes: int) -> list[Chunk]:
-    """Every message in pieces of at most `chunk_bytes`, in order. An empty message is one empty piece.
+    """Cut every message into pieces of at most `chunk_bytes`, in order. An empty message is one empty piece.
 
     Both ends must cut alike, so `chunk_bytes` has to agree between ranks.
     """
@@ -58,79 +59,108 @@ def check_messages(
             )
 
 
-class Landing:
-    """Chunks of one flight that another thread reports and the owner's thread collects until a deadline."""
+class Transfers:
+    """The chunks of one direction of a flight; how one completes is the transport's.
+
+    Attributes:
+        chunks: those under way, in the order of posting, by what identifies them.
+        wait_seconds: spent waiting in `next`.
+        timed_out: whether `next` has raised: nobody collects these chunks any more.
+    """
 
     def __init__(self, chunks: Sequence[Chunk], tag: int) -> None:
+        self.chunks = {chunk.arrival: chunk for chunk in chunks}
         self.wait_seconds = 0.0
+        self.timed_out = False
         self._tag = tag
         self._posted = time.monotonic()
-        self._owed = {chunk.arrival: chunk.rank for chunk in chunks}
-        self._reports: queue.SimpleQueue[Arrival | ConnectionError] = queue.SimpleQueue()
 
-    def report(self, outcome: Arrival | ConnectionError) -> None:
-        """Called from any thread: a chunk has landed, or never will."""
-        self._reports.put(outcome)
+    def completed(self) -> list[Arrival]:
+        """Return the chunks completed since the last call, and remove them from `chunks`; never blocks.
 
-    def collect(self, deadline_seconds: float) -> Iterator[Arrival]:
-        """Yield what lands until nothing is owed; raise at the deadline, or on the first failure reported."""
-        while self._owed:
-            yield self._settle(self._next(deadline_seconds))
+        Raises ConnectionError when a chunk will never complete.
+        """
+        raise NotImplementedError
 
-    def landed(self) -> list[Arrival]:
-        """What `collect` would yield without waiting; same failures."""
-        landed = []
-        while self._owed:
-            try:
-                landed.append(self._settle(self._reports.get_nowait()))
-            except queue.Empty:
-                break
-        return landed
+    def _wait(self, waited_seconds: float, left_seconds: float) -> None:
+        """Block until a chunk may have completed, at most `left_seconds`."""
+        raise NotImplementedError
 
-    def complete(self) -> bool:
-        """Whether nothing is owed any more."""
-        return not self._owed
+    def next(self, deadline_seconds: float) -> list[Arrival]:
+        """Wait until at least one chunk completes; return as `completed`.
 
-    def _settle(self, outcome: Arrival | ConnectionError) -> Arrival:
-        if isinstance(outcome, ConnectionError):
-            raise outcome
-        del self._owed[outcome]
-        return outcome
-
-    def _next(self, deadline_seconds: float) -> Arrival | ConnectionError:
-        started = time.monotonic()
+        Raises ExchangeTimeoutError when `deadline_seconds` have passed since the post.
+        """
+        started = now = time.monotonic()
         try:
-            return self._reports.get(timeout=max(0.0, self._posted + deadline_seconds - started))
-        except queue.Empty:
-            rank = next(iter(self._owed.values()))
-            raise ExchangeTimeoutError(rank, self._tag, time.monotonic() - self._posted) from None
+            while not (completed := self.completed()):
+                left_seconds = self._posted + deadline_seconds - now
+                if left_seconds <= 0:
+                    self.timed_out = True
+                    rank = next(iter(self.chunks.values())).rank
+                    raise ExchangeTimeoutError(rank, self._tag, now - self._posted)
+                self._wait(now - started, left_seconds)
+                now = time.monotonic()
+            return completed
         finally:
             self.wait_seconds += time.monotonic() - started
 
 
-class LandingFlight:
-    """A flight whose chunks others report as they land: those received, and those that have left.
+class ReportedTransfers(Transfers):
+    """Chunks whose completion another thread reports, and the owner's thread collects.
 
-    After a time-out chunks may still be reported, so whoever reports them keeps their buffers.
+    After a time-out chunks may still be reported: the thread that reports a chunk keeps its buffer.
     """
 
-    def __init__(self, received: Landing, sent: Landing) -> None:
+    def __init__(self, chunks: Sequence[Chunk], tag: int) -> None:
+        super().__init__(chunks, tag)
+        self._reports: queue.SimpleQueue[Arrival | ConnectionError] = queue.SimpleQueue()
+        self._taken: list[Arrival | ConnectionError] = []  # by `_wait`
+
+    def report(self, outcome: Arrival | ConnectionError) -> None:
+        """Report, from any thread, that a chunk has completed, or that it never will."""
+        self._reports.put(outcome)
+
+    def completed(self) -> list[Arrival]:
+        completed: list[Arrival] = []
+        with suppress(queue.Empty):
+            while self.chunks:
+                outcome = self._taken.pop() if self._taken else self._reports.get_nowait()
+                if isinstance(outcome, ConnectionError):
+                    if not completed:
+                        raise outcome
+                    self._taken.append(outcome)
+                    break
+                del self.chunks[outcome]
+                completed.append(outcome)
+        return completed
+
+    def _wait(self, waited_seconds: float, left_seconds: float) -> None:
+        with suppress(queue.Empty):
+            self._taken.append(self._reports.get(timeout=left_seconds))
+
+
+class ChunkFlight:
+    """A flight (see `protocol.Flight`) of chunks to be received and chunks to be sent."""
+
+    def __init__(self, received: Transfers, sent: Transfers) -> None:
         self._received = received
         self._sent = sent
 
     def arrivals(self, deadline_seconds: float) -> Iterator[Arrival]:
-        return self._received.collect(deadline_seconds)
+        while self._received.chunks:
+            yield from self._received.next(deadline_seconds)
 
     def finish(self, deadline_seconds: float) -> None:
-        for _ in self._sent.collect(deadline_seconds):
-            pass
+        while self._sent.chunks:
+            self._sent.next(deadline_seconds)
 
-    def landed(self) -> list[Arrival]:
-        return self._received.landed()
+    def arrived(self) -> list[Arrival]:
+        return self._received.completed()
 
     def done(self) -> bool:
-        self._sent.landed()
-        return self._received.complete() and self._sent.complete()
+        self._sent.completed()
+        return not (self._received.chunks or self._sent.chunks)
 
     @property
     def wait_seconds(self) -> float:

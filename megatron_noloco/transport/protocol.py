@@ -1,11 +1,11 @@
-"""What a transport is: point-to-point messages of flat host buffers, with a deadline. Never a collective.
+"""A transport: point-to-point messages of flat host buffers, with a deadline. Never a collective.
 
 flight = transport.post(sends, receives, tag)      # every chunk of every message is under way at once
-for arrival in flight.arrivals(deadline_seconds):  # act on each chunk as it lands
+for arrival in flight.arrivals(deadline_seconds):  # act on each chunk as it arrives
     ...
 flight.finish(deadline_seconds)                    # from here on the send buffers may be reused
 
-Whoever has something else to do meanwhile asks now and then for `flight.landed()`, until `flight.done()`.
+A caller that has something else to do meanwhile calls `flight.arrived()` now and then, until `flight.done()`.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,7 +29,7 @@ class Message:
 
 
 class Arrival(NamedTuple):
-    """A chunk that has landed: elements start..stop of the buffer of receive number `message`."""
+    """A chunk that has arrived: elements start..stop of the buffer of receive number `message`."""
 
     message: int
     start: int
@@ -50,7 +50,7 @@ class Flight(Protocol):
     """Messages under way."""
 
     def arrivals(self, deadline_seconds: float) -> Iterator[Arrival]:
-        """Yield every chunk of every receive, once each, in the order they land.
+        """Yield every chunk of every receive, once each, in the order of arrival.
 
         Raises ExchangeTimeoutError naming a rank still owed when `deadline_seconds` have passed since `post`.
         The time the caller spends between chunks counts towards the deadline as well.
@@ -61,29 +61,29 @@ class Flight(Protocol):
         """Return once the send buffers may be reused; same deadline, same error."""
         ...
 
-    def landed(self) -> list[Arrival]:
-        """The chunks that `arrivals` would yield without waiting; it does not yield them again.
+    def arrived(self) -> list[Arrival]:
+        """Return the chunks that `arrivals` would yield without waiting; it does not yield them again.
 
-        Never blocks. Where messages move only inside the library's calls, this is such a call.
+        Never blocks. Where messages move only inside calls of a library, this makes such a call.
         """
         ...
 
     def done(self) -> bool:
-        """Whether `arrivals` has nothing left to yield and `finish` would return at once. Never blocks."""
+        """Return whether `arrivals` has nothing left to yield and `finish` would return at once. Never blocks."""
         ...
 
     @property
     def wait_seconds(self) -> float:
-        """Time spent idle inside `arrivals` and `finish` so far."""
+        """Seconds spent waiting inside `arrivals` and `finish` so far."""
         ...
 
 
 class Transport(Protocol):
-    """A rank's door to other ranks. Two ranks that post matching messages under one tag exchange them.
+    """A rank's endpoint: two ranks that post matching messages under one tag exchange them.
 
-    Messages between two ranks under one tag match in the order in which they were posted; both sides must give
-    them equal length and dtype. `tag` is any non-negative integer; only its value modulo a
-    transport's own range must be distinct among flights that are in the air together.
+    Messages between two ranks under one tag match in the order in which they were posted; both sides must
+    give them equal length and dtype. `tag` is any non-negative integer; its value modulo the transport's own
+    range must be distinct among flights that are under way together.
     """
 
     name: str

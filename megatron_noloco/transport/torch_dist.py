@@ -2,8 +2,8 @@
 
 Two facts about gloo shape this file. `work.wait(timeout)` closes every connection of the group when it
 runs out, so a partner that is merely slow would cost us all the others; and `work.is_completed()` never
-turns true. So threads wait without a timeout and report what landed, and the caller's thread
-keeps the deadline.
+turns true. So threads wait without a timeout and report what has completed, and the caller's thread keeps the
+deadline.
 """
 
 import threading
@@ -17,8 +17,8 @@ import torch.distributed as dist
 from megatron_noloco.transport.chunks import (
     DEFAULT_CHUNK_BYTES,
     Chunk,
-    Landing,
-    LandingFlight,
+    ChunkFlight,
+    ReportedTransfers,
     check_messages,
     cut,
 )
@@ -32,8 +32,8 @@ _Started = dist.Work | ConnectionError  # an operation under way, or refused
 class TorchTransport:
     """Point-to-point messages over a gloo group of its own.
 
-    The constructor makes it over all ranks, so every rank must construct its transport at the same place of the
-    programme.
+    The constructor makes the group over all ranks, so every rank must construct its transport at the same
+    place of the program.
     """
 
     name = "torch"
@@ -47,22 +47,18 @@ class TorchTransport:
         self.rank = dist.get_rank(self._group)
         self.world_size = dist.get_world_size(self._group)
 
-    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> LandingFlight:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> ChunkFlight:
         check_messages([*sends, *receives], self.rank, self.world_size)
         tag %= 2**31
-        receiving = [
-            (chunk, _start(dist.irecv, chunk, group=self._group, tag=tag, group_src=chunk.rank))
-            for chunk in cut(receives, self._chunk_bytes)
-        ]
-        sending = [
-            (chunk, _start(dist.isend, chunk, group=self._group, tag=tag, group_dst=chunk.rank))
-            for chunk in cut(sends, self._chunk_bytes)
-        ]
-        return LandingFlight(_watch(receiving, tag), _watch(sending, tag))
+        incoming, outgoing = cut(receives, self._chunk_bytes), cut(sends, self._chunk_bytes)
+        common: dict[str, Any] = {"group": self._group, "tag": tag}
+        receiving = [(c, _start(dist.irecv, c, group_src=c.rank, **common)) for c in incoming]
+        sending = [(c, _start(dist.isend, c, group_dst=c.rank, **common)) for c in outgoing]
+        return ChunkFlight(_watch(receiving, tag), _watch(sending, tag))
 
 
 def _start(operation: Callable[..., dist.Work | None], chunk: Chunk, **arguments: Any) -> _Started:
-    """Gloo refuses at once to send to a rank it knows is dead; the flight reports that, as any lost connection."""
+    """Start an operation; gloo refuses at once to send to a rank it knows is dead: a lost connection as any."""
     try:
         work = operation(chunk.data, **arguments)
     except RuntimeError as error:
@@ -75,30 +71,31 @@ def _lost(rank: int, error: RuntimeError) -> ConnectionError:
     return ConnectionError(f"the connection to rank {rank} was lost: {str(error).partition(chr(10))[0]}")
 
 
-def _watch(flying: list[tuple[Chunk, _Started]], tag: int) -> Landing:
+def _watch(begun: list[tuple[Chunk, _Started]], tag: int) -> ReportedTransfers:
     """Start a daemon thread per partner, so that one that is late does not hide the chunks of another.
 
     A thread whose partner never answers stays behind after a time-out, holding its works, and these hold
-    their buffers: what lands late lands in memory that still exists. It ends with the partner or the process.
+    their buffers: what arrives late arrives in memory that still exists. It ends with the partner or the
+    process.
     """
-    landing = Landing([chunk for chunk, _ in flying], tag)
+    transfers = ReportedTransfers([chunk for chunk, _ in begun], tag)
     by_rank: defaultdict[int, list[tuple[Chunk, _Started]]] = defaultdict(list)
-    for chunk, started in flying:
+    for chunk, started in begun:
         by_rank[chunk.rank].append((chunk, started))
-    for from_one in by_rank.values():
-        threading.Thread(target=_report, args=(from_one, landing), name="noloco-flight", daemon=True).start()
-    return landing
+    for of_one in by_rank.values():
+        threading.Thread(target=_report, args=(of_one, transfers), name="noloco-flight", daemon=True).start()
+    return transfers
 
 
-def _report(flying: list[tuple[Chunk, _Started]], landing: Landing) -> None:
+def _report(begun: list[tuple[Chunk, _Started]], transfers: ReportedTransfers) -> None:
     """Report chunk after chunk of one partner, until a failure: after that nothing more can come from it."""
-    for chunk, started in flying:
+    for chunk, started in begun:
         if isinstance(started, ConnectionError):
-            landing.report(started)
+            transfers.report(started)
             return
         try:
             started.wait()
         except RuntimeError as error:
-            landing.report(_lost(chunk.rank, error))
+            transfers.report(_lost(chunk.rank, error))
             return
-        landing.report(chunk.arrival)
+        transfers.report(chunk.arrival)

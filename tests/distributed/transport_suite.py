@@ -222,18 +222,18 @@ def two_exchanges_are_under_way_at_once(transport: Transport) -> None:
         torch.testing.assert_close(found, expected)
 
 
-def landed_does_not_wait(transport: Transport) -> None:
-    """Nothing has landed before rank 1 is told to send; then asking alone brings everything."""
+def arrived_does_not_wait(transport: Transport) -> None:
+    """Nothing has arrived before rank 1 is told to send; then asking alone brings everything."""
     if transport.rank == 0:
         incoming = torch.zeros(100_001)
         flight = transport.post([], [Message(1, incoming)], tag=75)
-        assert flight.landed() == []
+        assert flight.arrived() == []
         assert not flight.done()
         swap(transport, 1, 1, tag=76)  # only now does rank 1 send
         arrivals: list[Arrival] = []
         deadline = time.monotonic() + DEADLINE_SECONDS
         while not flight.done() and time.monotonic() < deadline:
-            arrivals += flight.landed()
+            arrivals += flight.arrived()
         assert_covered(arrivals, [100_001])
         assert torch.equal(incoming, pattern(1, 100_001))
         assert complete(flight) == []
@@ -294,7 +294,7 @@ CASES: list[Callable[[Transport], None]] = [
     a_missed_deadline_names_the_rank,
     an_unwanted_message_times_out,
     two_exchanges_are_under_way_at_once,
-    landed_does_not_wait,
+    arrived_does_not_wait,
     an_exchange_of_three_completes_without_waiting,
     refuses_what_it_cannot_carry,
 ]

@@ -15,7 +15,7 @@ from megatron_noloco.federation.pairing import Others
 from megatron_noloco.outer import Channel, CodedExchange, Coding, Exchange, ExchangeReport
 from megatron_noloco.outer.tags import CHANNELS, PHASES
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.transport.chunks import LandingFlight
+from megatron_noloco.transport.chunks import ChunkFlight
 from megatron_noloco.transport.loopback import LoopbackTransport, loopback_world
 from megatron_noloco.transport.protocol import Message
 
@@ -34,7 +34,7 @@ class Door:
         self._inner, self._lost, self._altered = inner, lost, altered
         self.rank, self.world_size = inner.rank, inner.world_size
 
-    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> LandingFlight:
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> ChunkFlight:
         if self._lost(self.rank, tag // PHASES % CHANNELS):
             sends = []
         sends = [

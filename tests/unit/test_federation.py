@@ -229,7 +229,7 @@ def test_garbage_is_dropped_and_changes_nothing(tmp_path: Path, seed: int) -> No
         # Of the bytes on plain connections, too, ZeroMQ makes a message now and then.
         until(lambda: victim.service.protocol.dropped.total() >= 10_000)
         assert process.memory_info().rss - before < 20e6
-        assert flight.landed() == []
+        assert flight.arrived() == []
         assert not buffer.any()
         assert victim.present() == [1]
         partner.post([Message(0, torch.full((10,), 3.0))], [], tag=5)
@@ -244,7 +244,7 @@ def test_wants_of_a_partner_are_bounded(tmp_path: Path) -> None:
         flights = [second.post([], [Message(0, torch.zeros(1))], tag=1) for _ in range(1030)]
         until(lambda: first.service.protocol.dropped["too many wants"] == 6)
         assert first.service.protocol.counterparts[1].wants_waiting() == 1024
-        assert flights[0].landed() == []
+        assert flights[0].arrived() == []
 
 
 def test_a_partner_that_goes_fails_only_what_is_under_way_with_it(tmp_path: Path) -> None:
@@ -275,7 +275,7 @@ def test_what_is_void_on_one_side_fails_on_the_other(tmp_path: Path) -> None:
         second.partners.end(3)
         with pytest.raises(ConnectionError, match="rank 1 has no part in this exchange"):
             list(old.arrivals(SECONDS))
-        assert later.landed() == []
+        assert later.arrived() == []
         second.post([Message(0, torch.ones(5))], [], tags[1])
         list(later.arrivals(SECONDS))
 

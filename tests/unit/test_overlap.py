@@ -242,7 +242,7 @@ def test_without_gradients_the_merged_weights_are_the_slow_ones(delay_steps: int
 
 
 @pytest.mark.parametrize(("group_size", "fragments"), [(3, 1), (2, 3)])
-def test_landing_early_changes_nothing(group_size: int, fragments: int) -> None:
+def test_arriving_early_changes_nothing(group_size: int, fragments: int) -> None:
     """To evaluate, save or ask for progress, each at every step of a phase, leaves every bit as it would be."""
     plain, disturbed = (training(4, 3, group_size, fragments=fragments) for _ in range(2))
     disturbances = [evaluate, OuterOptimizer.state, OuterOptimizer.progress]
@@ -435,7 +435,7 @@ class Silent:
     wait_seconds = 0.0
     deadline_seconds = 0.0
 
-    def landed(self) -> list[Any]:
+    def arrived(self) -> list[Any]:
         return []
 
     def done(self) -> bool:
