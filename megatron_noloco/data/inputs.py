@@ -1,21 +1,21 @@
 """What preprocessing reads: text, JSON lines and Parquet, plain or compressed, files or folders of them."""
 
 import codecs
-import gzip
 import io
-import zlib
+import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any, Literal
 
 from megatron_noloco.data.corpus import PIECE_BYTES, files_below, read_piece
 
-BITE_BYTES = PIECE_BYTES  # of text handed to a worker at once
-_COMPRESSED_BYTES = 1 << 16  # read at once
+BATCH_BYTES = PIECE_BYTES  # of text, handed to a worker at once
+_PARQUET_ROWS = 256  # the same for Parquet, whose rows have no size before they are read
+_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _JSON_LINES = (".jsonl", ".json", ".ndjson")
-
-Kind = Literal["text", "jsonl", "parquet"]
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,13 @@ class Input:
     """One file."""
 
     path: Path
-    folder: Path | None  # the one that was given, where it was found; None where it was given itself
+    folder: (
+        Path | None
+    )  # the folder on the command line in which the file was found; None: the file was given
     number: int  # its place among all inputs, from 0
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> Literal["text", "jsonl", "parquet"]:
         name = self.path.name.removesuffix(".gz").removesuffix(".zst").lower()
         if name.endswith(".parquet"):
             return "parquet"
@@ -35,32 +37,77 @@ class Input:
 
     @property
     def bytes(self) -> int:
-        """On disk."""
+        """Size on disk."""
         return self.path.stat().st_size
 
 
 @dataclass(frozen=True)
-class Bite:
-    """Some consecutive records of one input: enough work for one worker at a time."""
+class Batch:
+    """Consecutive records of one input: enough work for one worker at a time."""
 
     input: Input
     first: int  # number of the first record, from 1: a line of JSON, a row of Parquet, a piece of text
     records: list[Any]  # bytes of text or of a JSON line; a dict of columns for Parquet
-    ends_document: bool  # False: the last record goes on in the next bite (a long text)
-    read_bytes: int  # of the input on disk, since the bite before
+    ends_document: bool  # False: the last record continues in the next batch (a long text)
+    read_bytes: int  # bytes of the input on disk since the batch before
 
     @property
     def place(self) -> tuple[int, int]:
-        """Grows along the inputs."""
+        """Number of the input and of the first record: increases along the inputs."""
         return self.input.number, self.first
 
     @property
     def holds_whole_documents(self) -> bool:
         return self.input.kind != "text" or (self.first == 1 and self.ends_document)
 
+    def texts(self, keys: tuple[str, ...]) -> list[list[str]]:
+        """Parse the records; return the texts of each in the order of `keys`, "" where a record has null.
+
+        Raises ValueError that names the file, and the line or row, of a record that cannot be read.
+        """
+        if self.input.kind == "text":
+            try:
+                return [[record.decode()] for record in self.records]
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{self.input.path}: not UTF-8 text ({error.reason})") from None
+        what = "row" if self.input.kind == "parquet" else "line"
+        rows = []
+        for number, record in enumerate(self.records, self.first):
+            try:
+                fields = record if isinstance(record, dict) else parse_json(record)
+                rows.append([_text(fields, key) for key in keys])
+            except ValueError as error:
+                raise ValueError(f"{self.input.path}, {what} {number}: {error}") from None
+        return rows
+
+
+def parse_json(line: bytes) -> Any:
+    """Parse one line of a file of JSON lines; raises ValueError."""
+    try:
+        return json.loads(line)
+    except ValueError as error:  # not UTF-8, or not JSON
+        raise ValueError(f"not JSON ({error})") from None
+
+
+def _text(fields: Any, key: str) -> str:
+    if not isinstance(fields, dict):
+        raise ValueError("not a JSON object")
+    if key not in fields:
+        raise ValueError(f"no key {key!r}; there are {', '.join(fields)} (--json-keys)")
+    text = fields[key]
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"{key!r} holds {type(text).__name__}, not text (--json-keys)")
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError:  # JSON can escape halves of characters, which no tokenizer takes
+        raise ValueError(
+            "holds half a character (a surrogate such as \\ud83d without its other half)"
+        ) from None
+    return text or ""
+
 
 def find_inputs(paths: Iterable[str]) -> list[Input]:
-    """The files meant by `paths`, folders searched in depth; hidden files are left out of folders.
+    """Return the files named by `paths`; folders are searched recursively, without hidden files.
 
     Raises ValueError when a path is missing or there is nothing to read.
     """
@@ -76,8 +123,11 @@ def find_inputs(paths: Iterable[str]) -> list[Input]:
     return inputs
 
 
-def read_bites(item: Input, columns: list[str]) -> Iterator[Bite]:
-    """The records of one input, in order; raises ValueError when the file is damaged.
+def read_batches(item: Input, columns: list[str]) -> Iterator[Batch]:
+    """Read the records of one input in order; raises ValueError when the file is damaged.
+
+    Memory holds one batch at a time. JSON is read as lines and parsed by `Batch.texts`: pyarrow's reader parses
+    faster, but its errors name no line, and it wants the same type under a key in every line.
 
     Args:
         columns: those to read of a Parquet file.
@@ -88,116 +138,79 @@ def read_bites(item: Input, columns: list[str]) -> Iterator[Bite]:
     read = _read_lines if item.kind == "jsonl" else _read_text
     try:
         with item.path.open("rb") as raw:
-            yield from read(item, raw, _decompress(item.path, raw))
-    except (EOFError, gzip.BadGzipFile, zlib.error, _zstd_error()) as error:
+            yield from read(item, raw, _decompressed(item.path, raw))
+    except OSError as error:
+        if item.path.suffix not in _COMPRESSIONS:
+            raise
         raise ValueError(f"{item.path}: cannot be decompressed ({error})") from None
 
 
-def _decompress(path: Path, raw: IO[bytes]) -> IO[bytes]:
-    if path.suffix == ".gz":
-        return gzip.open(raw)  # type: ignore[return-value]
-    if path.suffix != ".zst":
+def _decompressed(path: Path, raw: IO[bytes]) -> IO[bytes]:
+    compression = _COMPRESSIONS.get(path.suffix)
+    if compression is None:
         return raw
+    return io.BufferedReader(_pyarrow(path).CompressedInputStream(raw, compression), PIECE_BYTES)
+
+
+def _pyarrow(path: Path) -> ModuleType:
     try:
-        import zstandard
+        import pyarrow
     except ImportError:
-        raise ValueError(f"{path}: zstd needs a package: pip install zstandard") from None
-    return io.BufferedReader(_Frames(zstandard.ZstdDecompressor(), raw))
+        raise ValueError(
+            f"{path}: Parquet and compressed files need a package: pip install pyarrow"
+        ) from None
+    return pyarrow
 
 
-class _Frames(io.RawIOBase):
-    """The contents of all zstd frames in a file; the library's own reader takes a file cut short for whole."""
-
-    def __init__(self, decompressor: Any, raw: IO[bytes]) -> None:
-        self._decompressor, self._raw = decompressor, raw
-        self._frame: Any = None  # the one begun
-        self._compressed = self._content = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._content:
-            self._compressed = self._compressed or self._raw.read(_COMPRESSED_BYTES)
-            if not self._compressed:
-                if self._frame is not None:
-                    raise EOFError("it ends within a frame")
-                return 0
-            self._frame = self._frame or self._decompressor.decompressobj()
-            self._content = self._frame.decompress(self._compressed)
-            self._compressed = self._frame.unused_data
-            if self._frame.eof:
-                self._frame = None
-        taken = self._content[: len(buffer)]
-        buffer[: len(taken)] = taken
-        self._content = self._content[len(taken) :]
-        return len(taken)
-
-
-def _zstd_error() -> type[Exception]:
-    try:
-        from zstandard import ZstdError
-    except ImportError:
-        return EOFError
-    return ZstdError
-
-
-def _read_lines(item: Input, raw: IO[bytes], file: IO[bytes]) -> Iterator[Bite]:
+def _read_lines(item: Input, raw: IO[bytes], file: IO[bytes]) -> Iterator[Batch]:
     first, before = 1, 0
-    while lines := file.readlines(BITE_BYTES):
+    while lines := file.readlines(BATCH_BYTES):
         place = raw.tell()
-        yield Bite(item, first, lines, True, place - before)
+        yield Batch(item, first, lines, True, place - before)
         first, before = first + len(lines), place
 
 
-def _read_text(item: Input, raw: IO[bytes], file: IO[bytes]) -> Iterator[Bite]:
-    """A file is one document; a long one goes out in pieces, cut at ends of lines.
+def _read_text(item: Input, raw: IO[bytes], file: IO[bytes]) -> Iterator[Batch]:
+    """A file is one document; a long one is read in pieces that end with a line.
 
-    Folders hold pictures and archives, too: a file found there that is not UTF-8 gives a bite without records.
+    Folders hold pictures and archives, too: a file found there that is not UTF-8 gives a batch without records.
     """
     if item.folder is not None and not _is_text(item):
-        yield Bite(item, 1, [], True, item.bytes)
+        yield Batch(item, 1, [], True, item.bytes)
         return
     number, before, piece = 1, 0, read_piece(file)
     while piece:
         following = read_piece(file)
         place = raw.tell()
-        yield Bite(item, number, [piece], not following, place - before)
+        yield Batch(item, number, [piece], not following, place - before)
         number, piece, before = number + 1, following, place
 
 
 def _is_text(item: Input) -> bool:
-    """To the end, before any of it is taken."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
+    """Read the file to its end, before any of it is taken."""
     with item.path.open("rb") as raw:
-        file = _decompress(item.path, raw)
+        pieces = iter(partial(_decompressed(item.path, raw).read, PIECE_BYTES), b"")
         try:
-            while piece := file.read(BITE_BYTES):
-                decoder.decode(piece)
-            decoder.decode(b"", final=True)
+            return all(True for _ in codecs.iterdecode(pieces, "utf-8"))
         except UnicodeDecodeError:
             return False
-    return True
 
 
-def _read_parquet(item: Input, columns: list[str]) -> Iterator[Bite]:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise ValueError(f"{item.path}: Parquet needs a package: pip install pyarrow") from None
+def _read_parquet(item: Input, columns: list[str]) -> Iterator[Batch]:
+    pyarrow = _pyarrow(item.path)
+    from pyarrow import parquet
+
     try:
         with parquet.ParquetFile(item.path) as file:
-            missing = [name for name in columns if name not in file.schema_arrow.names]
+            names = file.schema_arrow.names
+            missing = [name for name in columns if name not in names]
             if missing:
-                raise ValueError(
-                    f"{item.path}: no column {missing[0]!r}; there are {', '.join(file.schema_arrow.names)}"
-                )
+                raise ValueError(f"{item.path}: no column {missing[0]!r}; there are {', '.join(names)}")
             first, rows = 1, max(1, file.metadata.num_rows)
-            for batch in file.iter_batches(batch_size=256, columns=columns):
+            for batch in file.iter_batches(_PARQUET_ROWS, columns=columns):
                 records = batch.to_pylist()
                 done, before = (item.bytes * count // rows for count in (first - 1 + len(records), first - 1))
-                yield Bite(item, first, records, True, done - before)
+                yield Batch(item, first, records, True, done - before)
                 first += len(records)
     except (pyarrow.ArrowInvalid, OSError) as error:
         raise ValueError(f"{item.path}: not a sound Parquet file ({str(error).splitlines()[0]})") from None

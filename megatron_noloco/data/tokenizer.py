@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids and back."""
+"""Tokenizers: text to token ids and back. Bytes, or a Hugging Face fast tokenizer from its files."""
 
 import json
 import shutil
@@ -13,6 +13,8 @@ from megatron_noloco.data.sources import TokenizerChoice
 
 BYTES = 256
 END_OF_DOCUMENT = "<|endoftext|>"  # as exported; in text it is only text
+_COMMON_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>")  # where no file names the end-of-document token
+_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 class Tokenizer(Protocol):
@@ -25,21 +27,21 @@ class Tokenizer(Protocol):
     def end_of_document(self) -> int: ...
 
     def encode(self, text: str) -> np.ndarray:
-        """The tokens of `text`, shape [tokens]; nothing is added at either end."""
+        """Return the tokens of `text`, shape [tokens]; nothing is added at either end."""
         ...
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """`encode` of each text; faster than one after the other."""
+        """Encode each text; faster than one after the other."""
         ...
 
     def encode_with_starts(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """`encode` of each text, and the character of the text at which each token begins, both [tokens]."""
+        """Encode each text; with the tokens, the character at which each token begins, both shape [tokens]."""
         ...
 
     def render(self, messages: list[dict[str, Any]], tools: Any = None, asks: bool = False) -> str:
-        """A conversation in the words of the tokenizer's chat template.
+        """Return a conversation as the tokenizer's chat template writes it.
 
-        Raises ValueError where it has none, or its template refuses the messages.
+        Raises ValueError where there is no template, or the template refuses the messages.
 
         Args:
             tools: what the assistant may call, as the template wants it.
@@ -55,11 +57,9 @@ class Tokenizer(Protocol):
 
 
 def build_tokenizer(choice: TokenizerChoice) -> Tokenizer:
-    """Raises ValueError when the tokenizer cannot be had."""
+    """Build the tokenizer of a run; raises ValueError when its files are missing or broken."""
     if choice.tokenizer_type == "byte":
         return ByteTokenizer()
-    from megatron_noloco.data.tokenizer import FastTokenizer
-
     if choice.tokenizer_model is None:
         raise ValueError(
             f"tokenizer_type {choice.tokenizer_type} needs tokenizer_model: a folder with a tokenizer.json"
@@ -74,7 +74,7 @@ class ByteTokenizer:
     vocab_size = BYTES + 1
 
     def encode(self, text: str) -> np.ndarray:
-        """The tokens of `text`, uint16, shape [bytes]; no end-of-document token is added."""
+        """Return the tokens of `text`, uint16, shape [bytes]; no end-of-document token is added."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.uint16)
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
@@ -92,7 +92,7 @@ class ByteTokenizer:
         )
 
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
-        """The text of `ids`: what is not UTF-8 becomes U+FFFD, ends of documents are left out.
+        """Return the text of `ids`: what is not UTF-8 becomes U+FFFD, ends of documents are left out.
 
         Ids past the vocabulary also become U+FFFD: a model whose embedding is padded can emit them.
         """
@@ -101,7 +101,7 @@ class ByteTokenizer:
         return tokens.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
     def save(self, folder: Path, max_length: int) -> None:
-        """The same tokenizer as Hugging Face knows it: 256 bytes, no merges, and the end of a document."""
+        """Write this tokenizer in Hugging Face's format: 256 bytes, no merges, and the end of a document."""
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
 
@@ -120,7 +120,7 @@ class ByteTokenizer:
 
 
 def _printable(byte: int) -> str:
-    """The character that stands for a byte in GPT-2's byte-level alphabet.
+    """Return the character for a byte in GPT-2's byte-level alphabet.
 
     Bytes that print stand for themselves; the others, in order, for the characters from U+0100 on.
     """
@@ -131,15 +131,14 @@ def _printable(byte: int) -> str:
     return chr(0x100 + others.index(byte))
 
 
-_USUAL_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>")  # where no file names the end-of-document token
-_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
-
-
 class FastTokenizer:
-    """The tokenizer of a `tokenizer.json`, without the tokens that its template puts around a text."""
+    """The tokenizer of a `tokenizer.json`, without the tokens that its template puts around a text.
+
+    transformers is needed for chat templates only.
+    """
 
     def __init__(self, path: Path) -> None:
-        """`path` is a folder with a tokenizer.json, or that file; raises ValueError where there is none."""
+        """Load a tokenizer.json, or the one in a folder; raises ValueError where there is none."""
         try:
             from tokenizers import Tokenizer
         except ImportError:
@@ -154,7 +153,7 @@ class FastTokenizer:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # tokenizers raises plain Exception
             raise ValueError(f"tokenizer_model {file}: not a tokenizer ({error})") from None
-        # What a file remembers of how its model was fed; it would cut texts short, or fill them up.
+        # A file may hold the truncation and padding of its model's training; they would cut or fill up texts.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.folder = file.parent
@@ -172,23 +171,22 @@ class FastTokenizer:
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
 
     def encode_with_starts(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
         return [
             (
                 np.array(encoding.ids, dtype=self._dtype),
                 np.array([start for start, _ in encoding.offsets], dtype=np.int64),
             )
-            for encoding in encodings
+            for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False)
         ]
 
     def render(self, messages: list[dict[str, Any]], tools: Any = None, asks: bool = False) -> str:
-        if not self._templated.chat_template:
+        if not self._with_template.chat_template:
             raise ValueError(
                 f"tokenizer_model {self.folder} has no chat template (a chat_template.jinja, or chat_template in "
                 "tokenizer_config.json)"
             )
         try:
-            return self._templated.apply_chat_template(
+            return self._with_template.apply_chat_template(
                 messages, tools=tools, add_generation_prompt=asks, tokenize=False
             )
         except Exception as error:  # whatever a template does with messages it does not expect
@@ -196,8 +194,8 @@ class FastTokenizer:
             raise ValueError(f"the chat template refuses the messages: {reason}") from None
 
     @cached_property
-    def _templated(self) -> Any:
-        """The same tokenizer in transformers, which knows templates."""
+    def _with_template(self) -> Any:
+        """The same tokenizer as transformers loads it: that knows chat templates."""
         try:
             from transformers import PreTrainedTokenizerFast
         except ImportError:
@@ -205,7 +203,7 @@ class FastTokenizer:
         return PreTrainedTokenizerFast.from_pretrained(self.folder)
 
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
-        """The text of `ids`; special tokens, and ids past the vocabulary, are left out."""
+        """Return the text of `ids`; special tokens, and ids past the vocabulary, are left out."""
         return self._tokenizer.decode(np.asarray(ids, dtype=np.int64).tolist(), skip_special_tokens=True)
 
     def save(self, folder: Path, max_length: int) -> None:
@@ -221,12 +219,11 @@ class FastTokenizer:
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
     def _find_end(self, vocabulary: dict[str, int]) -> str:
-        named = [
-            _read_json(self.folder / name).get("eos_token")
-            for name in ("tokenizer_config.json", "special_tokens_map.json")
-        ]
-        texts = [token.get("content") if isinstance(token, dict) else token for token in named]
-        for text in (*texts, *_USUAL_ENDS):
+        """Return the text of the end-of-document token: as a file names it, else a common one."""
+        names = ("tokenizer_config.json", "special_tokens_map.json")
+        tokens = [_read_json(self.folder / name).get("eos_token") for name in names]
+        texts = [token.get("content") if isinstance(token, dict) else token for token in tokens]
+        for text in (*texts, *_COMMON_ENDS):
             if isinstance(text, str) and text in vocabulary:
                 return text
         raise ValueError(
@@ -236,6 +233,7 @@ class FastTokenizer:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, empty where there is no file; raises ValueError."""
     if not path.is_file():
         return {}
     try:

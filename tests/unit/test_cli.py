@@ -121,7 +121,7 @@ def test_sizes(text: str, bytes_: int) -> None:
         ),
         (
             "data preprocess --input {file} --output-prefix /proc/x",
-            "--output-prefix /proc/x: cannot be written: No such file or directory",
+            "/proc/x: cannot be written: No such file or directory; give another --output-prefix",
         ),
         ("import x --config {file} --output {file}", "{file}: exists; give another --output, or remove it"),
     ],
