@@ -10,3 +10,66 @@ from megatron_noloco.job.leaving import FAILURE, GRACE_SECONDS, fail, usage_erro
 
 # Names of the modules that each extra installs. `pip install .` alone installs torch and numpy.
 _EXTRAS = {
+    "trainer": "deepspeed megatron packaging psutil pydantic rich safetensors tensorboard tokenizers",
+    "mpi": "mpi4py",
+    "federation": "zmq",
+    "huggingface": "transformers",
+    "report": "matplotlib",
+    "data": "pyarrow",
+}
+
+
+class StoppedError(Exception):
+    """A command cannot go on, through no mistake in its input or in this program. The message says why."""
+
+
+class LostError(StoppedError):
+    """This process has lost the connection to another one of the job."""
+
+
+class UnexpectedError(Exception):
+    """An error of any type whose cause needs a traceback: the user's input was checked before."""
+
+
+@contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Begin each line of a ValueError that leaves the context with the file that it is about."""
+    try:
+        yield
+    except ValueError as error:
+        lines = [line.removeprefix(f"{path}: ") for line in str(error).splitlines()]
+        raise ValueError("\n".join(f"{path}: {line}" for line in lines)) from None
+
+
+def report(error: Exception) -> int:
+    """Write `error` to stderr, from one rank of the job, and return the exit code.
+
+    2 for what the user can put right: one line per problem.
+    1 for everything else: a line where the reason is known, else a traceback.
+    """
+    if isinstance(error, ModuleNotFoundError):
+        error = _missing_extra(error) or error
+    if isinstance(error, ValueError | OSError):
+        return usage_error(error)
+    if isinstance(error, StoppedError):
+        is_cause = not isinstance(error, LostError)
+        exit_code = fail(str(error), FAILURE, is_cause)
+        if not is_cause:
+            time.sleep(GRACE_SECONDS)  # launchers blame the first process that leaves, and look at intervals
+        return exit_code
+    cause = error.__cause__ if isinstance(error, UnexpectedError) else error
+    assert cause is not None
+    return fail("".join(traceback.format_exception(cause)).rstrip(), FAILURE)
+
+
+def _missing_extra(error: ModuleNotFoundError) -> ValueError | None:
+    """Return the error for the user where a package of an extra is missing."""
+    for extra, names in _EXTRAS.items():
+        packages = names.split()
+        if (error.name or "").partition(".")[0] in packages:
+            missing = [name for name in packages if find_spec(name) is None]
+            return ValueError(
+                f"megatron_noloco: this command needs packages that are not installed ({', '.join(missing)}); "
+                f"pip install 'megatron-noloco[{extra}]'"
+            )
+    return None
