@@ -107,8 +107,6 @@ class Tally:
 
 def check(job: Job) -> None:
     """Check a job before any work; raises ValueError."""
-    if job.workers < 1:
-        raise ValueError(f"--workers must be at least 1, not {job.workers}")
     text = next((item.path for item in job.inputs if item.kind == "text"), None)
     if text is not None and len(job.encoding.json_keys) > 1:
         raise ValueError(f"--json-keys: {text} is plain text, which has no keys; give one key, or JSON lines")

@@ -1,6 +1,5 @@
-"""Records for supervised fine-tuning, of which only the answers have a loss."""
+"""Records for supervised fine-tuning: prompts and answers, of which only the answers have a loss."""
 
-import json
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -11,27 +10,30 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron_noloco.data.corpus import files_below
-from megatron_noloco.data.samples import IGNORED, Sample
+from megatron_noloco.data.inputs import parse_json
+from megatron_noloco.data.samples import IGNORED, Sample, check_index
 from megatron_noloco.data.tokenizer import Tokenizer
 
 _ENCODED_AT_ONCE = 1000  # records
 
 
 class Record(NamedTuple):
-    """One line of a file."""
+    """One line of a file, encoded."""
 
     tokens: np.ndarray  # shape [tokens]
-    answer: np.ndarray  # whether each is of an answer, bool [tokens]
+    answer: np.ndarray  # whether each token belongs to an answer, bool [tokens]
 
 
 class _Text(NamedTuple):
+    """One line of a file, as the text that the model is to see."""
+
     text: str
-    answers: list[tuple[int, int]]  # from which to before which character
-    ends: bool  # whether an end-of-document token follows, which is of the answer
+    answers: list[tuple[int, int]]  # first character of each answer, and the one after its last
+    ends: bool  # whether an end-of-document token follows, which then belongs to the answer
 
 
 def record_files(path: str) -> list[Path]:
-    """The file, or all JSON lines below the folder; raises ValueError when there are none."""
+    """Return the file, or all .jsonl files below the folder; raises ValueError when there are none."""
     given = Path(path).expanduser()
     if not given.exists():
         raise ValueError(f"data.sft_data_path: no file or folder at {given} (looked from cwd {Path.cwd()})")
@@ -42,10 +44,11 @@ def record_files(path: str) -> list[Path]:
 
 
 def load_records(path: str, tokenizer: Tokenizer) -> list[Record]:
-    """All records, in the order of the lines; raises ValueError that names file and line of one that is none.
+    """Read and encode all records, in the order of the lines.
 
     A record is a JSON object with `messages`, which the tokenizer's chat template renders, and whose answers are
     the messages of the role "assistant"; or with `prompt` and `completion`, where the completion is the answer.
+    Raises ValueError that names file and line of the first line that is no record.
     """
     texts = (text for file in record_files(path) for text in _read(file, tokenizer))
     records = []
@@ -66,18 +69,11 @@ def _read(file: Path, tokenizer: Tokenizer) -> Iterator[_Text]:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
-                    text = _text_of(_parse(line), tokenizer)
+                    text = _text_of(parse_json(line), tokenizer)
                     text.text.encode()  # JSON can hold halves of characters, which no tokenizer takes
                     yield text
                 except ValueError as error:
                     raise ValueError(f"{file}, line {number}: {error}") from None
-
-
-def _parse(line: bytes) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError as error:  # not UTF-8, or not JSON
-        raise ValueError(f"not JSON ({error})") from None
 
 
 def _text_of(record: Any, tokenizer: Tokenizer) -> _Text:
@@ -94,7 +90,10 @@ def _text_of(record: Any, tokenizer: Tokenizer) -> _Text:
 
 
 def _conversation(messages: list[dict[str, Any]], tools: Any, tokenizer: Tokenizer) -> _Text:
-    """An answer is what the template adds to the turns before it, when these already ask for an answer."""
+    """Render a conversation and find its answers.
+
+    An answer is what the template adds to the turns before it, when these already ask for an answer.
+    """
     whole = tokenizer.render(messages, tools)
     answers = []
     for place, message in enumerate(messages):
@@ -104,7 +103,7 @@ def _conversation(messages: list[dict[str, Any]], tools: Any, tokenizer: Tokeniz
             if not (through.startswith(before) and whole.startswith(through)):
                 raise ValueError(
                     f"the chat template renders message {place + 1} or those before in another way when others "
-                    "follow, so the answer in it cannot be told; split the conversation there, or use a template "
+                    "follow, so the answer in it cannot be found; split the conversation there, or use a template "
                     "whose turns do not depend on later ones"
                 )
             answers.append((len(before), len(through)))
@@ -119,8 +118,8 @@ class RecordDataset:
     A record longer than a sample is cut, and left out where nothing of an answer remains.
 
     Attributes:
-        tokens: those that have a loss, shape [tokens].
-        cut: the records that were cut or left out.
+        tokens: the tokens that have a loss, shape [tokens].
+        cut: number of records that were cut or left out.
     """
 
     def __init__(
@@ -129,7 +128,7 @@ class RecordDataset:
         """Raises ValueError when no record remains.
 
         Args:
-            packed: as many records in a sample as there is room for, told apart as documents.
+            packed: whether a sample holds as many records as there is room for, told apart as documents; else one.
             padding: the token that fills a sample up.
         """
         self.seq_length, self.name, self.packed, self.padding = seq_length, name, packed, padding
@@ -150,8 +149,7 @@ class RecordDataset:
         return len(self._samples)
 
     def __getitem__(self, index: int) -> Sample:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} is outside {self.name}, which has {len(self)}")
+        check_index(self, index)
         places = self._samples[index]
         tokens = np.full(self.seq_length, self.padding, dtype=np.int64)
         labels = np.full(self.seq_length, IGNORED, dtype=np.int64)
@@ -169,13 +167,14 @@ class RecordDataset:
 
 
 def pack(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Which lengths share one sample of `room` tokens: the longest first, each where it leaves the least room.
+    """Decide which lengths share one sample of `room` tokens; returns their places, sample by sample.
 
-    Best-fit decreasing, as Ding et al., arXiv 2404.10830. No length is more than `room`.
+    Best-fit decreasing (Ding et al., arXiv 2404.10830): the longest first, each where it leaves the least room. No
+    length may be more than `room`.
     """
     samples: list[list[int]] = []
     by_room: dict[int, list[list[int]]] = defaultdict(list)
-    rooms: list[int] = []  # those that some sample has, ascending
+    rooms: list[int] = []  # the keys of `by_room` with samples, ascending
     for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
         fit = bisect_left(rooms, lengths[place])
         if fit == len(rooms):
