@@ -59,7 +59,7 @@ class Chunk(GPTModel):
         Args:
             tokens: int64 [batch, tokens], for the model's first chunk; other chunks have received their input.
             positions: None; the rotary embedding depends on differences of positions only.
-            documents: the number of each token's document, [batch, tokens]; None: tokens attend to all before them.
+            documents: the number of each token's document, [batch, tokens]; None: there is one document.
             labels: int64 [batch, tokens], for the last chunk; the loss of a label < 0 is undefined.
         """
         mask = None if documents is None else document_mask(documents)
