@@ -66,7 +66,7 @@ def _train(args: argparse.Namespace) -> int:
             lost = lost_connection(error)
             if lost is None:
                 raise
-            raise LostError(_LOST.format(who=activity.told(lost))) from None
+            raise LostError(_LOST.format(who=activity.note_of(lost))) from None
 
 
 def _run(prepared: "Prepared", progress: str) -> int:

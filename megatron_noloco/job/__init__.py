@@ -1,1 +1,1 @@
-"""How this process was launched, joins the others, is stopped, and leaves. All knowledge of launchers is here."""
+"""Start, join, agree, stop, fail: the life of a job's process. All knowledge of launchers is here."""

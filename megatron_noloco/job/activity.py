@@ -1,7 +1,7 @@
-"""What this process is doing: for the end of a traceback, and for whoever asks why it stands still.
+"""What this process is doing at the moment, for tracebacks and for the watchdog.
 
-A process computes one thing at a time, so there is one activity, `now`. Every package may write it; to note a part
-costs a microsecond.
+A process computes one thing at a time, so there is one activity, `now`. Every package may write it, also
+without torch; a part costs a microsecond.
 """
 
 import time
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 
 class State(NamedTuple):
-    """`part` of `what`, begun at `since` (time.monotonic)."""
+    """A `part` of `what` the process is doing, begun at `since` (time.monotonic)."""
 
     what: str
     part: str
@@ -22,11 +22,11 @@ class State(NamedTuple):
 
 
 class Activity:
-    """Written by the main thread, read by any.
+    """What one process is doing; written by its main thread, read by any.
 
     Attributes:
         who: the rank, its host and its place, as far as they are known.
-        state: what it is doing; another object as soon as it does something else.
+        state: what the rank is doing; a new object for everything that it begins.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Activity:
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """An exception that leaves it has a note that tells who was doing what."""
+        """Set what the rank is doing inside the block. An exception gets a note with it, and with who did it."""
         before = self.state
         self.state = State(what, "", time.monotonic())
         try:
@@ -47,13 +47,13 @@ class Activity:
             self.state = State(before.what, before.part, time.monotonic())
 
     def part(self, part: str) -> None:
-        """From here on it does this part of it."""
+        """Set the part of it that begins now."""
         self.state = State(self.state.what, part, time.monotonic())
 
 
 now = Activity()
 
 
-def told(error: BaseException) -> str:
-    """Who was doing what when it was raised."""
+def note_of(error: BaseException) -> str:
+    """Return who was doing what when `error` was raised."""
     return next(iter(getattr(error, "__notes__", ())), f"{now.who} was {now.state}")

@@ -28,15 +28,15 @@ _LOCAL_HOST = "127.0.0.1"
 
 
 def ranks_on_this_host() -> int:
-    """A collective over all ranks, for the start only."""
+    """Return how many ranks run on this rank's host. A collective, for the start only."""
     return of_all_ranks(socket.gethostname()).count(socket.gethostname())
 
 
 def check_gpus(replica_size: int) -> int:
-    """How many ranks have this rank's GPU.
+    """Return how many ranks have this rank's GPU. A collective, for the start only.
 
-    Raises ValueError where ranks of one replica have one: NCCL refuses that at the first message only. Replicas of
-    one rank may share a GPU: they need no NCCL. A collective over all ranks, for the start only.
+    Raises ValueError where ranks of one replica share one: NCCL would refuse that at the first message. Replicas
+    of one rank may share a GPU: they need no NCCL.
     """
     own = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     sharing = of_all_ranks(own).count(own)
@@ -69,9 +69,8 @@ def record_collectives(folder: Path | None) -> None:
 def join(world: World, backend: str) -> None:
     """Make torch.distributed's default group over `world`, and set the variables that DeepSpeed reads.
 
-    `backend` is "gloo" on the CPU, "cpu:gloo,cuda:nccl" on GPUs. MASTER_ADDR and MASTER_PORT, where the user
-    gives them, are kept; under torchrun and deepspeed they are the launcher's. Raises ValueError when the ranks
-    cannot be brought together.
+    `backend` is "gloo" on the CPU, "cpu:gloo,cuda:nccl" on GPUs. MASTER_ADDR and MASTER_PORT are used where they
+    are set, by the user or by torchrun and deepspeed. Raises ValueError when the ranks cannot find each other.
     """
     try:
         _join(world, backend)
@@ -106,9 +105,9 @@ def _join(world: World, backend: str) -> None:
 
 
 def _mpi_world_fits(world: World) -> bool:
-    """Whether MPI connects exactly the ranks of `world`.
+    """Return whether MPI connects exactly the ranks of `world`.
 
-    Raises ValueError when the launcher says so but MPI itself does not: mpi4py then runs on another MPI
+    Raises ValueError when it should, according to the launcher, but does not: mpi4py then runs on another MPI
     library than the one mpirun belongs to, and every process sees a world of one.
     """
     if not _mpi_installed() or mpi_world_size(os.environ) != world.world_size:
@@ -123,7 +122,7 @@ def _mpi_world_fits(world: World) -> bool:
 
 
 def _store_found_by_mpi(world: World) -> dist.TCPStore:
-    """Rank 0 opens a store on a port that the system picks, so none is taken twice, and shares its address."""
+    """Let rank 0 open a store on a port that the system picks, so none is taken twice, and share its address."""
     same_host = len(set(_share_by_mpi(socket.gethostname()))) == 1
     if world.rank == 0:
         address = os.environ.get("MASTER_ADDR") or (_LOCAL_HOST if same_host else reachable_address())
@@ -135,14 +134,14 @@ def _store_found_by_mpi(world: World) -> dist.TCPStore:
 
 
 def _store_found_by_name(world: World) -> dist.TCPStore:
-    """Without MPI every rank works out alone where rank 0 is: from MASTER_*, or from Slurm's job."""
+    """Find rank 0 without MPI: each rank takes its address from MASTER_*, or from Slurm's job."""
     address = os.environ.get("MASTER_ADDR") or _host_of_rank_0(world)
     port = launcher.master_port(os.environ, launcher.slurm_port(os.environ))
     return _store(world, address, port)
 
 
 def _store(world: World, address: str, port: int) -> dist.TCPStore:
-    """Rank 0 serves it, the others connect to it."""
+    """Return the job's store, which rank 0 serves and the others connect to."""
     return dist.TCPStore(
         address, port, world.world_size, world.rank == 0, timeout=_PATIENCE, wait_for_workers=False
     )
@@ -159,7 +158,7 @@ def _host_of_rank_0(world: World) -> str:
 
 
 def reachable_address() -> str:
-    """An address of this host that other hosts can use, as far as this host can tell; else its name."""
+    """Return an address of this host that other hosts can use, as far as this host can tell; else its name."""
     name = socket.gethostname()
     try:
         found = [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, socket.AF_INET)]
@@ -175,10 +174,10 @@ def reachable_address() -> str:
 
 
 def choose_transport(kind: Literal["auto", "mpi", "torch"], world: World) -> Transport:
-    """The transport for the exchange; every rank calls this after `join`, at the same place.
+    """Return the transport for the exchange; every rank calls this after `join`, at the same place.
 
-    "auto" is MPI where the launcher connected all ranks by MPI, else torch. Raises ValueError when "mpi" is
-    asked for and MPI does not connect the ranks of `world`.
+    "auto" is MPI where the launcher connected all ranks by MPI, else torch. Raises ValueError where `kind` is
+    "mpi" and MPI does not connect the ranks of `world`.
     """
     if kind not in ("auto", "mpi", "torch"):
         raise ValueError(f'transport "{kind}" is unknown; it must be "auto", "mpi" or "torch"')

@@ -13,7 +13,7 @@ Environ = Mapping[str, str]
 
 @dataclass(frozen=True)
 class World:
-    """The place of one process; `environment` is an unknown launcher that sets torch's variables."""
+    """The place of one process in its job; `environment` is an unknown launcher that sets torch's variables."""
 
     rank: int
     local_rank: int
@@ -22,7 +22,7 @@ class World:
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """In the order of a launcher's variables."""
+        """The three numbers in the order of a launcher's variables."""
         return self.rank, self.local_rank, self.world_size
 
 
@@ -42,7 +42,7 @@ _LAST_PORT = 65535
 
 
 def read_world(environ: Environ) -> World:
-    """The place that the launcher's variables give this process; one alone when there are none.
+    """Return the place that the launcher's variables give this process; without any, that of a single process.
 
     Launchers nest (srun starts mpirun's daemons, mpirun may start torchrun), so the innermost is looked for
     first. Raises ValueError when variables are missing or contradict one another.
@@ -99,7 +99,7 @@ def _read(launcher: Launcher, names: _Names, environ: Environ) -> World:
 
 
 def _agreeing_with_torch(world: World, names: _Names, environ: Environ) -> World:
-    """`world`, unless torch's variables are set too and say otherwise: a leftover of another launch."""
+    """Return `world`; raise ValueError where torch's variables contradict it, left over from another launch."""
     for theirs, ours, value in zip(_TORCH, names, world.place, strict=True):
         if environ.get(theirs, str(value)) != str(value):
             raise ValueError(
@@ -115,9 +115,9 @@ def export(world: World, environ: MutableMapping[str, str]) -> None:
 
 
 def mpi_world_size(environ: Environ) -> int | None:
-    """How many ranks MPI connects, as the variables say; 1 without an MPI launcher, None where only MPI knows.
+    """Return how many ranks MPI connects, as the variables say; 1 without an MPI launcher.
 
-    The latter is a PMIx launcher that gives no size (`srun --mpi=pmix`).
+    None where only MPI knows: a PMIx launcher gives no size (`srun --mpi=pmix`).
     """
     if _by_torchrun(environ) or _by_deepspeed(environ):
         return 1  # perhaps itself under mpirun, whose variables are then not about this process
@@ -128,23 +128,23 @@ def mpi_world_size(environ: Environ) -> int | None:
 
 
 def may_be_first(environ: Environ) -> bool:
-    """Whether no launcher calls this process another rank than 0; for when `read_world` cannot be asked."""
+    """Return whether this may be rank 0: no launcher says otherwise. For when `read_world` may have failed."""
     return all(rank == "0" for rank in _ranks(environ))
 
 
 def rank_here(environ: Environ) -> str:
-    """This process in words, as far as the launcher's variables tell; for when `read_world` cannot be asked."""
+    """Return rank and host in words; for when `read_world` may have failed."""
     return f"rank {next(_ranks(environ), '0')} on {socket.gethostname()}"
 
 
 def _ranks(environ: Environ) -> Iterator[str]:
-    """Of this process, by each launcher that names one."""
+    """Yield this process's rank according to each launcher that names one."""
     every = (_TORCH, _OPEN_MPI, _HYDRA, _SLURM)
     return (environ[names.rank] for names in every if names.rank in environ)
 
 
 def on_a_terminal(environ: Environ) -> bool:
-    """Whether a person sees stdout on a terminal.
+    """Return whether a person sees stdout on a terminal.
 
     Open MPI gives every rank a terminal of its own, whatever mpirun's output goes to.
     """
@@ -152,9 +152,9 @@ def on_a_terminal(environ: Environ) -> bool:
 
 
 def slurm_first_host(environ: Environ) -> str | None:
-    """The host of rank 0 of this step of a Slurm job; None outside of Slurm.
+    """Return the host of rank 0 of this step of a Slurm job; None outside of Slurm.
 
-    Raises ValueError when Slurm cannot say.
+    Raises ValueError when `scontrol` fails.
     """
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_NODELIST")
     if not nodes:
@@ -170,7 +170,7 @@ def slurm_first_host(environ: Environ) -> str | None:
 
 
 def master_port(environ: Environ, default: int) -> int:
-    """That of MASTER_PORT where it is set. Raises ValueError."""
+    """Return MASTER_PORT, or `default` where it is not set. Raises ValueError."""
     text = environ.get("MASTER_PORT", str(default))
     if not text.isdecimal() or int(text) > _LAST_PORT:
         raise ValueError(f"environment: MASTER_PORT={text!r} is not a port; it must be 0 to {_LAST_PORT}")
@@ -178,18 +178,18 @@ def master_port(environ: Environ, default: int) -> int:
 
 
 def slurm_port(environ: Environ) -> int:
-    """A port that all ranks derive alike; jobs (and steps of a job) that share a host get different ones."""
+    """Return a port that all ranks derive alike, different for jobs (and steps of a job) that share a host."""
     job, step = environ.get("SLURM_JOB_ID", "0"), environ.get("SLURM_STEP_ID", "0")
     # Below the ports that systems hand out by themselves.
     return 15000 + (int(job) * 31 + int(step)) % 15000
 
 
 def local_device(world: World, devices: int, shared: bool = False) -> int:
-    """Which GPU is this process's; a launcher may show each process its own alone. Raises ValueError.
+    """Return the number of this process's GPU. Raises ValueError.
 
     Args:
-        devices: how many GPUs this process sees.
-        shared: whether several processes may have one GPU; they then have them in turn.
+        devices: how many GPUs this process sees; a launcher may show each process its own alone.
+        shared: whether several processes may have one GPU.
     """
     if devices == 1:
         return 0

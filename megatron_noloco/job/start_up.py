@@ -1,4 +1,4 @@
-"""How Megatron-core and DeepSpeed are imported: quickly, and without a word."""
+"""Import torch, Megatron-core and DeepSpeed quickly and without their messages."""
 
 import gc
 import logging
@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Around imports of torch and the engines, so that a start takes less of the processor.
+    """Turn the garbage collector off around imports of torch and the engines.
 
-    They make half a million objects, which stay. The garbage collector would look at them again and again: it is
-    off meanwhile, and leaves them out for good.
+    They make half a million objects, which stay. The collector would look at them again and again; afterwards
+    it leaves them out for good.
     """
     gc.disable()
     try:
@@ -26,13 +26,13 @@ def importing() -> Iterator[None]:
 def before_engines() -> None:
     """Keep the engines' start-up messages off the console, and torch's compiler out of a process without a GPU.
 
-    To be called before a module that imports them. Errors and our own lines remain.
+    To be called before the import of a module that imports them. Errors and our own lines remain.
     """
     import torch
 
     warnings.filterwarnings("ignore", module=r"(megatron|deepspeed|apex)\b")
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    # Every process would report that there are CUDA's tools and no GPU.
+    # It would report in every process that there are CUDA's tools and no GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     os.environ.setdefault("DS_LOG_LEVEL", "error")
     if not torch.cuda.is_available():

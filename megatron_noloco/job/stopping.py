@@ -1,16 +1,17 @@
-"""Stopping early, at the same step on every rank, without a collective.
+"""Stop early, at the same step on every rank, without a collective.
 
-SIGTERM, SIGUSR1 (Slurm's warning), one Ctrl-C, `exit_duration_minutes` or the stop file, at which rank 0 looks,
-ask for it; one rank that is asked is enough. The ranks then agree through the job's key-value store:
+A stop is requested by SIGTERM, SIGUSR1 (Slurm's warning), one Ctrl-C, `exit_duration_minutes`, or the stop
+file, at which rank 0 looks. A request to one rank is enough. The ranks then agree through the job's key-value
+store:
 
-1. A rank that is asked writes a request; the others look for one once a second.
+1. The rank that received the request writes it there; the others look for one once a second.
 2. A rank that knows of the request writes how many steps it has begun, and begins no more ...
 3. ... until every rank has written. All stop after the largest of these numbers.
 
-A thread of its own does the looking and the writing, because the step in progress may need a rank that already
-stands still: a pipeline stage, or a partner whose round is some steps ahead. So every number is written soon,
-whatever the steps wait for, and then all ranks can finish every step that one of them has begun. A rank that
-reaches the end writes that.
+A separate thread looks and writes, because the step in progress may need a rank that already waits: a
+pipeline stage, or a partner whose round is some steps ahead. So every number is written soon, whatever the
+steps wait for, and then all ranks can finish every step that one of them has begun. A rank that reaches the
+end of the run writes that number.
 """
 
 import signal
@@ -58,7 +59,7 @@ class Stopping:
         self._asked = signal.Signals(number).name
 
     def before_step(self, done: int) -> bool:
-        """Whether the run stops here; every rank calls it before each step, with the steps done so far."""
+        """Return whether the run stops here; every rank calls it before each step, with the steps done so far."""
         if self._asked is not None:
             self._look_now.set()
         with self._lock:
@@ -107,7 +108,7 @@ class Stopping:
         agreement.announce(_BEGUN, begun)
 
     def close(self, done: int) -> None:
-        """At the end of the run, early or not; the rank that serves the store leaves last."""
+        """End the agreement after the last step, early or not; the rank that has the store leaves last."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         with self._lock:

@@ -1,8 +1,8 @@
-"""torchrun, with the exit code of its ranks: `python -m megatron_noloco.job.torchrun` and torchrun's own options.
+"""Run torchrun, but exit with the code of its ranks: `python -m megatron_noloco.job.torchrun TORCHRUN_OPTIONS`.
 
-torchrun exits with 1, and a page about itself, whatever became of its ranks. Here a failure has the exit code of
-the rank that failed first, which has said why; and one SIGTERM or Ctrl-C lets the ranks save and leave, with exit
-code 0 when they have.
+torchrun itself exits with 1 and a page about itself, however its ranks ended. Here the exit code is that of
+the rank that failed first, which has said why. One SIGTERM or Ctrl-C lets the ranks save and leave, with exit
+code 0.
 """
 
 import os
@@ -18,7 +18,7 @@ _STOP = (signal.SIGTERM, signal.SIGINT)
 
 
 def run(arguments: list[str]) -> int:
-    """The exit code."""
+    """Run torchrun; return the exit code."""
     for number in _STOP:
         signal.signal(number, _stop)
     try:

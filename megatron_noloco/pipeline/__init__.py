@@ -1,1 +1,1 @@
-"""Pipeline: process groups of a replica and Megatron-core's schedules with routes between the replicas."""
+"""Process groups of a replica, and Megatron-core's pipeline schedules with routes between the replicas."""

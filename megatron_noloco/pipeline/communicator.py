@@ -1,13 +1,13 @@
 """Megatron-core's pipeline schedules, unchanged, with routes between the replicas.
 
-Core's schedules ask a `P2PCommunicator` to send to "next" and receive from "previous"; ours decides who that
-is. Why it cannot deadlock: all replicas of a stage run the same schedule, so each performs the same sequence
-of operations, and at every boundary and microbatch the routes are a permutation. Relabelling, for one
-microbatch, the replicas of every stage along its route therefore turns the routed run into replicas that each
-run alone: wherever an unrouted pipeline has a send, the routed one has the same send at the same point of the
-sender's program, matched by a receive at the same point of the receiver's. Between two ranks, messages of one
-direction match in the order of posting; activations and gradients travel in two groups, so that with two
-stages, where next and previous are the same stage, the directions cannot be taken for each other.
+Core's schedules ask a `P2PCommunicator` to send to "next" and receive from "previous"; ours decides which
+ranks these are. It cannot deadlock: all replicas of a stage run the same schedule, so each performs the same
+sequence of operations, and at every boundary and microbatch the routes are a permutation. Relabelling, for
+one microbatch, the replicas of every stage along its route therefore turns the routed run into replicas that
+each run alone: wherever an unrouted pipeline has a send, the routed one has the same send at the same point
+of the sender's program, matched by a receive at the same point of the receiver's. Between two ranks, messages
+of one direction match in the order of posting; activations and gradients travel in two groups, so that with
+two stages, where next and previous are the same stage, the directions cannot be taken for each other.
 """
 
 import time
@@ -35,7 +35,7 @@ class Hop(NamedTuple):
 
 
 class RoutedCommunicator(P2PCommunicator):
-    """Decides, microbatch by microbatch, with which replica's neighbouring stage this stage exchanges tensors.
+    """Chooses for each microbatch with which replica's neighbouring stage this stage exchanges tensors.
 
     Activations and their gradients have shape [seq_length (/ tp with sequence parallelism), micro_batch_size,
     hidden_size] and the pipeline's dtype. `_communicate` is the only method of Megatron-core's communicator
@@ -43,8 +43,8 @@ class RoutedCommunicator(P2PCommunicator):
     counts do not change.
 
     Attributes:
-        wait_seconds: spent waiting for activations and gradients since `begin`.
-        bytes_to_others: sent to other replicas since `begin`.
+        wait_seconds: seconds spent waiting for activations and gradients since `begin`.
+        bytes_to_others: bytes sent to other replicas since `begin`.
     """
 
     def __init__(self, groups: Groups, config: TransformerConfig) -> None:
@@ -59,7 +59,7 @@ class RoutedCommunicator(P2PCommunicator):
         self._awaited: list[str] = []  # the messages under way, in words
 
     def begin(self, routes: Routes, microbatches: int) -> None:
-        """Lay out with whom to exchange, in order, in the next pass of the schedule over `microbatches`."""
+        """Prepare the hops, in order, of the next pass of the schedule over `microbatches`."""
         self.wait_seconds, self.bytes_to_others = 0.0, 0
         me, stages = self.groups.position, self.groups.topology.pp
         last_boundary = stages * self.vpp - 1
@@ -151,7 +151,7 @@ class RoutedCommunicator(P2PCommunicator):
 
 
 def schedule_order(microbatches: int, vpp: int, stages: int) -> list[tuple[int, int]]:
-    """The (microbatch, model chunk) pairs in the order in which a stage computes their forward passes."""
+    """Return the (microbatch, model chunk) pairs in the order in which a stage computes their forward passes."""
     if vpp == 1:
         return [(microbatch, 0) for microbatch in range(microbatches)]
     return get_schedule_table(microbatches, vpp, stages)

@@ -1,13 +1,13 @@
-"""Everything Megatron-core 0.16.1 needs to run on a CPU, in one place. A no-op where CUDA is available.
+"""What Megatron-core 0.16.1 needs to run on a CPU. A no-op where CUDA is available.
 
-Core writes `device="cuda"` or `torch.cuda.current_device()` into a handful of functions that offer no argument
-for the device. On a CPU the name `torch` inside those modules is rebound to a proxy that answers "cpu" to
-both; everything else passes through untouched. `tests/unit/test_contracts.py` fails when an upgrade moves any of
-these names.
+Core writes `device="cuda"` or `torch.cuda.current_device()` into a handful of functions that offer no
+argument for the device. On a CPU the name `torch` inside those modules is rebound to a proxy that answers
+"cpu" to both and passes everything else through. `tests/unit/test_contracts.py` fails when an upgrade moves
+any of these names.
 
-Other packages are changed in three more places: `pipeline.groups` sets core's global groups, `engine.build` tells
-DeepSpeed that it has no shared-memory all-reduce (beside a GPU: no NVML), and `engine.gradients` replaces methods
-of its ZeRO optimizer.
+Other packages are changed in three more places: `pipeline.groups` sets core's global groups, `engine.build`
+tells DeepSpeed that it has no shared-memory all-reduce (beside a GPU: no NVML), and `engine.gradients`
+replaces methods of its ZeRO optimizer.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ _MODULES_THAT_NAME_CUDA = (
 
 
 class _HostCuda:
-    """Stands for `torch.cuda`: the current device is the host."""
+    """Stands for `torch.cuda`; the current device is the host."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
@@ -39,7 +39,7 @@ class _HostCuda:
 
 
 class _HostTorch:
-    """Stands for `torch`: what is asked for on "cuda" is made on the host."""
+    """Stands for `torch`; a tensor for "cuda" is made on the host."""
 
     cuda = _HostCuda()
 
@@ -72,7 +72,7 @@ def _keep_rng_state(*_: Any, **__: Any) -> None:
 
 
 def prepare() -> None:
-    """Make core usable on this machine's CPU; does nothing when CUDA is available. May be called twice."""
+    """Make core usable on this machine's CPU; do nothing when CUDA is available. May be called twice."""
     if torch.cuda.is_available():
         return
     for module in _MODULES_THAT_NAME_CUDA:

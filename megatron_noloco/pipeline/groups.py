@@ -1,7 +1,7 @@
-"""The process groups of one rank, built by their members only.
+"""The process groups of one rank, each built by its members only.
 
-`use_local_synchronization` lets the members of a group make it among themselves, so that start-up does not
-grow with the number of replicas: no rank takes part in the making of another replica's groups.
+With `use_local_synchronization` the members of a group make it among themselves, so that start-up does not
+grow with the number of replicas.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ PATIENCE = timedelta(minutes=30)  # with the other ranks of a group: they may be
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups this rank belongs to. All but the two hop groups lie inside its replica."""
+    """The groups that this rank belongs to. All but the two hop groups lie inside its replica."""
 
     topology: Topology
     position: Position
@@ -52,10 +52,10 @@ def _group(ranks: list[int], timeout: timedelta) -> ProcessGroup:
 
 
 def _connect(groups: Sequence[ProcessGroup | None]) -> None:
-    """Let NCCL connect the ranks of each group, in the order in which all ranks made them.
+    """Let NCCL connect the ranks of each group, in the order in which all ranks made the groups.
 
-    It would do so at the first collective, in the middle of a schedule whose kernels already wait for each other;
-    and at the first hop pair by pair.
+    NCCL would do so at the first collective, in the middle of a schedule whose kernels already wait for each
+    other, and for hops pair by pair.
     """
     for group in groups:
         if group is not None and group.size() > 1:
@@ -68,8 +68,9 @@ def build_groups(
 ) -> Groups:
     """Make this rank's groups; every rank of the world must call it with the same arguments.
 
-    Groups are made kind by kind in one fixed order, so that ranks waiting for each other cannot form a cycle; and
-    equally many on every rank, since torch names a group after its ranks and the number of groups before it.
+    Groups are made kind by kind in one fixed order, so that ranks waiting for each other cannot form a cycle;
+    and equally many on every rank, since torch names a group after its ranks and the number of groups before
+    it.
 
     Args:
         routed: whether microbatches may leave their replica; if not, the hop groups stay inside it.
@@ -91,7 +92,7 @@ def build_groups(
         if at.stage in (0, topology.pp - 1):
             tied_embedding = group(own[[0, -1], at.dp, at.tp].tolist())
         else:
-            group([dist.get_rank()])  # of no use here, but counted
+            group([dist.get_rank()])  # unused, but torch counts it for the names
     reachable = grid[:, :, at.dp, at.tp] if routed else own[:, at.dp, at.tp]
     forward_hops, backward_hops = group(reachable.ravel().tolist()), group(reachable.ravel().tolist())
     if torch.cuda.is_available():
@@ -105,22 +106,23 @@ def build_groups(
     collection.ep = alone
     collection.tp_cp = collection.expt_tp = collection.tp_ep = tp
     collection.expt_dp = dp
-    collection.tp_dp_cp = None  # of a load balancing that is not offered
-    # Core would all-reduce tied weights on CUDA inside the constructor; model.weights and engine do it instead.
+    collection.tp_dp_cp = None  # for a load balancing that is not offered
+    # Core would all-reduce tied weights on CUDA inside the constructor; model.weights and engine do it
+    # instead.
     collection.embd = collection.pos_embd = None
     groups = Groups(
         topology, at, tp, pp, dp, mp, replica, tied_embedding, forward_hops, backward_hops,
         collection,
     )  # fmt: skip
-    _tell_parallel_state(groups, alone)
+    _set_parallel_state(groups, alone)
     return groups
 
 
-def _tell_parallel_state(groups: Groups, alone: ProcessGroup) -> None:
+def _set_parallel_state(groups: Groups, alone: ProcessGroup) -> None:
     """Set core's global groups, which a few of its modules read although they are given explicit ones.
 
-    `initialize_model_parallel` cannot be used: it knows one data-parallel dimension, so it cannot place the
-    pipeline between replicas and data parallelism, and every rank would build every other rank's groups.
+    `initialize_model_parallel` has one data-parallel dimension: it cannot place the pipeline between replicas
+    and data parallelism. And every rank would build every other rank's groups.
     """
     state = parallel_state
     state._TENSOR_MODEL_PARALLEL_GROUP = groups.tp

@@ -1,22 +1,25 @@
-"""One batch through this rank's stage, by Megatron-core's schedules."""
+"""Run one batch through this rank's stage by Megatron-core's schedules."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
+from megatron.core.transformer.moe.moe_utils import (
+    clear_aux_losses_tracker,
+    get_moe_layer_wise_logging_tracker,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_noloco.job.activity import now
 from megatron_noloco.monitor import MEAN, SUM, TOTAL, Record, Reduction, unrecorded
 from megatron_noloco.monitor.reduction import mean, total
-from megatron_noloco.pipeline.balance import take_balance
 from megatron_noloco.pipeline.communicator import RoutedCommunicator
 from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.plans.routing import Routes
 
-# (replica, microbatch) -> tokens, labels, and the number of each token's document, or None where documents are not
-# told apart; int64 [micro_batch_size, seq_length]. A label < 0 has no loss.
+# (replica, microbatch) -> tokens, labels, and the number of each token's document, or None where attention
+# crosses documents; int64 [micro_batch_size, seq_length]. A label < 0 has no loss.
 ReadMicrobatch = Callable[[int, int], tuple[Tensor, Tensor, Tensor | None]]
 
 
@@ -25,15 +28,15 @@ class MicrobatchLoss(NamedTuple):
 
     origin: int  # the replica whose data it was
     loss: Tensor  # scalar, nats per token that has a loss; 0 where none has
-    tokens: Tensor  # how many have one, scalar
+    tokens: Tensor  # scalar, the number of tokens that have a loss
 
 
 class Stage(Protocol):
-    """What the pipeline needs of a stage: its model chunks, more than one when the schedule is interleaved."""
+    """What the pipeline needs of a stage."""
 
-    chunks: nn.ModuleList
+    chunks: nn.ModuleList  # more than one when the schedule is interleaved
     config: TransformerConfig
-    separate_documents: bool  # whether every chunk needs to know which tokens are of one document
+    separate_documents: bool  # whether every chunk needs to know the borders of documents
 
 
 class Pipeline:
@@ -66,10 +69,10 @@ class Pipeline:
     ) -> list[MicrobatchLoss]:
         """Pass `microbatches` through the pipeline; gradients add up in the parameters' `.grad`.
 
-        The loss that is differentiated is the mean over the microbatches of each one's mean over its tokens. Every
-        chunk reads what it needs of the origin that the routes name: the first the tokens, the last the labels,
-        and all of them the borders of documents, where these are told apart. Returns the losses on the last
-        stage, an empty list elsewhere.
+        The loss that is differentiated is the mean over the microbatches of each one's mean over its tokens.
+        Every chunk reads what it needs of the origin that the routes name: the first the tokens, the last the
+        labels, and all of them the borders of documents, if attention stays inside these. Returns the losses
+        on the last stage, an empty list elsewhere.
         """
         groups, device = self.groups, self.communicator.device
         at, stages = groups.position, groups.topology.pp
@@ -117,7 +120,7 @@ class Pipeline:
         return losses
 
     def _record(self, losses: list[MicrobatchLoss], microbatches: int) -> None:
-        """What this pass cost and showed; all tensor-parallel ranks have the same losses, so one records them."""
+        """Record waits, bytes and losses of the pass; tensor-parallel ranks have equal losses."""
         self.record("routing/wait_seconds", self.communicator.wait_seconds, MEAN)
         self.record("total/routed_bytes", self.communicator.bytes_to_others, TOTAL)
         balance = take_balance()
@@ -130,3 +133,16 @@ class Pipeline:
             self.record(f"origin/loss of {origin}", loss, MEAN)
             self.record(f"origin/microbatches of {origin}", 1, SUM)
             self.record("routing/share", int(origin != at.replica), MEAN)
+
+
+def take_balance() -> Tensor | None:
+    """Take the load-balancing loss, without its coefficient, since the last call; None if nothing is balanced.
+
+    Added up over this rank's layers and microbatches, each of which adds 1 where all experts have equal
+    shares (Fedus et al. 2021, arXiv 2101.03961, equation 4, over all choices of a token); only the part of
+    this rank's tokens where tensor-parallel ranks share them. Core's routers keep it for a log, for which
+    core would all-reduce it.
+    """
+    kept = [entry["values"].sum() for entry in get_moe_layer_wise_logging_tracker().values()]
+    clear_aux_losses_tracker()
+    return sum(kept[1:], kept[0]) if kept else None

@@ -52,8 +52,8 @@ from megatron_noloco.config.deepspeed_keys import OPTIMIZER_PARAMS, TORCH_OPTIMI
 from megatron_noloco.config.deepspeed_optimizer import MUON_DEFAULTS, MUON_RATES
 from megatron_noloco.model.families.hf_keys import LLAMA3_SCALING
 from megatron_noloco.model.layers import window
-from megatron_noloco.pipeline.balance import take_balance
-from megatron_noloco.pipeline.pipeline import RoutedCommunicator
+from megatron_noloco.pipeline.communicator import RoutedCommunicator
+from megatron_noloco.pipeline.pipeline import take_balance
 
 pytestmark = pytest.mark.contract
 
@@ -252,7 +252,7 @@ class TestStage:
 
 
 class TestMixture:
-    """model/stage.py builds experts, model/layers.py their router, pipeline/balance.py reads what it kept."""
+    """model/stage.py builds experts, model/layers.py their router, pipeline/pipeline.py reads what it kept."""
 
     def test_config_fields(self) -> None:
         fields = TransformerConfig.__dataclass_fields__

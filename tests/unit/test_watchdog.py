@@ -46,7 +46,7 @@ def test_an_exception_tells_who_was_doing_what() -> None:
     with pytest.raises(KeyError) as caught:
         fail()
     assert caught.value.__notes__ == ["rank 3 was computing local step 7: microbatch 2, forward"]
-    assert activity.told(caught.value) == caught.value.__notes__[0]
+    assert activity.note_of(caught.value) == caught.value.__notes__[0]
     assert str(now.state) == "starting"
 
 
