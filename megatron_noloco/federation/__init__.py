@@ -1,1 +1,1 @@
-"""Replicas as separate jobs: how they find each other, exchange over ZeroMQ, agree on a round, and take over state."""
+"""Replicas as separate jobs: who is there, messages between them, rounds that both or neither count."""

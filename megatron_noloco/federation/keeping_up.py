@@ -133,7 +133,7 @@ class KeepingUp:
         return round_index * self._pace.fragments + fragment - 1
 
     def _due_of_others(self) -> int | None:
-        """Return the local steps before the exchange that half of the others have begun; None: there are no others."""
+        """Return the local steps before the exchange that half of the others have begun; None: no others."""
         begun = [number for number in self._transport.begun() if number >= 0]
         if not begun:
             return None

@@ -2,11 +2,10 @@
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import torch
-import zmq
 
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.rendezvous import SharedFolder
@@ -30,12 +29,16 @@ def transport(
 
 
 @contextmanager
-def zmq_context() -> Iterator["zmq.Context[zmq.Socket[bytes]]"]:
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    try:
-        yield context
-    finally:
-        context.destroy(linger=0)
+def connected(
+    folder: Path, count: int = 2, slots: int = 0, keys: Keys | None = None
+) -> Iterator[list[FederationTransport]]:
+    """The first `count` replicas of a federation, of `slots` or as many, all connected."""
+    with ExitStack() as stack:
+        found = [
+            stack.enter_context(transport(folder, slot, slots or count, keys=keys)) for slot in range(count)
+        ]
+        assert all(one.wait_for(count - 1, SECONDS) for one in found)
+        yield found
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -47,6 +50,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def swap(one: FederationTransport, other: FederationTransport, tag: int) -> None:
+    """Exchange vectors between two ranks."""
     mine, theirs = torch.zeros(1000), torch.zeros(1000)
     flights = [
         one.post([Message(other.rank, torch.full((1000,), 1.0))], [Message(other.rank, mine)], tag),

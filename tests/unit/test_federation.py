@@ -1,4 +1,4 @@
-"""Frames, addresses, deadlines, keys; and what a rank of a federation does with what it did not ask for."""
+"""Frames, deadlines, keys; and what a rank of a federation does with what it did not ask for."""
 
 import io
 import os
@@ -18,21 +18,25 @@ from megatron_noloco.federation.commit import CommittedExchange, Guard, Standing
 from megatron_noloco.federation.frames import LARGEST, SIZE, Frame, Kind, checksum_of, read
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.rendezvous import Address
-from megatron_noloco.federation.transport import Patience
+from megatron_noloco.federation.transport import FederationTransport, Patience
 from megatron_noloco.outer import Channel, Exchange
 from megatron_noloco.outer.tags import tag_of
 from megatron_noloco.plans.topology import Place
+from megatron_noloco.transport.chunks import ChunkFlight
 from megatron_noloco.transport.protocol import Message
-from tests.unit.federated import RUN, SECONDS, swap, transport, until, zmq_context
+from tests.unit.federated import RUN, SECONDS, connected, swap, transport, until
 from tools import bench_meetings
 
-# Frames
+# Frames, deadlines, keys
 
 
 def test_a_frame_is_read_as_it_was_packed() -> None:
     frame = Frame(Kind.DATA, 2**60, 3, 4, 5, 2**45, 7, 8, 9, 2, 2**32 - 1)
     assert len(frame.pack()) == SIZE
     assert read(frame.pack()) == frame
+    assert read(frame._replace(number=LARGEST).pack()) is not None
+    assert read(frame._replace(number=LARGEST + 1).pack()) is None
+    assert read(frame._replace(dtype=99).pack()) is None
 
 
 def test_a_damaged_frame_is_none() -> None:
@@ -43,12 +47,6 @@ def test_a_damaged_frame_is_none() -> None:
         damaged = bytearray(sound)
         damaged[place] ^= 0x10
         assert read(bytes(damaged)) is None, place
-
-
-def test_numbers_out_of_range_are_refused() -> None:
-    assert read(Frame(Kind.WANT, 1, 2, 3, number=LARGEST).pack()) is not None
-    assert read(Frame(Kind.WANT, 1, 2, 3, number=LARGEST + 1).pack()) is None
-    assert read(Frame(Kind.WANT, 1, 2, 3, dtype=99).pack()) is None
 
 
 @pytest.mark.parametrize("length", [0, 1, 4095, 4096, 4097, 100_003])
@@ -63,19 +61,13 @@ def test_checksum_notices_every_changed_word(length: int) -> None:
     assert checksum_of(np.append(data, np.uint8(0))) != expected
 
 
-# Deadlines
-
-
-def test_a_deadline_follows_what_exchanges_took() -> None:
+def test_a_deadline_follows_past_waits() -> None:
     patience = Patience(shortest_seconds=2.0, longest_seconds=100.0)
     assert patience.deadline_seconds([5.0, 6.0, 5.0]) == 100.0, "too few"
     assert patience.deadline_seconds([5.0, 6.0, 5.0, 7.0]) == 5.5 + 8 * 0.5
     assert patience.deadline_seconds([0.1] * 32) == 2.0
     assert patience.deadline_seconds([99.9] * 32) == 99.9
-    assert Patience(10.0, 1.0).deadline_seconds([0.1] * 32) == 1.0, "the longest is kept"
-
-
-# Keys
+    assert Patience(10.0, 1.0).deadline_seconds([0.1] * 32) == 1.0, "the longest counts"
 
 
 def test_keys_are_written_once_and_for_the_owner_only(tmp_path: Path) -> None:
@@ -97,35 +89,33 @@ def test_a_file_without_a_key_is_refused_in_one_line(tmp_path: Path, content: st
         Keys.read(tmp_path / "other")
 
 
-def test_members_meet_and_others_do_not(tmp_path: Path) -> None:
+# Who is refused
+
+
+def test_only_ranks_with_the_key_connect(tmp_path: Path) -> None:
+    """The others are refused in one line on both sides."""
     keys, wrong = Keys.make(tmp_path / "key"), Keys.make(tmp_path / "wrong")
-    folder = tmp_path / "there"
     with (
-        redirect_stderr(io.StringIO()) as told,
-        transport(folder, 0, 4, keys=keys) as first,
-        transport(folder, 1, 4, keys=keys) as second,
-        transport(folder, 2, 4, keys=wrong) as third,
-        transport(folder, 3, 4) as fourth,
+        redirect_stderr(io.StringIO()) as output,
+        transport(tmp_path, 0, 4, keys=keys) as first,
+        transport(tmp_path, 1, 4, keys=keys) as second,
+        transport(tmp_path, 2, 4, keys=wrong) as third,
+        transport(tmp_path, 3, 4) as fourth,
     ):
         assert first.wait_for(1, SECONDS)
         assert second.wait_for(1, SECONDS)
         swap(first, second, tag=1)
-        assert first.present() == [1]
-        assert second.present() == [0]
-        assert third.present() == fourth.present() == []
-
-        def all_have_told() -> bool:
-            ranks = {line.partition(": ")[0] for line in told.getvalue().splitlines()}
-            return ranks == {f"rank {rank}" for rank in range(4)}
-
-        until(all_have_told)
-        assert all("both need the same key file" in line for line in told.getvalue().splitlines())
+        assert [one.present() for one in (first, second, third, fourth)] == [[1], [0], [], []]
+        until(
+            lambda: {line[:7] for line in output.getvalue().splitlines()} == {f"rank {i}:" for i in range(4)}
+        )
+        assert all("both need the same key file" in line for line in output.getvalue().splitlines())
 
 
-def test_a_connection_that_is_closed_in_the_open_is_not_told_as_a_wrong_key(tmp_path: Path) -> None:
+def test_a_connection_that_is_closed_early_is_not_reported_as_a_wrong_key(tmp_path: Path) -> None:
     """Neither by the side that listens nor by the one that connects."""
     with (
-        redirect_stderr(io.StringIO()) as text,
+        redirect_stderr(io.StringIO()) as output,
         transport(tmp_path, 0) as first,
         socket.create_server(("127.0.0.1", 0)) as stranger,
     ):
@@ -133,26 +123,20 @@ def test_a_connection_that_is_closed_in_the_open_is_not_told_as_a_wrong_key(tmp_
         host, port = first.service.endpoint.removeprefix("tcp://").split(":")
         first.service.learn({1: Address(f"tcp://127.0.0.1:{stranger.getsockname()[1]}", epoch=1)})
 
-        def told() -> set[str]:
-            return {line.partition(": the other side closed")[0] for line in text.getvalue().splitlines()}
+        def reported() -> set[str]:
+            return {line.partition(": the other side closed")[0] for line in output.getvalue().splitlines()}
 
-        def both_have_told() -> bool:
-            """Both sides begin a handshake, ZeroMQ's with a greeting, and the other one goes.
-
-            Where ZeroMQ is late, or goes first, the next look has another connection.
-            """
+        def both_have_reported() -> bool:
+            """Begin a handshake on both sides, and close it; again with the next look, if ZeroMQ was late."""
             with suppress(OSError), socket.create_connection((host, int(port)), timeout=1) as visitor:
                 visitor.recv(64)
             with suppress(OSError), stranger.accept()[0] as visited:
                 visited.settimeout(1)
                 visited.recv(64)
-            return len(told()) >= 2
+            return len(reported()) >= 2
 
-        until(both_have_told)
-        assert told() == {"rank 0: a connection to this rank failed", "rank 0: rank 1 cannot be joined"}
-
-
-# What was not asked for
+        until(both_have_reported)
+        assert reported() == {"rank 0: a connection to this rank failed", "rank 0: rank 1 cannot be joined"}
 
 
 def test_another_run_is_refused_on_both_sides(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -161,14 +145,19 @@ def test_another_run_is_refused_on_both_sides(tmp_path: Path, capfd: pytest.Capt
             one.service.learn({other.rank: other.address})
         until(lambda: all(one.service.protocol.dropped["another run"] > 1 for one in (first, second)))
         assert first.present() == second.present() == []
-    told = capfd.readouterr().err.splitlines()
-    assert sorted(line.split(" is refused")[0] for line in told) == ["rank 0: rank 1", "rank 1: rank 0"]
+    output = capfd.readouterr().err.splitlines()
+    assert sorted(line.split(" is refused")[0] for line in output) == ["rank 0: rank 1", "rank 1: rank 0"]
 
 
 def garbage(draw: random.Random, sound: list[bytes], victim_epoch: int) -> list[bytes]:
     """A message that no counterpart would send."""
     noise = draw.randbytes(draw.randrange(300))
+    checksum = checksum_of(np.frombuffer(noise, np.uint8))
     epoch = time.time_ns()
+
+    def frame(kind: Kind, *parts: bytes, epoch: int = epoch, **fields: int) -> list[bytes]:
+        return [Frame(kind, RUN, 1, epoch, victim_epoch, **fields).pack(), *parts]
+
     match draw.randrange(9):
         case 0:
             return [noise]
@@ -184,50 +173,42 @@ def garbage(draw: random.Random, sound: list[bytes], victim_epoch: int) -> list[
             return [Frame(Kind.HELLO, RUN, draw.randrange(2, 1 << 32), epoch).pack()]
         case 5:  # without, or with too many parts
             kind = draw.choice(list(Kind))
-            parts = [] if kind in (Kind.DATA, Kind.ADDRESSES, Kind.OFFER) else [noise]
-            return [Frame(kind, RUN, 1, epoch, victim_epoch).pack(), *parts]
+            return frame(kind, *([] if kind in (Kind.DATA, Kind.ADDRESSES, Kind.OFFER) else [noise]))
         case 6:  # of a process that has ended
-            return [Frame(Kind.HELLO, RUN, 1, 1, tag=LARGEST).pack()]
-        case 7:  # addresses that are none, or another number of bytes than was said
-            checksum = checksum_of(np.frombuffer(noise, np.uint8))
-            kind, length = draw.choice(
-                [(Kind.ADDRESSES, len(noise)), (Kind.ADDRESSES, LARGEST), (Kind.OFFER, LARGEST)]
-            )
-            here = Frame(kind, RUN, 1, epoch, victim_epoch, number=1, length=length, checksum=checksum)
-            return [here.pack(), noise or b"x"]
+            return frame(Kind.HELLO, epoch=1, tag=LARGEST)
+        case 7:  # invalid addresses, or another number of bytes than the header says
+            choices = [(Kind.ADDRESSES, len(noise)), (Kind.ADDRESSES, LARGEST), (Kind.OFFER, LARGEST)]
+            kind, length = draw.choice(choices)
+            return frame(kind, noise or b"x", number=1, length=length, checksum=checksum)
         case _:  # for a ticket that was not given to this sender, or that is too long
             fields = {"tag": 5, "number": draw.randrange(3), "length": draw.choice([4, 40, LARGEST])}
-            return [
-                Frame(Kind.DATA, RUN, 1, draw.choice([1, epoch]), victim_epoch, dtype=7, **fields).pack(),
-                noise,
-            ]
+            return frame(Kind.DATA, noise, epoch=draw.choice([1, epoch]), dtype=7, **fields)
 
 
 @pytest.mark.parametrize("seed", range(2))
 def test_garbage_is_dropped_and_changes_nothing(tmp_path: Path, seed: int) -> None:
     """10,000 messages and 300 connections; the receive that is posted meanwhile gets what its partner sends."""
     draw = random.Random(seed)
-    with transport(tmp_path, 0) as victim, transport(tmp_path, 1) as partner, zmq_context() as context:
-        assert victim.wait_for(1, SECONDS)
-        assert partner.wait_for(1, SECONDS)
+    with connected(tmp_path) as (victim, partner), zmq.Context() as context:
         buffer = torch.zeros(10)
         flight = victim.post([], [Message(1, buffer)], tag=5)
-        victim_epoch = victim.service.protocol.member.epoch
+        protocol, process = victim.service.protocol, psutil.Process()
         sound = [Frame(kind, RUN, 1, 3, 4, 5, 6, 7, 8).pack() for kind in Kind]
-        attacker = context.socket(zmq.PUSH)
-        attacker.connect(victim.service.endpoint)
-        host, port = victim.service.endpoint.removeprefix("tcp://").split(":")
-        before, process = 0, psutil.Process()
-        for count in range(1, 10_001):
-            attacker.send_multipart(garbage(draw, sound, victim_epoch))
-            if count % 33 == 0:
-                with socket.create_connection((host, int(port))) as plain:
-                    plain.sendall(os.urandom(draw.randrange(1, 200)))
-            if count == 2000:
-                until(lambda: victim.service.protocol.dropped.total() >= 2000)
-                before = process.memory_info().rss
-        # Of the bytes on plain connections, too, ZeroMQ makes a message now and then.
-        until(lambda: victim.service.protocol.dropped.total() >= 10_000)
+        with context.socket(zmq.PUSH) as attacker:
+            attacker.linger = 0
+            attacker.connect(victim.service.endpoint)
+            host, port = victim.service.endpoint.removeprefix("tcp://").split(":")
+            before = 0
+            for count in range(1, 10_001):
+                attacker.send_multipart(garbage(draw, sound, protocol.member.epoch))
+                if count % 33 == 0:
+                    with socket.create_connection((host, int(port))) as plain:
+                        plain.sendall(os.urandom(draw.randrange(1, 200)))
+                if count == 2000:
+                    until(lambda: protocol.dropped.total() >= 2000)
+                    before = process.memory_info().rss
+            # ZeroMQ makes messages even of some bytes on plain connections.
+            until(lambda: protocol.dropped.total() >= 10_000)
         assert process.memory_info().rss - before < 20e6
         assert flight.arrived() == []
         assert not buffer.any()
@@ -239,19 +220,29 @@ def test_garbage_is_dropped_and_changes_nothing(tmp_path: Path, seed: int) -> No
 
 
 def test_wants_of_a_partner_are_bounded(tmp_path: Path) -> None:
-    with transport(tmp_path, 0) as first, transport(tmp_path, 1) as second:
-        assert second.wait_for(1, SECONDS)
+    with connected(tmp_path) as (first, second):
         flights = [second.post([], [Message(0, torch.zeros(1))], tag=1) for _ in range(1030)]
         until(lambda: first.service.protocol.dropped["too many wants"] == 6)
         assert first.service.protocol.counterparts[1].wants_waiting() == 1024
         assert flights[0].arrived() == []
 
 
+# What is under way, and with whom one can exchange
+
+
+def receive(transport: FederationTransport, number: int) -> ChunkFlight:
+    """Post the receive of an exchange with rank 1."""
+    return transport.post([], [Message(1, torch.zeros(5))], tag_of(number, 0))
+
+
+def send(transport: FederationTransport, number: int) -> None:
+    transport.post([Message(0, torch.ones(5))], [], tag_of(number, 0))
+
+
 def test_a_partner_that_goes_fails_only_what_is_under_way_with_it(tmp_path: Path) -> None:
-    with transport(tmp_path, 0, 3) as first, transport(tmp_path, 1, 3) as second:
+    with connected(tmp_path, 2, slots=3) as (first, second):
         with transport(tmp_path, 2, 3) as third:
-            assert first.wait_for(2, SECONDS)
-            assert second.wait_for(2, SECONDS)
+            until(lambda: first.present() == [1, 2] and third.present() == [0, 1])
             buffers = torch.zeros(1000), torch.zeros(1000)
             lost = first.post([], [Message(third.rank, buffers[0])], tag=1)
             kept = first.post([], [Message(second.rank, buffers[1])], tag=1)
@@ -266,26 +257,21 @@ def test_a_partner_that_goes_fails_only_what_is_under_way_with_it(tmp_path: Path
 
 
 def test_what_is_void_on_one_side_fails_on_the_other(tmp_path: Path) -> None:
-    with transport(tmp_path, 0) as first, transport(tmp_path, 1) as second:
-        assert first.wait_for(1, SECONDS)
-        assert second.wait_for(1, SECONDS)
-        tags = tag_of(3, 0), tag_of(4, 0)
-        old, later = (first.post([], [Message(1, torch.zeros(5))], tag) for tag in tags)
+    with connected(tmp_path) as (first, second):
+        old, later = receive(first, 3), receive(first, 4)
         second.partners.begin(3, 0)
         second.partners.end(3)
         with pytest.raises(ConnectionError, match="rank 1 has no part in this exchange"):
             list(old.arrivals(SECONDS))
         assert later.arrived() == []
-        second.post([Message(0, torch.ones(5))], [], tags[1])
+        send(second, 4)
         list(later.arrivals(SECONDS))
 
 
-def test_who_meets_another_lets_nobody_else_wait(tmp_path: Path) -> None:
-    """Not even when an exchange that began earlier is still under way."""
-    with transport(tmp_path, 0, 3) as first, transport(tmp_path, 1, 3) as second:
-        assert first.wait_for(1, SECONDS)
-        assert second.wait_for(1, SECONDS)
-        flights = [first.post([], [Message(1, torch.zeros(5))], tag_of(number, 0)) for number in range(3)]
+def test_nobody_waits_for_a_rank_that_has_another_partner(tmp_path: Path) -> None:
+    """Not even while an exchange that began earlier is still under way."""
+    with connected(tmp_path, 2, slots=3) as (first, second):
+        flights = [receive(first, number) for number in range(3)]
         second.partners.begin(0, 2)
         with pytest.raises(ConnectionError, match="has no part"):
             list(flights[0].arrivals(SECONDS))
@@ -293,24 +279,37 @@ def test_who_meets_another_lets_nobody_else_wait(tmp_path: Path) -> None:
         second.partners.begin(1, 0)
         until(lambda: first.partners.standing(1, 1) == (Standing.WAITING, ""))
         second.partners.begin(2, None)
-        until(lambda: first.service.protocol.counterparts[1].begun == 2)
+        until(lambda: first.begun() == [2])
         assert first.partners.standing(1, 1) == (Standing.WAITING, "")
-        second.post([Message(0, torch.ones(5))], [], tag_of(1, 0))
+        send(second, 1)
         list(flights[1].arrivals(SECONDS))
         second.partners.end(1)
         with pytest.raises(ConnectionError, match="has no part"):
             list(flights[2].arrivals(SECONDS))
 
 
+def test_a_rank_that_leaves_exchanges_out_completes_those_under_way(tmp_path: Path) -> None:
+    with connected(tmp_path) as (first, second):
+        under_way, left_out = receive(first, 1), receive(first, 3)
+        second.partners.begin(1, 0)
+        second.partners.leave_out(3)
+        until(lambda: first.begun() == [3])
+        assert first.partners.standing(1, 1) == (Standing.WAITING, "")
+        send(second, 1)
+        list(under_way.arrivals(SECONDS))
+        second.partners.end(1)
+        with pytest.raises(ConnectionError, match="has no part"):
+            list(left_out.arrivals(SECONDS))
+        assert first.partners.standing(3, 1) == (Standing.BUSY, "is not free")
+
+
 def test_a_partner_that_withdraws_leaves_no_doubt(tmp_path: Path) -> None:
     """It has sent its vector, but ends the exchange without saying that it has ours."""
-    with transport(tmp_path, 0) as first, transport(tmp_path, 1) as second:
-        assert first.wait_for(1, SECONDS)
-        assert second.wait_for(1, SECONDS)
+    with connected(tmp_path) as (first, second):
         ours, theirs = (Exchange(one, Place(one.rank, 2), Channel.ROUNDS, SECONDS) for one in (first, second))
         committed = CommittedExchange(ours, first.partners, lambda *_: 1, Guard())
         second.partners.begin(4, 0)
-        until(lambda: first.service.protocol.counterparts[1].begun == 4)
+        until(lambda: first.begun() == [4])
         committed.begin(torch.zeros(100), (0, 1), 4, "a test")
         theirs.whole_mean(torch.ones(100), (0, 1), 4, "a test")
         second.partners.end(4)
@@ -320,34 +319,15 @@ def test_a_partner_that_withdraws_leaves_no_doubt(tmp_path: Path) -> None:
         assert not committed.report.in_doubt
 
 
-def test_who_leaves_exchanges_out_goes_on_with_those_under_way(tmp_path: Path) -> None:
-    with transport(tmp_path, 0) as first, transport(tmp_path, 1) as second:
-        assert first.wait_for(1, SECONDS)
-        assert second.wait_for(1, SECONDS)
-        under_way, left_out = (
-            first.post([], [Message(1, torch.zeros(5))], tag_of(number, 0)) for number in (1, 3)
-        )
-        second.partners.begin(1, 0)
-        second.partners.leave_out(3)
-        until(lambda: first.service.protocol.counterparts[1].begun == 3)
-        assert first.partners.standing(1, 1) == (Standing.WAITING, "")
-        second.post([Message(0, torch.ones(5))], [], tag_of(1, 0))
-        list(under_way.arrivals(SECONDS))
-        second.partners.end(1)
-        with pytest.raises(ConnectionError, match="has no part"):
-            list(left_out.arrivals(SECONDS))
-        assert first.partners.standing(3, 1) == (Standing.BUSY, "is not free")
-
-
 def test_empty_slots_cost_no_rounds() -> None:
-    """Two of four replicas, not in lockstep, meet in every round, also where the plan gives each an empty slot."""
+    """Two of four replicas, not in lockstep, exchange in every round, also where both planned slots are empty."""
     case = bench_meetings.Case(slots=4, empty=0.5, rounds=12, phase_seconds=0.01, sigma=0.5)
     measured = bench_meetings.measure(case)
     assert measured["used"] == 1.0
     assert measured["used with the plan's partners alone"] < 1.0
 
 
-def test_whom_to_meet(tmp_path: Path) -> None:
+def test_standing_of_a_counterpart(tmp_path: Path) -> None:
     with transport(tmp_path, 0) as first:
 
         def reason(number: int) -> str:
@@ -356,21 +336,19 @@ def test_whom_to_meet(tmp_path: Path) -> None:
         assert reason(0) == "is not there"
         with transport(tmp_path, 1) as second:
             assert first.wait_for(1, SECONDS)
-            peer = first.service.protocol.counterparts[1]
             assert first.partners.standing(0, 1) == (Standing.FREE, "")
             assert reason(3) == "is behind"
             second.partners.begin(1, 0)
-            until(lambda: peer.begun == 1)
+            until(lambda: first.begun() == [1])
             assert first.partners.standing(1, 1) == (Standing.WAITING, "")
             assert first.partners.standing(4, 1) == (Standing.FREE, "")
             assert reason(5) == "is behind"
             first.partners.avoid(1, 1, "missed its last deadline")
             assert reason(2) == "missed its last deadline"
             second.partners.begin(2, 0)
-            until(lambda: peer.begun == 2)
+            until(lambda: first.begun() == [2])
             assert reason(2) == ""
             second.partners.end(2)
-            until(lambda: peer.open_from == 3)
-            assert reason(2) == "is not free"
+            until(lambda: reason(2) == "is not free")
             assert reason(1) == "is ahead"
         until(lambda: reason(3) == "is not there")

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron_noloco.federation import keeping_up as federation
+from megatron_noloco.federation import keeping_up as module
 from megatron_noloco.federation.keeping_up import KeepingUp, Pace, UntrainedError, wait_for_others
 
 
@@ -46,7 +46,7 @@ def keeping_up(
         ([0, 0], 90, 90),
     ],
 )
-def test_who_is_rounds_behind_half_of_the_others_goes_on_where_they_are(
+def test_a_replica_that_is_rounds_behind_goes_on_where_half_of_the_others_are(
     begun: list[int], step: int, expected: int
 ) -> None:
     assert keeping_up(begun)[0].next_step(step) == expected
@@ -66,11 +66,11 @@ def test_who_is_rounds_behind_half_of_the_others_goes_on_where_they_are(
         ([7, 7, 7], 22, 79),
     ],
 )
-def test_who_is_slow_leaves_out_steps_of_the_phase(begun: list[int], step: int, expected: int) -> None:
+def test_a_slow_replica_leaves_out_steps_of_the_phase(begun: list[int], step: int, expected: int) -> None:
     assert keeping_up(begun, adapts=True)[0].next_step(step) == expected
 
 
-def test_where_the_end_is_not_known_no_step_is_the_last() -> None:
+def test_without_a_known_end_no_step_is_the_last() -> None:
     assert keeping_up([50, 50], steps=None)[0].next_step(10) == 509
 
 
@@ -80,26 +80,20 @@ def test_exchanges_of_fragments_are_counted_one_by_one() -> None:
     assert keeping_up([4 * 2], fragments=4, adapts=True)[0].next_step(21) == 21
 
 
-def test_a_replica_tells_where_it_continues() -> None:
-    own, others = keeping_up([3])
-    own.start(40)
-    assert others.left_out == [3]
+@pytest.mark.parametrize(("done", "left_out"), [(40, 3), (0, -1)])
+def test_a_replica_announces_where_it_begins_and_goes_on(done: int, left_out: int) -> None:
+    """So that no other waits for it in an exchange that it skips."""
     own, others = keeping_up([])
-    own.start(0)
-    assert others.left_out == [-1]
+    own.start(done)
+    assert others.left_out == [left_out]
+    others.numbers = [7]
+    assert own.next_step(50) == 79
+    assert others.left_out == [left_out, 6], "it takes part in exchange 7"
 
 
-def test_those_to_start_with_are_waited_for() -> None:
+def test_a_start_waits_for_others() -> None:
     assert wait_for_others(Others([-1, 4]), 2, 1.0)  # type: ignore[arg-type]
     assert not wait_for_others(Others([4]), 2, 1.0)  # type: ignore[arg-type]
-
-
-def test_nobody_waits_in_an_exchange_that_was_left_out() -> None:
-    own, others = keeping_up([0])
-    own.start(10)
-    others.numbers, others.left_out[:] = [7], []
-    assert own.next_step(20) == 79
-    assert others.left_out == [6], "it comes to exchange 7"
 
 
 @pytest.mark.parametrize(
@@ -112,7 +106,7 @@ def test_nobody_waits_in_an_exchange_that_was_left_out() -> None:
         ([[]], 0),
     ],
 )
-def test_at_the_end_those_that_are_there_are_waited_for(
+def test_the_end_waits_for_others_that_are_there(
     monkeypatch: pytest.MonkeyPatch, begun: list[list[int]], waits: int
 ) -> None:
     own, others = keeping_up(begun[0])
@@ -123,17 +117,16 @@ def test_at_the_end_those_that_are_there_are_waited_for(
         looks += 1
         others.numbers = begun[looks]
 
-    clock = SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0501 * looks)
-    monkeypatch.setattr(federation, "time", clock)
+    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0501 * looks))
     own.wait_at_end(90)
     assert looks == waits
 
 
 def test_new_weights_do_not_join_trained_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(federation, "_TRAINED_ROUNDS", 5)
+    monkeypatch.setattr(module, "_TRAINED_ROUNDS", 5)
     own, others = keeping_up([])
     own.start(0)
-    assert own.next_step(10) == 10, "nobody is there"
+    assert own.next_step(10) == 10, "there are no others"
     others.numbers = [7]
     with pytest.raises(UntrainedError, match="this replica has no checkpoint"):
         own.next_step(20)
@@ -142,7 +135,9 @@ def test_new_weights_do_not_join_trained_ones(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize("start", [0, 10])
-def test_who_has_trained_with_the_others_or_before_may_fall_behind(start: int) -> None:
+def test_a_replica_that_has_trained_may_fall_behind(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the others, or before its start."""
+    monkeypatch.setattr(module, "_TRAINED_ROUNDS", 5)
     own, others = keeping_up([0])
     own.start(start)
     assert own.next_step(10) == 10

@@ -1,13 +1,13 @@
-"""What a rank accepts of a checkpoint that another job offers, what it leaves on disk, and whom it asks."""
+"""Which checkpoint of another job a rank takes over, what it refuses of it, and what it leaves on disk."""
 
 import json
 import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ from megatron_noloco.federation import handover
 from megatron_noloco.federation.handover import Takeover
 from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.plans.topology import Position
-from tests.unit.federated import transport, until
+from tests.unit.federated import connected
 from tests.unit.test_checkpoint_files import CONFIG, job, write_checkpoint
 
 GIVER, TAKER = replace(job(2), pp=2), replace(job(5), pp=2)
@@ -64,10 +64,7 @@ def test_the_newest_step_that_the_rank_has_saved_is_given(tmp_path: Path) -> Non
     assert newest_of_rank(tmp_path / "nowhere", AT) is None
     content, files = offered(tmp_path)
     assert Manifest.parse(content, "").step == 20
-    assert [path.name for path in files] == [
-        "resume_stage_01_dp_00_tp_00.safetensors",
-        "stage_01_dp_00_tp_00.safetensors",
-    ]
+    assert [path.name for path in files] == list(FILES)
     assert newest_of_rank(tmp_path, replace(AT, replica=3)) is None, "of another replica"
     damaged = catalog.replica_folder(catalog.step_folder(tmp_path, 20), 2) / catalog.manifest_name(AT)
     damaged.write_text("{")
@@ -96,21 +93,18 @@ def test_what_is_taken_over_is_a_checkpoint_of_the_other_replica(tmp_path: Path)
     assert start.manifests[0].config["model"] == Manifest.parse(content, "").config["model"]
 
 
+FILES = ("resume_stage_01_dp_00_tp_00.safetensors", "stage_01_dp_00_tp_00.safetensors")
+
+
+def of_sizes(first: int, second: int) -> dict[str, Any]:
+    return {name: {"bytes": size, "sha256": "0"} for name, size in zip(FILES, (first, second), strict=True)}
+
+
 WRONG: dict[str, dict[str, Any]] = {
     "a place on this machine": {"files": {"../../../evil": {"bytes": 5, "sha256": "0"}}},
     "no files": {"files": {}},
-    "a huge file": {
-        "files": {
-            "resume_stage_01_dp_00_tp_00.safetensors": {"bytes": 10**15, "sha256": "0"},
-            "stage_01_dp_00_tp_00.safetensors": {"bytes": 5, "sha256": "0"},
-        }
-    },
-    "an empty file": {
-        "files": {
-            "resume_stage_01_dp_00_tp_00.safetensors": {"bytes": 0, "sha256": "0"},
-            "stage_01_dp_00_tp_00.safetensors": {"bytes": 5, "sha256": "0"},
-        }
-    },
+    "a huge file": {"files": of_sizes(10**15, 5)},
+    "an empty file": {"files": of_sizes(0, 5)},
     "another rank": {"position": {"replica": 2, "stage": 0, "dp": 0, "tp": 0}},
     "another replica": {"position": {"replica": 3, "stage": 1, "dp": 0, "tp": 0}},
     "another layout": {"topology": {"pp": 2, "tp": 2, "slot": 2, "slots": 8}},
@@ -126,26 +120,26 @@ WRONG: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_such_a_rank_would_not_have_is_not_accepted(name: str, tmp_path: Path) -> None:
+def test_a_manifest_that_such_a_rank_would_not_have_is_refused(name: str, tmp_path: Path) -> None:
     content, _ = offered(tmp_path)
     with pytest.raises(DamagedCheckpointError, match=r"^offered by replica 2: "):
         accept(json.dumps(json.loads(content) | WRONG[name]).encode())
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\x00", b"[" * 100_000, b"[]", b"{}", b'{"format": 3}'])
-def test_what_is_no_manifest_is_not_accepted(content: bytes) -> None:
+def test_content_that_is_no_manifest_is_refused(content: bytes) -> None:
     with pytest.raises(DamagedCheckpointError):
         Manifest.parse(content, "")
 
 
-def test_another_model_is_not_accepted(tmp_path: Path) -> None:
+def test_another_model_is_refused(tmp_path: Path) -> None:
     content, _ = offered(tmp_path)
     other = replace(ARCHITECTURE, num_layers=3)
     with pytest.raises(DamagedCheckpointError, match="of another place, layout or model"):
         accepted(content, AT, TAKER, other, SETTINGS)
 
 
-def test_bytes_that_are_not_those_of_the_manifest_leave_nothing(tmp_path: Path) -> None:
+def test_bytes_with_another_checksum_leave_nothing(tmp_path: Path) -> None:
     content, files = offered(tmp_path / "theirs")
 
     def altered(buffers: Sequence[Tensor]) -> None:
@@ -170,11 +164,11 @@ def test_a_disk_without_room_is_noticed_before_anything_is_fetched(
         receive(tmp_path / "ours", accept(content), lambda buffers: pytest.fail("fetched"))
 
 
-def test_what_a_killed_job_left_of_a_takeover_is_removed_by_the_next(tmp_path: Path) -> None:
+def test_the_next_takeover_removes_what_a_killed_job_left(tmp_path: Path) -> None:
     """Also where the next one takes over from another replica."""
     content, files = offered(tmp_path / "theirs")
-    takeover = (tmp_path / "ours", accept(content), lambda _: os.kill(os.getpid(), signal.SIGKILL))
-    killed = multiprocessing.get_context("fork").Process(target=receive, args=takeover)
+    arguments = (tmp_path / "ours", accept(content), lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    killed = multiprocessing.get_context("fork").Process(target=receive, args=arguments)
     killed.start()
     killed.join()
     left = [path for path in (tmp_path / "ours").rglob("*") if path.suffix == ".safetensors"]
@@ -184,42 +178,18 @@ def test_what_a_killed_job_left_of_a_takeover_is_removed_by_the_next(tmp_path: P
     assert not any(path.exists() for path in left)
 
 
-# Together, over the transport; every job is one rank
+# Over the transport; every job is one rank
 
 
-class OneRank:
-    """torch.distributed in a world of one."""
-
-    @staticmethod
-    def get_rank() -> int:
-        return 0
-
-    @staticmethod
-    def get_world_size() -> int:
-        return 1
-
-    @staticmethod
-    def barrier() -> None:
-        pass
-
-    @staticmethod
-    def broadcast_object_list(holder: list[Any], src: int) -> None:
-        pass
-
-    @staticmethod
-    def all_gather_object(values: list[Any], value: Any) -> None:
-        values[0] = value
-
-
-def start_of(door: FederationTransport, folder: Path, margin: int = 5, load: str = "auto") -> list[str]:
-    """What the start of a job says; from then on it gives."""
+def start_of(own: FederationTransport, folder: Path, margin: int = 5, load: str = "auto") -> list[str]:
+    """What the start of a job reports; from then on it offers its own checkpoints."""
     settings = replace(SETTINGS, folder=folder, load=load)
-    return Takeover(door, settings, job(door.rank), ARCHITECTURE, margin)()
+    return Takeover(own, settings, job(own.rank), ARCHITECTURE, margin)()
 
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handover, "dist", OneRank)
+    monkeypatch.setattr(handover, "dist", SimpleNamespace(get_rank=lambda: 0, barrier=lambda: None))
     monkeypatch.setattr(handover, "_BETWEEN_SECONDS", 0.0)
 
 
@@ -232,36 +202,33 @@ def test_the_newest_is_taken_over_and_where_it_is_damaged_the_next(tmp_path: Pat
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
-    with ExitStack() as stack:
-        doors = [stack.enter_context(transport(tmp_path / "there", slot, 8)) for slot in range(4)]
-        until(lambda: all(len(door.present()) == 3 for door in doors))
+    with connected(tmp_path / "there", 4, slots=8) as ranks:
         for slot in range(3):
-            assert start_of(doors[slot], folders[slot], margin=100) == []
-        damaged, taken = start_of(doors[3], folders[3])
+            assert start_of(ranks[slot], folders[slot], margin=100) == []
+        damaged, taken = start_of(ranks[3], folders[3])
         assert damaged.startswith("the checkpoint of replica 0 was not taken over: ")
         assert damaged.endswith("checksum does not match its manifest")
         assert taken.startswith("taken over from replica 1: its checkpoint of step 20, ")
         assert [path.name for path in catalog.steps(folders[3])] == ["step_00000020"]
         assert catalog.is_complete(catalog.step_folder(folders[3], 20))
         assert (folders[3] / "latest").read_text() == "step_00000020\n"
-        assert start_of(doors[3], folders[3], margin=10) == [], "30 is not more than 10 ahead"
+        assert start_of(ranks[3], folders[3], margin=10) == [], "30 is not more than 10 ahead"
 
 
 @pytest.mark.usefixtures("alone")
 def test_a_save_that_was_never_completed_is_out_of_the_way(tmp_path: Path) -> None:
-    """And the step of one's own checkpoint is told, with what is not read."""
+    """The report names the step of the own checkpoint, and the samples that are not read."""
     folders = [tmp_path / str(slot) for slot in range(2)]
     write_checkpoint(folders[0], 20, job(0))
     write_checkpoint(folders[1], 4, job(1))
     unfinished = catalog.replica_folder(catalog.step_folder(folders[1], 20), 1)
     unfinished.mkdir(parents=True)
     (unfinished / "file").write_text("of a save that was cut short")
-    with transport(tmp_path / "there", 0, 8) as giver, transport(tmp_path / "there", 1, 8) as taker:
-        until(lambda: giver.present() == [1] and taker.present() == [0])
+    with connected(tmp_path / "there", 2, slots=8) as (giver, taker):
         assert start_of(giver, folders[0]) == []
         assert start_of(taker, folders[1], load="none") == [], "the config says where to start"
-        aside, told = start_of(taker, folders[1])
+        aside, taken = start_of(taker, folders[1])
     assert aside == f"set aside: {unfinished.parent} is now step_00000020.set_aside"
-    assert told.endswith("; the own one was of step 4, and the samples between are not read")
+    assert taken.endswith("; the own one was of step 4, and the samples between are not read")
     assert names_in(catalog.step_folder(folders[1], 20)) == names_in(catalog.step_folder(folders[0], 20))
     assert (folders[1] / "step_00000020.set_aside" / "replica_01" / "file").exists()
