@@ -51,6 +51,6 @@ trap - EXIT
 for replica in 0 1 2; do
     echo "replica $replica:"
     grep -E '^ going on at|^continuing from|^taken over' "$runs/replica_$replica.log" || true
-    echo "  rounds that were byes because of another replica: $(grep -c '^ round .* bye |' "$runs/replica_$replica.log")"
+    echo "  rounds skipped because of another replica: $(grep -c '^ round .* skipped |' "$runs/replica_$replica.log")"
     grep 'validation loss, replica' "$runs/replica_$replica.log"
 done

@@ -29,7 +29,7 @@ from megatron_noloco.data.inputs import find_inputs
 from megatron_noloco.data.preprocess import Encoding, Job, preprocess
 from megatron_noloco.data.sources import TokenizerChoice
 from megatron_noloco.data.tokenizer import build_tokenizer
-from megatron_noloco.monitor.rows import RunLog
+from megatron_noloco.monitor.run_log import RunLog
 
 BATCH = 64  # texts per raw call
 

@@ -24,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_noloco.monitor.rows import ReplicaLog, RunLog
+from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
 from tools.netlab.__main__ import quantity
 from tools.netlab.lab import LabUnavailableError, lab
 from tools.netlab.network import Link

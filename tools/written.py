@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_noloco.monitor.rows import ReplicaLog
+from megatron_noloco.monitor.run_log import ReplicaLog
 from megatron_noloco.monitor.writers import Row
 
 

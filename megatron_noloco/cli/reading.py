@@ -30,26 +30,26 @@ def _watch(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.live import Live
 
-    from megatron_noloco.monitor.rows import RunLog
-    from megatron_noloco.monitor.table import as_table
+    from megatron_noloco.monitor.run_log import RunLog
+    from megatron_noloco.monitor.watch import run_table
 
     run, terminal = RunLog(args.folder), Console()
     if args.once:
-        terminal.print(as_table(run))
+        terminal.print(run_table(run))
         return 0
     try:
-        with Live(as_table(run), console=terminal, auto_refresh=False) as live:
+        with Live(run_table(run), console=terminal, auto_refresh=False) as live:
             while True:
                 time.sleep(_LOOK_SECONDS)
                 run.update()
-                live.update(as_table(run), refresh=True)
+                live.update(run_table(run), refresh=True)
     except KeyboardInterrupt:
         return 0
 
 
 def _report(args: argparse.Namespace) -> int:
-    from megatron_noloco.monitor.page import write_page
-    from megatron_noloco.monitor.rows import RunLog
+    from megatron_noloco.monitor.report import write_page
+    from megatron_noloco.monitor.run_log import RunLog
 
     path = args.output or args.folder / "report.html"
     run = RunLog(args.folder)

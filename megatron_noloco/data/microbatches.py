@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.data.samples import SampleDataset
-from megatron_noloco.monitor import SLOWEST, Record, timed, unrecorded
+from megatron_noloco.monitor.metrics import SLOWEST, Record, timed, unrecorded
 from megatron_noloco.plans.routing import Routes, Routing
 from megatron_noloco.plans.samples import BatchPlan, BlendedOrder, SampleOrder
 from megatron_noloco.plans.topology import Position, Topology

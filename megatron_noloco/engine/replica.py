@@ -14,8 +14,16 @@ from megatron_noloco.engine.schedules import WeightDecay
 from megatron_noloco.engine.state import MasterWeights, bit16_groups
 from megatron_noloco.job.activity import now
 from megatron_noloco.model.stage import Stage
-from megatron_noloco.monitor import LAST, PER_STEP, Record, Reduction, timed, unrecorded
-from megatron_noloco.monitor.reduction import largest, total
+from megatron_noloco.monitor.metrics import (
+    LAST,
+    PER_STEP,
+    Record,
+    Reduction,
+    largest,
+    timed,
+    total,
+    unrecorded,
+)
 from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.pipeline.pipeline import MicrobatchLoss, Pipeline, ReadMicrobatch
 from megatron_noloco.plans.routing import Routes

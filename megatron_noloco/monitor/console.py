@@ -1,4 +1,4 @@
-"""What rank 0 shows a person: a banner, progress, and a closing table."""
+"""Shows a run on the terminal of rank 0: a banner, its progress, and a closing table."""
 
 import math
 import os
@@ -13,32 +13,42 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_noloco.job.launcher import on_a_terminal
-from megatron_noloco.monitor.shown import (
+from megatron_noloco.monitor.figures import (
     checkpoint_line,
     log_line,
-    round_figures,
-    step_figures,
+    loss,
+    megabytes,
+    percent,
+    round_parts,
+    step_parts,
     validation_lines,
 )
 from megatron_noloco.monitor.writers import Row
 
-# Of rows whose speed tells the time left; rich's 30 seconds can be less than a row takes.
-_SPEED_SECONDS = 86400.0
+_SPEED_SECONDS = (
+    86400.0  # of rows that estimate the time left; rich's 30 seconds can be less than a row takes
+)
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the closing table compares the run's figures with."""
+    """What the closing table and the last lines need to know beside the run's numbers."""
 
     unigram_entropy: float  # nats per token; nan where there is no validation
-    synchronous_bytes_per_step: float  # a replica would send in a ring all-reduce of the gradients
+    synchronous_bytes_per_step: float  # sent by a replica in a ring all-reduce of the gradients
     output_dir: str
     how_to_continue: str
     next_command: str
 
 
 class Console:
-    """A live progress bar on a terminal, Megatron's log lines anywhere else."""
+    """Shows a live progress bar on a terminal, Megatron's log lines anywhere else.
+
+    Args:
+        mode: "bar", "lines" or "auto", which takes the bar on a terminal.
+        total_steps: local steps of the run.
+        start_step: local steps done before this process.
+    """
 
     def __init__(self, mode: str, total_steps: int, start_step: int, facts: RunFacts) -> None:
         bar = mode == "bar" or (mode == "auto" and on_a_terminal(os.environ))
@@ -59,9 +69,9 @@ class Console:
                 speed_estimate_period=_SPEED_SECONDS,
             )
             self._task = self._progress.add_task("train", total=total_steps, completed=start_step)
-            self._step_figures, self._round_figures = Text(), Text()
+            self._about_steps, self._about_round = Text(), Text()
             # mpirun forwards complete lines only: the blank line flushes the last figures
-            shown = Group(self._progress, self._step_figures, self._round_figures, Text())
+            shown = Group(self._progress, self._about_steps, self._about_round, Text())
             self._live = Live(shown, console=self.terminal, refresh_per_second=2)
 
     def say(self, *lines: str) -> None:
@@ -69,7 +79,7 @@ class Console:
             self.terminal.print(line, markup=False)
 
     def write(self, row: Row) -> None:
-        """A row of the metrics of rank 0's replica."""
+        """Show a row of rank 0's replica."""
         if row["kind"] == "evaluation":
             self.last_evaluation = row
             self.say(*validation_lines(row, self.facts.unigram_entropy))
@@ -87,16 +97,16 @@ class Console:
             return
         self._live.start()
         self._progress.update(self._task, completed=row["step"])
-        self._step_figures.plain = step_figures(row)
+        self._about_steps.plain = " | ".join(step_parts(row))
         if "round/index" in row:
-            self._round_figures.plain = round_figures(row)
+            self._about_round.plain = " | ".join(round_parts(row))
 
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()
 
     def summary(self, done: int, stopped_by: str | None) -> None:
-        """The closing table, and what to do next."""
+        """Show the closing table and the next command, or why the run ended early."""
         facts = self.facts
         if stopped_by is not None:
             self.say(
@@ -119,21 +129,21 @@ class Console:
             losses = self.last_evaluation["validation/replica_losses"]
             mean = self.last_evaluation["validation/mean_model_loss"]
             first = self.last_evaluation["replica"] if len(losses) == 1 else 0
-            for replica, loss in enumerate(losses, first):
-                yield f"validation loss, replica {replica}", f"{loss:.4f} nats per token"
+            for replica, own in enumerate(losses, first):
+                yield f"validation loss, replica {replica}", f"{loss(own)} nats per token"
             if len(losses) > 1 and not math.isnan(mean):
-                yield "validation loss, mean model", f"{mean:.4f} nats per token"
+                yield "validation loss, mean model", f"{loss(mean)} nats per token"
         if not math.isnan(self.facts.unigram_entropy):
-            yield "unigram entropy of the corpus", f"{self.facts.unigram_entropy:.4f} nats per token"
+            yield "unigram entropy of the corpus", f"{loss(self.facts.unigram_entropy)} nats per token"
 
     def _costs(self, row: Row) -> Iterator[tuple[str, str]]:
         exchanged, routed = row["total/sent_bytes"], row["total/routed_bytes"]
-        yield "sent per replica, in exchanges", f"{exchanged / 1e6:.1f} MB"
+        yield "sent per replica, in exchanges", f"{megabytes(exchanged)} MB"
         if routed:
-            yield "sent per replica, routed activations", f"{routed / 1e6:.1f} MB"
+            yield "sent per replica, routed activations", f"{megabytes(routed)} MB"
         synchronous, sent = self.facts.synchronous_bytes_per_step * row["step"], exchanged + routed
         if synchronous and sent:
             times = f"{synchronous / sent:.1f} times as much"
-            yield "an all-reduce of every step would have sent", f"{synchronous / 1e6:.1f} MB ({times})"
+            yield "an all-reduce of every step would have sent", f"{megabytes(synchronous)} MB ({times})"
         share = self.pause_seconds / self.steps_seconds if self.steps_seconds else 0.0
-        yield "share of training time in exchanges", f"{100 * share:.1f} %"
+        yield "share of training time in exchanges", percent(share)

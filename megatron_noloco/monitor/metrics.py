@@ -1,49 +1,140 @@
-"""Recording on one rank, and one row for all ranks of its replica."""
+"""Records the numbers of one rank, and reduces them to one row for all ranks of its replica.
 
+A new number needs one call, `record(name, value, reduction)`. The name ("train/loss") is the key in
+`metrics.jsonl` and the tag in TensorBoard. The reduction says how values combine over the local steps of a log
+interval, and over the ranks of a replica.
+"""
+
+import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from megatron_noloco.job.activity import now
-from megatron_noloco.monitor.reduction import Reduction, Sample
 from megatron_noloco.monitor.writers import Writer
 
 Value = float | Tensor | list[int]
 
 
+class Sample(NamedTuple):
+    """A value and its weight in a weighted mean."""
+
+    value: Any  # a number; only `last` takes anything else, such as a list
+    weight: float = 1.0
+
+
+Combine = Callable[[Sequence[Sample]], Sample]
+
+
+def last(samples: Sequence[Sample]) -> Sample:
+    """Return the newest in time; among ranks, the highest rank's."""
+    return samples[-1]
+
+
+def total(samples: Sequence[Sample]) -> Sample:
+    """Return the sum of the values."""
+    return Sample(sum(sample.value for sample in samples), _weight(samples))
+
+
+def largest(samples: Sequence[Sample]) -> Sample:
+    """Return the sample with the largest value."""
+    return max(samples, key=lambda sample: sample.value)
+
+
+def mean(samples: Sequence[Sample]) -> Sample:
+    """Return sum(w * x) / sum(w); nan where all weights are zero."""
+    weight = _weight(samples)
+    return Sample(sum(x * w for x, w in samples) / weight if weight else math.nan, weight)
+
+
+def root_mean_square(samples: Sequence[Sample]) -> Sample:
+    """Return sqrt(sum(w * x^2) / sum(w)); nan where all weights are zero. A nan of weight zero does not count."""
+    weight = _weight(samples)
+    squares = sum(x**2 * w for x, w in samples if w)
+    return Sample(math.sqrt(squares / weight) if weight else math.nan, weight)
+
+
+def _weight(samples: Sequence[Sample]) -> float:
+    return sum(sample.weight for sample in samples)
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """Says how many values of one name become one: `steps` over a log interval, then `ranks` over the replica.
+
+    Attributes:
+        per: what the number is about. "step": the interval's sum is divided by its local steps (use `total` for
+            `steps`). "run": values add up since the start of the run, resumes included; record one in every local
+            step, if only a zero, so that every row has the sum (use `last` for `steps`).
+    """
+
+    steps: Combine
+    ranks: Combine
+    per: Literal["step", "interval", "run"] = "interval"
+
+    def over_steps(self, samples: Sequence[Sample], steps: int) -> Sample:
+        """Reduce one rank's values of an interval of `steps` local steps."""
+        value, weight = _combined(self.steps, samples)
+        return Sample(value / steps if self.per == "step" else value, weight)
+
+    def over_ranks(self, samples: Sequence[Sample]) -> Any:
+        """Reduce the values of the ranks that recorded one, in rank order."""
+        return _combined(self.ranks, samples).value
+
+
+def _combined(combine: Combine, samples: Sequence[Sample]) -> Sample:
+    """Combine several samples; a single one stays as it is, to the last bit."""
+    return samples[0] if len(samples) == 1 else combine(samples)
+
+
+LAST = Reduction(last, last)  # the same on all ranks: a learning rate
+LAST_SUM = Reduction(last, total)  # of the last time it happened, summed over ranks: bytes of a round
+LAST_MAX = Reduction(last, largest)  # of the last time it happened, on the slowest rank: seconds of a round
+RMS = Reduction(
+    last, root_mean_square
+)  # of the last time it happened, weighted by elements: a standard deviation
+MEAN = Reduction(mean, mean)
+SUM = Reduction(total, total)
+PER_STEP = Reduction(total, mean, per="step")  # seconds in a local step, mean of the ranks
+SLOWEST = Reduction(total, largest, per="step")  # seconds in a local step, of the slowest rank
+TOTAL = Reduction(last, total, per="run")  # since the start of the run, summed over ranks
+TOTAL_MAX = Reduction(last, largest, per="run")  # since the start of the run, the largest of the ranks
+
+
 class Record(Protocol):
-    """What measures a number is handed one of these; see `Metrics.record`."""
+    """The type of `Metrics.record`, which code that measures something takes as an argument."""
 
     def __call__(self, name: str, value: Value, reduction: Reduction, weight: float = 1.0) -> None: ...
 
 
 def unrecorded(name: str, value: Value, reduction: Reduction, weight: float = 1.0) -> None:
-    """A `Record` that keeps nothing."""
+    """Record nothing: a `Record` for code that runs without `Metrics`."""
 
 
 @contextmanager
 def timed(record: Record, name: str, reduction: Reduction) -> Iterator[None]:
-    """Record the seconds that the host spends inside; nobody waits for a device."""
+    """Record the seconds that the host spends inside; does not wait for a device."""
     started = time.perf_counter()
     yield
     record(name, time.perf_counter() - started, reduction)
 
 
 class Metrics:
-    """The numbers of one rank; rows of the whole replica.
+    """Records the numbers of one rank, and writes rows about the whole replica.
 
     No message about numbers ever leaves a replica: TensorBoard overlays the replicas' runs.
 
     Args:
         replica: named in each row.
         group: all ranks of the replica; must be able to carry CPU tensors.
-        writers: where rows go; may differ from rank to rank, and be empty.
-        counters: what the run had counted when it was saved, see `counters`.
+        writers: take the rows; may differ from rank to rank, and be empty.
+        counters: those of the checkpoint that the run continues, see `counters`.
     """
 
     def __init__(
@@ -77,7 +168,7 @@ class Metrics:
         self._samples.setdefault(name, []).append(Sample(value, weight))
 
     def write_steps(self, step: int, steps: int) -> None:
-        """One row about the last `steps` local steps, up to `step`.
+        """Write one row about the last `steps` local steps, up to `step`.
 
         Gathers over the replica's ranks, all of which must call it after the same step.
         """
@@ -87,33 +178,37 @@ class Metrics:
         }
         self._samples = {}
         now.part("gathering the numbers of the replica's ranks")
-        everyones: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(everyones, own, group=self._group)
+        by_rank: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(by_rank, own, group=self._group)
         reductions: dict[str, Reduction] = {}
         samples: dict[str, list[Sample]] = {}
-        for name, (reduction, sample) in ((name, held[name]) for held in everyones for name in held):
-            reductions[name] = reduction
-            samples.setdefault(name, []).append(sample)
+        for recorded in by_rank:
+            for name, (reduction, sample) in recorded.items():
+                reductions[name] = reduction
+                samples.setdefault(name, []).append(sample)
         self.write(
             "step", step, {name: reductions[name].over_ranks(samples[name]) for name in sorted(samples)}
         )
 
     def write(self, kind: str, step: int, numbers: Mapping[str, Any]) -> None:
-        """One row of numbers that are already the replica's; no communication."""
+        """Write one row of numbers that are the replica's already, without communication."""
         row = {"kind": kind, "step": step, "replica": self.replica, **numbers}
         for writer in self._writers:
             writer.write(row)
 
     def count(self, name: str, value: float | None) -> None:
-        """Set a counter that is not recorded, or forget it (None)."""
+        """Set a counter that is in checkpoints but in no row, or remove it (None)."""
         self._counters.pop(name, None)
         if value is not None:
             self._counters[name] = value
 
     @property
     def counters(self) -> dict[str, float]:
-        """What a checkpoint of this rank has to keep: what is counted since the start of the run."""
-        return {name: _number(value) for name, value in self._counters.items()}
+        """The counters that this rank's checkpoint has to keep: sums since the start of the run, and `count`."""
+        return {
+            name: value.item() if isinstance(value, Tensor) else value
+            for name, value in self._counters.items()
+        }
 
     def close(self) -> None:
         for writer in self._writers:
@@ -121,7 +216,7 @@ class Metrics:
 
 
 def _read(recorded: Mapping[str, Sequence[Sample]]) -> dict[str, list[Sample]]:
-    """Numbers in the place of tensors. A read waits for a device, so those of one device are read together."""
+    """Replace tensors by numbers. A read waits for the device, so tensors of one device are read together."""
     values = (sample.value for samples in recorded.values() for sample in samples)
     tensors = {id(value): value for value in values if isinstance(value, Tensor)}
     alike: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -134,7 +229,3 @@ def _read(recorded: Mapping[str, Sequence[Sample]]) -> dict[str, list[Sample]]:
         name: [Sample(numbers.get(id(value), value), weight) for value, weight in samples]
         for name, samples in recorded.items()
     }
-
-
-def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, Tensor) else value

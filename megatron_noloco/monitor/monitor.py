@@ -1,33 +1,157 @@
-"""What the loop itself knows about a run: speed, rounds, evaluations, saves; and when rows are written."""
+"""Turns what the training loop knows into numbers: speed, rounds, late partners, evaluations, saves."""
 
 import math
+import resource
+import statistics
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from megatron_noloco.monitor import LAST, LAST_MAX, LAST_SUM, PER_STEP, RMS, TOTAL, Metrics, Reduction
 from megatron_noloco.monitor.console import Console
-from megatron_noloco.monitor.late import LatePartners
-from megatron_noloco.monitor.record import Evaluation
-from megatron_noloco.monitor.reduction import largest, last
-from megatron_noloco.monitor.throughput import Throughput, peak_memory_bytes
+from megatron_noloco.monitor.metrics import (
+    LAST,
+    LAST_MAX,
+    LAST_SUM,
+    MEAN,
+    PER_STEP,
+    RMS,
+    TOTAL,
+    TOTAL_MAX,
+    Metrics,
+    Record,
+)
 from megatron_noloco.outer import ExchangeReport, RoundReport
 from megatron_noloco.plans.samples import BatchPlan
 
-DELAY_STEPS = "delay_steps"  # the counter that keeps what the run chose in its checkpoints
-PAUSES = MISSED = Reduction(last, largest, per="run")
+DELAY_STEPS = "delay_steps"  # the counter that keeps in checkpoints what the run chose
+
+_LARGEST_EXPONENT = 700.0  # exp of more overflows
+_COMPARED_PARTNERS = 16
+_FEWEST_PARTNERS = 2  # to have a median
+_NOTABLE_WAIT = 0.1  # of the time from one exchange to the next
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """What a local step of one replica computes, and on what.
+
+    Attributes:
+        tokens: of the replica's batch.
+        replicas: of the run.
+        flops_per_rank: floating-point operations of the replica's batch (see `training_flops`), over its ranks.
+        peak_tflops: of a rank's device; None where it is not known.
+    """
+
+    tokens: int
+    replicas: int
+    flops_per_rank: float
+    peak_tflops: float | None = None
+
+    def record(self, seconds_per_step: float, record: Record) -> None:
+        """Record the speed of an interval. Assumes that all replicas run at this one's speed; no communication."""
+        tokens_per_second = self.tokens / seconds_per_step
+        tflops = self.flops_per_rank / seconds_per_step / 1e12
+        record("speed/seconds_per_step", seconds_per_step, MEAN)
+        record("speed/tokens_per_second", tokens_per_second, MEAN)
+        record("speed/tokens_per_second_of_all", self.replicas * tokens_per_second, MEAN)
+        record("speed/tflops_per_gpu", tflops, MEAN)
+        if self.peak_tflops is not None:
+            record("speed/mfu", tflops / self.peak_tflops, MEAN)
+
+
+def _peak_memory_bytes() -> int:
+    """Return the most that this process has held: on a GPU, torch's tensors in its memory; on a CPU, resident."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+@dataclass(frozen=True)
+class DatasetLosses:
+    """Validation losses on one dataset of a blend, nats per token."""
+
+    name: str
+    replica_losses: list[float]
+    mean_model_loss: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Validation losses, nats per token; of a blend, in its proportions."""
+
+    replica_losses: list[float]  # of the replicas of this job
+    mean_model_loss: float  # nan where it is not evaluated
+    spread: float  # standard deviation over all replicas of this rank's slow weights; nan where not compared
+    datasets: list[DatasetLosses] = field(default_factory=list)  # of a blend; empty for a single dataset
+
+    def numbers(self, replica: int) -> dict[str, Any]:
+        """Return the row of the `replica`-th replica of this job."""
+        own = self.replica_losses[replica]
+        row = {
+            "validation/loss": own,
+            "validation/perplexity": math.exp(min(own, _LARGEST_EXPONENT)),
+            "validation/replica_losses": self.replica_losses,
+            "validation/mean_model_loss": self.mean_model_loss,
+            "validation/spread": self.spread,
+        }
+        for dataset in self.datasets:
+            row[f"validation/loss of {dataset.name}"] = dataset.replica_losses[replica]
+            row[f"validation/replica_losses of {dataset.name}"] = dataset.replica_losses
+            row[f"validation/mean_model_loss of {dataset.name}"] = dataset.mean_model_loss
+        return row
+
+
+class LatePartners:
+    """Finds the partners that make this replica wait, by comparing the waits for its latest partners.
+
+    Each rank compares what it has measured itself, so no message is needed. A partner can be late because it is
+    slow, because it waited for its own partner before, or because the network between the two is slow.
+
+    Args:
+        replica: of this rank.
+    """
+
+    def __init__(self, replica: int) -> None:
+        self._replica = replica
+        self._waits: dict[int, float] = {}  # seconds by partner, the latest partner at the end
+        self._last_started: float | None = None
+
+    def notice(self, exchange: ExchangeReport) -> tuple[int, float] | None:
+        """After each exchange, return a late partner, and its wait beyond the median of the other partners' waits.
+
+        Returns None where that is less than a tenth of the time since the last exchange began; for a group that
+        is no pair, since a wait for several does not say for whom; before two other partners are known; and for
+        the exchange of another replica, which a replica that began as its clone merges.
+        """
+        started, last_started = exchange.started, self._last_started
+        self._last_started = started
+        if len(exchange.group) != 2 or self._replica not in exchange.group:
+            return None
+        (partner,) = (other for other in exchange.group if other != self._replica)
+        self._waits.pop(partner, None)
+        others = list(self._waits.values())
+        self._waits[partner] = exchange.wait_seconds
+        if len(self._waits) > _COMPARED_PARTNERS:
+            del self._waits[next(iter(self._waits))]
+        if last_started is None or len(others) < _FEWEST_PARTNERS:
+            return None
+        late = exchange.wait_seconds - statistics.median(others)
+        return (partner, late) if late > _NOTABLE_WAIT * (started - last_started) else None
 
 
 class Monitor:
-    """Between the loop and what is written about it.
+    """Records what the loop reports, decides which time is a local step's, and has rows written.
 
     Args:
-        metrics: where this rank's numbers go.
-        throughput: what the time of a local step is divided into.
-        console: on rank 0, which shows what is no row; rows reach it through `metrics`.
-        fragments: whose rounds are reported one by one.
+        metrics: takes this rank's numbers.
+        throughput: divided by the time of a local step.
+        console: on rank 0, which shows lines that are no rows; rows reach it through `metrics`.
+        fragments: their number; with several, the spread of each is recorded.
     """
 
     def __init__(
@@ -47,19 +171,29 @@ class Monitor:
         self._begin_interval()
 
     def _begin_interval(self) -> None:
-        self._interval_started = time.perf_counter()  # later by what was not the steps' time
+        self._interval_started = time.perf_counter()  # moved on by evaluations and saves
         self._steps = 0
 
     def local_step(self, reports: list[RoundReport]) -> None:
-        """After each local step; `reports` are those of the rounds that ended with it."""
+        """Record a local step and the rounds that ended with it."""
         self._steps += 1
-        sent_bytes = sum(report.exchange.bytes_sent for report in reports)
-        pause_seconds = sum(report.pause_seconds for report in reports)
-        self.metrics.record("total/sent_bytes", sent_bytes, TOTAL)
-        self.metrics.record("total/pause_seconds", pause_seconds, PAUSES)
-        self.metrics.record("time/exchange_seconds", pause_seconds, PER_STEP)
+        self._exchanged(
+            sum(report.exchange.bytes_sent for report in reports),
+            sum(report.pause_seconds for report in reports),
+        )
         for report in reports:
             self._round(report)
+
+    def averaged(self, reports: Sequence[ExchangeReport]) -> None:
+        """Record the exchanges that made all replicas equal, after the last local step and its round."""
+        self._exchanged(
+            sum(report.bytes_sent for report in reports), sum(report.seconds for report in reports)
+        )
+
+    def _exchanged(self, sent_bytes: int, pause_seconds: float) -> None:
+        self.metrics.record("total/sent_bytes", sent_bytes, TOTAL)
+        self.metrics.record("total/pause_seconds", pause_seconds, TOTAL_MAX)
+        self.metrics.record("time/exchange_seconds", pause_seconds, PER_STEP)
 
     def _round(self, report: RoundReport) -> None:
         record, exchange = self.metrics.record, report.exchange
@@ -77,26 +211,23 @@ class Monitor:
         record("round/payload_error", exchange.payload_error, RMS, exchange.squared_deviation)
         record("round/resent_elements", exchange.resent_elements, LAST_SUM)
         if exchange.missed:
-            record("total/missed_rounds", 1, MISSED)
+            record("total/missed_rounds", 1, TOTAL_MAX)
             if exchange.in_doubt:
-                record("total/rounds_in_doubt", 1, MISSED)
-            self.say(f" round {report.round_index} bye | {exchange.missed} |")
+                record("total/rounds_in_doubt", 1, TOTAL_MAX)
+            self.say(f" round {report.round_index} skipped | {exchange.missed} |")
         late = self._late.notice(exchange)
         if late is not None:
             partner, seconds = late
             record("late/partner", partner, LAST)
             record("late/seconds", seconds, LAST)
 
-    def averaged(self, reports: Sequence[ExchangeReport]) -> None:
-        """After the last local step and its round: the exchanges that made all replicas equal."""
-        self.metrics.record("total/sent_bytes", sum(report.bytes_sent for report in reports), TOTAL)
-        pause_seconds = sum(report.seconds for report in reports)
-        self.metrics.record("total/pause_seconds", pause_seconds, PAUSES)
-        self.metrics.record("time/exchange_seconds", pause_seconds, PER_STEP)
-
     def skipped(self, done: int, step: int, notable: bool) -> None:
-        """Local steps that are left out: the other replicas are beyond them. `notable`: a line says so at once."""
-        self.metrics.record("total/skipped_ahead", step - done, MISSED)
+        """Record local steps `done` + 1 to `step`, which the other replicas have done and this one leaves out.
+
+        Args:
+            notable: the console shows it at once.
+        """
+        self.metrics.record("total/skipped_ahead", step - done, TOTAL_MAX)
         if notable:
             self.say(
                 f" going on at iteration {step + 1}: the others are there | left out: {done + 1} to {step} |"
@@ -108,38 +239,37 @@ class Monitor:
             self.console.say(line)
 
     def delay_chosen(self, done: int, delay_steps: int) -> None:
-        """From the round after step `done` on, rounds are merged so many local steps after they began."""
+        """Keep the chosen delay: from local step `done` on, rounds are merged `delay_steps` after they began."""
         self.metrics.count(DELAY_STEPS, delay_steps)
         steps = "1 local step" if delay_steps == 1 else f"{delay_steps} local steps"
         self.say(f" overlap from iteration {done} on | a round is merged {steps} after it began |")
 
     def log(self, done: int) -> None:
-        """Write a row about the steps that none was written about yet, if any; on all ranks of a replica alike."""
+        """Write a row about the local steps since the last row, if any; on all ranks of a replica alike."""
         if not self._steps:
             return
         seconds = (time.perf_counter() - self._interval_started) / self._steps
         self.throughput.record(seconds, self.metrics.record)
-        self.metrics.record("memory/peak_bytes", peak_memory_bytes(), LAST_MAX)
+        self.metrics.record("memory/peak_bytes", _peak_memory_bytes(), LAST_MAX)
         self.metrics.record("train/consumed_samples", self.plan.consumed(done), LAST)  # by all replicas
         self.metrics.write_steps(done, self._steps)
         self._begin_interval()
 
     def evaluation(self, done: int, evaluation: Evaluation, seconds: float) -> None:
-        """After an evaluation that took so long."""
+        """Write the row of an evaluation that took `seconds`, and keep its losses for checkpoints."""
         place = 0 if len(evaluation.replica_losses) == 1 else self.metrics.replica
-        own = evaluation.replica_losses[place]
-        for name, figure in (
+        for name, value in (
             ("evaluated_step", float(done)),
-            ("validation_loss", own),
+            ("validation_loss", evaluation.replica_losses[place]),
             ("mean_model_loss", evaluation.mean_model_loss),
         ):
-            self.metrics.count(name, None if math.isnan(figure) else figure)
+            self.metrics.count(name, None if math.isnan(value) else value)
         numbers = evaluation.numbers(place) | {"time/evaluation_seconds": seconds}
         self.metrics.write("evaluation", done, numbers)
         self._interval_started += seconds
 
     def saved(self, step: int, pause_seconds: float, error: str | None) -> None:
-        """After a save; one that failed is reported by the rank on which it failed."""
+        """Write the row of a checkpoint, or on stderr why this rank could not save it."""
         if error is not None:
             sys.stderr.write(
                 f"rank {dist.get_rank()}: the checkpoint of step {step} failed, training continues: {error}\n"
@@ -149,7 +279,7 @@ class Monitor:
         self._interval_started += pause_seconds
 
     def summary(self, done: int, stopped_by: str | None) -> None:
-        """The closing table; `stopped_by` says why a run ends early."""
+        """Show the closing table; `stopped_by` says why a run ends early."""
         if self.console is not None:
             self.console.summary(done, stopped_by)
 

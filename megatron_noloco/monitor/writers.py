@@ -1,7 +1,8 @@
-"""What a run leaves to read: every replica's `metrics.jsonl`, and TensorBoard's events beside it."""
+"""Writes the rows of one replica: to `metrics.jsonl`, to TensorBoard's events, to Weights & Biases."""
 
 import json
 import math
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -10,9 +11,36 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from megatron_noloco.files import write_text
-from megatron_noloco.monitor.charts import layout
 
 Row = Mapping[str, Any]  # "kind", "step", "replica", and numbers (or lists of numbers) by name
+
+_WANDB_ID = "wandb_run_id"  # a file
+
+# Section, title and metric of each chart in TensorBoard's tab "Custom scalars".
+_CHARTS = {
+    "Learning": {
+        "training loss": "train/loss",
+        "validation loss": "validation/loss",
+        "validation loss of the mean model": "validation/mean_model_loss",
+        "norm of the gradients": "train/grad_norm",
+        "learning rate": "train/learning_rate",
+    },
+    "Replicas": {
+        "spread": "round/spread",
+        "seconds that the last round stopped training": "round/pause_seconds",
+        "bytes sent in exchanges": "total/sent_bytes",
+        "bytes sent along routes": "total/routed_bytes",
+    },
+    "Speed": {
+        "tokens per second": "speed/tokens_per_second",
+        "seconds of a local step": "speed/seconds_per_step",
+        "of these: forward and backward": "time/forward_backward_seconds",
+        "of these: inner optimizer": "time/optimizer_seconds",
+        "of these: exchanges": "time/exchange_seconds",
+        "of forward and backward: waiting for data": "data/wait_seconds",
+        "of forward and backward: waiting for stages": "routing/wait_seconds",
+    },
+}
 
 
 class Writer(Protocol):
@@ -24,15 +52,15 @@ class Writer(Protocol):
 
 
 class ReplicaFiles:
-    """One replica's `metrics.jsonl`, with all rows, and TensorBoard events beside it, with all single numbers.
+    """Writes one replica's `metrics.jsonl`, with all rows, and TensorBoard events, with all single numbers.
 
-    A disk without room for a row does not end the run; stderr says so once.
+    A full disk does not end the run: stderr says once that rows are lost.
     """
 
     def __init__(self, folder: Path, tensorboard: bool, start_step: int) -> None:
-        """Rows of steps after `start_step`, left by a run that went further, will be written again: drop them.
+        """Open the files, and drop rows of steps after `start_step`, which the run will write again.
 
-        Where none is left, they are another run's: its file is kept under another name.
+        A file in which no row is left belongs to another run: it is kept under another name.
         """
         self._folder, self._failed = folder, False
         folder.mkdir(parents=True, exist_ok=True)
@@ -52,25 +80,25 @@ class ReplicaFiles:
             from torch.utils.tensorboard import SummaryWriter  # slow to import: only where it is used
 
             self._board = SummaryWriter(str(folder), purge_step=start_step + 1)
-            self._board.add_custom_scalars(layout())
+            self._board.add_custom_scalars(chart_layout())
 
     def write(self, row: Row) -> None:
-        with self._going_on():
+        with self._errors_reported():
             self._jsonl.write(json.dumps(_without_nan(row)) + "\n")
         if self._board is None:
             return
-        with self._going_on():
-            for name, value in single_numbers(row).items():
+        with self._errors_reported():
+            for name, value in _single_numbers(row).items():
                 self._board.add_scalar(name, value, row["step"])
 
     def close(self) -> None:
-        with self._going_on():
+        with self._errors_reported():
             self._jsonl.close()
             if self._board is not None:
                 self._board.close()
 
     @contextmanager
-    def _going_on(self) -> Iterator[None]:
+    def _errors_reported(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
@@ -81,13 +109,72 @@ class ReplicaFiles:
             self._failed = True
 
 
-def single_numbers(row: Row) -> dict[str, float]:
-    """Those that a curve can show."""
+class WandbRun:
+    """Writes one replica's single numbers to its run in Weights & Biases; a resumed run continues it.
+
+    An error of wandb, such as a missing login, does not end the training: stderr says so.
+
+    Args:
+        folder: the replica's; keeps wandb's files and the id of the run.
+        start_step: with 0 a new run begins. Steps after it, left by a run that went further, stay as they were:
+            wandb takes no second value of a step.
+        options: for `wandb.init`.
+    """
+
+    def __init__(self, folder: Path, start_step: int, **options: Any) -> None:
+        import wandb  # optional
+
+        self._error = wandb.errors.Error
+        self._folder = folder
+        self._run: Any = None
+        path = folder / _WANDB_ID
+        continued = path.read_text() if start_step and path.exists() else None
+        with self._errors_reported():
+            self._run = wandb.init(dir=str(folder), id=continued, resume="allow", **options)
+            write_text(path, self._run.id)
+
+    def write(self, row: Row) -> None:
+        if self._run is not None:
+            with self._errors_reported():
+                self._run.log(_single_numbers(row), step=row["step"])
+
+    def close(self) -> None:
+        if self._run is not None:
+            with self._errors_reported():
+                self._run.finish()
+
+    @contextmanager
+    def _errors_reported(self) -> Iterator[None]:
+        """Stop using wandb after its first error."""
+        try:
+            yield
+        except self._error as error:
+            self._run = None
+            reason = " ".join(str(error).split())
+            sys.stderr.write(f"{self._folder}: wandb: {reason}; training continues without it\n")
+
+
+def chart_layout() -> dict[str, dict[str, list[str | list[str]]]]:
+    """Return `_CHARTS` as `SummaryWriter.add_custom_scalars` takes it.
+
+    A replica is a run of TensorBoard, and a chart shows one tag of every run, in the run's color. Every replica
+    writes the same layout, since TensorBoard merges equal charts and a federation's replicas may come and go.
+    A tag is a regular expression that TensorBoard matches with the beginning of a name: without the `$`,
+    "validation/loss" would also take the losses of the datasets of a blend.
+    """
+    return {
+        section: {title: ["Multiline", [f"{re.escape(tag)}$"]] for title, tag in charts.items()}
+        for section, charts in _CHARTS.items()
+    }
+
+
+def _single_numbers(row: Row) -> dict[str, float]:
+    """Return the numbers that a curve can show: no lists, and neither kind, step nor replica."""
     return {name: value for name, value in row.items() if "/" in name and isinstance(value, int | float)}
 
 
 def _step_of(row: str) -> float:
-    """Later than any for a row that a crash has damaged."""
+    """Return the step of a line of `metrics.jsonl`; infinity for one that a crash has damaged."""
     try:
         return int(json.loads(row)["step"]) if row.endswith("\n") else math.inf
     except (ValueError, KeyError, TypeError):
@@ -95,7 +182,7 @@ def _step_of(row: str) -> float:
 
 
 def _without_nan(value: Any) -> Any:
-    """JSON has no NaN: it becomes null."""
+    """Replace NaN and infinities by null, since JSON has neither."""
     if isinstance(value, Mapping):
         return {key: _without_nan(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -12,8 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_noloco.job.activity import now
-from megatron_noloco.monitor import MEAN, SUM, TOTAL, Record, Reduction, unrecorded
-from megatron_noloco.monitor.reduction import mean, total
+from megatron_noloco.monitor.metrics import MEAN, SUM, TOTAL, Record, Reduction, mean, total, unrecorded
 from megatron_noloco.pipeline.communicator import RoutedCommunicator
 from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.plans.routing import Routes

@@ -25,12 +25,10 @@ from megatron_noloco.huggingface.pretrained import PretrainedWeights
 from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.model.families import table_of, training_flops
 from megatron_noloco.model.stage import Stage, build_stage
-from megatron_noloco.monitor import Metrics
 from megatron_noloco.monitor.console import Console, RunFacts
-from megatron_noloco.monitor.monitor import DELAY_STEPS, Monitor
-from megatron_noloco.monitor.throughput import Throughput
-from megatron_noloco.monitor.wandb import WandbRun
-from megatron_noloco.monitor.writers import ReplicaFiles, Writer
+from megatron_noloco.monitor.metrics import Metrics
+from megatron_noloco.monitor.monitor import DELAY_STEPS, Monitor, Throughput
+from megatron_noloco.monitor.writers import ReplicaFiles, WandbRun, Writer
 from megatron_noloco.outer import (
     Channel,
     Exchange,

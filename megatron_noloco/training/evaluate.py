@@ -13,7 +13,7 @@ import torch.distributed as dist
 from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.job.activity import now
-from megatron_noloco.monitor.record import DatasetLosses, Evaluation
+from megatron_noloco.monitor.monitor import DatasetLosses, Evaluation
 from megatron_noloco.outer import Exchange, MeanModel
 from megatron_noloco.plans.routing import Routing
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.monitor.charts import layout
+from megatron_noloco.monitor.writers import chart_layout
 from tests.harness import run_ranks
 from tests.integration.chaos import command
 from tests.integration.tiny import (
@@ -110,7 +110,7 @@ def test_evaluations_and_checkpoints_have_rows_of_their_own(folder: Path) -> Non
 def test_every_chart_of_tensorboard_shows_numbers_that_a_run_has(folder: Path) -> None:
     for rows in zip(metrics(folder), metrics(folder, "evaluation"), strict=True):
         names = {name for row in [*rows[0], *rows[1]] for name in row}
-        tags = [tag for charts in layout().values() for _, tags in charts.values() for tag in tags]
+        tags = [tag for charts in chart_layout().values() for _, tags in charts.values() for tag in tags]
         assert [tag for tag in tags if not any(re.match(tag, name) for name in names)] == []
 
 

@@ -20,7 +20,7 @@ from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.huggingface.pretrained import PretrainedWeights
 from megatron_noloco.model.stage import Stage, build_stage
-from megatron_noloco.monitor import Reduction
+from megatron_noloco.monitor.metrics import Reduction
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import Groups, build_groups
 from megatron_noloco.plans.routing import Routing

@@ -24,7 +24,7 @@ from megatron_noloco.data.microbatches import MicrobatchSource, Reader, StepLoad
 from megatron_noloco.data.samples import JoinedDataset, TokenDataset
 from megatron_noloco.data.sources import Split, TokenizerChoice
 from megatron_noloco.data.tokenizer import FastTokenizer, build_tokenizer
-from megatron_noloco.monitor import unrecorded
+from megatron_noloco.monitor.metrics import unrecorded
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.samples import BatchPlan, BlendedOrder, SampleOrder
 from megatron_noloco.plans.topology import Position, Topology

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_noloco.monitor.record import Evaluation
+from megatron_noloco.monitor.monitor import Evaluation
 from megatron_noloco.outer import (
     Channel,
     Exchange,

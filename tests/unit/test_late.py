@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_noloco.monitor.late import LatePartners
+from megatron_noloco.monitor.monitor import LatePartners
 from megatron_noloco.outer import ExchangeReport
 
 PHASE = 100.0  # seconds from one exchange to the next

@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from megatron_noloco.monitor import Metrics, monitor
-from megatron_noloco.monitor.monitor import Monitor
-from megatron_noloco.monitor.record import Evaluation
-from megatron_noloco.monitor.throughput import Throughput
+from megatron_noloco.monitor import monitor
+from megatron_noloco.monitor.metrics import Metrics
+from megatron_noloco.monitor.monitor import Evaluation, Monitor, Throughput
 from megatron_noloco.outer import ExchangeReport, RoundReport
 from megatron_noloco.plans.samples import BatchPlan
 from tests.harness import run_ranks

@@ -17,9 +17,9 @@ from rich.console import Console
 from megatron_noloco.cli.main import main
 from megatron_noloco.files import write_text
 from megatron_noloco.job.run_folder import StopFile, Wait, wait_file, write_wait
-from megatron_noloco.monitor.page import _meetings, _phases, write_page
-from megatron_noloco.monitor.rows import ReplicaLog, RunLog
-from megatron_noloco.monitor.table import as_table
+from megatron_noloco.monitor.report import _pairings, _phases, write_page
+from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
+from megatron_noloco.monitor.watch import run_table
 
 ROOT = Path(__file__).parents[2]
 
@@ -89,7 +89,7 @@ def shown(run: Path) -> list[str]:
     text = io.StringIO()
     log = RunLog(run)
     now = log.replicas[0].written + 75
-    Console(file=text, width=200).print(as_table(log, now))
+    Console(file=text, width=200).print(run_table(log, now))
     return [" ".join(line.split()) for line in text.getvalue().splitlines()]
 
 
@@ -98,12 +98,12 @@ def test_what_a_person_looks_for(run: Path) -> None:
     first, headings, zero, one, *more = shown(run)
     assert first == f"{run}: step 2 of 10, 16s of training left"
     assert headings == "replica step loss tokens/s round with pause ms spread valid. age"
-    assert zero == "00 4 2.6000 1000 1 bye 100 2.0e-03 2.5000 75s"
-    assert one.startswith("01 2 2.8000 1000 0 0 100 2.0e-03 ")
+    assert zero == "00 4 2.6000 1000 1 none 100.0 2.000E-03 2.5000 75s"
+    assert one.startswith("01 2 2.8000 1000 0 0 100.0 2.000E-03 ")
     assert more == [
         "validation at step 4: mean model 2.4000",
         "last checkpoint: step 2",
-        "replica 00: a bye in 1 of 2 rounds in the log, 3 skipped steps, waited for replica 1: 1 x",
+        "replica 00: 1 of 2 rounds in the log skipped, 3 skipped steps, waited for replica 1: 1 x",
     ]
 
 
@@ -143,7 +143,7 @@ def test_ranks_that_stand_still(run: Path) -> None:
 def test_ranks_that_wait_before_any_row(tmp_path: Path) -> None:
     said = wait(tmp_path, 3, 12.0, time.time())
     text = io.StringIO()
-    Console(file=text, width=200).print(as_table(RunLog(tmp_path)))
+    Console(file=text, width=200).print(run_table(RunLog(tmp_path)))
     assert text.getvalue().splitlines()[-1] == said
     write_page(RunLog(tmp_path), tmp_path / "page.html")
 
@@ -167,18 +167,18 @@ class Page(HTMLParser):
 def test_the_page_has_every_plot_and_needs_nothing_else(run: Path) -> None:
     assert main(["report", str(run)]) == 0
     page = Page((run / "report.html").read_text())
-    for title in ("Loss", "Spread", "Where the time goes", "Bytes", "Who met whom"):
+    for title in ("Loss", "Spread", "Where the time goes", "Bytes", "Pairings"):
         assert title in page.text
     assert page.tags.count("svg") == 5
     assert all(link.startswith("#") for link in page.links)
     assert "last checkpoint: step 2" in page.text
 
 
-def test_a_replica_has_its_own_number_in_who_met_whom(tmp_path: Path) -> None:
+def test_a_replica_has_its_own_number_in_the_pairings(tmp_path: Path) -> None:
     """Also in the folder of one job of a federation, which has no other replica's."""
     write(tmp_path, "02", step(2, **meeting(0, 1)), step(4, **meeting(1)))
     axes = Figure().subplots()
-    _meetings(RunLog(tmp_path), axes)
+    _pairings(RunLog(tmp_path), axes)
     assert [list(line.get_ydata()) for line in axes.lines] == [[1, 2], [2]]
 
 

@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_noloco.model.architecture import Architecture, Compute
 from megatron_noloco.model.families import FAMILIES, training_flops
 from megatron_noloco.model.stage import build_stage
-from megatron_noloco.monitor import Reduction
-from megatron_noloco.monitor.throughput import Throughput
+from megatron_noloco.monitor.metrics import Reduction
+from megatron_noloco.monitor.monitor import Throughput
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import build_groups
 from megatron_noloco.plans.topology import Topology

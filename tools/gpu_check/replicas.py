@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_noloco.monitor.rows import RunLog
+from megatron_noloco.monitor.run_log import RunLog
 from megatron_noloco.monitor.writers import Row
 from megatron_noloco.preflight.mpi import find_mpirun
 from tools.gpu_check.runner import REPOSITORY

@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.monitor.rows import RunLog
+from megatron_noloco.monitor.run_log import RunLog
 
 _LAUNCH = Path(__file__).parents[2] / "launch" / "mpirun.sh"
 

@@ -1,4 +1,4 @@
-"""A run as one HTML page with its plots in it: nothing else is needed to look at it."""
+"""Writes a run as one HTML page with its plots in it; nothing else is needed to look at it."""
 
 import io
 import statistics
@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from megatron_noloco import __version__
-from megatron_noloco.monitor.rows import RunLog
-from megatron_noloco.monitor.table import as_table
+from megatron_noloco.monitor.run_log import RunLog
+from megatron_noloco.monitor.watch import run_table
 from megatron_noloco.monitor.writers import Row
 
 _FORWARD_BACKWARD = "forward and backward"
@@ -22,18 +22,18 @@ _WAITS = {  # within forward and backward
     "data/wait_seconds": "waiting for data",
     "routing/wait_seconds": "waiting for other stages",
 }
-_PHASES = {  # of a step, from the beginning to the end
+_PHASES = {  # of a local step, in their order
     "time/forward_backward_seconds": _FORWARD_BACKWARD,
     "time/optimizer_seconds": "inner optimizer",
     "time/exchange_seconds": "exchanges",
 }
-_MOST_LINES = 16  # a legend names no more replicas than these
+_MOST_LINES = 16  # replicas that a legend names
 
 Plot = Callable[[RunLog, Any], None]
 
 
 def write_page(run: RunLog, path: Path) -> None:
-    """Raises OSError where it cannot be written."""
+    """Write the page; raises OSError where that fails."""
     sections = "".join(
         f"<section><h2>{escape(title)}</h2><p>{escape(words)}</p>{_svg(run, plot)}</section>\n"
         for title, words, plot in _sections(run)
@@ -50,7 +50,7 @@ def write_page(run: RunLog, path: Path) -> None:
 
 def _text(run: RunLog) -> str:
     console = Console(file=io.StringIO(), width=200, record=True)
-    console.print(as_table(run))
+    console.print(run_table(run))
     return console.export_text()
 
 
@@ -64,25 +64,34 @@ def _svg(run: RunLog, plot: Plot) -> str:
 
 
 def _sections(run: RunLog) -> Iterator[tuple[str, str, Plot]]:
-    """Title, explanation and plot of what the run has numbers about."""
+    """Yield title, explanation and plot of everything that the run has numbers about."""
     yield "Loss", "Of every replica: in training, and on validation text (points). Nats per token.", _loss
-    if any(row.get("round/spread") for row in _steps(run)):
+    if _has(run, "round/spread"):
         yield (
             "Spread",
-            "How far replicas are apart: the standard deviation of a weight over those that met, before their "
-            "round; root mean square over all weights. It follows the learning rate (dotted, on the right).",
+            "How far replicas are apart: the standard deviation of a weight over the group before its round; root "
+            "mean square over all weights. It follows the learning rate (dotted, on the right).",
             _spread,
         )
     yield "Where the time goes", "Seconds in a local step, means of all replicas.", _phases
-    if any(row.get("total/sent_bytes") for row in _steps(run)):
+    if _has(run, "total/sent_bytes"):
         yield (
             "Bytes",
             "Sent by a replica so far, mean of the replicas, and what a ring all-reduce of the gradients in every "
             "step would have sent.",
             _bytes,
         )
-    if any(row.get("round/partners") for row in _steps(run)):
-        yield "Who met whom", "In the last round before each row of the log; a bye is a ring.", _meetings
+    if _has(run, "round/partners"):
+        yield (
+            "Pairings",
+            "In the last round before each row of the log: a line joins replicas that exchanged, an open circle "
+            "is a skipped round.",
+            _pairings,
+        )
+
+
+def _has(run: RunLog, name: str) -> bool:
+    return any(row.get(name) for row in _steps(run))
 
 
 def _steps(run: RunLog) -> list[Row]:
@@ -92,6 +101,14 @@ def _steps(run: RunLog) -> list[Row]:
 def _curve(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
     found = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
     return [step for step, _ in found], [value for _, value in found]
+
+
+def _means(run: RunLog, name: str) -> tuple[list[int], list[float]]:
+    """Return the steps that have rows, and at each the mean over the replicas that have one."""
+    at_steps: dict[int, list[float]] = {}
+    for row in _steps(run):
+        at_steps.setdefault(row["step"], []).append(row.get(name) or 0.0)
+    return sorted(at_steps), [statistics.mean(at_steps[step]) for step in sorted(at_steps)]
 
 
 def _loss(run: RunLog, axes: Any) -> None:
@@ -117,59 +134,49 @@ def _spread(run: RunLog, axes: Any) -> None:
 
 
 def _phases(run: RunLog, axes: Any) -> None:
-    order, whole = _means(run, "speed/seconds_per_step")
+    steps, whole = _means(run, "speed/seconds_per_step")
     phases = {label: _means(run, name)[1] for name, label in _PHASES.items()}
     waits = {label: _means(run, name)[1] for name, label in _WAITS.items()}
     phases["everything else"] = _rest(whole, phases)
     phases[_FORWARD_BACKWARD] = _rest(phases[_FORWARD_BACKWARD], waits)
     phases = {label: seconds for label, seconds in (waits | phases).items() if any(seconds)}
-    axes.stackplot(order, phases.values(), labels=phases.keys())
+    axes.stackplot(steps, phases.values(), labels=phases.keys())
     axes.set(xlabel="local step", ylabel="seconds")
     axes.legend()
 
 
 def _rest(whole: Sequence[float], parts: Mapping[str, Sequence[float]]) -> list[float]:
-    """What is left of each number."""
-    return [max(0.0, sums - sum(some)) for sums, *some in zip(whole, *parts.values(), strict=True)]
+    """Return what the parts leave of each number."""
+    return [max(0.0, total - sum(some)) for total, *some in zip(whole, *parts.values(), strict=True)]
 
 
 def _bytes(run: RunLog, axes: Any) -> None:
     for name, label in (("total/sent_bytes", "exchanges"), ("total/routed_bytes", "routed activations")):
-        order, sent = _means(run, name)
+        steps, sent = _means(run, name)
         if any(sent):
-            axes.plot(order, [figure / 1e6 for figure in sent], label=label)
+            axes.plot(steps, [size / 1e6 for size in sent], label=label)
     if per_step := run.facts.get("synchronous_bytes_per_step"):
-        axes.plot([0, order[-1]], [0, per_step * order[-1] / 1e6], "k--", label="all-reduce in every step")
+        axes.plot([0, steps[-1]], [0, per_step * steps[-1] / 1e6], "k--", label="all-reduce in every step")
     axes.set(xlabel="local step", ylabel="MB sent")
     axes.legend()
 
 
-def _meetings(run: RunLog, axes: Any) -> None:
-    order, _ = _means(run, "round/index")
-    interval = min((after - before for before, after in pairwise(order)), default=1)
+def _pairings(run: RunLog, axes: Any) -> None:
     groups: dict[int, set[tuple[int, ...]]] = {}
     for log in run.replicas:
-        number = int(log.replica)
         for row in log.of("step"):
             if "round/partners" in row:
-                groups.setdefault(row["step"], set()).add(tuple(sorted({number, *row["round/partners"]})))
-    for step, met in groups.items():
-        for place, group in enumerate(
-            sorted(met)
-        ):  # side by side: lines of one round may cross the same replicas
-            x = step + 0.7 * interval * place / len(met)
-            style = "o-" if len(group) > 1 else "o"
-            face = f"C{place % 10}" if len(group) > 1 else "none"
-            axes.plot(
-                [x] * len(group), group, style, color=f"C{place % 10}", markersize=4, markerfacecolor=face
-            )
+                group = tuple(sorted({int(log.replica), *row["round/partners"]}))
+                groups.setdefault(row["step"], set()).add(group)
+    steps = sorted({row["step"] for row in _steps(run)})
+    interval = min((after - before for before, after in pairwise(steps)), default=1)
+    for step, of_round in groups.items():
+        for place, group in enumerate(sorted(of_round)):
+            x = step + 0.7 * interval * place / len(
+                of_round
+            )  # side by side: lines may cross the same replicas
+            color, paired = f"C{place % 10}", len(group) > 1
+            line, face = ("o-", color) if paired else ("o", "none")
+            axes.plot([x] * len(group), group, line, color=color, markersize=4, markerfacecolor=face)
     axes.set(xlabel="local step", ylabel="replica")
     axes.yaxis.get_major_locator().set_params(integer=True)
-
-
-def _means(run: RunLog, name: str) -> tuple[list[int], list[float]]:
-    """Steps, and the means over the replicas that have a row of them."""
-    at_steps: dict[int, list[float]] = {}
-    for row in _steps(run):
-        at_steps.setdefault(row["step"], []).append(row.get(name) or 0.0)
-    return sorted(at_steps), [statistics.mean(at_steps[step]) for step in sorted(at_steps)]

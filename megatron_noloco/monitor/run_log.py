@@ -1,4 +1,4 @@
-"""What a run's replicas write about themselves, as it grows, and its `run.json`."""
+"""Reads what the replicas of a run have written, while the run goes on and afterwards."""
 
 import json
 from collections.abc import Iterable
@@ -12,13 +12,14 @@ _METRICS = "metrics.jsonl"
 
 
 class ReplicaLog:
-    """One replica's folder.
+    """Reads the folder of one replica.
 
     Attributes:
-        replica: its name, "00" of `replica_00`.
-        rows: all complete ones of its `metrics.jsonl` so far; damaged lines are left out.
-        written: when that file was written to last, seconds since the epoch; 0 before.
-        waits: of its ranks, and when each said so; what was said before the newest row is over.
+        replica: "00" of the folder `replica_00`.
+        rows: all complete rows of `metrics.jsonl` so far; damaged lines are left out.
+        written: when that file was last written, in seconds since the epoch; 0 where there is none yet.
+        waits: of ranks that stand still, with the time of each report, in seconds since the epoch. A report that
+            is older than the newest row no longer holds, and is left out.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -30,13 +31,13 @@ class ReplicaLog:
         self._file = self._read = 0
 
     def update(self) -> None:
-        """Read what is new."""
+        """Read what is new since the last call."""
         if (path := self.folder / _METRICS).exists():
             self._update_rows(path)
         self.waits = {wait: said for wait, said in waits_of(self.folder).items() if said > self.written}
 
     def _update_rows(self, path: Path) -> None:
-        """A resumed run puts another file in place: that one is read from its beginning."""
+        """Read the new rows; from the beginning where a resumed run has put another file in place."""
         with path.open("rb") as file:
             status = path.stat()
             if status.st_ino != self._file or status.st_size < self._read:
@@ -48,6 +49,7 @@ class ReplicaLog:
         self.rows += _parsed(complete.splitlines())
 
     def of(self, kind: str) -> list[Row]:
+        """Return the rows of a kind: "step", "evaluation" or "checkpoint"."""
         return [row for row in self.rows if row["kind"] == kind]
 
 
@@ -62,15 +64,15 @@ def _parsed(lines: Iterable[bytes]) -> Iterable[Row]:
 
 
 class RunLog:
-    """A run's folder, its `training.output_dir`.
+    """Reads the folder of a run, its `training.output_dir`.
 
     Attributes:
-        facts: of `run.json`; empty where there is none.
-        replicas: their logs, in order.
+        facts: the content of `run.json`; empty where there is none.
+        replicas: the logs of all replicas, in order.
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises ValueError where no replica has written anything."""
+        """Read the folder; raises ValueError where no replica has written anything."""
         self.folder = folder
         self.facts: dict[str, Any] = {}
         self.replicas: list[ReplicaLog] = []
@@ -82,7 +84,7 @@ class RunLog:
             )
 
     def update(self) -> None:
-        """Read what is new, of new replicas as well."""
+        """Read what is new since the last call, also of replicas that are new."""
         path = self.folder / "run.json"
         if path.exists():
             self.facts = json.loads(path.read_text())

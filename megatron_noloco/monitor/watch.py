@@ -1,0 +1,120 @@
+"""Shows the state of a run as a table for the terminal, with one line for each replica."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from megatron_noloco.monitor.figures import (
+    duration,
+    figure,
+    loss,
+    milliseconds,
+    partners,
+    percent,
+    scientific,
+    whole,
+)
+from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
+
+_MOST_WAITS = 8  # that are shown
+_SILENT_SECONDS = 30.0  # after which a rank that waits should have reported it again
+
+# Heading, number of the newest row of steps below it, and its format. The table fits into 80 characters.
+_COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
+    ("step", "step", str),
+    ("loss", "train/loss", loss),
+    ("tokens/s", "speed/tokens_per_second", whole),
+    ("MFU", "speed/mfu", percent),
+    ("round", "round/index", str),
+    ("with", "round/partners", partners),
+    ("pause ms", "round/pause_seconds", milliseconds),
+    ("spread", "round/spread", scientific),
+)
+
+
+def run_table(run: RunLog, now: float | None = None) -> Group:
+    """Return the state of a run.
+
+    Args:
+        now: seconds since the epoch; by default of the clock. The column "age" is the time since a replica's
+            newest row.
+    """
+    now = time.time() if now is None else now
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    headings = ["replica", *(heading for heading, *_ in _COLUMNS), "valid.", "age"]
+    columns = zip(headings, *(_cells(log, now) for log in run.replicas), strict=True)
+    shown = [column for column in columns if any(column[1:])]
+    for heading, *_ in shown:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in zip(*(cells for _, *cells in shown), strict=True):
+        table.add_row(*row)
+    return Group(Text(_progress(run)), table, *map(Text, [*_of_all(run), *_notes(run), *_waits(run, now)]))
+
+
+def _cells(log: ReplicaLog, now: float) -> list[str]:
+    steps, evaluations = log.of("step"), log.of("evaluation")
+    newest = steps[-1] if steps else {}
+    numbers = [figure(newest, name, form) for _, name, form in _COLUMNS]
+    validation = figure(evaluations[-1], "validation/loss", loss) if evaluations else ""
+    age = duration(max(0.0, now - log.written)) if log.written else ""
+    return [log.replica, *numbers, validation, age]
+
+
+def _progress(run: RunLog) -> str:
+    latest = [log.of("step")[-1] for log in run.replicas if log.of("step")]
+    done = min((row["step"] for row in latest), default=0)
+    text = f"{run.folder}: step {done}"
+    if not (total := run.facts.get("steps")):
+        return text
+    text += f" of {total}"
+    speed = [row["speed/seconds_per_step"] for row in latest if "speed/seconds_per_step" in row]
+    if done < total and speed:
+        text += f", {duration((total - done) * max(speed))} of training left"
+    return text
+
+
+def _of_all(run: RunLog) -> Iterator[str]:
+    """Yield what is known about all replicas together."""
+    evaluations = run.replicas[0].of("evaluation")
+    if evaluations and (row := evaluations[-1]).get("validation/mean_model_loss") is not None:
+        yield f"validation at step {row['step']}: mean model {loss(row['validation/mean_model_loss'])}"
+    checkpoints = [log.of("checkpoint") for log in run.replicas]
+    if all(checkpoints):
+        yield f"last checkpoint: step {min(saved[-1]['step'] for saved in checkpoints)}"
+
+
+def _notes(run: RunLog) -> Iterator[str]:
+    """Yield what deserves attention, replica by replica."""
+    for log in run.replicas:
+        steps = log.of("step")
+        rounds = [row["round/partners"] for row in steps if "round/partners" in row]
+        late = Counter(row["late/partner"] for row in steps if "late/partner" in row)
+        skipped_steps = steps[-1].get("train/skipped_steps") if steps else 0
+        poisoned = sum(row.get("round/poisoned_elements") or 0 for row in steps)
+        notes = []
+        if skipped := rounds.count([]):
+            notes.append(f"{skipped} of {len(rounds)} rounds in the log skipped")
+        if skipped_steps:
+            notes.append(f"{skipped_steps} skipped steps")
+        if poisoned:
+            notes.append(f"{poisoned} poisoned elements")
+        notes += [f"waited for replica {partner}: {times} x" for partner, times in sorted(late.items())]
+        if notes:
+            yield f"replica {log.replica}: {', '.join(notes)}"
+
+
+def _waits(run: RunLog, now: float) -> Iterator[str]:
+    """Yield the ranks that stand still, the longest waits first."""
+    reported = {wait: at for log in run.replicas for wait, at in log.waits.items()}
+    longest = sorted(reported, key=lambda wait: -wait.seconds)
+    for wait in longest[:_MOST_WAITS]:
+        silent = now - reported[wait]
+        gone = f" (said {duration(silent)} ago: the process may be gone)" if silent > _SILENT_SECONDS else ""
+        yield f"{wait}{gone}"
+    if len(longest) > _MOST_WAITS:
+        yield f"and {len(longest) - _MOST_WAITS} more ranks stand still"
