@@ -1,4 +1,4 @@
-"""Corpora: where text comes from, and which part of it is for training, validation and test."""
+"""Text files: which of them are read, how they are split for training, validation and test, and their tokens."""
 
 import codecs
 import hashlib
@@ -24,7 +24,6 @@ _CHOICES = f'give a text file, a folder of text files, or "{STANDARD_LIBRARY}"'
 _SPLIT_BY_FILE_FROM = 20  # files; with fewer, whole files make too coarse a split
 _NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 _PIECES_AT_ONCE = 16
-_COUNT_AT_ONCE = 1 << 20  # tokens; bincount widens its input to 8 bytes each
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Corpus:
 
 
 def load_corpus(text: str, split: Split, tokenizer: Tokenizer) -> Corpus:
-    """Reads and tokenizes a whole corpus; every rank that sees the same files gets the same arrays.
+    """Read and tokenize a whole corpus; every rank that sees the same files gets the same arrays.
 
     Args:
         text: a text file, a folder of text files, or "python-stdlib": the sources of Python's standard
@@ -58,34 +57,31 @@ def load_corpus(text: str, split: Split, tokenizer: Tokenizer) -> Corpus:
 
     Raises ValueError where there is no text, or none for training or for validation with a share above zero.
     """
+    name, path = text, find_text(text)
+    folder = path if path.is_dir() else path.parent
     if text == STANDARD_LIBRARY:
-        name = f"{text} {platform.python_version()}"
-        folder, paths = _library_folder(), standard_library_files()
+        name, paths = f"{text} {platform.python_version()}", standard_library_files()
     else:
-        path = find_text(text)
-        name = text
-        folder, paths = path if path.is_dir() else path.parent, text_files(path)
+        paths = text_files(path)
     documents = [Document(path.relative_to(folder).as_posix(), path.read_bytes()) for path in paths]
+    megabytes = sum(len(document.text) for document in documents) / 1e6
     by_file = len(documents) >= _SPLIT_BY_FILE_FROM
     parts = _split_by_file(documents, split) if by_file else _split_by_position(documents, split)
     for split_name, share, part in zip(("train", "validation"), astuple(split), parts, strict=False):
         if share > 0 and not part:
             raise ValueError(
                 f"data.split: a share of {share:.4g} leaves the {split_name} split of {name} empty "
-                f"({len(documents)} files, {_megabytes(documents):.3g} MB); raise its weight or add text"
+                f"({len(documents)} files, {megabytes:.3g} MB); raise its weight or add text"
             )
     train, validation, test = (_join(part, tokenizer) for part in parts)
-    return Corpus(name, len(documents), _megabytes(documents), train, validation, test)
+    return Corpus(name, len(documents), megabytes, train, validation, test)
 
 
-def standard_library_files() -> list[Path]:
-    """The sources of Python's own standard library, without its tests: text that every machine has."""
-    folder = _library_folder()
-    return _readable(path for path in files_below(folder, _NOT_SOURCES) if path.suffix == ".py")
+# Files
 
 
 def find_text(text: str) -> Path:
-    """The file or folder that `data.text` names; raises ValueError when it is not there."""
+    """Return the file or folder that `data.text` names; raises ValueError when it is not there."""
     path = _library_folder() if text == STANDARD_LIBRARY else Path(text).expanduser()
     if not path.exists():
         raise ValueError(f"data.text: no file or folder at {path} (looked from cwd {Path.cwd()}); {_CHOICES}")
@@ -93,16 +89,17 @@ def find_text(text: str) -> Path:
 
 
 def check_text(text: str) -> None:
-    """Raises ValueError where `find_text` does, or where no file begins as UTF-8 text does."""
+    """Raise ValueError where `find_text` does, or where the beginning of no file is UTF-8 text."""
     path = find_text(text)
     if not any(map(_begins_as_text, files_below(path) if path.is_dir() else [path])):
         raise _no_text(path)
 
 
 def text_files(path: Path) -> list[Path]:
-    """`path` itself, or every file in that folder, however deep, that holds UTF-8 text.
+    """Return `path` itself, or every file in that folder, however deep, that holds UTF-8 text.
 
     Hidden files and folders (.git, editors' backups) and empty files are left out.
+    Raises ValueError where no file remains.
     """
     files = _readable(files_below(path) if path.is_dir() else [path])
     if not files:
@@ -110,8 +107,13 @@ def text_files(path: Path) -> list[Path]:
     return files
 
 
+def standard_library_files() -> list[Path]:
+    """Return the sources of Python's standard library, without its tests: text that every machine has."""
+    return _readable(path for path in files_below(_library_folder(), _NOT_SOURCES) if path.suffix == ".py")
+
+
 def files_below(folder: Path, skipped: Collection[str] = ()) -> list[Path]:
-    """Files below `folder`, outside hidden and `skipped` folders, none hidden, in order of relative POSIX path."""
+    """Return the files below `folder`, without hidden ones and `skipped` folders, by relative POSIX path."""
     found: list[Path] = []
     for parent, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
@@ -120,44 +122,38 @@ def files_below(folder: Path, skipped: Collection[str] = ()) -> list[Path]:
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
 
 
-def read_piece(file: IO[bytes]) -> bytes:
-    """`PIECE_BYTES` of a text, and on to the end of the line; empty at the end of the file."""
-    return file.read(PIECE_BYTES) + file.readline()
+def _library_folder() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def _readable(paths: Iterable[Path]) -> list[Path]:
+    """Return those of `paths` that hold text: at least one byte, and all of it UTF-8."""
+    return [path for path in paths if _is_text(path.read_bytes(), final=True)]
+
+
+def _begins_as_text(path: Path) -> bool:
+    with path.open("rb") as file:
+        return _is_text(file.read(PIECE_BYTES), final=False)
+
+
+def _is_text(content: bytes, final: bool) -> bool:
+    """Whether there is content, all UTF-8; where it is not `final`, it may end within a character."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(content, final)
+    except UnicodeDecodeError:
+        return False
+    return len(content) > 0
 
 
 def _no_text(path: Path) -> ValueError:
     return ValueError(f"data.text: no UTF-8 text in {path}; {_CHOICES}")
 
 
-def _begins_as_text(path: Path) -> bool:
-    with path.open("rb") as file:
-        beginning = file.read(PIECE_BYTES)
-    try:
-        codecs.getincrementaldecoder("utf-8")().decode(beginning)
-    except UnicodeDecodeError:
-        return False
-    return len(beginning) > 0
-
-
-def _library_folder() -> Path:
-    return Path(sysconfig.get_paths()["stdlib"])
-
-
-def _readable(paths: Iterable[Path]) -> list[Path]:
-    """Those of `paths` that hold text: at least one byte, and all of it UTF-8."""
-    return [path for path in paths if _is_text(path.read_bytes())]
-
-
-def _is_text(content: bytes) -> bool:
-    try:
-        content.decode("utf-8")
-    except UnicodeDecodeError:
-        return False
-    return len(content) > 0
+# Splits
 
 
 def _split_by_file(documents: list[Document], split: Split) -> list[list[bytes]]:
-    """Whole files to splits, each by a hash of its name: adding a file moves no other file."""
+    """Assign whole files to splits, each by a hash of its name: adding a file moves no other file."""
     parts: list[list[bytes]] = [[], [], []]
     for document in documents:
         digest = hashlib.sha256(os.fsencode(document.name)).digest()
@@ -167,7 +163,7 @@ def _split_by_file(documents: list[Document], split: Split) -> list[list[bytes]]
 
 
 def _split_by_position(documents: list[Document], split: Split) -> list[list[bytes]]:
-    """The beginning of each file to training, what follows to validation, its end to test."""
+    """Assign the beginning of each file to training, what follows to validation, its end to test."""
     parts: list[list[bytes]] = [[], [], []]
     for document in documents:
         size = len(document.text)
@@ -180,13 +176,22 @@ def _split_by_position(documents: list[Document], split: Split) -> list[list[byt
 
 
 def _character_start(text: bytes, place: int) -> int:
-    """`place`, or a little before it, where a character of UTF-8 would be cut in two."""
+    """Return `place`, or a little before it, where a character of UTF-8 would be cut in two."""
     while place < len(text) and text[place] & 0xC0 == 0x80:
         place -= 1
     return place
 
 
+# Tokens
+
+
+def read_piece(file: IO[bytes]) -> bytes:
+    """Read `PIECE_BYTES` of a text, and on to the end of the line; empty at the end of the file."""
+    return file.read(PIECE_BYTES) + file.readline()
+
+
 def _join(texts: list[bytes], tokenizer: Tokenizer) -> np.ndarray:
+    """Return the tokens of all texts, an end of document after each, shape [tokens]."""
     if not isinstance(tokenizer, ByteTokenizer):
         end = np.array([tokenizer.end_of_document])
         parts = [np.empty(0, dtype=np.int32)]
@@ -206,29 +211,7 @@ def _join(texts: list[bytes], tokenizer: Tokenizer) -> np.ndarray:
 
 
 def _pieces(text: bytes) -> Iterator[tuple[bytes, bool]]:
-    """As preprocessing cuts long texts; and whether it is the last."""
+    """Cut a text as preprocessing cuts long ones; with each piece, whether it is the last."""
     file = io.BytesIO(text)
     while piece := read_piece(file):
         yield piece, file.tell() == len(text)
-
-
-def _megabytes(documents: list[Document]) -> float:
-    return sum(len(document.text) for document in documents) / 1e6
-
-
-def count_tokens(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
-    """How often each token occurs, shape [vocab_size]."""
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for start in range(0, len(tokens), _COUNT_AT_ONCE):
-        counts += np.bincount(tokens[start : start + _COUNT_AT_ONCE], minlength=vocab_size)
-    return counts
-
-
-def unigram_cross_entropy(seen: np.ndarray, measured: np.ndarray) -> float:
-    """Nats per token of the best model that sees no context: the loss a language model has to beat.
-
-    Args:
-        seen: token frequencies of training, none zero (counts raised by one), shape [vocab_size].
-        measured: those of validation.
-    """
-    return float(-(measured @ np.log(seen)))

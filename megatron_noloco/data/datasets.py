@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_noloco.data.corpus import Corpus, count_tokens, load_corpus, unigram_cross_entropy
+from megatron_noloco.data.corpus import Corpus, load_corpus
 from megatron_noloco.data.indexed import IndexedTokens
 from megatron_noloco.data.records import Record, RecordDataset, load_records
 from megatron_noloco.data.samples import JoinedDataset, SampleDataset, ShuffledDataset, TokenDataset
@@ -17,52 +17,16 @@ from megatron_noloco.data.sources import Documents, IndexedSource, RecordSource,
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.plans.samples import BlendedOrder, SampleOrder
 
-_LOOKED_AT = 1 << 24  # tokens per dataset; all of a smaller one
-
-
-def frequencies(dataset: TokenDataset | RecordDataset, vocab_size: int, added: int) -> np.ndarray:
-    """How often each token occurs, relative to all; each count raised by `added`, shape [vocab_size]."""
-    counts = count_tokens(_look_at(dataset), vocab_size) + added
-    return counts / counts.sum()
-
-
-def check_tokens(dataset: TokenDataset | RecordDataset, vocab_size: int) -> None:
-    """Raises ValueError for a token outside the vocabulary, or where documents to be told apart do not end."""
-    tokens = _look_at(dataset)
-    largest = int(tokens.max())
-    if largest >= vocab_size:
-        raise ValueError(
-            f"{dataset.name} holds token {largest}, the vocabulary has {vocab_size}: it was made with another "
-            "tokenizer (data.tokenizer_type, data.tokenizer_model)"
-        )
-    documents = None if isinstance(dataset, RecordDataset) else dataset.documents
-    if documents is None or not (documents.reset_attention_mask or documents.eod_mask_loss):
-        return
-    if not (tokens == documents.end_of_document).any():
-        field = "reset_attention_mask" if documents.reset_attention_mask else "eod_mask_loss"
-        raise ValueError(
-            f"data.{field}: {dataset.name} holds no end-of-document token ({documents.end_of_document}), so its "
-            "documents cannot be told apart; preprocess it with --append-eod"
-        )
-
-
-def _look_at(dataset: TokenDataset | RecordDataset) -> np.ndarray:
-    """Up to `_LOOKED_AT` tokens, evenly spread over the dataset in 16 stretches."""
-    tokens = dataset.tokens
-    if len(tokens) <= _LOOKED_AT:
-        return tokens
-    starts = np.linspace(0, len(tokens) - _LOOKED_AT // 16, 16).astype(int)
-    return np.concatenate([tokens[start : start + _LOOKED_AT // 16] for start in starts])
-
-
 _SPLITS = ("training", "validation")
 _TRAINING, _VALIDATION = range(2)
+_LOOKED_AT = 1 << 24  # tokens per dataset that are checked and counted; all of a smaller one
+_COUNT_AT_ONCE = 1 << 20  # tokens; bincount widens its input to 8 bytes each
 _Open = Callable[[str], IndexedTokens]
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run needs of its datasets; for validation alone the first two and the last."""
+    """What a run needs of its datasets; to evaluate, the first two and the last are enough."""
 
     vocab_size: int  # of the model, without padding; it may be more than the tokenizer's
     seq_length: int
@@ -82,7 +46,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Datasets:
-    """Samples to learn from, and samples to measure on (none where the run never evaluates)."""
+    """The training samples of a run, and its validation samples (none where it never evaluates)."""
 
     training: list[Part]
     validation: list[Part]
@@ -91,13 +55,13 @@ class Datasets:
 
     @cached_property
     def train(self) -> SampleDataset:
-        """All samples to learn from; their ids are those of `order`."""
+        """All training samples; their ids are those of `order`."""
         if len(self.training) == 1:
             return self.training[0].dataset
         return JoinedDataset([part.dataset for part in self.training])
 
     def order(self, seed: int) -> SampleOrder | BlendedOrder:
-        """In which order a run of this seed reads `train`."""
+        """Return the order in which a run of this seed reads `train`."""
         if len(self.training) == 1:
             return SampleOrder(len(self.train), seed)
         sizes = tuple(len(part.dataset) for part in self.training)
@@ -105,21 +69,19 @@ class Datasets:
 
     @cached_property
     def unigram_entropy(self) -> float:
-        """Nats per token of the best model without context, in the blend's proportions; NaN without validation.
+        """Validation loss, in nats per token, of the best model that sees no context: what a model has to beat.
 
-        Of large datasets, from a part of their tokens.
+        Each token's probability is its share of the training tokens, each count raised by one so that none is
+        zero; of large datasets a part of the tokens is counted. NaN without validation.
         """
         if not self.validation:
             return math.nan
-        seen = sum(part.weight * frequencies(part.dataset, self.vocab_size, 1) for part in self.training)
-        measured = sum(
-            part.weight * frequencies(part.dataset, self.vocab_size, 0) for part in self.validation
-        )
-        return unigram_cross_entropy(np.asarray(seen), np.asarray(measured))
+        seen = _shares(self.training, self.vocab_size, added=1)
+        return float(-(_shares(self.validation, self.vocab_size, added=0) @ np.log(seen)))
 
 
 def build_datasets(source: Source, tokenizer: Tokenizer, needs: Needs) -> Datasets:
-    """The datasets of a run; raises ValueError with one clear line if it cannot be.
+    """Build the datasets of a run; raises ValueError, in one line, where they are missing, broken or too small.
 
     A training split smaller than one global batch is refused: a single step would see a sample twice.
     """
@@ -163,7 +125,7 @@ def build_datasets(source: Source, tokenizer: Tokenizer, needs: Needs) -> Datase
 def validation_datasets(
     source: Source, tokenizer: Tokenizer, needs: Needs
 ) -> list[TokenDataset | RecordDataset]:
-    """What a run measures on, without what it learns from; raises ValueError."""
+    """Return what a run is evaluated on, without its training samples; raises ValueError."""
     if isinstance(source, TextSource):
         parts = _validation_of_corpus(load_corpus(source.text, source.split, tokenizer), needs)
     elif isinstance(source, RecordSource):
@@ -176,7 +138,7 @@ def validation_datasets(
 
 
 def whole_dataset(data: str, tokenizer: Tokenizer, needs: Needs) -> TokenDataset:
-    """All tokens of a text file, a folder of them, or an indexed dataset's prefix; raises ValueError."""
+    """Return all tokens of a text file, a folder of them, or an indexed dataset's prefix; raises ValueError."""
     indexed = Path(f"{data}.idx").exists()
     try:
         tokens = IndexedTokens(data).tokens if indexed else load_corpus(data, Split(1, 0, 0), tokenizer).train
@@ -216,7 +178,7 @@ def _indexed_training(source: IndexedSource, needs: Needs, opened: _Open) -> lis
 
 
 def _indexed_validation(source: IndexedSource, needs: Needs, opened: _Open) -> list[Part]:
-    """In the order of the files: every run measures on the same samples."""
+    """Return the validation parts, in the order of the files: every run is evaluated on the same samples."""
     return [
         Part(TokenDataset(indexed.part(*bounds), needs.seq_length, name, needs.documents), weight)
         for indexed, bounds, name, weight in _splits(source, _VALIDATION, opened)
@@ -226,10 +188,12 @@ def _indexed_validation(source: IndexedSource, needs: Needs, opened: _Open) -> l
 def _splits(
     source: IndexedSource, split: int, opened: _Open
 ) -> Iterator[tuple[IndexedTokens, tuple[int, int], str, float]]:
-    """A dataset, the bounds of its sequences that belong to `split`, their name, and their weight in the blend."""
+    """Yield each dataset, the bounds of its sequences that belong to `split`, their name, and their weight."""
     blend = source.train if source.split is not None else (source.train, source.validation)[split]
     if blend is None:
-        raise ValueError("data.valid_data_path is missing: nothing to measure on (evaluate: give --data)")
+        raise ValueError(
+            "data.valid_data_path is missing: there is nothing to evaluate on (evaluate: give --data)"
+        )
     for prefix, weight in blend.parts:
         indexed = opened(prefix)
         sequences = len(indexed.lengths)
@@ -253,7 +217,7 @@ def _splits(
 
 
 def split_bounds(split: Split, sequences: int) -> list[int]:
-    """First sequence of train, validation and test, and the end: Megatron's rounding, so the same splits."""
+    """Return the first sequence of train, validation and test, and the end; rounded as Megatron does."""
     bounds = [0, *(round(share * sequences) for share in accumulate(astuple(split)))]
     return [*bounds[:-1], sequences]
 
@@ -264,3 +228,51 @@ def _about(parts: list[Part], what: str) -> str:
         for part in parts
     )
     return f"{what}: {shares or 'none'}"
+
+
+# The tokens of a dataset
+
+
+def check_tokens(dataset: TokenDataset | RecordDataset, vocab_size: int) -> None:
+    """Raise ValueError for a token outside the vocabulary, or where documents to be told apart do not end."""
+    tokens = _look_at(dataset)
+    largest = int(tokens.max())
+    if largest >= vocab_size:
+        raise ValueError(
+            f"{dataset.name} holds token {largest}, the vocabulary has {vocab_size}: it was made with another "
+            "tokenizer (data.tokenizer_type, data.tokenizer_model)"
+        )
+    documents = None if isinstance(dataset, RecordDataset) else dataset.documents
+    if documents is None or not (documents.reset_attention_mask or documents.eod_mask_loss):
+        return
+    if not (tokens == documents.end_of_document).any():
+        field = "reset_attention_mask" if documents.reset_attention_mask else "eod_mask_loss"
+        raise ValueError(
+            f"data.{field}: {dataset.name} holds no end-of-document token ({documents.end_of_document}), so its "
+            "documents cannot be told apart; preprocess it with --append-eod"
+        )
+
+
+def _look_at(dataset: TokenDataset | RecordDataset) -> np.ndarray:
+    """Return up to `_LOOKED_AT` tokens, evenly spread over the dataset in 16 stretches."""
+    tokens = dataset.tokens
+    if len(tokens) <= _LOOKED_AT:
+        return tokens
+    starts = np.linspace(0, len(tokens) - _LOOKED_AT // 16, 16).astype(int)
+    return np.concatenate([tokens[start : start + _LOOKED_AT // 16] for start in starts])
+
+
+def _shares(parts: list[Part], vocab_size: int, added: int) -> np.ndarray:
+    """Return how often each token occurs in a blend, relative to all, shape [vocab_size].
+
+    Args:
+        added: what each count of each part is raised by.
+    """
+    shares = np.zeros(vocab_size)
+    for part in parts:
+        tokens = _look_at(part.dataset)
+        counts = np.full(vocab_size, added)
+        for start in range(0, len(tokens), _COUNT_AT_ONCE):
+            counts += np.bincount(tokens[start : start + _COUNT_AT_ONCE], minlength=vocab_size)
+        shares += part.weight * (counts / counts.sum())
+    return shares

@@ -1,4 +1,8 @@
-"""Megatron's indexed datasets."""
+"""Megatron's indexed datasets: `PREFIX.bin`, all tokens one after the other, and `PREFIX.idx`, where texts begin.
+
+Read and written here, without Megatron-core: importing that takes seconds in every process, and its reader takes a
+damaged file for a good one. The format is that of its `datasets/indexed_dataset.py`; tests compare both ways.
+"""
 
 import os
 import shutil
@@ -35,7 +39,7 @@ class _Index:
 
     @classmethod
     def read(cls, path: Path) -> "_Index":
-        """Views of the file; raises ValueError unless it is one of ours and of full length."""
+        """Return views of the file; raises ValueError unless it is a whole index."""
         index = np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.zeros(0, np.uint8)
         if index[:9].tobytes() != _MAGIC or len(index) < _HEADER.size:
             raise ValueError(f"{path}: not a Megatron index (it does not begin with MMIDIDX)")
@@ -102,12 +106,12 @@ class IndexedTokens:
         return np.diff(self.offsets[self.document_bounds])
 
     def part(self, first: int, stop: int) -> np.ndarray:
-        """The tokens of sequences `first` to `stop`, as a view of the file."""
+        """Return the tokens of sequences `first` to `stop`, as a view of the file."""
         return self.tokens[self.offsets[first] : self.offsets[stop]]
 
 
 def token_dtype(vocab_size: int) -> type[np.generic]:
-    """The type in which Megatron stores tokens of such a vocabulary."""
+    """Return the type in which Megatron stores tokens of such a vocabulary."""
     return np.uint16 if vocab_size < _UINT16_BELOW else np.int32
 
 
@@ -121,14 +125,14 @@ class IndexedWriter:
         self._lengths, self._bounds = array("i"), array("q", [0])
 
     def add(self, tokens: np.ndarray, ends_document: bool) -> None:
-        """One sequence, shape [tokens], and whether its document ends with it."""
+        """Write one sequence, shape [tokens]; `ends_document`: its document ends with it."""
         self._tokens.write(tokens.astype(self._dtype).data)
         self._lengths.append(len(tokens))
         if ends_document:
             self._bounds.append(len(self._lengths))
 
     def add_prefix(self, prefix: Path) -> None:
-        """All that was written under another prefix."""
+        """Append all that was written under another prefix."""
         index = _Index.read(Path(f"{prefix}.idx"))
         assert index.dtype == self._dtype, "another vocabulary"
         self._bounds.extend((index.document_bounds[1:] + len(self._lengths)).tolist())
@@ -137,7 +141,7 @@ class IndexedWriter:
             shutil.copyfileobj(file, self._tokens, _COPY_BYTES)
 
     def finish(self) -> None:
-        """Write the index, once the tokens are safe on the disk."""
+        """Write the index, after the tokens are safe on the disk."""
         with self._tokens as tokens:
             tokens.flush()
             os.fsync(tokens.fileno())
@@ -159,6 +163,7 @@ _SHOWN_TOKENS = 60  # of a document
 
 
 def report(indexed: IndexedTokens, tokenizer: Tokenizer, samples: int) -> Iterator[str]:
+    """Yield lines about a dataset for a person; the last ones are the first `samples` documents."""
     lengths = indexed.document_lengths
     yield f"dataset: {indexed.prefix} ({indexed.tokens.nbytes / 1e6:.1f} MB, {indexed.dtype} tokens)"
     yield f"documents: {len(lengths)}, in {len(indexed.lengths)} sequences"
@@ -174,7 +179,7 @@ def report(indexed: IndexedTokens, tokenizer: Tokenizer, samples: int) -> Iterat
 
 
 def _histogram(lengths: np.ndarray) -> Iterator[str]:
-    """Documents by length, in powers of two."""
+    """Yield the number of documents by length, in powers of two."""
     powers = np.bincount(np.frexp(lengths)[1])  # 2**(power - 1) <= length < 2**power
     present = np.flatnonzero(powers)
     ranges = {
@@ -188,7 +193,7 @@ def _histogram(lengths: np.ndarray) -> Iterator[str]:
 
 
 def _shown(tokens: np.ndarray, tokenizer: Tokenizer) -> str:
-    """Their text, or the ids where the tokenizer cannot have made them."""
+    """Return the tokens' text, or their ids where the tokenizer cannot have made them."""
     if int(tokens.max(initial=0)) >= tokenizer.vocab_size:
         ids = " ".join(map(str, tokens[:12]))
         return f"tokens {ids} ... (not of this tokenizer: --tokenizer-type, --tokenizer-model)"

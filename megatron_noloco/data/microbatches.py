@@ -27,16 +27,16 @@ class Microbatch(NamedTuple):
     documents: Tensor | None  # the number of each token's document in its sample; None: not told apart
 
     def pinned(self) -> "Microbatch":
-        """In memory from which a GPU copies without the host."""
+        """Return a copy in memory from which a GPU copies without the host."""
         tokens, labels, documents = self
         pinned = documents if documents is None else documents.pin_memory()
         return Microbatch(tokens.pin_memory(), labels.pin_memory(), pinned)
 
 
 class MicrobatchSource:
-    """Training microbatches, of every replica, on every rank.
+    """The training microbatches of every replica, readable on every rank.
 
-    No state moves, so a resume needs only the step, and every stage can read the labels and the borders of
+    There is no state, so a resume needs only the step, and every stage can read the labels and the borders of
     documents of a microbatch that was routed to it from another replica.
     """
 
@@ -65,10 +65,11 @@ class ValidationSource:
         weight: float = 1.0,
         multiple_of: int = 1,
     ) -> None:
-        """`count` None: all of the split, but for a rest that does not fill `multiple_of` microbatches.
+        """Raises ValueError where the split has too few samples.
 
         Args:
-            weight: in its blend.
+            count: None takes all of the split, but for a rest that does not fill `multiple_of` microbatches.
+            weight: the dataset's in its blend.
             multiple_of: how many microbatches a pipeline takes at once; another `count` is rounded up to it.
         """
         if count is None:
@@ -97,7 +98,7 @@ class ValidationSource:
 
 
 def gather(dataset: SampleDataset, ids: np.ndarray) -> Microbatch:
-    """The samples of these ids as one microbatch."""
+    """Return the samples of these ids as one microbatch."""
     tokens, labels, documents = zip(*(dataset[index] for index in ids.tolist()), strict=True)
     return Microbatch(
         torch.from_numpy(np.stack(tokens)),
@@ -110,7 +111,7 @@ Address = tuple[int, int]  # replica, microbatch
 
 
 class StepInput(NamedTuple):
-    """What a local step needs: its microbatches, and the routes that they take."""
+    """What a local step needs: its microbatches, and their routes."""
 
     read: Callable[[int, int], Microbatch]  # (replica, microbatch) of this step
     routes: Routes
@@ -118,22 +119,26 @@ class StepInput(NamedTuple):
 
 @dataclass(frozen=True)
 class Reader:
-    """A rank as far as reading is concerned."""
+    """What decides which microbatches a rank reads: its replica, data-parallel place and reading chunks."""
 
     replica: int
     dp: int
-    chunks: tuple[int, ...]  # the numbers, in the model, of those of its chunks that read
+    chunks: tuple[int, ...]  # the chunks of this rank that read, by their number in the model
 
     @classmethod
     def at(cls, topology: Topology, position: Position, separate_documents: bool) -> "Reader":
-        """The two ends of a pipeline read tokens and labels, all others the borders of documents, if anything."""
+        """Return the reader of a rank.
+
+        The first and the last chunk read tokens and labels. Those between read the borders of documents, and only
+        if `separate_documents`.
+        """
         own = range(position.stage, topology.pp * topology.vpp, topology.pp)
         ends = (0, topology.pp * topology.vpp - 1)
         chunks = tuple(chunk for chunk in own if separate_documents or chunk in ends)
         return cls(position.replica, position.dp, chunks)
 
     def addresses(self, routes: Routes, microbatches: int) -> set[Address]:
-        """All that this rank reads: what is routed to its chunks, which to the first is its own replica's."""
+        """Return what this rank reads: the microbatches routed to its chunks (to the first, its own replica's)."""
         return {
             (routes.origin(chunk, self.replica, microbatch), microbatch)
             for chunk in self.chunks
@@ -144,11 +149,11 @@ class Reader:
 class StepLoader:
     """Microbatches and routes, step by step; a thread reads one step ahead.
 
-    Where there is a GPU, microbatches are in pinned memory: copying them to the device waits for nothing.
+    Where there is a GPU, microbatches are in pinned memory, so that copying them to the device waits for nothing.
 
     Args:
         local_steps: k, from round to round.
-        record: takes what the training loop waits for data, as "data/wait_seconds".
+        record: called with the seconds that the training loop waits for data, as "data/wait_seconds".
     """
 
     def __init__(
@@ -169,7 +174,7 @@ class StepLoader:
         self._steps: dict[int, dict[Address, Future[Microbatch]]] = {}  # this step's and the next one's
 
     def step(self, step: int) -> StepInput:
-        """The input of local step `step` (from 0); begins to read the next one's and forgets those before."""
+        """Return the input of local step `step` (from 0); begins to read the next one's and drops earlier ones."""
         self._steps = {number: self._steps.get(number) or self._begin(number) for number in (step, step + 1)}
         return StepInput(partial(self._read, step), self._routes(step))
 

@@ -1,7 +1,7 @@
 """`python -m megatron_noloco evaluate`: loss and perplexity by the trainer's own forward pass.
 
-What is measured of a checkpoint are slow weights, as an export ships them; right after a round the fast weights
-are the same.
+Of a checkpoint the slow weights are evaluated, as an export has them; right after a round the fast weights are the
+same.
 """
 
 import math
@@ -32,22 +32,22 @@ Read = Callable[[str], Tensor]
 
 @dataclass(frozen=True)
 class Model:
-    """Weights to be measured (one set or, of a checkpoint, one per replica and their mean), and on what."""
+    """Sets of weights (of a checkpoint one per replica, and their mean), and the datasets to evaluate them on."""
 
     architecture: Architecture
     datasets: list[SampleDataset]
-    names: list[str]  # of the sets
-    open: Callable[[], AbstractContextManager[list[Read]]]  # how to read each set
+    names: list[str]  # one per set
+    open: Callable[[], AbstractContextManager[list[Read]]]  # opens the files; one reader per set
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one set of weights on one dataset."""
+    """The result for one set of weights on one dataset."""
 
     model: str
     dataset: str
     loss: float  # mean, nats per token
-    tokens: int  # of which this is the mean
+    tokens: int  # number of tokens in the mean
 
     @property
     def perplexity(self) -> float:
@@ -55,7 +55,7 @@ class Figures:
 
 
 def evaluate(model: Model, samples: int | None) -> Iterator[Figures]:
-    """Measure every set of weights on so many samples of every dataset; None: on all."""
+    """Evaluate every set of weights on `samples` samples of every dataset; None: on all."""
     whole = WholeModel(model.architecture)
     with model.open() as sets:
         for name, read in zip(model.names, sets, strict=True):
@@ -67,7 +67,7 @@ def evaluate(model: Model, samples: int | None) -> Iterator[Figures]:
 
 
 def _mean_loss(whole: WholeModel, dataset: SampleDataset, ids: np.ndarray) -> tuple[float, int]:
-    """Per token that has a loss; and how many have."""
+    """Return the mean loss per token that has one, and the number of these tokens."""
     batch = max(1, _BATCH_TOKENS // dataset.seq_length)
     total, tokens = 0.0, 0
     for start in range(0, len(ids), batch):
@@ -79,14 +79,14 @@ def _mean_loss(whole: WholeModel, dataset: SampleDataset, ids: np.ndarray) -> tu
 
 
 def open_model(paths: Sequence[Path], data: str | None, seq_length: int | None) -> Model:
-    """What to measure: a Hugging Face folder, or a checkpoint.
+    """Open what is to be evaluated: a Hugging Face folder, or a checkpoint.
 
     Args:
         paths: the one folder, or see `find_ensemble`.
         data: text, a folder of text, or a dataset's prefix; None: the run's own validation split.
         seq_length: tokens in a sample; None: the model's.
 
-    Raises ValueError when there is nothing to measure, or nothing to measure on.
+    Raises ValueError when the model, or the data to evaluate it on, is missing.
     """
     first = paths[0]
     is_run = (first / "checkpoints").is_dir()  # which may keep a config.json of its own

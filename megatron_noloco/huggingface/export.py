@@ -1,4 +1,4 @@
-"""`python -m megatron_noloco export`."""
+"""`python -m megatron_noloco export`: a checkpoint becomes a Hugging Face folder, which is then checked."""
 
 import json
 import math
@@ -16,8 +16,80 @@ from megatron_noloco.huggingface.source import Source
 from megatron_noloco.huggingface.whole_model import WholeModel
 from megatron_noloco.model.families import Parameter, family_of, table_of
 
+UNFINISHED = "UNFINISHED"  # a file of this name marks a folder whose check failed or was never made
+TOLERANCE = 1e-4  # largest difference of a logit, both models in fp32
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-def model_card(source: Source) -> str:
+File = dict[str, Parameter]  # Hugging Face name -> the parameter it is made from
+
+
+def export(source: Source, output: Path, dtype: str, max_shard_bytes: int) -> None:
+    """Write the Hugging Face folder, marked as unfinished; `check_export` removes the mark.
+
+    Peak memory is that of one weight file and a few parameters: 1.35 GB for 1.3 billion parameters in files of
+    500 MB (two files at a time took 1.98 GB).
+    Raises ValueError when `output` exists and is not an unfinished export.
+    """
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"{output}: is a file; give another --output")
+    if output.exists() and any(output.iterdir()) and not (output / UNFINISHED).exists():
+        raise ValueError(f"{output}: exists and is not empty; give another --output, or remove it")
+    shutil.rmtree(output, ignore_errors=True)
+    with writing(output, "--output"):
+        output.mkdir(parents=True)
+    (output / UNFINISHED).write_text("the logits of this model have not been compared with the trainer's\n")
+    architecture, end = source.architecture, source.tokenizer.end_of_document
+    _write_json(output / "config.json", family_of(architecture).hf_config(architecture, dtype, end))
+    _write_json(output / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})
+    source.tokenizer.save(output, architecture.seq_length)
+    _write_weights(source, output, DTYPES[dtype], max_shard_bytes)
+    (output / "README.md").write_text(_model_card(source))
+
+
+def _write_weights(source: Source, output: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
+    """Write the weight files, and where there are several the index that transformers reads."""
+    parameters = list(table_of(source.architecture))
+    files = distribute(parameters, dtype.itemsize, max_shard_bytes)
+    names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
+    if len(files) == 1:
+        names = ["model.safetensors"]
+    else:
+        weight_map = {name: file_name for file_name, file in zip(names, files, strict=True) for name in file}
+        total = dtype.itemsize * sum(math.prod(shape) for p in parameters for shape in p.hf_shapes.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _write_json(output / "model.safetensors.index.json", index)
+    for name, file in zip(names, files, strict=True):
+        save_file(_tensors(source, file, dtype), output / name, metadata={"format": "pt"})
+
+
+def distribute(parameters: list[Parameter], itemsize: int, max_bytes: int) -> list[File]:
+    """Distribute all Hugging Face tensors to files of at most `max_bytes`; a larger tensor gets its own."""
+    files: list[File] = []
+    room = 0
+    for parameter in parameters:
+        for name, shape in parameter.hf_shapes.items():
+            size = itemsize * math.prod(shape)
+            if not files or size > room:
+                files.append({})
+                room = max_bytes
+            files[-1][name] = parameter
+            room -= size
+    return files
+
+
+def _tensors(source: Source, file: File, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the tensors of one weight file by name."""
+    reader = source.reader()
+    tensors: dict[str, Tensor] = {}
+    for parameter, names in groupby(file, key=file.__getitem__):
+        parts = parameter.to_hf(reader.read(parameter.name, source.replicas))
+        # copied, because the reader uses its memory again
+        tensors |= {name: parts[name].to(dtype, copy=True) for name in names}
+    return tensors
+
+
+def _model_card(source: Source) -> str:
+    """Return the README.md of an export: how this model was trained, in numbers."""
     manifest, family = source.saved.manifests[0], source.architecture.family
     topology, saved = manifest.topology, len(source.saved.replicas)
     what = (
@@ -38,8 +110,8 @@ def model_card(source: Source) -> str:
         f"- tokens, all replicas together: {manifest.consumed_samples * source.architecture.seq_length}",
         f"- replicas x pipeline x data x tensor parallel sizes: {saved} x {topology.pp} x "
         f"{topology.dp} x {topology.tp}",
+        *(f"- {line}" for line in source.losses_report()),
     ]
-    lines += [f"- {line}" for line in source.losses_report()]
     if saved > 1:
         lines += [
             f"- spread between the replicas, stage {stage}: {spread:.3E}"
@@ -49,90 +121,16 @@ def model_card(source: Source) -> str:
     return "\n".join(lines)
 
 
-UNFINISHED = "UNFINISHED"  # a file of this name marks a folder whose check failed or was never made
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-File = dict[str, Parameter]  # Hugging Face name -> the parameter it is made from
-
-
-def export(source: Source, output: Path, dtype: str, max_shard_bytes: int) -> None:
-    """Write the Hugging Face folder, marked as unfinished; `check.check_export` takes the mark away.
-
-    Peak memory is that of one weight file and a few parameters: 1.35 GB for 1.3 billion parameters in files of
-    500 MB (two files at a time took 1.98 GB).
-    Raises ValueError when `output` exists and is not an unfinished export.
-    """
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"{output}: is a file; give another --output")
-    if output.exists() and any(output.iterdir()) and not (output / UNFINISHED).exists():
-        raise ValueError(f"{output}: exists and is not empty; give another --output, or remove it")
-    shutil.rmtree(output, ignore_errors=True)
-    with writing(output, "--output"):
-        output.mkdir(parents=True)
-    (output / UNFINISHED).write_text("the logits of this model have not been compared with the trainer's\n")
-    architecture, end = source.architecture, source.tokenizer.end_of_document
-    _write_json(output / "config.json", family_of(architecture).hf_config(architecture, dtype, end))
-    _write_json(output / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})
-    source.tokenizer.save(output, architecture.seq_length)
-    _write_weights(source, output, DTYPES[dtype], max_shard_bytes)
-    (output / "README.md").write_text(model_card(source))
-
-
-def _write_weights(source: Source, output: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
-    """The weight files, and where there are several the index that transformers reads."""
-    parameters = list(table_of(source.architecture))
-    files = distribute(parameters, dtype.itemsize, max_shard_bytes)
-    names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
-    if len(files) == 1:
-        names = ["model.safetensors"]
-    else:
-        weight_map = {name: file_name for file_name, file in zip(names, files, strict=True) for name in file}
-        total = dtype.itemsize * sum(math.prod(shape) for p in parameters for shape in p.hf_shapes.values())
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_json(output / "model.safetensors.index.json", index)
-
-    for name, file in zip(names, files, strict=True):
-        save_file(_tensors(source, file, dtype), output / name, metadata={"format": "pt"})
-
-
-def distribute(parameters: list[Parameter], itemsize: int, max_bytes: int) -> list[File]:
-    """All Hugging Face tensors in files of at most `max_bytes`, or of one tensor that is larger."""
-    files: list[File] = []
-    room = 0
-    for parameter in parameters:
-        for name, shape in parameter.hf_shapes.items():
-            size = itemsize * math.prod(shape)
-            if not files or size > room:
-                files.append({})
-                room = max_bytes
-            files[-1][name] = parameter
-            room -= size
-    return files
-
-
-def _tensors(source: Source, file: File, dtype: torch.dtype) -> dict[str, Tensor]:
-    reader = source.reader()
-    tensors: dict[str, Tensor] = {}
-    for parameter, names in groupby(file, key=file.__getitem__):
-        parts = parameter.to_hf(reader.read(parameter.name, source.replicas))
-        tensors |= {
-            name: parts[name].to(dtype, copy=True) for name in names
-        }  # the reader's memory is used again
-    return tensors
-
-
 def _write_json(path: Path, content: dict[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-TOLERANCE = 1e-4  # largest difference of a logit, both models in fp32
-
-
 def check_export(source: Source, output: Path) -> float:
-    """The largest difference between the two models' logits on the same tokens, both in fp32.
+    """Compare the logits of the export under transformers with those of the trainer's own forward pass.
 
-    Takes away the mark of an unfinished export when it is below the tolerance. The trainer's model is
-    assembled from the checkpoint's own tensors, not from the exported ones, rounded as the export rounds them.
+    Returns the largest difference on the same tokens, both models in fp32; removes the mark of an unfinished
+    export when it is below the tolerance. The trainer's model is assembled from the checkpoint's own tensors, not
+    from the exported ones, rounded as the export rounds them.
     """
     architecture = source.architecture
     length = 64 + (architecture.sliding_window or 0)  # tokens outside the window, or it would not show
@@ -149,6 +147,7 @@ def check_export(source: Source, output: Path) -> float:
 
 @torch.no_grad()
 def _logits_there(output: Path, tokens: Tensor) -> Tensor:
+    """Return the logits of the exported model under transformers, in fp32."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -158,7 +157,7 @@ def _logits_there(output: Path, tokens: Tensor) -> Tensor:
 
 
 def _logits_here(source: Source, output: Path, tokens: Tensor) -> Tensor:
-    """Megatron-core's forward pass, as one rank, in fp32."""
+    """Return the logits of Megatron-core's forward pass on the checkpoint's tensors, as one rank, in fp32."""
     rounding = DTYPES[json.loads((output / "config.json").read_text())["dtype"]]
     model, reader = WholeModel(source.architecture), source.reader()
     model.load(lambda name: reader.read(name, source.replicas).to(rounding))

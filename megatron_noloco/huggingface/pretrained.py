@@ -1,4 +1,4 @@
-"""A Hugging Face folder."""
+"""A Hugging Face folder as the start of a run: its architecture, weights and tokenizer, and the config for it."""
 
 import json
 from contextlib import ExitStack
@@ -14,134 +14,90 @@ from megatron_noloco.data.tokenizer import ByteTokenizer, FastTokenizer, Tokeniz
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import architecture_of, families_with, family_of, table_of
 
-
-def read_architecture(folder: Path) -> Architecture:
-    """What the folder's config describes; raises ValueError, in one line, where no model of ours can be that."""
-    theirs = read_config(folder)
-    try:
-        return architecture_of(theirs)
-    except ValueError as error:
-        raise ValueError(f"{folder / 'config.json'}: {error}") from None
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """The folder's config.json; raises ValueError."""
-    return read_object(folder / "config.json", "give the folder of a Hugging Face model")
-
-
-class PretrainedWeights:
-    """The weights of a folder as parameters of an architecture, memory-mapped; use as a context manager."""
-
-    def __init__(self, folder: Path, architecture: Architecture) -> None:
-        self.folder = folder
-        self._table = table_of(architecture)
-        self._where = _find_tensors(folder)
-        self._stack = ExitStack()
-        self._open: dict[str, Any] = {}
-
-    def __enter__(self) -> "PretrainedWeights":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
-
-    def __call__(self, name: str) -> Tensor:
-        """The full parameter of that name in the unsplit model, in the folder's precision.
-
-        Raises ValueError when a tensor or its file is missing, or cannot be read.
-        """
-        return self._table.find(name).from_hf(self._tensor)
-
-    def check(self) -> None:
-        """Raise ValueError unless all tensors are there, of their shapes, in plain floating-point numbers.
-
-        Reads the headers of the files only.
-        """
-        for parameter in self._table:
-            for name, shape in parameter.hf_shapes.items():
-                self._check(name, list(shape))
-
-    def _check(self, name: str, shape: list[int]) -> None:
-        header = self._get(name, "get_slice")
-        if header.get_dtype() not in ("F32", "BF16", "F16"):
-            raise ValueError(
-                f"{self._path(name)}: {name} is {header.get_dtype()}; "
-                "weights must be F32, BF16 or F16, not quantized"
-            )
-        if header.get_shape() != shape:
-            raise ValueError(f"{self._path(name)}: {name} is {header.get_shape()}, not {shape}")
-
-    def _tensor(self, name: str) -> Tensor:
-        return self._get(name, "get_tensor")
-
-    def _get(self, name: str, how: str) -> Any:
-        if name not in self._where:
-            raise ValueError(f"{self.folder}: no tensor {name}")
-        path = self._path(name)
-        try:
-            if path.name not in self._open:
-                self._open[path.name] = self._stack.enter_context(safe_open(path, framework="pt"))
-            return getattr(self._open[path.name], how)(name)
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{path}: {error}") from None
-
-    def _path(self, name: str) -> Path:
-        return self.folder / self._where[name]
-
-
-def _find_tensors(folder: Path) -> dict[str, str]:
-    """Tensor name -> file name, from the index or the single file."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.exists():
-        where = read_object(index, "weights must be safetensors").get("weight_map")
-        if not isinstance(where, dict):
-            raise ValueError(f"{index}: no weight_map")
-        missing = sorted({file for file in where.values() if not (folder / file).exists()})
-        if missing:
-            raise ValueError(f"{folder / missing[0]}: missing, though {index.name} lists it")
-        return where
-    if not single.exists():
-        raise ValueError(f"{single}: missing; weights must be safetensors")
-    try:
-        with safe_open(single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), single.name)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{single}: {error}") from None
-
-
-def read_object(path: Path, advice: str) -> dict[str, Any]:
-    """The JSON object in a file; raises ValueError."""
-    try:
-        content = json.loads(path.read_text())
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; {advice}") from None
-    except ValueError:
-        content = None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: not a JSON object; {advice}")
-    return content
-
-
 _PROBE = "Byte by byte, \n\té 中"
 
 
-def with_tokenizer_of(folder: Path, data: dict[str, Any]) -> dict[str, Any]:
-    """The block `data` of a run that starts from a Hugging Face model: in the model's tokens.
+def import_folder(folder: Path, template: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON of a run that starts from the folder: the template's, with the folder's model and tokenizer.
 
-    Unchanged where it names a tokenizer itself, and where the model has none or the byte-level one.
+    Moves no weights. Raises ValueError, in one line, when no run can start from the folder.
+    """
+    before, architecture = RunConfig.from_dict(template), read_architecture(folder)
+    dropout = _read_config(folder).get("attention_dropout")
+    kept = {
+        name: value
+        for name, value in template["model"].items()
+        if not families_with(name) or architecture.family in families_with(name)
+    }
+    model = {
+        **({"attention_dropout": dropout} if dropout else {}),  # the template may say otherwise
+        **kept,
+        **model_block(architecture),
+        "seq_length": before.model.seq_length,
+        "make_vocab_size_divisible_by": before.parallel.tensor_model_parallel_size,
+    }
+    training = {**template["training"], "pretrained": str(folder.resolve())}
+    data = _with_tokenizer_of(folder, template["data"])
+    raw = {**template, "model": model, "training": training, "data": data}
+    run = RunConfig.from_dict(raw)
+    with PretrainedWeights(folder, architecture) as weights:
+        weights.check()
+    _check_tokenizer(folder, build_tokenizer(run.tokenizer), architecture.vocab_size)
+    return raw
+
+
+def check_fits(folder: Path, architecture: Architecture) -> None:
+    """Raise ValueError, one line per problem, unless the folder holds the weights of this model, all of them."""
+    ours = model_block(architecture)
+    lines = [
+        f"training.pretrained: model.{name} is {ours.get(name)!r}, but {value!r} in {folder / 'config.json'}"
+        for name, value in model_block(read_architecture(folder)).items()
+        if name != "seq_length" and ours.get(name) != value
+    ]
+    if lines:
+        raise ValueError("\n".join(lines))
+    with PretrainedWeights(folder, architecture) as weights:
+        weights.check()
+
+
+def model_block(architecture: Architecture) -> dict[str, Any]:
+    """Return the fields of a run's `model` block that decide which weights fit, and the length of a sample."""
+    sizes = asdict(architecture)
+    return {
+        "family": architecture.family,
+        "num_layers": architecture.num_layers,
+        "hidden_size": architecture.hidden_size,
+        "ffn_hidden_size": architecture.ffn_hidden_size,
+        "num_attention_heads": architecture.num_attention_heads,
+        "num_query_groups": architecture.num_query_groups,
+        "kv_channels": architecture.kv_channels,
+        "vocab_size": architecture.vocab_size,
+        "rotary_base": architecture.rotary_base,
+        "yarn_rotary_scaling_factor": architecture.yarn_rotary_scaling_factor,
+        "yarn_original_max_position_embeddings": architecture.yarn_original_max_position_embeddings,
+        "norm_epsilon": architecture.norm_epsilon,
+        "untie_embeddings_and_output_weights": not architecture.tied_embeddings,
+        "seq_length": architecture.seq_length,
+        **{name: sizes[name] for name in family_of(architecture).own_fields if name in sizes},
+    }
+
+
+# The tokenizer
+
+
+def _with_tokenizer_of(folder: Path, data: dict[str, Any]) -> dict[str, Any]:
+    """Return the block `data` with the folder's tokenizer.
+
+    Unchanged where it names a tokenizer itself, and where the folder has none or the byte-level one.
     """
     if "tokenizer_type" in data or not (folder / "tokenizer.json").exists():
         return data
     if _same_tokens(FastTokenizer(folder), ByteTokenizer()):
         return data
-    return {
-        **data,
-        "tokenizer_type": "HuggingFaceTokenizer",
-        "tokenizer_model": str(folder.resolve()),
-    }
+    return {**data, "tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder.resolve())}
 
 
-def check_tokenizer(folder: Path, ours: Tokenizer, vocab_size: int) -> None:
+def _check_tokenizer(folder: Path, ours: Tokenizer, vocab_size: int) -> None:
     """Raise ValueError where the ids of a Hugging Face model are not those of the run's tokenizer.
 
     A model without a tokenizer may have been trained with ours; one with another was not, and its embeddings
@@ -169,71 +125,105 @@ def _same_tokens(theirs: Tokenizer, ours: Tokenizer) -> bool:
     return theirs.encode(_PROBE).tolist() == ours.encode(_PROBE).tolist()
 
 
-def import_folder(folder: Path, template: dict[str, Any]) -> dict[str, Any]:
-    """The JSON of a run that starts from the folder: the template's, with the folder's model and tokenizer.
-
-    Moves no weights. Raises ValueError, in one line, when no run can start from the folder.
-    """
-    before, architecture = RunConfig.from_dict(template), read_architecture(folder)
-    kept = {
-        name: value
-        for name, value in template["model"].items()
-        if not families_with(name) or architecture.family in families_with(name)
-    }
-    model = {
-        **_training_settings(folder),
-        **kept,
-        **model_block(architecture),
-        "seq_length": before.model.seq_length,
-        "make_vocab_size_divisible_by": before.parallel.tensor_model_parallel_size,
-    }
-    training = {**template["training"], "pretrained": str(folder.resolve())}
-    data = with_tokenizer_of(folder, template["data"])
-    raw = {**template, "model": model, "training": training, "data": data}
-    run = RunConfig.from_dict(raw)
-    with PretrainedWeights(folder, architecture) as weights:
-        weights.check()
-    check_tokenizer(folder, build_tokenizer(run.tokenizer), architecture.vocab_size)
-    return raw
+# The files
 
 
-def _training_settings(folder: Path) -> dict[str, Any]:
-    """What a folder says about the training of its model, under our names; a template may say otherwise."""
-    dropout = read_config(folder).get("attention_dropout")
-    return {"attention_dropout": dropout} if dropout else {}
+def read_architecture(folder: Path) -> Architecture:
+    """Return the model that config.json describes; raises ValueError, in one line, where it is not supported."""
+    theirs = _read_config(folder)
+    try:
+        return architecture_of(theirs)
+    except ValueError as error:
+        raise ValueError(f"{folder / 'config.json'}: {error}") from None
 
 
-def check_fits(folder: Path, architecture: Architecture) -> None:
-    """Raise ValueError, one line per problem, unless the folder holds the weights of this model, all of them."""
-    ours = model_block(architecture)
-    lines = [
-        f"training.pretrained: model.{name} is {ours.get(name)!r}, but {value!r} in {folder / 'config.json'}"
-        for name, value in model_block(read_architecture(folder)).items()
-        if name != "seq_length" and ours.get(name) != value
-    ]
-    if lines:
-        raise ValueError("\n".join(lines))
-    with PretrainedWeights(folder, architecture) as weights:
-        weights.check()
+class PretrainedWeights:
+    """The weights of a folder as parameters of an architecture, memory-mapped; use as a context manager."""
+
+    def __init__(self, folder: Path, architecture: Architecture) -> None:
+        """Raises ValueError when there are no weights, or a file of them is missing."""
+        self.folder = folder
+        self._table = table_of(architecture)
+        self._where = _find_tensors(folder)
+        self._stack = ExitStack()
+        self._open: dict[str, Any] = {}
+
+    def __enter__(self) -> "PretrainedWeights":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stack.close()
+
+    def __call__(self, name: str) -> Tensor:
+        """Return the full parameter of that name in the unsplit model, in the folder's precision.
+
+        Raises ValueError when a tensor is missing or cannot be read.
+        """
+        return self._table.find(name).from_hf(lambda tensor: self._file_of(tensor).get_tensor(tensor))
+
+    def check(self) -> None:
+        """Raise ValueError unless all tensors are there, of their shapes, in plain floating-point numbers.
+
+        Reads the headers of the files only.
+        """
+        for parameter in self._table:
+            for name, shape in parameter.hf_shapes.items():
+                header = self._file_of(name).get_slice(name)
+                where, dtype, found = f"{self._path(name)}: {name}", header.get_dtype(), header.get_shape()
+                if dtype not in ("F32", "BF16", "F16"):
+                    raise ValueError(f"{where} is {dtype}; weights must be F32, BF16 or F16, not quantized")
+                if found != list(shape):
+                    raise ValueError(f"{where} is {found}, not {list(shape)}")
+
+    def _file_of(self, name: str) -> Any:
+        """Return the open file that holds a tensor."""
+        if name not in self._where:
+            raise ValueError(f"{self.folder}: no tensor {name}")
+        path = self._path(name)
+        try:
+            if path.name not in self._open:
+                self._open[path.name] = self._stack.enter_context(safe_open(path, framework="pt"))
+            self._open[path.name].get_slice(name)  # fails where the index names the wrong file
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{path}: {error}") from None
+        return self._open[path.name]
+
+    def _path(self, name: str) -> Path:
+        return self.folder / self._where[name]
 
 
-def model_block(architecture: Architecture) -> dict[str, Any]:
-    """The fields of a run's `model` block that decide which weights fit, and the length of a sample."""
-    sizes = asdict(architecture)
-    return {
-        "family": architecture.family,
-        "num_layers": architecture.num_layers,
-        "hidden_size": architecture.hidden_size,
-        "ffn_hidden_size": architecture.ffn_hidden_size,
-        "num_attention_heads": architecture.num_attention_heads,
-        "num_query_groups": architecture.num_query_groups,
-        "kv_channels": architecture.kv_channels,
-        "vocab_size": architecture.vocab_size,
-        "rotary_base": architecture.rotary_base,
-        "yarn_rotary_scaling_factor": architecture.yarn_rotary_scaling_factor,
-        "yarn_original_max_position_embeddings": architecture.yarn_original_max_position_embeddings,
-        "norm_epsilon": architecture.norm_epsilon,
-        "untie_embeddings_and_output_weights": not architecture.tied_embeddings,
-        "seq_length": architecture.seq_length,
-        **{name: sizes[name] for name in family_of(architecture).own_fields if name in sizes},
-    }
+def _find_tensors(folder: Path) -> dict[str, str]:
+    """Return the file name of each tensor, from the index or the single file."""
+    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.exists():
+        where = _read_object(index, "weights must be safetensors").get("weight_map")
+        if not isinstance(where, dict):
+            raise ValueError(f"{index}: no weight_map")
+        missing = sorted({file for file in where.values() if not (folder / file).exists()})
+        if missing:
+            raise ValueError(f"{folder / missing[0]}: missing, though {index.name} lists it")
+        return where
+    if not single.exists():
+        raise ValueError(f"{single}: missing; weights must be safetensors")
+    try:
+        with safe_open(single, framework="pt") as file:
+            return dict.fromkeys(file.keys(), single.name)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{single}: {error}") from None
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    return _read_object(folder / "config.json", "give the folder of a Hugging Face model")
+
+
+def _read_object(path: Path, advice: str) -> dict[str, Any]:
+    """Return the JSON object in a file; raises ValueError."""
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{path}: {error.strerror}; {advice}") from None
+    except ValueError:
+        content = None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: not a JSON object; {advice}")
+    return content

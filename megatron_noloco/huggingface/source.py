@@ -1,4 +1,4 @@
-"""The checkpoint that a model is made from, and which of its replicas make it up."""
+"""The checkpoint that an export or an evaluation reads, and which of its replicas form the model."""
 
 import math
 import re
@@ -38,12 +38,12 @@ class Source:
         return CheckpointReader(self.saved)
 
     def losses(self) -> dict[int, dict[str, float]]:
-        """What the last evaluation before the checkpoint measured, by replica."""
+        """Return what the last evaluation before the checkpoint measured, by replica."""
         counters = {replica: self.saved.last_stage(replica).counters for replica in self.saved.replicas}
         return {replica: figures for replica, figures in counters.items() if "validation_loss" in figures}
 
     def losses_report(self) -> list[str]:
-        """Replicas and their mean model side by side, as last evaluated."""
+        """Return lines with the losses of the replicas and of their mean model, as last evaluated."""
         losses = self.losses()
         lines = [
             f"replica {replica}: validation loss {f['validation_loss']:.4f}" for replica, f in losses.items()
@@ -57,7 +57,9 @@ class Source:
 
 
 def open_source(paths: Sequence[Path], combine: str) -> Source:
-    """Raises ValueError when the checkpoint is incomplete or damaged, or `combine` asks for what it does not hold.
+    """Find a checkpoint, verify its weights, and choose replicas.
+
+    Raises ValueError when it is incomplete or damaged, or does not hold what `combine` asks for.
 
     Args:
         paths: see `find_ensemble`.
@@ -72,13 +74,13 @@ def open_source(paths: Sequence[Path], combine: str) -> Source:
 
 
 def _verify_weights(saved: Ensemble, manifest: Manifest) -> None:
-    """What only a resume needs is not read, and may be gone."""
+    """Verify the weights only: the files that a resume needs besides may be gone."""
     path = saved.file(manifest.position, catalog.WEIGHTS)
     verify(path.parent, {path.name: manifest.files[path.name]})
 
 
 def _choose(source: Source, combine: str) -> list[int]:
-    """The replicas that make up the model; raises ValueError."""
+    """Return the replicas whose mean is the model; raises ValueError."""
     if combine == "mean":
         return source.replicas
     if combine == "best":

@@ -1,4 +1,4 @@
-"""A whole model in one process."""
+"""A whole model in one process: the trainer's own forward pass, and text through transformers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ from megatron_noloco.plans.topology import Topology
 
 
 class WholeModel:
-    """The unsplit model in this process, on the accelerator if there is one; it has no weights before `load`."""
+    """The trainer's model, unsplit, in fp32, on the GPU if there is one; it has no weights before `load`."""
 
     def __init__(self, architecture: Architecture) -> None:
         before_engines()
@@ -29,27 +29,27 @@ class WholeModel:
         cpu.prepare()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         groups = build_groups(Topology(), routed=False)
-        seed_dropout(0, groups)  # nothing is dropped, but on a GPU core asks for its generators
+        seed_dropout(0, groups)  # nothing is dropped, but on a GPU Megatron-core needs its generators
         # Transformer Engine multiplies fp32 as TF32, and its causal attention reads no mask.
         compute = Compute(transformer_impl="local")
         torch.backends.cuda.matmul.allow_tf32 = False
         self._stage = empty_stage(architecture, compute, groups).to(self.device).eval()
 
     def load(self, read: Callable[[str], Tensor]) -> None:
-        """Take the weights that `read` gives by their names in the unsplit model."""
+        """Load the weights that `read` returns for their names in the unsplit model."""
         self._stage.fill(read)
 
     @torch.no_grad()
     def logits(self, tokens: Tensor) -> Tensor:
-        """Of int64 tokens [batch, tokens]: [batch, tokens, padded vocabulary], on the host."""
+        """Return the logits of int64 tokens [batch, tokens]: [batch, tokens, padded vocabulary], on the host."""
         return self._stage.chunks[0](tokens.to(self.device), None, None).float().cpu()
 
     @torch.no_grad()
     def losses(self, tokens: Tensor, labels: Tensor, documents: Tensor | None) -> Tensor:
-        """The loss of each label, nats, shape [batch, tokens], on the host; of one < 0 it means nothing.
+        """Return the loss of each label in nats, shape [batch, tokens], on the host; undefined for a label < 0.
 
         Args:
-            documents: the number of each token's document, which attends to none but itself; None: to all before.
+            documents: the number of each token's document, which attends to no other; None: one document.
         """
         tokens, labels = tokens.to(self.device), labels.to(self.device)
         documents = None if documents is None else documents.to(self.device)
