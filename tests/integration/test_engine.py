@@ -37,6 +37,7 @@ WEIGHT_DECAY = {
     "weight_decay_incr_style": "cosine",
     "weight_decay_incr_steps": STEPS - 2,
 }
+BF16 = {"bf16": {"enabled": True}}
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
@@ -123,12 +124,6 @@ def distance_from_plain_torch(changes: dict[str, Any]) -> float:
     return max(float((found["weights"][name] - expected[name]).abs().max()) for name in expected)
 
 
-def test_learning_rates_follow_the_schedule_of_the_file() -> None:
-    rates = torch.tensor(single()[0]["learning_rates"])
-    assert rates.argmax() > 0, "warm-up"
-    assert rates[-1] < rates.max(), "decay"
-
-
 SCHEDULED: dict[str, dict[str, float]] = {
     "WarmupLR": {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 3},
     "WarmupDecayLR": {"total_num_steps": 6, "warmup_max_lr": 0.01, "warmup_num_steps": 3},
@@ -147,7 +142,7 @@ def test_every_schedule_moves_the_learning_rate(schedule: str) -> None:
     assert len(set(found["learning_rates"])) > 2, found["learning_rates"]
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
 def test_wsd_has_the_rates_it_says(precision: dict[str, Any]) -> None:
     raw = tiny({"scheduler": None, **precision}) | {"scheduler": {"type": "WSD", "params": SCHEDULED["WSD"]}}
     (found,) = run_ranks(1, train, raw, 6)
@@ -187,37 +182,21 @@ def test_equals_plain_adamw_with_clipping() -> None:
 # Other topologies
 
 
-TOPOLOGIES = {
-    "TP2": ({"parallel": {"tensor_model_parallel_size": 2}}, 2),
-    "PP2": ({"parallel": {"pipeline_model_parallel_size": 2}}, 2),
-    "TP2 x PP2": ({"parallel": {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}}, 4),
-    "TP2 with sequence parallelism": (
-        {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}},
-        2,
-    ),
-    "TP2 x PP2 with sequence parallelism": (
-        {
-            "parallel": {
-                "tensor_model_parallel_size": 2,
-                "pipeline_model_parallel_size": 2,
-                "sequence_parallel": True,
-            }
-        },
-        4,
-    ),
-    "PP2 x VP2": (
-        {"parallel": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}},
-        2,
-    ),
+TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+DP2 = {"data_parallel_size": 2}
+SEQUENCE = {**TP2, "sequence_parallel": True}
+HALF_THE_MICROBATCHES = {"gradient_accumulation_steps": 2}
+TOPOLOGIES: dict[str, tuple[dict[str, Any], int]] = {
+    "TP2": ({"parallel": TP2}, 2),
+    "PP2": ({"parallel": PP2}, 2),
+    "TP2 x PP2": ({"parallel": {**TP2, **PP2}}, 4),
+    "TP2 with sequence parallelism": ({"parallel": SEQUENCE}, 2),
+    "TP2 x PP2 with sequence parallelism": ({"parallel": {**SEQUENCE, **PP2}}, 4),
+    "PP2 x VP2": ({"parallel": {**PP2, "virtual_pipeline_model_parallel_size": 2}}, 2),
+    "PP2 of 1 and 3 layers": ({"parallel": {**PP2, "num_layers_in_first_pipeline_stage": 1}}, 2),
     "PP4": ({"parallel": {"pipeline_model_parallel_size": 4}}, 4),
-    "DP2": ({"parallel": {"data_parallel_size": 2}, "gradient_accumulation_steps": 2}, 2),
-    "DP2 x PP2": (
-        {
-            "parallel": {"data_parallel_size": 2, "pipeline_model_parallel_size": 2},
-            "gradient_accumulation_steps": 2,
-        },
-        4,
-    ),
+    "DP2": ({"parallel": DP2, **HALF_THE_MICROBATCHES}, 2),
+    "DP2 x PP2": ({"parallel": {**DP2, **PP2}, **HALF_THE_MICROBATCHES}, 4),
 }
 
 
@@ -227,12 +206,10 @@ def test_topologies_train_alike(name: str) -> None:
     assert_same_training(run(changes, ranks), single(), 1e-5)
 
 
-@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
 def test_with_sequence_parallelism_tp_ranks_keep_one_copy_of_the_norms(precision: dict[str, Any]) -> None:
     """Each sees other tokens, so without a sum over the tp ranks their copies would drift apart."""
-    first, second = run(
-        {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}, **precision}, 2
-    )
+    first, second = run({"parallel": SEQUENCE, **precision}, 2)
     norms = [name for name in first["weights"] if table().find(name).tp_dim is None]
     assert len(norms) == 2 * 4 + 1
     for name in norms:
@@ -249,10 +226,10 @@ def initial_weights(rank: int, world_size: int, raw: dict[str, Any]) -> dict[str
     ("parallel", "ranks"),
     [
         ({"replicas": 2}, 2),
-        ({"replicas": 2, "pipeline_model_parallel_size": 2}, 4),
-        ({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, 2),
-        ({"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 4),
-        ({"data_parallel_size": 2, "tensor_model_parallel_size": 2}, 4),
+        ({"replicas": 2, **PP2}, 4),
+        ({**PP2, "virtual_pipeline_model_parallel_size": 2}, 2),
+        ({**TP2, **PP2}, 4),
+        ({**DP2, **TP2}, 4),
     ],
     ids=str,
 )
@@ -285,15 +262,13 @@ def test_every_matrix_starts_from_numbers_of_its_own() -> None:
 # Tied embeddings, recompute, dropout
 
 
-def test_tied_embeddings_with_two_stages() -> None:
-    ranks = run(
-        {
-            "model": {"untie_embeddings_and_output_weights": False},
-            "parallel": {"pipeline_model_parallel_size": 2},
-        },
-        2,
-    )
-    assert_same_training(ranks, single(tied=True), 1e-5)
+TIED = {"model": {"untie_embeddings_and_output_weights": False}}
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [({}, 1e-5), (BF16, 0.03)], ids=["fp32", "bf16"])
+def test_tied_embeddings_with_two_stages(precision: dict[str, Any], tolerance: float) -> None:
+    ranks = run({**TIED, **precision, "parallel": PP2}, 2)
+    assert_same_training(ranks, single(tied=True), tolerance)
     first, last = ranks[0]["weights"][EMBEDDING], ranks[1]["weights"][OUTPUT]
     assert torch.equal(first, last), "the two copies stay one"
     assert (losses(single(tied=True)) - losses(single())).abs().max() > 1e-3, "tying changes the model"
@@ -316,12 +291,6 @@ def test_recomputed_activations_change_nothing(recompute: dict[str, Any]) -> Non
     assert torch.equal(found["master"], expected["master"])
 
 
-def test_uneven_stages_train_alike() -> None:
-    """1 layer and 3."""
-    split = {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1}
-    assert_same_training(run({"parallel": split}, 2), single(), 1e-5)
-
-
 def test_recompute_draws_the_same_dropout_again() -> None:
     dropout = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
     recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -332,21 +301,12 @@ def test_recompute_draws_the_same_dropout_again() -> None:
 
 
 def test_dropout_runs_on_stages_and_tp() -> None:
-    ranks = run(
-        {
-            "model": {"hidden_dropout": 0.1},
-            "parallel": {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2},
-        },
-        4,
-        steps=3,
-    )
+    ranks = run({"model": {"hidden_dropout": 0.1}, "parallel": {**TP2, **PP2}}, 4, steps=3)
     assert losses(ranks).isfinite().all()
     assert not torch.allclose(losses(ranks), losses(single())[:3], rtol=0, atol=1e-4)
 
 
 # Half precision
-
-BF16 = {"bf16": {"enabled": True}}
 
 
 @cache
@@ -368,23 +328,20 @@ def test_bf16_topologies(name: str) -> None:
     assert_same_training(run(changes | BF16, ranks), single_bf16(), 0.03)
 
 
-def test_bf16_tied_embeddings_with_two_stages() -> None:
-    tied = {"model": {"untie_embeddings_and_output_weights": False}}
-    ranks = run({**tied, **BF16, "parallel": {"pipeline_model_parallel_size": 2}}, 2)
-    assert_same_training(ranks, single(tied=True), 0.03)
-    assert torch.equal(ranks[0]["weights"][EMBEDDING], ranks[1]["weights"][OUTPUT])
+# Where the CPU has fp16 arithmetic
+fp16_arithmetic = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_fp16_supported(), reason="this CPU has no fp16 arithmetic"
+)
 
 
+@fp16_arithmetic
 def test_fp16_with_a_static_scale() -> None:
-    if not torch.ops.mkldnn._is_mkldnn_fp16_supported():
-        pytest.skip("this CPU has no fp16 arithmetic")
     assert_same_training(run({"fp16": {"enabled": True, "loss_scale": 128}}), single(), 0.03)
 
 
+@fp16_arithmetic
 def test_fp16_while_a_dynamic_scale_grows() -> None:
     """It doubles in every step: each gradient is divided by the scale that its loss had."""
-    if not torch.ops.mkldnn._is_mkldnn_fp16_supported():
-        pytest.skip("this CPU has no fp16 arithmetic")
     sgd = {"type": "SGD", "params": {"lr": 1.0, "betas": None, "eps": None, "weight_decay": None}}
     plain = {"optimizer": sgd, "scheduler": None, "gradient_clipping": 1000}
     growing = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1}
@@ -440,8 +397,7 @@ def poisoned_run(
 )
 def test_a_step_whose_gradient_is_not_finite_changes_nothing(changes: dict[str, Any], poison: float) -> None:
     """On any rank of the replica, and it is counted. The schedule does not go on either."""
-    parallel = {"data_parallel_size": 2, "pipeline_model_parallel_size": 2}
-    raw = tiny({"parallel": parallel, **changes})
+    raw = tiny({"parallel": {**DP2, **PP2}, **changes})
     for changed, recorded in run_ranks(4, poisoned_run, raw, poison):
         assert changed == [True, False, True]
         assert recorded["train/skipped_steps"] == [0, 1, 0]
@@ -466,5 +422,5 @@ def write_and_refresh(rank: int, world_size: int, raw: dict[str, Any]) -> bool:
 
 @pytest.mark.parametrize("precision", [{}, BF16], ids=["fp32", "bf16"])
 def test_working_weights_follow_the_master_weights_over_dp(precision: dict[str, Any]) -> None:
-    raw = tiny({"parallel": {"data_parallel_size": 2, "pipeline_model_parallel_size": 2}, **precision})
+    raw = tiny({"parallel": {**DP2, **PP2}, **precision})
     assert run_ranks(4, write_and_refresh, raw) == [True] * 4

@@ -17,8 +17,13 @@ from tests.integration import routing_reference
 from tests.integration.routing_reference import Case, Gradients, build_own_stage, crossing_routes, norm, read
 from tests.integration.test_engine import (
     BF16,
+    EMBEDDING,
+    OUTPUT,
+    PP2,
+    TIED,
     TOPOLOGIES,
     assert_same_training,
+    fp16_arithmetic,
     grad_norms,
     initial_weights,
     single,
@@ -177,11 +182,10 @@ def test_many_dp_ranks_with_tp_and_stages_train_alike() -> None:
 
 
 def test_tied_embeddings_with_two_stages_stay_one() -> None:
-    tied = {"model": {"untie_embeddings_and_output_weights": False}}
-    ranks = run({**tied, "parallel": {"pipeline_model_parallel_size": 2}}, 2)
-    assert_same_training(ranks, run(tied), 1e-4 * MUON_ROUNDING)
+    ranks = run({**TIED, "parallel": PP2}, 2)
+    assert_same_training(ranks, run(TIED), 1e-4 * MUON_ROUNDING)
     first, last = (rank["weights"] for rank in ranks)
-    assert torch.equal(first["embedding.word_embeddings.weight"], last["output_layer.weight"])
+    assert torch.equal(first[EMBEDDING], last[OUTPUT])
 
 
 @pytest.mark.parametrize(
@@ -195,9 +199,8 @@ def test_bf16_stays_close_to_fp32(name: str, accumulation: str) -> None:
     assert_same_training(found, whole(), 0.05)
 
 
+@fp16_arithmetic
 def test_fp16_with_a_static_scale() -> None:
-    if not torch.ops.mkldnn._is_mkldnn_fp16_supported():
-        pytest.skip("this CPU has no fp16 arithmetic")
     assert_same_training(run({"fp16": {"enabled": True, "loss_scale": 128}}), whole(), 0.05)
 
 

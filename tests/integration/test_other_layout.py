@@ -27,6 +27,7 @@ from tests.integration.tiny import (
     metrics,
     write_config,
 )
+from tests.unit.test_checkpoint_files import flip_a_bit
 
 SAVED, STEPS = 5, 10
 K = 3  # does not divide SAVED: the checkpoint lies in the middle of a round
@@ -215,9 +216,7 @@ def test_corrections_of_fragments_are_merged_at_once(tmp_path: Path) -> None:
 def test_every_file_that_is_read_is_verified(file: str, tmp_path: Path) -> None:
     run = saved_run(tmp_path / "run", [layout(pp=2)])
     path = run.step_folder(SAVED) / "replica_01" / f"{file}.safetensors"
-    content = bytearray(path.read_bytes())
-    content[-5] ^= 1
-    path.write_bytes(content)
+    flip_a_bit(path)
     run.change(layout(tp=2))
     told = run_ranks(4, starts, run.arguments())[0].out
     assert f"not used: {path}: checksum does not match its manifest" in told

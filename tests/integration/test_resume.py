@@ -15,13 +15,14 @@ from safetensors.torch import load_file
 
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.checkpointer import Checkpointer, SaveReport
+from megatron_noloco.checkpoint.resume import changed_replicas
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.plans.topology import Position
+from megatron_noloco.plans.topology import Position, Topology
 from megatron_noloco.training import run as run_module
 from tests.harness import run_ranks
 from tests.integration.chaos import Fault, Outcome, Run, assert_same_state, command
 from tests.integration.tiny import MUON, already_joined, build_run, write_text
-from tests.unit.test_checkpoint_files import DAMAGES
+from tests.unit.test_checkpoint_files import DAMAGES, flip_a_bit
 
 STEPS, SAVED = 20, 10
 # With one group of all, everybody has done 12 by then, and nobody reaches 20: the dead rank owes the round at 16.
@@ -40,84 +41,51 @@ WSD: dict[str, Any] = {
     "params": {"decay_num_steps": 10, "warmup_min_ratio": None, "warmup_type": None, "cos_min_ratio": None},
 }
 
+
+def config(replicas: int, *changes: dict[str, Any], dp: int = 1, **settings: Any) -> dict[str, Any]:
+    """Changes of the tiny config; `settings` are for the block noloco, stages and the like are in `changes`."""
+    parallel = {"replicas": replicas, "data_parallel_size": dp}
+    merged: dict[str, Any] = {"noloco": noloco(**settings)}
+    for change in changes:
+        merged |= change
+    return merged | {"parallel": parallel | merged.get("parallel", {})}
+
+
+STAGES = {"parallel": {"pipeline_model_parallel_size": 2}}
+SEQUENCE = {"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}
+TIED = {"model": {"untie_embeddings_and_output_weights": False}}
+LATE = {"mode": "delayed", "delay_steps": 3}
+OFF = {"noloco": {"enabled": False}}
+
 # name: (changes of the tiny config, ranks)
 RUNS: dict[str, tuple[dict[str, Any], int]] = {
-    "4 replicas": ({"parallel": {"replicas": 4}, "noloco": noloco()}, 4),
-    "2 replicas x 2 stages, routed, dropout": (
-        {
-            "parallel": {"replicas": 2, "pipeline_model_parallel_size": 2},
-            "noloco": noloco("microbatch"),
-            **DROPOUT,
-        },
-        4,
-    ),
-    "2 replicas x dp 2": ({"parallel": {"replicas": 2, "data_parallel_size": 2}, "noloco": noloco()}, 4),
-    "2 replicas x tp 2, sequence parallel": (
-        {
-            "parallel": {"replicas": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True},
-            "noloco": noloco(),
-        },
-        4,
-    ),
+    "4 replicas": (config(4), 4),
+    "2 replicas x 2 stages, routed, dropout": (config(2, STAGES, DROPOUT, routing="microbatch"), 4),
+    "2 replicas x dp 2": (config(2, dp=2), 4),
+    "2 replicas x tp 2, sequence parallel": (config(2, SEQUENCE), 4),
     "2 replicas x 2 stages, bf16, tied": (
-        {
-            "parallel": {"replicas": 2, "pipeline_model_parallel_size": 2},
-            "noloco": noloco("step", outer_momentum=0.3, consensus_weight=0.4),
-            "model": {"untie_embeddings_and_output_weights": False},
-            **BF16,
-        },
+        config(2, STAGES, TIED, BF16, routing="step", outer_momentum=0.3, consensus_weight=0.4),
         4,
     ),
-    "2 replicas x dp 2, bf16, DiLoCo": (
-        {"parallel": {"replicas": 2, "data_parallel_size": 2}, "noloco": noloco(method="diloco"), **BF16},
-        4,
-    ),
+    "2 replicas x dp 2, bf16, DiLoCo": (config(2, BF16, dp=2, method="diloco"), 4),
     "2 replicas x dp 2, Muon, plain averages, WSD": (
-        {
-            "parallel": {"replicas": 2, "data_parallel_size": 2},
-            "noloco": noloco(outer_momentum=0, outer_lr=1, payload="int8"),
-            "scheduler": WSD,
-            **MUON,
-        },
+        config(2, {"scheduler": WSD}, MUON, dp=2, outer_momentum=0, outer_lr=1, payload="int8"),
         4,
     ),
-    "2 replicas x 2 stages, bf16, Muon, dropout": (
-        {
-            "parallel": {"replicas": 2, "pipeline_model_parallel_size": 2},
-            "noloco": noloco("step"),
-            **MUON,
-            **BF16,
-            **DROPOUT,
-        },
-        4,
-    ),
-    "2 replicas, saved while an exchange is under way": (
-        {"parallel": {"replicas": 2}, "noloco": noloco(overlap={"mode": "delayed", "delay_steps": 3})},
-        2,
-    ),
+    "2 replicas x 2 stages, bf16, Muon, dropout": (config(2, STAGES, MUON, BF16, DROPOUT, routing="step"), 4),
+    "2 replicas, saved while an exchange is under way": (config(2, overlap=LATE), 2),
     "3 replicas in one group x 2 stages, bf16, saved while an exchange is under way": (
-        {
-            "parallel": {"replicas": 3, "pipeline_model_parallel_size": 2},
-            "noloco": noloco(group_size=3, overlap={"mode": "delayed", "delay_steps": 3}),
-            **BF16,
-        },
+        config(3, STAGES, BF16, group_size=3, overlap=LATE),
         6,
     ),
     **{
         f"2 replicas x {of}2 stages, tied, in fragments, saved while two are under way": (
-            {
-                "parallel": {"replicas": 2, "data_parallel_size": dp, "pipeline_model_parallel_size": 2},
-                "noloco": noloco(fragments=3, overlap={"mode": "delayed", "delay_steps": 2}),
-                "model": {"untie_embeddings_and_output_weights": False},
-            },
+            config(2, STAGES, TIED, dp=dp, fragments=3, overlap={**LATE, "delay_steps": 2}),
             4 * dp,
         )
         for dp, of in ((1, ""), (2, "dp 2 x "))
     },
-    "dp 2 without outer optimizer, dropout": (
-        {"parallel": {"replicas": 1, "data_parallel_size": 2}, "noloco": {"enabled": False}, **DROPOUT},
-        2,
-    ),
+    "dp 2 without outer optimizer, dropout": (config(1, OFF, DROPOUT, dp=2), 2),
 }
 
 
@@ -165,7 +133,7 @@ def test_killed_and_resumed_bit_for_bit(name: str, tmp_path: Path) -> None:
 def test_asynchronous_saves_hold_what_synchronous_ones_do(tmp_path: Path) -> None:
     """The run trains on while the files are written, which takes long here: a snapshot must not follow it."""
     text = write_text(tmp_path, 200_000)
-    changes = {"parallel": {"replicas": 2}, "noloco": noloco(), **BF16}
+    changes = config(2, BF16)
     waiting, going_on = (Run(tmp_path / folder, changes, text) for folder in ("sync", "async"))
     for run in (waiting, going_on):
         run.change(saving(keep_last=2, save_interval=5, train_iters=15))
@@ -213,7 +181,7 @@ def slow_disk(rank: int, world_size: int, arguments: list[str]) -> Outcome:
 
 # Damage
 
-SMALL = {"parallel": {"replicas": 2, "pipeline_model_parallel_size": 2}, "noloco": noloco()}
+SMALL = config(2, STAGES)
 
 
 @pytest.fixture(scope="module")
@@ -291,7 +259,7 @@ def test_a_checkpoint_holds_no_pickle(finished: Run) -> None:
 
 def test_a_full_disk_is_told_and_training_goes_on(tmp_path: Path) -> None:
     """Nothing larger than what the limit allows can be written, on one rank: its part of the step is missing."""
-    run = Run(tmp_path, {**SMALL, "parallel": {"replicas": 2}})
+    run = Run(tmp_path, config(2))
     run.change(saving(save_interval=5, keep_last=9, train_iters=15))
     outcomes = run_ranks(2, full_disk, run.arguments(), 1, 7, 12)
     assert codes(outcomes) == [0, 0]
@@ -306,7 +274,7 @@ def test_a_full_disk_is_told_and_training_goes_on(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_a_disk_that_stays_full_is_told_for_every_save(asynchronous: bool, tmp_path: Path) -> None:
-    run = Run(tmp_path, {**SMALL, "parallel": {"replicas": 2}})
+    run = Run(tmp_path, config(2))
     run.change(saving(save_interval=5, train_iters=15, async_save=asynchronous))
     outcomes = run_ranks(2, full_disk, run.arguments(), 1, 2, 99)
     assert codes(outcomes) == [0, 1], "the run is finished, but its last checkpoint is missing"
@@ -401,7 +369,7 @@ def test_a_new_learning_rate_is_used(precision: dict[str, Any], scheduler: Any, 
 
 @pytest.fixture(scope="module")
 def four_replicas(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    run = Run(tmp_path_factory.mktemp("four"), {"parallel": {"replicas": 4}, "noloco": noloco()})
+    run = Run(tmp_path_factory.mktemp("four"), config(4))
     run.change(saving(train_iters=SAVED))
     run.launch(4)
     return run
@@ -415,22 +383,14 @@ def flat(run: Run, step: int, replicas: range, name: str) -> torch.Tensor:
     return torch.stack([torch.cat([file[f"{name}.{group}"] for group in range(groups)]) for file in files])
 
 
-@pytest.mark.parametrize(
-    ("replicas", "mode"), [(6, "drop"), (2, "drop"), (2, "fold"), (3, "fold")], ids=lambda value: str(value)
-)
+@pytest.mark.parametrize(("replicas", "mode"), [(6, "drop"), (2, "drop"), (2, "fold"), (3, "fold")])
 def test_another_number_of_replicas(replicas: int, mode: str, four_replicas: Run, tmp_path: Path) -> None:
     run = four_replicas.copy(tmp_path / "run")
     run.change({"parallel": {"replicas": replicas}, **saving(train_iters=16, fewer_replicas=mode)})
     outcomes = run.launch(replicas)
     assert codes(outcomes) == [0] * replicas
-    told = [line for line in outcomes[0].out.splitlines() if line.startswith("replica ")]
-    fate = {"drop": "dropped", "fold": "folded into the mean of those kept"}[mode]
-    expected = [f"replica {replica} is {fate}" for replica in range(replicas, 4)]
-    expected += [
-        f"replica {replica} is new: a clone of replica {replica - 4}, with data of its own from here on"
-        for replica in range(4, replicas)
-    ]
-    assert told == expected
+    reported = [line for line in outcomes[0].out.splitlines() if line.startswith("replica ")]
+    assert reported == changed_replicas(Topology(4), Topology(replicas), mode == "fold")
     for rows in run.exact_metrics()[: min(replicas, 4)]:
         last, first = rows[SAVED - 1], rows[SAVED]
         assert first["train/consumed_samples"] - last["train/consumed_samples"] == replicas * 4
@@ -488,9 +448,8 @@ def test_fast_weights_are_folded_where_there_are_no_rounds(four_replicas: Run, t
     alone = four_replicas.copy(tmp_path / "alone")
     folded = [state["fast_weights"] for state in run_ranks(3, restored_state, run.arguments())]
     unfolded = [state["fast_weights"] for state in run_ranks(4, restored_state, alone.arguments())]
-    shift = flat(run, SAVED, range(4), "slow_weights").mean(0) - flat(
-        run, SAVED, range(3), "slow_weights"
-    ).mean(0)
+    saved = flat(run, SAVED, range(4), "slow_weights")
+    shift = saved.mean(0) - saved[:3].mean(0)
     assert shift.abs().max() > 1e-4
     for found, before in zip(folded, unfolded, strict=False):
         torch.testing.assert_close(found, before + shift, rtol=0, atol=1e-6)
@@ -502,9 +461,7 @@ def test_damage_in_a_replica_that_nobody_continues(mode: str, four_replicas: Run
     run = four_replicas.copy(tmp_path / "run")
     run.change({"parallel": {"replicas": 2}, **saving(fewer_replicas=mode)})
     file = run.step_folder(SAVED) / "replica_03" / "stage_00_dp_00_tp_00.safetensors"
-    content = bytearray(file.read_bytes())
-    content[-5] ^= 1
-    file.write_bytes(content)
+    flip_a_bit(file)
     told = run_ranks(2, starts, run.arguments())[0].out
     assert (f"not used: {file}: checksum does not match its manifest" in told) == (mode == "fold")
 

@@ -142,6 +142,10 @@ def edit(path: Path, change: Callable[[bytes], bytes]) -> None:
     path.write_bytes(change(path.read_bytes()))
 
 
+def flip_a_bit(path: Path) -> None:
+    edit(path, lambda content: content[:-5] + bytes([content[-5] ^ 0x10]) + content[-4:])
+
+
 def edit_manifest(folder: Path, changes: dict[str, Any]) -> None:
     edit(folder / MANIFEST, lambda content: json.dumps(json.loads(content) | changes).encode())
 
@@ -151,7 +155,7 @@ Damage = tuple[Callable[[Path], Any], str, str]  # what is done, the file or fol
 DAMAGES: dict[str, Damage] = {
     "truncated file": (lambda folder: edit(folder / TENSORS, lambda c: c[:-7]), TENSORS, "bytes instead of"),
     "flipped bit": (
-        lambda folder: edit(folder / TENSORS, lambda c: c[:-5] + bytes([c[-5] ^ 0x10]) + c[-4:]),
+        lambda folder: flip_a_bit(folder / TENSORS),
         TENSORS,
         "checksum does not match its manifest",
     ),

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Collection
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import rotary_pos_embedding, yarn_rotary_pos_embedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import schedules
@@ -65,6 +67,15 @@ def parameters(function: Any) -> set[str]:
     return set(inspect.signature(function).parameters)
 
 
+def first_parameters(function: Any, count: int = 2) -> list[str]:
+    return list(inspect.signature(function).parameters)[:count]
+
+
+def built(cls: type) -> set[str]:
+    """Attributes that the constructor sets."""
+    return set(re.findall(r"self\.(\w+) = ", inspect.getsource(cls.__init__)))  # type: ignore[misc]
+
+
 def pins(lines: list[str]) -> dict[str, str]:
     return dict(match.groups() for line in lines if (match := re.match(r"([\w-]+)==([\w.]+)", line)))
 
@@ -77,6 +88,89 @@ def test_the_installed_version_is_the_pinned_one(package: str) -> None:
     for name in ("requirements.txt", "requirements-gpu.txt", "requirements-gpu-check.txt"):
         if (ROOT / name).exists():
             assert pins((ROOT / name).read_text().splitlines()).get(package, pinned) == pinned, name
+
+
+# What is called, and the arguments that are given by name
+ARGUMENTS: list[tuple[Any, str]] = [
+    # pipeline/cpu.py, pipeline/groups.py
+    (GlobalMemoryBuffer.get_tensor, "tensor_shape dtype name"),
+    (model_parallel_cuda_manual_seed, "seed inference_rng_tracker tp_rank ep_rank etp_rank force_reset_rng"),
+    (dist.new_group, "use_local_synchronization"),
+    # pipeline/pipeline.py
+    *(
+        (
+            schedule,
+            "forward_step_func data_iterator model num_microbatches seq_length micro_batch_size forward_only "
+            "p2p_communicator pg_collection",
+        )
+        for schedule in (
+            schedules.forward_backward_no_pipelining,
+            schedules.forward_backward_pipelining_without_interleaving,
+            schedules.forward_backward_pipelining_with_interleaving,
+        )
+    ),
+    # model/stage.py
+    (
+        GPTModel.__init__,
+        "config transformer_layer_spec vocab_size max_sequence_length pre_process post_process vp_stage "
+        "share_embeddings_and_output_weights position_embedding_type rotary_base rope_scaling "
+        "rope_scaling_factor pg_collection",
+    ),
+    # engine/build.py
+    (DeepSpeedEngine.__init__, "args model optimizer mpu config config_class dist_init_required"),
+    (deepspeed.comm.init_distributed, "dist_init_required verbose"),
+    (FusedAdamBuilder.load, "verbose"),
+]
+
+
+@pytest.mark.parametrize(
+    ("function", "names"), ARGUMENTS, ids=lambda value: getattr(value, "__qualname__", "")
+)
+def test_it_takes_these_arguments(function: Any, names: str) -> None:
+    assert set(names.split()) <= parameters(function)
+
+
+# What has these attributes, or sets them when it is built
+ATTRIBUTES: list[tuple[Any, str]] = [
+    # pipeline/groups.py sets these globals and fills this collection, that of experts in the second line
+    (
+        vars(parallel_state),
+        "_TENSOR_MODEL_PARALLEL_GROUP _TENSOR_MODEL_PARALLEL_GLOBAL_RANKS _PIPELINE_MODEL_PARALLEL_GROUP "
+        "_PIPELINE_GLOBAL_RANKS _MODEL_PARALLEL_GROUP _DATA_PARALLEL_GROUP _DATA_PARALLEL_GROUP_WITH_CP "
+        "_CONTEXT_PARALLEL_GROUP _TENSOR_AND_CONTEXT_PARALLEL_GROUP _GLOBAL_MEMORY_BUFFER",
+    ),
+    (
+        ProcessGroupCollection.__dataclass_fields__,
+        "tp pp mp dp dp_cp cp embd pos_embd "  # and of experts
+        "ep tp_cp expt_tp tp_ep expt_dp tp_dp_cp",
+    ),
+    # model/stage.py
+    (
+        TransformerConfig.__dataclass_fields__,
+        "batch_p2p_comm batch_p2p_sync deallocate_pipeline_outputs grad_scale_func sequence_parallel "
+        "cuda_graph_scope perform_initialization use_cpu_initialization microbatch_group_size_per_vp_stage "
+        "pipeline_dtype add_qkv_bias qk_layernorm window_size num_moe_experts moe_router_topk "
+        "moe_ffn_hidden_size moe_router_load_balancing_type moe_aux_loss_coeff",
+    ),
+    (vars(GPTModel) | vars(LanguageModule), "shared_embedding_or_output_weight"),
+    # engine/replica.py, engine/gradients.py, engine/state.py
+    (
+        vars(DeepSpeedEngine),
+        "set_gradient_accumulation_boundary allreduce_gradients step get_lr get_global_grad_norm",
+    ),
+    (vars(deepspeed.comm.comm), "cdb"),
+    (vars(DeepSpeedZeroOptimizer), "update_lp_params get_gradient_for_reduction"),
+    (built(DeepSpeedZeroOptimizer), "single_partition_of_fp32_groups bit16_groups overflow clip_grad"),
+    (vars(BF16_Optimizer), "update_lp_params"),
+    (built(BF16_Optimizer), "bf16_groups fp32_groups_flat_partition fp32_groups_gradients"),
+]
+
+
+@pytest.mark.parametrize(
+    ("there", "names"), ATTRIBUTES, ids=lambda value: value if isinstance(value, str) else ""
+)
+def test_it_has_these_attributes(there: Collection[str], names: str) -> None:
+    assert set(names.split()) <= set(there)
 
 
 class TestCpu:
@@ -99,17 +193,11 @@ class TestCpu:
         assert inspect.getsource(random).count(f"{name}(") >= 2
 
     def test_scratch_buffers(self) -> None:
-        assert {"tensor_shape", "dtype", "name"} <= parameters(GlobalMemoryBuffer.get_tensor)
         assert GlobalMemoryBuffer().buffer == {}
-        assert "_GLOBAL_MEMORY_BUFFER" in vars(parallel_state)
-
-    def test_the_random_tracker_runs_on_a_cpu(self) -> None:
-        wanted = {"seed", "inference_rng_tracker", "tp_rank", "ep_rank", "etp_rank", "force_reset_rng"}
-        assert wanted <= parameters(model_parallel_cuda_manual_seed)
 
 
 class TestStartUp:
-    """start_up.py sets the variable."""
+    """`job` sets the variable."""
 
     def test_the_engines_leave_torchs_compiler_alone_when_dynamo_is_off(self) -> None:
         code = "import sys, megatron_noloco.training.build; print('torch._inductor.lowering' in sys.modules)"
@@ -123,58 +211,12 @@ class TestStartUp:
         assert loaded == ["True", "False"]
 
 
-class TestGroups:
-    """model/groups.py sets these globals, and fills this collection."""
-
-    @pytest.mark.parametrize(
-        "name",
-        [
-            "_TENSOR_MODEL_PARALLEL_GROUP",
-            "_TENSOR_MODEL_PARALLEL_GLOBAL_RANKS",
-            "_PIPELINE_MODEL_PARALLEL_GROUP",
-            "_PIPELINE_GLOBAL_RANKS",
-            "_MODEL_PARALLEL_GROUP",
-            "_DATA_PARALLEL_GROUP",
-            "_DATA_PARALLEL_GROUP_WITH_CP",
-            "_CONTEXT_PARALLEL_GROUP",
-            "_TENSOR_AND_CONTEXT_PARALLEL_GROUP",
-            "_GLOBAL_MEMORY_BUFFER",
-        ],
-    )
-    def test_parallel_state_has(self, name: str) -> None:
-        assert name in vars(parallel_state)
-
-    def test_the_collection_has_these_groups(self) -> None:
-        fields = ProcessGroupCollection.__dataclass_fields__
-        assert {"tp", "pp", "mp", "dp", "dp_cp", "cp", "embd", "pos_embd"} <= set(fields)
-        assert {"ep", "tp_cp", "expt_tp", "tp_ep", "expt_dp", "tp_dp_cp"} <= set(fields), "of experts"
-
-    def test_groups_can_be_made_by_their_members_alone(self) -> None:
-        assert "use_local_synchronization" in parameters(dist.new_group)
-
-
 class TestPipeline:
-    """model/pipeline.py passes these arguments, and overrides this method."""
-
-    @pytest.mark.parametrize(
-        "schedule",
-        [
-            schedules.forward_backward_no_pipelining,
-            schedules.forward_backward_pipelining_without_interleaving,
-            schedules.forward_backward_pipelining_with_interleaving,
-        ],
-    )
-    def test_schedules_take_our_communicator(self, schedule: Any) -> None:
-        assert {
-            "forward_step_func", "data_iterator", "model", "num_microbatches", "seq_length",
-            "micro_batch_size", "forward_only", "p2p_communicator", "pg_collection",
-        } <= parameters(schedule)  # fmt: skip
+    """pipeline/communicator.py overrides this method."""
 
     def test_all_messages_of_a_schedule_pass_through_one_method(self) -> None:
-        wanted = {
-            "self", "tensor_send_next", "tensor_send_prev", "recv_prev", "recv_next", "tensor_shape",
-            "wait_on_reqs",
-        }  # fmt: skip
+        sends = ["self", "tensor_send_next", "tensor_send_prev"]
+        wanted = {*sends, "recv_prev", "recv_next", "tensor_shape", "wait_on_reqs"}
         assert (
             parameters(P2PCommunicator._communicate) == wanted == parameters(RoutedCommunicator._communicate)
         )
@@ -194,22 +236,11 @@ class TestPipeline:
         assert schedules.get_schedule_table(4, 2, 2) == [
             (0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)
         ]  # fmt: skip
-        assert list(inspect.signature(schedules.get_forward_backward_func).parameters)[:2] == [
-            "pp_size", "vp_size"
-        ]  # fmt: skip
+        assert first_parameters(schedules.get_forward_backward_func) == ["pp_size", "vp_size"]
 
 
 class TestStage:
     """model/stage.py builds these."""
-
-    def test_the_model_takes_groups(self) -> None:
-        wanted = {
-            "config", "transformer_layer_spec", "vocab_size", "max_sequence_length", "pre_process",
-            "post_process", "share_embeddings_and_output_weights", "position_embedding_type", "rotary_base",
-            "pg_collection", "vp_stage", "rope_scaling", "rope_scaling_factor",
-        }  # fmt: skip
-        assert wanted <= parameters(GPTModel.__init__)
-        assert callable(GPTModel.shared_embedding_or_output_weight)
 
     def test_the_local_spec_has_the_places_that_we_fill(self) -> None:
         submodules = get_gpt_layer_local_spec(normalization="RMSNorm").submodules
@@ -233,33 +264,16 @@ class TestStage:
         monkeypatch.undo()
         assert torch.equal(~masked, window(6, 2, torch.device("cpu")))
 
-    def test_layer_counts_take_stage_and_chunk(self) -> None:
-        assert list(inspect.signature(get_num_layers_to_build).parameters)[:3] == [
-            "config",
-            "vp_stage",
-            "pp_rank",
-        ]
-        assert list(inspect.signature(get_transformer_layer_offset).parameters)[:3] == [
-            "config", "vp_stage", "pp_rank"
-        ]  # fmt: skip
-
-    def test_config_fields(self) -> None:
-        assert {
-            "batch_p2p_comm", "batch_p2p_sync", "deallocate_pipeline_outputs", "grad_scale_func",
-            "sequence_parallel", "cuda_graph_scope", "perform_initialization", "use_cpu_initialization",
-            "microbatch_group_size_per_vp_stage", "pipeline_dtype", "add_qkv_bias", "qk_layernorm", "window_size",
-        } <= set(TransformerConfig.__dataclass_fields__)  # fmt: skip
+    @pytest.mark.parametrize("function", [get_num_layers_to_build, get_transformer_layer_offset])
+    def test_layer_counts_take_stage_and_chunk(self, function: Any) -> None:
+        assert first_parameters(function, 3) == ["config", "vp_stage", "pp_rank"]
 
 
 class TestMixture:
     """model/stage.py builds experts, model/layers.py their router, pipeline/pipeline.py reads what it kept."""
 
-    def test_config_fields(self) -> None:
+    def test_config_defaults(self) -> None:
         fields = TransformerConfig.__dataclass_fields__
-        assert {
-            "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_router_load_balancing_type",
-            "moe_aux_loss_coeff",
-        } <= set(fields)  # fmt: skip
         defaults = {
             "moe_layer_freq": 1,
             "moe_router_pre_softmax": False,
@@ -296,42 +310,12 @@ class TestMixture:
 
 
 class TestEngine:
-    """engine/replica.py builds and drives these."""
-
-    def test_the_engine_can_be_constructed_directly(self) -> None:
-        wanted = {"args", "model", "optimizer", "mpu", "config", "config_class", "dist_init_required"}
-        assert wanted <= parameters(DeepSpeedEngine.__init__)
-
-    @pytest.mark.parametrize(
-        "name",
-        [
-            "set_gradient_accumulation_boundary",
-            "allreduce_gradients",
-            "step",
-            "get_lr",
-            "get_global_grad_norm",
-        ],
-    )
-    def test_the_engine_has(self, name: str) -> None:
-        assert callable(getattr(DeepSpeedEngine, name))
+    """engine/build.py and engine/gradients.py."""
 
     def test_the_slow_build_can_be_switched_off(self) -> None:
         looked_up = "deepspeed.ops.__compatible_ops__.get(builder.NAME, False)"
         assert looked_up in inspect.getsource(build_shm_op)
         assert ShareMemCommBuilder.NAME == "deepspeed_shm_comm"
-        assert hasattr(deepspeed.comm.comm, "cdb")
-        assert {"dist_init_required", "verbose"} <= parameters(deepspeed.comm.init_distributed)
-        assert "verbose" in parameters(FusedAdamBuilder.load)
-
-    @pytest.mark.parametrize(
-        "name", ["single_partition_of_fp32_groups", "bit16_groups", "overflow", "clip_grad"]
-    )
-    def test_zero_1_keeps(self, name: str) -> None:
-        assert f"self.{name} = " in inspect.getsource(DeepSpeedZeroOptimizer.__init__)
-
-    @pytest.mark.parametrize("name", ["update_lp_params", "get_gradient_for_reduction"])
-    def test_zero_1_can(self, name: str) -> None:
-        assert callable(getattr(DeepSpeedZeroOptimizer, name))
 
     def test_zero_1_takes_the_norm_of_one_group_from_one_place(self) -> None:
         """engine/gradients.py hands it all groups at once."""
@@ -342,13 +326,6 @@ class TestEngine:
     def test_groups_without_parameters_are_left_out(self) -> None:
         """engine/layout.py does so, too: the numbers of groups are those of DeepSpeed."""
         assert 'if len(pg["params"]) != 0' in inspect.getsource(DeepSpeedEngine._configure_optimizer)
-
-    @pytest.mark.parametrize("name", ["bf16_groups", "fp32_groups_flat_partition", "fp32_groups_gradients"])
-    def test_bf16_optimizer_keeps(self, name: str) -> None:
-        assert f"self.{name} = " in inspect.getsource(BF16_Optimizer.__init__)
-
-    def test_bf16_optimizer_can_refresh(self) -> None:
-        assert callable(BF16_Optimizer.update_lp_params)
 
     @pytest.mark.parametrize("optimizer", [DeepSpeedZeroOptimizer, BF16_Optimizer])
     def test_a_tied_weight_counts_once_in_the_norm(self, optimizer: type) -> None:
