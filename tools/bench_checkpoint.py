@@ -40,15 +40,14 @@ from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.training.prepare import checkpoint_settings
 from megatron_noloco.transport.torch_dist import TorchTransport
+from tools.options import command_line
 
 VOCABULARY, SEQUENCE = 256, 32
 PLAIN = "torch.save"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--hidden-size", type=int, default=384)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16")

@@ -37,6 +37,7 @@ from megatron_noloco.huggingface.source import open_source
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import Parameter, table_of
 from megatron_noloco.plans.topology import Topology
+from tools.options import command_line
 
 STAGES, TP = 2, 2
 CONVERT = "--convert"  # the program calls itself, to measure one conversion's memory
@@ -46,9 +47,7 @@ def main() -> None:
     if sys.argv[1:2] == [CONVERT]:
         convert(Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
         return
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--vocabulary", type=int, default=32000)

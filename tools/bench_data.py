@@ -1,6 +1,6 @@
 """Speed of preprocessing relative to its bare tokenizer, and waiting for data in the quickstart.
 
-    python tools/bench_data.py --megabytes 64 --steps 20
+    python -m tools.bench_data --megabytes 64 --steps 20
 
 The tokenizer is a byte-level BPE of 8192 tokens trained here, unless --tokenizer-model names one; the text is
 Python's standard library, repeated, as JSON lines. "Raw" is the same tokenizer's own batch call in as many
@@ -8,7 +8,6 @@ processes, on texts already in memory. Both run --repeats times in turn; medians
 CPU seconds of all processes (for raw, without its preparation). Prints one JSON object.
 """
 
-import argparse
 import json
 import os
 import resource
@@ -21,23 +20,20 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-
 from megatron_noloco.data.corpus import standard_library_files
 from megatron_noloco.data.inputs import find_inputs
 from megatron_noloco.data.preprocess import Encoding, Job, preprocess
 from megatron_noloco.data.sources import TokenizerChoice
 from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.monitor.run_log import RunLog
+from tools.options import command_line
 
+ROOT = Path(__file__).resolve().parents[1]
 BATCH = 64  # texts per raw call
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--megabytes", type=float, default=64.0, help="of text")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)

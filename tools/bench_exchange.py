@@ -10,7 +10,6 @@ meets them alike; a time is that of the slowest rank. Rank 0 prints one JSON obj
 slow weights, tensor by tensor, to the lower rank and back as their means, each message waited for.
 """
 
-import argparse
 import itertools
 import json
 import math
@@ -28,6 +27,7 @@ from megatron_noloco.outer import Channel, Exchange
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.mpi import MpiTransport, library
 from megatron_noloco.transport.protocol import Message
+from tools.options import command_line
 
 DEADLINE_SECONDS = 300.0
 TRANSPORT = "transport"
@@ -50,9 +50,7 @@ MODEL = Architecture(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--megabytes", type=float, default=64.0, help="bytes of the fp32 vector / 1e6")
     parser.add_argument("--model", action="store_true", help="a model's tensors instead")
     parser.add_argument("--chunk-kib", type=int, default=4096, help="longest chunk of the transport")

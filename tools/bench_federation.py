@@ -7,7 +7,6 @@ ways in turn, so that noise of the machine meets them alike; what the processor 
 changes. Prints one JSON object.
 """
 
-import argparse
 import json
 import multiprocessing
 import socket
@@ -30,12 +29,11 @@ from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES
 from megatron_noloco.transport.protocol import Message
 from tools.federated import DEADLINE_SECONDS, open_door, wait_for_all
+from tools.options import command_line
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--megabytes", type=float, default=64.0, help="bytes of the fp32 vector / 1e6")
     parser.add_argument(
         "--chunk-kib", type=int, default=DEFAULT_CHUNK_BYTES // 1024, help="longest chunk of the transport"

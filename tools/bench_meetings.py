@@ -8,7 +8,6 @@ so that they are not in lockstep. In a round, 2 * floor(replicas / 2) replicas c
 object.
 """
 
-import argparse
 import json
 import random
 import tempfile
@@ -30,6 +29,7 @@ from megatron_noloco.plans.draws import Stream, draw_permutation
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.topology import Place
 from tools.federated import open_door, wait_for_all
+from tools.options import command_line
 
 ELEMENTS = 1000
 SEED = 0
@@ -53,9 +53,7 @@ class Case:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--slots", type=int, nargs="+", default=[8, 16])
     parser.add_argument(
         "--empty", type=float, nargs="+", default=[0.0, 0.25, 0.5], help="shares of the slots"

@@ -42,15 +42,14 @@ from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.protocol import Transport
 from tools.federated import DEADLINE_SECONDS, join_as_jobs
+from tools.options import command_line
 
 WIDTH = 256  # of the matrices of a local step: 1 MB for the three of them
 WARM_UPS = 2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--megabytes", type=float, default=64.0, help="bytes of the fp32 weights / 1e6")
     parser.add_argument("--transport", choices=("auto", "mpi", "torch", "federation"), default="auto")
     parser.add_argument("--local-steps", type=int, default=4, help="k")

@@ -1,6 +1,6 @@
 """What ways to send the combined vector of a pair cost: error, bytes, time to encode and decode on one core.
 
-    .venv/bin/python tools/bench_payload.py
+    python -m tools.bench_payload
 
 Two replicas have equal slow weights phi and outer gradients Delta of their own, both normally distributed, and
 c = 0.7 * (phi + Delta). The error is that of the pull towards the partner, mean - c, over its true size, in the
@@ -9,22 +9,18 @@ replicas use the mean of two rounded vectors. "int16", "int8" and "int4" are the
 Prints JSON; GB are those of the fp32 vector.
 """
 
-import argparse
 import json
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 from torch import Tensor
 
 from megatron_noloco.outer.payload import BLOCK, CELLS, Codec, blocks_in, message_bytes, pieces, signs_of
 from megatron_noloco.outer.steps import find_steps
+from tools.options import command_line
 
 RATIOS = (3, 30, 300)
 OUTER_LR = 0.7
@@ -41,9 +37,7 @@ class Figures(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--elements", type=int, default=1 << 22)
     parser.add_argument("--repeats", type=int, default=5, help="the fastest counts")
     parser.add_argument("--tails", choices=["normal", "laplace"], default="normal", help="of Delta")

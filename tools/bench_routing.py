@@ -32,6 +32,7 @@ from megatron_noloco.pipeline.groups import Groups, build_groups
 from megatron_noloco.pipeline.pipeline import Pipeline
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.topology import Topology
+from tools.options import command_line
 
 VOCABULARY = 256
 WARM_UPS = 3
@@ -52,9 +53,7 @@ class CoreCommunicator(P2PCommunicator):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--replicas", type=int, default=2)
     parser.add_argument("--stages", type=int, default=2)
     parser.add_argument("--microbatches", type=int, default=4)

@@ -32,15 +32,14 @@ from megatron_noloco.model.stage import build_stage
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import build_groups
 from megatron_noloco.plans.routing import Routing
+from tools.options import command_line
 
 VOCABULARY = 257  # of the byte tokenizer
 WARM_UPS = 2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--config", default="configs/quickstart.json")
     parser.add_argument("--matrix", type=int, default=1024, help="rows and columns of the matrices")
     parser.add_argument("--repeats", type=int, default=10, help=f"after {WARM_UPS} to warm up")

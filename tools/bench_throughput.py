@@ -49,6 +49,7 @@ from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import Groups, build_groups
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.preflight.accelerators import peak_tflops_here
+from tools.options import command_line
 
 SHOWN_OPERATORS = 12
 Step = Callable[[], None]
@@ -56,9 +57,7 @@ Step = Callable[[], None]
 
 def main() -> None:
     gpu = torch.cuda.is_available()
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--size", choices=SIZES, default="125M" if gpu else "tiny")
     parser.add_argument("--precision", choices=DTYPES, default="bf16" if gpu else "fp32")
     parser.add_argument("--transformer-impl", choices=("auto", "local", "transformer_engine"), default="auto")

@@ -29,10 +29,10 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from tools.chaos_job import OneJob
 from tools.netlab.lab import Lab, lab
 from tools.netlab.network import Link
-from tools.processes import Federation, base_config, mean
+from tools.options import command_line
+from tools.processes import Federation, OneJob, base_config, mean
 
 _LOOK_SECONDS = 0.05
 _LINK = Link(rate=100e6, delay=5e-3)
@@ -50,9 +50,7 @@ class Fault:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="a folder; it is emptied")
     parser.add_argument("--replicas", type=int, default=8, help="at the start")
     parser.add_argument("--kills", type=int, default=3)

@@ -21,6 +21,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tools.options import command_line
 from tools.processes import Federation, base_config, mean
 
 _FACTORS = {"healthy": 1.0, "sends_nan": math.nan, "sends_millionfold": 1e6, "frozen": 1.0, "slow": 1.0}
@@ -29,9 +30,7 @@ _LOOK_SECONDS = 0.05
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="a folder; it is emptied")
     parser.add_argument("--replicas", type=int, default=5, help="with the faulty one")
     parser.add_argument("--faults", nargs="+", choices=_FACTORS, default=list(_FACTORS))
@@ -62,8 +61,9 @@ def others_beside(fault: str | None, options: argparse.Namespace) -> dict[str, A
     deadline = time.monotonic() + options.limit
     with Federation(options.output / (fault or "without"), base, settings) as federation:
         for replica in running:
-            its = (seconds.get(replica, options.step_seconds), factors.get(replica, 1.0))
-            federation.start(replica, "tools.faulty_replica", *map(str, its))
+            pause = str(seconds.get(replica, options.step_seconds))
+            factor = str(factors.get(replica, 1.0))
+            federation.start(replica, "tools.disturbed_replica", pause, "--factor", factor)
         while set(others) & set(federation.running()) and time.monotonic() < deadline:
             if fault == "frozen" and federation.furthest_step() >= options.steps // 3:
                 federation.signal(faulty, signal.SIGSTOP)

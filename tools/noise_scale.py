@@ -9,7 +9,6 @@ arXiv 1812.06162, eq. 2.9): in the gradient of a batch of that size, noise and s
 object.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator
@@ -23,16 +22,14 @@ from megatron_noloco.job.start_up import before_engines
 before_engines()  # before Megatron-core and DeepSpeed are imported
 
 from megatron_noloco.config import RunConfig
-from tools.simulator.changes import add_option, apply
+from tools.options import add_changes, apply, command_line
 from tools.simulator.simulation import Simulation
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("study", type=Path)
-    add_option(parser, "the base")
+    add_changes(parser, "the base")
     parser.add_argument(
         "--batches",
         type=int,

@@ -1,33 +1,76 @@
-"""Replicas of a federation as processes of this machine, each with a folder of its own, for measurements."""
+"""Runs whose replicas are processes of this machine: as separate jobs, or as ranks of one job."""
 
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import psutil
+
+from megatron_noloco.monitor.run_log import ReplicaLog
+from megatron_noloco.monitor.writers import Row
 from tools.netlab.lab import Lab
 from tools.netlab.relay import address_of
-from tools.written import Written
+
+if TYPE_CHECKING:
+    from tools.chaos import Fault
 
 _BASE = Path(__file__).parents[1] / "configs" / "federation.json"
 _PORT = 29500  # on every host of a lab
+_LAUNCH = Path(__file__).parents[1] / "launch" / "mpirun.sh"
+_LOOK_SECONDS = 0.05
+
+
+class Written:
+    """What the replicas of a run have written to their metrics, during the run and afterwards."""
+
+    def folders(self, replica: int) -> Iterable[Path]:
+        """Return the folders in which a replica writes metrics; there may be none yet."""
+        raise NotImplementedError
+
+    def step(self, replicas: Iterable[int]) -> int:
+        """Return the step of the replica that is furthest."""
+        return max((int(self.last(replica, "step") or 0) for replica in replicas), default=0)
+
+    def loss(self, replica: int) -> float | None:
+        """Return the loss of a replica's last evaluation, in nats per token."""
+        return self.last(replica, "validation/loss")
+
+    def last(self, replica: int, name: str) -> Any:
+        """Return the newest value of a metric."""
+        return next((row[name] for row in reversed(self._rows(replica)) if name in row), None)
+
+    def total(self, replica: int, name: str) -> int:
+        """Return a counter; it is 0 where the log leaves it out."""
+        return int(self.last(replica, f"total/{name}") or 0)
+
+    def longest_pause(self, replica: int) -> float:
+        """Return the longest time, in seconds, for which a round stopped training."""
+        return max((row.get("round/pause_seconds", 0.0) for row in self._rows(replica)), default=0.0)
+
+    def _rows(self, replica: int) -> list[Row]:
+        logs = [ReplicaLog(folder) for folder in self.folders(replica)]
+        for log in logs:
+            log.update()
+        return [row for log in logs for row in log.rows]
 
 
 class Federation(Written):
-    """As a context: no process is left behind.
+    """Replicas as separate jobs. A context that leaves no process behind.
 
     Args:
-        folder: gets a folder and a log for each replica.
-        settings: of the block `federation`.
-        there: the hosts of the replicas; None: all on this one.
+        folder: for a folder and a log of each replica.
+        settings: changes of the block `federation`.
+        there: the hosts of the replicas; None: all run on this one.
     """
 
     def __init__(
@@ -50,10 +93,10 @@ class Federation(Written):
             self.kill(replica)
 
     def start(self, replica: int, *through: str) -> None:
-        """Its job, in the place of the one before.
+        """Start the job of a replica.
 
         Args:
-            through: a module with its first arguments, which ends as the command line; none: the command line.
+            through: a module with its first arguments that runs the command line; none: the command line itself.
         """
         folder = self.host(replica)
         folder.mkdir(parents=True, exist_ok=True)
@@ -81,7 +124,7 @@ class Federation(Written):
         self._processes[replica].wait()
 
     def wait(self, seconds: float) -> None:
-        """Until all have ended; raises subprocess.TimeoutExpired."""
+        """Wait until all have ended; raises subprocess.TimeoutExpired."""
         deadline = time.monotonic() + seconds
         for process in self._processes.values():
             process.wait(max(0.0, deadline - time.monotonic()))
@@ -93,15 +136,103 @@ class Federation(Written):
         return self.step(self._processes)
 
     def exit_codes(self) -> dict[int, int | None]:
-        """Of every replica's last process; None where it runs."""
+        """Return the exit code of every replica's last process; None where it runs."""
         return {replica: process.poll() for replica, process in self._processes.items()}
 
     def host(self, replica: int) -> Path:
-        """The folder of a replica, which no other sees."""
+        """Return the folder of a replica, which no other replica uses."""
         return self.folder / f"host_{replica}"
 
     def folders(self, replica: int) -> Iterable[Path]:
         return self.host(replica).glob("replica_*")
+
+
+class OneJob(Written):
+    """Replicas as ranks of one job under mpirun. A context that leaves no process behind.
+
+    Args:
+        base: the config of a federation; what only a federation has is left out.
+    """
+
+    def __init__(self, folder: Path, replicas: int, base: dict[str, Any]) -> None:
+        self._folder, self._replicas = folder, replicas
+        self._process: subprocess.Popen[bytes] | None = None
+        folder.mkdir(parents=True)
+        self._config, self._log = write_as_one_job(folder, base, {"replicas": replicas}), folder / "job.log"
+
+    def __enter__(self) -> "OneJob":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None and self._process.poll() is None:
+            ranks = psutil.Process(self._process.pid).children(recursive=True)
+            self._process.kill()  # before its ranks: it would start the job again
+            for rank in ranks:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    rank.kill()
+            self._process.wait()
+
+    def folders(self, replica: int) -> Iterable[Path]:
+        return [self._folder / f"replica_{replica:02d}"]
+
+    def run(self, faults: Sequence["Fault"], limit: float) -> int | None:
+        """Run the job and return its exit code; None where it has not ended after `limit` seconds.
+
+        Only kills and freezes are inflicted: where one rank ends all do, so that none can join or return. After
+        each kill the launch script starts the job again.
+        """
+        deadline = time.monotonic() + limit
+        coming = [fault for fault in faults if fault.what in ("kill", "freeze")]
+        process = self._start(restarts=sum(fault.what == "kill" for fault in coming))
+        while process.poll() is None and time.monotonic() < deadline:
+            if coming and self.step(range(self._replicas)) >= coming[0].step and self._apply(coming[0]):
+                del coming[0]
+            time.sleep(_LOOK_SECONDS)
+        return process.poll()
+
+    def exit_codes_before(self) -> list[int]:
+        """Return the exit codes of all starts but the last."""
+        found = re.findall(r"^the job has ended with exit code (\d+): start", self._output(), re.MULTILINE)
+        return [int(code) for code in found]
+
+    def continued_from(self) -> list[int]:
+        """Return the steps of the checkpoints from which the starts after the first continued."""
+        found = re.findall(r"^continuing from .*: step (\d+),", self._output(), re.MULTILINE)
+        return [int(step) for step in found]
+
+    def _output(self) -> str:
+        return self._log.read_text()
+
+    def _start(self, restarts: int) -> "subprocess.Popen[bytes]":
+        settings = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "RESTARTS": str(restarts)}
+        command = ["sh", str(_LAUNCH), str(self._replicas), str(self._config)]
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | settings)
+        return self._process
+
+    def _apply(self, fault: "Fault") -> bool:
+        """Inflict a fault; returns False where the rank is not there because the job is being started again."""
+        time.sleep(fault.seconds)
+        ranks = self._ranks()
+        rank = ranks.get(str(fault.replica))
+        if rank is None:
+            return False
+        if fault.what == "kill":
+            rank.kill()
+            psutil.wait_procs(ranks.values())  # the next fault is for the next start
+        else:
+            rank.send_signal(signal.SIGSTOP)
+            time.sleep(fault.lasts_seconds)
+            rank.send_signal(signal.SIGCONT)
+        return True
+
+    def _ranks(self) -> dict[str, psutil.Process]:
+        assert self._process is not None
+        found = {}
+        for process in psutil.Process(self._process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.Error, KeyError):  # it has ended meanwhile; it is no rank
+                found[process.environ()["OMPI_COMM_WORLD_RANK"]] = process
+        return found
 
 
 def base_config(steps: int) -> dict[str, Any]:
@@ -113,7 +244,11 @@ def base_config(steps: int) -> dict[str, Any]:
 
 
 def write_as_one_job(folder: Path, base: Mapping[str, Any], parallel: Mapping[str, int]) -> Path:
-    """The config file, in `folder`, of a job that has all replicas of a federation and writes there."""
+    """Write the config of one job with all replicas of a federation, and return its path.
+
+    Args:
+        folder: for the config and the output.
+    """
     config = {name: block for name, block in base.items() if name != "federation"}
     config["noloco"] = config["noloco"] | {"routing": {"interval": "off"}}
     config["parallel"] = dict(parallel)
@@ -124,7 +259,7 @@ def write_as_one_job(folder: Path, base: Mapping[str, Any], parallel: Mapping[st
 
 
 def free_ports(count: int) -> Iterator[int]:
-    """Ports of the loopback interface that nobody uses now."""
+    """Yield ports of the loopback interface that are free now."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
         ports = [each.getsockname()[1] for each in sockets]

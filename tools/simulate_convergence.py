@@ -6,7 +6,6 @@ Takes the trainer's JSON; `--set BLOCK.FIELD=VALUE` (JSON values) changes it. Us
 initial weights and `megatron_noloco.outer`, and gives the trainer's losses to rounding. Prints one JSON object.
 """
 
-import argparse
 import json
 import sys
 import time
@@ -20,17 +19,15 @@ from megatron_noloco.job.start_up import before_engines
 before_engines()  # before Megatron-core and DeepSpeed are imported
 
 from megatron_noloco.config import RunConfig
-from tools.simulator.changes import add_option, apply
+from tools.options import add_changes, apply, command_line
 from tools.simulator.simulation import Simulation
 from tools.simulator.slow import Slow
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("config", type=Path, help="the JSON of a run")
-    add_option(parser, "the JSON")
+    add_changes(parser, "the JSON")
     parser.add_argument(
         "--slow",
         type=int,

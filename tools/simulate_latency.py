@@ -16,20 +16,19 @@ last replica has done all local steps. Messages take no time here.
 Prints one JSON object.
 """
 
-import argparse
 import json
 import math
 
 import numpy as np
 from numpy.random import Generator, default_rng
 
+from tools.options import command_line
+
 MU, VARIANCE = 1.0, 0.5  # of a local step
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--replicas", type=int, nargs="+", default=[4, 16, 64, 1024])
     parser.add_argument(
         "--jitter", type=float, nargs="+", default=[0.01, 1.0, 2.5], help="deviation over mean"

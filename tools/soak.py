@@ -42,15 +42,14 @@ from megatron_noloco.transport.chunks import ChunkFlight, ReportedTransfers, cut
 from megatron_noloco.transport.protocol import Message
 from tools.federated import DEADLINE_SECONDS, open_door, wait_for_all
 from tools.memory import allocated_bytes, resident_bytes
+from tools.options import command_line
 
 _SAMPLES = 60
 _LOOK_SECONDS = 0.001
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--elements", type=int, default=100_000)

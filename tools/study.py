@@ -16,7 +16,6 @@ compiler. With `--trainer` it is the trainer itself under mpirun, with a process
 simulated, such as pipeline stages. A run that failed is in OUTPUT, with its log.
 """
 
-import argparse
 import copy
 import json
 import os
@@ -30,7 +29,7 @@ from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
 
-from tools.simulator.changes import add_option, apply
+from tools.options import add_changes, apply, command_line
 from tools.simulator.report import BASELINES, Key, as_csv, as_markdown, baseline, finite, plot, table
 from tools.simulator.trained import train
 
@@ -38,12 +37,10 @@ Run = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("study", type=Path)
     parser.add_argument("--output", type=Path, required=True)
-    add_option(parser, "the base")
+    add_changes(parser, "the base")
     parser.add_argument("--seeds", type=int, nargs="+", help="instead of those of the study")
     parser.add_argument("--jobs", type=int, default=1)
     ways = parser.add_mutually_exclusive_group()

@@ -16,7 +16,6 @@ Prints one JSON object; OUTPUT has the runs' folders, the object, and a figure o
 there is not repeated.
 """
 
-import argparse
 import copy
 import json
 import sys
@@ -28,7 +27,7 @@ from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
 from tools.netlab.__main__ import quantity
 from tools.netlab.lab import LabUnavailableError, lab
 from tools.netlab.network import Link
-from tools.simulator.changes import add_option, apply
+from tools.options import add_changes, apply, command_line
 
 
 class Moment(NamedTuple):
@@ -40,14 +39,12 @@ class Moment(NamedTuple):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("study", type=Path)
     parser.add_argument("--rate", default="10Mbit", help="of each link, in both directions")
     parser.add_argument("--delay", default="25ms", help="each way")
     parser.add_argument("--output", type=Path, required=True)
-    add_option(parser, "the base")
+    add_changes(parser, "the base")
     parser.add_argument("--timeout", type=float, default=3600.0, help="seconds of one training, at most")
     options = parser.parse_args()
     study = json.loads(options.study.read_text())

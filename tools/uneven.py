@@ -22,6 +22,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tools.options import command_line
 from tools.processes import Federation, base_config, write_as_one_job
 
 _CASES = ("even", "one_slow", "by_chance")
@@ -31,13 +32,10 @@ _METHODS: dict[str, dict[str, Any]] = {
     "NoLoCo": {},
     "NoLoCo, separate jobs": {},
 }
-_THROUGH = "tools.paced_replica"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("--output", type=Path, required=True, help="a folder; it is emptied")
     parser.add_argument("--replicas", type=int, default=8)
     parser.add_argument("--steps", type=int, default=60)
@@ -53,12 +51,12 @@ def main() -> None:
         seconds = options.replicas * [options.step_seconds]
         if case == "one_slow":
             seconds[-1] *= options.slower
-        pace = [",".join(map(str, seconds)), str(options.sigma if case == "by_chance" else 0)]
+        pace = [",".join(map(str, seconds)), "--sigma", str(options.sigma if case == "by_chance" else 0)]
         for method, noloco in _METHODS.items():
             folder = (options.output / f"{case}, {method}").resolve()
             folder.mkdir(parents=True)
             train = separate_jobs if method == "NoLoCo, separate jobs" else one_job
-            train(folder, noloco, [_THROUGH, *pace, str(folder)], options)
+            train(folder, noloco, ["tools.disturbed_replica", *pace, "--log", str(folder)], options)
             found[case][method] = goodput(folder, options)
     print(json.dumps({"replicas": options.replicas, "step_seconds": options.step_seconds, "found": found}))
 

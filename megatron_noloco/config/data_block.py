@@ -25,7 +25,7 @@ class DataConfig(Block):
     )
     data_path: Paths | None = Field(
         default=None,
-        description="In place of text: the prefix of a Megatron dataset (tools/preprocess_data.py writes them), "
+        description="In place of text: the prefix of a Megatron dataset (`data preprocess` writes them), "
         'or a blend, ["0.3", "prefixA", "0.7", "prefixB"].',
     )
     train_data_path: Paths | None = Field(

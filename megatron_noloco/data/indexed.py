@@ -74,7 +74,7 @@ class IndexedTokens:
             if not path.is_file():
                 raise ValueError(
                     f"{path}: no such file (looked from cwd {Path.cwd()}); give the prefix that "
-                    'tools/preprocess_data.py wrote, without ".bin"'
+                    '`data preprocess` wrote, without ".bin"'
                 )
         index = _Index.read(idx_path)
         self.dtype, self.lengths, self.document_bounds = index.dtype, index.lengths, index.document_bounds

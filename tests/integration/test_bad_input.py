@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def config_with(folder: Path, changes: Mapping[str, Any]) -> str:
-    """A config file that is good but for `changes`, block by block."""
+    """Write a config file that is good but for `changes`, block by block."""
     content = dict(GOOD)
     for key, value in changes.items():
         old = content.get(key)
@@ -62,28 +62,11 @@ def assert_one_line(exit_code: int, stderr: str, fragments: tuple[str, ...]) -> 
         assert fragment in lines[0]
 
 
+# One for each check of a start; the rules themselves are tested where they are.
 MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
-    "misspelt key at the top": (
-        {"gradient_cliping": 1.0},
-        ("gradient_cliping is not a known key", "did you mean gradient_clipping?"),
-    ),
-    "misspelt block": ({"trainning": {}}, ("trainning is not a known key", "did you mean training?")),
-    "misspelt key in a block": (
+    "misspelt key": (
         {"noloco": {"local_step": 10}},
         ("noloco.local_step is not a known key", "did you mean noloco.local_steps?"),
-    ),
-    "layers not divisible": (
-        {"model": {"num_layers": 3}, "parallel": {"pipeline_model_parallel_size": 2}},
-        ("3 layers (model.num_layers) do not divide into 2 stages",),
-    ),
-    "diverging alpha": (
-        {"noloco": {"outer_momentum": 0.9}},
-        ("rho = 1.098 >= 1", "outer_momentum (alpha) 0.9", "(gamma) 0.7", "(n) 2"),
-    ),
-    "diverging gamma": ({"noloco": {"consensus_weight": 3.0}}, ("rho = ", ">= 1", "(gamma) 3.0")),
-    "unknown method": (
-        {"noloco": {"method": "no-loco"}},
-        ("noloco.method: must be one of", '"noloco"', '"diloco"', "'no-loco'"),
     ),
     "settings that the optimizer refuses": (
         {"optimizer": {"type": "SGD", "params": {"nesterov": True}}},
@@ -95,14 +78,6 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
             'model.transformer_impl is "transformer_engine", which needs a GPU and the transformer_engine package',
         ),
     ),
-    "a key under its old block": (
-        {"training": {"save_interval": 5}},
-        ("training.save_interval is not a known key", "did you mean checkpoint.save_interval?"),
-    ),
-    "a run without a round": (
-        {"noloco": {"local_steps": 3}},
-        ("noloco.local_steps 3 is more than training.train_iters 2",),
-    ),
     "a folder that cannot be made": (
         {"training": {"output_dir": "/dev/null/run"}},
         ("training.output_dir: cannot write in /dev/null/run", "Not a directory"),
@@ -111,18 +86,9 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"data": {"text": "/no/such/text"}},
         ("data.text", "no file or folder at /no/such/text"),
     ),
-    "data that is not text": ({"data": {"text": "/bin/ls"}}, ("data.text: no UTF-8 text in /bin/ls",)),
     "a checkpoint that is not there": (
         {"checkpoint": {"load": "/no/such/step"}},
         ("checkpoint.load: /no/such/step: no such folder",),
-    ),
-    "corpus too small for a sample": (
-        {"model": {"seq_length": 10_000}},
-        ("corpus too small", "seq_length + 1 = 10001"),
-    ),
-    "corpus too small for a batch": (
-        {"train_micro_batch_size_per_gpu": 200},
-        ("corpus too small", "one global batch needs 400"),
     ),
     "corpus too small to evaluate": ({"evaluation": {"iters": 1000}}, ("corpus too small", "need 2000")),
 }
@@ -140,17 +106,17 @@ def test_one_line_in_this_process(
     assert_one_line(exit_code, capfd.readouterr().err, fragments)
 
 
-@pytest.mark.parametrize("mistake", ["misspelt key at the top", "missing data"])
+@pytest.mark.parametrize("mistake", ["misspelt key", "missing data"])
 def test_the_other_ranks_let_rank_0_report_first(
     folder: Path, mistake: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If they left at once, the launcher would end the job, and rank 0 with it, before it has reported."""
     naps: list[float] = []
-    said_before: list[str] = []
+    written_before: list[str] = []
 
     def nap(seconds: float) -> None:
         naps.append(seconds)
-        said_before.append(capfd.readouterr().err)
+        written_before.append(capfd.readouterr().err)
 
     monkeypatch.setattr(time, "sleep", nap)
     for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2")):
@@ -159,24 +125,11 @@ def test_the_other_ranks_let_rank_0_report_first(
     exit_code = main(["train", "--config", config_with(folder, changes)])
     here = f"rank 1 on {socket.gethostname()}: "
     assert_one_line(exit_code, capfd.readouterr().err, (here, *fragments))
-    assert set(said_before) == {""}
+    assert set(written_before) == {""}
     assert sum(naps) >= 5
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    whole = [sys.executable, "-m", "megatron_noloco", *arguments]
-    return subprocess.run(whole, capture_output=True, text=True, timeout=60)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "missing data",
-        "a folder that cannot be made",
-        "settings that the optimizer refuses",
-        "Transformer Engine without a GPU",
-    ],
-)
+@pytest.mark.parametrize("name", [name for name in MISTAKES if not name.startswith(("misspelt", "corpus"))])
 def test_a_check_finds_what_the_start_would(
     folder: Path, name: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -196,53 +149,26 @@ def test_a_check_leaves_nothing_behind(folder: Path, capfd: pytest.CaptureFixtur
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "text.txt"]
 
 
-def missing_file(folder: Path) -> str:
-    return str(folder / "absent.json")
-
-
-def invalid_json(folder: Path) -> str:
-    path = folder / "broken.json"
-    path.write_text('{\n "noloco": {,}\n}')
-    return str(path)
-
-
-def misspelt(folder: Path) -> str:
-    return config_with(folder, MISTAKES["misspelt key at the top"][0])
-
-
-def one_rank_for_two_replicas(folder: Path) -> str:
-    return config_with(folder, {})
-
-
 @pytest.mark.parametrize(
-    ("make", "fragments"),
+    ("config", "fragments"),
     [
-        (missing_file, ("absent.json", "No such file")),
-        (invalid_json, ("broken.json", "is not valid JSON: line 2, column 13")),
-        (misspelt, ("config.json", "gradient_cliping is not a known key")),
+        ("absent.json", ("absent.json", "No such file")),
         (
-            one_rank_for_two_replicas,
+            "config.json",
             ("1 rank is not 2 replicas x pipeline 1 x data 1 x tensor 1 = 2", "no launcher has started this"),
         ),
     ],
 )
-def test_one_line_from_the_command(
-    folder: Path, make: Callable[[Path], str], fragments: tuple[str, ...]
-) -> None:
-    finished = command("train", "--config", make(folder))
+def test_one_line_from_the_command(folder: Path, config: str, fragments: tuple[str, ...]) -> None:
+    config_with(folder, {})
+    command = [sys.executable, "-m", "megatron_noloco", "train", "--config", str(folder / config)]
+    finished = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert_one_line(finished.returncode, finished.stderr, fragments)
     assert finished.stdout == ""
 
 
-def test_no_config_at_all() -> None:
-    finished = command("train")
-    assert finished.returncode == USAGE_ERROR
-    assert "--config" in finished.stderr
-    assert "Traceback" not in finished.stderr
-
-
 def our_lines(stderr: str, fragment: str) -> list[str]:
-    """mpirun and torchrun add words of their own about the exit code; torchrun even a traceback of its own."""
+    """Return the lines with this fragment; mpirun and torchrun add lines, torchrun a traceback of its own."""
     assert "/megatron_noloco/" not in stderr, f"a traceback through our code: {stderr}"
     return [line for line in stderr.splitlines() if fragment in line]
 

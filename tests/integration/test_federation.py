@@ -17,8 +17,7 @@ from tests.harness import free_port, run_ranks
 from tests.integration.chaos import command
 from tests.integration.federation import Federation, assert_same, state_of
 from tests.integration.tiny import run_whole, tiny, write_config, write_text
-from tools.faulty_replica import send_times
-from tools.paced_replica import take
+from tools.disturbed_replica import pause, send_times
 
 STEPS = 8
 
@@ -332,9 +331,9 @@ def test_a_slow_replica_takes_fewer_local_steps_and_costs_its_partners_nothing(
         start_with = {"federation": {"start_with": 3 + len(slow)}}
         with Federation(tmp_path / f"{len(slow)}", changes(text, 4, **tiny(more, start_with))) as federation:
             for replica in range(3):
-                federation.start(replica, disturb=partial(take, 0.1))
+                federation.start(replica, disturb=partial(pause, 0.1))
             for replica in slow:
-                federation.start(replica, disturb=partial(take, 0.3))
+                federation.start(replica, disturb=partial(pause, 0.3))
             federation.wait()
             losses.append(last_losses(federation, 3))
             if slow:

@@ -509,7 +509,15 @@ def test_fine_tuning_learns_and_the_result_passes_the_check(finetuned: Path, tmp
         losses = [row["train/loss"] for row in rows]
         assert len(losses) == 20
         assert losses[-1] < losses[0] - 1
-    command = [sys.executable, "tools/convert.py", "export", str(finetuned), "--output", str(tmp_path / "hf")]
+    command = [
+        sys.executable,
+        "-m",
+        "megatron_noloco",
+        "export",
+        str(finetuned),
+        "--output",
+        str(tmp_path / "hf"),
+    ]
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert "mean model: validation loss" in result.stdout
@@ -567,14 +575,6 @@ def test_generate_refuses_a_folder_it_cannot_load(
 
 
 # The tools
-
-
-def test_convert_tells_how_it_is_used() -> None:
-    result = subprocess.run(
-        [sys.executable, "tools/convert.py"], cwd=REPOSITORY, capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode == 2
-    assert "tools/convert.py export" in result.stdout
 
 
 def test_the_bench_of_small_models(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from megatron_noloco.config import RunConfig
 from tests.harness import run_ranks
 from tests.integration.tiny import MUON, MUON_ROUNDING, metrics, run_whole, tiny, write_config, write_text
 from tools import noise_scale, study
+from tools.options import apply
 from tools.simulator import report
-from tools.simulator.changes import apply
 from tools.simulator.inner import orthogonalised
 from tools.simulator.simulation import Simulation
 from tools.simulator.slow import Slow

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tools.gpu_check.runner import REPOSITORY, Outcome, Results, Step, figures, run, run_all
+from tools.gpu_check.runner import REPOSITORY, Outcome, Results, Step, figures, run, run_all, table
 from tools.gpu_check.steps import STEPS
-from tools.gpu_check.table import table
 
 
 def python(name: str, code: str, limit_seconds: float = 60, gpus: int = 1) -> Step:

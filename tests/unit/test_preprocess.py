@@ -26,6 +26,7 @@ from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.files import put_in_place
 
 ROOT = Path(__file__).parents[2]
+PREPROCESS = [sys.executable, "-m", "megatron_noloco", "data", "preprocess"]
 TEXTS = ["One.\n", "", "Größe, 大きさ\n\n", "two three " * 40]
 BYTES = Encoding(TokenizerChoice("byte"), ("text",), append_eod=True)
 
@@ -275,7 +276,7 @@ def test_a_prefix_among_the_inputs_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("notice", [signal.SIGTERM, signal.SIGKILL])
 def test_workers_go_with_their_process(tmp_path: Path, notice: signal.Signals) -> None:
     write_jsonl(tmp_path / "a.jsonl", ["two three " * 2000] * 5000)
-    command = [sys.executable, "tools/preprocess_data.py", "--input", str(tmp_path / "a.jsonl")]
+    command = [*PREPROCESS, "--input", str(tmp_path / "a.jsonl")]
     command += ["--workers", "2", "--output-prefix", str(tmp_path / "out")]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -414,7 +415,7 @@ def test_an_end_of_document_that_is_no_text(tmp_path: Path, end: Any) -> None:
 def test_the_tool_with_two_workers(tmp_path: Path, fast: Path) -> None:
     texts = [f"two three {number}" for number in range(100)]
     write_jsonl(tmp_path / "a.jsonl", texts)
-    command = [sys.executable, "tools/preprocess_data.py", "--input", str(tmp_path / "a.jsonl")]
+    command = [*PREPROCESS, "--input", str(tmp_path / "a.jsonl")]
     command += ["--output-prefix", str(tmp_path / "out"), "--append-eod", "--workers", "2"]
     command += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(fast)]
     first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
@@ -429,7 +430,7 @@ def test_the_tool_with_two_workers(tmp_path: Path, fast: Path) -> None:
 
 def test_a_bad_line_met_by_a_worker_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text"\n')
-    command = [sys.executable, "tools/preprocess_data.py", "--input", str(tmp_path / "a.jsonl")]
+    command = [*PREPROCESS, "--input", str(tmp_path / "a.jsonl")]
     command += ["--workers", "2", "--output-prefix", str(tmp_path / "out")]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (finished.returncode, finished.stdout) == (2, "")

@@ -10,23 +10,18 @@ time. Steps that need more GPUs than are here wait; without a GPU, all of them.
 Exit code 1 where a step failed.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 import torch
 
-from tools.gpu_check.runner import Results, run_all
+from tools.gpu_check.runner import Results, run_all, table
 from tools.gpu_check.steps import STEPS
-from tools.gpu_check.table import table
+from tools.options import command_line
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.gpu_check",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line(__doc__, "python -m tools.gpu_check")
     parser.add_argument("--output", type=Path, default=Path("runs/gpu-check"), help="folder of the results")
     parser.add_argument("--only", nargs="+", choices=[step.name for step in STEPS], help="these steps alone")
     parser.add_argument("--again", action="store_true", help="run finished steps again")

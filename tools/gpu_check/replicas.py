@@ -22,6 +22,7 @@ from megatron_noloco.monitor.run_log import RunLog
 from megatron_noloco.monitor.writers import Row
 from megatron_noloco.preflight.mpi import find_mpirun
 from tools.gpu_check.runner import REPOSITORY
+from tools.options import command_line
 from tools.throughput_models import SIZES, config_of
 
 QUICKSTART_LOSS = 1.2492  # of the same run on a CPU
@@ -30,9 +31,7 @@ LOCAL_STEPS = 50
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_line(__doc__)
     parser.add_argument("what", choices=WAYS)
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--size", choices=SIZES, default="125M")

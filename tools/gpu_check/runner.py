@@ -1,4 +1,4 @@
-"""Runs steps one after the other, each in a process of its own, and remembers what came out."""
+"""Runs steps one after the other, each in a process of its own, and keeps their outcomes."""
 
 import contextlib
 import json
@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,16 +19,16 @@ _ERROR_LINES = 12
 
 @dataclass(frozen=True)
 class Step:
-    """One thing to be proved.
+    """One thing to prove.
 
     Attributes:
-        name: without spaces.
+        name: a name without spaces.
         what: one line for the table.
-        command: arguments of the Python interpreter. Its exit code says whether the step passed. Its figures are
-            those of the JSON object that ends its output: "figure", and of what it is compared with, "peer"; else
-            the last line is the figure.
-        limit_seconds: then its processes are ended.
-        gpus: how many it needs.
+        command: arguments of the Python interpreter. The exit code says whether the step passed. The JSON object
+            that ends the output has its "figure", and as "peer" that of what it is compared with; without such an
+            object the last line is the figure.
+        limit_seconds: time after which its processes are ended.
+        gpus: number of GPUs that it needs.
     """
 
     name: str
@@ -40,21 +40,17 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out of a step."""
+    """The outcome of a step."""
 
     passed: bool
     seconds: float
     figure: str = ""
     peer: str = ""
-    error: str = ""  # the last lines of what it said
+    error: str = ""  # the last lines of its output
 
 
 class Results:
-    """The outcomes so far, by the names of the steps, kept in a file.
-
-    Attributes:
-        folder: of the file; it is there.
-    """
+    """The outcomes so far, by the names of the steps, kept in a file of `folder`."""
 
     def __init__(self, path: Path) -> None:
         self._path, self.folder = path, path.parent
@@ -80,7 +76,7 @@ class Results:
 
 
 def run_all(steps: Sequence[Step], results: Results, gpus: int, seconds: float) -> Iterator[str]:
-    """Run the steps without an outcome for which there are GPUs and time; a line about each that is done."""
+    """Run the steps without an outcome for which there are GPUs and time; yields a line about each."""
     deadline = time.monotonic() + seconds
     for step in steps:
         if step.name in results.found or step.gpus > gpus or time.monotonic() + step.limit_seconds > deadline:
@@ -91,8 +87,23 @@ def run_all(steps: Sequence[Step], results: Results, gpus: int, seconds: float) 
         yield f"{step.name}: {verdict} in {outcome.seconds:.0f} s  {outcome.figure}  {outcome.error}".rstrip()
 
 
+def table(steps: Sequence[Step], found: Mapping[str, Outcome]) -> str:
+    """Return a Markdown table with a row for each step, in order, and below it the errors."""
+    lines = ["| step | what | passed | seconds | figure | the peer's |", "|---|---|---|---|---|---|"]
+    errors = []
+    for step in steps:
+        cells = ["waiting", "", "", ""]
+        if outcome := found.get(step.name):
+            verdict = "yes" if outcome.passed else "**no**"
+            cells = [verdict, f"{outcome.seconds:.0f}", outcome.figure, outcome.peer]
+            errors += ["", f"**{step.name}**", "", "```", outcome.error, "```"] if outcome.error else []
+        row = [cell.replace("|", "\\|") for cell in [step.name, step.what, *cells]]
+        lines.append(f"| {' | '.join(row)} |")
+    return "\n".join([*lines, *errors]) + "\n"
+
+
 def run(step: Step, log: Path) -> Outcome:
-    """Run a step now; all that it says goes to the log. Nothing that it started is left behind."""
+    """Run a step, with its output in the log. No process that it started is left behind."""
     paths = [str(REPOSITORY), os.environ.get("PYTHONPATH")]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     started = time.monotonic()
@@ -127,7 +138,7 @@ def run(step: Step, log: Path) -> Outcome:
 
 
 def figures(out: str) -> tuple[str, str]:
-    """Figure and peer's, as a step's output tells them."""
+    """Return the figure and its peer's from the output of a step."""
     for start in [at for at, character in enumerate(out) if character == "{"]:
         try:
             told = json.loads(out[start:])
@@ -138,7 +149,7 @@ def figures(out: str) -> tuple[str, str]:
 
 
 def _end(process: "subprocess.Popen[str]") -> tuple[str, str]:
-    """Ask first: launchers end their ranks when asked. Then kill what is left, in whatever session it is."""
+    """Send SIGTERM, at which launchers end their ranks; then kill what is left, in any session."""
     with contextlib.suppress(psutil.NoSuchProcess):
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         process.terminate()

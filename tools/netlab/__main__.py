@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from tools.netlab import check, rounds
 from tools.netlab.lab import LabUnavailableError, Tcp, lab
 from tools.netlab.network import Link
+from tools.options import command_line
 
 _UNITS = {
     "rate": {"kbit": 1e3, "Mbit": 1e6, "Gbit": 1e9},
@@ -73,11 +74,7 @@ def run(hosts: list[int], link: Link, tcp: Tcp, options: list[str], command: lis
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m tools.netlab",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_line(__doc__, "python -m tools.netlab")
     parser.add_argument("measurement", choices=("rounds", "check", "run"))
     parser.add_argument("--hosts", default="2,16", help="their numbers, one measurement each")
     parser.add_argument("--rate", default="10Mbit", help="of each link, in both directions")

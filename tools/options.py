@@ -1,12 +1,19 @@
-"""Changes of a run's JSON, as the command line and studies give them."""
+"""Command lines of the tools."""
 
 import argparse
 import json
 from typing import Any
 
 
-def add_option(parser: argparse.ArgumentParser, of: str) -> None:
-    """`--set FIELD=VALUE`, as often as wanted; each is for `apply`."""
+def command_line(doc: str | None, prog: str | None = None) -> argparse.ArgumentParser:
+    """Return a parser whose help is the docstring of a tool, as it is written."""
+    return argparse.ArgumentParser(
+        prog=prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+
+
+def add_changes(parser: argparse.ArgumentParser, of: str) -> None:
+    """Add `--set FIELD=VALUE`, which may be repeated; `apply` takes each value."""
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help=f"a change of {of}")
 
 

@@ -1,0 +1,82 @@
+"""The command line of a replica that is slow, or sends what it should not.
+
+    python -m tools.disturbed_replica SECONDS [--sigma S] [--log FOLDER] [--factor F] train ...
+
+Each local step begins with a pause of SECONDS: one number for all, or one for each replica with commas between.
+With a sigma it is drawn from a lognormal distribution of this mean. A line of FOLDER/steps_REPLICA has the seconds
+at which a local step began and ended, of a clock that all processes of a machine share. Vectors are multiplied by
+the factor before they are sent. In a job of torchrun every rank is a replica.
+"""
+
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_noloco.cli.main import run
+from megatron_noloco.federation.transport import FederationTransport
+from megatron_noloco.job.start_up import before_engines
+from megatron_noloco.transport.protocol import Message
+from tools.options import command_line
+
+
+def pause(seconds: float, sigma: float = 0.0, seed: int = 0, log: Path = Path(os.devnull)) -> None:
+    """Let each local step of this process begin with a pause of so many seconds; with a sigma, on average.
+
+    The pause comes before the gradients are added up, so that no rank waits for another meanwhile.
+    """
+    before_engines()
+    from megatron_noloco.engine.replica import ReplicaEngine
+
+    original = ReplicaEngine.train_batch
+    draw = random.Random(seed)
+    lines = log.open("w", buffering=1)
+
+    def train_batch(self: ReplicaEngine, *arguments: Any) -> Any:
+        begun = time.monotonic()
+        time.sleep(seconds * math.exp(sigma * draw.gauss() - sigma * sigma / 2))
+        losses = original(self, *arguments)
+        lines.write(f"{begun} {time.monotonic()}\n")
+        return losses
+
+    ReplicaEngine.train_batch = train_batch  # type: ignore[assignment, method-assign]
+
+
+def send_times(factor: float) -> None:
+    """Multiply all vectors that this process sends; its own weights stay as they are."""
+    original = FederationTransport.post
+
+    def post(self: FederationTransport, sends: Sequence[Message], *more: Any) -> Any:
+        spoiled = [
+            Message(message.rank, message.buffer * factor)
+            if message.buffer.dtype == torch.float32
+            else message
+            for message in sends
+        ]
+        return original(self, spoiled, *more)
+
+    FederationTransport.post = post  # type: ignore[assignment, method-assign]
+
+
+if __name__ == "__main__":
+    parser = command_line(__doc__)
+    parser.add_argument("seconds")
+    parser.add_argument("--sigma", type=float, default=0.0)
+    parser.add_argument("--log", type=Path)
+    parser.add_argument("--factor", type=float, default=1.0)
+    own, command = sys.argv[1 : sys.argv.index("train")], sys.argv[sys.argv.index("train") :]
+    options = parser.parse_args(own)
+    given = command[command.index("--replica") + 1] if "--replica" in command else os.environ["RANK"]
+    replica = int(given)
+    of_replicas = [float(number) for number in options.seconds.split(",")]
+    log = Path(os.devnull) if options.log is None else options.log / f"steps_{replica}"
+    pause(of_replicas[replica % len(of_replicas)], options.sigma, replica, log)
+    if options.factor != 1.0:
+        send_times(options.factor)
+    run(command)
