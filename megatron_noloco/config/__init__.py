@@ -1,6 +1,6 @@
 """Config: the user's one JSON file, checked whole before anything starts, and the values that it stands for.
 
-Nothing here imports torch, but for `deepspeed_models`: DeepSpeed checks its own blocks.
+Nothing here imports torch or an engine.
 """
 
 from megatron_noloco.config.explain import explain

@@ -6,7 +6,6 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from megatron_noloco.config import deepspeed_keys
 from megatron_noloco.model.architecture import PipelineSplit
 
 Positive = Annotated[int, Field(ge=1)]
@@ -18,11 +17,13 @@ class Block(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    # Keys that DeepSpeed has in a block of this name and that do nothing here, each with the reason.
+    # Keys of DeepSpeed's block of this name that are refused, each with the reason; "": it has no effect here.
     NOT_HERE: ClassVar[dict[str, str]] = {}
 
 
 class ParallelConfig(Block):
+    """The parallel layout: ranks = replicas x pipeline x data x tensor parallel sizes."""
+
     replicas: Positive | Literal["auto"] = Field(
         default="auto", description='Full copies of the model; "auto" is as many as the ranks allow.'
     )
@@ -73,6 +74,8 @@ class ParallelConfig(Block):
 
 
 class TrainingConfig(Block):
+    """The run."""
+
     train_iters: Positive = Field(description="Local steps of the whole run.")
     seed: NonNegative = Field(default=1234, description="Seed of weights, sample order, groups and routes.")
     log_interval: Positive = Field(default=10, description="Local steps between two log lines.")
@@ -104,10 +107,18 @@ class TrainingConfig(Block):
 
 
 class CheckpointConfig(Block):
-    """Replaces DeepSpeed's block of the same name: DeepSpeed writes no checkpoints here."""
+    """What is saved, and where a run continues. Replaces DeepSpeed's block of the same name."""
 
     NOT_HERE: ClassVar[dict[str, str]] = dict.fromkeys(
-        deepspeed_keys.CHECKPOINT, "checkpoints are written by megatron_noloco, not by DeepSpeed; delete it"
+        (
+            "tag_validation",
+            "checkpoint_serialization",
+            "writer",
+            "load_universal",
+            "use_node_local_storage",
+            "parallel_write",
+        ),
+        "",
     )
 
     save_interval: NonNegative = Field(
@@ -130,6 +141,8 @@ class CheckpointConfig(Block):
 
 
 class EvaluationConfig(Block):
+    """The loss on the validation split."""
+
     interval: NonNegative = Field(
         default=0, description="Local steps between two evaluations; 0: at the end only."
     )
@@ -148,11 +161,11 @@ class EvaluationConfig(Block):
 
 
 class TensorBoardConfig(Block):
-    """Replaces DeepSpeed's block of the same name, whose monitor would write for global rank 0 only."""
+    """TensorBoard. Replaces DeepSpeed's block of the same name, which would write for global rank 0 only."""
 
     NOT_HERE: ClassVar[dict[str, str]] = dict.fromkeys(
         ("output_path", "job_name"),
-        "events are written to training.output_dir/replica_XX; set training.output_dir",
+        "events are written to training.output_dir/replica_XX",
     )
 
     enabled: bool = Field(
@@ -163,7 +176,7 @@ class TensorBoardConfig(Block):
 
 
 class WandbConfig(Block):
-    """Replaces DeepSpeed's block of the same name, as TensorBoard's does."""
+    """Weights & Biases. Replaces DeepSpeed's block of the same name."""
 
     enabled: bool = Field(
         default=False,

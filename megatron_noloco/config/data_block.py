@@ -19,6 +19,8 @@ Paths = Annotated[str, Field(min_length=1)] | list[str | float]
 
 
 class DataConfig(Block):
+    """What is read."""
+
     text: Annotated[str, Field(min_length=1)] | None = Field(
         default=None,
         description='A file or folder of UTF-8 text, or "python-stdlib": Python\'s own standard library.',

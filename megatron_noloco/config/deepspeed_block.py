@@ -1,136 +1,310 @@
-"""DeepSpeed's part of the file: checked, with every "auto" and every missing batch number worked out.
+"""DeepSpeed's part of the file: an allow list of its keys that do something here, and the rules between them.
 
-The functions below work on one copy of the user's keys, in the order of `resolve`; each yields what is wrong
-instead of stopping at the first problem.
+DeepSpeed ignores a key that it does not know, and has many that cannot do here what they promise. So every key
+that is not a field below is refused.
 """
 
 import copy
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
-from megatron_noloco.config import deepspeed_keys as keys
-from megatron_noloco.config import deepspeed_models, deepspeed_optimizer
-from megatron_noloco.config.deepspeed_values import TOP_LEVEL
-from megatron_noloco.config.wording import Problem, unknown_key, value_problems, wrong_value
+from pydantic import BeforeValidator, Field, ValidationError, field_validator
+
+from megatron_noloco.config import optimizer_block
+from megatron_noloco.config.blocks import Block, NonNegative, Positive
+from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES, Size
+from megatron_noloco.config.wording import Problem, problems_of, unknown_type
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 AUTO = "auto"
 
-_OFFLOAD = (
-    "is not supported: the inner optimizer works where the model is; the outer one's weights are in host memory "
-    'already (noloco.slow_weights "host")'
+Dtype = Literal["fp32", "bf16", "fp16"]
+# 5e8 is an integer to DeepSpeed, whose users write it so.
+Whole = Annotated[int, BeforeValidator(lambda v: int(v) if isinstance(v, float) and v.is_integer() else v)]
+
+
+def refused(unused: str, **instead: str) -> dict[str, str]:
+    """Return the keys of DeepSpeed that are refused: those without an effect here, and others with the reason."""
+    return dict.fromkeys(unused.split(), "") | instead
+
+
+class Bf16Config(Block):
+    NOT_HERE: ClassVar[dict[str, str]] = refused(
+        "",
+        immediate_grad_update="it is true where gradients accumulate in fp32",
+        check_grad_overflow="a step without a finite gradient is always skipped",
+        bf16_master_weights_and_grads="master weights are fp32",
+        bf16_optimizer_states="moments are fp32",
+    )
+
+    enabled: bool = Field(
+        default=False, description="Whether weights and activations are bf16, with fp32 master weights."
+    )
+
+
+class Fp16Config(Block):
+    NOT_HERE: ClassVar[dict[str, str]] = refused(
+        "auto_cast", fp16_master_weights_and_grads="master weights are fp32"
+    )
+
+    enabled: bool = Field(
+        default=False, description="Whether weights and activations are fp16, with fp32 master weights."
+    )
+    loss_scale: Size = Field(
+        default=0.0, description="Factor of the loss; 0: dynamic, which does not go together with routing."
+    )
+    initial_scale_power: Annotated[Whole, Field(ge=0)] = Field(
+        default=16, description="A dynamic loss scale begins with 2 to the power of it."
+    )
+    loss_scale_window: Annotated[Whole, Field(ge=1)] = Field(
+        default=1000, description="Local steps without an overflow after which the scale doubles."
+    )
+    hysteresis: Annotated[Whole, Field(ge=1)] = Field(
+        default=2, description="Overflows after which the scale is halved."
+    )
+    consecutive_hysteresis: bool = Field(
+        default=False, description="Whether a step without an overflow makes them count anew."
+    )
+    min_loss_scale: Annotated[Whole, Field(ge=1)] = Field(default=1, description="Lowest scale.")
+
+
+class DataTypesConfig(Block):
+    NOT_HERE: ClassVar[dict[str, str]] = refused("param_dtype buffer_dtype keep_in_fp32_modules")
+
+    grad_accum_dtype: Dtype | None = Field(
+        default=None,
+        description="Type in which the gradients of microbatches are added up; null: fp32 with bf16, else that of "
+        "the weights.",
+    )
+
+
+_STAGE_3 = (
+    "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
+    "max_reuse_distance gather_16bit_weights_on_model_save "
+    "module_granularity_threshold use_all_reduce_for_fetch_params allgather_sequential"
 )
-_ORDER = "changes the order of the flat weights, which checkpoints and exports rely on; leave it out"
-# Switches of zero_optimization that must stay off.
-_ZERO_OFF = {
-    "round_robin_gradients": _ORDER,
-    "parameter_alignment": _ORDER,
-    "offload_optimizer": _OFFLOAD,
-    "offload_param": _OFFLOAD,
-    "cpu_offload": _OFFLOAD,
-    "cpu_offload_param": _OFFLOAD,
+
+
+class ZeroConfig(Block):
+    NOT_HERE: ClassVar[dict[str, str]] = refused(
+        """
+        allgather_partitions load_from_fp32_weights elastic_checkpoint ignore_unused_parameters legacy_stage1
+        log_trace_cache_warnings enable_sanity_checks pipeline_loading_checkpoint override_module_apply
+        memory_efficient_linear sub_group_size zero_hpz_partition_size zero_quantized_weights leaf_module
+        zero_quantized_nontrainable_weights zero_quantized_gradients save_muon_momentum_buffer_in_memory
+        cpu_offload_use_pin_memory stage3_gather_fp16_weights_on_model_save
+        """,
+        **{prefix + key: "" for key in _STAGE_3.split() for prefix in ("", "stage3_")},
+        overlap_comm="gradients are reduced once, after all microbatches",
+        round_robin_gradients="it changes the order of the flat weights, which checkpoints rely on",
+        parameter_alignment="it changes the order of the flat weights, which checkpoints rely on",
+        compute_grad_norm="the norm is logged, and clipped by",
+        zenflow="it is for offloading",
+        **dict.fromkeys(
+            ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_param"),
+            "the inner optimizer works where the model is; the outer one's weights are in host memory already "
+            '(noloco.slow_weights "host")',
+        ),
+    )
+
+    stage: NonNegative = Field(
+        default=1,
+        description="0 or 1: the optimizer's state is divided over the data-parallel ranks of a replica. 0 is run "
+        "as 1, which gives the same numbers.",
+    )
+    reduce_bucket_size: Annotated[Whole, Field(ge=1)] = Field(
+        default=500_000_000, description="Gradients that are reduced at a time."
+    )
+    allgather_bucket_size: Annotated[Whole, Field(ge=0)] = Field(
+        default=500_000_000, description="Weights that are gathered at a time."
+    )
+    reduce_scatter: bool = Field(
+        default=True, description="Whether each rank is sent its own gradients only."
+    )
+    use_multi_rank_bucket_allreduce: bool = Field(
+        default=True, description="With reduce_scatter: one all-reduce for the gradients of several ranks."
+    )
+    contiguous_gradients: bool = Field(
+        default=True, description="Whether gradients are copied to one buffer before they are reduced."
+    )
+
+    @field_validator("stage")
+    @classmethod
+    def _is_run(cls, stage: int) -> int:
+        if stage >= 2:
+            raise ValueError(
+                f"{stage} is not supported, use 0 or 1: 2 and 3 need DeepSpeed's own backward, and "
+                "Megatron-core's schedule runs the backward outside of DeepSpeed"
+            )
+        return stage
+
+
+class OptimizerConfig(Block):
+    type: str = Field(description=f"{', '.join(OPTIMIZERS)}.")
+    params: dict[str, Any] = Field(default={}, description="See below.")
+
+
+class SchedulerConfig(Block):
+    type: str = Field(description=f"{', '.join(SCHEDULES)}; without a scheduler the rate stays.")
+    params: dict[str, Any] = Field(default={}, description="See below.")
+
+
+class DeepSpeedConfig(Block):
+    """Top-level keys of DeepSpeed that do something here. A replica is a whole DeepSpeed world. "auto" is the
+    default, but for gradient_clipping (1.0). At most one of bf16 and fp16 may be enabled; with neither the run is
+    fp32.
+    """
+
+    NOT_HERE: ClassVar[dict[str, str]] = refused(
+        """
+        steps_per_print memory_breakdown dump_state log_level timers disable_allgather vocabulary_size
+        use_data_before_expert_parallelism zero_force_ds_cpu_optimizer disable_python_gc hybrid_engine
+        weight_quantization aio datastates_ckpt nebula amp compression_training curriculum_learning eigenvalue
+        elasticity graph_harvesting progressive_layer_drop quantize_training sparse_attention sparse_gradients
+        """,
+        pipeline="Megatron-core's, use parallel.pipeline_model_parallel_size",
+        tensor_parallel="Megatron-core's, use parallel.tensor_model_parallel_size",
+        sequence_parallel_size="Megatron-core's, use parallel.sequence_parallel",
+        seq_parallel_communication_data_type="Megatron-core's, use parallel.sequence_parallel",
+        expert_parallel="experts are split by parallel.tensor_model_parallel_size",
+        activation_checkpointing="Megatron-core's, use model.recompute_granularity",
+        data_efficiency="samples are drawn by megatron_noloco",
+        dataloader_drop_last="samples are drawn by megatron_noloco",
+        torch_autocast='use "bf16": {"enabled": true}',
+        compile="the forward pass runs outside of DeepSpeed",
+        gradient_predivide_factor="ZeRO divides by parallel.data_parallel_size alone",
+        prescale_gradients="ZeRO divides by parallel.data_parallel_size where it adds up",
+        gradient_allreduce_op="gradients are averaged",
+        managed_gradient_accumulation="a local step is one call of DeepSpeed's step",
+        allgather_size="use zero_optimization.allgather_bucket_size",
+        autotuning="DeepSpeed's tuner cannot start this program",
+        csv_monitor="every replica has all its numbers in metrics.jsonl",
+        comet="use wandb or tensorboard",
+        flops_profiler="it would see no forward pass; metrics.jsonl has speed/tflops_per_gpu",
+        wall_clock_breakdown="metrics.jsonl has the time of each phase",
+        comms_logger="it would miss all messages but DeepSpeed's own; metrics.jsonl has bytes and waits",
+    )
+
+    train_batch_size: Positive | None = Field(
+        default=None,
+        description="Samples of ONE replica in a local step: train_micro_batch_size_per_gpu x "
+        "gradient_accumulation_steps x parallel.data_parallel_size. Any one of the three may be missing.",
+    )
+    train_micro_batch_size_per_gpu: Positive | None = Field(
+        default=None, description="Samples in a microbatch."
+    )
+    gradient_accumulation_steps: Positive | None = Field(
+        default=None, description="Microbatches of a data-parallel rank in a local step."
+    )
+    optimizer: OptimizerConfig = Field(description='such as {"type": "AdamW", "params": {"lr": 3e-4}}')
+    scheduler: SchedulerConfig | None = None
+    gradient_clipping: Size = Field(
+        default=0.0, description='Largest norm of a replica\'s gradient; 0: any, "auto": 1.'
+    )
+    bf16: Bf16Config = Bf16Config()
+    fp16: Fp16Config = Fp16Config()
+    data_types: DataTypesConfig = DataTypesConfig()
+    communication_data_type: Dtype | None = Field(
+        default=None,
+        description="Type in which gradients are reduced over the data-parallel ranks of a replica; null: fp32 "
+        "where they are added up in fp32, else that of the weights.",
+    )
+    zero_optimization: ZeroConfig = ZeroConfig()
+    zero_allow_untested_optimizer: bool = Field(
+        default=False, description="DeepSpeed asks for it with Muon and SGD, where it is set to true."
+    )
+
+
+_BLOCKS: dict[str, type[Block]] = {
+    "bf16": Bf16Config,
+    "fp16": Fp16Config,
+    "data_types": DataTypesConfig,
+    "zero_optimization": ZeroConfig,
 }
 
 
-def resolve(
-    raw: dict[str, Any], dp_size: int | None, train_iters: int | None
-) -> tuple[dict[str, Any], list[Problem]]:
-    """What DeepSpeed is given for the user's top-level keys, and what is wrong with them.
-
-    Args:
-        raw: the top-level keys that are not one of our blocks and are known to DeepSpeed.
-        dp_size: DeepSpeed's world size, since a replica is a whole DeepSpeed world; None when it is not known.
-        train_iters: local steps of the run: scheduler.params.total_num_steps "auto"; None when not known.
-    """
+def prepared(raw: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of the file with DeepSpeed's old names replaced, and "auto" and null left out."""
     values = copy.deepcopy(raw)
-    problems = [
-        *_old_names(values),
-        *_objects(values),
-        *_autos(values, train_iters),
-        *_batch(values, dp_size),
-        *_scalars(values),
-        *deepspeed_optimizer.check(values, "optimizer" in raw, train_iters),
-        *_zero(values),
-        *_disabled(values),
-    ]
-    for block in sorted(keys.CHECKED & values.keys()):
-        problems += deepspeed_models.problems_in(block, values[block])
-    return values, [*problems, *_precision(values)]
-
-
-def check_top_level(raw: dict[str, Any], blocks: tuple[str, ...], fields: list[str]) -> list[Problem]:
-    """Keys that nobody would read, or that nothing here would obey.
-
-    Args:
-        fields: dotted names of the fields of our blocks, of which a wrong key may be one without its block.
-    """
-    problems = []
-    for key in raw:
-        if key in blocks:
-            continue
-        if key in keys.REMOVED:
-            problems.append(Problem((key,), f"{key} was removed from DeepSpeed 0.19; delete it"))
-        elif key in keys.NOT_HERE:
-            problems.append(Problem((key,), f"{key} has no effect here: {keys.NOT_HERE[key]}"))
-        elif key not in keys.TOP_LEVEL:
-            known = [*blocks, *(keys.TOP_LEVEL - keys.NOT_HERE.keys())]
-            problems.append(unknown_key((key,), known, fields))
-    return problems
-
-
-def _old_names(values: dict[str, Any]) -> Iterator[Problem]:
-    zero = values.get("zero_optimization")
-    if isinstance(zero, bool):  # DeepSpeed's old spelling
-        values["zero_optimization"] = {"stage": int(zero)}
-    if "bfloat16" in values:  # DeepSpeed's old name
-        if "bf16" in values:
-            text = "bf16 and bfloat16 are two names for one setting; give one of them"
-            yield Problem(("bfloat16",), text)
-        values.setdefault("bf16", values.pop("bfloat16"))
-
-
-def _objects(values: dict[str, Any]) -> Iterator[Problem]:
-    """A block that is no object would make every later question fail: it is reported and dropped."""
-    for block in sorted((keys.CHECKED | {"optimizer", "scheduler"}) & values.keys()):
-        if not isinstance(values[block], dict):
-            if values[block] != AUTO or block == "optimizer":
-                yield wrong_value((block,), "an object", values[block])
-            del values[block]
-
-
-def _autos(values: dict[str, Any], train_iters: int | None) -> Iterator[Problem]:
-    """ "auto" means DeepSpeed's default, except where DeepSpeed has none that suits."""
+    if isinstance(values.get("zero_optimization"), bool):
+        values["zero_optimization"] = {"stage": int(values["zero_optimization"])}
+    if "bfloat16" in values and "bf16" not in values:
+        values["bf16"] = values.pop("bfloat16")
     if values.get("gradient_clipping") == AUTO:
         values["gradient_clipping"] = 1.0
-    for block in ("optimizer", "scheduler"):
-        params = values.get(block, {}).get("params")
-        for name, value in params.items() if isinstance(params, dict) else ():
-            if value == AUTO and name == "total_num_steps":
-                params[name] = train_iters or AUTO
-            elif value == AUTO:
-                text = f'{block}.params.{name}: "auto" has no meaning here; give a number'
-                yield Problem((block,), text)
-    for block in keys.CHECKED & values.keys():
-        values[block] = {name: value for name, value in values[block].items() if value != AUTO}
-    for key in [key for key, value in values.items() if value == AUTO]:
-        del values[key]
+    for key in DeepSpeedConfig.model_fields.keys() & values.keys():
+        if values[key] in (AUTO, None):
+            del values[key]
+        elif isinstance(values[key], dict):
+            values[key] = {name: value for name, value in values[key].items() if value not in (AUTO, None)}
+    return values
 
 
-def _batch(values: dict[str, Any], dp_size: int | None) -> Iterator[Problem]:
-    """DeepSpeed's rule, per replica: train_batch_size = micro batch x accumulation steps x dp."""
-    given = {key: values[key] for key in (TRAIN, MICRO, STEPS) if key in values}
-    wrong = [key for key, value in given.items() if type(value) is not int or value < 1]
-    if wrong:
-        yield from (wrong_value((key,), 'an integer >= 1 or "auto"', given[key]) for key in wrong)
-    elif TRAIN not in given and MICRO not in given:
+def accepted(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration saved by an earlier version without the keys of DeepSpeed that are refused today.
+
+    The optimizer is replaced: also a checkpoint of one that is no longer supported can be exported.
+    """
+    dropped = {*DeepSpeedConfig.NOT_HERE, "scheduler"}
+    kept = {key: value for key, value in saved.items() if key not in dropped}
+    for name, block in _BLOCKS.items():
+        if name in kept:
+            kept[name] = {key: value for key, value in kept[name].items() if key not in block.NOT_HERE}
+    return kept | {"optimizer": {"type": "AdamW"}}
+
+
+def check_params(values: dict[str, Any]) -> Iterator[Problem]:
+    """Check the params of optimizer and scheduler, where the blocks have the form {type, params}."""
+    for block, kinds in (("optimizer", OPTIMIZERS), ("scheduler", SCHEDULES)):
+        chosen = values.get(block)
+        name = chosen.get("type") if isinstance(chosen, dict) else None
+        if not isinstance(chosen, dict) or not isinstance(name, str):
+            continue
+        kind = kinds.get(name) or (_whatever_case(name) if block == "optimizer" else None)
+        if kind is None:
+            yield unknown_type(block, name, kinds)
+        elif isinstance(params := chosen.get("params", {}), dict):
+            try:
+                kind.model_validate(params)
+            except ValidationError as error:
+                yield from problems_of(error, kind, (block, "params"))
+
+
+def _whatever_case(name: str) -> type[Block] | None:
+    """Return the params of an optimizer of DeepSpeed's own, whose names ignore case."""
+    return {kind.lower(): params for kind, params in OPTIMIZERS.items() if kind != "SGD"}.get(name.lower())
+
+
+def resolve(values: dict[str, Any], dp_size: int, train_iters: int) -> tuple[dict[str, Any], list[Problem]]:
+    """Return what DeepSpeed is given, and what the rules between its keys refuse.
+
+    Args:
+        values: DeepSpeed's keys of a file that has passed the checks of types and bounds.
+        dp_size: DeepSpeed's world size, since a replica is a whole DeepSpeed world.
+        train_iters: local steps of the run.
+    """
+    problems = list(optimizer_block.check_weight_decay(values["optimizer"].get("params", {})))
+    optimizer_block.complete(values, train_iters)
+    optimizer, scheduler = values["optimizer"], values.get("scheduler")
+    if optimizer["type"] == "SGD":
+        problems += optimizer_block.check_nesterov(optimizer["params"])
+    if scheduler is not None:
+        problems += optimizer_block.check_one_rate(optimizer, scheduler["type"])
+        problems += optimizer_block.check_warm_up(scheduler["type"], scheduler["params"])
+    values.setdefault("zero_optimization", {})["stage"] = (
+        1  # its stage 0 clips by a wrong norm: engine/build.py
+    )
+    if values.get("bf16", {}).get("enabled") and values.get("fp16", {}).get("enabled"):
+        problems.append(Problem(("fp16",), "bf16 and fp16 are both enabled; choose one of them"))
+    return values, [*problems, *_batch(values, dp_size)]
+
+
+def _batch(values: dict[str, Any], dp_size: int) -> Iterator[Problem]:
+    """Apply DeepSpeed's rule to one replica: train_batch_size = micro batch x accumulation steps x dp."""
+    given = {key: values[key] for key in (TRAIN, MICRO, STEPS) if values.get(key) is not None}
+    if TRAIN not in given and MICRO not in given:
         yield Problem((MICRO,), f"{MICRO} or {TRAIN} is missing (samples per replica; one of them is needed)")
-    elif dp_size is not None:
-        yield from _derive_batch(given, dp_size)
-        values.update(given)
-
-
-def _derive_batch(given: dict[str, int], dp_size: int) -> Iterator[Problem]:
-    """Fills in the numbers that are missing."""
+        return
     if len(given) == 1:  # as DeepSpeed does
         given[STEPS] = 1
     if TRAIN not in given:
@@ -153,54 +327,4 @@ def _derive_batch(given: dict[str, int], dp_size: int) -> Iterator[Problem]:
             f"{TRAIN} {given[TRAIN]} is not {MICRO} {given[MICRO]} x {STEPS} {given[STEPS]} x "
             f"parallel.data_parallel_size {dp_size} = {product} (per replica)",
         )
-
-
-def _scalars(values: dict[str, Any]) -> Iterator[Problem]:
-    for key in TOP_LEVEL.keys() & values.keys():
-        yield from value_problems((key,), TOP_LEVEL[key], values[key])
-
-
-def _zero(values: dict[str, Any]) -> Iterator[Problem]:
-    """Stage 0 is run as 1: the same numbers, and DeepSpeed's own stage 0 clips wrongly with stages."""
-    zero = values.setdefault("zero_optimization", {})
-    stage, path = zero.get("stage", 1), ("zero_optimization",)
-    if type(stage) is not int or not 0 <= stage <= 3:
-        yield wrong_value((*path, "stage"), "0 or 1", stage)
-    elif stage >= 2:
-        yield Problem(
-            path,
-            f"zero_optimization.stage {stage} is not supported, use 0 or 1: 2 and 3 need DeepSpeed's own "
-            "backward, and Megatron-core's schedule runs the backward outside of DeepSpeed",
-        )
-    for key, reason in _ZERO_OFF.items():
-        if zero.get(key):
-            yield Problem(path, f"zero_optimization.{key} {reason}")
-    if zero.get("compute_grad_norm") is False:
-        text = "zero_optimization.compute_grad_norm: the norm is logged, and clipped by; leave it out"
-        yield Problem(path, text)
-    zero["stage"] = 1
-
-
-def _disabled(values: dict[str, Any]) -> Iterator[Problem]:
-    for key, reason in keys.DISABLED.items():
-        value = values.get(key)
-        if isinstance(value, dict) and value.get("enabled"):
-            yield Problem((key,), f"{key}.enabled is not supported: {reason}")
-        elif value is True:
-            yield Problem((key,), f"{key} is not supported: {reason}")
-
-
-def _precision(values: dict[str, Any]) -> Iterator[Problem]:
-    bf16, types = values.get("bf16", {}), values.get("data_types", {})
-    if bf16.get("enabled") is not True:
-        return
-    if values.get("fp16", {}).get("enabled") is True:
-        yield Problem(("fp16",), "bf16 and fp16 are both enabled; choose one of them")
-    if bf16.get("check_grad_overflow") is False:
-        text = "bf16.check_grad_overflow: a step without a finite gradient is always skipped; leave it out"
-        yield Problem(("bf16",), text)
-    if types.get("grad_accum_dtype") == "fp32" and bf16.get("immediate_grad_update") is False:
-        yield Problem(
-            ("data_types",),
-            'data_types.grad_accum_dtype "fp32" needs bf16.immediate_grad_update: true (the default here)',
-        )
+    values.update(given)

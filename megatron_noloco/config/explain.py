@@ -1,113 +1,96 @@
-"""Every field in words, from the models themselves: what `config --explain` shows cannot grow stale."""
+"""Every field in words, made from the blocks themselves, so that `config --explain` cannot be out of date."""
 
-import dataclasses
 import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from megatron_noloco.config.blocks import Block
-from megatron_noloco.config.deepspeed_keys import DISABLED, NOT_HERE, TOP_LEVEL
+from megatron_noloco.config.deepspeed_block import DeepSpeedConfig
+from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES, OptimizerParams
 from megatron_noloco.config.run_config import BLOCKS
-from megatron_noloco.config.wording import expected_value, fields_of, shown
-from megatron_noloco.engine.schedules import SCHEDULES
+from megatron_noloco.config.wording import Path, dotted, expected_value, fields_of, shown
 
 WIDTH = 100
 
-_BLOCK_SENTENCES = {
-    "noloco": "The method: rounds between replicas, and routing.",
-    "model": "The model, in Megatron's words.",
-    "parallel": "The parallel layout: ranks = replicas x pipeline x data x tensor parallel sizes.",
-    "federation": "Replicas as separate jobs, which may come and go.",
-    "data": "What is read.",
-    "training": "The run.",
-    "checkpoint": "What is saved, and where a run continues. Replaces DeepSpeed's block of the same name.",
-    "evaluation": "Loss on the validation split.",
-    "tensorboard": "Replaces DeepSpeed's block of the same name.",
-    "wandb": "Replaces DeepSpeed's block of the same name.",
-}
 
-_DEEPSPEED = """\
-All other top-level keys are DeepSpeed's own, with DeepSpeed's meaning and defaults. A replica is a whole
-DeepSpeed world, so train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x
-parallel.data_parallel_size counts the samples of ONE replica; any one of the three may be missing or "auto".
-gradient_clipping "auto" is 1.0, scheduler.params.total_num_steps "auto" is training.train_iters, every other
-"auto" is DeepSpeed's default. optimizer is required. zero_optimization.stage is 0 or 1 (0 is run as 1: the
-same numbers). At most one of bf16 and fp16 may be enabled; with neither the run is fp32. optimizer.params takes,
-besides DeepSpeed's, decoupled_lr (of embedding and output layer) and, in place of weight_decay,
-start_weight_decay, end_weight_decay, weight_decay_incr_style ("linear" or "cosine") and
-weight_decay_incr_steps (by default training.train_iters). scheduler.type is one of DeepSpeed's, or one of
-ours:"""
+@dataclass(frozen=True)
+class Section:
+    """The fields of one block.
+
+    Attributes:
+        fields: name, what it takes, meaning.
+    """
+
+    path: Path
+    title: str
+    sentence: str
+    fields: list[tuple[str, str, str]]
 
 
 def explain() -> str:
-    """Every field of every block: dotted name, default, what it accepts, and its sentence."""
+    """Return a text with every field: dotted name, what it accepts, default, and its meaning."""
     parts = []
-    for name, model in BLOCKS.items():
-        rows = _rows(name, model)
-        column = max(len(dotted) for dotted, _, _ in rows) + 2
-        lines = [f"{name}: {_BLOCK_SENTENCES[name]}"]
-        for dotted, default, sentence in rows:
-            lines.append(f"  {dotted:<{column}}{default}")
-            lines += _wrapped(sentence, " " * (column + 2))
+    for section in _sections():
+        names = [dotted((*section.path, name)) for name, _, _ in section.fields]
+        column = max(map(len, names), default=0) + 2
+        lines = _wrapped(f"{section.title}: {section.sentence}", "")
+        for name, (_, takes, meaning) in zip(names, section.fields, strict=True):
+            lines.append(f"  {name:<{column}}{takes}")
+            lines += _wrapped(meaning, " " * (column + 2))
         parts.append("\n".join(lines))
-    parts.append(
-        "\n".join(
-            [
-                "DeepSpeed's keys:",
-                *_wrapped(_DEEPSPEED, "  "),
-                *(line for schedule in _schedules() for line in _wrapped(schedule, "    ")),
-                *_wrapped(_known_keys(), "  "),
-            ]
-        )
-    )
     return "\n\n".join(parts) + "\n"
 
 
 def as_markdown() -> str:
-    """The same as a page with a table for each block."""
+    """Return the same as a page with a table for each block."""
     parts = [
         "# Configuration",
         "One JSON object; `python -m megatron_noloco config --explain` prints this page.",
     ]
-    for name, model in BLOCKS.items():
-        prefix = f"{name}."
-        parts += [f"## {name}", _BLOCK_SENTENCES[name]]
+    for section in _sections():
+        parts += [f"## {section.title}", section.sentence]
         rows = [
-            f"| `{dotted.removeprefix(prefix)}` | {_cell(takes)} | {_cell(sentence)} |"
-            for dotted, takes, sentence in _rows(name, model)
+            f"| `{name}` | {_cell(takes)} | {_cell(meaning)} |" for name, takes, meaning in section.fields
         ]
-        parts.append("\n".join(["| field | takes | meaning |", "|---|---|---|", *rows]))
-    parts += ["## DeepSpeed's keys", _DEEPSPEED, *(f"- {line}" for line in _schedules()), _known_keys()]
+        if rows:
+            parts.append("\n".join(["| field | takes | meaning |", "|---|---|---|", *rows]))
     return "\n\n".join(parts) + "\n"
+
+
+def _sections() -> Iterator[Section]:
+    for name, block in BLOCKS.items():
+        yield _section((name,), name, block)
+    yield _section((), "DeepSpeed's keys", DeepSpeedConfig)
+    params = ("optimizer", "params")
+    yield _section(params, "optimizer.params of every type", OptimizerParams)
+    shared = set(OptimizerParams.model_fields)
+    for block in dict.fromkeys(OPTIMIZERS.values()):
+        yield _section(params, f"optimizer.params of {_types(OPTIMIZERS, block)}", block, shared)
+    for kind, block in SCHEDULES.items():
+        yield _section(("scheduler", "params"), f'scheduler.params of "{kind}"', block)
+
+
+def _types(kinds: dict[str, type[OptimizerParams]], block: type[Block]) -> str:
+    return " and ".join(f'"{kind}"' for kind, params in kinds.items() if params is block)
+
+
+def _section(path: Path, title: str, block: type[Block], elsewhere: set[str] = frozenset()) -> Section:  # type: ignore[assignment]
+    fields = [_row(name, field) for name, field in fields_of(block) if name not in elsewhere]
+    return Section(path, title, " ".join((block.__doc__ or "").split("\n\n")[0].split()), fields)
+
+
+def _row(name: str, field: FieldInfo) -> tuple[str, str, str]:
+    default = "required"
+    if field.default is not PydanticUndefined:
+        default = f"default {shown(field.default).replace(chr(39), chr(34))}"
+    return name, f"{expected_value(field)}; {default}", field.description or ""
 
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|")
-
-
-def _schedules() -> list[str]:
-    return [
-        f"{name}: {', '.join(field.name for field in dataclasses.fields(schedule))}; "
-        + " ".join((schedule.__doc__ or "").split("\n\n")[0].split())
-        for name, schedule in SCHEDULES.items()
-    ]
-
-
-def _known_keys() -> str:
-    known = TOP_LEVEL - NOT_HERE.keys() - DISABLED.keys() - BLOCKS.keys()
-    return f"Known keys: {', '.join(sorted(known))}."
-
-
-def _rows(name: str, model: type[Block]) -> list[tuple[str, str, str]]:
-    return [_row(dotted, field) for dotted, field in fields_of(name, model)]
-
-
-def _row(dotted: str, field: FieldInfo) -> tuple[str, str, str]:
-    default = "required"
-    if field.default is not PydanticUndefined:
-        default = f"default {shown(field.default).replace(chr(39), chr(34))}"
-    return dotted, f"{expected_value(field)}; {default}", field.description or ""
 
 
 def _wrapped(text: str, indent: str) -> list[str]:

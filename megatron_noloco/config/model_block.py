@@ -24,6 +24,8 @@ def _only(field: str) -> str:
 
 
 class ModelConfig(Block):
+    """The model, with Megatron's names."""
+
     family: FamilyName = Field(
         default="llama", description="Which kind of model; also Hugging Face's model_type."
     )

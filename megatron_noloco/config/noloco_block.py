@@ -34,6 +34,8 @@ class OverlapConfig(Block):
 
 
 class NolocoConfig(Block):
+    """The method: rounds between replicas, and routing."""
+
     enabled: bool = Field(
         default=True, description="Whether replicas average at all; false: each trains on its own."
     )

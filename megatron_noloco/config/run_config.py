@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import ValidationError, create_model
 
 from megatron_noloco.config import checks, data_checks, deepspeed_block, model_checks
 from megatron_noloco.config.blocks import (
@@ -17,6 +17,7 @@ from megatron_noloco.config.blocks import (
     WandbConfig,
 )
 from megatron_noloco.config.data_block import DataConfig
+from megatron_noloco.config.deepspeed_block import DeepSpeedConfig
 from megatron_noloco.config.federation_block import FederationConfig, check_federation
 from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.config.noloco_block import NolocoConfig
@@ -39,6 +40,19 @@ BLOCKS: dict[str, type[Block]] = {
     "tensorboard": TensorBoardConfig,
     "wandb": WandbConfig,
 }
+
+
+def _default(block: type[Block]) -> Any:
+    """Return the value of a block that is left out; ... where it must be given."""
+    return ... if any(field.is_required() for field in block.model_fields.values()) else block()
+
+
+# What a file may hold: our blocks and DeepSpeed's keys.
+File = create_model(
+    "File",
+    __base__=DeepSpeedConfig,
+    **{name: (block, _default(block)) for name, block in BLOCKS.items()},  # type: ignore[call-overload]
+)
 
 
 @dataclass(frozen=True)
@@ -85,29 +99,36 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> "RunConfig":
-        """The configuration in a parsed JSON object; raises ConfigError with all problems in file order."""
-        names = [name for block, model in BLOCKS.items() for name, _ in fields_of(block, model)]
-        problems = deepspeed_block.check_top_level(raw, tuple(BLOCKS), names)
-        blocks: dict[str, Any] = {}
-        for name, model in BLOCKS.items():
-            try:
-                blocks[name] = _parse(name, model, raw)
-            except ValidationError as error:
-                problems += problems_of(error, model, name, [*BLOCKS, *names])
-            except KeyError:
-                required = [key for key, field in model.model_fields.items() if field.is_required()]
-                problems.append(Problem((name,), f"{name} is missing (an object with {', '.join(required)})"))
-        parallel, training = blocks.get("parallel"), blocks.get("training")
-        unread = {problem.path[0] for problem in problems} | BLOCKS.keys()
-        deepspeed, wrong = deepspeed_block.resolve(
-            {key: value for key, value in raw.items() if key not in unread},
-            parallel.data_parallel_size if parallel else None,
-            training.train_iters if training else None,
-        )
-        problems += wrong
+        """Return the configuration in a parsed JSON object; raises ConfigError with all problems in file order."""
+        values = deepspeed_block.prepared(raw)
+        file: Any = None
+        problems: list[Problem] = []
+        try:
+            file = File.model_validate(values)
+        except ValidationError as error:
+            problems = problems_of(error, File, elsewhere=[*BLOCKS, *(name for name, _ in fields_of(File))])
+        problems += deepspeed_block.check_params(values)
+        if not problems:
+            blocks = {name: getattr(file, name) for name in BLOCKS}
+            deepspeed, problems = deepspeed_block.resolve(
+                {key: value for key, value in values.items() if key not in BLOCKS},
+                file.parallel.data_parallel_size,
+                file.training.train_iters,
+            )
         if problems:
             raise ConfigError(problem.text for problem in sorted(problems, key=lambda p: _place(p, raw)))
         return cls(deepspeed=deepspeed, **blocks)
+
+    @classmethod
+    def of_checkpoint(cls, saved: dict[str, Any]) -> "RunConfig":
+        """Return the configuration that a checkpoint was saved with, possibly by an earlier version.
+
+        Its optimizer and schedule are those of the checkpoint only where they are still accepted.
+        """
+        try:
+            return cls.from_dict(saved)
+        except ConfigError:
+            return cls.from_dict(deepspeed_block.accepted(saved))
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON object of this configuration, with all defaults written out; from_dict reads it back."""
@@ -213,13 +234,6 @@ class RunConfig:
         if self.deepspeed.get("bf16", {}).get("enabled", False):
             return "bf16"
         return "fp16" if self.deepspeed.get("fp16", {}).get("enabled", False) else "fp32"
-
-
-def _parse(name: str, model: type[Block], raw: dict[str, Any]) -> Block:
-    """Raises KeyError for a block that is missing and has required fields."""
-    if name not in raw and not any(field.is_required() for field in model.model_fields.values()):
-        return model()
-    return model.model_validate(raw[name])
 
 
 def _place(problem: Problem, raw: dict[str, Any]) -> tuple[int, int]:

@@ -5,10 +5,10 @@ import math
 from itertools import chain
 from typing import Any
 
-from megatron_noloco.config.deepspeed_optimizer import is_muon
 from megatron_noloco.config.federation_block import FederationConfig
 from megatron_noloco.config.layers import layers_of_chunks, shown
 from megatron_noloco.config.noloco_block import NolocoConfig
+from megatron_noloco.config.optimizer_block import is_muon
 from megatron_noloco.config.outer_memory import bytes_of_rounds, bytes_of_state, rounds_at_a_time
 from megatron_noloco.config.run_config import RunConfig
 from megatron_noloco.config.wording import count

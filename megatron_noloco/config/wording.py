@@ -1,7 +1,6 @@
-"""How fields and mistakes are put into words, once, for error lines and for `config --explain`."""
+"""How fields and mistakes are put into words, for error lines and for `config --explain`."""
 
 import difflib
-import enum
 import json
 import types
 from collections.abc import Iterable, Iterator
@@ -9,12 +8,54 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import annotated_types
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from megatron_noloco.config import aliases
-
 Path = tuple[str, ...]
+
+# What users of Megatron, Hugging Face or DiLoCo write, in small letters, and the field that it is here; with the
+# block, where the name stands for a field in one block alone. A test compares the table in docs/running.md.
+ALIASES = {
+    "micro_batch_size": "train_micro_batch_size_per_gpu",
+    "num_micro_batches": "gradient_accumulation_steps",
+    "clip_grad": "gradient_clipping",
+    "max_grad_norm": "gradient_clipping",
+    "tp": "parallel.tensor_model_parallel_size",
+    "pp": "parallel.pipeline_model_parallel_size",
+    "dp": "parallel.data_parallel_size",
+    "vpp": "parallel.virtual_pipeline_model_parallel_size",
+    "noloco.k": "noloco.local_steps",
+    "noloco.h": "noloco.local_steps",
+    "inner_steps": "noloco.local_steps",
+    "sync_every": "noloco.local_steps",
+    "noloco.alpha": "noloco.outer_momentum",
+    "noloco.beta": "noloco.outer_lr",
+    "outer_learning_rate": "noloco.outer_lr",
+    "noloco.gamma": "noloco.consensus_weight",
+    "num_hidden_layers": "model.num_layers",
+    "intermediate_size": "model.ffn_hidden_size",
+    "num_key_value_heads": "model.num_query_groups",
+    "head_dim": "model.kv_channels",
+    "max_position_embeddings": "model.seq_length",
+    "rope_theta": "model.rotary_base",
+    "rms_norm_eps": "model.norm_epsilon",
+}
+# Where no field is the same, what to know instead.
+HINTS = {
+    "global_batch_size": "train_batch_size counts the samples of ONE replica; all replicas together take "
+    "parallel.replicas times as many",
+    "tie_word_embeddings": "model.untie_embeddings_and_output_weights says the opposite",
+}
+NOT_SUPPORTED = {
+    "context_parallel_size": "a sequence stays whole but for parallel.sequence_parallel",
+    "expert_model_parallel_size": "experts are split by parallel.tensor_model_parallel_size",
+    "fp8": 'its scales would be reduced over all replicas; use "bf16": {"enabled": true}',
+    "cuda_graph_impl": "a graph would freeze the routes",
+    "enable_cuda_graph": "a graph would freeze the routes",
+    "onebitadam": "it does not work with ZeRO; use AdamW, and noloco.payload for smaller exchanges",
+    **dict.fromkeys(("adadelta", "adamax", "nadam", "radam", "rmsprop"), "use AdamW"),
+    **dict.fromkeys(("lrrangetest", "onecycle"), "use WSD"),
+}
 
 
 class ConfigError(ValueError):
@@ -38,44 +79,63 @@ def dotted(path: Iterable[str]) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """`1 rank`, `2 ranks`, `4 microbatches`."""
+    """Return a number with its noun: `1 rank`, `2 ranks`, `4 microbatches`."""
     plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
 
 
-def fields_of(prefix: str, model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo]]:
-    """The dotted name and the definition of every field of a block, those of inner blocks included."""
+def fields_of(model: type[BaseModel], path: Path = ()) -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the dotted name and the definition of every field of a block, inner blocks included."""
     for name, field in model.model_fields.items():
         inner = _inner_model(field)
         if inner is not None:
-            yield from fields_of(f"{prefix}.{name}", inner)
+            yield from fields_of(inner, (*path, name))
         else:
-            yield f"{prefix}.{name}", field
+            yield dotted((*path, name)), field
 
 
 def unknown_key(path: Path, known: Iterable[str], elsewhere: Iterable[str] = ()) -> Problem:
-    """A misspelt key, with the one that is meant: of the same block, or of another.
+    """Return the line for a misspelt key, with the field that is probably meant.
 
     Args:
         known: the keys of the same block.
-        elsewhere: dotted names of other blocks.
+        elsewhere: dotted names of the fields of all blocks.
     """
-    hint = aliases.hint(dotted(path))
+    hint = _hint(path)
     if not hint:
-        meant = _at_another_place(path[-1].lower(), elsewhere) or nearest(path, known)
+        meant = _at_another_place(path[-1].lower(), elsewhere) or _nearest(path, known)
         hint = f"did you mean {meant}?" if meant else ""
     return Problem(path, f"{dotted(path)} is not a known key" + f"; {hint}" * bool(hint))
 
 
-def nearest(path: Path, known: Iterable[str]) -> str:
-    """The spelling in `known` that is nearest to the last name of a path, with the path; "" if none is near."""
+def unknown_type(block: str, name: str, known: Iterable[str]) -> Problem:
+    """Return the line for an optimizer or a schedule that is not among the `known`."""
+    meant = _nearest((name,), known)
+    hint = _hint((name,)) or (f"did you mean {meant}?" if meant else "known are " + ", ".join(known))
+    return Problem((block, "type"), f"{block}.type: {shown(name)} is not a known {block}; {hint}")
+
+
+def _hint(path: Path) -> str:
+    """Return what there is to say of a name of other programs; "" if nothing is known of it."""
+    for name in (dotted(path).lower(), path[-1].lower()):
+        if name in ALIASES:
+            return f"did you mean {ALIASES[name]}?"
+        if name in NOT_SUPPORTED:
+            return f"not supported: {NOT_SUPPORTED[name]}"
+        if name in HINTS:
+            return HINTS[name]
+    return ""
+
+
+def _nearest(path: Path, known: Iterable[str]) -> str:
+    """Return the key in `known` that is nearest to the last name of a path, with the path; "" if none is."""
     spellings = {key.lower(): key for key in known}
     near = difflib.get_close_matches(path[-1].lower(), spellings, n=1)
     return dotted((*path[:-1], spellings[near[0]])) if near else ""
 
 
 def _at_another_place(name: str, elsewhere: Iterable[str]) -> str:
-    """Fields of this very name, or of this name with block and field read as one: eval_iters, evaluation.iters."""
+    """Return fields of this name, or with block and field read as one: eval_iters is evaluation.iters."""
     words = name.split("_")
 
     def is_meant(key: str) -> bool:
@@ -87,53 +147,35 @@ def _at_another_place(name: str, elsewhere: Iterable[str]) -> str:
     return " or ".join(list(filter(is_meant, elsewhere))[:2])
 
 
-def wrong_value(path: Path, expected: str, value: Any) -> Problem:
-    return Problem(path, f"{dotted(path)}: must be {expected}, got {shown(value)}")
-
-
-def value_problems(path: Path, annotation: Any, value: Any) -> Iterator[Problem]:
-    """Where a value is not of the type and bounds of an annotation, which is as strict as a block's."""
-    strict = ConfigDict(strict=True, allow_inf_nan=False)
-    try:
-        TypeAdapter(annotation, config=strict).validate_python(value)
-    except ValidationError:
-        yield wrong_value(path, expected(annotation), value)
-
-
-def is_size(value: Any) -> bool:
-    """Whether a value from the file is a finite number >= 0."""
-    return type(value) in (int, float) and 0 <= value < float("inf")
-
-
 def shown(value: Any) -> str:
-    """A value as the user wrote it, cut when long; text in quotes, so that 'ten' is seen to be text."""
+    """Return a value as the user wrote it, cut when long; text in quotes, so that 'ten' is seen to be text."""
     text = repr(value) if isinstance(value, str) else json.dumps(value, default=repr)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def expected_value(field: FieldInfo) -> str:
-    """What a field accepts, from its annotation: `an integer >= 1 or "auto"`."""
-    return expected(field.annotation, field.metadata)
+    """Return what a field accepts, from its annotation: `an integer >= 1 or "auto"`."""
+    return _expected(field.annotation, field.metadata)
 
 
-def expected(annotation: Any, metadata: Iterable[Any] = ()) -> str:
-    """What an annotation accepts."""
+def _expected(annotation: Any, metadata: Iterable[Any] = ()) -> str:
     origin = get_origin(annotation)
     if origin is Annotated:
         inner, *extras = get_args(annotation)
         inherited = [entry for extra in extras for entry in getattr(extra, "metadata", [extra])]
-        return expected(inner, [*inherited, *metadata])
+        return _expected(inner, [*inherited, *metadata])
     if origin is Literal:
         choices = [json.dumps(choice) for choice in get_args(annotation)]
         return choices[0] if len(choices) == 1 else "one of " + ", ".join(choices)
     if origin is list:
-        return f"a list of {' or '.join(expected(option) for option in get_args(annotation))}"
+        inner = " or ".join(map(_expected, get_args(annotation)))
+        lengths = [entry.max_length for entry in metadata if isinstance(entry, annotated_types.MaxLen)]
+        return f"a list of {lengths[0]}, each {inner}" if lengths else f"a list of {inner}"
     if origin in (Union, types.UnionType):
-        return " or ".join(expected(option, metadata) for option in get_args(annotation))
+        return " or ".join(_expected(option, metadata) for option in get_args(annotation))
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return "an object with " + ", ".join(annotation.model_fields)
-    if isinstance(annotation, type) and issubclass(annotation, enum.Enum):
-        return "one of " + ", ".join(json.dumps(member.value) for member in annotation)
+        required = [name for name, field in annotation.model_fields.items() if field.is_required()]
+        return "an object with " + ", ".join(required or annotation.model_fields)
     names = {
         list: "a list",
         dict: "an object",
@@ -144,7 +186,7 @@ def expected(annotation: Any, metadata: Iterable[Any] = ()) -> str:
         type(None): "null",
     }
     bounds = " and ".join(filter(None, map(_bound, metadata)))
-    return f"{names[annotation]} {bounds}".rstrip()
+    return f"{names[origin or annotation]} {bounds}".rstrip()
 
 
 def _bound(entry: Any) -> str:
@@ -163,56 +205,54 @@ def _bound(entry: Any) -> str:
 
 
 def problems_of(
-    error: ValidationError, model: type[BaseModel], block: str, elsewhere: Iterable[str] = ()
+    error: ValidationError, model: type[BaseModel], path: Path = (), elsewhere: Iterable[str] = ()
 ) -> list[Problem]:
-    """pydantic's errors about one block as our lines; the branches of a union give one line, not one each.
+    """Return pydantic's errors as our lines; the branches of a union give one line, not one each.
 
     Args:
-        elsewhere: dotted names of other blocks, one of which may be meant by an unknown key.
+        model: what was checked.
+        path: where it lies in the file.
+        elsewhere: dotted names of the fields of all blocks, one of which may be meant by an unknown key.
     """
     found: dict[tuple[Path, str], Problem] = {}
     for entry in error.errors(include_url=False):
-        problem = _problem(entry, model, block, list(elsewhere))
+        problem = _problem(entry, model, path, list(elsewhere))
         found.setdefault((problem.path, problem.text), problem)
     return list(found.values())
 
 
-def _problem(entry: Any, model: type[BaseModel], block: str, elsewhere: list[str]) -> Problem:
-    path: Path = (block,)
+def _problem(entry: Any, model: type[BaseModel], path: Path, elsewhere: list[str]) -> Problem:
     owner: type[BaseModel] | None = model
     field = None
     for name in map(str, entry["loc"]):
-        fields = _by_name_and_alias(owner) if owner is not None else {}
+        fields = owner.model_fields if owner is not None else {}
         if entry["type"] == "extra_forbidden" and name == str(entry["loc"][-1]) and owner is not None:
-            return _extra((*path, name), owner, fields, elsewhere)
+            return _extra((*path, name), owner, elsewhere)
         if name not in fields:
             break  # the branch of a union: the field is what the user knows
         field, path = fields[name], (*path, name)
         owner = _inner_model(field)
     if entry["type"] in ("value_error", "assertion_error"):
         return Problem(path, f"{dotted(path)}: {entry['ctx']['error']}")
-    if field is None:
-        return wrong_value(path, "an object with " + ", ".join(model.model_fields), entry["input"])
+    assert field is not None  # `model` is checked against objects only
     if entry["type"] == "missing":
-        return Problem(path, f"{dotted(path)} is missing ({expected_value(field)}: {field.description})")
-    return wrong_value(path, expected_value(field), entry["input"])
+        meaning = f": {field.description}" if field.description else ""
+        return Problem(path, f"{dotted(path)} is missing ({expected_value(field)}{meaning})")
+    return Problem(path, f"{dotted(path)}: must be {expected_value(field)}, got {shown(entry['input'])}")
 
 
-def _extra(path: Path, owner: type[BaseModel], fields: Iterable[str], elsewhere: list[str]) -> Problem:
-    reason = getattr(owner, "NOT_HERE", {}).get(path[-1])
-    if reason is not None:
-        return Problem(path, f"{dotted(path)} has no effect here: {reason}")
-    if path[-1] in fields:
-        return Problem(path, f"{dotted(path)} is given twice, also under its other name")
-    return unknown_key(path, fields, elsewhere)
-
-
-def _by_name_and_alias(owner: type[BaseModel]) -> dict[str, FieldInfo]:
-    return owner.model_fields | {f.alias: f for f in owner.model_fields.values() if f.alias is not None}
+def _extra(path: Path, owner: type[BaseModel], elsewhere: list[str]) -> Problem:
+    not_here: dict[str, str] = getattr(owner, "NOT_HERE", {})
+    reason = not_here.get(path[-1])
+    if reason is None:
+        return unknown_key(path, owner.model_fields, elsewhere)
+    if not reason:
+        return Problem(path, f"{dotted(path)} has no effect here; leave it out")
+    return Problem(path, f"{dotted(path)} cannot be used here: {reason}")
 
 
 def _inner_model(field: FieldInfo) -> type[BaseModel] | None:
-    """The model of a field that holds one, which may be optional."""
+    """Return the model of a field that holds one, which may be optional."""
     for annotation in (field.annotation, *get_args(field.annotation)):
         if isinstance(annotation, type) and issubclass(annotation, BaseModel):
             return annotation

@@ -6,17 +6,19 @@ This file imports neither torch nor DeepSpeed before a schedule is built, becaus
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-DECAYS: dict[str, Callable[[float], float]] = {  # from 1 at x = 0 to 0 at x = 1
+DecayType = Literal["linear", "cosine", "1-sqrt"]
+DECAYS: dict[DecayType, Callable[[float], float]] = {  # from 1 at x = 0 to 0 at x = 1
     "linear": lambda x: 1 - x,
     "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2,
     "1-sqrt": lambda x: 1 - math.sqrt(x),
 }
-STYLES: dict[str, Callable[[float], float]] = {  # from 0 at x = 0 to 1 at x = 1
+DecayStyle = Literal["linear", "cosine"]
+STYLES: dict[DecayStyle, Callable[[float], float]] = {  # from 0 at x = 0 to 1 at x = 1
     "linear": lambda x: x,
     "cosine": lambda x: (1 - math.cos(math.pi * x)) / 2,
 }
@@ -35,7 +37,7 @@ class WSD:
     total_num_steps: int
     decay_num_steps: int  # the last of them, at least 1
     warmup_num_steps: int = 0  # the first of them
-    decay_type: str = "linear"  # of DECAYS
+    decay_type: DecayType = "linear"
     min_ratio: float = 0.0  # of the rate after `total_num_steps` to the peak
 
     def __post_init__(self) -> None:
@@ -99,7 +101,7 @@ class WeightDecay:
 
     start_weight_decay: float
     end_weight_decay: float
-    weight_decay_incr_style: str  # of STYLES
+    weight_decay_incr_style: DecayStyle
     weight_decay_incr_steps: int  # local steps, at least 1; in Megatron always those of the run
 
     @classmethod

@@ -66,7 +66,7 @@ def open_source(paths: Sequence[Path], combine: str) -> Source:
         combine: "mean" of all replicas, the "best" one by validation loss, or "replica=K".
     """
     saved = find_ensemble(paths)
-    source = Source(saved, RunConfig.from_dict(saved.manifests[0].config), saved.replicas)
+    source = Source(saved, RunConfig.of_checkpoint(saved.manifests[0].config), saved.replicas)
     source = replace(source, replicas=_choose(source, combine))
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda manifest: _verify_weights(saved, manifest), saved.manifests))

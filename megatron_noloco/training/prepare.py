@@ -17,7 +17,6 @@ from megatron_noloco.checkpoint.catalog import read_manifests
 from megatron_noloco.checkpoint.resume import Start, find_start
 from megatron_noloco.checkpoint.settings import CheckpointSettings
 from megatron_noloco.config import ConfigError, RunConfig
-from megatron_noloco.config.deepspeed_keys import GROUP_PARAMS, TORCH_OPTIMIZERS
 from megatron_noloco.data.corpus import check_text
 from megatron_noloco.data.datasets import Datasets, Needs, build_datasets
 from megatron_noloco.data.indexed import IndexedTokens
@@ -210,16 +209,8 @@ def _check_arithmetic(config: RunConfig) -> None:
 
 
 def _check_optimizer(optimizer: Mapping[str, Any]) -> None:
-    """What only the optimizer itself knows, such as that SGD's Nesterov needs momentum."""
-    name = optimizer["type"]
-    if name.lower() == "lion" and not torch.cuda.is_available():
+    if optimizer["type"].lower() == "lion" and not torch.cuda.is_available():
         raise ValueError("optimizer.type: DeepSpeed's Lion needs a GPU; use AdamW")
-    if name in TORCH_OPTIMIZERS:
-        params = {key: value for key, value in optimizer["params"].items() if key not in GROUP_PARAMS}
-        try:
-            getattr(torch.optim, name)([torch.zeros(1)], **params)
-        except (ValueError, RuntimeError) as error:
-            raise ValueError(f"optimizer.params: torch's {name} does not take them: {error}") from None
 
 
 def _check_writable(output_dir: Path) -> None:

@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.config.deepspeed_keys import SCHEDULES as DEEPSPEED_SCHEDULES
-from megatron_noloco.config.deepspeed_keys import TORCH_OPTIMIZERS
+from megatron_noloco.config.optimizer_block import SCHEDULES
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.engine.schedules import SCHEDULES, WeightDecay
+from megatron_noloco.engine.schedules import WeightDecay
 from megatron_noloco.model.families import Table, table_of
 from megatron_noloco.plans.routing import Routing
 from tests.harness import run_ranks
@@ -128,14 +127,12 @@ SCHEDULED: dict[str, dict[str, float]] = {
     "WarmupLR": {"warmup_min_lr": 0, "warmup_max_lr": 0.01, "warmup_num_steps": 3},
     "WarmupDecayLR": {"total_num_steps": 6, "warmup_max_lr": 0.01, "warmup_num_steps": 3},
     "WarmupCosineLR": {"total_num_steps": 6, "warmup_num_steps": 2},
-    "LRRangeTest": {"lr_range_test_min_lr": 0.001, "lr_range_test_step_size": 2},
-    "OneCycle": {"cycle_min_lr": 0.001, "cycle_max_lr": 0.01, "cycle_first_step_size": 3},
     "WSD": {"total_num_steps": 5, "warmup_num_steps": 3, "decay_num_steps": 2},
     "InverseSquareRoot": {"warmup_num_steps": 2},
 }
 
 
-@pytest.mark.parametrize("schedule", [*DEEPSPEED_SCHEDULES, *SCHEDULES])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_moves_the_learning_rate(schedule: str) -> None:
     raw = tiny({"scheduler": None}) | {"scheduler": {"type": schedule, "params": SCHEDULED[schedule]}}
     (found,) = run_ranks(1, train, raw, 5)
@@ -166,10 +163,9 @@ def test_weight_decay_follows_its_schedule() -> None:
     assert distance_from_plain_torch(changes) == 0.0
 
 
-@pytest.mark.parametrize("optimizer", sorted(TORCH_OPTIMIZERS))
-def test_equals_the_others_of_torch_exactly(optimizer: str) -> None:
-    params = {"betas": None, "eps": None}  # its own
-    changes = {"optimizer": {"type": optimizer, "params": params}, "gradient_clipping": 0.0}
+def test_equals_sgd_of_torch_exactly() -> None:
+    params = {"betas": None, "eps": None, "momentum": 0.9, "nesterov": True}
+    changes = {"optimizer": {"type": "SGD", "params": params}, "gradient_clipping": 0.0}
     assert distance_from_plain_torch(changes) == 0.0
 
 

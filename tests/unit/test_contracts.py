@@ -21,13 +21,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.comm.torch import build_shm_op
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
+from deepspeed.ops.adam import FusedAdam
+from deepspeed.ops.lion import FusedLion
 from deepspeed.ops.op_builder import FusedAdamBuilder
 from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
+from deepspeed.runtime import constants, lr_schedules, precision_config
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.lr_schedules import WarmupCosineLR
+from deepspeed.runtime.zero import config as zero_config
 from deepspeed.runtime.zero.muon import original_muon
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from megatron.core import parallel_state
@@ -49,9 +51,17 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from megatron.core.transformer.utils import get_sliding_window_causal_mask
 from megatron.core.utils import GlobalMemoryBuffer
+from pydantic import BaseModel
 
-from megatron_noloco.config.deepspeed_keys import OPTIMIZER_PARAMS, TORCH_OPTIMIZERS
-from megatron_noloco.config.deepspeed_optimizer import MUON_DEFAULTS, MUON_RATES
+from megatron_noloco.config.blocks import Block, CheckpointConfig
+from megatron_noloco.config.deepspeed_block import (
+    Bf16Config,
+    DataTypesConfig,
+    DeepSpeedConfig,
+    Fp16Config,
+    ZeroConfig,
+)
+from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES, MuonParams, OptimizerParams
 from megatron_noloco.model.families.hf_keys import LLAMA3_SCALING
 from megatron_noloco.model.layers import window
 from megatron_noloco.pipeline.communicator import RoutedCommunicator
@@ -345,44 +355,85 @@ class TestEngine:
         assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-@pytest.mark.parametrize(
-    ("name", "classes", "read_by_the_engine"),
-    [
-        ("adam", [FusedAdam, DeepSpeedCPUAdam, torch.optim.Adam, torch.optim.AdamW], {"torch_adam"}),
-        ("lion", [FusedLion, DeepSpeedCPULion], set()),
-        *((name.lower(), [getattr(torch.optim, name)], set()) for name in sorted(TORCH_OPTIMIZERS)),
-    ],
-)
-def test_config_knows_what_optimizers_take(
-    name: str, classes: list[type], read_by_the_engine: set[str]
-) -> None:
-    """config/deepspeed_keys.py: a key that is missing there is refused, one too many ends in a traceback."""
-    taken = set().union(*(parameters(optimizer.__init__) for optimizer in classes))
-    expected = taken - {"self", "params", "model_params", "max_grad_norm"} | read_by_the_engine
-    if name == "adam":
-        expected -= {"adamw_mode"}  # which the engine gives, from adam_w_mode
-        expected -= {"decoupled_weight_decay"}  # of newer torch; AdamW says the same
-        assert OPTIMIZER_PARAMS["adamw"] == OPTIMIZER_PARAMS["adam"]
-    assert OPTIMIZER_PARAMS[name] == expected
+def names_and_defaults(block: type[BaseModel]) -> dict[str, Any]:
+    return {name: field.default for name, field in block.model_fields.items()}
+
+
+def keyword_defaults(function: Any) -> dict[str, Any]:
+    return {name: found.default for name, found in inspect.signature(function).parameters.items()}
+
+
+class TestConfig:
+    """config/ allows keys that DeepSpeed reads, with DeepSpeed's defaults."""
+
+    def test_it_reads_every_allowed_key_of_the_top_level(self) -> None:
+        modules = map(vars, (constants, precision_config, zero_config))
+        read = {value for names in modules for value in names.values() if isinstance(value, str)}
+        assert DeepSpeedConfig.model_fields.keys() <= read
+        assert DeepSpeedConfig.NOT_HERE.keys().isdisjoint(DeepSpeedConfig.model_fields)
+        assert DataTypesConfig.model_fields.keys() | DataTypesConfig.NOT_HERE.keys() <= read
+        assert (
+            read
+            >= {"load_universal", "use_node_local_storage", "parallel_write"}
+            <= CheckpointConfig.NOT_HERE.keys()
+        )
+
+    @pytest.mark.parametrize(
+        ("ours", "theirs"),
+        [
+            (ZeroConfig, zero_config.DeepSpeedZeroConfig),
+            (Bf16Config, precision_config.DeepSpeedBF16Config),
+            (Fp16Config, precision_config.DeepSpeedFP16Config),
+        ],
+    )
+    def test_every_key_of_its_blocks_is_allowed_or_refused(
+        self, ours: type[Block], theirs: type[BaseModel]
+    ) -> None:
+        names = {name: field.default for name, field in theirs.model_fields.items()}
+        names |= {field.alias: field.default for field in theirs.model_fields.values() if field.alias}
+        assert ours.model_fields.keys() | ours.NOT_HERE.keys() == names.keys()
+        allowed = names_and_defaults(ours) | ({"stage": 0} if ours is ZeroConfig else {})
+        assert allowed == {name: names[name] for name in allowed}
+
+    @pytest.mark.parametrize("schedule", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+    def test_its_schedules_take_these_parameters(self, schedule: str) -> None:
+        found = keyword_defaults(getattr(lr_schedules, schedule).__init__)
+        block = SCHEDULES[schedule]
+        assert found.keys() - {"self", "optimizer", "last_batch_iteration"} == block.model_fields.keys()
+        for name, field in block.model_fields.items():
+            assert field.is_required() or field.default == found[name]
+
+    @pytest.mark.parametrize(
+        ("name", "kernels"),
+        [("AdamW", [FusedAdam, torch.optim.AdamW]), ("Lion", [FusedLion]), ("SGD", [torch.optim.SGD])],
+    )
+    def test_optimizers_take_these_parameters(self, name: str, kernels: list[type]) -> None:
+        """A key too many ends in a traceback."""
+        own = OPTIMIZERS[name].model_fields.keys() - OptimizerParams.model_fields.keys() - {"torch_adam"}
+        found: dict[str, Any] = {}
+        for kernel in kernels:
+            found = keyword_defaults(kernel.__init__) | found
+        for parameter in own:
+            default = OPTIMIZERS[name].model_fields[parameter].default
+            assert default == (list(found[parameter]) if parameter == "betas" else found[parameter])
 
 
 class TestMuon:
     """engine/muon.py uses DeepSpeed's names, defaults and kernels."""
 
     def test_its_parameters_and_defaults(self) -> None:
-        engine = DeepSpeedEngine
-        read = {"muon_lr", "adam_lr", *engine._MUON_HALF_KEYS, *engine._ADAM_HALF_KEYS}
-        assert OPTIMIZER_PARAMS["muon"] == read
+        read = {"muon_lr", "adam_lr", *DeepSpeedEngine._MUON_HALF_KEYS, *DeepSpeedEngine._ADAM_HALF_KEYS}
+        assert read == MuonParams.model_fields.keys() - OptimizerParams.model_fields.keys() | {"weight_decay"}
         weights = torch.nn.Linear(2, 2)
         groups = [
             {"params": [weights.weight], "use_muon": True},
             {"params": [weights.bias], "use_muon": False},
         ]
         muon, adam = original_muon.MuonWithAuxAdam(groups).param_groups
-        assert {"muon_lr": muon["lr"], "adam_lr": adam["lr"]} == MUON_RATES
-        ours = {**MUON_DEFAULTS, "betas": tuple(MUON_DEFAULTS["betas"]), "weight_decay": 0.0}
-        theirs = {**muon, **adam}
-        assert {name: theirs[name] for name in ours} == ours
+        theirs = {**muon, **adam, "muon_lr": muon["lr"], "adam_lr": adam["lr"], "lr": None}
+        theirs["betas"] = list(theirs["betas"])
+        ours = names_and_defaults(MuonParams)
+        assert {name: theirs[name] for name in read} == {name: ours[name] for name in read}
 
     @pytest.mark.parametrize("method", sorted(original_muon.NS_METHODS))
     def test_its_kernels_orthogonalise_without_a_compiler(self, method: str) -> None:

@@ -5,7 +5,16 @@ import math
 import pytest
 import torch
 
-from megatron_noloco.engine.schedules import DECAYS, STYLES, WSD, InverseSquareRoot, RatioLR, WeightDecay
+from megatron_noloco.engine.schedules import (
+    DECAYS,
+    STYLES,
+    WSD,
+    DecayStyle,
+    DecayType,
+    InverseSquareRoot,
+    RatioLR,
+    WeightDecay,
+)
 
 
 def ratios(schedule: WSD | InverseSquareRoot, steps: int) -> list[float]:
@@ -18,7 +27,7 @@ def test_wsd_warms_up_stays_and_decays() -> None:
 
 
 @pytest.mark.parametrize("decay_type", DECAYS)
-def test_every_decay_begins_at_the_peak_and_ends_at_the_minimum(decay_type: str) -> None:
+def test_every_decay_begins_at_the_peak_and_ends_at_the_minimum(decay_type: DecayType) -> None:
     found = ratios(WSD(10, 10, decay_type=decay_type, min_ratio=0.1), 11)
     assert found[0] == 1
     assert found[-1] == pytest.approx(0.1)
@@ -68,7 +77,9 @@ def test_the_rates_of_all_groups_keep_their_ratio_and_the_state_is_the_step() ->
 
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize(("start", "end"), [(0.1, 0.5), (0.5, 0.0)])
-def test_weight_decay_goes_from_the_start_to_the_end_and_stays(style: str, start: float, end: float) -> None:
+def test_weight_decay_goes_from_the_start_to_the_end_and_stays(
+    style: DecayStyle, start: float, end: float
+) -> None:
     decay = WeightDecay(start, end, style, 10)
     values = [decay.at(done) for done in range(13)]
     assert values[0] == start
