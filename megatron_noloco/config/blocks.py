@@ -1,12 +1,9 @@
 """Blocks of the user's file that are ours; `noloco`, `model` and `data` have files of their own."""
 
-from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-
-from megatron_noloco.model.architecture import PipelineSplit
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -19,58 +16,6 @@ class Block(BaseModel):
 
     # Keys of DeepSpeed's block of this name that are refused, each with the reason; "": it has no effect here.
     NOT_HERE: ClassVar[dict[str, str]] = {}
-
-
-class ParallelConfig(Block):
-    """The parallel layout: ranks = replicas x pipeline x data x tensor parallel sizes."""
-
-    replicas: Positive | Literal["auto"] = Field(
-        default="auto", description='Full copies of the model; "auto" is as many as the ranks allow.'
-    )
-    tensor_model_parallel_size: Positive = Field(
-        default=1, description="tp: ranks that each layer's weights are split over."
-    )
-    pipeline_model_parallel_size: Positive = Field(default=1, description="pp: pipeline stages of a replica.")
-    virtual_pipeline_model_parallel_size: Positive = Field(
-        default=1, description="Model chunks per stage, for the interleaved schedule."
-    )
-    num_layers_in_first_pipeline_stage: Positive | None = Field(
-        default=None,
-        description="Layers of the first stage, which also has the embedding; null: as the others.",
-    )
-    num_layers_in_last_pipeline_stage: Positive | None = Field(
-        default=None,
-        description="Layers of the last stage, which also has the output layer; null: as the others.",
-    )
-    account_for_embedding_in_pipeline_split: bool = Field(
-        default=False, description="The embedding takes the place of a layer in the first stage."
-    )
-    account_for_loss_in_pipeline_split: bool = Field(
-        default=False,
-        description="The output layer and the loss take the place of a layer in the last stage.",
-    )
-    data_parallel_size: Positive = Field(
-        default=1,
-        description="dp: synchronous data parallelism inside a replica; gradients are averaged every step.",
-    )
-    sequence_parallel: bool = Field(
-        default=False,
-        description="Split the sequence over the tensor-parallel ranks outside attention and MLP.",
-    )
-
-    @property
-    def split(self) -> PipelineSplit:
-        """How the layers are divided over the stages."""
-        return PipelineSplit(**self.model_dump(include={field.name for field in fields(PipelineSplit)}))
-
-    @property
-    def world_size(self) -> int | None:
-        """Ranks of the whole run; None where `replicas` is "auto"."""
-        if self.replicas == "auto":
-            return None
-        return self.replicas * (
-            self.pipeline_model_parallel_size * self.data_parallel_size * self.tensor_model_parallel_size
-        )
 
 
 class TrainingConfig(Block):

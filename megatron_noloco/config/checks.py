@@ -1,16 +1,15 @@
 """Rules between fields: what cannot work, with the equation and its numbers."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
-from megatron_noloco.config.blocks import ParallelConfig, TrainingConfig
+from megatron_noloco.config.blocks import TrainingConfig
 from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.config.noloco_block import NolocoConfig
+from megatron_noloco.config.parallel_block import ParallelConfig
 from megatron_noloco.config.wording import count
 from megatron_noloco.plans.grouping import prime_factors
 from megatron_noloco.plans.routing import Routing
-from megatron_noloco.plans.topology import Topology
 
 
 def check_method(noloco: NolocoConfig, replicas: int | None) -> Iterator[str]:
@@ -84,36 +83,3 @@ def check_loss_scale(routing: Routing, deepspeed: dict[str, Any]) -> Iterator[st
             "loss scales would exchange gradients; set a static fp16.loss_scale, or use bf16, or set "
             'noloco.routing.interval to "off" (or parallel.replicas to 1)'
         )
-
-
-def lay_out(parallel: ParallelConfig, world_size: int) -> Topology:
-    """The topology of `world_size` ranks; raises ValueError with the equation when they do not fit."""
-    if world_size < 1:
-        raise ValueError(f"a run needs at least 1 rank, not {world_size}")
-    one = Topology(
-        1,
-        parallel.pipeline_model_parallel_size,
-        parallel.data_parallel_size,
-        parallel.tensor_model_parallel_size,
-        parallel.virtual_pipeline_model_parallel_size,
-        parallel.sequence_parallel,
-    )
-    size, inside = one.replica_size, f"pipeline {one.pp} x data {one.dp} x tensor {one.tp}"
-    fitting, rest = divmod(world_size, size)
-    ranks = count(world_size, "rank")
-    if parallel.replicas == "auto":
-        if rest:
-            near = [n for n in (world_size - rest, world_size - rest + size) if n]
-            raise ValueError(
-                f"{ranks} do not divide into replicas of {inside} = {count(size, 'rank')}; "
-                f"start {' or '.join(map(str, near))} ranks"
-            )
-        return replace(one, replicas=fitting)
-    needed = parallel.replicas * size
-    if needed != world_size:
-        other = "" if rest else f", or set parallel.replicas to {fitting}"
-        raise ValueError(
-            f"{ranks} {'is' if world_size == 1 else 'are'} not {count(parallel.replicas, 'replica')} x "
-            f"{inside} = {needed}; start {count(needed, 'rank')}{other}"
-        )
-    return replace(one, replicas=parallel.replicas)

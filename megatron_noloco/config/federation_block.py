@@ -5,8 +5,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from megatron_noloco.config.blocks import Block, ParallelConfig, Positive
+from megatron_noloco.config.blocks import Block, Positive
 from megatron_noloco.config.noloco_block import NolocoConfig
+from megatron_noloco.config.parallel_block import ParallelConfig
 
 
 class FederationConfig(Block):

@@ -1,11 +1,13 @@
-"""The block `model`, in Megatron's words, and the architecture it stands for."""
+"""The block `model`: its fields, the rules between them, and the architecture it stands for."""
 
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
 from megatron_noloco.config.blocks import Block, Positive
+from megatron_noloco.config.wording import count
 from megatron_noloco.model.architecture import Architecture, Compute, LoadBalancing, PipelineSplit, Precision
 from megatron_noloco.model.families import FAMILIES, families_with
 
@@ -18,7 +20,7 @@ else:
 
 
 def _only(field: str) -> str:
-    """How the description of a field begins that not all families have."""
+    """Return the beginning of the description of a field that not all families have."""
     names = " and ".join(f'"{name}"' for name in families_with(field))
     return f"Family {names} only: "
 
@@ -133,12 +135,12 @@ class ModelConfig(Block):
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     def own(self, field: str) -> Any:
-        """The value of a field that not all families have: the file's, else the family's; None elsewhere."""
+        """Return the value of a field that not all families have: the file's or the family's; None elsewhere."""
         value = getattr(self, field)
         return FAMILIES[self.family].own_fields.get(field) if value is None else value
 
     def architecture(self, tokenizer_vocab: int = 0) -> Architecture:
-        """The architecture for a tokenizer of `tokenizer_vocab` tokens; 0: none is known, `vocab_size` decides.
+        """Return the architecture for a tokenizer of `tokenizer_vocab` tokens; 0: not known, `vocab_size` decides.
 
         Padding does not depend on tensor parallelism, so that the model (and its checkpoint) does not depend on
         the topology. Raises ValueError when the vocabulary is not known or smaller than the tokenizer's.
@@ -164,9 +166,69 @@ class ModelConfig(Block):
         return Architecture(**{**as_written, **own, **settled})
 
     def compute(self, precision: Precision, separate_documents: bool, split: PipelineSplit) -> Compute:
-        """How this model is computed with numbers of `precision`."""
+        """Return how this model is computed with numbers of `precision`."""
         names = {field.name for field in fields(Compute)} & ModelConfig.model_fields.keys()
         as_written = self.model_dump(include=names)
         own = {name: self.own(name) for name in as_written if families_with(name)}
         settled = {"precision": precision, "separate_documents": separate_documents, "split": split}
         return Compute(**{**as_written, **own, **settled})
+
+
+def check_model(model: ModelConfig) -> Iterator[str]:
+    """Yield what the rules between the fields of a model refuse."""
+    for rule in (_check_family, _check_heads, _check_rotary_scaling, _check_experts, _check_recomputation):
+        yield from rule(model)
+
+
+def _check_family(model: ModelConfig) -> Iterator[str]:
+    for name in type(model).model_fields:
+        families = families_with(name)
+        if families and model.family not in families and getattr(model, name) is not None:
+            owners = " and ".join(f'"{family}"' for family in families)
+            yield f'model.{name} is not a field of the family "{model.family}", only of {owners}; leave it out'
+
+
+def _check_heads(model: ModelConfig) -> Iterator[str]:
+    hidden, heads, groups = model.hidden_size, model.num_attention_heads, model.query_groups
+    if model.kv_channels is None and hidden % heads:
+        yield (
+            f"model.hidden_size {hidden} does not divide into {count(heads, 'attention head')} "
+            f"({hidden} / {heads} = {hidden / heads:.2f}); set model.kv_channels or change one of them"
+        )
+    elif model.head_size % 2:
+        name = "model.kv_channels" if model.kv_channels else "model.hidden_size / model.num_attention_heads"
+        yield f"{name}: a head of {count(model.head_size, 'channel')} has no rotary embedding: it must be even"
+    if heads % groups:
+        yield f"model.num_attention_heads {heads} does not divide into model.num_query_groups {groups}"
+
+
+def _check_rotary_scaling(model: ModelConfig) -> Iterator[str]:
+    factor, before = model.yarn_rotary_scaling_factor, model.yarn_original_max_position_embeddings
+    if (factor is None) != (before is None):
+        yield (
+            "model.yarn_rotary_scaling_factor and model.yarn_original_max_position_embeddings belong together; "
+            "give both or neither"
+        )
+    elif factor is not None and model.own("rope_scaling_factor") is not None:
+        yield "model.rope_scaling_factor and YaRN scale the same rotary frequencies; leave one of them out"
+
+
+def _check_experts(model: ModelConfig) -> Iterator[str]:
+    experts, chosen = model.own("num_moe_experts"), model.own("moe_router_topk")
+    if experts is not None and chosen is not None and chosen > experts:
+        yield f"model.moe_router_topk {chosen} is more than model.num_moe_experts {experts}"
+
+
+def _check_recomputation(model: ModelConfig) -> Iterator[str]:
+    for name in ("recompute_method", "recompute_num_layers"):
+        given = getattr(model, name) is not None
+        if model.recompute_granularity == "full" and not given:
+            yield f'model.recompute_granularity "full" needs model.{name}'
+        elif model.recompute_granularity != "full" and given:
+            yield f'model.{name} has a meaning only with model.recompute_granularity "full"'
+    if model.recompute_modules is not None:
+        wrong = "mlp" if model.own("num_moe_experts") is not None else "moe"
+        if model.recompute_granularity != "selective":
+            yield 'model.recompute_modules has a meaning only with model.recompute_granularity "selective"'
+        elif wrong in model.recompute_modules:
+            yield f'model.recompute_modules: no layer of the family "{model.family}" has "{wrong}"'

@@ -6,12 +6,11 @@ from typing import Any
 
 from pydantic import ValidationError, create_model
 
-from megatron_noloco.config import checks, data_checks, deepspeed_block, model_checks
+from megatron_noloco.config import checks, data_block, deepspeed_block, model_block, parallel_block
 from megatron_noloco.config.blocks import (
     Block,
     CheckpointConfig,
     EvaluationConfig,
-    ParallelConfig,
     TensorBoardConfig,
     TrainingConfig,
     WandbConfig,
@@ -21,6 +20,7 @@ from megatron_noloco.config.deepspeed_block import DeepSpeedConfig
 from megatron_noloco.config.federation_block import FederationConfig, check_federation
 from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.config.noloco_block import NolocoConfig
+from megatron_noloco.config.parallel_block import ParallelConfig
 from megatron_noloco.config.wording import ConfigError, Problem, fields_of, problems_of
 from megatron_noloco.data.sources import Documents, Source, TokenizerChoice
 from megatron_noloco.model.architecture import Architecture, Compute, Precision
@@ -90,10 +90,10 @@ class RunConfig:
         yield from checks.check_phase(self.noloco)
         if replicas is not None:
             yield from checks.check_copies(self.noloco, self.model, self.parallel, replicas)
-        yield from model_checks.check_model(self.model)
-        yield from model_checks.check_parallel(self.model, self.parallel, self.microbatches)
-        yield from data_checks.check_data(self.data, self.evaluation)
-        yield from data_checks.check_documents(self.data, self.model)
+        yield from model_block.check_model(self.model)
+        yield from parallel_block.check_parallel(self.model, self.parallel, self.microbatches)
+        yield from data_block.check_data(self.data, self.evaluation)
+        yield from data_block.check_documents(self.data, self.model)
         # As many replicas as there will be ranks for: more than one.
         yield from checks.check_loss_scale(self._routing(replicas or 2), self.deepspeed)
 
@@ -143,9 +143,9 @@ class RunConfig:
         slots = self.federation.slots
         try:
             if slots is None:
-                topology = checks.lay_out(self.parallel, world_size)
+                topology = parallel_block.lay_out(self.parallel, world_size)
             else:
-                one = checks.lay_out(self.parallel.model_copy(update={"replicas": 1}), world_size)
+                one = parallel_block.lay_out(self.parallel.model_copy(update={"replicas": 1}), world_size)
                 topology = replace(one, slot=slot, slots=slots)
         except ValueError as error:
             raise ConfigError([str(error)]) from None
@@ -179,7 +179,7 @@ class RunConfig:
             architecture = self.model.architecture(tokenizer_vocab)
         except ValueError as error:
             raise ConfigError([str(error)]) from None
-        problems = list(model_checks.check_vocabulary(architecture, self.parallel))
+        problems = list(parallel_block.check_vocabulary(architecture, self.parallel))
         if problems:
             raise ConfigError(problems)
         return architecture

@@ -6,10 +6,10 @@ from itertools import chain
 from typing import Any
 
 from megatron_noloco.config.federation_block import FederationConfig
-from megatron_noloco.config.layers import layers_of_chunks, shown
 from megatron_noloco.config.noloco_block import NolocoConfig
 from megatron_noloco.config.optimizer_block import is_muon
 from megatron_noloco.config.outer_memory import bytes_of_rounds, bytes_of_state, rounds_at_a_time
+from megatron_noloco.config.parallel_block import in_words, layers_of_chunks
 from megatron_noloco.config.run_config import RunConfig
 from megatron_noloco.config.wording import count
 from megatron_noloco.engine.schedules import SCHEDULES
@@ -56,7 +56,8 @@ def _layout(config: RunConfig, topology: Topology) -> str:
     chunks = layers_of_chunks(config.parallel.split, config.model.num_layers, topology.pp, topology.vpp)
     parts = (
         count(topology.replicas, "replica"),
-        f"pipeline {topology.pp}{virtual}" + f" of {shown(chunks)} layers" * (len(set(chain(*chunks))) > 1),
+        f"pipeline {topology.pp}{virtual}"
+        + f" of {in_words(chunks)} layers" * (len(set(chain(*chunks))) > 1),
         f"data {topology.dp}",
         f"tensor {topology.tp}",
     )

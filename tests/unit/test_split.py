@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from megatron_noloco.config.layers import layers_of_chunks
+from megatron_noloco.config.parallel_block import layers_of_chunks
 from megatron_noloco.model.architecture import PipelineSplit
 
 ends = st.none() | st.integers(1, 4)
