@@ -28,7 +28,7 @@ from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES
 from megatron_noloco.transport.protocol import Message
-from tools.federated import DEADLINE_SECONDS, open_door, wait_for_all
+from tools.federated import DEADLINE_SECONDS, open_transport, wait_for_all
 from tools.options import command_line
 
 
@@ -98,7 +98,7 @@ def run(
     transports = []
     ways: dict[str, Callable[[], None]] = {"plain socket": lambda: _swap_plainly(plain, outgoing, incoming)}
     for way, keys in (("federation", None), ("federation, CURVE", Keys.read(folder / "key"))):
-        transport = open_door(Place(rank, 2), folder / way, keys=keys, chunk_bytes=chunk_bytes)
+        transport = open_transport(Place(rank, 2), folder / way, keys=keys, chunk_bytes=chunk_bytes)
         wait_for_all(transport, replicas=2)
         transports.append(transport)
         ways[way] = _swap_over(transport, outgoing, incoming)

@@ -14,26 +14,26 @@ _LOOPBACK = "tcp://127.0.0.1:0"
 _RUN = 1
 
 
-def open_door(
+def open_transport(
     place: Place,
     folder: Path,
     listen: str = _LOOPBACK,
     keys: Keys | None = None,
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
 ) -> FederationTransport:
-    """The door of a replica to the others, which give the same folder; see `wait_for_all`."""
+    """Open the transport of a replica; all replicas give the same folder. See `wait_for_all`."""
     network = Network(SharedFolder(folder, _RUN), _RUN, listen, keys, chunk_bytes=chunk_bytes)
     return FederationTransport(place, network, Patience(DEADLINE_SECONDS, DEADLINE_SECONDS))
 
 
 def wait_for_all(transport: FederationTransport, replicas: int) -> None:
-    """Until this one has met the other replicas."""
+    """Wait until this replica is connected to the others."""
     if not transport.wait_for(replicas - 1, DEADLINE_SECONDS):
         raise SystemExit(f"rank {transport.rank}: not all of the {replicas - 1} others are there")
 
 
 def join_as_jobs(rank: int, size: int, folder: Path, barrier: Callable[[], object]) -> FederationTransport:
-    """With keys; all ranks of one job call it. Returns when all have met.
+    """Connect the ranks of one job with keys; all of them call it, and return when all are connected.
 
     Args:
         folder: empty, and the same for all ranks; not needed later.
@@ -42,7 +42,7 @@ def join_as_jobs(rank: int, size: int, folder: Path, barrier: Callable[[], objec
     if rank == 0:
         Keys.make(folder / "key")
     barrier()
-    transport = open_door(Place(rank, size), folder, "tcp://*:0", Keys.read(folder / "key"))
+    transport = open_transport(Place(rank, size), folder, "tcp://*:0", Keys.read(folder / "key"))
     wait_for_all(transport, size)
     barrier()
     return transport

@@ -7,8 +7,8 @@ rounds of `--elements` weights. Before a round each waits for a random time. Som
 says so before the others come; in some its messages are lost, as where a connection breaks; now and then one is
 closed and started anew, as another process would be.
 
-Prints one JSON object: rounds, and byes, those injected beside those that there were, with their reasons. Injected
-are one for each replica whose partner of the plan leaves the round out, and two where one loses its messages. Then
+Prints one JSON object: rounds, and skipped rounds, injected and counted, with their reasons. Injected are one for
+each replica whose planned partner leaves the round out, and two where one loses its messages. Then
 memory, file descriptors and threads after the first tenth and at the end, and the slope of the memory over the
 second half, by least squares. Allocated is what all libraries have taken from malloc and not given back. Resident
 is what the kernel counts after glibc was made to give back the pages that are free. Blocks in use lie scattered
@@ -40,7 +40,7 @@ from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.chunks import ChunkFlight, ReportedTransfers, cut
 from megatron_noloco.transport.protocol import Message
-from tools.federated import DEADLINE_SECONDS, open_door, wait_for_all
+from tools.federated import DEADLINE_SECONDS, open_transport, wait_for_all
 from tools.memory import allocated_bytes, resident_bytes
 from tools.options import command_line
 
@@ -78,8 +78,8 @@ class Soak:
         self.folder = folder
         self.draws = random.Random(options.seed)
         self.rounds = self.restarts = self.absences = self.drops = 0
-        self.byes_injected = 0
-        self.byes: Counter[str] = Counter()  # by their reason
+        self.skips_injected = 0
+        self.skips: Counter[str] = Counter()  # by their reason
         self.grouping = Grouping(options.replicas, 2, seed=0)
         self.replicas = [self._start(replica, 0) for replica in range(options.replicas)]
 
@@ -101,9 +101,9 @@ class Soak:
             "restarts": self.restarts,
             "absences": self.absences,
             "drops": self.drops,
-            "byes_injected": self.byes_injected,
-            "byes": self.byes.total(),
-            "reasons": self.byes,
+            "skips_injected": self.skips_injected,
+            "skips": self.skips.total(),
+            "reasons": self.skips,
             "after_a_tenth": samples[len(samples) // 10][1],
             "at_the_end": samples[-1][1],
             "bytes_per_minute": {
@@ -129,15 +129,17 @@ class Soak:
             replica.wait_until_known(number, here)
         loses = self.draws.choice(here) if here and self.draws.random() < self.options.drops else None
         delays = [self.draws.uniform(0, self.options.delay) for _ in here]
-        why_not = threads.map(lambda one, delay: one.meet(number, delay, one is loses), here, delays)
-        self.byes.update(filter(None, why_not))
+        why_not = threads.map(lambda one, delay: one.take_part(number, delay, one is loses), here, delays)
+        self.skips.update(filter(None, why_not))
         self.rounds += 1
         self.absences += len(absent)
         coming = {replica.transport.rank for replica in here}
-        self.byes_injected += sum(not coming.issuperset(self.grouping.group(rank, number)) for rank in coming)
+        self.skips_injected += sum(
+            not coming.issuperset(self.grouping.group(rank, number)) for rank in coming
+        )
         if loses is not None and loses.lost:
             self.drops += 1
-            self.byes_injected += 2
+            self.skips_injected += 2
 
     def _start(self, place: int, number: int) -> "Replica":
         return Replica(self.grouping, place, self.folder, self.options.elements, number)
@@ -148,7 +150,7 @@ class Replica:
 
     def __init__(self, grouping: Grouping, replica: int, folder: Path, elements: int, number: int) -> None:
         place, weights = Place(replica, grouping.replicas), TorchWeights([torch.ones(elements)])
-        self.transport = open_door(place, folder)
+        self.transport = open_transport(place, folder)
         self.transport.partners.leave_out(number - 1)
         commit = committing(self.transport.partners, grouping, replica, 1)
         settings = OuterSettings(local_steps=1)
@@ -165,8 +167,8 @@ class Replica:
                     raise SystemExit(f"rank {self.transport.rank} has not heard from rank {rank}")
                 time.sleep(_LOOK_SECONDS)
 
-    def meet(self, number: int, delay: float, loses: bool) -> str:
-        """Why it had a bye, empty where it had none; `lost` then says whether it had anything to lose."""
+    def take_part(self, number: int, delay: float, loses: bool) -> str:
+        """Return why the round was skipped, or an empty string; then `lost` says whether a loss mattered."""
         time.sleep(delay)
         self.lost = False
         with self._losing() if loses else nullcontext():

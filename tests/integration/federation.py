@@ -101,19 +101,19 @@ class Federation:
             os.kill(process.pid, number)
 
     def wait(self) -> None:
-        """Until all jobs that run have ended well."""
+        """Wait until all jobs that run have ended with exit code 0."""
         deadline = time.monotonic() + LONGEST_SECONDS
         for replica, processes in list(self._running.items()):
             for process in processes:
                 process.join(max(0.0, deadline - time.monotonic()))
-                assert process.exitcode == 0, f"replica {replica}: {process.exitcode}\n{self.told(replica)}"
+                assert process.exitcode == 0, f"replica {replica}: {process.exitcode}\n{self.log(replica)}"
             del self._running[replica]
 
     def output_dir(self, replica: int) -> Path:
         return self.folder / f"output_of_replica_{replica}" if self.apart else self.folder
 
-    def told(self, replica: int) -> str:
-        """What the first rank of the replica has written; of all its jobs, one after the other."""
+    def log(self, replica: int) -> str:
+        """Return what the first rank of the replica has written, in all its jobs."""
         path = self.folder / f"replica_{replica}.log"
         return path.read_text() if path.exists() else ""
 
@@ -123,27 +123,25 @@ class Federation:
         return [row for row in map(json.loads, lines) if row["kind"] == kind]
 
     def until(self, replica: int, step: int) -> None:
-        """Until a replica has written a row about a step as late as this."""
-        deadline = time.monotonic() + LONGEST_SECONDS
-        while not any(row["step"] >= step for row in self.rows(replica)):
-            assert time.monotonic() < deadline, self.told(replica)
-            assert all(process.is_alive() for process in self._running[replica]), self.told(replica)
-            time.sleep(_LOOK_SECONDS)
+        """Wait until a replica has written a row about a step as late as this."""
+        self._wait_until(replica, lambda: any(row["step"] >= step for row in self.rows(replica)))
 
-    def until_it_meets_others(self, replica: int, after: int) -> None:
-        """Until a replica has had a round that was no bye, later than a step."""
-        deadline = time.monotonic() + LONGEST_SECONDS
-        while not any(row["step"] > after and row.get("round/partners") for row in self.rows(replica)):
-            assert time.monotonic() < deadline, self.told(replica)
-            assert all(process.is_alive() for process in self._running[replica]), self.told(replica)
-            time.sleep(_LOOK_SECONDS)
+    def until_it_has_a_partner(self, replica: int, after: int) -> None:
+        """Wait until a replica has had a round with a partner, later than a step."""
+        self._wait_until(
+            replica,
+            lambda: any(row["step"] > after and row.get("round/partners") for row in self.rows(replica)),
+        )
 
-    def until_told(self, replica: int, what: str) -> None:
-        """Until the first rank of a replica has written this."""
+    def until_log(self, replica: int, text: str) -> None:
+        """Wait until the first rank of a replica has written this."""
+        self._wait_until(replica, lambda: text in self.log(replica))
+
+    def _wait_until(self, replica: int, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + LONGEST_SECONDS
-        while what not in self.told(replica):
-            assert time.monotonic() < deadline, self.told(replica)
-            assert all(process.is_alive() for process in self._running[replica]), self.told(replica)
+        while not condition():
+            assert time.monotonic() < deadline, self.log(replica)
+            assert all(process.is_alive() for process in self._running[replica]), self.log(replica)
             time.sleep(_LOOK_SECONDS)
 
     def state(self, replica: int, step: int) -> dict[str, Tensor]:
@@ -164,7 +162,7 @@ class Federation:
         return [process.exitcode for process in processes]
 
     def missed(self, replica: int) -> int:
-        """Rounds that were byes though the plan had a partner."""
+        """Return the number of rounds that were skipped although the plan had a partner."""
         return max((row.get("total/missed_rounds", 0) for row in self.rows(replica)), default=0)
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.federation.keys import Keys
@@ -20,6 +19,7 @@ from tests.integration.tiny import run_whole, tiny, write_config, write_text
 from tools.disturbed_replica import pause, send_times
 
 STEPS = 8
+ENDLESS = {"training": {"train_iters": 100_000}, "checkpoint": {"save_interval": 4}}  # until it is stopped
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_tools_take_the_folders_of_several_replicas(tmp_path: Path, text: str) -
         federation.start(2)
         federation.wait()
     folders = [tmp_path / "replica_00", tmp_path / "replica_02"]
-    told = {
+    outcomes = {
         name: run_ranks(1, command, [name, *arguments])[0]
         for name, arguments in {
             "export": [str(tmp_path), "--output", str(tmp_path / "mean")],
@@ -51,9 +51,9 @@ def test_tools_take_the_folders_of_several_replicas(tmp_path: Path, text: str) -
             "generate": ["--checkpoint", *map(str, folders), "--prompt", "a", "--tokens", "2"],
         }.items()
     }
-    assert [outcome.code for outcome in told.values()] == [0, 0, 0], told
-    assert f"exported replicas 0, 2 at step {STEPS} to {tmp_path / 'mean'}" in told["export"].out
-    measured = [line.split(" on ")[0] for line in told["evaluate"].out.splitlines()]
+    assert [outcome.code for outcome in outcomes.values()] == [0, 0, 0], outcomes
+    assert f"exported replicas 0, 2 at step {STEPS} to {tmp_path / 'mean'}" in outcomes["export"].out
+    measured = [line.split(" on ")[0] for line in outcomes["evaluate"].out.splitlines()]
     assert measured == ["replica 0", "replica 2", "mean model"]
     assert "the mean of 2 replicas' slow weights" in (tmp_path / "mean" / "README.md").read_text()
 
@@ -105,10 +105,8 @@ def test_a_replica_is_killed_and_comes_back_and_a_new_one_joins(tmp_path: Path, 
 
     None sees the files of another.
     """
-    more = {
+    more = ENDLESS | {
         "federation": {"start_with": 3, "rounds_behind": 2},
-        "training": {"train_iters": 100_000},
-        "checkpoint": {"save_interval": 4},
         "evaluation": {"interval": 10, "iters": 2},
     }
     with Federation(tmp_path, changes(text, 4, **more), apart=True) as federation:
@@ -119,14 +117,14 @@ def test_a_replica_is_killed_and_comes_back_and_a_new_one_joins(tmp_path: Path, 
         killed_at = federation.rows(2)[-1]["step"]
         federation.until(0, killed_at + 20)
         federation.start(2)
-        federation.until_it_meets_others(2, after=killed_at)
+        federation.until_it_has_a_partner(2, after=killed_at)
         federation.start(3)
-        federation.until_it_meets_others(3, after=killed_at)
+        federation.until_it_has_a_partner(3, after=killed_at)
         federation.stop()
-        assert "continuing from" in federation.told(2)
-        assert "taken over from replica" in federation.told(2)
-        assert "taken over from replica" in federation.told(3)
-        assert "replica 3 is new: a clone of replica" in federation.told(3)
+        assert "continuing from" in federation.log(2)
+        assert "taken over from replica" in federation.log(2)
+        assert "taken over from replica" in federation.log(3)
+        assert "replica 3 is new: a clone of replica" in federation.log(3)
         assert federation.missed(0) + federation.missed(1) > 0
         assert max(last_losses(federation, 3)) < 5.0, "of 5.6 at the start"
 
@@ -134,14 +132,13 @@ def test_a_replica_is_killed_and_comes_back_and_a_new_one_joins(tmp_path: Path, 
 def test_a_replica_that_joins_late_finds_how_long_to_overlap(tmp_path: Path, text: str) -> None:
     """So does the one that was alone before. The rounds that each leaves out measure nothing."""
     overlap = {"local_steps": 4, "overlap": {"mode": "delayed", "delay_steps": "auto"}}
-    more = {"noloco": overlap, "training": {"train_iters": 100_000}, "checkpoint": {"save_interval": 4}}
-    with Federation(tmp_path, changes(text, 2, **more), apart=True) as federation:
+    with Federation(tmp_path, changes(text, 2, **ENDLESS, noloco=overlap), apart=True) as federation:
         federation.start(0)
         federation.until(0, 10)
-        assert "overlap from" not in federation.told(0)
+        assert "overlap from" not in federation.log(0)
         federation.start(1)
         for replica in range(2):
-            federation.until_told(replica, "overlap from iteration")
+            federation.until_log(replica, "overlap from iteration")
         federation.stop()
 
 
@@ -173,17 +170,15 @@ def test_a_replica_of_two_stages_that_lost_its_disk_goes_on_from_another_to_the_
         federation.start(1, ranks=2)
         federation.wait()
         assert federation.rows(1)[-1]["step"] == 60
-        told = re.search(r"taken over from replica 0: its checkpoint of step (\d+)", federation.told(1))
-        assert told is not None, federation.told(1)
-        step = int(told[1])
+        found_step = re.search(r"taken over from replica 0: its checkpoint of step (\d+)", federation.log(1))
+        assert found_step is not None, federation.log(1)
+        step = int(found_step[1])
         assert step >= 20
         assert federation.rows(1)[0]["step"] > step
         theirs, ours = (
             federation.output_dir(replica) / f"replica_{replica:02d}" / "checkpoints" for replica in range(2)
         )
-        found, expected = state_of(ours, 0, step), state_of(theirs, 0, step)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], expected[name]) for name in found)
+        assert_same(state_of(ours, 0, step), state_of(theirs, 0, step))
         losses = [federation.rows(replica)[-1]["train/loss"] for replica in range(2)]
         assert losses[0] != losses[1]
 
@@ -196,39 +191,31 @@ def test_any_one_replica_is_enough_to_find_all(tmp_path: Path, text: str) -> Non
         addresses = [f"tcp://127.0.0.1:{ports[place]}" for place in (seed, listen)]
         return {"federation": dict(zip(("rendezvous", "listen"), addresses, strict=True))}
 
-    more = {
-        "federation": {"start_with": 3, "rounds_behind": 2},
-        "training": {"train_iters": 100_000},
-        "checkpoint": {"save_interval": 4},
-    }
+    more = ENDLESS | {"federation": {"start_with": 3, "rounds_behind": 2}}
     with Federation(tmp_path, changes(text, 4, **more)) as federation:
         for replica in range(3):
             federation.start(replica, changes=found_by(0, replica))
         for replica in range(3):
-            federation.until_it_meets_others(replica, after=0)
+            federation.until_it_has_a_partner(replica, after=0)
         federation.kill(0)
         killed_at = federation.rows(0)[-1]["step"]
         federation.until(1, killed_at + 8)
         federation.start(3, changes=found_by(2, 3))
-        federation.until_it_meets_others(3, after=killed_at)
+        federation.until_it_has_a_partner(3, after=killed_at)
         federation.start(0, changes=found_by(1, 4))
-        federation.until_it_meets_others(0, after=killed_at)
+        federation.until_it_has_a_partner(0, after=killed_at)
         federation.stop()
 
 
 def test_a_replica_without_weights_does_not_join_those_that_have_trained(tmp_path: Path, text: str) -> None:
-    more = {
-        "federation": {"start_with": 1, "rounds_behind": 2},
-        "training": {"train_iters": 100_000},
-        "checkpoint": {"save_interval": 0},
-    }
+    more = ENDLESS | {"federation": {"rounds_behind": 2}, "checkpoint": {"save_interval": 0}}
     with Federation(tmp_path, changes(text, 2, **more)) as federation:
         federation.start(0)
         federation.until(0, 40)
         federation.start(1)
         assert federation.exit_codes(1) == [1]
-        assert "this replica has no checkpoint: its weights would spoil theirs" in federation.told(1)
-        assert "Traceback" not in federation.told(1)
+        assert "this replica has no checkpoint: its weights would spoil theirs" in federation.log(1)
+        assert "Traceback" not in federation.log(1)
         federation.stop()
 
 
@@ -245,9 +232,9 @@ def test_a_stopped_replica_costs_one_deadline_and_is_skipped_then(tmp_path: Path
         federation.until(1, 8)
         federation.signal(1, signal.SIGSTOP)
         federation.until(0, 40)
-        told = federation.told(0)
-        assert told.count("| replica 1 missed the deadline |") <= 2
-        assert "| replica 1 missed its last deadline |" in told or "| replica 1 is not there |" in told
+        log = federation.log(0)
+        assert log.count("| replica 1 missed the deadline |") <= 2
+        assert "| replica 1 missed its last deadline |" in log or "| replica 1 is not there |" in log
         federation.signal(1, signal.SIGCONT)
         federation.wait()
         assert federation.rows(1)[-1]["step"] == 40
@@ -258,7 +245,7 @@ def last_losses(federation: Federation, replicas: int) -> list[float]:
     return [federation.rows(replica, "evaluation")[-1]["validation/loss"] for replica in range(replicas)]
 
 
-def test_poison_stops_at_the_door(tmp_path: Path, text: str) -> None:
+def test_poisoned_vectors_are_refused(tmp_path: Path, text: str) -> None:
     """One replica sends NaN, one a million times its weights: the other three train as if they were not there."""
     more = {
         "training": {"train_iters": 40},
@@ -276,9 +263,9 @@ def test_poison_stops_at_the_door(tmp_path: Path, text: str) -> None:
                 federation.start(replica, disturb=partial(send_times, factor))
             federation.wait()
             losses.append(last_losses(federation, 3))
-    told = "".join(federation.told(replica) for replica in range(3))
-    assert "| replica 3 sent numbers that are not finite |" in told
-    assert "| replica 4 sent absurd numbers, " in told
+    log = "".join(federation.log(replica) for replica in range(3))
+    assert "| replica 3 sent numbers that are not finite |" in log
+    assert "| replica 4 sent absurd numbers, " in log
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
 
 
@@ -305,12 +292,12 @@ def test_a_replica_whose_weights_are_not_finite_ends_and_continues(tmp_path: Pat
     with Federation(tmp_path, changes(text, 2, **more)) as federation:
         federation.start(0, disturb=partial(poisons_itself, 6))
         assert federation.exit_codes(0) == [1]
-        told = federation.told(0)
-        assert "this replica's weights are no longer finite" in told
-        assert "Traceback" not in told
+        log = federation.log(0)
+        assert "this replica's weights are no longer finite" in log
+        assert "Traceback" not in log
         federation.start(0)
         federation.wait()
-        assert "step 3, " in federation.told(0).removeprefix(told)
+        assert "step 3, " in federation.log(0).removeprefix(log)
         assert math.isfinite(federation.rows(0)[-1]["train/loss"])
 
 

@@ -25,7 +25,7 @@ ALONE = {
         "peer",
     ),
     "soak": ("--minutes 0.05 --elements 100 --restarts 0.2 --drops 0.2", "at_the_end"),
-    "bench_meetings": ("--slots 4 --empty 0.5 --rounds 4 --phase-seconds 0.01", "cases"),
+    "bench_pairing": ("--slots 4 --empty 0.5 --rounds 4 --phase-seconds 0.01", "cases"),
     "bench_routing": (
         "--replicas 2 --stages 2 --hidden 16 --seq-length 8 --repeats 1",
         "median_over_off",

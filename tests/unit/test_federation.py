@@ -25,7 +25,7 @@ from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.chunks import ChunkFlight
 from megatron_noloco.transport.protocol import Message
 from tests.unit.federated import RUN, SECONDS, connected, swap, transport, until
-from tools import bench_meetings
+from tools import bench_pairing
 
 # Frames, deadlines, keys
 
@@ -321,8 +321,8 @@ def test_a_partner_that_withdraws_leaves_no_doubt(tmp_path: Path) -> None:
 
 def test_empty_slots_cost_no_rounds() -> None:
     """Two of four replicas, not in lockstep, exchange in every round, also where both planned slots are empty."""
-    case = bench_meetings.Case(slots=4, empty=0.5, rounds=12, phase_seconds=0.01, sigma=0.5)
-    measured = bench_meetings.measure(case)
+    case = bench_pairing.Case(slots=4, empty=0.5, rounds=12, phase_seconds=0.01, sigma=0.5)
+    measured = bench_pairing.measure(case)
     assert measured["used"] == 1.0
     assert measured["used with the plan's partners alone"] < 1.0
 

@@ -1,10 +1,10 @@
-"""How many rounds take place when slots of a federation are empty: of those that are possible.
+"""Measures which share of the possible rounds takes place when slots of a federation are empty.
 
-    python -m tools.bench_meetings --slots 8 16 --empty 0 0.25 0.5
+    python -m tools.bench_pairing --slots 8 16 --empty 0 0.25 0.5
 
 Starts the replicas that are there as threads of one process, with the federation's transport between them on the
 loopback interface and vectors of 1000 elements. Each replica sleeps for a random time in place of its local steps,
-so that they are not in lockstep. In a round, 2 * floor(replicas / 2) replicas can meet at best. Prints one JSON
+so that they are not in lockstep. At best 2 * floor(replicas / 2) replicas have a partner. Prints one JSON
 object.
 """
 
@@ -28,7 +28,7 @@ from megatron_noloco.outer import OuterOptimizer, OuterSettings, RoundReport, To
 from megatron_noloco.plans.draws import Stream, draw_permutation
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.topology import Place
-from tools.federated import open_door, wait_for_all
+from tools.federated import open_transport, wait_for_all
 from tools.options import command_line
 
 ELEMENTS = 1000
@@ -47,7 +47,7 @@ class Case:
 
     @property
     def replicas(self) -> Sequence[int]:
-        """Those that are there."""
+        """The replicas that take part."""
         count = self.slots - round(self.empty * self.slots)
         return sorted(draw_permutation(self.slots, SEED, Stream.SAMPLES).tolist()[:count])
 
@@ -72,11 +72,11 @@ def main() -> None:
 
 
 def measure(case: Case) -> dict[str, float]:
-    """The shares of the possible rounds that were used, and that would be without further choices."""
+    """Return the shares of the possible rounds that were used, and that would be with planned partners alone."""
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         transports = {}
         for replica in case.replicas:
-            transports[replica] = open_door(Place(replica, case.slots), Path(folder))
+            transports[replica] = open_transport(Place(replica, case.slots), Path(folder))
             stack.callback(transports[replica].close)
         for transport in transports.values():
             wait_for_all(transport, len(transports))
@@ -88,14 +88,14 @@ def measure(case: Case) -> dict[str, float]:
                 )
             )
     grouping = Grouping(case.slots, 2, SEED)
-    met = [report.exchange.group for of_replica in reports.values() for report in of_replica]
+    used = [report.exchange.group for of_replica in reports.values() for report in of_replica]
     planned = [grouping.group(replica, index) for replica in reports for index in range(case.rounds)]
     possible = case.rounds * (len(transports) // 2 * 2)
     waits = [report.exchange.wait_seconds for of_replica in reports.values() for report in of_replica]
     return {
         "slots": case.slots,
         "replicas": len(transports),
-        "used": round(sum(len(group) == 2 for group in met) / possible, 4),
+        "used": round(sum(len(group) == 2 for group in used) / possible, 4),
         "used with the plan's partners alone": round(
             sum(len(group) == 2 and set(group) <= set(transports) for group in planned) / possible, 4
         ),
@@ -104,7 +104,7 @@ def measure(case: Case) -> dict[str, float]:
 
 
 def rounds(case: Case, together: threading.Barrier, transport: FederationTransport) -> list[RoundReport]:
-    """Of one replica."""
+    """Run the rounds of one replica, and return its reports."""
     draw = random.Random(transport.rank)
     place = Place(transport.rank, case.slots)
     weights = TorchWeights([torch.zeros(ELEMENTS)])
