@@ -62,23 +62,15 @@ def check_fits(folder: Path, architecture: Architecture) -> None:
 
 def model_block(architecture: Architecture) -> dict[str, Any]:
     """Return the fields of a run's `model` block that decide which weights fit, and the length of a sample."""
-    sizes = asdict(architecture)
+    others = ("tied_embeddings", "padded_vocab_size", "init_method_std")
+    own = family_of(architecture).own_fields
     return {
-        "family": architecture.family,
-        "num_layers": architecture.num_layers,
-        "hidden_size": architecture.hidden_size,
-        "ffn_hidden_size": architecture.ffn_hidden_size,
-        "num_attention_heads": architecture.num_attention_heads,
-        "num_query_groups": architecture.num_query_groups,
-        "kv_channels": architecture.kv_channels,
-        "vocab_size": architecture.vocab_size,
-        "rotary_base": architecture.rotary_base,
-        "yarn_rotary_scaling_factor": architecture.yarn_rotary_scaling_factor,
-        "yarn_original_max_position_embeddings": architecture.yarn_original_max_position_embeddings,
-        "norm_epsilon": architecture.norm_epsilon,
+        **{
+            name: value
+            for name, value in asdict(architecture).items()
+            if name not in others and (name in own or not families_with(name))
+        },
         "untie_embeddings_and_output_weights": not architecture.tied_embeddings,
-        "seq_length": architecture.seq_length,
-        **{name: sizes[name] for name in family_of(architecture).own_fields if name in sizes},
     }
 
 
