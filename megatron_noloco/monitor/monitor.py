@@ -99,10 +99,10 @@ class Evaluation:
             "validation/mean_model_loss": self.mean_model_loss,
             "validation/spread": self.spread,
         }
-        for dataset in self.datasets:
-            row[f"validation/loss of {dataset.name}"] = dataset.replica_losses[replica]
-            row[f"validation/replica_losses of {dataset.name}"] = dataset.replica_losses
-            row[f"validation/mean_model_loss of {dataset.name}"] = dataset.mean_model_loss
+        for part in self.datasets:
+            row[f"validation/loss of {part.name}"] = part.replica_losses[replica]
+            row[f"validation/replica_losses of {part.name}"] = part.replica_losses
+            row[f"validation/mean_model_loss of {part.name}"] = part.mean_model_loss
         return row
 
 

@@ -1,6 +1,7 @@
 """Reads what the replicas of a run have written, while the run goes on and afterwards."""
 
 import json
+import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ class ReplicaLog:
     def _update_rows(self, path: Path) -> None:
         """Read the new rows; from the beginning where a resumed run has put another file in place."""
         with path.open("rb") as file:
-            status = path.stat()
+            status = os.fstat(file.fileno())
             if status.st_ino != self._file or status.st_size < self._read:
                 self._file, self._read, self.rows = status.st_ino, 0, []
             self.written = status.st_mtime

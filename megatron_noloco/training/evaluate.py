@@ -1,8 +1,7 @@
-"""Evaluation: the loss of every replica of this job and of their mean model, on the same validation microbatches.
+"""Measures the loss of every replica of this job and of their mean model, on the same validation microbatches.
 
-The one place where all replicas communicate. Nothing here happens between evaluations. Without the mean model
-(`evaluation.mean_model` false) only losses are exchanged; without evaluations (`evaluation.iters` 0) the
-replicas never communicate.
+This is the one place where all replicas communicate, and they do so only in an evaluation. Without the mean model
+(`evaluation.mean_model` false) they exchange losses only; without evaluations (`evaluation.iters` 0) nothing.
 """
 
 import math
@@ -19,10 +18,11 @@ from megatron_noloco.plans.routing import Routing
 
 
 class Evaluator:
-    """Evaluates on straight routes: each replica with its own stages, as it would be used.
+    """Evaluates the replicas, each with its own stages, as it would be used.
 
     Args:
-        losses: the exchange of the replicas' losses.
+        sources: the validation microbatches of each dataset.
+        losses: carries the replicas' losses.
         mean_model: None: the replicas exchange their losses, but no weights.
     """
 
@@ -40,21 +40,21 @@ class Evaluator:
         self.losses = losses
         self.mean_model = mean_model
         topology = engine.groups.topology
-        self.replicas = topology.replicas  # those that it can reach: of a federation, this one alone
-        self.alone = topology.ensemble == 1
+        self.replicas = topology.replicas  # of this job: one in a federation
+        self.alone = topology.ensemble == 1  # a run of one replica, which is the mean model
 
     @torch.no_grad()
     def evaluate(self, done: int) -> Evaluation:
         """Measure every replica's fast weights, then the mean of all slow weights; no weight is changed.
 
-        Every rank of every replica must call it after the same step, `done` local steps since the beginning.
+        Every rank of every replica must call it after the same local step, the `done`-th of the training.
         Raises PartnerLostError when a replica does not answer.
         """
         own_losses = self._losses()
         if self.replicas == 1:
             mean_losses = own_losses if self.alone else [math.nan] * len(own_losses)
             return self._evaluation([own_losses], mean_losses, math.nan)
-        by_replica = self._share(own_losses, done)
+        by_replica = self._of_all_replicas(own_losses, done)
         if self.mean_model is None:
             return self._evaluation(by_replica, [math.nan] * len(self.sources), math.nan)
         with self.mean_model.in_place(done) as spread:
@@ -64,7 +64,7 @@ class Evaluator:
     def _evaluation(
         self, by_replica: list[list[float]], mean_losses: list[float], spread: float
     ) -> Evaluation:
-        """From losses per dataset, which a blend weighs."""
+        """Build the result from losses per dataset, which are averaged in the proportions of the blend."""
         weights = [source.weight for source in self.sources]
 
         def blended(losses: list[float]) -> float:
@@ -81,10 +81,11 @@ class Evaluator:
             datasets if len(datasets) > 1 else [],
         )
 
-    def _share(self, own_losses: list[float], done: int) -> list[list[float]]:
-        """Every replica's losses: the mean over replicas of tables with one row filled in, times their number.
+    def _of_all_replicas(self, own_losses: list[float], done: int) -> list[list[float]]:
+        """Exchange the losses per dataset with all replicas.
 
-        A mean leaves out what is not finite; so such a loss travels as a zero, with a mark beside it.
+        The exchange takes a mean, so each replica fills in its own row of a table, times the number of replicas.
+        A mean leaves out what is not finite; such a loss is sent as a zero, with a one beside it.
         """
         own = torch.tensor(own_losses)
         table = torch.zeros(self.replicas, 2, len(own_losses))
@@ -95,7 +96,7 @@ class Evaluator:
         return table[:, 0].where(table[:, 1] < 0.5, math.nan).tolist()
 
     def _losses(self) -> list[float]:
-        """The mean loss per token of this replica as it stands on each dataset, known to all its ranks."""
+        """Return this replica's mean loss per token on each dataset, on all its ranks."""
         return [self._loss(source) for source in self.sources]
 
     def _loss(self, source: ValidationSource) -> float:

@@ -1,17 +1,16 @@
-"""What the loop knows about a run becomes rows."""
+"""What the loop knows about a run becomes rows: time, speed, late partners."""
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from megatron_noloco.monitor import monitor
-from megatron_noloco.monitor.metrics import Metrics
-from megatron_noloco.monitor.monitor import Evaluation, Monitor, Throughput
+from megatron_noloco.monitor.metrics import Reduction
+from megatron_noloco.monitor.monitor import Evaluation, LatePartners, Monitor, Throughput
 from megatron_noloco.outer import ExchangeReport, RoundReport
 from megatron_noloco.plans.samples import BatchPlan
 from tests.harness import run_ranks
+from tests.unit.rows import Rows, begin
 
 
 class Clock:
@@ -23,80 +22,111 @@ class Clock:
         return self.now
 
 
-class Rows(list[dict[str, Any]]):
-    """A writer that keeps what it is given."""
-
-    def write(self, row: Mapping[str, Any]) -> None:
-        self.append(dict(row))
-
-    def close(self) -> None: ...
-
-
-def begin() -> tuple[Monitor, Rows, Clock]:
-    rows, clock = Rows(), Clock()
-    monitor.time = clock  # type: ignore[assignment]  # in this process alone
-    assert dist.group.WORLD is not None
-    metrics = Metrics(0, dist.group.WORLD, [rows])
-    return Monitor(metrics, BatchPlan(2, 1, 1, 1), Throughput(10, 2, 1e12), None), rows, clock
-
-
-def report(index: int, pause_seconds: float) -> RoundReport:
-    return RoundReport(index, ExchangeReport((0, 1)), 0.0, pause_seconds)
-
-
 def train(rank: int, world_size: int) -> Rows:
-    """Four local steps of 2 seconds, of which two end with a pause; an evaluation and a save among them."""
-    watched, rows, clock = begin()
-    for done in (1, 2, 3, 4):
+    """Four local steps of 2 seconds, of which three end with a round; an evaluation and two saves among them."""
+    clock = Clock()
+    monitor.time = clock  # type: ignore[assignment]  # in this process alone
+    metrics, rows = begin()
+    watched = Monitor(metrics, BatchPlan(2, 1, 1, 1), Throughput(10, 2, 1e12), None)
+    for done, partner, wait in ((1, None, 0.0), (2, 1, 0.0), (3, 2, 0.0), (4, 3, 5.0)):
         clock.now += 2
-        watched.local_step([report(done // 2, 0.5)] if done % 2 == 0 else [])
+        exchange = ExchangeReport((0, partner or 0), wait_seconds=wait, started=10.0 * done)
+        watched.local_step([RoundReport(done, exchange, 0.0, 0.5)] if partner else [])
         if done == 1:
             clock.now += 30
             watched.evaluation(done, Evaluation([1.0, 1.0], 1.0, 0.0), 30.0)
         if done == 3:
-            clock.now += 7
+            clock.now += 14
             watched.saved(done, 7.0, None)
+            watched.saved(done, 7.0, "No space left on device")
     watched.log(4)
     return rows
 
 
-def test_a_step_has_its_own_time_and_no_more() -> None:
+def test_rows_of_a_run() -> None:
+    """A local step has its own time and no more; a failed save has no row; a late partner is named."""
     (rows,) = run_ranks(1, train)
     evaluation, checkpoint, step = rows
     assert (evaluation["kind"], evaluation["time/evaluation_seconds"]) == ("evaluation", 30)
     assert (checkpoint["kind"], checkpoint["step"], checkpoint["time/save_seconds"]) == ("checkpoint", 3, 7)
     assert step["speed/seconds_per_step"] == 2
-    assert step["time/exchange_seconds"] == 1 / 4
-    assert step["total/pause_seconds"] == 1
+    assert step["time/exchange_seconds"] == 1.5 / 4
+    assert step["total/pause_seconds"] == 1.5
+    assert (step["late/partner"], step["late/seconds"]) == (3, 5.0)
+    assert step["memory/peak_bytes"] > 0
 
 
-def fail_to_save(rank: int, world_size: int) -> Rows:
-    watched, rows, _ = begin()
-    watched.saved(3, 7.0, "No space left on device")
-    return rows
+def test_the_speed_of_a_step() -> None:
+    """4 replicas, of which each takes half a second for 1000 tokens and 100 TFLOP on each of its ranks."""
+    speeds = {
+        "speed/seconds_per_step": 0.5,
+        "speed/tokens_per_second": 2000.0,
+        "speed/tokens_per_second_of_all": 8000.0,
+        "speed/tflops_per_gpu": 200.0,
+    }
+    for peak_tflops, more in ((None, {}), (400.0, {"speed/mfu": 0.5})):
+        numbers: dict[str, Any] = {}
+
+        def record(
+            name: str, value: Any, _: Reduction, weight: float = 1.0, numbers: dict[str, Any] = numbers
+        ) -> None:
+            numbers[name] = value
+
+        Throughput(1000, 4, 1e14, peak_tflops).record(0.5, record)
+        assert numbers == speeds | more
 
 
-def test_a_failed_save_has_no_row() -> None:
-    (rows,) = run_ranks(1, fail_to_save)
-    assert rows == []
+# Late partners
+
+PHASE = 100.0  # seconds from one exchange to the next
 
 
-def meet(rank: int, world_size: int) -> Rows:
-    watched, rows, clock = begin()
-    for index, (partner, wait) in enumerate([(1, 0.0), (2, 0.0), (3, 5.0)]):
-        exchange = ExchangeReport((0, partner), wait_seconds=wait, started=10.0 * index)
-        watched.local_step([RoundReport(index, exchange, 0.0, wait)])
-    clock.now += 30
-    watched.log(3)
-    return rows
+def found(*rounds: tuple[int, float]) -> list[tuple[int, float] | None]:
+    """Return what replica 0 finds after rounds with (partner, seconds of waiting)."""
+    late = LatePartners(0)
+    return [
+        late.notice(ExchangeReport((0, partner), wait_seconds=wait, started=PHASE * index))
+        for index, (partner, wait) in enumerate(rounds)
+    ]
 
 
-def test_a_late_partner_is_in_the_row() -> None:
-    (rows,) = run_ranks(1, meet)
-    assert (rows[0]["late/partner"], rows[0]["late/seconds"]) == (3, 5.0)
+NOBODY: list[Any] = [None] * 6
 
 
-@pytest.mark.parametrize("name", ["speed/seconds_per_step", "memory/peak_bytes"])
-def test_what_every_row_has(name: str) -> None:
-    (rows,) = run_ranks(1, train)
-    assert rows[-1][name] > 0
+@pytest.mark.parametrize(
+    ("rounds", "late"),
+    [
+        ([(1, 1.0), (2, 3.0), (3, 50.0), (1, 1.0), (3, 52.0)], [None, None, (3, 48.0), None, (3, 50.0)]),
+        # its own waits are not what it is compared with: else a slow partner of most rounds would be the rule
+        ([(1, 1.0), (2, 1.0), *[(3, 50.0)] * 40], [None, None, *[(3, 49.0)] * 40]),
+        # a tenth of the time between exchanges is notable
+        ([(1, 2.0), (2, 2.0), (3, 11.9)], [None, None, None]),
+        ([(1, 2.0), (2, 2.0), (3, 12.1)], [None, None, (3, pytest.approx(10.1))]),
+        # where all are equally late, the network is slow
+        ([(partner, 60.0) for partner in (1, 2, 3, 4, 1, 2)], NOBODY),
+        # two other partners must be known
+        ([(1, 0.0), (3, 90.0), (1, 0.0), (3, 90.0)], NOBODY[:4]),
+    ],
+    ids=["slow", "slow and frequent", "not notable", "notable", "slow network", "one other"],
+)
+def test_a_late_partner_is_named(rounds: list[tuple[int, float]], late: list[Any]) -> None:
+    assert found(*rounds) == late
+
+
+def test_partners_of_long_ago_are_forgotten() -> None:
+    """Twenty partners with waits of their own numbers: the last 16 before the 21st are 5 to 20."""
+    rounds = [(partner, float(partner)) for partner in range(1, 21)]
+    assert found(*rounds, (99, 100.0))[-1] == (99, 100.0 - 12.5)
+
+
+def test_a_skipped_round_and_a_larger_group_name_nobody() -> None:
+    late = LatePartners(0)
+    for index, group in enumerate([(0, 1), (0, 2), (0,), (0, 3, 4)]):
+        report = ExchangeReport(group, wait_seconds=99.0 if len(group) > 2 else 0.0, started=PHASE * index)
+        assert late.notice(report) is None
+
+
+def test_a_clone_does_not_know_how_long_its_source_waited() -> None:
+    """It merges the exchange that was under way when its source was saved."""
+    late = LatePartners(4)
+    assert late.notice(ExchangeReport((0, 2), wait_seconds=50.0, started=1.0)) is None

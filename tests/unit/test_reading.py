@@ -85,12 +85,20 @@ def test_new_replicas_are_seen_in_their_order(run: Path) -> None:
     assert [replica.replica for replica in log.replicas] == ["00", "01", "02", "100"]
 
 
-def shown(run: Path) -> list[str]:
+def shown(run: Path, width: int = 200) -> list[str]:
     text = io.StringIO()
     log = RunLog(run)
-    now = log.replicas[0].written + 75
-    Console(file=text, width=200).print(run_table(log, now))
+    now = (log.replicas[0].written or time.time()) + 75
+    Console(file=text, width=width).print(run_table(log, now))
     return [" ".join(line.split()) for line in text.getvalue().splitlines()]
+
+
+def test_the_table_fits_into_80_characters(tmp_path: Path) -> None:
+    more = {"round/pause_seconds": 1.2345, "speed/mfu": 0.417, "train/loss": None}
+    evaluation = {"kind": "evaluation", "step": 123456, "validation/loss": 2.5}
+    write(tmp_path, "00", step(123456, **(meeting(1234, 12) | more)), evaluation)
+    row = "00 123456 nan 1000 41.7 % 1234 12 1234.5 2.000E-03 2.5000 75s"
+    assert shown(tmp_path, 80)[2] == row, "nan: a loss that was not finite"
 
 
 def test_what_a_person_looks_for(run: Path) -> None:
@@ -105,12 +113,6 @@ def test_what_a_person_looks_for(run: Path) -> None:
         "last checkpoint: step 2",
         "replica 00: 1 of 2 rounds in the log skipped, 3 skipped steps, waited for replica 1: 1 x",
     ]
-
-
-def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
-    write(tmp_path, "00")
-    assert shown(tmp_path)[0] == f"{tmp_path}: step 0"
-    write_page(RunLog(tmp_path), tmp_path / "page.html")
 
 
 def test_a_page_that_cannot_be_written(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -140,11 +142,13 @@ def test_ranks_that_stand_still(run: Path) -> None:
     assert shown(run)[-1] == "and 4 more ranks stand still"
 
 
-def test_ranks_that_wait_before_any_row(tmp_path: Path) -> None:
+def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
+    """First there is a rank that waits, then a file without rows."""
     said = wait(tmp_path, 3, 12.0, time.time())
-    text = io.StringIO()
-    Console(file=text, width=200).print(run_table(RunLog(tmp_path)))
-    assert text.getvalue().splitlines()[-1] == said
+    assert shown(tmp_path)[-1].startswith(said)
+    write_page(RunLog(tmp_path), tmp_path / "page.html")
+    write(tmp_path, "00")
+    assert shown(tmp_path)[0] == f"{tmp_path}: step 0"
     write_page(RunLog(tmp_path), tmp_path / "page.html")
 
 
@@ -195,13 +199,7 @@ def test_a_browser_draws_every_plot(run: Path) -> None:
     )
     count = f"document.title = [...document.querySelectorAll('svg')].filter({drawn}).length"
     page.write_text(page.read_text() + f"<script>onload = () => {{{count}}}</script>")
-    options = [
-        "--headless",
-        "--no-sandbox",
-        "--disable-gpu",
-        f"--user-data-dir={run / 'browser'}",
-        "--dump-dom",
-    ]
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={run}/browser", "--dump-dom"]
     command = [str(BROWSER), *options, page.as_uri()]
     seen = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
     assert "<title>5</title>" in seen

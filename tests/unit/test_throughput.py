@@ -1,7 +1,6 @@
-"""How fast a run computes: the operations of a step, the peaks of devices, and what is recorded of both."""
+"""How fast a run can compute: the operations of a step, and the peaks of devices."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -10,8 +9,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_noloco.model.architecture import Architecture, Compute
 from megatron_noloco.model.families import FAMILIES, training_flops
 from megatron_noloco.model.stage import build_stage
-from megatron_noloco.monitor.metrics import Reduction
-from megatron_noloco.monitor.monitor import Throughput
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import build_groups
 from megatron_noloco.plans.topology import Topology
@@ -89,25 +86,3 @@ def test_torch_counts_the_same(family: str) -> None:
 def test_the_peak_of_a_device(device: str, peak: float | None) -> None:
     assert peak_tflops(device, "bf16") == peak_tflops(device, "fp16") == peak
     assert peak_tflops(device, "fp32") is None
-
-
-def recorded(throughput: Throughput) -> dict[str, Any]:
-    numbers: dict[str, Any] = {}
-
-    def record(name: str, value: Any, reduction: Reduction, weight: float = 1.0) -> None:
-        numbers[name] = value
-
-    throughput.record(0.5, record)
-    return numbers
-
-
-def test_what_is_recorded() -> None:
-    """4 replicas, of which each takes half a second for 1000 tokens and 100 TFLOP on each of its ranks."""
-    speeds = {
-        "speed/seconds_per_step": 0.5,
-        "speed/tokens_per_second": 2000.0,
-        "speed/tokens_per_second_of_all": 8000.0,
-        "speed/tflops_per_gpu": 200.0,
-    }
-    assert recorded(Throughput(1000, 4, 1e14)) == speeds
-    assert recorded(Throughput(1000, 4, 1e14, peak_tflops=400.0)) == speeds | {"speed/mfu": 0.5}

@@ -1,0 +1,193 @@
+"""Rows in files, TensorBoard and Weights & Biases: readable also after a crash and from a diverged run."""
+
+import errno
+import json
+import math
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from megatron_noloco.monitor.monitor import DatasetLosses, Evaluation
+from megatron_noloco.monitor.writers import ReplicaFiles, WandbRun, chart_layout
+from tests.unit.rows import ROUND, STEP
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line, parse_constant=_refuse) for line in path.read_text().splitlines()]
+
+
+def _write_evaluations(folder: Path, start_step: int, steps: list[int], loss: float = 2.0) -> Path:
+    files = ReplicaFiles(folder, tensorboard=False, start_step=start_step)
+    for step in steps:
+        files.write({"kind": "evaluation", "step": step, "validation/loss": loss})
+    files.close()
+    return folder / "metrics.jsonl"
+
+
+def test_a_diverged_replica_leaves_json(tmp_path: Path) -> None:
+    nan = math.nan
+    files = ReplicaFiles(tmp_path, tensorboard=True, start_step=0)
+    evaluation = Evaluation([nan, 3.0], nan, nan, [DatasetLosses("a", [math.inf, 3.0], nan)])
+    files.write({"kind": "evaluation", "step": 5, **evaluation.numbers(0)})
+    files.close()
+    (row,) = _rows(tmp_path / "metrics.jsonl")
+    assert row["validation/replica_losses"] == [None, 3.0]
+    assert row["validation/mean_model_loss"] is None
+    assert row["validation/replica_losses of a"] == [None, 3.0]
+
+
+def test_a_resumed_run_keeps_the_rows_up_to_its_start_and_continues(tmp_path: Path) -> None:
+    _write_evaluations(tmp_path, 0, [10, 20, 30])
+    path = _write_evaluations(tmp_path, 20, [30, 40], loss=1.0)
+    assert [(row["step"], row["validation/loss"]) for row in _rows(path)] == [
+        (10, 2.0), (20, 2.0), (30, 1.0), (40, 1.0)
+    ]  # fmt: skip
+
+
+def test_the_log_of_an_earlier_start_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number in (1, 2, 3):
+        path = _write_evaluations(tmp_path, 0, [10 * number])
+    names = ("metrics.set_aside_1.jsonl", "metrics.set_aside_2.jsonl", path.name)
+    assert [row["step"] for name in names for row in _rows(tmp_path / name)] == [10, 20, 30]
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == f"set aside: {path}, of an earlier start, is now metrics.set_aside_1.jsonl"
+    assert second.endswith("metrics.set_aside_2.jsonl")
+
+
+def test_rows_that_a_crash_has_damaged_are_dropped(tmp_path: Path) -> None:
+    path = _write_evaluations(tmp_path, 0, [10])
+    path.write_text(path.read_text() + "\0\0\0\n" + "7\n" + '{"kind": "evaluation"}\n' + '{"step": 20, "re')
+    _write_evaluations(tmp_path, 20, [30])
+    assert [row["step"] for row in _rows(path)] == [10, 30]
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+class FullDisk:
+    def write(self, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    close = write
+
+
+def test_a_full_disk_does_not_end_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = ReplicaFiles(tmp_path, tensorboard=False, start_step=0)
+    files._jsonl.close()
+    files._jsonl = FullDisk()  # type: ignore[assignment]
+    files.write(STEP)
+    files.write(STEP)
+    assert capsys.readouterr().err == (
+        f"{tmp_path}: No space left on device; training continues without its log\n"
+    )
+
+
+def test_tensorboard_has_every_number_under_its_name(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    files = ReplicaFiles(tmp_path, tensorboard=True, start_step=0)
+    files.write(STEP | ROUND)
+    files.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    expected = (STEP | ROUND).keys() - {"kind", "step", "replica", "round/partners"}
+    assert set(events.Tags()["scalars"]) == expected
+    (loss,) = events.Scalars("train/loss")
+    assert (loss.step, loss.value) == (20, pytest.approx(2.34567))
+
+
+def test_tensorboards_charts_have_all_replicas(tmp_path: Path) -> None:
+    """As its plugin hands them to the browser; one of the two replicas was resumed."""
+    from tensorboard.backend.event_processing.data_provider import MultiplexerDataProvider
+    from tensorboard.backend.event_processing.plugin_event_multiplexer import EventMultiplexer
+    from tensorboard.context import RequestContext
+    from tensorboard.plugins.base_plugin import TBContext
+    from tensorboard.plugins.custom_scalar.custom_scalars_plugin import CustomScalarsPlugin
+    from tensorboard.plugins.scalar.scalars_plugin import ScalarsPlugin
+
+    row = {"kind": "evaluation", "step": 20, "validation/loss": 2.0, "validation/loss of a": 1.0}
+    for replica, start in (("replica_00", 0), ("replica_01", 0), ("replica_01", 10)):
+        files = ReplicaFiles(tmp_path / replica, tensorboard=True, start_step=start)
+        files.write(row)
+        files.close()
+    runs = EventMultiplexer().AddRunsFromDirectory(str(tmp_path)).Reload()
+    provider = MultiplexerDataProvider(runs, str(tmp_path))
+    context = TBContext(data_provider=provider, plugin_name_to_instance={})
+    context.plugin_name_to_instance["scalars"] = ScalarsPlugin(context)
+    plugin, request = CustomScalarsPlugin(context), RequestContext()
+
+    shown = json.loads(plugin.layout_impl(request, ""))["category"]
+    charts = {chart["title"]: chart["multiline"]["tag"] for section in shown for chart in section["chart"]}
+    assert len(charts) == sum(len(section["chart"]) for section in shown), "none is there twice"
+    assert [section["title"] for section in shown] == list(chart_layout())
+    (own,) = charts["validation loss"]
+    for replica in ("replica_00", "replica_01"):
+        curves = plugin.scalars_impl(request, replica, own, "")["tag_to_events"]
+        assert {tag: [(step, value) for _, step, value in points] for tag, points in curves.items()} == {
+            "validation/loss": [(20, 2.0)]
+        }
+
+
+class Wandb(ModuleType):
+    """In place of the package, which need not be installed: keeps what it is given."""
+
+    class errors:
+        class Error(Exception): ...
+
+    def __init__(self, refuses: str = "") -> None:
+        super().__init__("wandb")
+        self.begun: list[dict[str, Any]] = []
+        self.logged: list[tuple[int, dict[str, Any]]] = []
+        self.finished = 0
+        self.refuses = refuses
+
+    def _refuse(self, call: str) -> None:
+        if self.refuses == call:
+            raise self.errors.Error(f"no {call}\n(no-tty)")
+
+    def init(self, **options: Any) -> "Wandb":
+        self._refuse("init")
+        self.begun.append(options)
+        self.id = options["id"] or f"id{len(self.begun)}"
+        return self
+
+    def log(self, numbers: dict[str, Any], step: int) -> None:
+        self._refuse("log")
+        self.logged.append((step, numbers))
+
+    def finish(self) -> None:
+        self._refuse("finish")
+        self.finished += 1
+
+
+def test_wandb_has_the_single_numbers_of_every_row_and_continues_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = Wandb()
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    for start_step in (0, 20, 0):
+        run = WandbRun(tmp_path, start_step, name="replica_00", group="a")
+        run.write({"kind": "step", "step": start_step + 8, "train/loss": 2.0, "round/partners": [1]})
+        run.close()
+    options = {"dir": str(tmp_path), "resume": "allow", "name": "replica_00", "group": "a"}
+    assert wandb.begun == [options | {"id": continued} for continued in (None, "id1", None)]
+    assert wandb.logged == [(step, {"train/loss": 2.0}) for step in (8, 28, 8)]
+    assert wandb.finished == 3
+
+
+@pytest.mark.parametrize("call", ["init", "log", "finish"])
+def test_what_wandb_refuses_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], call: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", Wandb(refuses=call))
+    run = WandbRun(tmp_path, 0)
+    run.write(STEP)
+    run.write(STEP)
+    run.close()
+    assert (
+        capsys.readouterr().err == f"{tmp_path}: wandb: no {call} (no-tty); training continues without it\n"
+    )
