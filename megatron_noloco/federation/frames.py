@@ -187,7 +187,6 @@ class Send:
 class Receive:
     """A message from a counterpart, of which the first `arrived` chunks are there. Chunks come in order."""
 
-    rank: int
     tag: int
     message: Message
     chunks: list[Chunk]
@@ -203,7 +202,7 @@ class Receive:
         """Copy the next chunk to its place; returns False, and changes nothing, if it is not that chunk."""
         chunk = self.chunks[self.arrived]
         place = chunk.data.numpy()
-        expected = self.rank, self.tag, self.dtype, self.bytes_arrived, len(place)
+        expected = self.message.rank, self.tag, self.dtype, self.bytes_arrived, len(place)
         found = frame.sender, frame.tag, frame.dtype, frame.offset, frame.length
         if found != expected or not frame.announces(data):
             return False

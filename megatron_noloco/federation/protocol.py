@@ -8,7 +8,7 @@ was asked for. A frame that does not fit is dropped and counted; it never raises
 import sys
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,33 +54,12 @@ class Counterpart:
     wants: defaultdict[int, deque[Frame]] = field(default_factory=lambda: defaultdict(deque))
     unconfirmed: dict[int, Send] = field(default_factory=dict)
 
-    def match(self, tag: int) -> Iterator[tuple[Send, Frame]]:
-        """Yield what both sides have posted under a tag, in the order in which they did."""
-        posted, wants = self.posted[tag], self.wants[tag]
-        while posted and wants:
-            yield posted.popleft(), wants.popleft()
-        if not posted:
-            del self.posted[tag]
-        if not wants:
-            del self.wants[tag]
-
     def wants_waiting(self) -> int:
         return sum(map(len, self.wants.values()))
 
-    def drop_sends(self, tags: range) -> tuple[list[Send], set[int]]:
-        """Forget our messages to it, and its wants, under these tags.
-
-        Returns the messages, and the tickets of those that it has asked for.
-        """
-        dropped = [send for tag in list(self.posted) if tag in tags for send in self.posted.pop(tag)]
-        for tag in [tag for tag in self.wants if tag in tags]:
-            del self.wants[tag]
-        tickets = {ticket for ticket, send in self.unconfirmed.items() if send.tag in tags}
-        return dropped + [self.unconfirmed.pop(ticket) for ticket in sorted(tickets)], tickets
-
 
 class FederationProtocol:
-    """The state of one rank. Used by one thread; other threads may read `counterparts`.
+    """Runs the protocol of one rank. Used by one thread; other threads may read `counterparts`.
 
     Args:
         counterparts: the ranks at the same place in other replicas.
@@ -125,6 +104,7 @@ class FederationProtocol:
     # Messages that this rank posts
 
     def send(self, rank: int, send: Send) -> None:
+        """Send a message to a counterpart as soon as it asks for it."""
         if rank not in self._connections:
             send.report(_unknown(rank))
             return
@@ -132,17 +112,21 @@ class FederationProtocol:
         self._match(self.counterparts[rank], send.tag)
 
     def receive(self, receive: Receive) -> None:
-        if receive.rank not in self._connections:
-            receive.transfers.report(_unknown(receive.rank))
+        """Ask a counterpart for a message."""
+        if receive.message.rank not in self._connections:
+            receive.transfers.report(_unknown(receive.message.rank))
             return
         self._tickets += 1
         self._receives[self._tickets] = receive
         fields = {"length": receive.message.buffer.nbytes, "dtype": receive.dtype}
         want = self.member.frame(Kind.WANT, tag=receive.tag, number=self._tickets, **fields)
-        self._connections[receive.rank].control(want.pack())
+        self._connections[receive.message.rank].control(want.pack())
 
     def _match(self, counterpart: Counterpart, tag: int) -> None:
-        for send, want in counterpart.match(tag):
+        """Start what both sides have posted under a tag, in the order in which they did."""
+        posted, wants = counterpart.posted[tag], counterpart.wants[tag]
+        while posted and wants:
+            send, want = posted.popleft(), wants.popleft()
             if (want.length, want.dtype) != (send.length, send.dtype):
                 problem = (
                     f"rank {counterpart.rank} expects {want.length} bytes where {send.length} are sent, or "
@@ -154,6 +138,10 @@ class FederationProtocol:
                 counterpart.unconfirmed[want.number] = send
                 frames = send.frames(want, self.member)
                 self._connections[counterpart.rank].chunks(want.number, frames)
+        if not posted:
+            del counterpart.posted[tag]
+        if not wants:
+            del counterpart.wants[tag]
 
     def cancel(
         self, counterpart: Counterpart, tags: range = _ALL_TAGS, failure: ConnectionError | None = None
@@ -161,7 +149,7 @@ class FederationProtocol:
         """End what is under way with a counterpart under these tags, and report the failure, if one is given."""
         self._cancel_sends(counterpart, tags, failure)
         for ticket, receive in list(self._receives.items()):
-            if receive.rank == counterpart.rank and receive.tag in tags:
+            if receive.message.rank == counterpart.rank and receive.tag in tags:
                 del self._receives[ticket]
                 if failure is not None:
                     receive.transfers.report(failure)
@@ -169,8 +157,13 @@ class FederationProtocol:
     def _cancel_sends(
         self, counterpart: Counterpart, tags: range, failure: ConnectionError | None = None
     ) -> None:
-        sends, tickets = counterpart.drop_sends(tags)
-        if tickets:
+        """Forget our messages to a counterpart, and its wants, under these tags."""
+        posted, wants, unconfirmed = counterpart.posted, counterpart.wants, counterpart.unconfirmed
+        sends = [send for tag in list(posted) if tag in tags for send in posted.pop(tag)]
+        for tag in [tag for tag in wants if tag in tags]:
+            del wants[tag]
+        if tickets := {ticket for ticket, send in unconfirmed.items() if send.tag in tags}:
+            sends += [unconfirmed.pop(ticket) for ticket in sorted(tickets)]
             self._connections[counterpart.rank].drop(tickets)
         if failure is not None:
             for send in sends:
@@ -212,6 +205,7 @@ class FederationProtocol:
         return min(with_it, default=self._begun + 1)
 
     def _cancel_void(self) -> None:
+        """Cancel what is under way for exchanges that are not open any more, and tell the counterparts."""
         for counterpart in self.counterparts.values():
             self.cancel(counterpart, _before(self._open_from(counterpart.rank)))
         self.send_hello()

@@ -241,7 +241,7 @@ class FederationTransport:
         received, sent = ReportedTransfers(pieces, tag), ReportedTransfers(whole, tag)
         for index, message in enumerate(receives):
             chunks = [chunk for chunk in pieces if chunk.arrival.message == index]
-            self.service.do(self._protocol.receive, Receive(message.rank, tag, message, chunks, received))
+            self.service.do(self._protocol.receive, Receive(tag, message, chunks, received))
         for message, (arrival, *_) in zip(sends, whole, strict=True):
             send = Send.of(tag, message, self.chunk_bytes, partial(_report_send, sent, arrival))
             self.service.do(self._protocol.send, message.rank, send)
