@@ -47,6 +47,8 @@ class OptimizerParams(Block):
 
 
 class AdamParams(OptimizerParams):
+    """DeepSpeed's fused kernel on a GPU where it can be had, else torch's."""
+
     lr: Size = Field(default=1e-3, description=_PEAK)
     betas: Betas = Field(default=[0.9, 0.999], description=_BETAS)
     eps: Size = Field(default=1e-8, description=_EPS)
@@ -62,6 +64,8 @@ class AdamParams(OptimizerParams):
 
 
 class MuonParams(OptimizerParams):
+    """Muon for the linear maps of the layers, AdamW for all other weights."""
+
     lr: Size | None = Field(default=None, description="Stands for both rates.")
     muon_lr: Size = Field(default=0.02, description="Peak learning rate of Muon.")
     adam_lr: Size = Field(
@@ -76,6 +80,8 @@ class MuonParams(OptimizerParams):
 
 
 class LionParams(OptimizerParams):
+    """DeepSpeed's Lion, which needs a GPU."""
+
     lr: Size = Field(default=1e-3, description=_PEAK)
     betas: Betas = Field(
         default=[0.9, 0.999], description="Decay rates of the direction and of the momentum."
@@ -83,6 +89,8 @@ class LionParams(OptimizerParams):
 
 
 class SgdParams(OptimizerParams):
+    """Torch's SGD."""
+
     lr: Size = Field(default=1e-3, description=_PEAK)
     momentum: Momentum = Field(default=0.0, description=_MOMENTUM)
     dampening: Momentum = Field(
@@ -105,6 +113,8 @@ _WARM_UP_TYPE = "How it rises."
 
 
 class WarmupParams(Block):
+    """A warm-up, then the peak; one rate for all weights."""
+
     warmup_min_lr: Size = Field(default=0.0, description="Lowest rate.")
     warmup_max_lr: Size | None = Field(default=None, description="Peak; null: that of the optimizer.")
     warmup_num_steps: Positive = Field(default=1000, description=_WARM_UP)
@@ -112,6 +122,8 @@ class WarmupParams(Block):
 
 
 class WarmupDecayParams(WarmupParams):
+    """A warm-up, then a linear decay; one rate for all weights."""
+
     total_num_steps: TotalSteps = Field(
         description='Local steps until the rate is lowest; "auto": training.train_iters.'
     )
@@ -119,6 +131,8 @@ class WarmupDecayParams(WarmupParams):
 
 
 class WarmupCosineParams(Block):
+    """A warm-up, then half a cosine; it scales the optimizer's rates."""
+
     total_num_steps: TotalSteps = Field(
         description='Local steps until the rate is lowest; "auto": training.train_iters.'
     )
@@ -129,6 +143,8 @@ class WarmupCosineParams(Block):
 
 
 class WsdParams(Block):
+    """A linear warm-up, the peak, and a decay at the end; it scales the optimizer's rates."""
+
     total_num_steps: TotalSteps = Field(description='Local steps of the run; "auto": training.train_iters.')
     decay_num_steps: Positive = Field(description="The last of them, in which the rate decays.")
     warmup_num_steps: NonNegative = Field(default=WSD.warmup_num_steps, description=_WARM_UP)
@@ -139,6 +155,8 @@ class WsdParams(Block):
 
 
 class InverseSquareRootParams(Block):
+    """A linear warm-up of W steps, then sqrt(W / n) of the peak at step n; it scales the optimizer's rates."""
+
     warmup_num_steps: NonNegative = Field(description=_WARM_UP)
     min_ratio: Share = Field(default=InverseSquareRoot.min_ratio, description="Lowest rate, to the peak.")
 
@@ -174,10 +192,9 @@ def complete(values: dict[str, Any], train_iters: int) -> None:
     else:
         params.setdefault("weight_decay_incr_steps", train_iters)
     if is_muon(optimizer):
-        defaults = {name: MuonParams.model_fields[name].default for name in MuonParams.model_fields}
-        read = ("muon_lr", "adam_lr", "momentum", "ns_method", "betas", "eps")
+        defaults = MuonParams().model_dump(exclude={"lr", *OptimizerParams.model_fields})
         rates = dict.fromkeys(("muon_lr", "adam_lr"), params.pop("lr")) if "lr" in params else {}
-        optimizer["params"] = {**{name: defaults[name] for name in read}, **rates, **params}
+        optimizer["params"] = {**defaults, **rates, **params}
     if is_muon(optimizer) or optimizer["type"] == "SGD":
         values["zero_allow_untested_optimizer"] = True  # as DeepSpeed calls all but Adam and Lion
 
