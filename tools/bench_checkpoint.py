@@ -86,7 +86,7 @@ def main() -> None:
 
 
 def build(options: argparse.Namespace, folder: Path, asynchronous: bool) -> Checkpointer:
-    """A replica that has made one local step, and what saves it."""
+    """Return a checkpointer of a replica that has made one local step."""
     config = RunConfig.from_dict(
         {
             "train_micro_batch_size_per_gpu": 1,
@@ -127,7 +127,7 @@ def read(replica: int, microbatch: int) -> tuple[Tensor, Tensor, None]:
 def measure(
     waiting: Checkpointer, going_on: Checkpointer, plain: Path, repeats: int
 ) -> dict[str, list[float]]:
-    """Way -> seconds of each repeat."""
+    """Return the seconds of each repeat by variant."""
     seconds: dict[str, list[float]] = {}
     for repeat in range(1 + repeats):
         state = waiting._tensors()

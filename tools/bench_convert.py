@@ -99,7 +99,7 @@ def measure(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def convert(step_folder: Path, output: Path, dtype: str) -> None:
-    """One export with its time and peak memory on standard output. Starting Python is not in the time."""
+    """Export once, and print time and peak memory. The time to start Python is not counted."""
     from transformers import PreTrainedTokenizerFast  # noqa: F401  (export imports it for the tokenizer's files)
 
     before = peak_rss()
@@ -129,7 +129,7 @@ def sync(file: Path) -> None:
 
 @contextmanager
 def timed(seconds: list[float], cpu_seconds: list[float]) -> Iterator[None]:
-    """Neither way begins while the disk is still busy with the one before."""
+    """Append the seconds of the context, which begins when the disk has finished its earlier writes."""
     os.sync()
     started, cpu_started = time.perf_counter(), time.process_time()
     yield
@@ -138,7 +138,7 @@ def timed(seconds: list[float], cpu_seconds: list[float]) -> Iterator[None]:
 
 
 def peak_rss() -> int:
-    """Of this program alone; getrusage counts what the program that started it had in memory."""
+    """Return this program's peak; getrusage counts the memory of the program that started it, too."""
     return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
 
 
@@ -188,7 +188,7 @@ def write_checkpoint(checkpoints: Path, config: RunConfig, replicas: int) -> Pat
 
 
 def stage_layout(architecture: Architecture, stage: int) -> list[tuple[str, list[int]]]:
-    """Names and shapes of a rank's parameters, in the order Megatron-core defines them."""
+    """Return names and shapes of a rank's parameters, in the order in which Megatron-core defines them."""
     first_layer = stage * architecture.num_layers // STAGES
     layers = range(first_layer, first_layer + architecture.num_layers // STAGES)
 
@@ -201,7 +201,7 @@ def stage_layout(architecture: Architecture, stage: int) -> list[tuple[str, list
 
 
 def write_random(path: Path, length: int) -> None:
-    """One vector: the same million random numbers again and again, which no copy can profit from."""
+    """Write one vector that repeats a million random numbers, which no copy can profit from."""
     piece = torch.randn(min(length, 1 << 20))
     save_file({"slow_weights.0": piece.repeat(-(-length // len(piece)))[:length].contiguous()}, path)
 

@@ -67,7 +67,7 @@ def train_tokenizer(folder: Path) -> Path:
 
 
 def write_text(path: Path, megabytes: float) -> float:
-    """Returns the megabytes of text in it."""
+    """Write JSON lines; returns the megabytes of text in them."""
     texts = [source.read_text() for source in standard_library_files()]
     written = 0
     with path.open("w") as file:
@@ -105,13 +105,13 @@ def compare(folder: Path, encoding: Encoding, workers: int, repeats: int, megaby
 
 
 def cpu_seconds() -> float:
-    """Of this process and of those it has waited for."""
+    """Return the CPU seconds of this process and of those that it has waited for."""
     both = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(usage.ru_utime + usage.ru_stime for usage in both)
 
 
 def raw_seconds(path: Path, encoding: Encoding, workers: int) -> tuple[float, float]:
-    """From when all processes are ready until the last is done, and the CPU seconds of all."""
+    """Return the seconds from when all processes are ready until the last is done, and the CPU seconds of all."""
     context = get_context("spawn")
     ready, results = context.Barrier(workers), context.SimpleQueue()
     processes = [
@@ -138,7 +138,7 @@ def encode_share(path: Path, encoding: Encoding, index: int, workers: int, ready
 
 
 def data_wait(folder: Path, steps: int) -> dict[str, Any]:
-    """The share of a step that the slowest rank of a replica waits for data, after the first record."""
+    """Return the share of a step that a replica's slowest rank waits for data, after the first record."""
     config = json.loads((ROOT / "configs" / "quickstart.json").read_text())
     config["training"] |= {"train_iters": steps, "log_interval": 5}
     config["training"] |= {"output_dir": str(folder / "run")}

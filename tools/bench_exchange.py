@@ -1,13 +1,13 @@
-"""How fast a pair's exchange is over MPI: its messages alone, and with the mean; against raw MPI calls.
+"""The speed of a pair's exchange over MPI, its messages alone and with the mean, against raw MPI calls.
 
     mpirun --oversubscribe --bind-to none -n 2 python -m tools.bench_exchange --megabytes 64
     mpirun --oversubscribe --bind-to none -n 2 python -m tools.bench_exchange --model
 
-Ranks 2i and 2i+1 are a pair. Each repeat runs all ways in turn, on the same bytes, so that noise of the machine
-meets them alike; a time is that of the slowest rank. Rank 0 prints one JSON object.
+Ranks 2i and 2i+1 are a pair. Each repeat runs all variants in turn, on the same bytes, so that noise of the
+machine affects them alike; a time is that of the slowest rank. Rank 0 prints one JSON object.
 
---model: the vector is a Llama of 110M weights, and one more way is that of the paper's authors: outer gradient and
-slow weights, tensor by tensor, to the lower rank and back as their means, each message waited for.
+--model: the vector is a Llama of 110M weights, and one more variant is the exchange of the paper's authors: outer
+gradient and slow weights go to the lower rank tensor by tensor, and their means back; each message is waited for.
 """
 
 import itertools
@@ -87,7 +87,7 @@ def main() -> None:
 
 
 def make_ways(world: MPI.Comm, elements: int, chunk_bytes: int) -> dict[str, Callable[[], None]]:
-    """The ways to be compared, each of which brings the partner's vector here (or the pair's mean, or sum)."""
+    """Return the variants to compare. Each brings the partner's vector here, or the pair's mean or sum."""
     transport = MpiTransport(chunk_bytes=chunk_bytes)
     partner = transport.rank ^ 1
     pair = world.Split(color=transport.rank // 2)
@@ -127,7 +127,7 @@ def make_ways(world: MPI.Comm, elements: int, chunk_bytes: int) -> dict[str, Cal
 
 
 def authors_way(world: MPI.Comm, tensors: list[int]) -> Callable[[], None]:
-    """Of two vectors, each in tensors of so many elements; see the module."""
+    """Return the authors' exchange of two vectors, each in tensors of so many elements; see the module."""
     rank = world.Get_rank()
     partner = rank ^ 1
     vectors = [[np.full(elements, float(rank), np.float32) for elements in tensors] for _ in range(2)]
@@ -148,7 +148,7 @@ def authors_way(world: MPI.Comm, tensors: list[int]) -> Callable[[], None]:
 
 
 def measure(ways: dict[str, Callable[[], None]], world: MPI.Comm, repeats: int) -> dict[str, list[float]]:
-    """Seconds of the slowest rank, per way and repeat."""
+    """Return the seconds of the slowest rank, per variant and repeat."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for repeat in range(-2, repeats):
         for name, way in ways.items():

@@ -1,10 +1,10 @@
-"""How fast two jobs swap a vector: over the federation's transport, in the open and with keys; over a socket.
+"""The speed at which two jobs swap a vector: over the federation's transport with and without keys, over a socket.
 
     python -m tools.bench_federation --megabytes 64
 
 Starts a second process on this machine; both swap 64 MB each way on the loopback interface. Each repeat runs all
-ways in turn, so that noise of the machine meets them alike; what the processor does for one of them, it hardly
-changes. Prints one JSON object.
+variants in turn, so that noise of the machine affects them alike; it hardly changes processor seconds. Prints one
+JSON object.
 """
 
 import json
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 class Taken(NamedTuple):
-    """What one swap took on this rank."""
+    """The costs of one swap on this rank."""
 
     seconds: float
     processor_seconds: float
@@ -70,7 +70,7 @@ class Taken(NamedTuple):
 
 
 def _figures(length: int, taken: list[Taken]) -> dict[str, float]:
-    """Of one way. The seconds of threads are means: they are counted in hundredths."""
+    """Return the figures of one variant. The seconds of threads are means: they are counted in hundredths."""
     seconds = statistics.median(one.seconds for one in taken)
     busy = Counter[int]()
     for one in taken:
@@ -91,7 +91,7 @@ def _other(folder: Path, port: int, *arguments: int) -> None:
 def run(
     rank: int, folder: Path, plain: socket.socket, elements: int, chunk_bytes: int, repeats: int
 ) -> dict[str, list[Taken]]:
-    """By way."""
+    """Swap in each variant; returns the costs of each repeat by variant."""
     torch.set_num_threads(1)
     outgoing, incoming = torch.full((elements,), float(rank)), torch.zeros(elements)
     plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -120,7 +120,7 @@ def run(
 
 
 def _of_threads() -> Counter[int]:
-    """The processor's seconds of this process since its start, by thread."""
+    """Return the processor seconds of this process since its start, by thread."""
     return Counter({one.id: one.user_time + one.system_time for one in psutil.Process().threads()})
 
 

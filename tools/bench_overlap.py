@@ -1,21 +1,21 @@
-"""How much of an exchange training still notices when it goes on meanwhile, and how much slower its steps become.
+"""How much of an exchange with overlap still delays training, and by how much local steps become slower.
 
     mpirun --oversubscribe --bind-to none -n 2 python -m tools.bench_overlap --megabytes 64
     torchrun --nproc-per-node 2 -m tools.bench_overlap --megabytes 64
 
 Every rank is a replica; with `--transport federation` they exchange as separate jobs do, encrypted. A local step
-is matrix products on one core, in `--microbatches` parts between which messages may move, as in the trainer; its
-length is `--step-over-exchange` times that of an exchange that training waits for, measured first. A repeat runs
-in turn: k local steps alone, with a round that training waits for ("none"), with one that is merged d steps later
-("delayed"). All times are those of the slowest rank:
+consists of matrix products on one core, in `--microbatches` parts between which messages may move, as in the
+trainer. It is `--step-over-exchange` times as long as an exchange that training waits for, which is measured
+first. A repeat runs in turn k local steps alone, with a round that training waits for ("none"), and with one that
+is merged d steps later ("delayed"). All times are those of the slowest rank:
 
     all         the k steps and what the round adds to them
-    pause       spent in calls of the outer optimizer
-    wait        of it, waiting for messages
+    pause       time in calls of the outer optimizer
+    wait        the part of it that waits for messages
     in_the_air  the first d local steps of a round; under "alone" the same steps without one
 
-Rank 0 prints one JSON object. Between ranks of one machine the processor itself is the network: no wait is left,
-but copying and arithmetic cost the steps what they cost the pause before. On a slow network, for root:
+Rank 0 prints one JSON object. Between ranks of one machine the processor itself carries the messages: no wait is
+left, but copying and arithmetic take from the steps what they took from the pause. On a slow network, for root:
 
     python -m tools.netlab run --hosts 2 --rate 100Mbit --delay 25ms --module tools.bench_overlap --megabytes 8
 """
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def run(options: argparse.Namespace, transport: Transport) -> None:
-    """Measure, and print what was found."""
+    """Measure, and print the figures."""
     bench = Bench(options, build_outer(options, transport))
     exchange_seconds = bench.calibrate()
     measured = bench.measure()
@@ -114,7 +114,7 @@ def build_outer(options: argparse.Namespace, transport: Transport) -> OuterOptim
 
 
 class Bench:
-    """Local steps of no use, with and without rounds between them."""
+    """Runs local steps that train nothing, with and without rounds between them."""
 
     def __init__(self, options: argparse.Namespace, outer: OuterOptimizer) -> None:
         self.options = options
@@ -139,14 +139,14 @@ class Bench:
         return seconds
 
     def step(self) -> None:
-        """A local step; the exchange under way, if there is one, may move between its microbatches."""
+        """Take a local step. An exchange that is under way may move between its microbatches."""
         for _ in range(self.options.microbatches):
             self.outer.progress()
             for _ in range(self.products):
                 torch.mm(self.left, self.right, out=self.product)
 
     def measure(self) -> dict[str, dict[str, list[float]]]:
-        """Seconds per way, part and repeat."""
+        """Return the seconds per variant, part and repeat."""
         ways = {"alone": -1, "none": 0, "delayed": self.options.delay_steps}
         found: dict[str, dict[str, list[float]]] = {name: {} for name in ways}
         for repeat in range(-WARM_UPS, self.options.repeats):
@@ -159,7 +159,7 @@ class Bench:
         return found
 
     def phase(self, delay_steps: int) -> dict[str, float]:
-        """A round, from its beginning, and k local steps; -1: the steps alone."""
+        """Run a round from its beginning and k local steps; with -1 the steps alone."""
         started, in_the_air = time.perf_counter(), 0.0
         reports: list[RoundReport] = []
         if delay_steps >= 0:

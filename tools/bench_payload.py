@@ -1,4 +1,4 @@
-"""What ways to send the combined vector of a pair cost: error, bytes, time to encode and decode on one core.
+"""The costs of codes for the combined vector of a pair: error, bytes, time to encode and decode on one core.
 
     python -m tools.bench_payload
 
@@ -28,7 +28,7 @@ SCALED = 256  # elements with one scale in the plain int16 code
 
 
 class Figures(NamedTuple):
-    """Of one way to send a vector to a partner; seconds are processor time of one thread."""
+    """The figures of one way to send a vector; seconds are processor time of one thread."""
 
     mean: Tensor  # what the first of the two takes for it
     sent_again: float  # share of the elements
@@ -80,7 +80,7 @@ def measure(
 
 
 def outer_gradient(elements: int, tails: str, draw: torch.Generator) -> Tensor:
-    """Of variance 1."""
+    """Draw an outer gradient of variance 1."""
     if tails == "normal":
         return torch.randn(elements, generator=draw)
     uniform = torch.rand(elements, generator=draw).sub_(0.5)
@@ -88,7 +88,7 @@ def outer_gradient(elements: int, tails: str, draw: torch.Generator) -> Tensor:
 
 
 def scaled(vector: Tensor) -> Tensor:
-    """Rounded to 16 bits of a scale; given back in fp32, because the scale has to be multiplied."""
+    """Round to 16 bits with a scale. The result is in fp32, since it is multiplied by the scale."""
     rows = vector.view(-1, SCALED)
     scale = rows.abs().amax(dim=1, keepdim=True) / (2**15 - 1)
     return ((rows / scale).round_().to(torch.int16) * scale).view(-1)
@@ -102,7 +102,7 @@ def plain(mine: Tensor, theirs: Tensor, repeats: int, code: Callable[[Tensor], T
 
 
 def coded(mine: Tensor, theirs: Tensor, repeats: int, bits: int) -> Figures:
-    """As `CodedExchange` does it, without the messages."""
+    """Encode and decode as `CodedExchange` does, without the messages."""
     codec, blocks, signs = Codec(bits), blocks_in(len(mine)), signs_of(0)
     sketches = torch.empty(2, blocks, CELLS)
     steps = torch.empty(blocks)

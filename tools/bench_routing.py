@@ -41,7 +41,7 @@ INTERVALS = ("round", "step", "microbatch")
 
 
 class CoreCommunicator(P2PCommunicator):
-    """Megatron-core's, without routes."""
+    """Megatron-core's communicator, without routes."""
 
     def __init__(self, groups: Groups, stage: Stage) -> None:
         super().__init__(groups.pp, stage.config)
@@ -49,7 +49,7 @@ class CoreCommunicator(P2PCommunicator):
         self.wait_seconds, self.bytes_to_others = 0.0, 0
 
     def begin(self, *_: Any) -> None:
-        """It always communicates with the same two stages."""
+        """Ignore the routes: the two neighbours are always the same."""
 
 
 def main() -> None:
@@ -110,7 +110,7 @@ def run_rank(rank: int, ranks: int, folder: str, config: RunConfig, repeats: int
 
 
 def make_ways(config: RunConfig, topology: Topology) -> dict[str, Callable[[int], None]]:
-    """What is compared: each runs the batch of a step, on the same stage and data."""
+    """Return the variants to compare. Each runs the batch of a step, on the same stage and data."""
     cpu.prepare()
     p2p_communication.torch = cpu._HostTorch()  # core's communicator asks for the current CUDA device
     inside, across = build_groups(topology, routed=False), build_groups(topology, routed=True)
@@ -138,7 +138,7 @@ def make_ways(config: RunConfig, topology: Topology) -> dict[str, Callable[[int]
 
 
 def measure(ways: dict[str, Callable[[int], None]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of the slowest rank, per way and repeat."""
+    """Return the seconds of the slowest rank, per variant and repeat."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     names = list(ways)
     for step in range(-WARM_UPS, repeats):

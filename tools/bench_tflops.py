@@ -1,4 +1,4 @@
-"""How much of what a core can do a training step uses: its operations per second, relative to a matrix product's.
+"""Operations per second of a training step, relative to those of a matrix product on the same core.
 
     python -m tools.bench_tflops
 

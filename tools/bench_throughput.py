@@ -76,7 +76,7 @@ def main() -> None:
 
 
 class Bench:
-    """Builds the ways, and times them."""
+    """Builds ours and the peers, and times them."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
@@ -178,14 +178,14 @@ class Bench:
         table = table_of(self.architecture)
 
         def drawn(name: str) -> Tensor:
-            """Where it is fast; throughput does not depend on the numbers."""
+            """Draw weights on the device, which is fast; throughput does not depend on the numbers."""
             return torch.randn(table.find(name).shape, device=self.device) * 0.02
 
         compute, seed = self.config.compute, self.config.training.seed
         return groups, build_stage(self.architecture, compute, groups, seed, drawn)
 
     def bare_loop(self, model: nn.Module, loss_of: Callable[[Tensor, Tensor], Tensor]) -> Step:
-        """Forward, backward, clipping and AdamW on fp32 master weights."""
+        """Return a step of forward, backward, clipping and AdamW on fp32 master weights."""
         parameters: list[Tensor] = list(model.parameters())
         masters = [parameter.detach().float().clone() for parameter in parameters]
         optimizer = torch.optim.AdamW(
@@ -214,7 +214,7 @@ class Bench:
         return step
 
     def alternate(self, ours: Step, peer: Step) -> tuple[list[float], list[float]]:
-        """Seconds of each step, after the warm-ups."""
+        """Return the seconds of each step, after the warm-ups."""
         for _ in range(self.options.warm_ups):
             ours()
             peer()
@@ -222,7 +222,7 @@ class Bench:
         return [pair[0] for pair in pairs], [pair[1] for pair in pairs]
 
     def timed(self, step: Step, clock: Callable[[], float] | None = None) -> float:
-        """With an empty queue before and after: what a run of many steps queues ahead is not seen here."""
+        """Return the seconds of a step with an empty queue before and after it; a run queues steps ahead."""
         clock = clock or (time.perf_counter if self.device.type == "cuda" else time.process_time)
         wait_for(self.device)
         started = clock()
@@ -231,7 +231,7 @@ class Bench:
         return clock() - started
 
     def profile(self, step: Step) -> dict[str, float]:
-        """Shares of a step's wall time: of the operators that take most of the device, and of all of them."""
+        """Return shares of a step's wall time: of the operators that take longest, and of all of them."""
         activities = [ProfilerActivity.CPU]
         if self.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -251,7 +251,7 @@ class Bench:
 
 
 def forget() -> None:
-    """Free the memory of what was deleted."""
+    """Free the memory of deleted objects."""
     gc.collect()
     torch.compiler.reset()
     torch.cuda.empty_cache()  # does nothing without a GPU

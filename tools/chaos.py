@@ -1,21 +1,21 @@
-"""A federation that is disturbed from outside at random moments, against one that is not.
+"""Compares a federation that is disturbed at random moments with one that is not.
 
     nice python -m tools.chaos --output runs/chaos
 
 Every replica is a process of its own, with a folder of its own: they share no files. Some are killed (SIGKILL),
 one after another; some of these come back, the first of them without its folder; some are stopped and continued
 (SIGSTOP, SIGCONT); new ones join empty slots. With `--cuts`, for root, each replica is a host of `tools.netlab`,
-on a link of 100 Mbit/s and 5 ms, and some links are cut for some seconds: what is under way is lost, and nobody is
-told. What happens to whom, and when, follows from `--seed`: each moment is a random local step of the run and a
-random part of a second after it, so that it falls into a step, an exchange, an evaluation or a save. Then the same
-replicas run undisturbed, those that join from the beginning on.
+on a link of 100 Mbit/s and 5 ms, and some links are cut for some seconds: packets are lost, and no connection is
+closed. `--seed` decides the faults, their replicas and moments: each moment is a random local step of the run and
+a random part of a second after it, so that it falls into a step, an exchange, an evaluation or a save. Then the
+same replicas run undisturbed, those that join from the beginning on.
 
-With `--one-job` the replicas are the ranks of one job under mpirun, with the kills and freezes of the same seed: a
-kill ends the job, and RESTARTS of launch/mpirun.sh starts it again. Nothing is lost but the local steps since its
-last checkpoint, so that the losses at the end have to be those of the undisturbed job, to the last bit.
+With `--one-job` the replicas are the ranks of one job under mpirun, with the kills and freezes of the same seed:
+a kill ends the job, and RESTARTS of launch/mpirun.sh starts it again. Nothing is lost but the local steps since
+its last checkpoint, so that the losses at the end have to be those of the undisturbed job, to the last bit.
 
-Prints one JSON object: what was done, how every replica ended, the losses of both runs, and the longest pause of a
-replica to which nothing was done. Exit code 1 when a replica that should have ended did not, or not well.
+Prints one JSON object: the faults, the exit code of every replica, the losses of both runs, and the longest pause
+of a replica without a fault. Exit code 1 when a replica that should have ended well did not.
 """
 
 import argparse
@@ -40,7 +40,7 @@ _LINK = Link(rate=100e6, delay=5e-3)
 
 @dataclass(frozen=True)
 class Fault:
-    """One disturbance: after `step` local steps of the federation, and `seconds` more."""
+    """One disturbance, `seconds` after the federation has made `step` local steps."""
 
     step: int
     seconds: float
@@ -117,7 +117,7 @@ def one_job(options: argparse.Namespace, faults: list[Fault]) -> int:
 
 
 def draw_faults(options: argparse.Namespace) -> list[Fault]:
-    """In the order of their moments; a replica is in at most one kind of trouble."""
+    """Draw the faults, in the order of their moments; each replica has at most one kind."""
     draws = random.Random(options.seed)
     troubled = options.kills + options.freezes + options.cuts
     if options.returns > options.kills or troubled >= options.replicas:
@@ -143,14 +143,14 @@ def draw_faults(options: argparse.Namespace) -> list[Fault]:
 
 
 def network(cuts: int, slots: int) -> contextlib.AbstractContextManager[Lab | None]:
-    """A host for each slot where links are to be cut; else the loopback interface does."""
+    """Return a lab with a host for each slot where links are cut, else a context of None."""
     return lab([_LINK] * slots) if cuts else contextlib.nullcontext()
 
 
 def run(
     federation: Federation, replicas: int, faults: list[Fault], limit: float, there: Lab | None
 ) -> dict[int, int | None]:
-    """The exit code of every replica's last process; None where it had not ended at the limit."""
+    """Return the exit code of every replica's last process; None where it had not ended at the limit."""
     deadline = time.monotonic() + limit
     for replica in range(replicas):
         federation.start(replica)

@@ -1,4 +1,4 @@
-"""What mkdocs cannot do alone: pages that are made from other files, and links to files that are not in docs/.
+"""Adds pages made from other files, and links to files that are not in docs/, to the site.
 
 A hook of mkdocs.yml. The first page is README.md; the configuration reference is made from the models, so that it
 cannot differ from them.

@@ -1,4 +1,4 @@
-"""What one faulty replica costs the others: their losses with it, without it, and with a healthy one in its place.
+"""The costs of a faulty replica for the others: their losses with it, without it, and with a healthy one instead.
 
     nice python -m tools.faulty --output runs/faulty
 
@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def others_beside(fault: str | None, options: argparse.Namespace) -> dict[str, Any]:
-    """A run of all replicas but the last, and, where there is a fault, of that one."""
+    """Run all replicas but the last, and with a fault that one, too; returns figures of the others."""
     others, faulty = range(options.replicas - 1), options.replicas - 1
     running = [*others, faulty] if fault else others
     base = base_config(options.steps)

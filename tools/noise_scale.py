@@ -54,7 +54,7 @@ def main() -> None:
 
 
 def measure(simulation: Simulation, batches: int) -> Iterator[dict[str, float]]:
-    """At every evaluation of the run."""
+    """Train, and measure at every evaluation."""
     tokens = simulation.plan.replica_batch * simulation.config.model.seq_length
     for evaluation in simulation.run():
         scale = tokens * noise_to_signal(simulation.gradients_to_come(evaluation.step, batches))
@@ -66,7 +66,7 @@ def measure(simulation: Simulation, batches: int) -> Iterator[dict[str, float]]:
 
 
 def noise_to_signal(gradients: Tensor) -> float:
-    """Of the gradient of a batch, the variance of all elements over the squared norm of the mean, without bias.
+    """Return the variance of a batch's gradient over the squared norm of its mean, without bias.
 
     Args:
         gradients: of as many batches of one size, shape [batches, elements].

@@ -5,13 +5,14 @@
 NoLoCo (arXiv 2506.10911) compares methods by two simulations, repeated here.
 
 Messages. A message takes a lognormal time, of which only the standard deviation over the mean matters. A tree
-all-reduce passes messages up a binary tree with R leaves and down again; every meeting waits for the later of two.
-"all_reduce_over_pair" is its mean time over that of two ranks. The paper counts a pair like this, a message there
-and one back. The exchange of this repository sends both at once and takes half of that: the ratio to it is double.
+all-reduce passes messages up a binary tree with R leaves and down again; each rank of the tree waits for the
+later of two. "all_reduce_over_pair" is its mean time over that of two ranks. The paper counts a pair like this, a
+message there and one back. The exchange of this repository sends both at once and takes half of that: the ratio
+to it is double.
 
 Local steps. They take a lognormal time, mu 1 and sigma^2 0.5. After every k of them DiLoCo waits for the slowest
-of R replicas, NoLoCo for the slower one of a random pair. "diloco_over_noloco" is the ratio of the times until the
-last replica has done all local steps. Messages take no time here.
+of R replicas, NoLoCo for the slower one of a random pair. "diloco_over_noloco" is the ratio of the times until
+the last replica has done all local steps. Messages take no time here.
 
 Prints one JSON object.
 """
@@ -54,19 +55,19 @@ def main() -> None:
 
 
 def message_seconds(draws: Generator, jitter: float, shape: tuple[int, ...]) -> np.ndarray:
-    """Lognormal, of mean 1 and standard deviation `jitter`."""
+    """Draw lognormal times of mean 1 and standard deviation `jitter`."""
     variance = math.log1p(jitter**2)
     return draws.lognormal(-variance / 2, math.sqrt(variance), shape)
 
 
 def all_reduce_over_pair(draws: Generator, replicas: int, jitter: float, repeats: int) -> float:
-    """Mean time of a tree all-reduce of `replicas`, a power of two, over that of two."""
+    """Return the mean time of a tree all-reduce of `replicas`, a power of two, over that of two."""
     pairs = all_reduce_seconds(draws, 2, jitter, repeats * 100)
     return float(all_reduce_seconds(draws, replicas, jitter, repeats).mean() / pairs.mean())
 
 
 def all_reduce_seconds(draws: Generator, replicas: int, jitter: float, repeats: int) -> np.ndarray:
-    """Of each repeat."""
+    """Return the time of each repeat."""
     total = np.zeros(repeats)
     for _ in range(2):  # up, and down
         ready = np.zeros((repeats, replicas))
@@ -78,7 +79,7 @@ def all_reduce_seconds(draws: Generator, replicas: int, jitter: float, repeats: 
 
 
 def diloco_over_noloco(draws: Generator, replicas: int, local_steps: int, rounds: int) -> float:
-    """Ratio of the total times; `replicas` is even."""
+    """Return the ratio of the total times; `replicas` is even."""
     together, apart = 0.0, np.zeros(replicas)
     for _ in range(rounds):
         phases = draws.lognormal(MU, math.sqrt(VARIANCE), (replicas, local_steps)).sum(axis=1)

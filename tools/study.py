@@ -72,7 +72,7 @@ def main() -> None:
 
 
 class Runs:
-    """The last evaluation of every run so far, in memory and in a file.
+    """The last evaluations of all runs so far, in memory and in a file.
 
     Args:
         path: of the file. Runs that are in it are not repeated.
@@ -87,7 +87,7 @@ class Runs:
         self._writing = Lock()
 
     def all(self) -> dict[Key, dict[str, Any]]:
-        """Make the runs that are missing; returns all of the study."""
+        """Make the missing runs; returns all runs of the study."""
         with self._pool, ThreadPoolExecutor(self.jobs) as threads:
             keys = [key for keys in threads.map(self._method, self.study["runs"]) for key in keys]
         return {key: self.results[key] for key in keys}
@@ -102,7 +102,7 @@ class Runs:
         return keys
 
     def _tuned(self, name: str, start: float, seed: int) -> list[float]:
-        """The learning rates tried, the best one first."""
+        """Return the learning rates tried, the best one first."""
         losses = {rate: self._loss(Key(name, rate, seed)) for rate in (start, 2 * start, start / 2)}
         while (best := min(losses, key=losses.__getitem__)) in (max(losses), min(losses)):
             rate = 2 * best if best == max(losses) else best / 2
@@ -121,7 +121,7 @@ class Runs:
 
 
 def read(path: Path) -> dict[Key, dict[str, Any]]:
-    """What an earlier call wrote; a line cut short by a crash is left out."""
+    """Return the results of an earlier call, without a line that a crash has cut short."""
     results = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -135,7 +135,7 @@ def read(path: Path) -> dict[Key, dict[str, Any]]:
 def configure(
     study: dict[str, Any], name: str, learning_rate: float | None = None, seed: int = 0
 ) -> dict[str, Any]:
-    """The JSON of a run. A learning rate scales those of all parameters."""
+    """Return the JSON of a run. A learning rate scales those of all parameters."""
     raw = copy.deepcopy(study["base"])
     raw["training"]["seed"] = seed
     for change in study["runs"][name]:
@@ -149,7 +149,7 @@ def configure(
 
 
 def end_with_parent() -> None:
-    """In a process of its own: end when the study ends, also when it is killed."""
+    """Let this process end when the study ends, also when that is killed."""
     parent = parent_process()
     assert parent is not None
 
@@ -161,7 +161,7 @@ def end_with_parent() -> None:
 
 
 def simulate(raw: dict[str, Any], compiled: bool = False) -> dict[str, Any]:
-    """In a process of its own: the last evaluation, and how the loss of the mean model fell."""
+    """Return the last evaluation of a simulated run, and the mean model's loss at each."""
     os.environ["TORCHDYNAMO_DISABLE"] = str(int(not compiled))
 
     import torch

@@ -1,4 +1,4 @@
-"""The models on which throughput is measured, and how they are trained."""
+"""The models on which throughput is measured, and their training settings."""
 
 from dataclasses import dataclass
 from typing import Any

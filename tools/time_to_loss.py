@@ -31,7 +31,7 @@ from tools.options import add_changes, apply, command_line
 
 
 class Moment(NamedTuple):
-    """An evaluation."""
+    """One evaluation."""
 
     step: int
     seconds: float  # of training before it
@@ -90,7 +90,7 @@ def train(
 
 
 def curve(run: Path, rounds: bool) -> list[Moment]:
-    """The evaluations of a run, from the metrics of its replicas; raises ValueError where there is none."""
+    """Return the evaluations of a run from its replicas' metrics; raises ValueError where there is none."""
     replicas = RunLog(run).replicas
     moments = [
         Moment(
@@ -106,7 +106,7 @@ def curve(run: Path, rounds: bool) -> list[Moment]:
 
 
 def seconds_until(log: ReplicaLog, step: int) -> float:
-    """Of training, until a step with which a row of one replica's steps ends."""
+    """Return the seconds of training until a step that ends a row of one replica's log."""
     steps = [row for row in log.of("step") if row["step"] <= step]
     before = [0, *(row["step"] for row in steps)]
     return sum(
@@ -126,7 +126,7 @@ def summary(moments: list[Moment], target: float) -> dict[str, float | None]:
 
 
 def seconds_to(moments: list[Moment], target: float) -> float | None:
-    """None where the loss was not reached."""
+    """Return the seconds to a loss, interpolated; None where it was not reached."""
     for before, after in pairwise(moments):
         if after.loss <= target < before.loss:
             share = (before.loss - target) / (before.loss - after.loss)

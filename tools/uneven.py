@@ -1,4 +1,4 @@
-"""What uneven replicas cost: goodput of synchronous training, DiLoCo and NoLoCo, in one job and as separate jobs.
+"""Goodput of synchronous training, DiLoCo and NoLoCo with uneven replicas, in one job and as separate jobs.
 
     nice python -m tools.uneven --output runs/uneven
 
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def config(noloco: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Nothing but local steps and rounds until the end."""
+    """Return a config of local steps and rounds alone, without evaluations and saves."""
     base = base_config(options.steps)
     base["scheduler"]["params"]["warmup_num_steps"] = 1
     base["training"]["log_interval"] = options.steps

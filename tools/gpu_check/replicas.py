@@ -78,7 +78,7 @@ def seconds_per_step(options: argparse.Namespace, block: dict[str, Any]) -> floa
 
 
 def timed_rows(options: argparse.Namespace, block: dict[str, Any]) -> list[Row]:
-    """A row for each phase of local steps but the first, in which kernels are compiled."""
+    """Return a row for each local phase but the first, in which kernels are compiled."""
     size = SIZES[options.size]
     config = config_of(size, options.precision, "auto")
     config |= {"noloco": block, "parallel": {"replicas": options.replicas}, "evaluation": {"iters": 0}}
@@ -93,7 +93,7 @@ def timed_rows(options: argparse.Namespace, block: dict[str, Any]) -> list[Row]:
 
 
 def rows(config: dict[str, Any], ranks: int, kind: str) -> list[Row]:
-    """What replica 0 of a run of this config wrote. Raises SystemExit with the end of what a failed run said."""
+    """Run a config; returns the rows of replica 0. Raises SystemExit with the last output of a failed run."""
     with tempfile.TemporaryDirectory() as folder:
         config["training"] |= {"output_dir": f"{folder}/run"}
         path = Path(folder) / "config.json"

@@ -35,7 +35,7 @@ _UNITS = {
 
 
 def quantity(kind: str, text: str) -> float:
-    """A number with a unit; raises ValueError that names the units."""
+    """Parse a number with a unit; raises ValueError that names the units."""
     for unit, factor in _UNITS[kind].items():
         number = text.removesuffix(unit)
         if number != text:
@@ -65,7 +65,7 @@ def chosen_ways(names: str | None) -> list[str]:
 
 
 def run(hosts: list[int], link: Link, tcp: Tcp, options: list[str], command: list[str]) -> Iterator[str]:
-    """What the command prints on each number of hosts."""
+    """Yield the output of the command on each number of hosts."""
     if not command:
         raise ValueError("run needs --module MODULE, with its arguments, as the last option")
     for number in hosts:

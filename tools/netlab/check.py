@@ -1,4 +1,4 @@
-"""The lab itself: what a plain TCP connection makes of a link."""
+"""Checks the lab itself: rate and delay of a plain TCP connection over a link."""
 
 import json
 import socket
@@ -20,7 +20,7 @@ _CONNECT_SECONDS = 30.0
 
 
 def measure(hosts: Sequence[int], link: Link, tcp: Tcp) -> Iterator[dict[str, Any]]:
-    """A row per number of hosts. Every even host streams to the next one, at the same time.
+    """Yield a row per number of hosts. All even hosts stream to the next one, at the same time.
 
     "rate_share": bits of data received a second, over the rate of the link, median and smallest of the streams;
     "round_trip_seconds": of opening a connection, median.
@@ -72,7 +72,7 @@ def send(address: str) -> dict[str, float]:
 
 
 def receive() -> dict[str, float]:
-    """Take what one connection brings."""
+    """Receive from one connection."""
     with socket.create_server(("", PORT)) as server:
         connection, _ = server.accept()
     settled, received, now = time.monotonic() + _SETTLED_SECONDS, 0, 0.0

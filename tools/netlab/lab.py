@@ -42,7 +42,7 @@ _JOB_SECONDS = 600.0
 
 @dataclass(frozen=True)
 class Tcp:
-    """Settings of the hosts' kernels.
+    """TCP settings of the hosts' kernels.
 
     Attributes:
         congestion: congestion control; cubic is what most systems come with.
@@ -54,11 +54,11 @@ class Tcp:
 
 
 class LabUnavailableError(RuntimeError):
-    """This machine does not permit a lab; says why."""
+    """This machine does not permit a lab; the message says why."""
 
 
 class Lab:
-    """The hosts, while they exist.
+    """The hosts, as long as they exist.
 
     Attributes:
         folder: for files about them; it goes with them.
@@ -90,7 +90,7 @@ class Lab:
         self.environ = self.launcher.environ(str(remote_shell), NIC)
 
     def on(self, name: str, *command: str) -> list[str]:
-        """`command` as to be run here, to run there."""
+        """Return the command that runs `command` on a host."""
         there = f"cd {REPOSITORY} && exec {shlex.join(command)}"
         return [*_enter(str(self._holders[name])).split(), "sh", "-c", there]
 
@@ -118,11 +118,11 @@ class Lab:
         return finished.stdout
 
     def cut(self, name: str) -> None:
-        """From here on this host reaches nobody, and nobody reaches it; nobody is told."""
+        """Lose all packets from and to this host from now on; no connection is closed."""
         self._order("cut", name)
 
     def heal(self, name: str) -> None:
-        """Mend what was cut."""
+        """Restore the link of a host."""
         self._order("heal", name)
 
     def _order(self, order: str, name: str) -> None:
@@ -131,7 +131,7 @@ class Lab:
         self.orders.flush()
 
     def sent_bytes(self, name: str) -> int:
-        """By this host, since it is there."""
+        """Return the bytes that this host has sent so far."""
         shown = subprocess.check_output(self.on(name, "ip", "-s", "-j", "link", "show", NIC))
         return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])
 
@@ -142,7 +142,7 @@ def _enter(pid: str) -> str:
 
 @contextmanager
 def hosts(number: int, slots: int = 1) -> Iterator[Lab]:
-    """Hosts without a network, while the context lasts. They know each other as lab0, lab1, ... by `address_of`.
+    """Make hosts without a network, for the context. Their names are lab0, lab1, ..., with `address_of`.
 
     Args:
         slots: ranks of each host, for mpirun.
@@ -160,7 +160,7 @@ def hosts(number: int, slots: int = 1) -> Iterator[Lab]:
 
 @contextmanager
 def lab(links: Sequence[Link], tcp: Tcp | None = None) -> Iterator[Lab]:
-    """A host for each link, joined by the relay, while the context lasts.
+    """Make a host for each link, joined by the relay, for the context.
 
     Args:
         tcp: of all hosts.
@@ -188,7 +188,7 @@ def lab(links: Sequence[Link], tcp: Tcp | None = None) -> Iterator[Lab]:
 
 @contextmanager
 def _holder(name: str, known: Path) -> Iterator[int]:
-    """A process that holds the namespaces of one host until its input ends, also because this process was killed.
+    """Start a process that holds a host's namespaces until its input ends, also when this process is killed.
 
     Then it ends what still runs on the host. In a session of its own: a signal for this process's group, as of
     Ctrl-C, must not end it before that.
@@ -214,7 +214,7 @@ def _holder(name: str, known: Path) -> Iterator[int]:
 
 @contextmanager
 def _relay(links: Sequence[Link], devices: list[int]) -> Iterator[IO[bytes]]:
-    """Its input."""
+    """Start the relay; yields its input."""
     fields = json.dumps([asdict(link) for link in links])
     command = [sys.executable, "-m", "tools.netlab.relay", fields, *map(str, devices)]
     process = subprocess.Popen(
@@ -236,10 +236,10 @@ def _tun() -> tuple[int, str]:
 
 
 def run(command: str) -> None:
-    """A command that prepares hosts."""
+    """Run a command that prepares hosts."""
     subprocess.run(command.split(), check=True, timeout=_SECONDS)
 
 
 def run_in(pid: int, command: str) -> None:
-    """Likewise, in the network namespace of a host."""
+    """Run such a command in the network namespace of a host."""
     run(f"nsenter --target {pid} --net {command}")

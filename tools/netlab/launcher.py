@@ -9,7 +9,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Launcher:
-    """Of Open MPI, or the Hydra of MPICH and Intel MPI.
+    """The mpirun of Open MPI, or the Hydra of MPICH and Intel MPI.
 
     Attributes:
         mpirun: its path.
@@ -29,11 +29,11 @@ class Launcher:
 
     @property
     def slots(self) -> str:
-        """Between a host and the number of its ranks, in a hostfile."""
+        """The text between a host and its number of ranks in a hostfile."""
         return " slots=" if self.open_mpi else ":"
 
     def environ(self, remote_shell: str, interface: str) -> dict[str, str]:
-        """Variables that let it reach hosts by `remote_shell`, also under a launch script.
+        """Return variables with which it reaches hosts by `remote_shell`, also under a launch script.
 
         Hydra passes them to the ranks, so they also say that these have TCP on `interface` alone.
         """
@@ -52,7 +52,7 @@ class Launcher:
         }  # fmt: skip
 
     def command(self, hostfile: str, ranks: int, interface: str) -> list[str]:
-        """Up to the program: messages over TCP on `interface` alone."""
+        """Return the command before the program: messages go over TCP on `interface` alone."""
         if not self.open_mpi:
             return [self.mpirun, "-machinefile", hostfile, "-iface", interface, "-n", str(ranks)]
         # Ranks that wait leave the processor, which in truth is one for all hosts, to the others.

@@ -13,7 +13,7 @@ COHERENCE_SECONDS = 0.1  # for so long a path keeps its delay
 
 @dataclass(frozen=True)
 class Link:
-    """How a host is connected.
+    """The connection of a host.
 
     What it sends waits for the link's rate and then travels for the delay; what it receives waits for the rate
     only. A packet that would wait longer than `queue_seconds` is dropped, as routers do.
@@ -45,7 +45,7 @@ class Link:
                 raise ValueError(f"{name} of a link must be {bounds}, not {getattr(self, name)}")
 
     def draw_delay(self, draws: random.Random) -> float:
-        """Seconds; lognormal with this mean and standard deviation."""
+        """Draw a delay in seconds, lognormal with this mean and standard deviation."""
         if not (self.delay and self.jitter):
             return self.delay
         variance = math.log1p(self.jitter**2)
@@ -54,7 +54,7 @@ class Link:
 
 @dataclass
 class _Path:
-    """From one host to another: its delay at present, and when the last packet arrives."""
+    """The path from one host to another: its present delay, and when the last packet arrives."""
 
     delay: float = 0.0
     drawn_until: float = -math.inf
@@ -62,7 +62,7 @@ class _Path:
 
 
 class Network:
-    """Packets on their way between hosts. Its clock is the caller's: any number of seconds that does not decrease.
+    """Packets on their way between hosts. The caller gives the time, in seconds that do not decrease.
 
     Args:
         links: of each host.
@@ -84,7 +84,7 @@ class Network:
         self._waiting: list[tuple[float, int, int, bytes]] = []  # until they have passed it
 
     def send(self, now: float, source: int, destination: int, size: int, packet: bytes) -> None:
-        """A packet of `size` bytes on the wire leaves `source`."""
+        """Send a packet of `size` bytes on the wire from `source`."""
         if self.cut & {source, destination}:
             return
         link = self.links[source]
@@ -101,7 +101,7 @@ class Network:
         heapq.heappush(self._travelling, (path.last_arrival, next(self._order), destination, size, packet))
 
     def received(self, now: float) -> Iterator[tuple[int, bytes]]:
-        """The packets that have reached a host by now, with the host, in order."""
+        """Yield the packets that have reached a host by now, with the host, in order."""
         while self._travelling and self._travelling[0][0] <= now:
             arrival, order, host, size, packet = heapq.heappop(self._travelling)
             link = self.links[host]
@@ -116,5 +116,5 @@ class Network:
             yield host, packet
 
     def next_event(self) -> float:
-        """When `received` has something to do again; infinity if nothing is on its way."""
+        """Return when `received` will have a packet to move; infinity if none is on its way."""
         return min(heap[0][0] if heap else math.inf for heap in (self._travelling, self._waiting))

@@ -27,14 +27,14 @@ _POLL_SECONDS = 0.005
 
 
 class Way(NamedTuple):
-    """Something to measure: called with the number of the repeat, and what runs now and then before it."""
+    """A measured function of the repeat's number, and one that is called repeatedly before it."""
 
     act: Callable[[int], object]
     meanwhile: Callable[[int], object] = lambda repeat: None
 
 
 def new_partners(elements: int, folder: Path) -> Way:
-    """The exchange of random pairs, without a local phase before."""
+    """Return the exchange of random pairs, without a local phase before it."""
     from megatron_noloco.outer import Channel, Exchange
     from megatron_noloco.plans.grouping import Grouping
     from megatron_noloco.plans.topology import Place
@@ -60,7 +60,7 @@ def round_over_mpi(elements: int, folder: Path) -> Way:
 
 
 def round_of_federation(elements: int, folder: Path) -> Way:
-    """With keys, as separate jobs would have it."""
+    """Return the round between separate jobs, with keys."""
     from tools.federated import join_as_jobs
 
     world = MPI.COMM_WORLD
@@ -68,7 +68,7 @@ def round_of_federation(elements: int, folder: Path) -> Way:
 
 
 def training_round(transport: "Transport", elements: int) -> Way:
-    """The round of the outer optimizer with random pairs, after local steps that do nothing."""
+    """Return the outer optimizer's round with random pairs, after local steps that train nothing."""
     from megatron_noloco.federation.commit import committing
     from megatron_noloco.federation.transport import FederationTransport
     from megatron_noloco.outer import OuterOptimizer, OuterSettings, TorchWeights
@@ -122,7 +122,7 @@ WAYS = {
 
 
 def measure(way: Way, repeats: int, pause_seconds: float, folder: Path) -> list[float]:
-    """Seconds on this rank, per repeat."""
+    """Return the seconds on this rank, per repeat."""
     seconds = []
     for repeat in range(repeats):
         start = _agree_on_start(folder, repeat) + pause_seconds
@@ -135,7 +135,7 @@ def measure(way: Way, repeats: int, pause_seconds: float, folder: Path) -> list[
 
 
 def _agree_on_start(folder: Path, repeat: int) -> float:
-    """When the last rank has come here."""
+    """Wait for all ranks; returns the time at which the last one came."""
     (folder / f"{repeat}.{MPI.COMM_WORLD.rank}").touch()
     while len(here := list(folder.glob(f"{repeat}.*"))) < MPI.COMM_WORLD.size:
         time.sleep(_POLL_SECONDS)

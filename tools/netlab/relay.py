@@ -37,12 +37,12 @@ _GRAIN_SECONDS = 3e-4  # packets are handed over that much late, but several at 
 
 
 def address_of(host: int) -> str:
-    """In the lab."""
+    """Return the address of a host in the lab."""
     return f"{SUBNET}.{host + 1}"
 
 
 def open_tun() -> tuple[int, str]:
-    """A new TUN device of this network namespace: file descriptor and name. It lives as long as it is open."""
+    """Make a TUN device in this network namespace, which exists while it is open; returns descriptor and name."""
     device = os.open(DEVICE, os.O_RDWR | os.O_NONBLOCK)
     request = struct.pack("16sH22x", b"netlab%d", _TUN | _NO_INFORMATION | _OFFLOAD_HEADER)
     name = fcntl.ioctl(device, _SET_INTERFACE, request)[:16].rstrip(b"\0").decode()
@@ -51,7 +51,7 @@ def open_tun() -> tuple[int, str]:
 
 
 def size_on_the_wire(packet: bytes) -> int:
-    """Bytes of the IP packets that a network card would have sent for it."""
+    """Return the bytes of the IP packets that a network card would have sent for it."""
     _, kind, headers, segment, _, _ = _HEADER.unpack_from(packet)
     size = len(packet) - _HEADER.size
     if not kind:
@@ -61,14 +61,14 @@ def size_on_the_wire(packet: bytes) -> int:
 
 
 def obey(network: Network, lines: bytes) -> None:
-    """Cut links and heal them."""
+    """Cut and heal links."""
     for line in lines.splitlines():
         order, host = line.split()
         (network.cut.add if order == b"cut" else network.cut.discard)(int(host))
 
 
 def carry(devices: list[int], network: Network, orders: int) -> None:
-    """Until `orders` ends."""
+    """Carry packets until `orders` ends."""
     poll = select.epoll()
     for file in (*devices, orders):
         poll.register(file, select.EPOLLIN)

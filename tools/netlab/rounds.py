@@ -1,4 +1,4 @@
-"""How long a round takes on a slow network, and all-reduces of the same vector."""
+"""Times rounds on a slow network, and all-reduces of the same vector."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -9,7 +9,7 @@ from tools.netlab.network import Link
 
 
 class Launch(NamedTuple):
-    """A way of `rank`, and options of mpirun for it."""
+    """A measurement of `rank`, and its options of mpirun."""
 
     way: str
     options: tuple[str, ...] = ()
@@ -36,7 +36,7 @@ def measure(
     hosts: Sequence[int], link: Link, ways: Sequence[str], length: int, repeats: int, pause_seconds: float,
     options: Sequence[str], tcp: Tcp,
 ) -> Iterator[dict[str, Any]]:  # fmt: skip
-    """A row per number of hosts and way: seconds of the mean and of the slowest rank, medians over the repeats.
+    """Yield a row per number of hosts and way, with medians of the mean and of the slowest rank's seconds.
 
     Args:
         length: bytes of the fp32 vector.

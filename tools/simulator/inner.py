@@ -12,19 +12,19 @@ from megatron_noloco.engine.schedules import build_schedule
 
 
 class Directions(Protocol):
-    """What an inner optimizer makes of gradients, row by row."""
+    """Turns gradients into directions, row by row."""
 
     ratios: Tensor  # of each weight's learning rate to the scheduled one, fp32, shape [elements]
 
     def of(self, gradients: Tensor) -> Tensor:
-        """What is subtracted at a learning rate of 1; gradients [R, elements], which may be overwritten."""
+        """Return the change at a learning rate of 1 from gradients [R, elements], which may be overwritten."""
 
     def tensors(self) -> list[Tensor]:
-        """What it keeps from step to step, replica by replica; live."""
+        """Return the live tensors of the state, a row per replica."""
 
 
 class StackedOptimizer:
-    """Decoupled weight decay (Loshchilov & Hutter, arXiv 1711.05101), then a step in the direction.
+    """Decays weights (decoupled, Loshchilov & Hutter, arXiv 1711.05101), then steps in the direction.
 
     Args:
         weights: fp32, shape [R, elements]; updated in place.
@@ -40,12 +40,12 @@ class StackedOptimizer:
         self.weights.mul_(1 - rates * self.decays * weight_decay).addcmul_(directions, rates, value=-1)
 
     def tensors(self) -> list[Tensor]:
-        """Weights and state, replica by replica; live. AdamW's count of steps is one for all."""
+        """Return the live weights and state, a row per replica. AdamW's count of steps is one for all."""
         return [self.weights, *self.directions.tensors()]
 
 
 class AdamW:
-    """Kingma & Ba, arXiv 1412.6980, with bias correction."""
+    """Adam (Kingma & Ba, arXiv 1412.6980) with bias correction."""
 
     def __init__(self, like: Tensor, params: dict[str, Any]) -> None:
         self.ratios = torch.ones(like.shape[1])
@@ -100,7 +100,7 @@ class Muon:
 
 
 def orthogonalised(matrices: Tensor, steps: int = 5) -> Tensor:
-    """U V' of each matrix U S V', by a quintic Newton-Schulz iteration: singular values end between 0.7 and 1.2.
+    """Return about U V' of each matrix U S V', by quintic Newton-Schulz: singular values from 0.7 to 1.2.
 
     Args:
         matrices: shape [..., rows, columns].
@@ -119,14 +119,14 @@ def _shape(matrix: Tensor) -> tuple[int, ...]:
 
 
 def clip(gradients: Tensor, largest: float) -> None:
-    """Scale each replica's gradient, a row, to a norm of at most `largest`; 0: not at all."""
+    """Scale each replica's gradient, a row, to a norm of at most `largest`; 0 leaves it."""
     if largest:
         norms = gradients.norm(dim=1, keepdim=True)
         gradients.div_(((norms + 1e-6) / largest).clamp(min=1.0))
 
 
 def usual_rate(params: dict[str, Any]) -> float:
-    """The learning rate to which those of AdamW beside Muon, of embedding and output layer have a ratio."""
+    """Return the learning rate that `ratios` refer to."""
     return float(params.get("muon_lr", params.get("lr", 1e-3)))
 
 
@@ -143,7 +143,7 @@ class LearningRate:
                 self._schedule = build_schedule(block, self._optimizer)
 
     def next(self) -> float:
-        """Of the step to come; called once per step."""
+        """Return the rate of the next step; to be called once per step."""
         rate = float(self._optimizer.param_groups[0]["lr"])
         if self._schedule is not None:
             self._schedule.step()

@@ -43,12 +43,12 @@ class StackedLlama:
         self._cos, self._sin = angles.cos(), angles.sin()  # [seq_length, head / 2]
 
     def initial(self, seed: int) -> Tensor:
-        """The weights that every replica starts from, fp32, shape [elements]."""
+        """Return the weights that every replica starts from, fp32, shape [elements]."""
         read = initial_weights(self.architecture, seed)
         return torch.cat([read(parameter.name).flatten() for parameter in self.parameters])
 
     def named(self, weights: Tensor) -> dict[str, Tensor]:
-        """Views of the weights [R, elements] by name, each of shape [R, *shape]."""
+        """Return views of the weights [R, elements] by name, each of shape [R, *shape]."""
         parts = weights.split(self.sizes, dim=1)
         return {
             parameter.name: part.unflatten(1, parameter.shape)
@@ -56,7 +56,7 @@ class StackedLlama:
         }
 
     def matrices(self) -> Iterator[Tensor]:
-        """Where the elements of each matrix of a layer lie in a row of the weights, int64, shape [rows, columns].
+        """Return the places of each layer matrix's elements in a row of the weights, int64, [rows, columns].
 
         Queries, keys, values, gate and up are matrices of their own.
         """
@@ -66,12 +66,12 @@ class StackedLlama:
                 yield from parameter.split(places[parameter.name][0])
 
     def of_each(self, value: Callable[[Parameter], float]) -> Tensor:
-        """A number for each weight, from the row of its parameter; fp32, shape [elements]."""
+        """Return a number for each weight, computed from its parameter; fp32, shape [elements]."""
         rows = zip(self.parameters, self.sizes, strict=True)
         return torch.cat([torch.full((size,), float(value(row))) for row, size in rows])
 
     def losses(self, weights: Tensor, samples: Tensor) -> Tensor:
-        """Mean loss per token of each replica, shape [R].
+        """Return the mean loss per token of each replica, shape [R].
 
         Args:
             weights: shape [R, elements].
@@ -111,7 +111,7 @@ class StackedLlama:
         return mixed.transpose(1, 2).reshape(*qkv.shape[:2], -1)
 
     def _rotate(self, heads: Tensor) -> Tensor:
-        """Rotary embedding of [..., seq_length, channels]; channel i turns with channel i + channels / 2."""
+        """Apply rotary embedding to [..., seq_length, channels]; channel i is paired with i + channels / 2."""
         first, second = heads.chunk(2, dim=-1)
         return torch.cat(
             [first * self._cos - second * self._sin, second * self._cos + first * self._sin], dim=-1

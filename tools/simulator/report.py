@@ -24,7 +24,7 @@ class Key(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One method at its best learning rate: means over seeds, and how far losses deviate (nan: one seed)."""
+    """One method at its best learning rate: means over seeds, and the deviation of losses (nan: one seed)."""
 
     name: str
     learning_rate: float
@@ -37,13 +37,13 @@ class Row(NamedTuple):
 
 
 def baseline(name: str, method: str) -> str:
-    """The run "alone" or "synchronous" with which the run `method` is compared."""
+    """Return the run "alone" or "synchronous" with which the run `method` is compared."""
     _, at, group = method.partition(" @ ")
     return name + at + group
 
 
 def table(results: Mapping[Key, Mapping[str, Any]]) -> list[Row]:
-    """The methods at their best learning rates, in the order of the study."""
+    """Return the methods at their best learning rates, in the order of the study."""
     by_method: dict[tuple[str, float], dict[int, Mapping[str, Any]]] = {}
     for key, result in results.items():
         by_method.setdefault((key.name, key.learning_rate), {})[key.seed] = result
@@ -58,7 +58,7 @@ def table(results: Mapping[Key, Mapping[str, Any]]) -> list[Row]:
 
 
 def finite(loss: float) -> float:
-    """Of a run that has diverged: infinite, worse than all others."""
+    """Return the loss; infinity, worse than all others, for a run that has diverged."""
     return loss if math.isfinite(loss) else math.inf
 
 
@@ -104,7 +104,7 @@ def as_csv(rows: Iterable[Row]) -> str:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Benefit retained of each method, as bars."""
+    """Draw the benefit retained by each method, as bars."""
     import matplotlib
 
     matplotlib.use("Agg")

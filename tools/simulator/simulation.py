@@ -26,7 +26,7 @@ from tools.simulator.slow import REPLICA, Slow
 
 @dataclass(frozen=True)
 class Evaluation:
-    """After `step` local steps; losses in nats per token of the validation split."""
+    """An evaluation after `step` local steps; losses in nats per token of the validation split."""
 
     step: int
     replica_losses: list[float]  # of the fast weights
@@ -84,7 +84,7 @@ class Simulation:
         self.sent_bytes = 0
 
     def _in_order(self, rows: Iterable[Parameter]) -> list[Parameter]:
-        """That of the trainer's vectors, which fragments cut: group by group."""
+        """Sort by parameter group as the trainer's vectors are, which fragments cut."""
         block = self.config.deepspeed["optimizer"]
         muon, decoupled = block["type"] == "Muon", "decoupled_lr" in block["params"]
         return sorted(rows, key=lambda row: Kind.of(row, muon, decoupled), reverse=True)
@@ -108,7 +108,7 @@ class Simulation:
         return scheduled.at(step) if scheduled else params.get("weight_decay", 0.0)
 
     def _outer(self) -> list[Rounds]:
-        """The trainer's outer optimizers, one per replica, over messages between threads."""
+        """Return the trainer's outer optimizers, one per replica, over messages between threads."""
         return [
             build_outer(self.config, TorchWeights([row]), transport, place)
             for row, (transport, place) in zip(self.weights, self._connections, strict=True)
@@ -136,7 +136,7 @@ class Simulation:
                     yield self.evaluate(done)
 
     def _final_average(self, replica: int) -> int:
-        """The bytes that the replica sends for it."""
+        """Take part in the final average; returns the bytes that the replica sends."""
         average = build_final_average(self.config, self.outer[replica], *self._connections[replica])
         reports = average(self.config.training.train_iters) if average else []
         return sum(report.bytes_sent for report in reports)
@@ -152,7 +152,7 @@ class Simulation:
                 tensor[REPLICA] = row
 
     def _gradients(self, weights: Tensor, step: int) -> Tensor:
-        """Of the rows of weights on the samples of a step, counted from 0; shape of `weights`."""
+        """Return the gradients of the rows of `weights` on the samples of a step, counted from 0."""
         ids = self.order.ids(self.plan.consumed(step), self.plan.global_batch)
         samples = _whole_samples(gather(self.datasets.train, ids))
         samples = samples.view(self.replicas, self.plan.replica_batch, -1)
@@ -162,13 +162,13 @@ class Simulation:
         return gradients
 
     def gradients_to_come(self, step: int, batches: int) -> Tensor:
-        """Of the mean model on replicas' batches of the steps from `step` on; [batches or more, elements]."""
+        """Return the mean model's gradients on replicas' batches from `step` on; [batches or more, elements]."""
         weights = self._slow_weights().mean(dim=0).repeat(self.replicas, 1)
         steps = range(step, step + -(-batches // self.replicas))
         return torch.cat([self._gradients(weights, each) for each in steps])
 
     def _slow_weights(self) -> Tensor:
-        """Shape [R, elements]."""
+        """Return the slow weights of all replicas, shape [R, elements]."""
         return torch.stack([outer.state()["slow_weights"] for outer in self.outer])
 
     @torch.no_grad()
@@ -182,18 +182,18 @@ class Simulation:
         )
 
     def _validation_losses(self, weights: Tensor) -> Tensor:
-        """Mean over the validation microbatches, of each row of weights; shape [rows]."""
+        """Return each row's mean loss over the validation microbatches, shape [rows]."""
         batches = self.validation.expand(len(weights), -1, -1, -1).unbind(1)
         return torch.stack([self.model.losses(weights, batch) for batch in batches]).mean(dim=0)
 
 
 def _validation_samples(config: RunConfig, datasets: Datasets) -> Tensor:
-    """The trainer's validation microbatches, shape [microbatches, micro_batch_size, seq_length + 1]."""
+    """Return the validation microbatches, shape [microbatches, micro_batch_size, seq_length + 1]."""
     (part,) = datasets.validation
     source = ValidationSource(part.dataset, config.micro_batch_size, config.evaluation.iters)
     return torch.stack([_whole_samples(source.microbatch(index)) for index in range(len(source))])
 
 
 def _whole_samples(microbatch: Microbatch) -> Tensor:
-    """Tokens and the last label, shape [samples, seq_length + 1]."""
+    """Return tokens and the last label, shape [samples, seq_length + 1]."""
     return torch.cat([microbatch.tokens, microbatch.labels[:, -1:]], dim=1)

@@ -13,7 +13,7 @@ REPLICA = 0  # the slow one
 
 @dataclass(frozen=True)
 class Slow:
-    """Raises ValueError where it is not simulated.
+    """The settings of the slow replica; raises ValueError where it is not simulated.
 
     Attributes:
         steps: that it takes in a round; the last ones of the local phase are left out.
@@ -35,11 +35,11 @@ class Slow:
             raise ValueError(f"a slow replica takes from 1 to noloco.local_steps {noloco.local_steps}")
 
     def rests(self, step: int) -> bool:
-        """Whether it leaves out this local step, counted from 0."""
+        """Return whether it leaves out this local step, counted from 0."""
         return step % self.config.noloco.local_steps >= self.steps
 
     def rescale(self, done: int, weights: Tensor, outers: Sequence[Rounds]) -> None:
-        """After `done` local steps, before the round: the weights, shape [R, elements], as phi + 2 w Delta."""
+        """Turn the pair's rows of weights, [R, elements], into phi + 2 w Delta before the round of step `done`."""
         whole = self.config.noloco.local_steps
         if not self.weighted or done % whole:
             return

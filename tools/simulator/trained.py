@@ -17,7 +17,7 @@ _LAUNCH = Path(__file__).parents[2] / "launch" / "mpirun.sh"
 
 
 def train(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
-    """The last evaluation, and how the loss of the mean model fell.
+    """Train; returns the last evaluation, and the mean model's loss at each.
 
     Args:
         folder: for the run, which is removed when it has ended well.
@@ -45,7 +45,7 @@ def train(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def evaluations(run: Path) -> dict[str, Any]:
-    """Of a finished run. Every replica has the losses of all, and the spread of its share of the weights."""
+    """Return the figures of a finished run. Each replica logs all losses, and the spread of its weights."""
     logs = RunLog(run).replicas
     by_replica = [log.of("evaluation") for log in logs]
     last = by_replica[0][-1]
