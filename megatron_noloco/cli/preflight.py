@@ -139,6 +139,8 @@ def _show_fit(
 
 
 def _show_time(plan: "Plan") -> None:
+    from megatron_noloco.monitor.figures import percent
+
     step = plan.step_seconds
     if step is not None:
         say("", f"a local step computes for {step:.3g} s")
@@ -159,7 +161,7 @@ def _show_time(plan: "Plan") -> None:
         row += [f"{scheme.bytes_per_exchange / 1e6:,.1f}", f"{scheme.seconds_per_exchange:.3g}"]
         if step is not None:
             enough = "" if scheme.name == "synchronous" else f"{scheme.enough_steps(step):,}"
-            row += [f"{scheme.share_lost(step):.1%}", enough]
+            row += [percent(scheme.share_lost(step)), enough]
         rows.append(row)
     say("")
     _table(head, rows)

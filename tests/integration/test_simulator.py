@@ -47,6 +47,20 @@ DECOUPLED_AND_DECAYING = {
 MUON_WSD = {**MUON, "scheduler": {"type": "WSD", "params": {"decay_num_steps": 15, **NOT_WSD}}}
 
 
+def small(
+    folder: Path, replicas: int, steps: int, evaluation: dict[str, int], **blocks: Any
+) -> dict[str, Any]:
+    """Return the JSON of a run with rounds after every 2 local steps."""
+    run = {
+        "noloco": {"local_steps": 2},
+        "parallel": {"replicas": replicas},
+        "data": {"text": write_text(folder)},
+        "training": {"train_iters": steps},
+        "evaluation": evaluation,
+    }
+    return tiny(blocks, tiny(run))
+
+
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [
@@ -59,16 +73,8 @@ MUON_WSD = {**MUON, "scheduler": {"type": "WSD", "params": {"decay_num_steps": 1
     ],
 )
 def test_four_replicas_learn_as_in_the_trainer(name: str, optimizer: dict[str, Any], tmp_path: Path) -> None:
-    raw = tiny(
-        {
-            **optimizer,
-            "noloco": {"local_steps": 2, **METHODS[name]},
-            "parallel": {"replicas": 4},
-            "data": {"text": write_text(tmp_path)},
-            "training": {"train_iters": 8, "output_dir": str(tmp_path)},
-            "evaluation": {"interval": 2, "iters": 3},
-        }
-    )
+    evaluation, blocks = {"interval": 2, "iters": 3}, {**optimizer, "noloco": METHODS[name]}
+    raw = small(tmp_path, 4, 8, evaluation, training={"output_dir": str(tmp_path)}, **blocks)
     run_ranks(4, run_whole, write_config(tmp_path, raw))
     simulated = list(Simulation(RunConfig.from_dict(raw)).run())
     rounding = MUON_ROUNDING if "type" in optimizer.get("optimizer", {}) else 1
@@ -111,31 +117,13 @@ def test_what_is_not_simulated_is_refused(changes: dict[str, Any], reason: str, 
 
 def test_coded_exchanges_under_way_at_an_evaluation_are_finished(tmp_path: Path) -> None:
     """For that partners need each other: whoever waits for one alone would wait for ever."""
-    noloco = {
-        "local_steps": 2,
-        "fragments": 2,
-        "payload": "int8",
-        "overlap": DELAYED,
-        "deadline_seconds": 20.0,
-    }
-    raw = tiny({
-        "noloco": noloco,
-        "parallel": {"replicas": 4},
-        "data": {"text": write_text(tmp_path)},
-        "training": {"train_iters": 4},
-        "evaluation": {"interval": 2, "iters": 1},
-    })  # fmt: skip
+    noloco = {"fragments": 2, "payload": "int8", "overlap": DELAYED, "deadline_seconds": 20.0}
+    raw = small(tmp_path, 4, 4, {"interval": 2, "iters": 1}, noloco=noloco)
     assert [found.step for found in Simulation(RunConfig.from_dict(raw)).run()] == [2, 4]
 
 
 def with_slow(folder: Path, steps: int, weighted: bool = False, **noloco: Any) -> tuple[RunConfig, Slow]:
-    changes = {
-        "noloco": {"local_steps": 3, **noloco},
-        "parallel": {"replicas": 3},
-        "data": {"text": write_text(folder)},
-        "evaluation": {"iters": 2},
-    }
-    config = RunConfig.from_dict(tiny(changes))
+    config = RunConfig.from_dict(small(folder, 3, 6, {"iters": 2}, noloco={"local_steps": 3, **noloco}))
     return config, Slow(config, steps, weighted)
 
 
@@ -202,17 +190,8 @@ def test_a_change_on_the_command_line() -> None:
 
 
 def test_a_study_compares_methods_at_their_best_learning_rates(tmp_path: Path) -> None:
-    base = tiny(
-        {
-            "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-            "noloco": {"local_steps": 2},
-            "parallel": {"replicas": 2},
-            "model": {"num_layers": 1},
-            "data": {"text": write_text(tmp_path)},
-            "training": {"train_iters": 4},
-            "evaluation": {"iters": 2},
-        }
-    )
+    optimizer = {"type": "AdamW", "params": {"lr": 0.01}}
+    base = small(tmp_path, 2, 4, {"iters": 2}, optimizer=optimizer, model={"num_layers": 1})
     one = ["parallel.replicas=1", "noloco.enabled=false"]
     runs = {"synchronous": [*one, "gradient_accumulation_steps=8"], "alone": one, "NoLoCo": []}
     plan = {"base": base, "seeds": [1, 2], "runs": runs}
@@ -248,16 +227,7 @@ def test_a_study_compares_methods_at_their_best_learning_rates(tmp_path: Path) -
 
 
 def test_a_study_without_tuning_takes_the_learning_rate_of_the_json(tmp_path: Path) -> None:
-    base = tiny(
-        {
-            "parallel": {"replicas": 1},
-            "noloco": {"enabled": False},
-            "model": {"num_layers": 1},
-            "data": {"text": write_text(tmp_path)},
-            "training": {"train_iters": 2},
-            "evaluation": {"iters": 1},
-        }
-    )
+    base = small(tmp_path, 1, 2, {"iters": 1}, noloco={"enabled": False}, model={"num_layers": 1})
     plan = {"base": base, "seeds": [1, 2], "tune": False, "runs": {"alone": []}}
     rate = base["optimizer"]["params"]["lr"]
     results = study.Runs(plan, tmp_path / "results.jsonl", 1, study.simulate).all()
@@ -265,16 +235,7 @@ def test_a_study_without_tuning_takes_the_learning_rate_of_the_json(tmp_path: Pa
 
 
 def test_a_run_of_a_study_by_the_trainer_is_as_simulated(tmp_path: Path) -> None:
-    raw = tiny(
-        {
-            "noloco": {"local_steps": 2},
-            "parallel": {"replicas": 2},
-            "model": {"num_layers": 1},
-            "data": {"text": write_text(tmp_path)},
-            "training": {"train_iters": 3},
-            "evaluation": {"interval": 2, "iters": 2},
-        }
-    )
+    raw = small(tmp_path, 2, 3, {"interval": 2, "iters": 2}, model={"num_layers": 1})
     runs = tmp_path / "runs"
     runs.mkdir()
     trained, simulated = train(raw, runs), asdict(list(Simulation(RunConfig.from_dict(raw)).run())[-1])
@@ -331,14 +292,7 @@ def test_noise_over_signal_is_found_without_bias() -> None:
 
 
 def test_the_noise_scale_is_measured_beside_the_training(tmp_path: Path) -> None:
-    raw = tiny({
-        "noloco": {"local_steps": 2},
-        "parallel": {"replicas": 2},
-        "data": {"text": write_text(tmp_path)},
-        "training": {"train_iters": 4},
-        "evaluation": {"interval": 2, "iters": 1},
-    })  # fmt: skip
-    config = RunConfig.from_dict(raw)
+    config = RunConfig.from_dict(small(tmp_path, 2, 4, {"interval": 2, "iters": 1}))
     rows = list(noise_scale.measure(Simulation(config), batches=5))
     expected = list(Simulation(config).run())
     assert [(row["step"], row["mean_model_loss"]) for row in rows] == [
