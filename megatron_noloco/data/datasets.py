@@ -234,7 +234,7 @@ def _about(parts: list[Part], what: str) -> str:
 
 
 def check_tokens(dataset: TokenDataset | RecordDataset, vocab_size: int) -> None:
-    """Raise ValueError for a token outside the vocabulary, or where documents to be told apart do not end."""
+    """Raise ValueError for a token outside the vocabulary, or where documents to be separated do not end."""
     tokens = _look_at(dataset)
     largest = int(tokens.max())
     if largest >= vocab_size:
@@ -249,7 +249,7 @@ def check_tokens(dataset: TokenDataset | RecordDataset, vocab_size: int) -> None
         field = "reset_attention_mask" if documents.reset_attention_mask else "eod_mask_loss"
         raise ValueError(
             f"data.{field}: {dataset.name} holds no end-of-document token ({documents.end_of_document}), so its "
-            "documents cannot be told apart; preprocess it with --append-eod"
+            "documents cannot be separated; preprocess it with --append-eod"
         )
 
 

@@ -24,7 +24,7 @@ class Microbatch(NamedTuple):
 
     tokens: Tensor
     labels: Tensor  # IGNORED where there is no loss
-    documents: Tensor | None  # the number of each token's document in its sample; None: not told apart
+    documents: Tensor | None  # the number of each token's document in its sample; None: not separated
 
     def pinned(self) -> "Microbatch":
         """Return a copy in memory from which a GPU copies without the host."""

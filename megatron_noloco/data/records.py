@@ -128,7 +128,7 @@ class RecordDataset:
         """Raises ValueError when no record remains.
 
         Args:
-            packed: whether a sample holds as many records as there is room for, told apart as documents; else one.
+            packed: whether a sample holds as many records as there is room for, as separate documents; else one.
             padding: the token that fills a sample up.
         """
         self.seq_length, self.name, self.packed, self.padding = seq_length, name, packed, padding

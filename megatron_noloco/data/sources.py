@@ -1,4 +1,4 @@
-"""What is read: sources of text, and how they are split and blended."""
+"""Where a run's data comes from, how it is split and blended, and which tokenizer reads it; values only."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ class Split:
 
     @classmethod
     def parse(cls, text: str) -> "Split":
-        """From Megatron's "949,50,1": weights >= 0, the first > 0; left-out ones are zero. Raises ValueError."""
+        """Parse Megatron's "949,50,1": weights >= 0, the first > 0; left-out ones are zero. Raises ValueError."""
         try:
             weights = [float(part) for part in text.split(",")]
         except ValueError:
@@ -37,9 +37,9 @@ class Blend:
 
     @classmethod
     def parse(cls, paths: str | Sequence[str | float]) -> "Blend":
-        """From one prefix, or ["0.3", "prefixA", "0.7", "prefixB"] as Megatron has it. Raises ValueError."""
+        """Parse one prefix, or ["0.3", "prefixA", "0.7", "prefixB"] as in Megatron. Raises ValueError."""
         if isinstance(paths, str):
-            return cls(((paths, 1.0),))
+            paths = [paths]
         if len(paths) == 1 and isinstance(paths[0], str):
             return cls(((paths[0], 1.0),))
         try:
@@ -79,7 +79,7 @@ class RecordSource:
 
     path: str
     split: Split
-    packed: bool  # several records in one sample, told apart
+    packed: bool  # several records in one sample, as separate documents
 
 
 Source = TextSource | IndexedSource | RecordSource
@@ -87,16 +87,16 @@ Source = TextSource | IndexedSource | RecordSource
 
 @dataclass(frozen=True)
 class Documents:
-    """What is done at the borders of the documents that lie in one sample; in Megatron's words."""
+    """How the documents in one sample are separated; fields as in Megatron."""
 
-    end_of_document: int  # the token that ends each
-    reset_attention_mask: bool = False  # they do not attend to each other
-    eod_mask_loss: bool = False  # no loss on the token after an end
+    end_of_document: int  # the token that ends each document
+    reset_attention_mask: bool = False  # documents do not attend to each other
+    eod_mask_loss: bool = False  # the token after an end has no loss
 
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """Which tokenizer: "byte", or a Hugging Face fast tokenizer with its folder."""
+    """A tokenizer by name: "byte", or a Hugging Face fast tokenizer with its folder."""
 
     tokenizer_type: str = "byte"
     tokenizer_model: str | None = None

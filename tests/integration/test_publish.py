@@ -130,76 +130,46 @@ def logits_there(folder: Path) -> Tensor:
 
 # The exported model is the trained one
 
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    **{
-        f"{stages} stages, {tp_size} tp": (
-            {"pipeline_model_parallel_size": stages, "tensor_model_parallel_size": tp_size},
-            {},
-        )
-        for stages in (1, 2, 4)
-        for tp_size in (1, 2)
-    },
-    "virtual stages": ({"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}, {}),
-    "data_parallel_size": ({"pipeline_model_parallel_size": 2, "data_parallel_size": 2}, {}),
-    "one key/value head": ({"pipeline_model_parallel_size": 2}, {"model": {"num_query_groups": 1}}),
-    "a key/value head per query": ({"tensor_model_parallel_size": 2}, {"model": {"num_query_groups": None}}),
+BF16 = {"bf16": {"enabled": True}}
+TIED = {"untie_embeddings_and_output_weights": False}
+
+
+def sizes(pp: int = 1, tp: int = 1, dp: int = 1, **others: int) -> dict[str, int]:
+    """The block `parallel`."""
+    names = ("pipeline_model_parallel_size", "tensor_model_parallel_size", "data_parallel_size")
+    return {name: size for name, size in zip(names, (pp, tp, dp), strict=True) if size > 1} | others
+
+
+CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    **{f"{pp} stages, {tp} tp": (sizes(pp, tp), {}) for pp in (1, 2, 4) for tp in (1, 2)},
+    "virtual stages": (sizes(2, virtual_pipeline_model_parallel_size=2), {}),
+    "data_parallel_size": (sizes(2, dp=2), {}),
+    "one key/value head": (sizes(2), {"model": {"num_query_groups": 1}}),
+    "a key/value head per query": (sizes(tp=2), {"model": {"num_query_groups": None}}),
     "wide heads": ({}, {"model": {"kv_channels": 16, "rotary_base": 5e5, "norm_epsilon": 1e-3}}),
-    "tied, 1 stage": (
-        {"tensor_model_parallel_size": 2},
-        {"model": {"untie_embeddings_and_output_weights": False}},
-    ),
-    "tied, 2 stages": (
-        {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2},
-        {"model": {"untie_embeddings_and_output_weights": False}},
-    ),
-    "bf16": (
-        {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2},
-        {"bf16": {"enabled": True}},
-    ),
-    "bf16, tied, dp 2": (
-        {"data_parallel_size": 2},
-        {"bf16": {"enabled": True}, "model": {"untie_embeddings_and_output_weights": False}},
-    ),
+    "tied, 1 stage": (sizes(tp=2), {"model": TIED}),
+    "tied, 2 stages": (sizes(2, 2), {"model": TIED}),
+    "bf16": (sizes(2, 2), BF16),
+    "bf16, tied, dp 2": (sizes(dp=2), BF16 | {"model": TIED}),
     "Muon, dp 3, whose flat weights are padded": (
-        {"data_parallel_size": 3},
-        {**MUON, "model": {"num_layers": 2, "num_query_groups": 4}},
+        sizes(dp=3),
+        MUON | {"model": {"num_layers": 2, "num_query_groups": 4}},
     ),
-    "Muon, bf16, tied, 2 stages, dp 2": (
-        {"pipeline_model_parallel_size": 2, "data_parallel_size": 2},
-        {
-            **MUON,
-            "bf16": {"enabled": True},
-            "model": {"untie_embeddings_and_output_weights": False},
-        },
-    ),
+    "Muon, bf16, tied, 2 stages, dp 2": (sizes(2, dp=2), MUON | BF16 | {"model": TIED}),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_exported_model_gives_the_trainers_logits(case: str, tmp_path: Path) -> None:
     parallel, changes = CASES[case]
-    raw = tiny(
-        {
-            **changes,
-            "parallel": parallel,
-            "model": LOUD | changes.get("model", {}),
-            "training": {"output_dir": str(tmp_path / "run")},
-        }
-    )
-    ranks = run_ranks(
-        math.prod(
-            parallel.get(k, 1)
-            for k in ("pipeline_model_parallel_size", "tensor_model_parallel_size", "data_parallel_size")
-        ),
-        save,
-        raw,
-        STEPS,
-    )
+    model = {"parallel": parallel, "model": LOUD | changes.get("model", {})}
+    raw = tiny({**changes, **model, "training": {"output_dir": str(tmp_path / "run")}})
+    world_size = math.prod(size for name, size in parallel.items() if "virtual" not in name)
+    ranks = run_ranks(world_size, save, raw, STEPS)
     expected = next(rank["logits"] for rank in ranks if rank["logits"] is not None)
     dtype = "bfloat16" if "bf16" in changes else "float32"  # the working weights are the master's, rounded
     output = tmp_path / "hf"
-    code, out, err = call("export", str(tmp_path / "run"), "--output", str(output), "--dtype", dtype)
-    assert code == 0, err
+    _, out = exported(tmp_path / "run", output, "--dtype", dtype)
     assert "logits: largest difference" in out
     assert not (output / export.UNFINISHED).exists()
     assert float(expected.std()) > 0.1, "logits that say nothing compare nothing"
@@ -274,8 +244,7 @@ def test_a_wrong_export_is_found_and_stays_unfinished(wrong: str, replicas: Any,
     assert "left marked as unfinished" in err
     assert (output / export.UNFINISHED).exists()
     assert not float(out.split("trainer's own ")[1].split()[0]) < export.TOLERANCE
-    code, _, err = call("export", str(replicas[0]), "--output", str(output))
-    assert code == 0, f"an unfinished export is in nobody's way: {err}"
+    exported(replicas[0], output)  # an unfinished export is written over
 
 
 # Which weights
@@ -325,13 +294,12 @@ def test_best_is_the_lowest_loss_that_is_a_number(replicas: Any, tmp_path: Path)
 def test_weights_in_several_files(replicas: Any, tmp_path: Path) -> None:
     whole, _ = exported(replicas[0], tmp_path / "whole")
     output = tmp_path / "files"
-    code, _, err = call("export", str(replicas[0]), "--output", str(output), "--max-shard-size", "20KB")
-    assert code == 0, err
+    in_files, _ = exported(replicas[0], output, "--max-shard-size", "20KB")
     files = sorted(output.glob("*.safetensors"))
     assert len(files) > 2
     assert all(file.stat().st_size < 20_000 + 2_000 or len(load_file(file)) == 1 for file in files)
     assert files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
-    assert_equal(load(output), whole)
+    assert_equal(in_files, whole)
     torch.testing.assert_close(logits_there(output), logits_there(tmp_path / "whole"), rtol=0, atol=0)
 
 
@@ -362,8 +330,8 @@ def forget_losses(run: Path) -> None:
         path.write_text(json.dumps(json.loads(path.read_text()) | {"counters": {}}))
 
 
-def put_a_file_in_the_way(run: Path) -> None:
-    (run / "hf").write_text("mine")
+def put_a_file(name: str) -> Callable[[Path], object]:
+    return lambda run: (run / name).write_text("mine")
 
 
 def put_a_folder_in_the_way(run: Path) -> None:
@@ -375,14 +343,19 @@ def nothing(_: Path) -> None:
     pass
 
 
-REFUSED: dict[str, tuple[Callable[[Path], None], tuple[str, ...], str]] = {
+REFUSED: dict[str, tuple[Callable[[Path], object], tuple[str, ...], str]] = {
     "unfinished": (take_manifest, (), "No such file"),
     "damaged": (flip_a_bit, (), "checksum does not match"),
     "no checkpoint": (lambda run: shutil.rmtree(run / "checkpoints"), (), "no checkpoint here"),
     "unknown way": (nothing, ("--combine", "median"), '"mean", "best" or "replica=K"'),
     "no such replica": (nothing, ("--combine", "replica=3"), "replicas 0, 1, 2"),
     "best of unknown": (forget_losses, ("--combine", "best"), "no validation losses"),
-    "a file in the way": (put_a_file_in_the_way, (), "is a file"),
+    "a file in the way": (put_a_file("hf"), (), "is a file"),
+    "no folder": (
+        put_a_file("file"),
+        ("--output", "RUN/file/hf"),
+        "file/hf: cannot be written: Not a directory; give another --output",
+    ),
     "a folder in the way": (put_a_folder_in_the_way, (), "not empty"),
 }
 
@@ -392,6 +365,7 @@ def test_export_refuses(what: str, replicas: Any, tmp_path: Path, capsys: pytest
     spoil, options, words = REFUSED[what]
     run = shutil.copytree(replicas[0], tmp_path / "run")
     spoil(run)
+    options = tuple(option.replace("RUN", str(run)) for option in options)
     assert main(["export", str(run), "--output", str(run / "hf"), *options]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
@@ -399,24 +373,14 @@ def test_export_refuses(what: str, replicas: Any, tmp_path: Path, capsys: pytest
     assert not (run / "hf" / "model.safetensors").exists()
 
 
-def test_export_refuses_a_place_it_cannot_write_to(
-    replicas: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").write_text("mine")
-    assert main(["export", str(replicas[0]), "--output", str(tmp_path / "file" / "hf")]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    place = tmp_path / "file" / "hf"
-    assert line == f"{place}: cannot be written: Not a directory; give another --output"
-
-
 # A Hugging Face Llama comes in and goes out again
 
 
 def llama(folder: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> dict[str, Tensor]:
     """A random one, saved by transformers; its tensors."""
-    sizes: dict[str, Any] = {"vocab_size": 257, **HF_SIZES}
+    keys: dict[str, Any] = {"vocab_size": 257, **HF_SIZES, **changes}
     torch.manual_seed(5)
-    model = LlamaForCausalLM(LlamaConfig(**(sizes | changes))).to(dtype)
+    model = LlamaForCausalLM(LlamaConfig(**keys)).to(dtype)
     model.save_pretrained(folder, max_shard_size="50KB")
     return load(folder)
 
@@ -428,48 +392,35 @@ def imported(folder: Path, llama_folder: Path, changes: dict[str, Any]) -> tuple
     return config, json.loads(Path(config).read_text())
 
 
-ROUND_TRIPS: dict[str, tuple[torch.dtype, dict[str, Any], dict[str, Any]]] = {
-    "as it comes": (torch.float32, {}, {}),
-    "pipeline_model_parallel_size": (
-        torch.float32,
-        {"tie_word_embeddings": True},
-        {"parallel": {"pipeline_model_parallel_size": 2}},
-    ),
-    "tp 2, odd vocabulary": (
-        torch.float32,
-        {"vocab_size": 259},
-        {"parallel": {"tensor_model_parallel_size": 2}},
-    ),
+# Precision of the folder, keys of its config, the block `parallel`, other settings of the run
+ROUND_TRIPS: dict[str, tuple[torch.dtype, dict[str, Any], dict[str, int], dict[str, Any]]] = {
+    "as it comes": (torch.float32, {}, {}, {}),
+    "2 stages, tied": (torch.float32, {"tie_word_embeddings": True}, sizes(2), {}),
+    "tp 2, odd vocabulary": (torch.float32, {"vocab_size": 259}, sizes(tp=2), {}),
     "both, tied, odd vocabulary, a head per query": (
         torch.float32,
         {"vocab_size": 259, "num_key_value_heads": 4, "tie_word_embeddings": True},
-        {"parallel": {"pipeline_model_parallel_size": 2, "tensor_model_parallel_size": 2}},
+        sizes(2, 2),
+        {},
     ),
     "one key/value head, wide": (
         torch.float32,
         {"num_key_value_heads": 1, "head_dim": 12, "rms_norm_eps": 1e-4},
-        {"parallel": {"pipeline_model_parallel_size": 2}},
-    ),
-    "bf16, trained in fp32": (
-        torch.bfloat16,
-        {"rope_theta": 5e5},
-        {"parallel": {"tensor_model_parallel_size": 2}},
-    ),
-    "bf16": (
-        torch.bfloat16,
+        sizes(2),
         {},
-        {"bf16": {"enabled": True}, "parallel": {"pipeline_model_parallel_size": 2}},
     ),
+    "bf16, trained in fp32": (torch.bfloat16, {"rope_theta": 5e5}, sizes(tp=2), {}),
+    "bf16": (torch.bfloat16, {}, sizes(2), BF16),
 }
 
 
 @pytest.mark.parametrize("case", ROUND_TRIPS)
 def test_import_and_export_are_the_identity(case: str, tmp_path: Path) -> None:
-    dtype, sizes, changes = ROUND_TRIPS[case]
-    theirs = llama(tmp_path / "llama", dtype, **sizes)
-    training = {"training": {"output_dir": str(tmp_path / "run")}}
-    _, raw = imported(tmp_path, tmp_path / "llama", changes | training)
-    run_ranks(math.prod(changes.get("parallel", {}).values()), save, raw, 0)
+    dtype, keys, parallel, changes = ROUND_TRIPS[case]
+    theirs = llama(tmp_path / "llama", dtype, **keys)
+    common = {"parallel": parallel, "training": {"output_dir": str(tmp_path / "run")}}
+    _, raw = imported(tmp_path, tmp_path / "llama", changes | common)
+    run_ranks(math.prod(parallel.values()), save, raw, 0)
     back, _ = exported(tmp_path / "run", tmp_path / "hf", "--dtype", str(dtype).removeprefix("torch."))
     assert_equal(back, theirs)
     before, after = (read_architecture(tmp_path / name) for name in ("llama", "hf"))
@@ -578,7 +529,7 @@ def test_generate_refuses_a_folder_it_cannot_load(
 
 
 def test_the_bench_of_small_models(tmp_path: Path) -> None:
-    sizes = (
+    options = [
         "--layers",
         "2",
         "--hidden",
@@ -589,8 +540,8 @@ def test_the_bench_of_small_models(tmp_path: Path) -> None:
         "2",
         "--dtype",
         "bfloat16",
-    )
-    command = [sys.executable, "-m", "tools.bench_convert", *sizes, "--folder", str(tmp_path)]
+    ]
+    command = [sys.executable, "-m", "tools.bench_convert", *options, "--folder", str(tmp_path)]
     result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)

@@ -204,29 +204,6 @@ def test_splits_and_blends() -> None:
     assert Blend.parse(["1", "a", 3, "b"]) == Blend((("a", 0.25), ("b", 0.75)))
 
 
-class TestDatasets:
-    @pytest.mark.parametrize(("tokens", "samples"), [(9, 1), (16, 1), (17, 2), (100, 12)])
-    def test_samples_share_one_token(self, tokens: int, samples: int) -> None:
-        dataset = TokenDataset(np.arange(tokens, dtype=np.uint16), seq_length=8)
-        assert len(dataset) == samples
-        for index in range(samples):
-            tokens, labels, documents = dataset[index]
-            assert tokens.dtype == labels.dtype == np.int64
-            assert tokens.tolist() == list(range(index * 8, index * 8 + 8))
-            assert labels.tolist() == list(range(index * 8 + 1, index * 8 + 9))
-            assert documents is None
-
-    def test_outside(self) -> None:
-        dataset = TokenDataset(np.arange(9, dtype=np.uint16), seq_length=8)
-        for index in (-1, 1):
-            with pytest.raises(IndexError):
-                dataset[index]
-
-    def test_less_than_a_sample(self) -> None:
-        with pytest.raises(ValueError, match=r"corpus too small: .* 8 tokens, one sample needs .* 9"):
-            TokenDataset(np.arange(8, dtype=np.uint16), seq_length=8)
-
-
 class TestMicrobatches:
     plan = BatchPlan(replicas=3, dp=2, microbatches=2, micro_batch_size=2)
 

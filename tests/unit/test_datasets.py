@@ -190,8 +190,6 @@ def test_a_run_measures_on_each_dataset(evaluation: dict[str, Any], microbatches
     ("data", "model", "line"),
     [
         ({"data_path": "cut"}, {}, "cut.bin: 30 bytes, its index says 20 tokens x 2 = 40"),
-        ({"data_path": "foreign"}, {}, "foreign.idx: not a Megatron index"),
-        ({"data_path": "a", "split": "1,1,0"}, {}, "one sample needs seq_length + 1 = 301"),
         (
             {"data_path": "a", "tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": "nowhere"},
             {},
@@ -221,10 +219,8 @@ def test_a_run_ends_before_it_starts(
     writer.add(np.arange(20), ends_document=True)
     writer.finish()
     (folder / "cut.bin").write_bytes((folder / "cut.bin").read_bytes()[:30])
-    (folder / "foreign.idx").write_bytes(b"something else altogether" * 9)
-    (folder / "foreign.bin").write_bytes(b"")
     config = run_config(data)
-    config["model"] |= {"seq_length": 300} | model
+    config["model"] |= model
     tp_size = config["model"].pop("tensor_model_parallel_size", 1)
     config["parallel"] = {"tensor_model_parallel_size": tp_size}
     for name, value in {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": tp_size}.items():
@@ -425,24 +421,20 @@ class TestStepLoader:
         first.close()
         last.close()
 
+    @pytest.mark.parametrize("separate_documents", [False, True])
     @pytest.mark.parametrize(("pp", "vpp"), [(1, 1), (3, 1), (2, 2)])
-    def test_only_the_ends_of_a_pipeline_read(self, pp: int, vpp: int) -> None:
-        routes, topology = self.routing.routes(5, 2), Topology(replicas=3, pp=pp, vpp=vpp)
-        origins = {(routes.origin(pp * vpp - 1, 1, microbatch), microbatch) for microbatch in range(2)}
-        for stage in range(pp):
-            expected = {(1, 0), (1, 1)} if stage == 0 else set()
-            expected |= origins if stage == pp - 1 else set()
-            position = Position(replica=1, stage=stage, dp=0, tp=0)
-            assert Reader.at(topology, position, False).addresses(routes, 2) == expected
-
-    @pytest.mark.parametrize(("pp", "vpp"), [(3, 1), (2, 2)])
-    def test_separate_documents_are_read_where_their_microbatch_is_computed(self, pp: int, vpp: int) -> None:
+    def test_a_rank_reads_what_is_routed_to_its_chunks(
+        self, pp: int, vpp: int, separate_documents: bool
+    ) -> None:
+        """To the two ends of the pipeline, and with separate documents to all chunks."""
         routes, topology = self.routing.routes(5, 2), Topology(replicas=3, pp=pp, vpp=vpp)
         for stage in range(pp):
-            chunks = [stage + pp * virtual for virtual in range(vpp)]
-            expected = {(routes.origin(chunk, 1, m), m) for chunk in chunks for m in range(2)}
+            chunks = set(range(stage, pp * vpp, pp))
+            if not separate_documents:
+                chunks &= {0, pp * vpp - 1}
+            expected = {(routes.origin(chunk, 1, m) if chunk else 1, m) for chunk in chunks for m in range(2)}
             position = Position(replica=1, stage=stage, dp=0, tp=0)
-            assert Reader.at(topology, position, True).addresses(routes, 2) == expected
+            assert Reader.at(topology, position, separate_documents).addresses(routes, 2) == expected
 
     def test_it_reads_one_step_ahead_in_another_thread_and_counts_the_wait(
         self, monkeypatch: pytest.MonkeyPatch
@@ -465,7 +457,8 @@ class TestStepLoader:
         assert not waited
         threading.Timer(0.05, go.set).start()
         given.read(2, 0)
-        assert 0.02 < sum(waited) < 5
+        assert len(waited) == 1
+        assert waited[0] > 0
         loader.step(3).read(2, 1)
         loader.close()
         assert steps[:4] == [2, 2, 3, 3]
@@ -482,15 +475,13 @@ class TestStepLoader:
         loader.close()
 
 
-def test_validation_takes_all_when_asked() -> None:
-    dataset = TokenDataset(np.arange(31 * 4 + 1), seq_length=4)
-    source = ValidationSource(dataset, 3, count=None)
-    seen = torch.cat([source.microbatch(index)[0] for index in range(len(source))])
-    assert len(set(seen[:, 0].tolist())) == 30
-
-
-@pytest.mark.parametrize(("count", "taken"), [(None, 8), (5, 8), (8, 8), (1, 4)])
-def test_validation_takes_what_fills_the_pipeline(count: int | None, taken: int) -> None:
+@pytest.mark.parametrize(
+    ("count", "multiple", "taken"), [(None, 1, 10), (None, 4, 8), (5, 4, 8), (8, 4, 8), (1, 4, 4)]
+)
+def test_validation_takes_what_fills_the_pipeline(count: int | None, multiple: int, taken: int) -> None:
     """31 samples are 10 microbatches of 3; a pipeline with virtual stages takes 4 at once, or 8."""
     dataset = TokenDataset(np.arange(31 * 4 + 1), seq_length=4)
-    assert len(ValidationSource(dataset, 3, count, multiple_of=4)) == taken
+    source = ValidationSource(dataset, 3, count, multiple_of=multiple)
+    seen = torch.cat([source.microbatch(index)[0] for index in range(len(source))])
+    assert len(source) == taken
+    assert len(set(seen[:, 0].tolist())) == 3 * taken

@@ -22,7 +22,7 @@ from megatron_noloco.data.indexed import IndexedTokens, IndexedWriter
 from megatron_noloco.data.inputs import find_inputs
 from megatron_noloco.data.preprocess import Encoding, Job
 from megatron_noloco.data.sources import TokenizerChoice
-from megatron_noloco.data.tokenizer import build_tokenizer
+from megatron_noloco.data.tokenizer import FastTokenizer, build_tokenizer
 from megatron_noloco.files import put_in_place
 
 ROOT = Path(__file__).parents[2]
@@ -54,9 +54,8 @@ def make_tokenizer(folder: Path, vocab_size: int = 300) -> None:
     tokenizer.train_from_iterator(["two three four five six seven eight nine ten"] * 9, trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     end = {"__type": "AddedToken", "content": "<end>", "special": True}
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end})
-    )
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def zstd(content: bytes) -> bytes:
@@ -184,7 +183,7 @@ def noted(monkeypatch: pytest.MonkeyPatch, die_at: int | None = None) -> list[tu
     ("kind", "die_at"),
     [("jsonl", 0), ("jsonl", 1), ("jsonl", 6), ("jsonl.gz", 4), ("parquet", 4), ("txt", 4)],
 )
-def test_one_large_file_goes_on_where_it_was(
+def test_one_large_file_continues_where_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, die_at: int
 ) -> None:
     texts = [f"{number} " * 50 for number in range(2000)]
@@ -232,12 +231,8 @@ class TestStopped:
                 preprocess.preprocess(job, lambda _: None)
         return job
 
-    def test_there_is_no_index(self, job: Job) -> None:
+    def test_it_continues_where_it_was(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not list(job.prefix.parent.glob("out_text_document*"))
-        with pytest.raises(ValueError, match=r"out_text_document\.idx: no such file"):
-            IndexedTokens(str(job.output("text")))
-
-    def test_it_goes_on_where_it_was(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
         encoded = noted(monkeypatch)
         done_bytes: list[int] = []
         tally = preprocess.preprocess(job, done_bytes.append)
@@ -326,40 +321,38 @@ def test_wherever_publishing_is_stopped_an_index_means_a_whole_dataset(
         1,
     )
     stops = 0
-    while True:
-        calls = iter(range(100))
-
-        def stopped_before_or_after(
-            finished: Path, path: Path, calls: Any = calls, last: int = stops
-        ) -> None:
-            if next(calls) == last:
-                raise KeyboardInterrupt
-            put_in_place(finished, path)
-            if next(calls) == last:
-                raise KeyboardInterrupt
-
-        monkeypatch.setattr(preprocess, "put_in_place", stopped_before_or_after)
-        preprocess.check(job)
-        try:
-            preprocess.preprocess(job, lambda _: None)
-        except KeyboardInterrupt:
-            stopped = True
-        else:
-            stopped = False
+    while _stopped_at(stops, job, monkeypatch):
         for key in keys:
             if Path(f"{job.output(key)}.idx").exists():
                 whole = documents(IndexedTokens(str(job.output(key))))
                 assert whole == [list(f"{key.upper()}{number}".encode()) for number in range(2)]
-        if not stopped:
-            break
-        preprocess.check(job)  # the same job may go on
-        monkeypatch.setattr(preprocess, "put_in_place", put_in_place)
+        preprocess.check(job)  # the same job may continue
         preprocess.preprocess(job, lambda _: None)
         assert all(len(documents(IndexedTokens(str(job.output(key))))) == 2 for key in keys)
         for path in tmp_path.glob("out*"):
             path.unlink()
         stops += 1
     assert stops == 8
+
+
+def _stopped_at(last: int, job: Job, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Run the job, stopped right before or after a file is put in place; False: it ended before that."""
+    calls = iter(range(100))
+
+    def put(finished: Path, path: Path) -> None:
+        for step in (lambda: None, lambda: put_in_place(finished, path)):
+            step()
+            if next(calls) == last:
+                raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(preprocess, "put_in_place", put)
+        preprocess.check(job)
+        try:
+            preprocess.preprocess(job, lambda _: None)
+        except KeyboardInterrupt:
+            return True
+    return False
 
 
 def test_a_part_is_on_the_disk_before_it_is_marked_as_done(
@@ -390,35 +383,56 @@ def test_what_a_tokenizer_remembers_of_its_model_does_not_cut_texts(tmp_path: Pa
     tokenizer.enable_truncation(3)
     tokenizer.enable_padding(length=9)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    encoding = fast_encoding(tmp_path)
-    ids = build_tokenizer(encoding.tokenizer).encode("two three four five")
-    assert build_tokenizer(encoding.tokenizer).decode(ids) == "two three four five"
-    assert len(ids) != 9
+    found = FastTokenizer(tmp_path)
+    assert found.decode(found.encode("two three four five")) == "two three four five"
+    assert len(found.encode("two three four five")) != 9
 
 
-@pytest.mark.parametrize("content", ["[1]", "{"])
-def test_a_broken_tokenizer_config(tmp_path: Path, content: str) -> None:
+NO_END = "no end-of-document token; name it as eos_token"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "line"),
+    [
+        ("tokenizer_config.json", "[1]", r"tokenizer_config\.json: not a JSON object$"),
+        ("tokenizer_config.json", "{", r"tokenizer_config\.json: not a JSON object$"),
+        ("tokenizer_config.json", "{}", NO_END),
+        *(("tokenizer_config.json", json.dumps({"eos_token": end}), NO_END) for end in ({}, ["<end>"], 5)),
+        ("tokenizer.json", "{}", r"tokenizer\.json: not a tokenizer"),
+    ],
+)
+def test_broken_files_of_a_tokenizer(tmp_path: Path, name: str, content: str, line: str) -> None:
     make_tokenizer(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(content)
-    with pytest.raises(ValueError, match=r"tokenizer_config\.json: not a JSON object$"):
-        build_tokenizer(TokenizerChoice("HuggingFaceTokenizer", str(tmp_path)))
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=line):
+        FastTokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("end", [{}, ["<end>"], 5])
-def test_an_end_of_document_that_is_no_text(tmp_path: Path, end: Any) -> None:
-    make_tokenizer(tmp_path)
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
-    with pytest.raises(ValueError, match="no end-of-document token; name it as eos_token"):
-        build_tokenizer(TokenizerChoice("HuggingFaceTokenizer", str(tmp_path)))
+def test_a_fast_tokenizer_is_the_one_that_transformers_loads(tmp_path: Path, fast: Path) -> None:
+    from transformers import AutoTokenizer
+
+    ours = FastTokenizer(fast)
+    ours.save(tmp_path, max_length=64)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    text = "two three <end> Größe\n"
+    assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text).tolist()
+    assert (theirs.eos_token_id, theirs.model_max_length) == (ours.end_of_document, 64)
+    assert ours.vocab_size == len(theirs)
+    assert ours.decode([*ours.encode("two six\n"), ours.end_of_document]) == "two six\n"
 
 
-def test_the_tool_with_two_workers(tmp_path: Path, fast: Path) -> None:
+def call_preprocess(folder: Path, *options: str) -> "subprocess.CompletedProcess[str]":
+    """Preprocess a.jsonl in the folder with two workers."""
+    command = [*PREPROCESS, "--input", str(folder / "a.jsonl")]
+    command += ["--output-prefix", str(folder / "out"), "--workers", "2", *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_two_workers_give_the_same(tmp_path: Path, fast: Path) -> None:
     texts = [f"two three {number}" for number in range(100)]
     write_jsonl(tmp_path / "a.jsonl", texts)
-    command = [*PREPROCESS, "--input", str(tmp_path / "a.jsonl")]
-    command += ["--output-prefix", str(tmp_path / "out"), "--append-eod", "--workers", "2"]
-    command += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(fast)]
-    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    tokenizer = ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(fast))
+    first = call_preprocess(tmp_path, "--append-eod", *tokenizer)
     assert (first.returncode, without_torch(first.stderr)) == (0, "")
     encoding = fast_encoding(fast)
     indexed = IndexedTokens(str(tmp_path / "out_text_document"))
@@ -428,11 +442,9 @@ def test_the_tool_with_two_workers(tmp_path: Path, fast: Path) -> None:
         run(tmp_path, [tmp_path / "a.jsonl"], encoding)
 
 
-def test_a_bad_line_met_by_a_worker_is_one_line(tmp_path: Path) -> None:
+def test_a_bad_line_in_a_worker_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text"\n')
-    command = [*PREPROCESS, "--input", str(tmp_path / "a.jsonl")]
-    command += ["--workers", "2", "--output-prefix", str(tmp_path / "out")]
-    finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    finished = call_preprocess(tmp_path)
     assert (finished.returncode, finished.stdout) == (2, "")
     assert finished.stderr.startswith(f"{tmp_path / 'a.jsonl'}, line 2: not JSON")
     assert finished.stderr.count("\n") == 1
@@ -509,34 +521,29 @@ class TestDamage:
         assert indexed.document_lengths.tolist() == [3, 4]
 
     @pytest.mark.parametrize(
-        ("suffix", "keep", "line"),
+        ("suffix", "damage", "line"),
         [
-            ("bin", 27, r"p\.bin: 27 bytes, its index says 7 tokens x 4 = 28; it is cut short"),
-            ("bin", 0, r"p\.bin: 0 bytes"),
-            ("idx", 60, r"p\.idx: 60 bytes, 2 sequences need 82; it is cut short"),
-            ("idx", 20, r"p\.idx: not a Megatron index"),
-            ("idx", 0, r"p\.idx: not a Megatron index"),
+            ("bin", slice(27), r"p\.bin: 27 bytes, its index says 7 tokens x 4 = 28; it is cut short"),
+            ("bin", slice(0), r"p\.bin: 0 bytes"),
+            ("idx", slice(60), r"p\.idx: 60 bytes, 2 sequences need 82; it is cut short"),
+            ("idx", slice(20), r"p\.idx: not a Megatron index"),
+            ("idx", slice(0), r"p\.idx: not a Megatron index"),
+            ("idx", (0, 0), "not a Megatron index"),
+            ("idx", (9, 0), "version 0 with token type 4"),
+            ("idx", (17, 0), "token type 0"),
+            ("idx", (42, 9), "its sequences do not lie one after the other"),
         ],
     )
-    def test_cut_short(self, prefix: Path, suffix: str, keep: int, line: str) -> None:
+    def test_cut_short_or_altered(
+        self, prefix: Path, suffix: str, damage: slice | tuple[int, int], line: str
+    ) -> None:
         path = prefix.with_suffix(f".{suffix}")
-        path.write_bytes(path.read_bytes()[:keep])
-        with pytest.raises(ValueError, match=line):
-            IndexedTokens(str(prefix))
-
-    @pytest.mark.parametrize(
-        ("place", "line"),
-        [
-            (0, "not a Megatron index"),
-            (9, "version 0 with token type 4"),
-            (17, "token type 0"),
-            (42, "one after"),
-        ],
-    )
-    def test_altered(self, prefix: Path, place: int, line: str) -> None:
-        content = bytearray(prefix.with_suffix(".idx").read_bytes())
-        content[place] = 0 if place < 42 else 9
-        prefix.with_suffix(".idx").write_bytes(content)
+        content = bytearray(path.read_bytes())
+        if isinstance(damage, slice):
+            content = content[damage]
+        else:
+            content[damage[0]] = damage[1]
+        path.write_bytes(content)
         with pytest.raises(ValueError, match=line):
             IndexedTokens(str(prefix))
 
@@ -544,29 +551,3 @@ class TestDamage:
         prefix.with_suffix(".bin").unlink()
         with pytest.raises(ValueError, match=r"p\.bin: no such file .* without \"\.bin\""):
             IndexedTokens(str(prefix))
-
-
-class TestFastTokenizer:
-    def test_it_is_the_tokenizer_that_transformers_loads(self, tmp_path: Path, fast: Path) -> None:
-        from transformers import AutoTokenizer
-
-        ours = build_tokenizer(TokenizerChoice("HuggingFaceTokenizer", str(fast)))
-        ours.save(tmp_path, max_length=64)
-        theirs = AutoTokenizer.from_pretrained(tmp_path)
-        text = "two three <end> Größe\n"
-        assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text).tolist()
-        assert (theirs.eos_token_id, theirs.model_max_length) == (ours.end_of_document, 64)
-        assert ours.vocab_size == len(theirs)
-        assert ours.decode([*ours.encode("two six\n"), ours.end_of_document]) == "two six\n"
-
-    def test_broken_files(self, tmp_path: Path) -> None:
-        def build() -> None:
-            build_tokenizer(TokenizerChoice("HuggingFaceTokenizer", str(tmp_path)))
-
-        make_tokenizer(tmp_path)
-        (tmp_path / "tokenizer_config.json").unlink()
-        with pytest.raises(ValueError, match="no end-of-document token; name it as eos_token"):
-            build()
-        (tmp_path / "tokenizer.json").write_text("{}")
-        with pytest.raises(ValueError, match=r"tokenizer\.json: not a tokenizer"):
-            build()

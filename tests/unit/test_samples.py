@@ -1,0 +1,163 @@
+"""Samples: cut in order or from shuffled sequences, every token a label once, documents told apart."""
+
+import subprocess
+import sys
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_noloco.data import samples as samples_module
+from megatron_noloco.data.datasets import Needs, build_datasets
+from megatron_noloco.data.indexed import IndexedWriter
+from megatron_noloco.data.microbatches import ValidationSource
+from megatron_noloco.data.samples import IGNORED, ShuffledDataset, TokenDataset
+from megatron_noloco.data.sources import Blend, Documents, IndexedSource
+from megatron_noloco.data.tokenizer import ByteTokenizer
+from megatron_noloco.model.layers import document_mask
+from megatron_noloco.plans.draws import Stream
+from megatron_noloco.plans.shuffle import Shuffle
+from tests.harness import REPOSITORY
+
+SEQ = 8
+END = 9
+TOKENS = np.array([1, 2, END, 3, END, END, 4, 5, 6])  # documents of 3, 2, 1 and more than 2 tokens
+BOTH = Documents(END, reset_attention_mask=True, eod_mask_loss=True)
+
+
+@pytest.mark.parametrize(("tokens", "count"), [(9, 1), (16, 1), (17, 2), (100, 12)])
+def test_samples_share_one_token(tokens: int, count: int) -> None:
+    made = TokenDataset(np.arange(tokens, dtype=np.uint16), SEQ, "the data")
+    assert len(made) == count
+    for index in range(count):
+        sample = made[index]
+        assert sample.tokens.dtype == sample.labels.dtype == np.int64
+        assert sample.tokens.tolist() == list(range(index * 8, index * 8 + 8))
+        assert sample.labels.tolist() == list(range(index * 8 + 1, index * 8 + 9))
+        assert sample.documents is None
+    for outside in (-1, count):
+        with pytest.raises(IndexError, match="outside the data"):
+            made[outside]
+
+
+def test_less_than_a_sample() -> None:
+    with pytest.raises(ValueError, match=r"corpus too small: .* 8 tokens, one sample needs .* 9"):
+        TokenDataset(np.arange(8, dtype=np.uint16), SEQ)
+
+
+def dataset(lengths: list[int], seed: int = 7, before: int = 0) -> ShuffledDataset:
+    """Sequences whose tokens are all different; `before`: where in its file the first one begins."""
+    offsets = before + np.cumsum([0, *lengths])
+    return ShuffledDataset(np.arange(sum(lengths)), offsets, SEQ, "the data", seed)
+
+
+def samples(made: TokenDataset) -> list[list[int]]:
+    """All tokens of each, the last label included."""
+    return [[*made[index].tokens.tolist(), int(made[index].labels[-1])] for index in range(len(made))]
+
+
+def laid_end_to_end(lengths: list[int], seed: int) -> np.ndarray:
+    """All tokens, sequence after sequence of the shuffled order."""
+    pieces = np.split(np.arange(sum(lengths)), np.cumsum(lengths)[:-1])
+    order = Shuffle(len(lengths), seed, Stream.DOCUMENTS).at(np.arange(len(lengths)))
+    return np.concatenate([pieces[index] for index in order])
+
+
+any_lengths = st.lists(st.integers(0, 60), max_size=40).map(lambda lengths: [*lengths, SEQ + 1])
+
+
+@settings(max_examples=60)
+@given(lengths=any_lengths, seed=st.integers(0, 5), block=st.integers(1, 9), before=st.integers(0, 99))
+def test_samples_are_those_of_the_shuffled_sequences(
+    lengths: list[int], seed: int, block: int, before: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(samples_module, "_BLOCK", block)
+        patch.setattr(samples_module, "_AT_ONCE", 2)
+        found = samples(dataset(lengths, seed, before))
+    assert found == samples(TokenDataset(laid_end_to_end(lengths, seed), SEQ))
+
+
+@settings(max_examples=30)
+@given(lengths=any_lengths, seed=st.integers(0, 5))
+def test_every_token_is_a_label_once(lengths: list[int], seed: int) -> None:
+    """But the first one, and the rest that is shorter than a sample; inputs precede their labels in a sequence."""
+    made = dataset(lengths, seed)
+    labels = Counter(token for sample in samples(made) for token in sample[1:])
+    assert set(labels.values()) == {1}
+    assert sum(labels.values()) == len(made) * SEQ == (sum(lengths) - 1) // SEQ * SEQ
+    begins = {0, *np.cumsum(lengths).tolist()}
+    for sample in samples(made):
+        assert all(label == token + 1 or label in begins for token, label in pairwise(sample))
+
+
+def test_seeds_differ_and_neighbours_part() -> None:
+    lengths = [SEQ] * 200
+    ours, others = samples(dataset(lengths, seed=1)), samples(dataset(lengths, seed=2))
+    assert ours != others
+    together = sum(
+        sample[-1] == sample[-2] + 1 for sample in ours
+    )  # a sequence and the one after it in the file
+    assert together < 10
+
+
+def test_reading_imports_no_engine() -> None:
+    """Importing megatron.core takes seconds, on every rank and in every process that encodes."""
+    code = (
+        "import sys, megatron_noloco.data.preprocess, megatron_noloco.data.datasets;"
+        "sys.exit(bool({'torch', 'megatron', 'transformers'} & sys.modules.keys()))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, timeout=60).returncode == 0
+
+
+# Documents in one sample
+
+
+def test_the_token_after_an_end_begins_a_document_and_has_no_loss() -> None:
+    tokens, labels, documents = TokenDataset(TOKENS, 8, documents=BOTH)[0]
+    assert tokens.tolist() == TOKENS[:8].tolist()
+    assert labels.tolist() == [2, END, IGNORED, END, IGNORED, IGNORED, 5, 6]
+    assert documents is not None
+    assert documents.tolist() == [0, 0, 0, 1, 1, 2, 3, 3]
+
+
+def test_each_is_done_without_the_other() -> None:
+    _, labels, documents = TokenDataset(TOKENS, 8, documents=Documents(END, eod_mask_loss=True))[0]
+    assert IGNORED in labels
+    assert documents is None
+    _, labels, documents = TokenDataset(TOKENS, 8, documents=Documents(END, reset_attention_mask=True))[0]
+    assert IGNORED not in labels
+    assert documents is not None
+
+
+def test_in_shuffled_sequences_and_in_microbatches() -> None:
+    dataset = ShuffledDataset(TOKENS, np.array([0, 3, 5, 6, 9]), 4, "the data", 0, BOTH)
+    microbatch = ValidationSource(dataset, 2, count=1).microbatch(0)
+    assert microbatch.documents is not None
+    ends = microbatch.tokens == END
+    assert torch.equal(microbatch.labels == IGNORED, ends)
+    assert torch.equal(microbatch.documents.diff(), ends[:, :-1].long())
+
+
+def test_who_attends_to_whom() -> None:
+    (mask,) = document_mask(torch.tensor([[0, 0, 1, 1]]))[0].int().tolist()
+    assert mask == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]]
+
+
+@pytest.mark.parametrize("field", ["reset_attention_mask", "eod_mask_loss"])
+def test_a_dataset_without_ends_is_refused(field: str, tmp_path: Path) -> None:
+    writer = IndexedWriter(tmp_path / "a", ByteTokenizer.vocab_size)
+    writer.add(np.arange(100), ends_document=True)
+    writer.finish()
+    documents = Documents(ByteTokenizer.end_of_document, **{field: True})
+    source = IndexedSource(Blend.parse(str(tmp_path / "a")), None, None)
+    needs = Needs(ByteTokenizer.vocab_size, 8, evaluates=False, documents=documents)
+    with pytest.raises(
+        ValueError, match=rf"^data.{field}: .*a holds no end-of-document token \(256\), .*--append-eod$"
+    ):
+        build_datasets(source, ByteTokenizer(), needs)
