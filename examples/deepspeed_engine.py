@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron_noloco.attach import ReplicaGroups, attach
-from megatron_noloco.outer import OuterSettings
+from megatron_noloco.settings import NolocoSettings
 
 REPLICAS, STEPS = 2, 60
 
@@ -51,7 +51,7 @@ def main() -> None:
         },
         mpu=ReplicaGroups(REPLICAS),  # NoLoCo: gradients are reduced inside a replica
     )
-    noloco = attach(engine, OuterSettings(local_steps=10), replicas=REPLICAS)  # NoLoCo
+    noloco = attach(engine, NolocoSettings(local_steps=10), replicas=REPLICAS)  # NoLoCo
     draw = torch.Generator().manual_seed(1 + dist.get_rank())  # every rank has data of its own
     for step in range(STEPS):
         points = (4 * torch.rand(32, 2, generator=draw) - 2).to(engine.device)

@@ -18,9 +18,8 @@ from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
-from megatron_noloco.attach import Federation
 from megatron_noloco.attach.hf_trainer import NolocoCallback
-from megatron_noloco.outer import OuterSettings
+from megatron_noloco.settings import FederationSettings, NolocoSettings
 
 LENGTH = 64  # bytes of a sample
 
@@ -79,15 +78,15 @@ def main() -> None:
     )
     model = LlamaForCausalLM(config)
     trainer = Trainer(model, args, train_dataset=Text(options.slot, options.slots))
-    federation = Federation(
-        slot=options.slot,
+    federation = FederationSettings(
         slots=options.slots,
         rendezvous=f"file://{options.folder}/rendezvous",
-        key_file=None,  # in the open; over the internet, a file made by `megatron-noloco keys FILE`
+        encryption="none",  # over the internet "curve", with key_file made by `megatron-noloco keys FILE`
+        local_steps="all",  # a slow job lets its partners wait
         start_with=options.slots,
     )
-    settings = OuterSettings(local_steps=10, deadline_seconds=120)
-    trainer.add_callback(NolocoCallback(trainer, federation, settings))  # NoLoCo
+    settings = NolocoSettings(local_steps=10, deadline_seconds=120)
+    trainer.add_callback(NolocoCallback(trainer, federation, settings, slot=options.slot))  # NoLoCo
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(folder)))
     trainer.save_model(str(folder / "final"))  # the one model of all replicas
 

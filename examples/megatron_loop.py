@@ -28,8 +28,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
-from megatron_noloco.attach import Federation, attach
-from megatron_noloco.outer import OuterSettings
+from megatron_noloco.attach import attach
+from megatron_noloco.settings import FederationSettings, NolocoSettings
 
 LENGTH, VOCABULARY, BATCH = 32, 64, 4
 
@@ -100,22 +100,25 @@ def main() -> None:
     model, optimizer = build(options.tensor_parallel, options.bf16)
     noloco = attach(  # NoLoCo: when the checkpoint is loaded
         optimizer,
-        OuterSettings(local_steps=10, deadline_seconds=120),
-        federation=Federation(
-            slot=options.slot,
+        NolocoSettings(local_steps=10, deadline_seconds=120),
+        federation=FederationSettings(
             slots=options.slots,
             rendezvous=f"file://{options.folder}/rendezvous",
-            key_file=None,  # in the open; over the internet, a file made by `megatron-noloco keys FILE`
+            encryption="none",  # over the internet "curve", with key_file made by `megatron-noloco keys FILE`
+            local_steps="all",  # a slow job lets its partners wait
             start_with=options.slots,
         ),
+        slot=options.slot,
     )
     source = 100 * options.slot + parallel_state.get_data_parallel_rank()
     while noloco.done < 60:
         loss = train_step(model, optimizer, microbatch(noloco.done, source))
         for report in noloco.step():  # NoLoCo: a round after every 10 steps
             if dist.get_rank() == 0:
-                met = report.exchange.missed or f"met {report.exchange.group}, spread {report.spread:.5f}"
-                print(f"step {noloco.done}: loss {loss:.4f}, {met}", flush=True)
+                outcome = (
+                    report.exchange.missed or f"group {report.exchange.group}, spread {report.spread:.5f}"
+                )
+                print(f"step {noloco.done}: loss {loss:.4f}, {outcome}", flush=True)
     noloco.average()  # NoLoCo: the replicas that are there become one model
     noloco.close()
     norm = sum(parameter.detach().float().square().sum().item() for parameter in model[0].parameters()) ** 0.5

@@ -14,13 +14,13 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 
-from megatron_noloco.outer import OuterOptimizer, OuterSettings, TorchWeights
-from megatron_noloco.plans.grouping import Grouping
+from megatron_noloco.outer import OuterOptimizer, TorchWeights
 from megatron_noloco.plans.topology import Place
+from megatron_noloco.settings import NolocoSettings
 from megatron_noloco.transport.torch_dist import TorchTransport
 
 REPLICAS, STEPS, SEED = 4, 200, 0
-SETTINGS = OuterSettings(local_steps=10, outer_momentum=0.5, outer_lr=0.7)
+SETTINGS = NolocoSettings(local_steps=10, outer_momentum=0.5, outer_lr=0.7)
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -41,8 +41,8 @@ def local_step(model: nn.Module, optimizer: torch.optim.Optimizer, draw: torch.G
 def train(replica: int, replicas: int) -> Tensor:
     """One replica's training; its weights at the end. Needs torch.distributed initialised, with gloo."""
     model, optimizer = build()
-    weights, grouping = TorchWeights(model.parameters()), Grouping(replicas, group_size=2, seed=SEED)
-    outer = OuterOptimizer(weights, TorchTransport(), Place(replica, replicas), grouping, SETTINGS)
+    weights = TorchWeights(model.parameters())
+    outer = OuterOptimizer(weights, TorchTransport(), Place(replica, replicas), SETTINGS, SEED)
     draw = torch.Generator().manual_seed(1 + replica)  # every replica has data of its own
     for step in range(STEPS):
         loss = local_step(model, optimizer, draw)

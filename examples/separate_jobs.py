@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_noloco.attach import Federation, attach
-from megatron_noloco.outer import OuterSettings
+from megatron_noloco.attach import attach
+from megatron_noloco.settings import FederationSettings, NolocoSettings
 
 SLOTS, SAVE_INTERVAL = 2, 50
 
@@ -49,14 +49,15 @@ def main() -> None:
 
     noloco = attach(  # NoLoCo: when all else is loaded
         parallel,
-        OuterSettings(local_steps=10, deadline_seconds=60),
-        federation=Federation(
-            slot=options.slot,
+        NolocoSettings(local_steps=10, deadline_seconds=60),
+        federation=FederationSettings(
             slots=SLOTS,
             rendezvous=f"file://{options.folder}/rendezvous",
-            key_file=None,  # in the open; over the internet, a file made by `megatron-noloco keys FILE`
+            encryption="none",  # over the internet "curve", with key_file made by `megatron-noloco keys FILE`
+            local_steps="all",  # a slow job lets its partners wait
             start_with=SLOTS,  # waits for a minute at most, see deadline_seconds
         ),
+        slot=options.slot,
         state=saved.get("noloco"),
     )
     while (
@@ -69,9 +70,9 @@ def main() -> None:
         loss.backward()
         optimizer.step()
         for report in noloco.step():  # NoLoCo: a round after every 10 steps
-            met = report.exchange.missed or f"met {report.exchange.group}, spread {report.spread:.5f}"
+            outcome = report.exchange.missed or f"group {report.exchange.group}, spread {report.spread:.5f}"
             if rank == 0:
-                print(f"step {noloco.done}: loss {loss.item():.4f}, {met}", flush=True)
+                print(f"step {noloco.done}: loss {loss.item():.4f}, {outcome}", flush=True)
         if noloco.done % SAVE_INTERVAL == 0:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save(state | {"noloco": noloco.state_dict()}, checkpoint)  # NoLoCo

@@ -31,13 +31,13 @@ from megatron_noloco.job.join import join
 from megatron_noloco.job.launcher import World
 from megatron_noloco.job.start_up import before_engines
 from megatron_noloco.model.stage import build_stage
-from megatron_noloco.outer import OuterOptimizer, OuterSettings
+from megatron_noloco.outer import OuterOptimizer
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import build_groups
-from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Topology
+from megatron_noloco.settings import NolocoSettings
 from megatron_noloco.training.prepare import checkpoint_settings
 from megatron_noloco.transport.torch_dist import TorchTransport
 from tools.options import command_line
@@ -112,8 +112,7 @@ def build(options: argparse.Namespace, folder: Path, asynchronous: bool) -> Chec
     groups = build_groups(topology, routed=False, tied=False)
     stage = build_stage(config.architecture(VOCABULARY), config.compute, groups, config.training.seed)
     engine = ReplicaEngine(stage, groups, config.deepspeed)
-    place, grouping = topology.place(0), Grouping(1, 1, seed=0)
-    outer = OuterOptimizer(engine.weights, TorchTransport(), place, grouping, OuterSettings())
+    outer = OuterOptimizer(engine.weights, TorchTransport(), topology.place(0), NolocoSettings())
     routes = Routing(1, config.microbatches, 0, "off").straight()
     engine.train_batch(read, routes)
     return Checkpointer(checkpoint_settings(config, Topology()), engine, outer, BatchPlan(1, 1, 1, 1))

@@ -37,9 +37,9 @@ from megatron_noloco.job.agreement import of_rank_0
 from megatron_noloco.job.join import choose_transport, join
 from megatron_noloco.job.launcher import read_world
 from megatron_noloco.job.leaving import leave
-from megatron_noloco.outer import OuterOptimizer, OuterSettings, RoundReport, TorchWeights
-from megatron_noloco.plans.grouping import Grouping
+from megatron_noloco.outer import OuterOptimizer, RoundReport, TorchWeights
 from megatron_noloco.plans.topology import Place
+from megatron_noloco.settings import NolocoSettings
 from megatron_noloco.transport.protocol import Transport
 from tools.federated import DEADLINE_SECONDS, join_as_jobs
 from tools.options import command_line
@@ -106,11 +106,9 @@ def run(options: argparse.Namespace, transport: Transport) -> None:
 
 def build_outer(options: argparse.Namespace, transport: Transport) -> OuterOptimizer:
     replicas = transport.world_size
-    settings = OuterSettings(local_steps=options.local_steps, deadline_seconds=DEADLINE_SECONDS)
+    settings = NolocoSettings(local_steps=options.local_steps, deadline_seconds=DEADLINE_SECONDS)
     weights = TorchWeights([torch.ones(int(options.megabytes * 1e6) // 4)])
-    return OuterOptimizer(
-        weights, transport, Place(transport.rank, replicas), Grouping(replicas, 2, 0), settings
-    )
+    return OuterOptimizer(weights, transport, Place(transport.rank, replicas), settings)
 
 
 class Bench:

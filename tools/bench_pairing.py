@@ -24,10 +24,11 @@ import torch
 
 from megatron_noloco.federation.commit import committing
 from megatron_noloco.federation.transport import FederationTransport
-from megatron_noloco.outer import OuterOptimizer, OuterSettings, RoundReport, TorchWeights
+from megatron_noloco.outer import OuterOptimizer, RoundReport, TorchWeights
 from megatron_noloco.plans.draws import Stream, draw_permutation
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.topology import Place
+from megatron_noloco.settings import NolocoSettings
 from tools.federated import open_transport, wait_for_all
 from tools.options import command_line
 
@@ -108,9 +109,9 @@ def rounds(case: Case, together: threading.Barrier, transport: FederationTranspo
     draw = random.Random(transport.rank)
     place = Place(transport.rank, case.slots)
     weights = TorchWeights([torch.zeros(ELEMENTS)])
-    grouping, settings = Grouping(case.slots, 2, SEED), OuterSettings(local_steps=1)
-    commit = committing(transport.partners, grouping, place.replica, settings.fragments)
-    outer = OuterOptimizer(weights, transport, place, grouping, settings, commit)
+    settings = NolocoSettings(local_steps=1)
+    commit = committing(transport.partners, place, settings, SEED)
+    outer = OuterOptimizer(weights, transport, place, settings, SEED, commit)
     together.wait()
     reports = []
     for done in range(1, case.rounds + 1):

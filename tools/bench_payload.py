@@ -5,7 +5,7 @@
 Two replicas have equal slow weights phi and outer gradients Delta of their own, both normally distributed, and
 c = 0.7 * (phi + Delta). The error is that of the pull towards the partner, mean - c, over its true size, in the
 Euclidean norm. fp16, bf16 and "plain int16 /256" (a scale for every 256 elements) round c itself, and both
-replicas use the mean of two rounded vectors. "int16", "int8" and "int4" are the payloads of `OuterSettings`.
+replicas use the mean of two rounded vectors. "int16", "int8" and "int4" are the payloads of `NolocoSettings`.
 Prints JSON; GB are those of the fp32 vector.
 """
 

@@ -54,7 +54,7 @@ def memory_of_a_run(config: RunConfig, every: int) -> list[dict[str, list[int]]]
         from megatron_noloco.training.prepare import join_job, prepare
     prepared = prepare(config, os.environ)
     joined = join_job(prepared)
-    run = build(prepared, *joined, "lines")
+    run = build(prepared, joined, "lines")
     looks: list[dict[str, int]] = []
     before_step = run.stopping.before_step
 

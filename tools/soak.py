@@ -35,9 +35,10 @@ from statistics import linear_regression
 import torch
 
 from megatron_noloco.federation.commit import Standing, committing
-from megatron_noloco.outer import OuterOptimizer, OuterSettings, TorchWeights
+from megatron_noloco.outer import OuterOptimizer, TorchWeights
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.topology import Place
+from megatron_noloco.settings import NolocoSettings
 from megatron_noloco.transport.chunks import ChunkFlight, ReportedTransfers, cut
 from megatron_noloco.transport.protocol import Message
 from tools.federated import DEADLINE_SECONDS, open_transport, wait_for_all
@@ -152,9 +153,9 @@ class Replica:
         place, weights = Place(replica, grouping.replicas), TorchWeights([torch.ones(elements)])
         self.transport = open_transport(place, folder)
         self.transport.partners.leave_out(number - 1)
-        commit = committing(self.transport.partners, grouping, replica, 1)
-        settings = OuterSettings(local_steps=1)
-        self._outer = OuterOptimizer(weights, self.transport, place, grouping, settings, commit)
+        settings = NolocoSettings(local_steps=1)
+        commit = committing(self.transport.partners, place, settings)
+        self._outer = OuterOptimizer(weights, self.transport, place, settings, commit=commit)
         self.lost = False
 
     def wait_until_known(self, number: int, here: list["Replica"]) -> None:

@@ -1,7 +1,7 @@
 """NoLoCo for a training loop that exists: one line makes it, one is called after each optimizer step.
 
-    noloco = attach(engine, OuterSettings(local_steps=50), replicas=4)     # this job holds four replicas; or
-    noloco = attach(engine, OuterSettings(local_steps=50), federation=Federation(slot=0, slots=4, ...))
+    noloco = attach(engine, NolocoSettings(local_steps=50), replicas=4)    # this job holds four replicas; or
+    noloco = attach(engine, NolocoSettings(local_steps=50), federation=FederationSettings(slots=4, ...), slot=0)
     ...
     engine.step()      # of DeepSpeed; or optimizer.step()
     noloco.step()
@@ -15,7 +15,6 @@ than its replica, or less far, and says what to do.
 """
 
 from megatron_noloco.attach.attached import Attached, attach
-from megatron_noloco.attach.federation import Federation
 from megatron_noloco.attach.groups import ReplicaGroups
 
-__all__ = ["Attached", "Federation", "ReplicaGroups", "attach"]
+__all__ = ["Attached", "ReplicaGroups", "attach"]

@@ -4,6 +4,7 @@ import sys
 import warnings
 from contextlib import ExitStack
 from dataclasses import asdict
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -12,7 +13,6 @@ from torch import Tensor
 
 from megatron_noloco.attach.checks import check_statements, digest_of, statement_of, tensor_of
 from megatron_noloco.attach.engines import trained_by
-from megatron_noloco.attach.federation import Federation
 from megatron_noloco.attach.groups import cut_into
 from megatron_noloco.attach.trained import Trained, here
 from megatron_noloco.federation.pairing import Others
@@ -24,14 +24,18 @@ from megatron_noloco.outer import (
     Exchange,
     ExchangeReport,
     OuterOptimizer,
-    OuterSettings,
     RoundReport,
     Weights,
 )
-from megatron_noloco.outer.settings import gossip_of
 from megatron_noloco.plans.fragments import fragment_after, next_after
-from megatron_noloco.plans.grouping import Grouping, Pairing, averaging_cycle
+from megatron_noloco.plans.grouping import Grouping, averaging_cycle
 from megatron_noloco.plans.topology import Topology
+from megatron_noloco.settings import (
+    FederationSettings,
+    NolocoSettings,
+    federation_problems,
+    groups_problem,
+)
 from megatron_noloco.transport.protocol import Transport
 from megatron_noloco.transport.torch_dist import TorchTransport
 
@@ -47,9 +51,9 @@ class Attached:
 
     Attributes:
         done: local steps of the training so far. Of a job of a federation: it goes on where the others are when
-            it has fallen `Federation.rounds_behind` rounds behind, or is slow and leaves out local steps
-            (`Federation.local_steps`), so that `done` is then more than the steps that this loop has taken. Use it
-            for the learning rate, and for the end of the loop.
+            it has fallen `FederationSettings.rounds_behind` rounds behind, or is slow and leaves out local steps
+            (`FederationSettings.local_steps`), so that `done` is then more than the steps that this loop has
+            taken. Use it for the learning rate, and for the end of the loop.
         outer: the outer optimizer of this rank.
     """
 
@@ -135,7 +139,7 @@ class Attached:
         In one job, and in a federation whose slots are a power of two, all there and at the same step, all
         replicas then have the mean of their weights, to rounding. With another number of slots there are 10
         averages in random pairs, each of which halves the squared spread. The jobs that are there are waited for,
-        `OuterSettings.deadline_seconds` at most; the others are left out. The reports say whom this one met, and
+        `NolocoSettings.deadline_seconds` at most; the others are left out. The reports say whom this one met, and
         how far apart they were.
         """
         self._trained.check_all()
@@ -188,12 +192,11 @@ class Attached:
 
 def attach(
     engine: Any,
-    settings: OuterSettings | None = None,
+    settings: NolocoSettings | None = None,
     *,
     replicas: int | None = None,
-    federation: Federation | None = None,
-    group_size: int = 2,
-    pairing: Pairing = "random",
+    federation: FederationSettings | None = None,
+    slot: int | None = None,
     seed: int = 0,
     transport: Transport | None = None,
     state: dict[str, Tensor] | None = None,
@@ -203,14 +206,13 @@ def attach(
     Args:
         engine: what is trained: DeepSpeed's engine, with any ZeRO stage; a torch module, in
             DistributedDataParallel where the job has several ranks; or Megatron-core's distributed optimizer.
-        settings: of the method; the same on all ranks of all replicas, as are group_size, pairing and seed.
-        replicas: where this job holds all of them: its ranks are divided into so many blocks of consecutive
-            ranks. The gradients have to be reduced inside a block: `ReplicaGroups` makes the process groups. With
-            1 there are no rounds.
+        settings: of the method; the same on all ranks of all replicas, as is seed.
+        replicas: number of replicas, where this job holds all of them: its ranks are divided into so many
+            blocks of consecutive ranks. The gradients have to be reduced inside a block: `ReplicaGroups` makes
+            the process groups. With 1 there are no rounds.
         federation: where this job is one replica, and the others are other jobs. Nothing else changes in the
-            job: its gradients are reduced over all of its ranks, as ever, and these are the replica.
-        group_size: n, replicas that average in a round; 2 in a federation.
-        pairing: how groups are drawn, see `Grouping`.
+            job: its gradients are reduced over all of its ranks, as before, and these are the replica.
+        slot: the number of this job's replica in the federation, from 0.
         seed: of the groups.
         transport: for the exchanges inside one job; by default torch.distributed's messages between two ranks.
         state: of this rank, saved with `Attached.state_dict` beside the weights that are loaded now. Without,
@@ -222,51 +224,74 @@ def attach(
     of a federation whose first weights, settings or sizes differ refuse each other: with a line on stderr where
     they have a list of addresses; in a shared folder they do not see each other.
     """
-    settings = OuterSettings() if settings is None else settings
-    for name, value, kind in (("settings", settings, OuterSettings), ("federation", federation, Federation)):
+    settings = NolocoSettings() if settings is None else settings
+    _check_arguments(settings, replicas, federation, slot, transport)
+    trained = trained_by(engine)
+    if any(_memory(trained.weights) & _memory(other.outer.weights) for other in _ATTACHED):
+        raise ValueError("attach: this model is attached already; close() what attach returned before")
+    rank, ranks = here()
+    if federation is not None:
+        topology = Topology(dp=ranks, slot=slot or 0, slots=federation.slots or 0)
+    else:
+        assert replicas is not None
+        topology = cut_into(replicas)
+    place = topology.place(rank)
+    problem = groups_problem(settings, place.replicas)
+    alike = asdict(settings) | {"seed": seed, "slot": topology.slot, "slots": topology.slots}
+    statements = of_all_ranks(statement_of(trained, topology, rank, alike, state, problem))
+    check_statements(statements, rank, topology)
+    first_weights = statements[rank].first_weights
+    if federation is None:
+        transport = TorchTransport() if transport is None else transport
+        outer = OuterOptimizer(trained.weights, transport, place, settings, seed)
+        return Attached(trained, outer, first_weights, state)
+
+    from megatron_noloco.federation.join import join_federation
+
+    of_ranks = [[one.lengths, one.first_weights.hex()] for one in statements]
+    membership = join_federation(federation, settings, place, {"seed": seed, "ranks": of_ranks})
+    commit = membership.commit(seed)
+    outer = OuterOptimizer(trained.weights, membership.transport, place, settings, seed, commit)
+    attached = Attached(trained, outer, first_weights, state, membership.keeping_up)
+    if not membership.wait_for_start():
+        warnings.warn("fewer jobs than federation.start_with are there; starting without", stacklevel=2)
+    return attached
+
+
+def _check_arguments(
+    settings: NolocoSettings,
+    replicas: int | None,
+    federation: FederationSettings | None,
+    slot: int | None,
+    transport: Transport | None,
+) -> None:
+    for name, value, kind in (
+        ("settings", settings, NolocoSettings),
+        ("federation", federation, FederationSettings),
+    ):
         if not isinstance(value, kind | None):
             raise ValueError(f"attach: {name} must be {kind.__name__}(...), not {value!r}")
     if (replicas is None) == (federation is None):
         raise ValueError(
             "attach: give replicas, where this job holds all of them, or federation, where it is one of them"
         )
-    if federation is not None and transport is not None:
-        raise ValueError("attach: a federation has a transport of its own; leave transport out")
-    trained = trained_by(engine)
-    if any(_memory(trained.weights) & _memory(other.outer.weights) for other in _ATTACHED):
-        raise ValueError("attach: this model is attached already; close() what attach returned before")
-    rank, ranks = here()
-    if federation is not None:
-        topology = Topology(dp=ranks, slot=federation.slot, slots=federation.slots)
-    else:
-        assert replicas is not None
-        topology = cut_into(replicas)
-    place = topology.place(rank)
-    grouping = Grouping(place.replicas, group_size if place.replicas > 1 else 1, seed, pairing=pairing)
-    alike = asdict(settings) | asdict(grouping) | {"slot": topology.slot, "slots": topology.slots}
-    said = of_all_ranks(statement_of(trained, topology, rank, alike, state))
-    check_statements(said, rank, topology)
-    if place.replicas > 1 and (problem := gossip_of(settings, grouping).problem):
-        raise ValueError(f"attach: {problem}")
-    first_weights = said[rank].first_weights
+    if settings.chooses_delay:
+        raise ValueError('attach: overlap.delay_steps "auto" is the trainer\'s; give a number of local steps')
     if federation is None:
-        transport = TorchTransport() if transport is None else transport
-        outer = OuterOptimizer(trained.weights, transport, place, grouping, settings)
-        return Attached(trained, outer, first_weights, state)
-
-    from megatron_noloco.attach.joining import enter, keeping_up, run_of, wait_for_others
-    from megatron_noloco.federation.commit import committing
-
-    run = run_of(settings, grouping, [[one.lengths, one.first_weights.hex()] for one in said])
-    door = enter(federation, settings, place, run)
-    commit = committing(door.partners, grouping, place.replica, settings.fragments)
-    outer = OuterOptimizer(trained.weights, door, place, grouping, settings, commit)
-    attached = Attached(trained, outer, first_weights, state, keeping_up(federation, settings, door))
-    if not wait_for_others(door, federation.start_with - 1, settings.deadline_seconds):
-        warnings.warn("fewer jobs than Federation.start_with are there; starting without", stacklevel=2)
-    return attached
+        if slot is not None:
+            raise ValueError(
+                "attach: slot is the number of a job of a federation; leave it out with replicas"
+            )
+        return
+    if problem := next(federation_problems(federation, settings), ""):
+        raise ValueError(f"attach: {problem}")
+    slots = federation.slots or 0
+    if not isinstance(slot, Integral) or not 0 <= slot < slots:
+        raise ValueError(f"attach: slot must be from 0 to slots - 1 = {slots - 1}, not {slot!r}")
+    if transport is not None:
+        raise ValueError("attach: a federation has a transport of its own; leave transport out")
 
 
 def _memory(weights: Weights) -> set[int]:
-    """Where the tensors lie."""
+    """Return where the tensors lie."""
     return {part.data_ptr() for part in weights.parts() if part.numel()}

@@ -58,10 +58,18 @@ def statement_of(
     rank: int,
     alike: dict[str, Any],
     state: Mapping[str, Tensor] | None,
+    problem: str,
 ) -> Statement:
-    """That of this rank; `alike` is what all have to have alike, besides how far their states are."""
-    problem, digest = "", digest_of(trained.weights)
+    """Return the statement of this rank.
+
+    Args:
+        alike: what all ranks must have alike, besides the local steps done in their states.
+        problem: with the settings; empty where there is none.
+    """
+    digest = digest_of(trained.weights)
     try:
+        if problem:
+            raise ValueError(f"attach: {problem}")
         check_reach(trained, topology, rank)
         if state is not None:
             _check_state(state, trained.weights, digest)

@@ -1,8 +1,9 @@
 """The data parallelism of one replica, in a job of several."""
 
+from numbers import Integral
+
 import torch.distributed as dist
 
-from megatron_noloco.plans.kinds import check_integers
 from megatron_noloco.plans.topology import Topology
 
 
@@ -12,9 +13,8 @@ def cut_into(replicas: int) -> Topology:
         raise ValueError(
             "attach(replicas=...) needs torch.distributed.init_process_group, as ReplicaGroups does"
         )
-    check_integers(replicas=replicas)
     ranks = dist.get_world_size()
-    if replicas < 1 or ranks % replicas:
+    if not isinstance(replicas, Integral) or replicas < 1 or ranks % replicas:
         raise ValueError(f"{ranks} ranks do not divide into {replicas} replicas")
     return Topology(replicas, dp=ranks // replicas)
 

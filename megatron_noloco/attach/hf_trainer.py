@@ -1,7 +1,7 @@
 """NoLoCo for the `Trainer` of Hugging Face's transformers, alone or with DeepSpeed.
 
     trainer = Trainer(model, args, ...)
-    trainer.add_callback(NolocoCallback(trainer, Federation(slot=0, slots=4, ...), OuterSettings(local_steps=50)))
+    trainer.add_callback(NolocoCallback(trainer, FederationSettings(slots=4, ...), slot=0))
     trainer.train()             # or trainer.train(resume_from_checkpoint=True)
     trainer.save_model()
 
@@ -24,10 +24,8 @@ from transformers import (
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from megatron_noloco.attach.attached import Attached, attach
-from megatron_noloco.attach.federation import Federation
 from megatron_noloco.files import write_whole
-from megatron_noloco.outer import OuterSettings
-from megatron_noloco.plans.grouping import Pairing
+from megatron_noloco.settings import FederationSettings, NolocoSettings
 
 
 class NolocoCallback(TrainerCallback):
@@ -37,7 +35,7 @@ class NolocoCallback(TrainerCallback):
     or another `data_seed`; and its own `output_dir`.
 
     - A round follows every k optimizer steps. With `TrainingArguments.logging_strategy` other than "no" its spread
-      and partner are logged like the loss, as `noloco_spread` and `noloco_met`.
+      and partner are logged like the loss, as `noloco_spread` and `noloco_partner`.
     - Every checkpoint of the Trainer gets the state of the rounds as well, one file for each rank:
       `checkpoint-N/noloco_00000.pt`. `resume_from_checkpoint` continues from it, where the checkpoint lies in
       `output_dir`. To begin a replica anew from another one, copy that one's checkpoint folder there.
@@ -48,9 +46,10 @@ class NolocoCallback(TrainerCallback):
 
     Args:
         trainer: to which it is added.
-        federation: who the others are.
-        settings: of the method, the same in all jobs, as are pairing and seed.
-        pairing, seed: of the groups, see `Grouping`.
+        federation: how this job finds the others.
+        settings: of the method, the same in all jobs, as is seed.
+        slot: the number of this job's replica, from 0.
+        seed: of the groups, see `Grouping`.
         average: whether the replicas average at the end.
 
     Raises ValueError, at the beginning of the training, as `attach` does; for a checkpoint without a state; and
@@ -60,17 +59,17 @@ class NolocoCallback(TrainerCallback):
     def __init__(
         self,
         trainer: Trainer,
-        federation: Federation,
-        settings: OuterSettings | None = None,
+        federation: FederationSettings,
+        settings: NolocoSettings | None = None,
         *,
-        pairing: Pairing = "random",
+        slot: int,
         seed: int = 0,
         average: bool = True,
     ) -> None:
         self._trainer = trainer
         self._federation = federation
         self._settings = settings
-        self._pairing, self._seed = pairing, seed
+        self._slot, self._seed = slot, seed
         self._average = average
         self._noloco: Attached | None = None
 
@@ -100,7 +99,7 @@ class NolocoCallback(TrainerCallback):
             self._trainer.model_wrapped,
             self._settings,
             federation=self._federation,
-            pairing=self._pairing,
+            slot=self._slot,
             seed=self._seed,
             state=saved,
         )
@@ -113,8 +112,9 @@ class NolocoCallback(TrainerCallback):
         if reports and args.logging_strategy != "no":
             logs = control.should_log  # which `log` takes for done
             for report in reports:
-                met = [replica for replica in report.exchange.group if replica != self._federation.slot]
-                self._trainer.log({"noloco_spread": report.spread, "noloco_met": met[0] if met else -1})
+                others = [replica for replica in report.exchange.group if replica != self._slot]
+                partner = others[0] if others else -1  # a skipped round
+                self._trainer.log({"noloco_spread": report.spread, "noloco_partner": partner})
             control.should_log = logs
 
     def on_save(

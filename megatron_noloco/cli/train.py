@@ -82,7 +82,7 @@ def _run(prepared: "Prepared", progress: str) -> int:
 
     try:
         with activity.now.doing("building its part of the model"):
-            run = build(prepared, *joined, progress)
+            run = build(prepared, joined, progress)
         return 0 if run.train() else FAILURE
     except (PartnerTimeoutError, UntrainedError, NotFiniteError) as error:
         raise StoppedError(str(error)) from None

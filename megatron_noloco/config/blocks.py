@@ -1,9 +1,13 @@
 """Blocks of the user's file that are ours; `noloco`, `model` and `data` have files of their own."""
 
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Union, get_type_hints
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
+
+from megatron_noloco.settings import bounds_of, options_of
 
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
@@ -16,6 +20,54 @@ class Block(BaseModel):
 
     # Keys of DeepSpeed's block of this name that are refused, each with the reason; "": it has no effect here.
     NOT_HERE: ClassVar[dict[str, str]] = {}
+
+
+class SettingsBlock(Block):
+    """A block that is made from a dataclass of settings; see `block_of`."""
+
+    SETTINGS: ClassVar[type]
+
+    def settings(self) -> Any:
+        """Return the settings; raises ValueError where they exclude each other, one line for each problem."""
+        values = {name: getattr(self, name) for name in type(self).model_fields}
+        return self.SETTINGS(
+            **{
+                name: value.settings() if isinstance(value, SettingsBlock) else value
+                for name, value in values.items()
+            }
+        )
+
+
+def block_of(settings: type) -> type[SettingsBlock]:
+    """Return the block with the types, bounds, defaults and meanings of a dataclass of `settings`."""
+    hints, definitions = get_type_hints(settings), dict[str, Any]()
+    for entry in fields(settings):
+        bounds, default = dict[str, Any](bounds_of(entry.metadata)), entry.default
+        options = []
+        for option in options_of(hints[entry.name]):
+            if is_dataclass(option):
+                assert isinstance(option, type)
+                block = block_of(option)
+                option, default = block, block()
+            options.append(Annotated[option, Field(**bounds)] if option in (int, float) else option)
+        annotation: Any = Union[tuple(options)]  # noqa: UP007
+        if "refused" in entry.metadata:
+            annotation = Annotated[annotation, BeforeValidator(_refusing(entry.metadata["refused"]))]
+        definitions[entry.name] = annotation, Field(default=default, description=entry.metadata["meaning"])
+    made: type[SettingsBlock] = create_model(
+        settings.__name__, __base__=SettingsBlock, __doc__=settings.__doc__, **definitions
+    )
+    made.SETTINGS = settings
+    return made
+
+
+def _refusing(reasons: dict[str, str]) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        if isinstance(value, str) and value in reasons:
+            raise ValueError(f'"{value}" {reasons[value]}')
+        return value
+
+    return check
 
 
 class TrainingConfig(Block):

@@ -1,15 +1,15 @@
 """What `outer` keeps beside the weights, in bytes per parameter."""
 
-from megatron_noloco.config.noloco_block import NolocoConfig
 from megatron_noloco.plans.fragments import most_under_way
+from megatron_noloco.settings import NolocoSettings
 
 
-def bytes_of_state(noloco: NolocoConfig) -> dict[str, float]:
+def bytes_of_state(noloco: NolocoSettings) -> dict[str, float]:
     """What is kept from round to round."""
     return {"slow weights": 4.0} | ({"outer momentum": 4.0} if noloco.outer_momentum else {})
 
 
-def bytes_of_rounds(noloco: NolocoConfig, replicas: int, kept_aside: bool = False) -> dict[str, float]:
+def bytes_of_rounds(noloco: NolocoSettings, replicas: int, kept_aside: bool = False) -> dict[str, float]:
     """What the rounds that are under way at a time take, all together.
 
     Args:
@@ -23,12 +23,12 @@ def bytes_of_rounds(noloco: NolocoConfig, replicas: int, kept_aside: bool = Fals
         of_round |= {"codes": int(noloco.payload.removeprefix("int")) / 4, "sketches and steps": 0.1}
     if kept_aside:
         of_round["mean"] = 4
-    if noloco.delays:
+    if noloco.delay_steps or noloco.chooses_delay:
         of_round["snapshot"] = 4
     share = rounds_at_a_time(noloco) / noloco.fragments
     return {vector: size * share for vector, size in of_round.items()}
 
 
-def rounds_at_a_time(noloco: NolocoConfig) -> int:
+def rounds_at_a_time(noloco: NolocoSettings) -> int:
     longest_delay = noloco.local_steps if noloco.chooses_delay else noloco.delay_steps
     return most_under_way(noloco.local_steps, noloco.fragments, longest_delay)

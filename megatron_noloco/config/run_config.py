@@ -1,7 +1,7 @@
 """The whole configuration of a run: our blocks and what DeepSpeed is given; and the values it stands for."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError, create_model
@@ -11,15 +11,15 @@ from megatron_noloco.config.blocks import (
     Block,
     CheckpointConfig,
     EvaluationConfig,
+    SettingsBlock,
     TensorBoardConfig,
     TrainingConfig,
     WandbConfig,
+    block_of,
 )
 from megatron_noloco.config.data_block import DataConfig
 from megatron_noloco.config.deepspeed_block import DeepSpeedConfig
-from megatron_noloco.config.federation_block import FederationConfig, check_federation
 from megatron_noloco.config.model_block import ModelConfig
-from megatron_noloco.config.noloco_block import NolocoConfig
 from megatron_noloco.config.parallel_block import ParallelConfig
 from megatron_noloco.config.wording import ConfigError, Problem, fields_of, problems_of
 from megatron_noloco.data.sources import Documents, Source, TokenizerChoice
@@ -27,12 +27,13 @@ from megatron_noloco.model.architecture import Architecture, Compute, Precision
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.topology import Topology
+from megatron_noloco.settings import FederationSettings, TrainerSettings, grouping_of, groups_problem
 
 BLOCKS: dict[str, type[Block]] = {
-    "noloco": NolocoConfig,
+    "noloco": block_of(TrainerSettings),
     "model": ModelConfig,
     "parallel": ParallelConfig,
-    "federation": FederationConfig,
+    "federation": block_of(FederationSettings),
     "data": DataConfig,
     "training": TrainingConfig,
     "checkpoint": CheckpointConfig,
@@ -64,10 +65,10 @@ class RunConfig:
     this replica's data parallelism) as it is.
     """
 
-    noloco: NolocoConfig
+    noloco: TrainerSettings
     model: ModelConfig
     parallel: ParallelConfig
-    federation: FederationConfig
+    federation: FederationSettings
     data: DataConfig
     training: TrainingConfig
     checkpoint: CheckpointConfig
@@ -84,10 +85,10 @@ class RunConfig:
     def _problems(self) -> Iterator[str]:
         replicas = self.parallel.replicas if self.parallel.replicas != "auto" else None
         replicas = self.federation.slots or replicas
-        yield from check_federation(self.federation, self.noloco, self.parallel)
-        yield from checks.check_method(self.noloco, replicas)
+        yield from checks.check_federation(self.federation, self.noloco, self.parallel)
+        if problem := groups_problem(self.noloco, replicas):
+            yield f"noloco: {problem}"
         yield from checks.check_rounds(self.noloco, self.training, replicas)
-        yield from checks.check_phase(self.noloco)
         if replicas is not None:
             yield from checks.check_copies(self.noloco, self.model, self.parallel, replicas)
         yield from model_block.check_model(self.model)
@@ -110,6 +111,12 @@ class RunConfig:
         problems += deepspeed_block.check_params(values)
         if not problems:
             blocks = {name: getattr(file, name) for name in BLOCKS}
+            for name, block in blocks.items():
+                try:
+                    blocks[name] = block.settings() if isinstance(block, SettingsBlock) else block
+                except ValueError as error:  # settings that exclude each other
+                    problems += [Problem((name,), f"{name}: {line}") for line in str(error).splitlines()]
+        if not problems:
             deepspeed, problems = deepspeed_block.resolve(
                 {key: value for key, value in values.items() if key not in BLOCKS},
                 file.parallel.data_parallel_size,
@@ -132,7 +139,14 @@ class RunConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The JSON object of this configuration, with all defaults written out; from_dict reads it back."""
-        return {**self.deepspeed, **{name: getattr(self, name).model_dump() for name in BLOCKS}}
+        blocks = ((name, getattr(self, name)) for name in BLOCKS)
+        return {
+            **self.deepspeed,
+            **{
+                name: block.model_dump() if isinstance(block, Block) else asdict(block)
+                for name, block in blocks
+            },
+        }
 
     def topology(self, world_size: int, slot: int = 0) -> Topology:
         """Who is where among `world_size` ranks of this job; raises ConfigError when the numbers do not fit.
@@ -149,8 +163,9 @@ class RunConfig:
                 topology = replace(one, slot=slot, slots=slots)
         except ValueError as error:
             raise ConfigError([str(error)]) from None
-        problems = list(checks.check_method(self.noloco, topology.ensemble))
-        problems += checks.check_copies(self.noloco, self.model, self.parallel, topology.ensemble)
+        problems = list(checks.check_copies(self.noloco, self.model, self.parallel, topology.ensemble))
+        if problem := groups_problem(self.noloco, topology.ensemble):
+            problems.append(f"noloco: {problem}")
         if problems:
             raise ConfigError(problems)
         return topology
@@ -165,10 +180,7 @@ class RunConfig:
 
     def grouping(self, replicas: int) -> Grouping:
         """The plan of groups, of method "diloco" all replicas; meaningful where `noloco.enabled`."""
-        noloco = self.noloco
-        pairing = noloco.pairing if noloco.active_method == "noloco" and replicas > 1 else "random"
-        group_size, per_stage = noloco.group_size_among(replicas), noloco.grouping == "stage"
-        return Grouping(replicas, group_size, self.training.seed, per_stage, pairing)
+        return grouping_of(self.noloco, replicas, self.training.seed)
 
     def architecture(self, tokenizer_vocab: int = 0) -> Architecture:
         """The model for a tokenizer of `tokenizer_vocab` tokens (0: not known, `model.vocab_size` decides).

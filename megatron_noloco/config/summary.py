@@ -5,8 +5,6 @@ import math
 from itertools import chain
 from typing import Any
 
-from megatron_noloco.config.federation_block import FederationConfig
-from megatron_noloco.config.noloco_block import NolocoConfig
 from megatron_noloco.config.optimizer_block import is_muon
 from megatron_noloco.config.outer_memory import bytes_of_rounds, bytes_of_state, rounds_at_a_time
 from megatron_noloco.config.parallel_block import in_words, layers_of_chunks
@@ -19,6 +17,7 @@ from megatron_noloco.plans.grouping import prime_factors
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.stability import rounds_to_halve
 from megatron_noloco.plans.topology import Topology
+from megatron_noloco.settings import FederationSettings, NolocoSettings, TrainerSettings, gossip
 
 
 def describe(config: RunConfig, topology: Topology, architecture: Architecture | None = None) -> list[str]:
@@ -64,7 +63,7 @@ def _layout(config: RunConfig, topology: Topology) -> str:
     return f"{' x '.join(parts)} = {count(topology.world_size, 'rank')}"
 
 
-def _federation(federation: FederationConfig, topology: Topology) -> str:
+def _federation(federation: FederationSettings, topology: Topology) -> str:
     secure = "encrypted and authenticated" if federation.encryption == "curve" else "in the open"
     return (
         f"this job is replica {topology.slot} of at most {topology.slots}; exchanges {secure}; no mean model is "
@@ -89,7 +88,7 @@ def _total_batch(config: RunConfig, topology: Topology) -> str:
     )
 
 
-def _method(noloco: NolocoConfig, replicas: int) -> str:
+def _method(noloco: TrainerSettings, replicas: int) -> str:
     method = noloco.active_method
     if method == "none":
         return "none (no rounds" + ("; the replicas do not average)" if replicas > 1 else ")")
@@ -99,7 +98,7 @@ def _method(noloco: NolocoConfig, replicas: int) -> str:
     n = noloco.group_size_among(replicas)
     if method == "diloco":
         return f"{knobs}, n = {n} (all replicas)"
-    rho, drawn = noloco.gossip(replicas).rho, f"n = {n}"
+    rho, drawn = gossip(noloco, replicas).rho, f"n = {n}"
     if noloco.pairing == "cycle":
         drawn = f"cycles of {' x '.join(map(str, prime_factors(replicas)))}"
     return (
@@ -141,7 +140,7 @@ def _setting(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else json.dumps(value).strip('"')
 
 
-def _fragments(noloco: NolocoConfig) -> str:
+def _fragments(noloco: NolocoSettings) -> str:
     parts, local_steps = noloco.fragments, noloco.local_steps
     return (
         f"{parts}, each 1/{parts} of a rank's weights and exchanged once in {count(local_steps, 'local step')}; "
@@ -149,8 +148,8 @@ def _fragments(noloco: NolocoConfig) -> str:
     )
 
 
-def _overlap(noloco: NolocoConfig) -> str:
-    if not noloco.delays:
+def _overlap(noloco: NolocoSettings) -> str:
+    if not (noloco.delay_steps or noloco.chooses_delay):
         return "none, training waits for every exchange"
     when = f"{count(noloco.delay_steps, 'local step')} after it began"
     if noloco.chooses_delay:
@@ -161,7 +160,7 @@ def _overlap(noloco: NolocoConfig) -> str:
     return f"training goes on during an exchange; a round is merged {when}"
 
 
-def outer_state(noloco: NolocoConfig, replicas: int, kept_aside: bool = False) -> str:
+def outer_state(noloco: NolocoSettings, replicas: int, kept_aside: bool = False) -> str:
     """What `outer` keeps beside the weights.
 
     Args:

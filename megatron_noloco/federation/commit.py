@@ -39,7 +39,9 @@ from megatron_noloco.outer.mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.memory import Kept
 from megatron_noloco.outer.spans import Ranges
 from megatron_noloco.outer.tags import Channel, tag_of
-from megatron_noloco.plans.grouping import Group, Grouping
+from megatron_noloco.plans.grouping import Group
+from megatron_noloco.plans.topology import Place
+from megatron_noloco.settings import NolocoSettings, grouping_of
 from megatron_noloco.transport.protocol import ExchangeTimeoutError, Flight, Message
 
 Choose = Callable[[int, Others], int | None]
@@ -306,13 +308,17 @@ class CommittedExchange:
 
 
 def committing(
-    partners: Partners, grouping: Grouping, replica: int, fragments: int
+    partners: Partners, place: Place, settings: NolocoSettings, seed: int = 0
 ) -> Callable[[Exchange], CommittedExchange]:
-    """Return what makes the exchanges of `replica`'s rounds count for both partners or for neither."""
-    guard = Guard()
+    """Return what makes the exchanges of an `OuterOptimizer` count for both partners or for neither.
+
+    Args:
+        place, settings, seed: those of the `OuterOptimizer`.
+    """
+    guard, grouping = Guard(), grouping_of(settings, place.replicas, seed)
 
     def choose_partner(number: int, others: Others) -> int | None:
-        return choose(grouping, replica, divmod(number, fragments), others)
+        return choose(grouping, place.replica, divmod(number, settings.fragments), others)
 
     return lambda exchange: CommittedExchange(exchange, partners, choose_partner, guard)
 

@@ -3,7 +3,6 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.job.agreement import of_rank_0
 from megatron_noloco.outer import Weights
 from megatron_noloco.plans.fragments import due_after, next_after
+from megatron_noloco.settings import FederationSettings, NolocoSettings
 
 _LOOK_SECONDS = 0.05
 _TRAINED_ROUNDS = 10  # from here on, weights are not to be averaged with fresh ones
@@ -26,58 +26,39 @@ class NotFiniteError(RuntimeError):
     """The state of this replica is of no use and must not be saved; its last checkpoint is good."""
 
 
-@dataclass(frozen=True)
-class Pace:
-    """When exchanges are, and how far apart replicas may be.
-
-    Attributes:
-        local_steps: k, from a round of a fragment to its next.
-        fragments: number of fragments of the weights.
-        rounds_behind: a replica that is more rounds behind half of the others goes on where they are.
-        adapts: whether a replica that is slower than half of the others leaves out local steps before an exchange.
-        longest_seconds: the longest wait for the others at the end.
-        steps: local steps of the whole training, the last of which is never left out; None: not known.
-    """
-
-    local_steps: int
-    fragments: int
-    rounds_behind: int
-    adapts: bool
-    longest_seconds: float
-    steps: int | None = None
-
-
-def wait_for_others(transport: FederationTransport, others: int, seconds: float) -> bool:
-    """Wait until this many other replicas are connected; returns False when time is up. All ranks call it."""
-    return transport.partners.agree([transport.wait_for(others, seconds)]) == [True]
-
-
 class KeepingUp:
-    """Chooses the next local step of a replica, so that it comes to the rounds of the others.
+    """Decides which local step comes next, so that a replica exchanges with the others when they do.
 
-    A replica that was away would find no partner, since the others are at later rounds; a slow one would let its
-    partners wait. So every replica looks at the others now and then. Where at least half of them have come to an
-    exchange that is more than a few local steps ahead, it leaves out all of these steps but the last. "A few" is a
-    quarter of the steps between two exchanges. Without `Pace.adapts` it is the steps of `Pace.rounds_behind`
-    rounds, so that no step is left out for being slow.
+    A replica that was away would find no partner, since the others are at later rounds, and a replica that is
+    slower than the others would make its partners wait. So it compares itself with the others at regular steps. If
+    at least half of them have begun an exchange that is more than a few local steps ahead, it leaves out all local
+    steps before that exchange but the last. "A few" are the steps of `rounds_behind` rounds; with local_steps
+    "auto" a quarter of the steps between two exchanges, so that a slow replica leaves out steps as well.
 
-    Learning rate and samples follow the number of the step; the samples of steps left out are not read. The
-    weights stay the replica's own, and rounds pull them towards those of the others.
+    Local steps, learning rate and samples go by the number of the step. The samples of steps left out are not
+    read. The weights stay the replica's own, and rounds pull them towards the others.
 
     Attributes:
         local_steps: k.
         partners: of the transport.
     """
 
-    def __init__(self, transport: FederationTransport, pace: Pace) -> None:
+    def __init__(
+        self,
+        transport: FederationTransport,
+        noloco: NolocoSettings,
+        federation: FederationSettings,
+        steps: int | None = None,
+    ) -> None:
         self._transport = transport
         self.partners = transport.partners
-        self._pace = pace
-        self.local_steps = pace.local_steps
-        self._few = pace.rounds_behind * pace.local_steps
-        self._look_interval = pace.local_steps
-        if pace.adapts:
-            self._few = pace.local_steps // (4 * pace.fragments)
+        self.local_steps, self._fragments = noloco.local_steps, noloco.fragments
+        self._longest_seconds = noloco.deadline_seconds
+        self._steps = steps
+        self._few = federation.rounds_behind * noloco.local_steps
+        self._look_interval = noloco.local_steps
+        if federation.local_steps == "auto":
+            self._few = noloco.local_steps // (4 * noloco.fragments)
             self._look_interval = max(1, self._few)
         self._untrained = False
 
@@ -112,10 +93,10 @@ class KeepingUp:
     def wait_at_end(self, done: int) -> None:
         """Wait after the last local step until the others that are connected have begun the last round.
 
-        It takes `Pace.longest_seconds` at most: replicas of different speed reach the end minutes apart.
+        It takes `deadline_seconds` at most: replicas of different speed reach the end minutes apart.
         """
         last = self._last_exchange(done)
-        deadline = time.monotonic() + self._pace.longest_seconds
+        deadline = time.monotonic() + self._longest_seconds
         while any(begun < last for begun in self._transport.begun()) and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
 
@@ -129,17 +110,17 @@ class KeepingUp:
 
     def _last_exchange(self, done: int) -> int:
         """Return the number of the last exchange before the next local step; -1 where there was none."""
-        round_index, fragment = next_after(done, self.local_steps, self._pace.fragments)
-        return round_index * self._pace.fragments + fragment - 1
+        round_index, fragment = next_after(done, self.local_steps, self._fragments)
+        return round_index * self._fragments + fragment - 1
 
     def _due_of_others(self) -> int | None:
         """Return the local steps before the exchange that half of the others have begun; None: no others."""
         begun = [number for number in self._transport.begun() if number >= 0]
         if not begun:
             return None
-        at = divmod(statistics.median_low(begun), self._pace.fragments)
-        due = due_after(*at, self.local_steps, self._pace.fragments)
-        return due if self._pace.steps is None else min(due, self._pace.steps)
+        at = divmod(statistics.median_low(begun), self._fragments)
+        due = due_after(*at, self.local_steps, self._fragments)
+        return due if self._steps is None else min(due, self._steps)
 
 
 class Health:

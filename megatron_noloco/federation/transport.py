@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -24,10 +23,8 @@ from megatron_noloco.federation.rendezvous import (
     is_endpoint,
     listen_at,
     reachable,
-    rendezvous_of,
 )
 from megatron_noloco.federation.service import HELLO_SECONDS, Service
-from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.chunks import (
     DEFAULT_CHUNK_BYTES,
@@ -71,25 +68,6 @@ class Network:
     host: Callable[[], str] = socket.gethostname
     advertise: str | None = None
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
-
-    @classmethod
-    def of(
-        cls,
-        rendezvous: str,
-        run: int,
-        key_file: str | Path | None,
-        *,
-        listen: str | None,
-        advertise: str | None,
-        host: Callable[[], str],
-    ) -> "Network":
-        """Make one from a user's settings; `listen` None: the default of the rendezvous.
-
-        Raises ValueError, with one clear line, for a rendezvous or a key file that is not valid.
-        """
-        found = rendezvous_of(rendezvous, run)
-        keys = None if key_file is None else Keys.read(Path(key_file))
-        return cls(found, run, listen or found.listen, keys, host, advertise)
 
     def __post_init__(self) -> None:
         if self.advertise is None:
@@ -209,6 +187,7 @@ class FederationTransport:
     def __init__(
         self, place: Place, network: Network, patience: Patience, agree: Agree | None = None
     ) -> None:
+        self.place = place
         self.rank = place.rank
         self.world_size = place.replicas * place.ranks_per_replica
         self._network = network
@@ -296,16 +275,3 @@ def agreement_of_replica() -> Agree | None:
         return smallest.tolist()
 
     return agree
-
-
-def join_federation(place: Place, network: Network, patience: Patience) -> FederationTransport:
-    """Connect this rank to the others; all ranks of the job, which is one replica, call it.
-
-    Raises as `FederationTransport` does.
-    """
-    if not dist.is_initialized():
-        return FederationTransport(place, network, patience)
-    transport = FederationTransport(place, network, patience, agreement_of_replica())
-    addresses = of_all_ranks((place.rank, transport.address))
-    transport.service.learn(dict(addresses))  # others learn from one rank where all ranks of its replica are
-    return transport

@@ -5,17 +5,23 @@ own optimizer; see `examples/plain_torch.py`.
 """
 
 from megatron_noloco.outer.coded_exchange import CodedExchange, Coding
-from megatron_noloco.outer.exchange import Exchange, MeanPiece, PartnerLostError, PartnerTimeoutError
+from megatron_noloco.outer.exchange import (
+    AnyExchange,
+    Exchange,
+    MeanPiece,
+    PartnerLostError,
+    PartnerTimeoutError,
+)
 from megatron_noloco.outer.mean import ExchangeReport
 from megatron_noloco.outer.mean_model import MeanModel
 from megatron_noloco.outer.no_rounds import NoRounds, Rounds
 from megatron_noloco.outer.optimizer import OuterOptimizer
 from megatron_noloco.outer.round import RoundReport
-from megatron_noloco.outer.settings import OuterSettings
 from megatron_noloco.outer.tags import Channel
 from megatron_noloco.outer.weights import TorchWeights, Weights
 
 __all__ = [
+    "AnyExchange",
     "Channel",
     "CodedExchange",
     "Coding",
@@ -25,7 +31,6 @@ __all__ = [
     "MeanPiece",
     "NoRounds",
     "OuterOptimizer",
-    "OuterSettings",
     "PartnerLostError",
     "PartnerTimeoutError",
     "RoundReport",

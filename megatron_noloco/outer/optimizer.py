@@ -44,13 +44,13 @@ from megatron_noloco.outer.exchange import STRETCH, AnyExchange, Exchange
 from megatron_noloco.outer.fragments import cut
 from megatron_noloco.outer.mean import ExchangeReport
 from megatron_noloco.outer.round import Round, RoundReport
-from megatron_noloco.outer.settings import OuterSettings
 from megatron_noloco.outer.tags import Channel
 from megatron_noloco.outer.vectors import OuterVectors
 from megatron_noloco.outer.weights import Weights
 from megatron_noloco.plans.fragments import fragment_after, next_after
-from megatron_noloco.plans.grouping import Group, Grouping
+from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place
+from megatron_noloco.settings import NolocoSettings, grouping_of
 from megatron_noloco.transport.protocol import Transport
 
 
@@ -64,12 +64,13 @@ class OuterOptimizer:
             weights.
         transport: carries the exchanges.
         place: of this rank.
-        grouping: the groups of each round; the same on all ranks.
         settings: the same on all ranks.
+        seed: of the groups; the same on all ranks.
         commit: wraps the exchanges of rounds so that they count for both partners or for neither, where replicas
             are separate jobs (`federation.commit.committing`); None: inside one job.
 
     Attributes:
+        grouping: the groups of each round.
         slow_weights: phi, fp32, shape [weights.length].
         momentum: delta, likewise; None with alpha = 0, where nothing of it is kept.
         delay_steps: d, that of the settings; may be changed between two local steps, on all ranks at the same one.
@@ -83,16 +84,14 @@ class OuterOptimizer:
         weights: Weights,
         transport: Transport,
         place: Place,
-        grouping: Grouping,
-        settings: OuterSettings,
+        settings: NolocoSettings,
+        seed: int = 0,
         commit: Callable[[Exchange], AnyExchange] | None = None,
     ) -> None:
-        if grouping.replicas != place.replicas:
-            raise ValueError(f"the grouping is one of {grouping.replicas} replicas, not {place.replicas}")
         self.weights = weights
         self.transport = transport
         self.place = place
-        self.grouping = grouping
+        self.grouping = grouping_of(settings, place.replicas, seed)
         self.settings = settings
         self._commit = commit
         self.delay_steps = settings.delay_steps

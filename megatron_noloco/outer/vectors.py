@@ -7,10 +7,10 @@ from torch import Tensor
 
 from megatron_noloco.outer.mean import MeanPiece, gathered
 from megatron_noloco.outer.memory import HOST, buffer
-from megatron_noloco.outer.settings import OuterSettings
 from megatron_noloco.outer.spans import Spans
 from megatron_noloco.outer.streams import SideStream, wait_for
 from megatron_noloco.outer.weights import Weights
+from megatron_noloco.settings import NolocoSettings
 
 _AT_ONCE = 1 << 20  # elements formed at a time: they stay in cache
 
@@ -28,7 +28,7 @@ class OuterVectors:
         momentum: delta, likewise; None with alpha = 0, where nothing of it is kept.
     """
 
-    def __init__(self, weights: Weights, settings: OuterSettings) -> None:
+    def __init__(self, weights: Weights, settings: NolocoSettings) -> None:
         self.weights = weights
         self.settings = settings
         self.home = weights.device if settings.slow_weights == "device" else HOST

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 from math import prod
+from numbers import Integral
 from typing import Literal, get_args
 
 from megatron_noloco.plans.draws import Stream, draw_permutation
-from megatron_noloco.plans.kinds import check_integers
 
 Group = tuple[int, ...]
 Pairing = Literal["random", "cycle"]
@@ -42,7 +42,9 @@ class Grouping:
     pairing: Pairing = "random"
 
     def __post_init__(self) -> None:
-        check_integers(replicas=self.replicas, group_size=self.group_size, seed=self.seed)
+        for name in ("replicas", "group_size", "seed"):
+            if not isinstance(value := getattr(self, name), Integral):
+                raise ValueError(f"{name} must be an integer, not {value!r}")
         if self.pairing not in get_args(Pairing):
             raise ValueError(f"pairing must be one of {get_args(Pairing)}, not {self.pairing!r}")
         if not 1 <= self.group_size <= self.replicas:

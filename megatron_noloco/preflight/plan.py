@@ -1,16 +1,16 @@
 """What a run costs: memory of a rank, seconds of a local step, bytes and seconds of exchanges on a network."""
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.config.noloco_block import NolocoConfig, OverlapConfig
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import training_flops
 from megatron_noloco.outer.payload import message_bytes
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.memory import WORKING, Memory, RankParameters, fullest_stage
+from megatron_noloco.settings import OverlapSettings, TrainerSettings
 
 _NEGLIGIBLE = 0.01  # share of the time
 _FP32 = 4
@@ -160,17 +160,17 @@ def schemes(config: RunConfig, topology: Topology, fullest: RankParameters, netw
     if replicas == 1:
         return []
 
-    def scheme(name: str, block: NolocoConfig) -> Scheme:
+    def scheme(name: str, block: TrainerSettings) -> Scheme:
         sent = exchange_bytes(block, fullest, replicas, topology.dp)
         phases = 1 if block.group_size_among(replicas) <= 2 else 2
         trips = phases + (block.payload != "fp32")  # sketches go before codes
         hidden = block.local_steps if block.chooses_delay else block.delay_steps
         return Scheme(name, sent, network.seconds(sent, trips), block.local_steps, hidden)
 
-    def variant(**fields: Any) -> NolocoConfig:
-        return noloco.model_copy(update={"enabled": True, "overlap": OverlapConfig(), **fields})
+    def variant(**fields: Any) -> TrainerSettings:
+        return replace(noloco, **{"enabled": True, "overlap": OverlapSettings(), **fields})
 
-    overlap = OverlapConfig(mode="delayed", delay_steps="auto")
+    overlap = OverlapSettings(mode="delayed", delay_steps="auto")
     pairs = {"method": "noloco", "group_size": 2}
     found = [scheme("this config", noloco)] if noloco.enabled else []
     found += [
@@ -184,7 +184,7 @@ def schemes(config: RunConfig, topology: Topology, fullest: RankParameters, netw
     return [*found, Scheme("synchronous", gradients, seconds, 1)]
 
 
-def exchange_bytes(noloco: NolocoConfig, held: RankParameters, replicas: int, dp: int) -> int:
+def exchange_bytes(noloco: TrainerSettings, held: RankParameters, replicas: int, dp: int) -> int:
     """Return the bytes that a rank sends when all its weights are exchanged once, in a pair or a larger group.
 
     With a code, elements that are sent again are not counted, and the data-parallel ranks count as sharing copies

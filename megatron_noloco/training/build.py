@@ -19,7 +19,6 @@ from megatron_noloco.config import RunConfig, describe
 from megatron_noloco.data.microbatches import MicrobatchSource, Reader, StepLoader
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.federation.keeping_up import Health
-from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.files import write_text
 from megatron_noloco.huggingface.pretrained import PretrainedWeights
 from megatron_noloco.job.stopping import Stopping
@@ -39,20 +38,19 @@ from megatron_noloco.outer import (
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import PATIENCE, Groups, build_groups
 from megatron_noloco.preflight.accelerators import peak_tflops_here
-from megatron_noloco.training.delay import DelayChoice
 from megatron_noloco.training.evaluate import Evaluator
-from megatron_noloco.training.federation import keeping_up
-from megatron_noloco.training.outer import build_final_average, build_outer
-from megatron_noloco.training.prepare import Prepared, checkpoint_settings
+from megatron_noloco.training.prepare import Joined, Prepared, checkpoint_settings
+from megatron_noloco.training.rounds import DelayChoice, build_final_average, build_outer
 from megatron_noloco.training.run import Run, Schedule
 from megatron_noloco.transport.protocol import Transport
 
 _SAMPLES = "training_samples"  # the counter by which a run that continues sees that its data has changed
 
 
-def build(prepared: Prepared, transport: Transport, start: Start, progress: str = "auto") -> Run:
-    """This rank's part of the run, in the state that `start` names."""
+def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
+    """Return this rank's part of the run, in the state that `joined.start` names."""
     config, topology = prepared.config, prepared.topology
+    transport, start, membership = joined
     stopping = Stopping(config.training.exit_duration_minutes, Path(config.training.output_dir))
     groups, stage = _model(prepared)
     at, place, routing = groups.position, topology.place(dist.get_rank()), config.routing(topology)
@@ -69,7 +67,8 @@ def build(prepared: Prepared, transport: Transport, start: Start, progress: str 
     metrics.count(_SAMPLES, len(prepared.datasets.train))
 
     engine = ReplicaEngine(stage, groups, config.deepspeed, metrics.record)
-    outer = build_outer(config, engine.weights, transport, place)
+    commit = membership.commit(config.training.seed) if membership else None
+    outer = build_outer(config, engine.weights, transport, place, commit)
     engine.pipeline.between_microbatches = outer.progress
     order = prepared.datasets.order(config.training.seed)
     source = MicrobatchSource(prepared.datasets.train, order, plan)
@@ -85,10 +84,10 @@ def build(prepared: Prepared, transport: Transport, start: Start, progress: str 
         for channel in (Channel.LOSSES, Channel.MEAN_MODEL)
     )
     mean_model = MeanModel(outer, means) if config.evaluation.mean_model else None
-    pace = health = None
-    if isinstance(transport, FederationTransport):
-        pace = keeping_up(config, transport)
-        health = Health(engine.weights, config.noloco.local_steps, transport.partners.agree)
+    health = None
+    if membership is not None:
+        agree = membership.transport.partners.agree
+        health = Health(engine.weights, config.noloco.local_steps, agree)
     return Run(
         schedule=_schedule(config),
         start_step=start.step,
@@ -101,7 +100,7 @@ def build(prepared: Prepared, transport: Transport, start: Start, progress: str 
         stopping=stopping,
         final_average=build_final_average(config, outer, transport, place),
         delay=delay,
-        keeping_up=pace,
+        keeping_up=membership.keeping_up if membership else None,
         health=health,
     )
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from megatron_noloco.data.records import record_files
 from megatron_noloco.data.sources import RecordSource, Source, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_noloco.federation.handover import Takeover
+from megatron_noloco.federation.join import Membership, join_federation, network_of
 from megatron_noloco.huggingface.pretrained import check_fits
 from megatron_noloco.job.agreement import of_rank_0
 from megatron_noloco.job.join import (
@@ -41,8 +42,9 @@ from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.fit import shortage
-from megatron_noloco.training.federation import check_network, enter, slot_of, wait_for_start
 from megatron_noloco.transport.protocol import Transport
+
+_FIRST_SECONDS = 5.0  # for another job of the federation, which may have a state to offer
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ def prepare(config: RunConfig, environ: Mapping[str, str], replica: int | None =
     """
     before_engines()
     world = read_world(environ)
-    topology = _topology(config, world, slot_of(config, replica))
+    topology = _topology(config, world, _slot(config, replica))
     tokenizer, architecture = check_start(config)
     plan = BatchPlan(topology.ensemble, topology.dp, config.microbatches, config.micro_batch_size)
     evaluation = config.evaluation
@@ -111,6 +113,29 @@ def _topology(config: RunConfig, world: World, slot: int) -> Topology:
         raise ValueError(f"{error}; {reason}") from None
 
 
+def _slot(config: RunConfig, replica: int | None) -> int:
+    """Return the slot of this job, 0 without a federation. Raises ValueError when `--replica` does not fit."""
+    slots = config.federation.slots
+    if slots is None:
+        if replica is not None:
+            raise ValueError(
+                "--replica: the config has no federation.slots; without, all replicas are one job"
+            )
+        return 0
+    if replica is None or not 0 <= replica < slots:
+        wrong = "is missing" if replica is None else f"{replica} is out of range"
+        raise ValueError(
+            f"--replica {wrong}: federation.slots {slots} are 0 to {slots - 1}, one for each job"
+        )
+    return replica
+
+
+def _alike(config: RunConfig) -> dict[str, Any]:
+    """Return what the jobs of a federation must have alike besides the settings of the method."""
+    parallel = config.parallel.model_dump(exclude={"replicas"})
+    return {"seed": config.training.seed, "model": config.model.model_dump(), "parallel": parallel}
+
+
 def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
     """The tokenizer and the model of a run that this machine could start; `config --check` calls it, too.
 
@@ -121,7 +146,8 @@ def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
     _check_optimizer(config.deepspeed["optimizer"])
     _check_writable(Path(config.training.output_dir))
     _check_wandb(config.wandb.enabled)
-    check_network(config)
+    if config.federation.slots is not None:
+        network_of(config.federation, config.noloco, _alike(config))
     tokenizer = build_tokenizer(config.tokenizer)
     architecture = config.architecture(tokenizer.vocab_size)
     if config.training.pretrained is not None:
@@ -131,7 +157,21 @@ def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
     return tokenizer, architecture
 
 
-def join_job(prepared: Prepared) -> tuple[Transport, Start]:
+class Joined(NamedTuple):
+    """What a rank has when its job stands.
+
+    Attributes:
+        transport: for exchanges between replicas.
+        start: where the training begins or continues.
+        membership: in a federation.
+    """
+
+    transport: Transport
+    start: Start
+    membership: Membership | None
+
+
+def join_job(prepared: Prepared) -> Joined:
     """Join the job, open the transport, find where to start.
 
     Raises ValueError when the others or the transport cannot be had, or the checkpoint to continue from does not
@@ -151,20 +191,24 @@ def join_job(prepared: Prepared) -> tuple[Transport, Start]:
     if "OMP_NUM_THREADS" not in os.environ:  # beside GPUs as well: exchanges compute on the host
         torch.set_num_threads(max(1, cores // neighbours))
     config = prepared.config
-    settings, notes = checkpoint_settings(config, topology), list[str]()
+    settings, notes, membership = checkpoint_settings(config, topology), list[str](), None
     if taken := of_rank_0(occupy(settings.folder.parent) if dist.get_rank() == 0 else ""):
         raise ValueError(taken)
     if not cuda and neighbours > cores:
         notes.append(f"this host has more ranks ({neighbours}) than cores ({cores}): they compute in turn")
     if topology.slots:
-        transport: Transport = (federation := enter(config, topology))
-        notes += wait_for_start(config, federation)
+        steps, place = config.training.train_iters, topology.place(dist.get_rank())
+        membership = join_federation(config.federation, config.noloco, place, _alike(config), steps)
+        transport: Transport = (federated := membership.transport)
+        federated.wait_for(1, _FIRST_SECONDS)
+        if not membership.wait_for_start():
+            notes.append("fewer replicas than federation.start_with are there; starting without")
         margin = config.federation.rounds_behind * config.noloco.local_steps
-        notes += Takeover(federation, settings, topology, prepared.architecture, margin)()
+        notes += Takeover(federated, settings, topology, prepared.architecture, margin)()
     else:
         transport = choose_transport(config.noloco.transport, world)
     start = find_start(settings, topology)
-    return transport, replace(start, notes=notes + start.notes)
+    return Joined(transport, replace(start, notes=notes + start.notes), membership)
 
 
 def _warn_of_shortage(prepared: Prepared, ranks: int, sharing: int) -> None:

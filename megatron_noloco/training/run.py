@@ -14,9 +14,8 @@ from megatron_noloco.job.activity import now
 from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.monitor.monitor import Monitor
 from megatron_noloco.outer import Rounds
-from megatron_noloco.training.delay import DelayChoice
 from megatron_noloco.training.evaluate import Evaluator
-from megatron_noloco.training.outer import FinalAverage
+from megatron_noloco.training.rounds import DelayChoice, FinalAverage
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_noloco.outer import OuterOptimizer, OuterSettings, TorchWeights
-from megatron_noloco.plans.grouping import Grouping
+from megatron_noloco.outer import OuterOptimizer, TorchWeights
 from megatron_noloco.plans.topology import Place
+from megatron_noloco.settings import NolocoSettings
 from megatron_noloco.transport.loopback import loopback_world
 
 pytestmark = pytest.mark.gpu
@@ -20,7 +20,6 @@ REPLICAS, LENGTH, ROUNDS, LOCAL_STEPS = 4, 3_000_001, 4, 3
 def after_rounds(device: str, group_size: int, settings: dict[str, Any]) -> list[Tensor]:
     """All replicas' fast and slow weights and momenta, after local steps that add noise, the same anywhere."""
     start = torch.randn(LENGTH, generator=torch.Generator().manual_seed(0))
-    grouping = Grouping(REPLICAS, group_size, 0)
 
     def replica(transport: Any) -> list[Tensor]:
         own = start.to(device, copy=True)
@@ -28,8 +27,7 @@ def after_rounds(device: str, group_size: int, settings: dict[str, Any]) -> list
             TorchWeights([own]),
             transport,
             Place(transport.rank, REPLICAS),
-            grouping,
-            OuterSettings(local_steps=LOCAL_STEPS, deadline_seconds=60.0, **settings),
+            NolocoSettings(local_steps=LOCAL_STEPS, group_size=group_size, deadline_seconds=60.0, **settings),
         )
         draw = torch.Generator().manual_seed(transport.rank + 1)
         for step in range(ROUNDS * LOCAL_STEPS + 1):

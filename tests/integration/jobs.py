@@ -8,23 +8,24 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megatron_noloco.attach import Federation
+from megatron_noloco.settings import FederationSettings
 from tests.harness import LAUNCH_VARIABLES, run_ranks
 
 SECONDS = 60.0
 
 
-def federation(folder: Path, slot: int, slots: int, **changes: Any) -> Federation:
-    """That all jobs begin together, and nobody gives up before a test does."""
+def federation(folder: Path, slot: int, slots: int, **changes: Any) -> dict[str, Any]:
+    """Return arguments of `attach` with which all jobs begin together, and none gives up before a test does."""
     settings = {
         "rendezvous": f"file://{folder}/rendezvous",
-        "key_file": None,
+        "encryption": "none",
+        "local_steps": "all",
         "listen": "tcp://127.0.0.1:0",
         "start_with": slots,
         "rounds_behind": 1000,
         "shortest_deadline_seconds": SECONDS,
     }
-    return Federation(slot=slot, slots=slots, **(settings | changes))  # type: ignore[arg-type]
+    return {"federation": FederationSettings(slots=slots, **(settings | changes)), "slot": slot}
 
 
 def run_jobs(

@@ -12,16 +12,16 @@ from deepspeed.ops.adam import FusedAdam
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from megatron_noloco.attach import Federation, ReplicaGroups, attach
-from megatron_noloco.outer import OuterSettings
+from megatron_noloco.attach import ReplicaGroups, attach
 from megatron_noloco.plans.grouping import Grouping
+from megatron_noloco.settings import NolocoSettings
 from tests.harness import run_ranks
 from tests.integration.jobs import federation, run_jobs
 from tests.integration.spy import Spy
 from tests.integration.tiny import HF_SIZES
 
 REPLICAS, SIZE, SEED = 2, 2, 5
-SETTINGS = OuterSettings(local_steps=2, outer_momentum=0.5, outer_lr=0.7)
+SETTINGS = NolocoSettings(local_steps=2, outer_momentum=0.5, outer_lr=0.7)
 
 
 # Sizes that two ranks cannot halve: their parts have padding.
@@ -107,11 +107,11 @@ def train(rank: int, world_size: int, stage: int, block: dict[str, Any], rounds:
 
 
 def states(
-    replica: int, rank: int, replicas: int | None, stage: int, there: Federation | None = None
+    replica: int, rank: int, replicas: int | None, stage: int, there: dict[str, Any] | None = None
 ) -> list[Tensor]:
     """The weights after each microbatch, of a replica that is a job of its own, or of one job."""
     engine = engine_of(stage, ReplicaGroups(replicas) if replicas else None)
-    noloco = attach(engine, SETTINGS, replicas=replicas, federation=there, seed=SEED)
+    noloco = attach(engine, SETTINGS, replicas=replicas, seed=SEED, **(there or {}))
     found, draw = [], torch.Generator().manual_seed(SIZE * replica + rank)
     while noloco.done < 6:
         microbatch(engine, draw)

@@ -26,9 +26,10 @@ import torch.distributed as dist
 from packaging.requirements import Requirement
 from torch import Tensor
 
-from megatron_noloco.outer import OuterOptimizer, OuterSettings, TorchWeights
+from megatron_noloco.outer import OuterOptimizer, TorchWeights
 from megatron_noloco.plans.grouping import Group, Grouping
 from megatron_noloco.plans.topology import Place
+from megatron_noloco.settings import NolocoSettings
 from megatron_noloco.transport.torch_dist import TorchTransport
 from tests.harness import REPOSITORY, run_launcher, run_ranks, run_script
 from tests.integration.jobs import run_jobs
@@ -249,9 +250,15 @@ def in_production(rank: int, world_size: int) -> Tensor:
     """The minimal example's training, with our outer optimizer in the place of its rounds."""
     minimal = example("minimal_noloco")
     replica, transport = minimal.Replica(rank, world_size), TorchTransport()
-    weights, grouping = TorchWeights(replica.model.parameters()), PairsOfTheMinimalExample(world_size, 2, 0)
-    settings = OuterSettings(minimal.K, minimal.ALPHA, minimal.BETA, minimal.GAMMA)
-    outer = OuterOptimizer(weights, transport, Place(rank, world_size), grouping, settings)
+    weights = TorchWeights(replica.model.parameters())
+    settings = NolocoSettings(
+        local_steps=minimal.K,
+        outer_momentum=minimal.ALPHA,
+        outer_lr=minimal.BETA,
+        consensus_weight=minimal.GAMMA,
+    )
+    outer = OuterOptimizer(weights, transport, Place(rank, world_size), settings)
+    outer.grouping = PairsOfTheMinimalExample(world_size, 2, 0)
     for step in range(minimal.STEPS):
         replica.local_step()
         outer.after_local_step(step + 1)

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from megatron_noloco.attach import attach
 from megatron_noloco.attach.hf_trainer import NolocoCallback
-from megatron_noloco.outer import OuterSettings
+from megatron_noloco.settings import NolocoSettings
 from tests.harness import REPOSITORY, run_script, run_torchrun
 from tests.integration.jobs import SECONDS, federation, run_jobs
 
 EXAMPLE = REPOSITORY / "examples" / "hf_trainer.py"
 ON_A_CPU = {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
-SETTINGS = OuterSettings(local_steps=2, deadline_seconds=SECONDS)
+SETTINGS = NolocoSettings(local_steps=2, deadline_seconds=SECONDS)
 ZERO_2 = {
     "train_micro_batch_size_per_gpu": "auto",
     "train_batch_size": "auto",
@@ -91,14 +91,14 @@ class Loop:
 def interrupted(slot: int, rank: int, folder: Path) -> tuple[Tensor, Tensor, list[dict[str, Any]]]:
     """The weights after the last step and after the average; what was logged."""
     loop = Loop(folder, slot)
-    callback: Any = NolocoCallback(loop, federation(folder / "first", slot, 2), SETTINGS)  # type: ignore[arg-type]
+    callback: Any = NolocoCallback(loop, settings=SETTINGS, **federation(folder / "first", slot, 2))  # type: ignore[arg-type]
     callback.on_train_begin(loop.args, loop.state, loop.control)
     loop.steps(callback, 5)
     loop.folder.mkdir(parents=True)  # which the Trainer has written
     callback.on_save(loop.args, loop.state, loop.control)
     callback.noloco.close()
 
-    callback = NolocoCallback(loop, federation(folder / "second", slot, 2), SETTINGS)  # type: ignore[arg-type]
+    callback = NolocoCallback(loop, settings=SETTINGS, **federation(folder / "second", slot, 2))  # type: ignore[arg-type]
     callback.on_train_begin(loop.args, loop.state, loop.control)
     loop.steps(callback, 12)
     last = loop.weights()
@@ -108,7 +108,7 @@ def interrupted(slot: int, rank: int, folder: Path) -> tuple[Tensor, Tensor, lis
 
 def uninterrupted(slot: int, rank: int, folder: Path) -> Tensor:
     loop = Loop(folder, slot)
-    noloco = attach(loop.model_wrapped, SETTINGS, federation=federation(folder, slot, 2))
+    noloco = attach(loop.model_wrapped, SETTINGS, **federation(folder, slot, 2))
     steps: Any = SimpleNamespace(on_step_end=lambda *_: noloco.step())
     loop.steps(steps, 12)
     noloco.close()
@@ -122,13 +122,13 @@ def test_rounds_checkpoints_and_the_end(tmp_path: Path) -> None:
     for slot, (last, averaged, logged) in enumerate(found):
         assert torch.equal(last, expected[slot])
         torch.testing.assert_close(averaged, (expected[0] + expected[1]) / 2, rtol=0, atol=1e-7)
-        assert [line["noloco_met"] for line in logged] == [1 - slot] * 6
+        assert [line["noloco_partner"] for line in logged] == [1 - slot] * 6
         assert all(line["noloco_spread"] > 0 for line in logged)
 
 
 def test_a_job_that_fell_behind_goes_on_where_the_others_are(tmp_path: Path) -> None:
     loop = Loop(tmp_path, 0)
-    callback: Any = NolocoCallback(loop, federation(tmp_path, 0, 2))  # type: ignore[arg-type]
+    callback: Any = NolocoCallback(loop, **federation(tmp_path, 0, 2))  # type: ignore[arg-type]
     callback._noloco = SimpleNamespace(step=lambda: [], done=7)
     loop.state.global_step, loop.control.should_log = 4, False
     callback.on_step_end(loop.args, loop.state, loop.control)
@@ -154,7 +154,7 @@ def test_what_is_refused(tmp_path: Path, args: dict[str, Any], step: int, line: 
     loop = Loop(tmp_path, 0)
     vars(loop.args).update(args)
     loop.state.global_step = step
-    callback: Any = NolocoCallback(loop, federation(tmp_path, 0, 2))  # type: ignore[arg-type]
+    callback: Any = NolocoCallback(loop, **federation(tmp_path, 0, 2))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=line):
         callback.on_train_begin(loop.args, loop.state, loop.control)
 
@@ -196,7 +196,7 @@ def test_the_example_trains_resumes_and_ends_with_one_model(
     for steps, rounds in ((30, 3), (60, 3)):
         said = jobs(steps)
         for slot, text in enumerate(said):
-            assert re.findall(r"'noloco_met': (\d)", text) == [str(1 - slot)] * rounds, text
+            assert re.findall(r"'noloco_partner': (\d)", text) == [str(1 - slot)] * rounds, text
             saved = tmp_path / f"replica_{slot}" / f"checkpoint-{steps}"
             assert len(list(saved.glob("noloco_*.pt"))) == ranks
         models = [(tmp_path / f"replica_{slot}" / "final" / "model.safetensors") for slot in range(2)]

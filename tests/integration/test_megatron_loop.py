@@ -14,14 +14,14 @@ from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from torch import Tensor
 
 from megatron_noloco.attach import attach
-from megatron_noloco.outer import OuterSettings
+from megatron_noloco.settings import NolocoSettings
 from tests.harness import REPOSITORY, run_launcher
 from tests.integration import megatron_on_cpu
 from tests.integration.jobs import SECONDS, federation, run_jobs
 
 EXAMPLE = REPOSITORY / "examples" / "megatron_loop.py"
 K, ROUNDS = 2, 3
-SETTINGS = OuterSettings(local_steps=K, deadline_seconds=SECONDS)
+SETTINGS = NolocoSettings(local_steps=K, deadline_seconds=SECONDS)
 
 
 def example() -> ModuleType:
@@ -40,7 +40,7 @@ def train(slot: int, rank: int, folder: Path, tensor_parallel: int, bf16: bool) 
     """What this rank owns, in fp32: at first, before and after each round; what it computes with at the end."""
     with megatron_on_cpu.prepare():
         model, optimizer = LOOP.build(tensor_parallel, bf16)
-        noloco = attach(optimizer, SETTINGS, federation=federation(folder, slot, 2))
+        noloco = attach(optimizer, SETTINGS, **federation(folder, slot, 2))
         weights = noloco.outer.weights
         first, found = weights.read(), []
         while noloco.done < K * ROUNDS:

@@ -6,13 +6,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from megatron_noloco.training.delay import DelayChoice
 
 from megatron_noloco.checkpoint.catalog import read_manifests
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.outer import ExchangeReport, OuterSettings, RoundReport
+from megatron_noloco.outer import ExchangeReport, RoundReport
 from megatron_noloco.plans.fragments import fragment_after
 from megatron_noloco.plans.routing import Routing
-from megatron_noloco.training.delay import DelayChoice
+from megatron_noloco.settings import NolocoSettings
 from tests.harness import run_ranks
 from tests.integration.chaos import Run
 from tests.integration.tiny import build, metrics, microbatch, tiny
@@ -26,7 +27,7 @@ def report_of(round_index: int, seconds: float, fragment: int = 0) -> RoundRepor
 
 def chooses(rank: int, world_size: int, exchange_seconds: list[float], rounds_before: int) -> list[Any]:
     """Local steps of one second; the delay in force in each round, and when it was said."""
-    outer: Any = SimpleNamespace(settings=OuterSettings(local_steps=K), delay_steps=0)
+    outer: Any = SimpleNamespace(settings=NolocoSettings(local_steps=K), delay_steps=0)
     choice, found = DelayChoice(outer), []
     for done in range(rounds_before * K + 1, (rounds_before + 6) * K + 1):
         said = choice.before_round(done, 1.0 if done > 1 else 50.0)  # the first step is slow
@@ -50,7 +51,7 @@ def test_all_ranks_take_the_largest_delay_from_the_same_round_on(
 
 def chooses_in_fragments(rank: int, world_size: int, start: int) -> list[Any]:
     """Two fragments, of which the first takes 2.5 steps and the last nearly none; when the delay is said."""
-    outer: Any = SimpleNamespace(settings=OuterSettings(local_steps=K, fragments=2), delay_steps=0)
+    outer: Any = SimpleNamespace(settings=NolocoSettings(local_steps=K, fragments=2), delay_steps=0)
     choice, said = DelayChoice(outer), {}
     for done in range(start + 1, 5 * K + 1):
         if chosen := choice.before_round(done, 1.0):
@@ -67,7 +68,7 @@ def test_every_fragment_counts_also_after_a_resume_within_a_round(start: int, de
 
 def chooses_in_federation(rank: int, world_size: int, steps: list[int], byes: set[int]) -> list[Any]:
     """When the delay is said. A round without a partner is a bye, with or without a wait for one before."""
-    outer: Any = SimpleNamespace(settings=OuterSettings(local_steps=K), delay_steps=0)
+    outer: Any = SimpleNamespace(settings=NolocoSettings(local_steps=K), delay_steps=0)
     choice, said = DelayChoice(outer), {}
     for done in steps:
         if chosen := choice.before_round(done, 1.0):

@@ -93,7 +93,7 @@ def warned(rank: int, world_size: int, config: str) -> tuple[str, list[str]]:
     fit.available_bytes = lambda: 1_000_000
     os.cpu_count = lambda: 1
     with redirect_stderr(io.StringIO()) as said:
-        _, start = join_job(prepare(load_config(config), os.environ))
+        start = join_job(prepare(load_config(config), os.environ)).start
     return said.getvalue(), start.notes
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import redirect_stderr
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -19,17 +19,23 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_noloco.attach import Attached, Federation, ReplicaGroups, attach
+from megatron_noloco.attach import Attached, ReplicaGroups, attach
 from megatron_noloco.job import leaving
-from megatron_noloco.outer import OuterSettings, PartnerLostError
+from megatron_noloco.outer import PartnerLostError
 from megatron_noloco.plans.grouping import Grouping
+from megatron_noloco.settings import NolocoSettings, OverlapSettings
 from tests.harness import free_port, run_ranks
 from tests.integration.jobs import SECONDS, federation, run_jobs
 
 SEED, K, STEPS = 5, 2, 12
-SETTINGS = OuterSettings(local_steps=K, deadline_seconds=SECONDS)
-OVERLAPPED = OuterSettings(
-    local_steps=4, deadline_seconds=SECONDS, delay_steps=2, fragments=2, payload="int8"
+PAIRINGS: tuple[Literal["random", "cycle"], ...] = ("random", "cycle")
+SETTINGS = NolocoSettings(local_steps=K, deadline_seconds=SECONDS)
+OVERLAPPED = NolocoSettings(
+    local_steps=4,
+    deadline_seconds=SECONDS,
+    overlap=OverlapSettings("delayed", 2),
+    fragments=2,
+    payload="int8",
 )
 
 
@@ -77,15 +83,15 @@ def train(loop: Loop, noloco: Attached, steps: int = STEPS) -> list[Tensor]:
     return found
 
 
-def separate(slot: int, rank: int, folder: Path, slots: int, settings: OuterSettings) -> list[Tensor]:
+def separate(slot: int, rank: int, folder: Path, slots: int, settings: NolocoSettings) -> list[Tensor]:
     loop = of_job(slot, rank)
-    noloco = attach(loop.model, settings, federation=federation(folder, slot, slots), seed=SEED)
+    noloco = attach(loop.model, settings, **federation(folder, slot, slots), seed=SEED)
     found = train(loop, noloco)
     noloco.close()
     return [*found, loop.weights()]
 
 
-def together(rank: int, world_size: int, replicas: int, settings: OuterSettings) -> list[Tensor]:
+def together(rank: int, world_size: int, replicas: int, settings: NolocoSettings) -> list[Tensor]:
     ranks = world_size // replicas
     group = ReplicaGroups(replicas).get_data_parallel_group()
     loop = Loop(rank // ranks, rank % ranks, group if ranks > 1 else None)
@@ -99,7 +105,7 @@ def together(rank: int, world_size: int, replicas: int, settings: OuterSettings)
 @pytest.mark.parametrize("settings", [SETTINGS, OVERLAPPED], ids=["plain", "overlap, fragments, int8"])
 @pytest.mark.parametrize(("slots", "ranks"), [(3, 1), (2, 2)])
 def test_separate_jobs_train_as_one_job_does(
-    tmp_path: Path, slots: int, ranks: int, settings: OuterSettings
+    tmp_path: Path, slots: int, ranks: int, settings: NolocoSettings
 ) -> None:
     """To the last bit, after every step and at the end, where a round that is under way is merged."""
     found = run_jobs(tmp_path, slots, ranks, separate, tmp_path, slots, settings)
@@ -145,10 +151,10 @@ def by_the_formula(rank: int, world_size: int, replicas: int) -> tuple[Tensor, l
     return first, found
 
 
-def interrupted(slot: int, rank: int, folder: Path, settings: OuterSettings) -> Tensor:
+def interrupted(slot: int, rank: int, folder: Path, settings: NolocoSettings) -> Tensor:
     """Half of the steps, then the other half in a loop made anew from what was saved."""
     loop = of_job(slot, rank)
-    noloco = attach(loop.model, settings, federation=federation(folder / "first", slot, 2), seed=SEED)
+    noloco = attach(loop.model, settings, **federation(folder / "first", slot, 2), seed=SEED)
     train(loop, noloco, STEPS // 2 + 1)  # in the middle of a phase, or of an exchange
     file = folder / f"saved_{slot}_{rank}.pt"
     torch.save([*loop.state(), noloco.state_dict()], file)
@@ -163,14 +169,14 @@ def interrupted(slot: int, rank: int, folder: Path, settings: OuterSettings) -> 
     loop = of_job(slot, rank, seed=9)
     loop.load(state)
     there = federation(folder / "second", slot, 2)
-    noloco = attach(loop.model, settings, federation=there, seed=SEED, state=saved)
+    noloco = attach(loop.model, settings, **there, seed=SEED, state=saved)
     train(loop, noloco)
     noloco.close()
     return loop.weights()
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, OVERLAPPED], ids=["plain", "overlap, fragments, int8"])
-def test_a_job_continues_from_what_it_saved(tmp_path: Path, settings: OuterSettings) -> None:
+def test_a_job_continues_from_what_it_saved(tmp_path: Path, settings: NolocoSettings) -> None:
     """To the last bit."""
     found = run_jobs(tmp_path, 2, 2, interrupted, tmp_path, settings)
     expected = run_ranks(4, together, 2, settings)
@@ -189,7 +195,7 @@ def wait_for(path: Path) -> None:
 def leaves(slot: int, rank: int, folder: Path) -> list[Any]:
     """Replica 1 leaves after 3 rounds. By round: the weights before and after, the group, what was missed."""
     loop = of_job(slot, rank)
-    noloco = attach(loop.model, SETTINGS, federation=federation(folder, slot, 2), seed=SEED)
+    noloco = attach(loop.model, SETTINGS, **federation(folder, slot, 2), seed=SEED)
     found = []
     for step in range(6 * K):
         if step == 3 * K:
@@ -217,7 +223,7 @@ def test_a_partner_that_is_lost_costs_a_bye(tmp_path: Path) -> None:
     torch.testing.assert_close(phi, expected, rtol=0, atol=1e-6)
 
 
-def ends_early(rank: int, world_size: int, settings: OuterSettings) -> str:
+def ends_early(rank: int, world_size: int, settings: NolocoSettings) -> str:
     loop = Loop(rank, 0, None)
     noloco = attach(loop.model, settings, replicas=world_size)
     if rank == 1:
@@ -229,7 +235,7 @@ def ends_early(rank: int, world_size: int, settings: OuterSettings) -> str:
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, OVERLAPPED], ids=["plain", "overlap, fragments, int8"])
-def test_in_one_job_a_partner_that_is_gone_is_told(settings: OuterSettings) -> None:
+def test_in_one_job_a_partner_that_is_gone_is_told(settings: NolocoSettings) -> None:
     line = run_ranks(2, ends_early, settings)[0]
     assert re.match(r"replica 0 lost a partner in round \d.*: .* rank 1 .*\(ConnectionError\)", line), line
 
@@ -238,8 +244,8 @@ def falls_behind(slot: int, rank: int, folder: Path) -> tuple[list[int], Tensor]
     """Replica 1 stands still while replica 0 has 6 rounds; what `done` was after each step, the last weights."""
     loop = of_job(slot, rank)
     there = federation(folder, slot, 2, start_with=1, rounds_behind=3, shortest_deadline_seconds=0.1)
-    settings = OuterSettings(local_steps=K, deadline_seconds=1.0)
-    noloco = attach(loop.model, settings, federation=there, seed=SEED)
+    settings = NolocoSettings(local_steps=K, deadline_seconds=1.0)
+    noloco = attach(loop.model, settings, **there, seed=SEED)
     assert noloco.outer.transport.wait_for(1, SECONDS)  # type: ignore[attr-defined]
     found: list[int] = []
     while noloco.done < 20 * K:
@@ -270,8 +276,8 @@ def is_slow(slot: int, rank: int, folder: Path) -> tuple[int, list[str]]:
     """Replica 1 takes no step before replica 0 is at the next exchange. Steps taken, and whom it did not meet."""
     loop = of_job(slot, rank)
     there = federation(folder, slot, 2, local_steps="auto")
-    settings = OuterSettings(local_steps=8, deadline_seconds=SECONDS)
-    noloco = attach(loop.model, settings, federation=there, seed=SEED)
+    settings = NolocoSettings(local_steps=8, deadline_seconds=SECONDS)
+    noloco = attach(loop.model, settings, **there, seed=SEED)
     steps, missed = 0, []
     for index in range(3):
         deadline = time.monotonic() + SECONDS
@@ -297,7 +303,7 @@ def stands_still(slot: int, rank: int, folder: Path) -> tuple[str, list[str]]:
     """After its first step, until the watchdog has spoken. What it said; the threads that are left of it."""
     leaving.LOOK_SECONDS = 0.02
     loop = of_job(slot, rank)
-    noloco = attach(loop.model, SETTINGS, federation=federation(folder, slot, 2, start_with=1), seed=SEED)
+    noloco = attach(loop.model, SETTINGS, **federation(folder, slot, 2, start_with=1), seed=SEED)
     with redirect_stderr(io.StringIO()) as told:
         noloco.watch(0.05)
         loop.step(0)
@@ -319,7 +325,7 @@ def test_a_rank_that_stands_still_says_where(tmp_path: Path) -> None:
 
 def averages(slot: int, rank: int, folder: Path, slots: int) -> tuple[Tensor, Tensor, float]:
     loop = of_job(slot, rank)
-    noloco = attach(loop.model, SETTINGS, federation=federation(folder, slot, slots), seed=SEED)
+    noloco = attach(loop.model, SETTINGS, **federation(folder, slot, slots), seed=SEED)
     train(loop, noloco, STEPS + 1)  # not after a round
     before = loop.weights()
     reports = noloco.average()
@@ -363,7 +369,7 @@ def with_other_weights(slot: int, rank: int, folder: Path, addresses: list[str])
     loop = of_job(slot, rank, seed=slot)
     places = {"rendezvous": f"tcp://{','.join(addresses)}", "listen": f"tcp://{addresses[slot]}"}
     there = federation(folder, slot, 2, start_with=1, **places)
-    noloco = attach(loop.model, SETTINGS, federation=there, seed=SEED)
+    noloco = attach(loop.model, SETTINGS, **there, seed=SEED)
     deadline = time.monotonic() + SECONDS
     while not noloco.outer.transport.service.protocol.dropped["another run"]:  # type: ignore[attr-defined]
         assert time.monotonic() < deadline
@@ -408,21 +414,22 @@ def what_is_refused(rank: int, world_size: int, folder: Path) -> dict[str, str]:
     sharded = FullyShardedDataParallel(nn.Linear(2, 2), process_group=alone, device_id=torch.device("cpu"))
     channels_last: Any = nn.Conv2d(3, 2, 4).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     saved = {"local_steps_done": torch.tensor(3), "first_weights": zeros}
+    keyed = federation(folder, 0, 2, encryption="curve", key_file=f"{folder}/no")
     return {
-        "bare": refusal(lambda: attach(module, federation=there)),
-        "half": refusal(lambda: attach(half, federation=there)),
+        "bare": refusal(lambda: attach(module, **there)),
+        "half": refusal(lambda: attach(half, **there)),
         "whole": refusal(lambda: attach(whole, replicas=2)),
         "nested": refusal(lambda: attach(nn.Sequential(whole), replicas=2)),
         "flat": refusal(lambda: attach(nn.Sequential(sharded), replicas=2)),
         "double": refusal(lambda: attach(nn.Linear(2, 2).double(), replicas=2)),
         "channels": refusal(lambda: attach(channels_last, replicas=2)),
         "neither": refusal(lambda: attach(whole)),
-        "both": refusal(lambda: attach(whole, federation=there, replicas=2)),
-        "what": refusal(lambda: attach(torch.optim.SGD(module.parameters()), federation=there)),
-        "state": refusal(lambda: attach(whole, federation=there, state=saved | {"slow_weights": zeros})),
-        "none": refusal(lambda: attach(whole, federation=there, state={})),
-        "key": refusal(lambda: attach(whole, federation=federation(folder, 0, 2, key_file=folder / "no"))),
-        "rendezvous": refusal(lambda: attach(whole, federation=federation(folder, 0, 2, rendezvous="here"))),
+        "both": refusal(lambda: attach(whole, **there, replicas=2)),
+        "what": refusal(lambda: attach(torch.optim.SGD(module.parameters()), **there)),
+        "state": refusal(lambda: attach(whole, **there, state=saved | {"slow_weights": zeros})),
+        "none": refusal(lambda: attach(whole, **there, state={})),
+        "key": refusal(lambda: attach(whole, **keyed)),
+        "rendezvous": refusal(lambda: attach(whole, **federation(folder, 0, 2, rendezvous="here"))),
     }
 
 
@@ -452,7 +459,7 @@ def test_what_is_refused_in_one_line(tmp_path: Path) -> None:
 
 
 def what_ranks_of_one_job_refuse(rank: int, world_size: int) -> dict[str, str]:
-    def try_to(settings: OuterSettings = SETTINGS, loop: Loop | None = None, **options: Any) -> str:
+    def try_to(settings: NolocoSettings = SETTINGS, loop: Loop | None = None, **options: Any) -> str:
         model = Loop(rank, 0, None).model if loop is None else loop.model
         return refusal(lambda: attach(model, settings, replicas=world_size, **{"seed": SEED, **options}))
 
@@ -467,9 +474,9 @@ def what_ranks_of_one_job_refuse(rank: int, world_size: int) -> dict[str, str]:
     wider = Loop(rank, 0, None)
     wider.model = nn.Linear(2 + rank, 1)
     return {
-        "settings": try_to(OuterSettings(local_steps=K, outer_lr=0.7 + 0.25 * rank)),
+        "settings": try_to(NolocoSettings(local_steps=K, outer_lr=0.7 + 0.25 * rank)),
         "seed": try_to(seed=rank),
-        "pairing": try_to(pairing=("random", "cycle")[rank]),
+        "pairing": try_to(NolocoSettings(local_steps=K, pairing=PAIRINGS[rank])),
         "lengths": try_to(loop=wider),
         "weights": try_to(loop=Loop(rank, 0, None, seed=rank)),
         "no state": try_to(loop=loop, state=None if rank else state),
@@ -478,8 +485,8 @@ def what_ranks_of_one_job_refuse(rank: int, world_size: int) -> dict[str, str]:
         "other step": try_to(loop=loop, state=later),
         "other run": try_to(loop=loop, state=state | {"first_weights": torch.tensor([rank])}),
         "its own": try_to(loop=loop, state=state),
-        "groups of 1": try_to(group_size=1),
-        "one group": try_to(OuterSettings(local_steps=K, outer_momentum=0.9)),
+        "groups of 3": try_to(NolocoSettings(group_size=2 + rank)),
+        "one group": try_to(NolocoSettings(local_steps=K, outer_momentum=0.9)),
     }
 
 
@@ -498,7 +505,7 @@ def test_what_ranks_of_one_job_refuse_together() -> None:
         "other step": "attach: local_steps_done is 3 on rank 0 and 4 on rank 1; it must be the same",
         "other run": "the weights of replica 1 differ from those of replica 0; their states are of different",
         "its own": "taken",
-        "groups of 1": "attach: replicas would never meet in groups of 1; group_size must be at least 2",
+        "groups of 3": "attach: group_size 3 is more than the 2 replicas there are",
         "one group": "taken",
     }
     assert found[0] == found[1]
@@ -596,8 +603,8 @@ def test_one_replica_has_no_rounds() -> None:
             {"replicas": 2},
             "attach(replicas=...) needs torch.distributed.init_process_group, as ReplicaGroups does",
         ),
-        ({"replicas": 2, "settings": {}}, "attach: settings must be OuterSettings(...), not {}"),
-        ({"federation": "a"}, "attach: federation must be Federation(...), not 'a'"),
+        ({"replicas": 2, "settings": {}}, "attach: settings must be NolocoSettings(...), not {}"),
+        ({"federation": "a"}, "attach: federation must be FederationSettings(...), not 'a'"),
     ],
 )
 def test_what_is_refused_without_torch_distributed(options: dict[str, Any], line: str) -> None:
@@ -609,15 +616,18 @@ def test_what_is_refused_without_torch_distributed(options: dict[str, Any], line
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"slot": "0"}, "slot must be an integer, not '0'"),
-        ({"slots": 1}, "Federation: slots must be at least 2, not 1"),
-        ({"slot": 2}, "Federation: slot must be from 0 to slots - 1 = 1, not 2"),
-        ({"start_with": 3}, "Federation: start_with must be from 1 to slots 2, not 3"),
-        ({"local_steps": "some"}, 'Federation: local_steps must be "auto" or "all", not \'some\''),
-        ({"rounds_behind": 0}, "Federation: rounds_behind must be at least 1, not 0"),
+        ({"slot": "0"}, "attach: slot must be from 0 to slots - 1 = 1, not '0'"),
+        ({"slot": 2}, "attach: slot must be from 0 to slots - 1 = 1, not 2"),
+        ({"slots": 1}, "FederationSettings: slots must be an integer >= 2 or None, not 1"),
+        ({"start_with": 3}, "attach: federation.start_with 3 is more than federation.slots 2"),
+        (
+            {"encryption": "curve"},
+            "attach: federation.key_file is missing: `megatron_noloco keys FILE` makes one",
+        ),
     ],
 )
-def test_a_federation_that_cannot_be(changes: dict[str, Any], line: str) -> None:
+def test_a_federation_that_cannot_be(tmp_path: Path, changes: dict[str, Any], line: str) -> None:
+    changes = {"slot": 0, "slots": 2} | changes
     with pytest.raises(ValueError) as refused:
-        Federation(**{"slot": 0, "slots": 2, "rendezvous": "file://a", "key_file": None, **changes})
-    assert str(refused.value) == line
+        attach(nn.Linear(2, 2), **federation(tmp_path, **changes))
+    assert str(refused.value).startswith(line)

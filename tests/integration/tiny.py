@@ -191,7 +191,7 @@ def already_joined() -> None:
 def build_run(config: str) -> Run:
     """What the command `train` builds from a file, before the first step."""
     prepared = prepare(load_config(config), os.environ)
-    return build_parts(prepared, *join_job(prepared), progress="lines")
+    return build_parts(prepared, join_job(prepared), progress="lines")
 
 
 def trained(config: str) -> Run:

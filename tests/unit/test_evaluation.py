@@ -18,12 +18,11 @@ from megatron_noloco.outer import (
     MeanModel,
     NoRounds,
     OuterOptimizer,
-    OuterSettings,
     PartnerTimeoutError,
     TorchWeights,
 )
-from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.topology import Topology
+from megatron_noloco.settings import NolocoSettings
 from megatron_noloco.training.evaluate import Evaluator
 from megatron_noloco.transport.loopback import LoopbackTransport, loopback_world
 
@@ -71,8 +70,7 @@ class Replica:
         self.weights = Refreshed(self.masters)
         self.outer: Any = NoRounds(self.weights)
         if method != "none":
-            grouping, settings = Grouping(replicas, 2, 0), OuterSettings()
-            self.outer = OuterOptimizer(self.weights, transport, place, grouping, settings)
+            self.outer = OuterOptimizer(self.weights, transport, place, NolocoSettings())
             self.outer.slow_weights.add_(10.0)  # an evaluation between rounds: fast and slow weights differ
         engine: Any = SimpleNamespace(
             groups=SimpleNamespace(topology=topology, position=topology.position(transport.rank)),

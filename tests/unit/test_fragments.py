@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -11,13 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_noloco.config.noloco_block import NolocoConfig, OverlapConfig
 from megatron_noloco.config.summary import outer_state
-from megatron_noloco.outer import NoRounds, OuterOptimizer, OuterSettings, TorchWeights
+from megatron_noloco.outer import NoRounds, OuterOptimizer, TorchWeights
 from megatron_noloco.outer.fragments import Fragment, cut
 from megatron_noloco.plans.fragments import fragment_after, most_under_way
-from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.topology import Topology
+from megatron_noloco.settings import NolocoSettings, OverlapSettings
 from megatron_noloco.transport.loopback import loopback_world
 from tests.unit import test_overlap
 from tests.unit.test_outer import Diloco, assert_close, noise
@@ -93,12 +93,6 @@ def test_every_weight_is_in_one_fragment_and_all_copies_are_in_the_first(data: s
 def test_more_fragments_than_weights_are_refused() -> None:
     with pytest.raises(ValueError, match="fragments 4 are more than the 3 weights of a rank"):
         cut(3, [], 4)
-
-
-@pytest.mark.parametrize("wrong", [0, 5])
-def test_fragments_are_at_most_the_local_steps(wrong: int) -> None:
-    with pytest.raises(ValueError, match=f"^fragments must be from 1 to local_steps 4, not {wrong}"):
-        OuterSettings(local_steps=4, fragments=wrong)
 
 
 @pytest.mark.parametrize("delay_steps", [0, 1])
@@ -296,15 +290,18 @@ def test_copies_stay_bitwise_equal(payload: Any, delay_steps: int, whole: bool) 
         for start, stop in ranges[topology.position(rank).stage]:
             masters[rank][start:stop] = noise(600, seed=9)[taken : taken + stop - start]
             taken += stop - start
-    method = OuterSettings(
-        local_steps=K, fragments=3, payload=payload, delay_steps=delay_steps, deadline_seconds=20
+    method = NolocoSettings(
+        local_steps=K,
+        fragments=3,
+        payload=payload,
+        overlap=OverlapSettings("delayed", delay_steps),
+        deadline_seconds=20,
     )
     outer = [
         OuterOptimizer(
             WithCopies([masters[t.rank]], ranges[topology.position(t.rank).stage]),
             t,
             topology.place(t.rank),
-            Grouping(4, 2, 0),
             method,
         )
         for t in loopback_world(8, 1000)
@@ -378,11 +375,9 @@ def test_nothing_is_allocated_from_round_to_round(payload: str) -> None:
 def test_config_tells_the_bytes_of_the_outer_state(delay_steps: int, at_a_time: int) -> None:
     fleet = Training(noise(1000, seed=1).expand(2, -1), 2, delay_steps, fragments=K)
     fleet.run(3 * K)
-    noloco = NolocoConfig(
-        local_steps=K, fragments=K, overlap=OverlapConfig(mode="delayed", delay_steps=delay_steps)
-    )
+    noloco = NolocoSettings(local_steps=K, fragments=K, overlap=OverlapSettings("delayed", delay_steps))
     bytes_per_weight = sum(vector.nbytes for vector in held(fleet)) / 2000
     assert bytes_per_weight == 8 + at_a_time * (3 if delay_steps else 2)
     assert outer_state(noloco, replicas=2).startswith(f"{bytes_per_weight:g} bytes per parameter (")
-    in_groups = outer_state(noloco.model_copy(update={"group_size": 4}), replicas=4)
+    in_groups = outer_state(replace(noloco, group_size=4), replicas=4)
     assert ("for each of" in in_groups) == (at_a_time > 1)

@@ -1,11 +1,15 @@
 """Where a replica of a federation goes on, and from what."""
 
 from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from megatron_noloco.federation import keeping_up as module
-from megatron_noloco.federation.keeping_up import KeepingUp, Pace, UntrainedError, wait_for_others
+from megatron_noloco.federation.join import Membership
+from megatron_noloco.federation.keeping_up import KeepingUp, UntrainedError
+from megatron_noloco.settings import FederationSettings, NolocoSettings
 
 
 class Others:
@@ -27,8 +31,9 @@ def keeping_up(
     begun: list[int], fragments: int = 1, adapts: bool = False, steps: int | None = 95
 ) -> tuple[KeepingUp, Others]:
     others = Others(begun)
-    pace = Pace(10, fragments, rounds_behind=2, adapts=adapts, longest_seconds=1.0, steps=steps)
-    return KeepingUp(others, pace), others  # type: ignore[arg-type]
+    noloco = NolocoSettings(local_steps=10, fragments=fragments, deadline_seconds=1.0)
+    federation = FederationSettings(rounds_behind=2, local_steps="auto" if adapts else "all")
+    return KeepingUp(others, noloco, federation, steps), others  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -91,9 +96,11 @@ def test_a_replica_announces_where_it_begins_and_goes_on(done: int, left_out: in
     assert others.left_out == [left_out, 6], "it takes part in exchange 7"
 
 
-def test_a_start_waits_for_others() -> None:
-    assert wait_for_others(Others([-1, 4]), 2, 1.0)  # type: ignore[arg-type]
-    assert not wait_for_others(Others([4]), 2, 1.0)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("begun", "came"), [([-1, 4], True), ([4], False)])
+def test_those_to_start_with_are_waited_for(begun: list[int], came: bool) -> None:
+    transport: Any = Others(begun)
+    membership = Membership(transport, Mock(), NolocoSettings(), FederationSettings(slots=3, start_with=3))
+    assert membership.wait_for_start() == came
 
 
 @pytest.mark.parametrize(

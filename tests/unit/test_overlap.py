@@ -10,22 +10,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_noloco.config.noloco_block import NolocoConfig, OverlapConfig
 from megatron_noloco.config.summary import outer_state
 from megatron_noloco.outer import (
     Exchange,
     NoRounds,
     OuterOptimizer,
-    OuterSettings,
     PartnerTimeoutError,
     RoundReport,
     TorchWeights,
     patience,
 )
 from megatron_noloco.outer.exchange import STRETCH
-from megatron_noloco.plans.grouping import Group, Grouping
+from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.stability import spread_factor
 from megatron_noloco.plans.topology import Place
+from megatron_noloco.settings import NolocoSettings, OverlapSettings
 from megatron_noloco.transport.loopback import loopback_world
 from megatron_noloco.transport.mpi import library_name, progress_of
 from tests.unit.test_outer import CHUNK_BYTES, Diloco, Fleet, assert_close, noise
@@ -342,8 +341,9 @@ def test_resumed_with_other_local_steps_the_correction_is_merged_at_once(delay_s
             TorchWeights(master),
             transport,
             Place(transport.rank, 2),
-            other.grouping,
-            OuterSettings(local_steps=2, delay_steps=delay_steps, deadline_seconds=20),
+            NolocoSettings(
+                local_steps=2, overlap=OverlapSettings("delayed", delay_steps), deadline_seconds=20
+            ),
         )
         for transport, master in zip(other.transports, other.masters, strict=True)
     ]
@@ -372,18 +372,12 @@ def test_the_delay_may_change_between_rounds() -> None:
 
 def test_a_partner_that_does_not_answer_is_named_when_somebody_waits() -> None:
     (transport, _) = loopback_world(2)
-    settings = OuterSettings(local_steps=2, delay_steps=1, deadline_seconds=0.05)
-    outer = OuterOptimizer(TorchWeights([torch.ones(4)]), transport, Place(0, 2), Grouping(2, 2, 0), settings)
+    settings = NolocoSettings(local_steps=2, overlap=OverlapSettings("delayed", 1), deadline_seconds=0.05)
+    outer = OuterOptimizer(TorchWeights([torch.ones(4)]), transport, Place(0, 2), settings)
     assert [outer.after_local_step(done) for done in (1, 2)] == [[], []]
     outer.progress()
     with pytest.raises(PartnerTimeoutError, match=r"no answer from partner 1 \(rank 1\) in round 0 after 0."):
         outer.after_local_step(3)
-
-
-@pytest.mark.parametrize("delay_steps", [-1, 5])
-def test_a_delay_is_at_most_a_local_phase(delay_steps: int) -> None:
-    with pytest.raises(ValueError, match=f"^delay_steps must be from 0 to local_steps 4, not {delay_steps}"):
-        OuterSettings(local_steps=4, delay_steps=delay_steps)
 
 
 # The exchange without waiting
@@ -515,8 +509,8 @@ def test_nothing_is_allocated_from_round_to_round() -> None:
 def test_config_tells_the_bytes_of_the_outer_state(delay_steps: int) -> None:
     fleet = training(2, delay_steps, elements=1000)
     fleet.run(2 * K + 2)
-    noloco = NolocoConfig(overlap=OverlapConfig(mode="delayed", delay_steps=delay_steps))
+    noloco = NolocoSettings(overlap=OverlapSettings("delayed", delay_steps))
     told = outer_state(noloco, replicas=2)
     assert told.startswith(f"{sum(vector.nbytes for vector in held(fleet)) // 2000} bytes per parameter (")
-    in_groups = outer_state(NolocoConfig(group_size=4), replicas=4)
+    in_groups = outer_state(NolocoSettings(group_size=4), replicas=4)
     assert f"at most {2 * 4 * STRETCH // 2**20} MiB to receive in" in in_groups

@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_noloco.outer.settings import OuterSettings, gossip_of
 from megatron_noloco.plans.draws import Stream, draw_permutation, draw_words
 from megatron_noloco.plans.grouping import Grouping, prime_factors
 from megatron_noloco.plans.samples import BatchPlan, SampleOrder
-from megatron_noloco.plans.stability import cycle_spread_factor, rounds_to_halve, spread_factor
+from megatron_noloco.plans.stability import Gossip, cycle_spread_factor, rounds_to_halve, spread_factor
 from megatron_noloco.plans.topology import Place, Position, Topology
 
 GOLDEN_DRAWS = Path(__file__).parents[1] / "golden" / "draws.json"
@@ -231,16 +230,11 @@ class TestStability:
     def test_without_a_group_nothing_pulls_together(self) -> None:
         assert spread_factor(0.5, 0.7, 1) == pytest.approx(1.0)
 
-    def test_settings_with_which_replicas_drift_apart_are_told(self) -> None:
-        settings = OuterSettings(outer_momentum=0.9)
-        assert gossip_of(settings, Grouping(4, 2, 0)).problem.startswith(
+    def test_the_problem_names_the_numbers_and_a_remedy(self) -> None:
+        assert Gossip(0.9, 0.7, 2).problem.startswith(
             "replicas would drift apart: rho = 1.098 >= 1 for outer_momentum (alpha) 0.9, consensus_weight "
             "(gamma) 0.7, group_size (n) 2; outer_momentum 0.8"
         )
-        assert not gossip_of(settings, Grouping(4, 4, 0)).problem, "DiLoCo"
-        assert not gossip_of(OuterSettings(), Grouping(4, 2, 0)).problem
-        in_cycles = gossip_of(OuterSettings(), Grouping(4, 4, 0, pairing="cycle"))
-        assert in_cycles.rho == pytest.approx(cycle_spread_factor(0.5, 0.7, (2, 2)))
 
     def test_rounds_to_halve(self) -> None:
         assert rounds_to_halve(0.25) == pytest.approx(1)  # the spread squared quarters as the spread halves

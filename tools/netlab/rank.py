@@ -71,17 +71,17 @@ def training_round(transport: "Transport", elements: int) -> Way:
     """Return the outer optimizer's round with random pairs, after local steps that train nothing."""
     from megatron_noloco.federation.commit import committing
     from megatron_noloco.federation.transport import FederationTransport
-    from megatron_noloco.outer import OuterOptimizer, OuterSettings, TorchWeights
-    from megatron_noloco.plans.grouping import Grouping
+    from megatron_noloco.outer import OuterOptimizer, TorchWeights
     from megatron_noloco.plans.topology import Place
+    from megatron_noloco.settings import NolocoSettings
 
     size = transport.world_size
-    settings = OuterSettings(local_steps=2, deadline_seconds=DEADLINE_SECONDS)
+    settings = NolocoSettings(local_steps=2, deadline_seconds=DEADLINE_SECONDS)
     weights, place = TorchWeights([_ones(elements)]), Place(transport.rank, size)
-    grouping, commit = Grouping(size, 2, seed=0), None
+    commit = None
     if isinstance(transport, FederationTransport):
-        commit = committing(transport.partners, grouping, place.replica, settings.fragments)
-    outer = OuterOptimizer(weights, transport, place, grouping, settings, commit)
+        commit = committing(transport.partners, place, settings)
+    outer = OuterOptimizer(weights, transport, place, settings, commit=commit)
     return Way(
         lambda repeat: outer.after_local_step(2 * repeat + 2),
         lambda repeat: outer.after_local_step(2 * repeat + 1),

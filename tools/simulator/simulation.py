@@ -17,7 +17,7 @@ from megatron_noloco.model.families import Parameter, table_of
 from megatron_noloco.outer import Rounds, TorchWeights
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.training.outer import build_final_average, build_outer
+from megatron_noloco.training.rounds import build_final_average, build_outer
 from megatron_noloco.transport.loopback import loopback_world
 from tools.simulator.inner import AdamW, Directions, LearningRate, Muon, StackedOptimizer, clip, usual_rate
 from tools.simulator.llama import StackedLlama

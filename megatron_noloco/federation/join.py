@@ -1,0 +1,97 @@
+"""How a job enters a federation: the one way in, for the trainer and for `attach`."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron_noloco.federation.commit import CommittedExchange, committing
+from megatron_noloco.federation.frames import run_number
+from megatron_noloco.federation.keeping_up import KeepingUp
+from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.rendezvous import rendezvous_of
+from megatron_noloco.federation.transport import (
+    FederationTransport,
+    Network,
+    Patience,
+    agreement_of_replica,
+)
+from megatron_noloco.job.agreement import of_all_ranks
+from megatron_noloco.job.join import reachable_address
+from megatron_noloco.outer import Exchange
+from megatron_noloco.plans.topology import Place
+from megatron_noloco.settings import FederationSettings, NolocoSettings, shared
+
+
+@dataclass(frozen=True)
+class Membership:
+    """One rank's part in a federation.
+
+    Attributes:
+        transport: to the counterparts in the other jobs.
+        keeping_up: which local step comes next.
+    """
+
+    transport: FederationTransport
+    keeping_up: KeepingUp
+    noloco: NolocoSettings
+    federation: FederationSettings
+
+    def commit(self, seed: int) -> Callable[[Exchange], CommittedExchange]:
+        """Return what makes the exchanges of rounds count for both partners or for neither; see `committing`."""
+        return committing(self.transport.partners, self.transport.place, self.noloco, seed)
+
+    def wait_for_start(self) -> bool:
+        """Wait for `start_with` jobs, `deadline_seconds` at most; return whether they came. A collective."""
+        came = self.transport.wait_for(self.federation.start_with - 1, self.noloco.deadline_seconds)
+        return self.transport.partners.agree([came]) == [True]
+
+
+def join_federation(
+    federation: FederationSettings,
+    noloco: NolocoSettings,
+    place: Place,
+    alike: Mapping[str, Any],
+    steps: int | None = None,
+) -> Membership:
+    """Connect this rank to its counterparts in the other jobs. A collective of the job, which is one replica.
+
+    Args:
+        federation, noloco: without `settings.federation_problems`.
+        place: of this rank; its replica is the job's slot.
+        alike: what all jobs must have alike besides the settings, such as the model; anything that JSON can hold.
+        steps: local steps of the whole training, the last of which is never left out; None: not known.
+
+    Raises ValueError for a rendezvous or a key file that is none, and where it cannot listen; OSError where its
+    address cannot be announced.
+    """
+    network = network_of(federation, noloco, alike)
+    patience = Patience(
+        federation.shortest_deadline_seconds,
+        noloco.deadline_seconds,
+        federation.rounds_behind * noloco.fragments,
+    )
+    if not dist.is_initialized():
+        transport = FederationTransport(place, network, patience)
+    else:
+        transport = FederationTransport(place, network, patience, agreement_of_replica())
+        addresses = of_all_ranks((place.rank, transport.address))
+        transport.service.learn(
+            dict(addresses)
+        )  # who finds one rank learns where all ranks of its replica are
+    return Membership(transport, KeepingUp(transport, noloco, federation, steps), noloco, federation)
+
+
+def network_of(federation: FederationSettings, noloco: NolocoSettings, alike: Mapping[str, Any]) -> Network:
+    """Return how this job's ranks reach the others; opens nothing. Raises ValueError as `join_federation` does."""
+    assert federation.rendezvous is not None
+    run = run_number({"noloco": shared(noloco), "slots": federation.slots, **alike})
+    rendezvous = rendezvous_of(federation.rendezvous, run)
+    keys = None
+    if federation.encryption == "curve":
+        assert federation.key_file is not None
+        keys = Keys.read(Path(federation.key_file))
+    listen = federation.listen or rendezvous.listen
+    return Network(rendezvous, run, listen, keys, reachable_address, federation.advertise)

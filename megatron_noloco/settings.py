@@ -1,0 +1,383 @@
+"""The settings of the method and of a federation: type, bound, default and meaning of each, defined once.
+
+The JSON blocks `noloco` and `federation`, `config --explain`, the tables of the documentation, the library and
+`attach` are made from these classes. A rule between settings is one function here, which returns what is wrong.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from numbers import Integral, Real
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from megatron_noloco.plans.grouping import Grouping, prime_factors
+from megatron_noloco.plans.stability import Gossip
+
+_ROUNDED = (
+    "rounds the weights themselves, so that its error grows with |weights| / |outer gradient|: at 300 it is {} of "
+    'the pull; "int16" takes the same bytes and has 0.05 % at any'  # tools/bench_payload.py
+)
+
+
+def setting(default: Any, meaning: str, **more: Any) -> Any:
+    """Return a dataclass field for one setting.
+
+    Args:
+        default: its value, or the class of nested settings.
+        meaning: a sentence, with the setting's symbol and unit.
+        more: the bounds `ge`, `gt`, `le`, `lt` of a number; `refused`, values of another type that users try, with
+            the reason against each; `own=True` where the jobs of a federation may differ.
+    """
+    metadata = {"meaning": meaning, **more}
+    if is_dataclass(default):
+        return field(default_factory=default, metadata=metadata)  # type: ignore[arg-type]
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class OverlapSettings:
+    """Whether training goes on during an exchange (docs/method.md)."""
+
+    mode: Literal["none", "delayed"] = setting(
+        "none",
+        '"none": training waits for the exchange of a round; "delayed": it goes on, and the round is merged '
+        "delay_steps local steps later.",
+    )
+    delay_steps: int | Literal["auto"] = setting(
+        "auto",
+        'd, at most local_steps (mode "delayed" only); "auto": the smallest d that hides the exchanges of the '
+        "first rounds, in which training waits.",
+        ge=0,
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NolocoSettings:
+    """The settings of the method, in `OuterOptimizer`, in `attach` and in the trainer.
+
+    Raises ValueError for a value of another type or out of its bounds, and for values that exclude each other.
+    """
+
+    method: Literal["noloco", "diloco"] = setting(
+        "noloco", 'Which replicas average in a round: "noloco" a random group, "diloco" all.'
+    )
+    local_steps: int = setting(50, "k: inner optimizer steps between two rounds.", ge=1)
+    outer_momentum: float = setting(
+        0.5, "alpha: the share of the outer momentum buffer kept from round to round.", ge=0, lt=1
+    )
+    outer_lr: float = setting(0.7, "beta: the weight of the group's mean outer gradient.", gt=0)
+    consensus_weight: float | None = setting(
+        None, "gamma: the pull towards the group's mean slow weights; null means outer_lr.", ge=0
+    )
+    group_size: int = setting(2, 'n: replicas in a group; 2 is a pair (method "noloco" only).', ge=2)
+    pairing: Literal["random", "cycle"] = setting(
+        "random",
+        'How groups are drawn: "random", or in a "cycle" that connects all replicas; its rounds have the prime '
+        'factors of replicas as group sizes, none above n (method "noloco" only).',
+    )
+    grouping: Literal["replica", "stage"] = setting(
+        "replica", "Whether groups are drawn for whole replicas or for each stage on its own."
+    )
+    deadline_seconds: float = setting(
+        600.0, "Seconds that a replica waits for its group before the round counts as failed.", gt=0, own=True
+    )
+    payload: Literal["fp32", "int16", "int8", "int4"] = setting(
+        "fp32",
+        "What an exchange sends for each weight: fp32, or an integer that codes the difference to the partner. "
+        "docs/exchange.md has bytes and errors.",
+        refused={"fp16": _ROUNDED.format("6 %"), "bf16": _ROUNDED.format("50 %")},
+    )
+    slow_weights: Literal["host", "device"] = setting(
+        "host",
+        "Where slow weights and outer momentum are kept: (pinned) host memory, or the accelerator's.",
+        own=True,
+    )
+    fragments: int = setting(
+        1,
+        "F, at most local_steps: the weights are exchanged in F parts, each at its own one of the k local steps; "
+        "1: all at once.",
+        ge=1,
+    )
+    overlap: OverlapSettings = setting(
+        OverlapSettings, "Whether training goes on during an exchange.", own=True
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+        problems = [problem for problem in (fragments_problem(self), delay_problem(self)) if problem]
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    @property
+    def gamma(self) -> float:
+        """The consensus weight in force."""
+        return self.outer_lr if self.consensus_weight is None else self.consensus_weight
+
+    @property
+    def payload_bits(self) -> int | None:
+        """Bits of a code; None for fp32."""
+        return None if self.payload == "fp32" else int(self.payload.removeprefix("int"))
+
+    @property
+    def chooses_delay(self) -> bool:
+        """Whether the delay is chosen while training."""
+        return self.overlap == OverlapSettings("delayed", "auto")
+
+    @property
+    def delay_steps(self) -> int:
+        """d of the first rounds: local steps from the beginning of a round to its merge; 0: no delay."""
+        delays = self.overlap.mode == "delayed" and self.overlap.delay_steps != "auto"
+        return int(self.overlap.delay_steps) if delays else 0
+
+    def group_size_among(self, replicas: int) -> int:
+        """Return how many of `replicas` average together in a round; 1: a replica trains alone."""
+        return replicas if self.method == "diloco" or replicas == 1 else self.group_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingSettings:
+    """Random routes of microbatches through the stages of different replicas (docs/routing.md)."""
+
+    interval: Literal["round", "step", "microbatch", "off"] = setting(
+        "round", "How often the pipelines of the replicas are reshuffled among each other."
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerSettings(NolocoSettings):
+    """The JSON block `noloco`: the settings of the method, and those that only the trainer has."""
+
+    enabled: bool = setting(True, "Whether replicas average at all; false: each trains on its own.")
+    final_average: bool = setting(
+        False,
+        "Whether the last local step is followed by plain averages that make all replicas equal to their mean: "
+        "one exchange for each prime factor of replicas.",
+    )
+    transport: Literal["auto", "mpi", "torch"] = setting(
+        "auto", 'What carries the exchange; "auto" is MPI if the job was started by mpirun.', own=True
+    )
+    routing: RoutingSettings = setting(
+        RoutingSettings, "Which replicas a microbatch visits, stage by stage.", own=True
+    )
+
+    @property
+    def active_method(self) -> Literal["noloco", "diloco", "none"]:
+        """The method in force; "none" where `enabled` is false."""
+        return self.method if self.enabled else "none"
+
+    def group_size_among(self, replicas: int) -> int:
+        return super().group_size_among(replicas) if self.enabled else 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class FederationSettings:
+    """The JSON block `federation`: replicas as separate jobs. Raises ValueError as `NolocoSettings` does.
+
+    Jobs of one federation must agree on `slots`; the other settings are each job's own.
+    """
+
+    slots: int | None = setting(
+        None,
+        "Number of replicas that there may be; each is a job of its own, `train --replica I`, and may be absent. "
+        "null: all replicas are one job.",
+        ge=2,
+    )
+    rendezvous: str | None = setting(
+        None,
+        'How jobs find each other: "file://FOLDER", which all can write, or "tcp://HOST:PORT,...", addresses of '
+        "one or more replicas, any one of which is enough.",
+    )
+    listen: str | None = setting(
+        None,
+        "Where the first rank of a replica listens, as ZeroMQ writes it, the others at the ports that follow; "
+        '"*": every interface, port 0: any. null: "tcp://*:0" with a folder, with addresses the port that all '
+        "have.",
+    )
+    advertise: str | None = setting(
+        None,
+        'Where others reach the first rank of a replica, "tcp://HOST:PORT", and its others at the ports that '
+        "follow, if that is not where it listens: behind a router that forwards these ports.",
+    )
+    encryption: Literal["curve", "none"] = setting(
+        "curve",
+        '"curve": ZeroMQ\'s CURVE, with the key in key_file; "none": unencrypted, for a trusted network or a '
+        "tunnel.",
+    )
+    key_file: str | None = setting(None, "The key of all members, made by `megatron_noloco keys FILE`.")
+    shortest_deadline_seconds: float = setting(
+        5.0,
+        "Seconds that a partner is waited for at least, however quick exchanges are; at most it is "
+        "noloco.deadline_seconds.",
+        gt=0,
+    )
+    rounds_behind: int = setting(
+        3,
+        "Rounds after which a replica that is behind is no longer waited for: it continues where half of the "
+        "others are, whatever local_steps says; at its start it takes over a checkpoint that is further ahead.",
+        ge=1,
+    )
+    local_steps: Literal["auto", "all"] = setting(
+        "auto",
+        '"auto": a replica that is slower than half of the others leaves out local steps before a round, so that '
+        'its partners need not wait for it; "all": it takes all of noloco.local_steps.',
+    )
+    start_with: int = setting(
+        1,
+        "Number of replicas, this one included, to wait for before the first local step; "
+        "noloco.deadline_seconds at most.",
+        ge=1,
+    )
+
+    def __post_init__(self) -> None:
+        check(self)
+
+
+def fragments_problem(noloco: NolocoSettings) -> str:
+    """Return why the fragments do not fit into the local phase: each has its round at a local step of its own."""
+    if noloco.fragments <= noloco.local_steps:
+        return ""
+    return (
+        f"fragments {noloco.fragments} is more than local_steps {noloco.local_steps}: each fragment has its round "
+        "at a local step of its own; lower it"
+    )
+
+
+def delay_problem(noloco: NolocoSettings) -> str:
+    """Return why the delay is not possible: a round is merged before the next one of its fragment begins."""
+    delay_steps = noloco.overlap.delay_steps
+    if noloco.overlap.mode == "none" and delay_steps not in ("auto", 0):
+        return (
+            f'overlap.delay_steps {delay_steps} has no effect with overlap.mode "none"; set the mode to '
+            '"delayed", or leave delay_steps out'
+        )
+    if noloco.delay_steps <= noloco.local_steps:
+        return ""
+    return (
+        f"overlap.delay_steps {delay_steps} is more than local_steps {noloco.local_steps}: a round is merged "
+        "before the next one begins; lower it"
+    )
+
+
+def groups_problem(noloco: NolocoSettings, replicas: int | None) -> str:
+    """Return why groups cannot be drawn among `replicas` (None: not known), or would drift apart (rho >= 1)."""
+    if noloco.group_size_among(replicas or 2) == 1 or replicas == 1:
+        return ""
+    if noloco.method == "noloco" and replicas is not None:
+        if noloco.group_size > replicas:
+            return f"group_size {noloco.group_size} is more than the {replicas} replicas there are"
+        factors = prime_factors(replicas) if noloco.pairing == "cycle" else ()
+        if max(factors, default=1) > noloco.group_size:
+            return (
+                f'pairing "cycle" takes groups of {" and ".join(map(str, sorted(set(factors))))} for {replicas} '
+                f"replicas (the prime factors), more than group_size {noloco.group_size}; raise it or use "
+                '"random"'
+            )
+    return gossip(noloco, replicas).problem
+
+
+def federation_problems(federation: FederationSettings, noloco: NolocoSettings) -> Iterator[str]:
+    """Yield what a federation lacks, and what replicas that are separate jobs cannot do."""
+    if federation.slots is None:
+        yield "federation.slots is missing, the number of replicas that there may be"
+        return
+    if federation.rendezvous is None:
+        yield "federation.rendezvous is missing: how the jobs of a federation find each other"
+    if federation.encryption == "curve" and federation.key_file is None:
+        yield (
+            "federation.key_file is missing: `megatron_noloco keys FILE` makes one; in a trusted network "
+            'federation.encryption "none" does without'
+        )
+    if federation.start_with > federation.slots:
+        yield f"federation.start_with {federation.start_with} is more than federation.slots {federation.slots}"
+    if noloco.method != "noloco" or noloco.group_size != 2:
+        yield 'federation: separate jobs exchange in pairs; noloco.method must be "noloco", noloco.group_size 2'
+    if noloco.grouping == "stage":
+        yield (
+            'noloco.grouping "stage": in a federation all ranks of a replica decide together whether a round '
+            'counts; use "replica"'
+        )
+
+
+def gossip(noloco: NolocoSettings, replicas: int | None) -> Gossip:
+    """Return what decides whether the replicas stay together; `replicas` None: their number is not known."""
+    cycle: tuple[int, ...] = ()
+    if noloco.method == "noloco" and noloco.pairing == "cycle" and replicas is not None:
+        cycle = prime_factors(replicas)
+    everyone = noloco.method == "diloco" or (noloco.group_size == replicas and len(cycle) < 2)
+    group_size = math.inf if everyone else noloco.group_size
+    return Gossip(noloco.outer_momentum, noloco.gamma, group_size, cycle, noloco.fragments, noloco.payload)
+
+
+def grouping_of(noloco: NolocoSettings, replicas: int, seed: int) -> Grouping:
+    """Return the plan of groups among `replicas`."""
+    gossips = noloco.method == "noloco" and replicas > 1
+    return Grouping(
+        replicas,
+        noloco.group_size_among(replicas),
+        seed,
+        per_stage=noloco.grouping == "stage",
+        pairing=noloco.pairing if gossips else "random",
+    )
+
+
+def shared(settings: NolocoSettings) -> dict[str, Any]:
+    """Return the settings of the method that all jobs of a federation must have alike."""
+    names = (entry.name for entry in fields(NolocoSettings) if not entry.metadata.get("own"))
+    return {name: getattr(settings, name) for name in names} | {"consensus_weight": settings.gamma}
+
+
+def check(settings: Any) -> None:
+    """Raise ValueError for the first value of a dataclass of settings that is of another type or out of bounds."""
+    hints = get_type_hints(type(settings))
+    for entry in fields(settings):
+        value, options = getattr(settings, entry.name), options_of(hints[entry.name])
+        for refused, reason in entry.metadata.get("refused", {}).items():
+            if value == refused:
+                raise ValueError(f'{entry.name}: "{refused}" {reason}')
+        if not any(_fits(value, option, entry.metadata) for option in options):
+            expected = " or ".join(_in_words(option, entry.metadata) for option in options)
+            raise ValueError(f"{type(settings).__name__}: {entry.name} must be {expected}, not {value!r}")
+
+
+def options_of(hint: Any) -> tuple[Any, ...]:
+    """Return the members of a union; else the type itself."""
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def bounds_of(metadata: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the bounds of a number, such as ("ge", 1)."""
+    return ((name, metadata[name]) for name in ("ge", "gt", "le", "lt") if name in metadata)
+
+
+def _fits(value: Any, option: Any, metadata: Mapping[str, Any]) -> bool:
+    if get_origin(option) is Literal:
+        return isinstance(value, str) and value in get_args(option)
+    if is_dataclass(option) or option in (bool, str, type(None)):
+        return isinstance(value, option)
+    kind: Any = Integral if option is int else Real
+    if isinstance(value, bool) or not isinstance(value, kind) or not math.isfinite(value):
+        return False
+    return all(
+        {"ge": value >= bound, "gt": value > bound, "le": value <= bound, "lt": value < bound}[name]
+        for name, bound in bounds_of(metadata)
+    )
+
+
+def _in_words(option: Any, metadata: Mapping[str, Any]) -> str:
+    if get_origin(option) is Literal:
+        return " or ".join(f'"{choice}"' for choice in get_args(option))
+    signs = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
+    kinds = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "None"}
+    if option not in kinds:
+        return f"{option.__name__}(...)"
+    bounds = bounds_of(metadata) if option in (int, float) else ()
+    return " ".join(
+        [kinds[option], " and ".join(f"{signs[name]} {bound}" for name, bound in bounds)]
+    ).rstrip()

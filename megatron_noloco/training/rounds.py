@@ -1,0 +1,98 @@
+"""The rounds of a run: the outer optimizer, the average at the end, and the choice of the delay."""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable
+
+from megatron_noloco.config import RunConfig
+from megatron_noloco.job import agreement
+from megatron_noloco.outer import (
+    AnyExchange,
+    Channel,
+    Exchange,
+    ExchangeReport,
+    NoRounds,
+    OuterOptimizer,
+    RoundReport,
+    Rounds,
+    Weights,
+)
+from megatron_noloco.plans.grouping import averaging_cycle
+from megatron_noloco.plans.topology import Place
+from megatron_noloco.transport.protocol import Transport
+
+FinalAverage = Callable[[int], list[ExchangeReport]]
+"""final_average(done): called after the last local step on all ranks; all replicas are then their mean."""
+
+_MEASURED_ROUNDS = 2
+_SUBJECT = "overlap/delay_steps"
+
+
+def build_outer(
+    config: RunConfig,
+    weights: Weights,
+    transport: Transport,
+    place: Place,
+    commit: Callable[[Exchange], AnyExchange] | None = None,
+) -> Rounds:
+    """Return the outer optimizer of this rank, or `NoRounds` where `noloco.enabled` is false.
+
+    Args:
+        commit: see `OuterOptimizer`.
+    """
+    if not config.noloco.enabled:
+        return NoRounds(weights)
+    return OuterOptimizer(weights, transport, place, config.noloco, config.training.seed, commit)
+
+
+def build_final_average(
+    config: RunConfig, outer: Rounds, transport: Transport, place: Place
+) -> FinalAverage | None:
+    """Return the average that follows the last local step; None where the config asks for none."""
+    if not config.noloco.final_average or isinstance(outer, NoRounds):
+        return None
+    groups = averaging_cycle(place.replica, place.replicas, config.training.seed)
+    exchange = Exchange(transport, place, Channel.FINAL, config.noloco.deadline_seconds)
+    return lambda done: outer.settle(exchange, groups, done * len(groups))
+
+
+class DelayChoice:
+    """Sets `OuterOptimizer.delay_steps` before the fourth round of the process (`delay_steps` "auto").
+
+    Training waits for the exchanges of the first rounds. After two of them every rank announces the number of
+    local steps that the longest exchange took, ceil(its seconds / median seconds of a local step), from 1 to
+    `local_steps`; waiting for a late partner is included. The third round gives all ranks time to announce. Then
+    all take the largest number. A rank waits for ranks that have not announced yet, and for none that is ahead.
+
+    Rounds are counted as they end, whatever their number: a job of a federation leaves some out. Skipped rounds do
+    not count, nor does a round that began before a resume. The ranks of a job agree on both.
+    """
+
+    def __init__(self, outer: OuterOptimizer) -> None:
+        self.outer = outer
+        self.local_steps = outer.settings.local_steps
+        self._rounds = 0
+        self._step_seconds = deque[float](maxlen=_MEASURED_ROUNDS * self.local_steps)
+        self._exchange_seconds: list[float] = []
+
+    def before_round(self, done: int, step_seconds: float) -> int | None:
+        """Call it after each local step, before the outer optimizer; returns d when it is decided."""
+        if self._rounds < _MEASURED_ROUNDS:
+            self._step_seconds.append(step_seconds)
+        if self.outer.delay_steps or done % self.local_steps or self._rounds <= _MEASURED_ROUNDS:
+            return None
+        self.outer.delay_steps = agreement.largest_announced(_SUBJECT)
+        return self.outer.delay_steps
+
+    def after_round(self, report: RoundReport) -> None:
+        """Call it after each round of a fragment."""
+        if report.exchange.missed or not report.exchange.seconds:
+            return
+        if self._rounds < _MEASURED_ROUNDS:
+            self._exchange_seconds.append(report.exchange.seconds)
+        if report.fragment == self.outer.settings.fragments - 1:
+            self._rounds += 1
+            if self._rounds == _MEASURED_ROUNDS:
+                steps = math.ceil(max(self._exchange_seconds) / statistics.median(self._step_seconds))
+                agreement.announce(_SUBJECT, min(max(1, steps), self.local_steps))

@@ -1,0 +1,165 @@
+"""Each setting is defined once; the library and the JSON blocks obey the same definition."""
+
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+import pytest
+
+from megatron_noloco.config.blocks import block_of
+from megatron_noloco.settings import (
+    FederationSettings,
+    NolocoSettings,
+    OverlapSettings,
+    TrainerSettings,
+    federation_problems,
+    gossip,
+    grouping_of,
+    groups_problem,
+    shared,
+)
+
+SEPARATE = FederationSettings(slots=4, rendezvous="file://a", encryption="none")
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"local_steps": 0},
+        {"local_steps": 2.5},
+        {"local_steps": "10"},
+        {"local_steps": True},
+        {"outer_momentum": 1.0},
+        {"outer_lr": 0.0},
+        {"outer_lr": float("inf")},
+        {"consensus_weight": -0.1},
+        {"slow_weights": "disk"},
+        {"payload": "bf16"},
+        {"payload": "int2"},
+        {"overlap": "delayed"},
+    ],
+)
+def test_a_wrong_value_is_refused_by_the_library_and_by_the_block(wrong: dict[str, Any]) -> None:
+    (name,) = wrong
+    with pytest.raises(ValueError, match=name):
+        NolocoSettings(**wrong)
+    with pytest.raises(ValueError, match=name):
+        block_of(NolocoSettings).model_validate(wrong)
+
+
+def test_a_payload_that_rounds_the_weights_is_answered_with_its_error() -> None:
+    with pytest.raises(ValueError, match=r'payload: "bf16" rounds .* it is 50 % of the pull; "int16"'):
+        NolocoSettings(payload="bf16")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("settings", [TrainerSettings, FederationSettings])
+def test_the_block_has_the_fields_and_defaults_of_the_settings(settings: Any) -> None:
+    block = block_of(settings)
+    assert block().settings() == settings()
+    assert block.model_validate(asdict(settings())).settings() == settings()
+    meanings = {name: field.description for name, field in block.model_fields.items()}
+    assert meanings == {entry.name: entry.metadata["meaning"] for entry in fields(settings)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"local_steps": 4, "fragments": 4}, ""),
+        ({"local_steps": 4, "fragments": 5}, "fragments 5 is more than local_steps 4"),
+        ({"local_steps": 4, "overlap": OverlapSettings("delayed", 4)}, ""),
+        (
+            {"local_steps": 4, "overlap": OverlapSettings("delayed", 5)},
+            "delay_steps 5 is more than local_steps 4",
+        ),
+        ({"overlap": OverlapSettings("none", 0)}, ""),
+        ({"overlap": OverlapSettings("none", 1)}, "delay_steps 1 has no effect"),
+    ],
+)
+def test_fragments_and_delay_fit_into_the_local_phase(changes: dict[str, Any], problem: str) -> None:
+    if not problem:
+        NolocoSettings(**changes)
+        return
+    with pytest.raises(ValueError, match=problem):
+        NolocoSettings(**changes)
+
+
+@pytest.mark.parametrize(
+    ("overlap", "delay_steps", "chooses"),
+    [
+        (OverlapSettings(), 0, False),
+        (OverlapSettings("delayed"), 0, True),
+        (OverlapSettings("delayed", 0), 0, False),
+        (OverlapSettings("delayed", 3), 3, False),
+    ],
+)
+def test_the_delay_of_the_first_rounds(overlap: OverlapSettings, delay_steps: int, chooses: bool) -> None:
+    noloco = NolocoSettings(overlap=overlap)
+    assert (noloco.delay_steps, noloco.chooses_delay) == (delay_steps, chooses)
+
+
+@pytest.mark.parametrize(
+    ("changes", "replicas", "problem"),
+    [
+        ({}, 4, ""),
+        ({}, None, ""),
+        ({"outer_momentum": 0.9}, 1, ""),  # nothing to drift away from
+        ({"outer_momentum": 0.9}, 2, ""),  # one group: DiLoCo
+        ({"outer_momentum": 0.9}, 4, "replicas would drift apart: rho = 1.098"),
+        ({"outer_momentum": 0.9}, None, "replicas would drift apart: rho = 1.098"),
+        ({"outer_momentum": 0.9, "method": "diloco"}, 4, ""),
+        ({"group_size": 3}, 2, "group_size 3 is more than the 2 replicas"),
+        ({"pairing": "cycle"}, 6, 'pairing "cycle" takes groups of 2 and 3 for 6 replicas'),
+        ({"pairing": "cycle", "group_size": 3}, 6, ""),
+        ({"enabled": False, "outer_momentum": 0.9}, 4, ""),
+    ],
+)
+def test_groups_exist_and_stay_together(changes: dict[str, Any], replicas: int | None, problem: str) -> None:
+    found = groups_problem(TrainerSettings(**changes), replicas)
+    assert found.startswith(problem)
+    assert bool(found) == bool(problem)
+
+
+@pytest.mark.parametrize(
+    ("changes", "replicas", "group_size", "pairing"),
+    [
+        ({"group_size": 4}, 8, 4, "random"),
+        ({"pairing": "cycle"}, 8, 2, "cycle"),
+        ({"pairing": "cycle"}, 1, 1, "random"),
+        ({"method": "diloco", "pairing": "cycle"}, 6, 6, "random"),
+    ],
+)
+def test_the_plan_of_groups(changes: dict[str, Any], replicas: int, group_size: int, pairing: str) -> None:
+    grouping = grouping_of(NolocoSettings(**changes), replicas, seed=7)
+    found = (grouping.replicas, grouping.group_size, grouping.pairing, grouping.seed)
+    assert found == (replicas, group_size, pairing, 7)
+
+
+def test_rho_among_all_replicas_in_cycles_and_in_pairs() -> None:
+    assert gossip(NolocoSettings(), 2).rho == 0.0
+    assert gossip(NolocoSettings(), 8).rho == pytest.approx(0.7, abs=5e-4)
+    assert gossip(NolocoSettings(pairing="cycle"), 8).rho == pytest.approx(0.633, abs=5e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "of_method", "problem"),
+    [
+        ({}, {}, ""),
+        ({"slots": None}, {}, "federation.slots is missing"),
+        ({"rendezvous": None}, {}, "federation.rendezvous is missing"),
+        ({"encryption": "curve"}, {}, "federation.key_file is missing"),
+        ({"start_with": 5}, {}, "federation.start_with 5 is more than federation.slots 4"),
+        ({}, {"method": "diloco"}, "federation: separate jobs exchange in pairs"),
+        ({}, {"group_size": 4}, "federation: separate jobs exchange in pairs"),
+        ({}, {"grouping": "stage"}, 'noloco.grouping "stage"'),
+    ],
+)
+def test_what_separate_jobs_need(changes: dict[str, Any], of_method: dict[str, Any], problem: str) -> None:
+    problems = list(federation_problems(replace(SEPARATE, **changes), NolocoSettings(**of_method)))
+    assert [found[: len(problem)] for found in problems] == [problem] * bool(problem)
+
+
+def test_what_the_jobs_of_a_federation_share() -> None:
+    own = {"deadline_seconds": 5.0, "slow_weights": "device", "overlap": OverlapSettings("delayed", 2)}
+    trainers: dict[str, Any] = {"final_average": True, "transport": "mpi"}
+    assert shared(TrainerSettings(**own, **trainers)) == shared(NolocoSettings())  # type: ignore[arg-type]
+    assert shared(NolocoSettings(consensus_weight=0.7)) == shared(NolocoSettings())
+    assert shared(NolocoSettings(payload="int8")) != shared(NolocoSettings())
