@@ -68,10 +68,6 @@ MISTAKES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
         {"noloco": {"local_step": 10}},
         ("noloco.local_step is not a known key", "did you mean noloco.local_steps?"),
     ),
-    "settings that the optimizer refuses": (
-        {"optimizer": {"type": "SGD", "params": {"nesterov": True}}},
-        ("optimizer.params: torch's SGD does not take them: Nesterov momentum requires a momentum",),
-    ),
     "Transformer Engine without a GPU": (
         {"model": {"transformer_impl": "transformer_engine"}},
         (
