@@ -241,7 +241,7 @@ def test_a_wrong_export_is_found_and_stays_unfinished(wrong: str, replicas: Any,
 
     code, out, err = call("export", str(replicas[0]), "--output", str(output), meanwhile=meanwhile)
     assert code == 1
-    assert "left marked as unfinished" in err
+    assert "stays marked as unfinished" in err
     assert (output / export.UNFINISHED).exists()
     assert not float(out.split("trainer's own ")[1].split()[0]) < export.TOLERANCE
     exported(replicas[0], output)  # an unfinished export is written over
