@@ -1,0 +1,49 @@
+"""A good configuration, and edits to it."""
+
+import copy
+from typing import Any
+
+from megatron_noloco.config import RunConfig
+
+MISSING = object()
+FEDERATION = {
+    "parallel.replicas": MISSING,
+    "noloco.routing": {"interval": "off"},
+    "federation": {"slots": 4, "rendezvous": "file://there", "encryption": "none"},
+}
+GOOD: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 4,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "noloco": {"local_steps": 5},
+    "model": {
+        "num_layers": 4,
+        "hidden_size": 64,
+        "ffn_hidden_size": 128,
+        "num_attention_heads": 4,
+        "seq_length": 32,
+    },
+    "parallel": {"replicas": 4, "pipeline_model_parallel_size": 2},
+    "data": {"text": "python-stdlib"},
+    "training": {"train_iters": 10},
+}
+
+
+def edited(edits: dict[str, Any]) -> dict[str, Any]:
+    """GOOD with dotted keys set, or removed where the value is MISSING."""
+    raw = copy.deepcopy(GOOD)
+    for dotted, value in edits.items():
+        *blocks, name = dotted.split(".")
+        place = raw
+        for block in blocks:
+            place = place.setdefault(block, {})
+        if value is MISSING:
+            del place[name]
+        else:
+            place[name] = copy.deepcopy(value)
+    return raw
+
+
+def config(**edits: Any) -> RunConfig:
+    """GOOD with edits; `__` stands for the dot."""
+    return RunConfig.from_dict(edited({name.replace("__", "."): value for name, value in edits.items()}))

@@ -1,0 +1,102 @@
+"""The banner: what a run will do, in numbers that a person can check before the first step."""
+
+from typing import Any
+
+import pytest
+
+from megatron_noloco.config import RunConfig, describe
+from megatron_noloco.model.families import table_of
+from tests.unit.configs import FEDERATION, edited
+
+COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}}
+WSD = {"total_num_steps": "auto", "decay_num_steps": 4, "warmup_num_steps": 1, "decay_type": "1-sqrt"}
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}
+# Of each layer 64 x 64 for q, k, v and the projection, 128 x 64 for gate, up and down; embedding, output, norms.
+LINEAR, OTHERS = 4 * (4 * 64 * 64 + 3 * 128 * 64), 2 * 256 * 64 + 9 * 64
+# Of 30 replicas: groups of 2, 3, 5; then of 3, 5, 2; then of 5, 2, 3.
+CYCLES = {"noloco.pairing": "cycle", "noloco.group_size": 5, "parallel.replicas": 30}
+WAITS = "overlap: none, training waits for every exchange"
+MERGED = "overlap: training goes on during an exchange; a round is merged "
+
+BANNER: list[tuple[dict[str, Any], str]] = [
+    ({}, "parallel: 4 replicas x pipeline 2 x data 1 x tensor 1 = 8 ranks"),
+    (
+        {},
+        "batch per replica: 4 per microbatch x 2 microbatches x 1 data-parallel = 8 samples; x 32 = 256 tokens",
+    ),
+    ({}, "batch in total: 4 replicas x 8 = 32 samples; x 32 = 1,024 tokens per local step"),
+    ({}, "method: noloco, k = 5, alpha = 0.5, beta = 0.7, gamma = 0.7, n = 2; rho = 0.700"),
+    (CYCLES, "cycles of 2 x 3 x 5; rho = 0.595: "),
+    (CYCLES | {"noloco.fragments": 2}, "cycles of 2 x 3 x 5; rho = 0.595: "),
+    (CYCLES | {"noloco.fragments": 3}, "cycles of 2 x 3 x 5; rho = 0.602: "),
+    ({}, "routing: reshuffled every round"),
+    ({"parallel.pipeline_model_parallel_size": 1}, "routing: round, without effect (1 stage)"),
+    ({"parallel.replicas": 1}, "routing: round, without effect (1 replica)"),
+    ({}, "optimizer: AdamW, lr 0.001, weight_decay 0\n"),
+    # 0.5^(1 / 100) forgets half in 100 local steps, of 256 tokens each.
+    (
+        {"optimizer.params.betas": [0.9, 0.5**0.01]},
+        "half-life of the second moment 100.0 local steps, 25,600 tokens per replica",
+    ),
+    (
+        MUON,
+        f"optimizer: Muon for {LINEAR:,} weights of linear maps in layers, AdamW for {OTHERS:,}, muon_lr 0.01",
+    ),
+    ({}, "schedule: none, the learning rate stays"),
+    ({"scheduler": COSINE}, "schedule: WarmupCosineLR, total_num_steps 10, warmup_num_steps 2"),
+    (
+        {"scheduler": {"type": "WSD", "params": WSD}},
+        "schedule: WSD, 1 local steps of warm-up, 5 stable, 4 of decay (1-sqrt) to 0 of the peak",
+    ),
+    ({}, "precision: fp32"),
+    ({}, f"parameters: {LINEAR + OTHERS:,} (padded vocabulary 256)"),
+    (
+        {"noloco.fragments": 2},
+        "fragments: 2, each 1/2 of a rank's weights and exchanged once in 5 local steps; one every 2.5\n",
+    ),
+    ({"noloco.fragments": 2}, "outer state: 12 bytes per parameter ("),
+    ({}, WAITS),
+    ({"noloco.overlap": {"mode": "delayed", "delay_steps": 0}}, WAITS),
+    ({"noloco.overlap": {"mode": "delayed", "delay_steps": 1}}, MERGED + "1 local step after it began"),
+    (
+        {"noloco.overlap": {"mode": "delayed"}},
+        MERGED
+        + "as many local steps after it began as hide the exchanges of the first rounds (auto, at most 5)",
+    ),
+    (FEDERATION, "federation: this job is replica 3 of at most 4; exchanges in the open; no mean model is"),
+    (FEDERATION, "batch in total: 4 replicas x 8 = 32 samples"),
+]
+
+
+def banner(edits: dict[str, Any]) -> str:
+    run = RunConfig.from_dict(edited(edits))
+    assert run.world_size is not None
+    return "\n".join([*describe(run, run.topology(run.world_size, slot=3), run.architecture(256)), ""])
+
+
+@pytest.mark.parametrize(("edits", "part"), BANNER)
+def test_the_banner_says(edits: dict[str, Any], part: str) -> None:
+    assert part in banner(edits)
+
+
+@pytest.mark.parametrize(("delay_steps", "state"), [(0, 16), (1, 20), ("auto", 20)])
+def test_the_banner_says_what_overlap_costs(delay_steps: int | str, state: int) -> None:
+    overlap = {"noloco.overlap": {"mode": "delayed", "delay_steps": delay_steps}}
+    text = banner(overlap)
+    assert f"outer state: {state} bytes per parameter (slow weights 4, outer momentum 4, combined" in text
+    assert ("snapshot 4" in text) == (state == 20)
+    averages = {"noloco.outer_momentum": 0, "noloco.outer_lr": 1}
+    assert f"outer state: {state - 4} bytes per parameter (slow weights 4, combined" in banner(
+        overlap | averages
+    )
+
+
+def test_the_banner_leaves_out_what_is_not_done() -> None:
+    assert "fragments" not in banner({})
+    without_rounds = banner({"noloco.enabled": False, "noloco.overlap": {"mode": "delayed"}})
+    assert "overlap" not in without_rounds
+    assert "outer state" not in without_rounds
+
+
+def test_the_parameters_of_the_banner_are_those_of_the_model() -> None:
+    assert table_of(RunConfig.from_dict(edited({})).architecture(256)).parameter_count == LINEAR + OTHERS

@@ -1,0 +1,388 @@
+"""What a wrong file is told: each form of a line once, and each rule between fields."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from megatron_noloco.config import ConfigError, RunConfig, explain, load_config
+from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES
+from megatron_noloco.config.run_config import File
+from megatron_noloco.config.wording import ALIASES, HINTS, NOT_SUPPORTED, fields_of
+from tests.unit.configs import FEDERATION, MISSING, edited
+
+ROOT = Path(__file__).parents[2]
+
+
+FP16 = {"fp16": {"enabled": True}}
+INCREASING = {"start_weight_decay": 0.0, "end_weight_decay": 0.1, "weight_decay_incr_style": "linear"}
+STEPS = {"total_num_steps": "auto", "decay_num_steps": 4}
+
+
+# How each form of a line reads, once: the key, its value, and what the line says of the key.
+LINES: list[tuple[str, Any, str]] = [
+    # keys that are not known: the nearest, the same name elsewhere, the name of another program
+    ("noloco.local_stpes", 5, " is not a known key; did you mean noloco.local_steps?"),
+    ("trainning", {}, " is not a known key; did you mean training?"),
+    ("zero_optimization.stge", 1, " is not a known key; did you mean zero_optimization.stage?"),
+    ("optimizer.parms", {}, " is not a known key; did you mean optimizer.params?"),
+    ("optimizer.params.beta", 8, " is not a known key; did you mean optimizer.params.betas?"),
+    ("zzz", 1, " is not a known key"),
+    ("train_iters", 5, " is not a known key; did you mean training.train_iters?"),
+    ("training.eval_mean_model", True, " is not a known key; did you mean evaluation.mean_model?"),
+    ("training.tensorboard", True, " is not a known key; did you mean tensorboard?"),
+    (
+        "model.interval",
+        5,
+        " is not a known key; did you mean noloco.routing.interval or evaluation.interval?",
+    ),
+    ("training.micro_batch_size", 8, " is not a known key; did you mean train_micro_batch_size_per_gpu?"),
+    ("noloco.H", 8, " is not a known key; did you mean noloco.local_steps?"),
+    (
+        "model.tie_word_embeddings",
+        True,
+        " is not a known key; model.untie_embeddings_and_output_weights says the opposite",
+    ),
+    ("cuda_graph_impl", "local", " is not a known key; not supported: a graph would freeze the routes"),
+    # keys of DeepSpeed that are refused
+    (
+        "pipeline",
+        {"stages": 2},
+        " cannot be used here: Megatron-core's, use parallel.pipeline_model_parallel_size",
+    ),
+    ("steps_per_print", 10, " has no effect here; leave it out"),
+    ("zero_optimization.stage3_max_live_parameters", 5, " has no effect here; leave it out"),
+    (
+        "zero_optimization.overlap_comm",
+        True,
+        " cannot be used here: gradients are reduced once, after all microbatches",
+    ),
+    ("checkpoint.tag_validation", "FAIL", " has no effect here; leave it out"),
+    (
+        "tensorboard.job_name",
+        "x",
+        " cannot be used here: events are written to training.output_dir/replica_XX",
+    ),
+    # names of optimizers and schedules
+    ("optimizer.type", "sgd", ": 'sgd' is not a known optimizer; did you mean SGD?"),
+    ("optimizer.type", "Lamb", ": 'Lamb' is not a known optimizer; known are AdamW, Adam, Muon, Lion, SGD"),
+    ("optimizer.type", "RMSprop", ": 'RMSprop' is not a known optimizer; not supported: use AdamW"),
+    ("scheduler.type", "OneCycle", ": 'OneCycle' is not a known scheduler; not supported: use WSD"),
+    ("scheduler.type", "wsd", ": 'wsd' is not a known scheduler; did you mean WSD?"),
+    # what is missing
+    ("training", MISSING, " is missing (an object with train_iters)"),
+    ("training.train_iters", MISSING, " is missing (an integer >= 1: Local steps of the whole run.)"),
+    (
+        "optimizer",
+        MISSING,
+        ' is missing (an object with type: such as {"type": "AdamW", "params": {"lr": 3e-4}})',
+    ),
+    # types and bounds
+    ("training.train_iters", "ten", ": must be an integer >= 1, got 'ten'"),
+    ("training.train_iters", True, ": must be an integer >= 1, got true"),
+    ("training.train_iters", 1000.0, ": must be an integer >= 1, got 1000.0"),
+    ("training.train_iters", 0, ": must be an integer >= 1, got 0"),
+    ("noloco.outer_momentum", 1, ": must be a number >= 0 and < 1, got 1"),
+    ("noloco.outer_lr", float("nan"), ": must be a number > 0, got NaN"),
+    ("noloco.consensus_weight", -0.1, ": must be a number >= 0 or null, got -0.1"),
+    ("noloco.method", "nolocko", ': must be one of "noloco", "diloco", got \'nolocko\''),
+    ("noloco.overlap.delay_steps", -1, ': must be an integer >= 0 or "auto", got -1'),
+    ("noloco.routing", "off", ": must be an object with interval, got 'off'"),
+    (
+        "model.family",
+        "bloom",
+        ': must be one of "llama", "qwen2", "qwen3", "mistral", "mixtral", got \'bloom\'',
+    ),
+    ("data.text", "", ": must be text that is not empty or null, got ''"),
+    ("data.data_path", 3, ": must be text that is not empty or a list of text or a number or null, got 3"),
+    ("optimizer", "AdamW", ": must be an object with type, got 'AdamW'"),
+    ("optimizer.type", ["AdamW"], ': must be text, got ["AdamW"]'),
+    ("optimizer.params.lr", "auto", ": must be a number >= 0, got 'auto'"),
+    ("optimizer.params.betas", [0.9], ": must be a list of 2, each a number >= 0 and < 1, got [0.9]"),
+    ("bf16.enabled", 1, ": must be true or false, got 1"),
+    ("zero_optimization.reduce_bucket_size", "1000", ": must be an integer >= 1, got '1000'"),
+    ("gradient_clipping", "x" * 80, f": must be a number >= 0, got '{'x' * 56}..."),
+]
+
+
+# Each rule, with a part of its line that names the field.
+RULES: list[tuple[dict[str, Any], str]] = [
+    # the method
+    ({"noloco.fragments": 6}, "noloco: fragments 6 is more than local_steps 5"),
+    (
+        {"noloco.grouping": "stage", "model.untie_embeddings_and_output_weights": False},
+        "would average their copies of it with different replicas, and these would drift apart; use",
+    ),
+    ({"noloco.local_steps": 11}, "noloco.local_steps 11 is more than training.train_iters 10: the run"),
+    ({"noloco.outer_momentum": 0.9}, "rho = 1.098 >= 1 for outer_momentum (alpha) 0.9, consensus_weight"),
+    ({"noloco.consensus_weight": 0}, "no outer_momentum is stable with this gamma; consensus_weight 0.01 is"),
+    ({"noloco.group_size": 5}, "noloco: group_size 5 is more than the 4 replicas"),
+    # a federation
+    ({"federation.rendezvous": "file://there"}, "federation.slots is missing"),
+    (FEDERATION | {"parallel.replicas": 4}, "parallel.replicas 4: a job of a federation is one replica"),
+    (FEDERATION | {"noloco.enabled": False}, "noloco.enabled false: a federation is there for rounds"),
+    (FEDERATION | {"noloco.final_average": True}, "noloco.final_average needs all replicas at the same time"),
+    (FEDERATION | {"noloco.transport": "mpi"}, 'noloco.transport "mpi": a federation has a transport of'),
+    (FEDERATION | {"noloco.routing": {}}, 'noloco.routing.interval "round": a local step would wait for'),
+    (FEDERATION | {"federation.slots": 6, "noloco.pairing": "cycle"}, "takes groups of 2 and 3 for 6"),
+    # DeepSpeed's keys
+    ({"train_batch_size": 9}, "train_batch_size 9 is not train_micro_batch_size_per_gpu 4 x"),
+    ({"train_batch_size": 6, "gradient_accumulation_steps": "auto"}, "train_batch_size 6 does not divide"),
+    ({"train_micro_batch_size_per_gpu": MISSING}, "train_micro_batch_size_per_gpu or train_batch_size is"),
+    ({"zero_optimization.stage": 2}, "zero_optimization.stage: 2 is not supported, use 0 or 1"),
+    ({"bf16.enabled": True, **FP16}, "bf16 and fp16 are both enabled"),
+    (FP16, "fp16 with a dynamic loss scale does not go together with routing"),
+    ({"fp16": {"enabled": True, "loss_scale": 0}, "parallel.replicas": "auto"}, "dynamic loss scale"),
+    # the optimizer and its schedules
+    (
+        {"optimizer.params": {"weight_decay_incr_style": "linear", "end_weight_decay": 0.1}},
+        'optimizer.params.start_weight_decay is missing (weight_decay_incr_style "linear" goes from',
+    ),
+    ({"optimizer.params": {"start_weight_decay": 0.1}}, "optimizer.params.start_weight_decay needs"),
+    ({"optimizer.params": {**INCREASING, "weight_decay": 0.1}}, "optimizer.params.weight_decay and"),
+    ({"optimizer": {"type": "SGD", "params": {"nesterov": True}}}, "optimizer.params.nesterov needs a"),
+    ({"optimizer": {"type": "Muon", "params": {"nesterov": True}}}, "optimizer.params.nesterov is not a"),
+    (
+        {"optimizer": {"type": "Muon", "params": {"adam_lr": 0.001}}, "scheduler": {"type": "WarmupLR"}},
+        "scheduler.type WarmupLR sets one learning rate for all weights, but optimizer.params.muon_lr 0.02 is not "
+        "adam_lr 0.001; use WarmupCosineLR or WSD",
+    ),
+    (
+        {
+            "optimizer.params": {"lr": 0.02, "decoupled_lr": 0.001},
+            "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 9, "warmup_num_steps": 1}},
+        },
+        "scheduler.type WarmupDecayLR sets one learning rate for all weights, but optimizer.params.lr 0.02 is not "
+        "decoupled_lr 0.001; use WarmupCosineLR or WSD",
+    ),
+    (
+        {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_num_steps": 11}}},
+        "scheduler.params.warmup_num_steps 11 is more than scheduler.params.total_num_steps 10",
+    ),
+    (
+        {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto"}}},
+        "warmup_num_steps 1000 (DeepSpeed's default) is more than scheduler.params.total_num_steps 10",
+    ),
+    (
+        {"scheduler": {"type": "WSD", "params": {**STEPS, "warmup_num_steps": 9}}},
+        "scheduler.params: warmup_num_steps 9 + decay_num_steps 4 is more than total_num_steps 10",
+    ),
+    # the data
+    ({"data.text": MISSING}, "data.text is missing"),
+    ({"data.data_path": "prefix"}, "data.text and data.data_path both say what is read"),
+    ({"data.split": "1,2,3,4"}, "data.split: must be up to three weights"),
+    ({"data.split": "0,1,1"}, "data.split: must be up to three weights"),
+    ({"data.split": "9,x,1"}, "data.split: must be up to three weights"),
+    ({"data.split": "1"}, "leaves no text for validation"),
+    ({"data.valid_data_path": "b"}, "data.valid_data_path goes together with data.train_data_path"),
+    ({"data": {"train_data_path": "a"}}, "data.valid_data_path is missing, and evaluation.iters is 10"),
+    ({"data": {"data_path": ["0.5", "a", "b"]}}, "data.data_path: must be one prefix, or weights > 0 and"),
+    ({"data": {"data_path": [0, "a"]}}, "data.data_path: must be one prefix, or weights > 0 and"),
+    ({"data": {"data_path": []}}, "data.data_path: must be one prefix, or weights > 0 and"),
+    ({"data.tokenizer_type": "HuggingFaceTokenizer"}, "needs data.tokenizer_model, a folder with its files"),
+    ({"data.tokenizer_model": "x"}, 'data.tokenizer_model needs data.tokenizer_type "HuggingFaceTokenizer"'),
+    ({"data": {"sft_data_path": "a", "eod_mask_loss": True}}, "data.eod_mask_loss does not go together"),
+    (
+        {"data": {"sft_data_path": "a"}, "model.transformer_impl": "transformer_engine"},
+        'data.sft_packing needs model.transformer_impl "local" (or "auto")',
+    ),
+    (
+        {"data.reset_attention_mask": True, "model.transformer_impl": "transformer_engine"},
+        'data.reset_attention_mask needs model.transformer_impl "local" (or "auto")',
+    ),
+    ({"data.sft_packing": False}, "data.sft_packing has a meaning only with data.sft_data_path"),
+    ({"data.reset_position_ids": True}, "data.reset_position_ids needs data.reset_attention_mask: a rotary"),
+    # the model
+    ({"model.family": "qwen3", "model.rope_scaling_factor": 8.0}, "model.rope_scaling_factor is not a"),
+    ({"model.sliding_window": 5}, 'model.sliding_window is not a field of the family "llama", only of'),
+    (
+        {"model.family": "mixtral", "parallel.tensor_model_parallel_size": 2},
+        'family "mixtral" needs parallel.sequence_parallel true with parallel.tensor_model_parallel_size 2',
+    ),
+    ({"model.family": "mixtral", "model.moe_router_topk": 9}, "model.moe_router_topk 9 is more than"),
+    ({"model.yarn_rotary_scaling_factor": 4.0}, "model.yarn_rotary_scaling_factor and"),
+    (
+        {
+            "model.yarn_rotary_scaling_factor": 4.0,
+            "model.yarn_original_max_position_embeddings": 64,
+            "model.rope_scaling_factor": 8.0,
+        },
+        "model.rope_scaling_factor and YaRN scale the same rotary frequencies; leave one of them out",
+    ),
+    ({"model.hidden_size": 66}, "66 does not divide into 4 attention heads (66 / 4 = 16.50)"),
+    ({"model.kv_channels": 15}, "model.kv_channels: a head of 15 channels has no rotary embedding"),
+    ({"model.num_query_groups": 3}, "num_attention_heads 4 does not divide into model.num_query_groups 3"),
+    ({"model.recompute_granularity": "full"}, 'recompute_granularity "full" needs model.recompute_method'),
+    ({"model.recompute_method": "block"}, "model.recompute_method has a meaning only with"),
+    ({"model.recompute_modules": ["mlp"]}, 'a meaning only with model.recompute_granularity "selective"'),
+    (
+        {"model.recompute_granularity": "selective", "model.recompute_modules": ["moe"]},
+        'no layer of the family "llama" has "moe"',
+    ),
+    (
+        {
+            "model.recompute_granularity": "full",
+            "model.recompute_method": "block",
+            "model.recompute_num_layers": 3,
+        },
+        "model.recompute_num_layers 3 is more than the 2 layers of a model chunk",
+    ),
+    # the parallel layout
+    ({"model.num_layers": 3}, "3 layers (model.num_layers) do not divide into 2 stages"),
+    ({"parallel.virtual_pipeline_model_parallel_size": 4}, "do not divide into 2 stages x 4 virtual"),
+    (
+        {"parallel.pipeline_model_parallel_size": 1, "parallel.virtual_pipeline_model_parallel_size": 2},
+        "size 2 needs parallel.pipeline_model_parallel_size > 1",
+    ),
+    (
+        {"parallel.virtual_pipeline_model_parallel_size": 2, "gradient_accumulation_steps": 3},
+        "3 / 2 stages = 1.50",
+    ),
+    (
+        {
+            "parallel.num_layers_in_first_pipeline_stage": 1,
+            "parallel.account_for_loss_in_pipeline_split": True,
+        },
+        "both say how many layers",
+    ),
+    ({"parallel.tensor_model_parallel_size": 3}, "model.num_attention_heads 4 does not divide by"),
+    (
+        {"parallel.tensor_model_parallel_size": 4, "model.num_query_groups": 2},
+        "model.num_query_groups 2 does not divide by parallel",
+    ),
+    (
+        {"parallel.tensor_model_parallel_size": 4, "model.ffn_hidden_size": 130},
+        "model.ffn_hidden_size 130 does not divide by parallel",
+    ),
+    (
+        {
+            "parallel.tensor_model_parallel_size": 4,
+            "model.vocab_size": 5,
+            "model.make_vocab_size_divisible_by": 3,
+        },
+        "the padded vocabulary 6 does not divide by parallel.tensor_model_parallel_size 4",
+    ),
+    (
+        {
+            "parallel.tensor_model_parallel_size": 4,
+            "parallel.sequence_parallel": True,
+            "model.seq_length": 30,
+        },
+        "model.seq_length 30 does not divide by parallel.tensor_model_parallel_size 4",
+    ),
+    ({"parallel.sequence_parallel": True}, "sequence_parallel needs parallel.tensor_model_parallel_size > 1"),
+]
+
+
+def problems_of(edits: dict[str, Any], folder: Path) -> list[str]:
+    """Return the problems of GOOD with edits, read from a file, whose name begins every line."""
+    path = folder / "run.json"
+    path.write_text(json.dumps(edited(edits)))
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    lines = str(caught.value).splitlines()
+    assert all(line.startswith(f"{path}: ") for line in lines)
+    return [line.removeprefix(f"{path}: ") for line in lines]
+
+
+@pytest.mark.parametrize(("key", "value", "text"), LINES, ids=[f"{key}{text[:40]}" for key, _, text in LINES])
+def test_the_line_for_a_wrong_key_or_value(tmp_path: Path, key: str, value: Any, text: str) -> None:
+    assert problems_of({key: value}, tmp_path) == [key + text]
+
+
+@pytest.mark.parametrize(("edits", "part"), RULES, ids=[part[:60] for _, part in RULES])
+def test_each_rule_between_fields(tmp_path: Path, edits: dict[str, Any], part: str) -> None:
+    assert [part in line for line in problems_of(edits, tmp_path)].count(True) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "fragment"),
+    [
+        ('{"a": 1,\n "b" 2}', "is not valid JSON: line 2, column 6"),
+        ('{"a": 1 // one\n}', "line 1, column 9: JSON has no comments; delete it"),
+        ('{\n # one\n "a": 1}', "line 2, column 2: JSON has no comments; delete it"),
+        ("[1, 2]", "must hold a JSON object, got [1, 2]"),
+        ('{"noloco": {"local_steps": 1, "local_steps": 2}}', "noloco.local_steps is given more than once"),
+        ('{"noloco": {}, "noloco": {}}', "noloco is given more than once"),
+        ("{}", "model is missing"),
+        ('{"model": ' * 2000 + "1" + "}" * 2000, "objects or lists are nested too deeply"),
+        ("[" * 2000 + "]" * 2000, "objects or lists are nested too deeply"),
+    ],
+)
+def test_a_file_that_is_not_one_json_object(tmp_path: Path, text: str, fragment: str) -> None:
+    path = tmp_path / "run.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=r"run\.json: ") as caught:
+        load_config(path)
+    assert fragment in str(caught.value)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="No such file"):
+        load_config(tmp_path / "absent.json")
+    (tmp_path / "latin.json").write_bytes(b'{"\xe9": 1}')
+    with pytest.raises(ConfigError, match="byte 2 is 0xe9"):
+        load_config(tmp_path / "latin.json")
+
+
+def test_all_problems_are_reported_in_the_order_of_the_file() -> None:
+    raw = {"zzz": 1, **edited({"training.train_iters": 0, "noloco.group_size": 0, "noloco.local_steps": 0})}
+    raw["optimizer"] = {"type": "AdamW", "parms": {}}
+    with pytest.raises(ConfigError) as caught:
+        RunConfig.from_dict(raw)
+    starts = [line.split(":")[0].split()[0] for line in caught.value.problems]
+    assert starts == [
+        "zzz",
+        "optimizer.parms",
+        "noloco.local_steps",
+        "noloco.group_size",
+        "training.train_iters",
+    ]
+
+
+def test_explain_mentions_every_field() -> None:
+    words = " ".join(explain().split())
+    paths: dict[tuple[str, ...], list[type[BaseModel]]] = {
+        (): [File],
+        ("optimizer", "params"): list(OPTIMIZERS.values()),
+        ("scheduler", "params"): list(SCHEDULES.values()),
+    }
+    for path, models in paths.items():
+        for name, field in (found for model in models for found in fields_of(model, path)):
+            assert name in words
+            assert field.description
+            assert " ".join(field.description.split()) in words
+
+
+def test_the_table_of_names_has_every_alias() -> None:
+    """docs/running.md: each name beside the field that is meant."""
+    rows = [
+        [set(re.findall(r"`(\w+)`", cell)) for cell in line.split("|")[1:3]]
+        for line in (ROOT / "docs" / "running.md").read_text().splitlines()
+        if line.startswith("| ")
+    ]
+    ours = {name for name, _ in fields_of(File)}
+    assert set(ALIASES.values()) <= ours
+    assert not (ALIASES.keys() | HINTS.keys() | NOT_SUPPORTED.keys()) & ours
+    for alias, field in ALIASES.items():
+        name, meant = alias.rpartition(".")[2], field.rpartition(".")[2]
+        assert any(name in {known.lower() for known in left} and meant in right for left, right in rows), (
+            alias
+        )
+    told = {known.lower() for left, _ in rows for known in left}
+    assert HINTS.keys() | NOT_SUPPORTED.keys() <= told
+
+
+def test_a_file_is_checked_without_torch_or_an_engine() -> None:
+    code = (
+        "import sys; from megatron_noloco.config import load_config, explain; explain(); load_config(sys.argv[1]);"
+        "assert not {'torch', 'deepspeed', 'megatron', 'mpi4py'} & sys.modules.keys()"
+    )
+    command = [sys.executable, "-c", code, str(ROOT / "configs" / "quickstart.json")]
+    finished = subprocess.run(command, cwd=ROOT, timeout=60, capture_output=True, text=True)
+    assert (finished.returncode, finished.stdout, finished.stderr) == (0, "", "")

@@ -1,0 +1,54 @@
+"""The files in configs/."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_noloco.config import RunConfig, describe, load_config
+
+ROOT = Path(__file__).parents[2]
+SHIPPED = sorted((ROOT / "configs").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.name)
+def test_shipped_configs_parse(path: Path) -> None:
+    run = load_config(path)
+    assert run.world_size is not None
+    assert describe(run, run.topology(run.world_size), run.architecture(257))
+
+
+PAPERS = {
+    "125m": 2**19,
+    "1.3b": 2**20,
+    "6.8b": 2**21,
+}  # its models, and tokens of a local step of all replicas
+WAYS = ("", "_diloco", "_synchronous", "_recipe")
+
+
+def test_every_expected_config_is_shipped() -> None:
+    names = {f"llama_{size}{way}" for size in PAPERS for way in WAYS}
+    names |= {"quickstart", "diloco", "synchronous", "federation", "llama_3.2_1b", "qwen3_0.6b"}
+    assert names == {path.stem for path in SHIPPED}
+
+
+@pytest.mark.parametrize("size", PAPERS)
+def test_the_papers_models_differ_in_their_method_alone(size: str) -> None:
+    """Table 1 of arXiv 2506.10911, and the same batch of all replicas for every way to train."""
+    raw = {way: json.loads((ROOT / "configs" / f"llama_{size}{way}.json").read_text()) for way in WAYS}
+    for way, content in raw.items():
+        run = RunConfig.from_dict(content)
+        assert run.world_size == (8 if size == "125m" else 64)
+        replicas = run.topology(run.world_size).replicas
+        assert replicas * run.replica_batch * run.model.seq_length == PAPERS[size]
+        assert content["training"].pop("output_dir") == f"runs/llama_{size}{way}"
+        of_method = {"noloco", "parallel"} | ({"optimizer"} if way == "_recipe" else set())
+        assert {key for key in raw[""] | content if content.get(key) != raw[""].get(key)} <= of_method
+    noloco, diloco = (RunConfig.from_dict(raw[way]).noloco for way in ("", "_diloco"))
+    assert (noloco.outer_momentum, noloco.outer_lr, noloco.group_size, noloco.local_steps) == (
+        0.5,
+        0.7,
+        2,
+        50,
+    )
+    assert (diloco.outer_momentum, diloco.outer_lr, diloco.local_steps) == (0.3, 0.7, 100)
