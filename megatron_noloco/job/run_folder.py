@@ -142,23 +142,12 @@ def ask_to_stop(output_dir: Path) -> None:
     write_text(output_dir / "stop", f"{time.time()}\n")
 
 
-class StopFile:
-    """Tells whether somebody has asked to stop since this object was made; the file itself stays where it is."""
-
-    def __init__(self, output_dir: Path) -> None:
-        self._path = output_dir / "stop"
-        self._before = self._written()
-
-    def asked(self) -> bool:
-        written = self._written()
-        return written is not None and written != self._before
-
-    def _written(self) -> int | None:
-        """Return when, in nanoseconds; None where there is no file, or none can be seen."""
-        try:
-            return self._path.stat().st_mtime_ns
-        except OSError:
-            return None
+def stop_request(output_dir: Path) -> str:
+    """Return the last request to stop; it stays where it is, so only a change of it is a new one."""
+    try:
+        return (output_dir / "stop").read_text()
+    except OSError:
+        return ""
 
 
 @dataclass(frozen=True)

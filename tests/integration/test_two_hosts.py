@@ -6,10 +6,10 @@ import shlex
 import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -17,7 +17,7 @@ import pytest
 
 from megatron_noloco.config import RunConfig
 from tests.harness import REPOSITORY, run_launcher, run_ranks, two_hosts
-from tests.integration.test_stopped_launchers import ranks_of, wait_until
+from tests.integration.launched import Launched, launched
 from tests.integration.tiny import metrics, run_whole, tiny, write_config, write_text
 from tools.netlab.lab import NIC, Lab
 
@@ -85,33 +85,13 @@ def crossed(hosts: Lab, before: int, folder: Path) -> bool:
     return sent >= last["total/sent_bytes"] + last["total/routed_bytes"] > 0
 
 
-@contextmanager
-def started(
-    hosts: Lab, script: str, ranks: int, config: str, environs: Sequence[Mapping[str, str]], told: Path
-) -> Iterator[list["subprocess.Popen[bytes]"]]:
-    """The script on as many hosts as there are environments; nobody is left behind."""
-    command = [str(REPOSITORY / "launch" / script), str(ranks), config, "--progress", "lines"]
-    here = {**os.environ, "PYTHON": sys.executable, "NIC": NIC}
-    launched = []
-    try:
-        with told.open("w") as log:
-            for name, environ in zip(hosts.names, environs, strict=False):
-                launched.append(
-                    subprocess.Popen(
-                        hosts.on(name, *command),
-                        env=here | environ,
-                        stdout=log,
-                        stderr=log,
-                        start_new_session=True,
-                    )
-                )
-        yield launched
-    finally:
-        for rank in ranks_of(config):
-            rank.kill()
-        for one in launched:
-            one.kill()
-            one.wait()
+def on_hosts(
+    hosts: Lab, script: str, ranks: int, config: str, environs: list[dict[str, str]], log: Path
+) -> AbstractContextManager[Launched]:
+    """The script on as many hosts as there are environments."""
+    on = [partial(hosts.on, name) for name in hosts.names[: len(environs)]]
+    with_nic = ({"NIC": NIC, "GLOO_SOCKET_IFNAME": NIC, "PORT": "29500"} | environ for environ in environs)
+    return launched(script, ranks, config, *with_nic, log=log, on=on)
 
 
 def test_mpirun_with_a_hostfile(hosts: Lab, on_one_host: list[list[list[object]]], tmp_path: Path) -> None:
@@ -243,24 +223,20 @@ def test_a_job_on_both_is_started_again(script: str, hosts: Lab, slots: str, tmp
     for folder in (undisturbed, killed):
         folder.mkdir()
     run_ranks(4, run_whole, write_run(undisturbed, steps=60), timeout=PATIENCE_SECONDS)
-    config, told = write_run(killed, steps=60), tmp_path / "told"
+    config = write_run(killed, steps=60)
     ranks, environs = {
         "mpirun.sh": (4, [{"HOSTFILE": str(hosts.hostfile), **hosts.environ}]),
         "torchrun.sh": (2, 2 * [{"NNODES": "2", "RENDEZVOUS": f"{hosts.names[0]}:29400"}]),
         "deepspeed.sh": (2, [{"HOSTFILE": slots, "NODE_RANK": rank} for rank in "01"]),
     }[script]
     environs = [environ | {"RESTARTS": "1", "RESTART_SECONDS": "1"} for environ in environs]
-    with started(hosts, script, ranks, config, environs, told) as launched:
-        latest, deadline = killed / "run" / "checkpoints" / "latest", time.monotonic() + PATIENCE_SECONDS
-        while not latest.exists():
-            assert time.monotonic() < deadline, told.read_text()
-            time.sleep(0.02)
+    with on_hosts(hosts, script, ranks, config, environs, tmp_path / "log") as run:
+        run.wait_until((killed / "run" / "checkpoints" / "latest").exists)
         second = f"/proc/{hosts.pids[1]}/ns/net"
-        victims = [rank for rank in ranks_of(config) if os.path.samefile(f"/proc/{rank.pid}/ns/net", second)]
+        victims = [rank for rank in run.ranks() if os.path.samefile(f"/proc/{rank.pid}/ns/net", second)]
         victims[0].kill()
-        assert [one.wait(PATIENCE_SECONDS) for one in launched] == len(launched) * [0], told.read_text()
-        assert ranks_of(config) == []
-    assert told.read_text().count("start 2 of 2 in 1 s") == len(launched)
+        run.ends()
+    assert run.said.count("start 2 of 2 in 1 s") == len(environs)
     assert figures(killed) == figures(undisturbed)
 
 
@@ -319,15 +295,14 @@ def test_a_stop_of_one_deepspeed(
     started_on: int, hosts: Lab, slots: str, with_ssh: str, tmp_path: Path
 ) -> None:
     """A signal for the script on the first host. pdsh passes none on."""
-    config, told = write_run(tmp_path, steps=100_000), tmp_path / "told"
+    config = write_run(tmp_path, steps=100_000)
     environs = [{"HOSTFILE": slots, "PATH": with_ssh}]
     if started_on > 1:
         environs = [environs[0] | {"NODE_RANK": str(rank)} for rank in range(started_on)]
-    with started(hosts, "deepspeed.sh", 2, config, environs, told) as launched:
-        wait_until(told, "iteration      5/100000")
-        launched[0].terminate()
-        assert [one.wait(PATIENCE_SECONDS) for one in launched] == started_on * [0], told.read_text()
-        assert ranks_of(config) == []
+    with on_hosts(hosts, "deepspeed.sh", 2, config, environs, tmp_path / "log") as run:
+        run.wait_until("iteration      5/100000")
+        run.processes[0].terminate()
+        run.ends()
     reason = "the command stop" if started_on == 1 else "SIGUSR1"
-    assert f"({reason}); the same command continues from there" in " ".join(told.read_text().split())
+    assert f"({reason}); the same command continues from there" in " ".join(run.said.split())
     assert (tmp_path / "run" / "checkpoints" / "latest").exists()

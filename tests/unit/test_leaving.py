@@ -24,22 +24,20 @@ class Freed:
 freed = Freed()
 atexit.register(os.write, 1, b"exit function\\n")
 entry.main = lambda arguments: print("a line") or int(arguments[0])
-{leave}(entry.{function}(["3"]))
+{leave}
 """
 
 
-def left_by(leave: str, function: str) -> tuple[int, list[str]]:
-    program = PROGRAM.format(leave=leave, function=function)
-    finished = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY)
-    return finished.returncode, sorted(finished.stdout.splitlines())
-
-
-def test_exit_code_output_and_exit_functions_as_usual() -> None:
-    assert left_by("", "run") == (3, ["a line", "exit function"])
-
-
-def test_the_usual_way_would_tear_down() -> None:
-    assert left_by("sys.exit", "main") == (3, ["a line", "exit function", "torn down"])
+@pytest.mark.parametrize(
+    ("leave", "then"), [('entry.run(["3"])', []), ('sys.exit(entry.main(["3"]))', ["torn down"])]
+)
+def test_exit_code_output_and_exit_functions_as_usual_but_nothing_is_torn_down(
+    leave: str, then: list[str]
+) -> None:
+    program = [sys.executable, "-c", PROGRAM.format(leave=leave)]
+    finished = subprocess.run(program, capture_output=True, text=True, cwd=REPOSITORY)
+    assert finished.returncode == 3
+    assert sorted(finished.stdout.splitlines()) == ["a line", "exit function", *then]
 
 
 def test_a_rank_that_is_ended_while_rank_0_speaks_leaves_with_the_same_code() -> None:

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from megatron_noloco.cli.main import main
 from megatron_noloco.files import write_text
-from megatron_noloco.job.run_folder import StopFile, Wait, wait_file, write_wait
+from megatron_noloco.job.run_folder import Wait, stop_request, wait_file, write_wait
 from megatron_noloco.monitor.report import _pairings, _phases, write_page
 from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
 from megatron_noloco.monitor.watch import run_table
@@ -246,13 +246,12 @@ def test_a_run_is_asked_to_stop_by_its_folder_or_its_config(
     config = tmp_path / "config.json"
     raw = json.loads((ROOT / "configs/quickstart.json").read_text())
     config.write_text(json.dumps(raw | {"training": raw["training"] | {"output_dir": str(run)}}))
-    file = StopFile(run)
-    assert main(["stop", str(run)]) == 0
-    assert file.asked()
-    file = StopFile(run)
-    assert not file.asked(), "that was before"
-    assert main(["stop", str(config)]) == 0
-    assert file.asked()
+    requests = [stop_request(run)]
+    for run_or_config in (run, config):
+        assert main(["stop", str(run_or_config)]) == 0
+        requests.append(stop_request(run))
+    assert requests[0] == ""
+    assert len(set(requests)) == 3, "each is a new one"
     (run / "run.json").unlink()
     assert main(["stop", str(config)]) == 2
     assert (

@@ -1,0 +1,79 @@
+"""Launch scripts asked to stop, and those that start a job again: nothing is lost, and no rank trains on."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.integration.chaos import Run, assert_same_state
+from tests.integration.launched import launched
+from tests.integration.tiny import tiny, write_config, write_text
+
+STEPS, RANKS = 60, 2
+
+
+@pytest.mark.parametrize(
+    ("script", "launcher"),
+    [
+        ("mpirun.sh", ""),
+        pytest.param("torchrun.sh", "", marks=pytest.mark.slow),
+        pytest.param("deepspeed.sh", "", marks=pytest.mark.slow),
+        pytest.param("deepspeed.sh", "openmpi", marks=pytest.mark.slow),
+    ],
+)
+def test_sigterm_saves_and_leaves_nobody(script: str, launcher: str, tmp_path: Path) -> None:
+    changes = {
+        "parallel": {"replicas": RANKS},
+        "data": {"text": write_text(tmp_path)},
+        "training": {"train_iters": 100_000, "output_dir": str(tmp_path / "run")},
+    }
+    environ = {}
+    if launcher:
+        (tmp_path / "hosts").write_text(f"localhost slots={RANKS}\n")
+        environ |= {"LAUNCHER": launcher, "HOSTFILE": str(tmp_path / "hosts"), "NIC": "lo"}
+        environ |= {"LAUNCHER_ARGS": "--oversubscribe"}
+    config = write_config(tmp_path, tiny(changes))
+    with launched(script, RANKS, config, environ, log=tmp_path / "log") as run:
+        run.wait_until("iteration      5/100000")
+        assert len(run.ranks()) >= RANKS
+        run.processes[0].terminate()
+        run.ends()
+    if launcher:  # DeepSpeed starts our ranks under mpirun
+        assert "started by mpirun; exchanges over mpi" in run.said
+    (stopped,) = [line for line in run.said.splitlines() if line.startswith("stopped after")]
+    step = int(stopped.split()[3])
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == f"step_{step:08d}\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "victim"),
+    [
+        ("mpirun.sh", "rank"),
+        pytest.param("mpirun.sh", "launcher", marks=pytest.mark.slow),
+        pytest.param("torchrun.sh", "rank", marks=pytest.mark.slow),
+        pytest.param("torchrun.sh", "launcher", marks=pytest.mark.slow),
+        pytest.param("deepspeed.sh", "rank", marks=pytest.mark.slow),
+    ],
+)
+def test_a_kill_costs_the_steps_since_the_last_save(script: str, victim: str, tmp_path: Path) -> None:
+    changes = {
+        "parallel": {"replicas": RANKS},
+        "training": {"train_iters": STEPS},
+        "checkpoint": {"save_interval": 5},
+    }
+    undisturbed = Run(tmp_path / "undisturbed", changes, write_text(tmp_path, 200_000))
+    undisturbed.launch(RANKS)
+    clean = undisturbed.clean(tmp_path / "disturbed")
+    clean.folder.mkdir()
+    config = clean.arguments()[2]
+    environ = {"OMP_NUM_THREADS": "1", "RESTARTS": "1", "RESTART_SECONDS": "1"}
+    with launched(script, RANKS, config, environ, log=tmp_path / "log") as run:
+        run.wait_until((clean.checkpoints / "latest").exists)
+        (launcher,) = psutil.Process(run.processes[0].pid).children()
+        (run.ranks()[-1] if victim == "rank" else launcher).kill()
+        run.ends()
+    said = run.said.splitlines()
+    assert "the job has ended with exit code 137: start 2 of 2 in 1 s" in said
+    assert sum(line.startswith("continuing from") for line in said) == 1
+    assert_same_state(clean.step_folder(STEPS), undisturbed.step_folder(STEPS))
+    assert clean.exact_metrics() == undisturbed.exact_metrics()
