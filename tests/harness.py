@@ -1,4 +1,4 @@
-"""Run a plain function on several ranks, or a script under a launcher, and never leave a process behind."""
+"""Runs functions on several ranks and scripts under a launcher, and leaves no process behind."""
 
 import io
 import json
@@ -43,7 +43,7 @@ class RankFailedError(AssertionError):
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
-    """The results of `function(rank, world_size, *args)` on forked ranks, in rank order.
+    """Return the results of `function(rank, world_size, *args)` on forked ranks, in rank order.
 
     torch.distributed (gloo, file store) is initialised in each; results must be picklable. The first
     failure is raised again with its traceback, and the other ranks are killed. Ranks that return simply
@@ -130,9 +130,9 @@ def _run_rank(
 def call(
     *arguments: str, meanwhile: Callable[[], None] = lambda: None, timeout: float = 240
 ) -> tuple[int, str, str]:
-    """`python -m megatron_noloco ARGUMENTS` in a forked process, after `meanwhile` there: code, stdout, stderr.
+    """Call `meanwhile`, then the command line, in a forked process; returns exit code, stdout and stderr.
 
-    A forward pass in this one would leave a process group and a pool of threads to every rank forked later.
+    A forward pass in this process would leave a process group and a pool of threads to ranks forked later.
     """
 
     def command(rank: int, world_size: int) -> tuple[int, str, str]:
@@ -145,16 +145,16 @@ def call(
 
 
 def run_command(*arguments: str) -> list[str]:
-    """The lines that a command prints that goes well, in a forked process."""
+    """Run a command that succeeds, in a forked process; returns the lines of its stdout."""
     code, out, err = call(*arguments)
     assert code == 0, err
     return out.splitlines()
 
 
 def run_script(path: Path, *arguments: str) -> str:
-    """What `python PATH ARGUMENTS` prints, called by a rank of this harness: without the imports of a new process.
+    """Run a script in this rank of the harness, without the imports of a new process; returns its stdout.
 
-    What it changes in its process stays changed.
+    Its changes of this process remain.
     """
     sys.argv = [str(path), *arguments]
     with redirect_stdout(io.StringIO()) as out:
@@ -197,7 +197,7 @@ def _target(module_or_script: str) -> list[str]:
 def run_launcher(
     command: list[str], timeout: float, env: Mapping[str, str] | None
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command in a process group of its own and, when it is too slow, end that group and no other."""
+    """Run a command in a process group of its own, which ends when it is too slow."""
     environ = {name: value for name, value in os.environ.items() if name not in LAUNCH_VARIABLES}
     environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMP_NUM_THREADS": "1"}
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(REPOSITORY), environ.get("PYTHONPATH")]))
@@ -223,7 +223,7 @@ def run_launcher(
 
 
 def _end_group(process: subprocess.Popen[str]) -> tuple[str, str]:
-    """Ask first: mpirun and torchrun keep their ranks in other process groups, and end them when asked."""
+    """Send SIGTERM first: mpirun and torchrun end their ranks at it, which are in other process groups."""
     os.killpg(process.pid, signal.SIGTERM)
     try:
         return process.communicate(timeout=_GRACE_SECONDS)
@@ -234,14 +234,14 @@ def _end_group(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 @contextmanager
 def network_lab(links: Sequence[Link]) -> Iterator[Lab]:
-    """Hosts of a network lab; skips the test where this machine does not permit one."""
+    """Make hosts of a network lab; skips the test where this machine does not permit one."""
     with _permitted(lab(links)) as there:
         yield there
 
 
 @contextmanager
 def two_hosts() -> Iterator[Lab]:
-    """Two hosts of two slots, joined by a virtual cable; skips likewise."""
+    """Make two hosts of two slots, joined by a virtual cable; skips the test likewise."""
     with _permitted(hosts(2, slots=2)) as there:
         first, second = there.pids
         run(f"ip link add {NIC} netns {first} type veth peer name {NIC} netns {second}")
@@ -267,13 +267,13 @@ def say(line: Mapping[str, Any]) -> None:
 
 
 def said(finished: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
-    """What the ranks of a launch that went well told by `say`, in no particular order."""
+    """Return what the ranks of a successful launch printed by `say`, in any order."""
     assert finished.returncode == 0, f"exit code {finished.returncode}\n{finished.stdout}\n{finished.stderr}"
     return [json.loads(line) for line in finished.stdout.splitlines() if line.startswith("{")]
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
+    """Return a port that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

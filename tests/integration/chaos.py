@@ -1,7 +1,7 @@
-"""Runs that are disturbed from outside, and a comparison of what they leave on disk.
+"""Runs that are disturbed from outside, and a comparison of their files.
 
 Forked ranks (`tests.harness.run_ranks`) execute the command line; a fault reaches one of them when it begins a
-local step, or when it touches the checkpoint folder. Production code knows nothing of this.
+local step, or when it touches the checkpoint folder. Production code does not know of this.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ EXACT = (
 
 @dataclass(frozen=True)
 class Fault:
-    """A signal that one rank gets just before it begins a local step (counted from 0, over resumes)."""
+    """A signal to one rank just before it begins a local step (counted from 0, over resumes)."""
 
     rank: int
     before_step: int
@@ -64,7 +64,7 @@ class Death:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank's command came to."""
+    """The outcome of one rank's command."""
 
     code: int
     out: str
@@ -72,7 +72,7 @@ class Outcome:
 
 
 class Run:
-    """A tiny run in a folder of its own, launched as often as a test likes."""
+    """A tiny run in a folder of its own, which can be launched several times."""
 
     def __init__(self, folder: Path, changes: Mapping[str, Any], text: str | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -96,35 +96,35 @@ class Run:
         self.raw = tiny(changes, self.raw)
 
     def copy(self, folder: Path) -> "Run":
-        """The same run, as far as it went, in another folder."""
+        """Return a copy of the run and of its files in another folder."""
         shutil.copytree(self.folder, folder)
         return self.clean(folder)
 
     def clean(self, folder: Path) -> "Run":
-        """The same run, not begun, in another folder."""
+        """Return the same run, without files, in another folder."""
         run = copy_of(self)
         run.folder = folder
         run.change({"training": {"output_dir": str(folder)}})
         return run
 
     def arguments(self, changes: Mapping[str, Any] | None = None) -> list[str]:
-        """The command line; `changes` hold until the next one is asked for."""
+        """Write the config with `changes`, and return the command line."""
         path = write_config(self.folder, tiny(changes, self.raw))
         return ["train", "--config", path, "--progress", "lines"]
 
     def launch(
         self, ranks: int, faults: Sequence[Fault | Death] = (), changes: Mapping[str, Any] | None = None
     ) -> list[Outcome]:
-        """Every rank's outcome."""
+        """Launch the run; returns every rank's outcome."""
         return run_ranks(ranks, command, self.arguments(changes), faults)
 
     def launch_to_die(self, ranks: int, faults: Sequence[Fault | Death]) -> None:
-        """A rank is killed; the harness then kills the others, as launchers do."""
+        """Launch a run of which a rank is killed; the harness then kills the others, as launchers do."""
         with pytest.raises(RankFailedError, match=f"died with exit code -{signal.SIGKILL:d}"):
             self.launch(ranks, faults)
 
     def exact_metrics(self) -> list[list[dict[str, Any]]]:
-        """Per replica and logged step, what must be the same in a run that was disturbed."""
+        """Return, by replica and logged step, what must be the same in a disturbed run."""
         return [
             [
                 {name: value for name, value in row.items() if name in EXACT or name.startswith("origin/")}
@@ -137,7 +137,7 @@ class Run:
 def command(
     rank: int, world_size: int, arguments: list[str], faults: Sequence[Fault | Death] = ()
 ) -> Outcome:
-    """The command line on a rank of the harness."""
+    """Run the command line on a rank of the harness."""
     already_joined()
     for fault in faults:
         if fault.rank == rank:
@@ -184,7 +184,7 @@ def _die_at_touch(death: Death) -> None:
 
 
 def assert_same_state(found: Path, expected: Path) -> None:
-    """Two step folders hold the same state: tensor for tensor, not byte for byte."""
+    """Assert that two step folders hold the same state: tensor by tensor, not byte by byte."""
     names = {path.relative_to(expected) for path in expected.rglob("*") if path.is_file()}
     assert names == {path.relative_to(found) for path in found.rglob("*") if path.is_file()}
     assert names, f"nothing in {expected}"
@@ -202,7 +202,7 @@ def _content(path: Path) -> Any:
 
 
 def _difference(found: Any, expected: Any, where: str) -> str | None:
-    """The first place where two nested states differ, bit for bit."""
+    """Return the first place where two nested states differ in a bit, None where they do not."""
     if type(found) is not type(expected):
         return f"{where}: {type(found)} instead of {type(expected)}"
     if isinstance(expected, Tensor):

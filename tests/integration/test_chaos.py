@@ -1,6 +1,6 @@
-"""A rank is killed in the middle of a save; the next start loses nothing but the steps since the last whole one.
+"""A rank is killed during a save; the next start loses nothing but the steps since the last complete one.
 
-The number in a test's name is the seed of who dies, and when. More of them: `pytest -m slow tests/integration`.
+The number in a test's name is the seed of the rank and the moment. For more of them: `pytest -m slow`.
 """
 
 import random
@@ -40,18 +40,21 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-def kill_and_continue(seed: int, undisturbed: Run, folder: Path) -> None:
+@pytest.mark.parametrize(
+    "seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(100, 120))]
+)
+def test_killed_during_a_save(seed: int, undisturbed: Run, tmp_path: Path) -> None:
     draw = random.Random(seed)
     death = Death(
         rank=draw.randrange(RANKS),
         touch=draw.randint(1, 3 * TOUCHES_OF_A_SAVE),
         milliseconds=draw.choice([0.0, draw.uniform(0, SAVE_MILLISECONDS)]),
     )
-    run = undisturbed.clean(folder)
+    run = undisturbed.clean(tmp_path)
     run.launch_to_die(RANKS, [death])
     whole = [path for path in catalog.steps(run.checkpoints) if catalog.is_complete(path)]
-    (told, *_) = run.launch(RANKS)
-    continued = [line for line in told.out.splitlines() if line.startswith("continuing from ")]
+    (first, *_) = run.launch(RANKS)
+    continued = [line for line in first.out.splitlines() if line.startswith("continuing from ")]
     assert [line.split(":")[0] for line in continued] == [f"continuing from {path}" for path in whole[:1]], (
         death
     )
@@ -59,22 +62,11 @@ def kill_and_continue(seed: int, undisturbed: Run, folder: Path) -> None:
     assert run.exact_metrics() == undisturbed.exact_metrics()
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_killed_during_a_save(seed: int, undisturbed: Run, tmp_path: Path) -> None:
-    kill_and_continue(seed, undisturbed, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 120))
-def test_killed_during_a_save_again_and_again(seed: int, undisturbed: Run, tmp_path: Path) -> None:
-    kill_and_continue(seed, undisturbed, tmp_path)
-
-
 # Under launchers
 
 
 def start(launcher: Sequence[str], run: Run) -> "subprocess.Popen[str]":
-    """A launch in a session of its own, as far as its first checkpoint folder."""
+    """Launch in a session of its own; returns when its first checkpoint folder is there."""
     command = [*launcher, *run.arguments()]
     process = subprocess.Popen(
         command,
@@ -106,7 +98,7 @@ def mpirun() -> list[str]:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Ends with the test what `start` has begun."""
+    """Return a function that starts a launch, which ends with the test."""
     for name in ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "OMP_NUM_THREADS"):
         monkeypatch.setenv(name, "1")
     processes: list[subprocess.Popen[str]] = []
@@ -151,7 +143,7 @@ def test_a_rank_killed_under_torchrun(undisturbed: Run, tmp_path: Path, launched
 def test_a_launcher_asked_to_stop(
     launcher: Any, number: signal.Signals, code: int, undisturbed: Run, tmp_path: Path, launched: Any
 ) -> None:
-    """torchrun tells a failure although its ranks exit with 0."""
+    """torchrun reports a failure although its ranks exit with 0."""
     run = undisturbed.clean(tmp_path)
     run.change({"training": {"train_iters": 100_000}, "checkpoint": {"save_interval": 200}})
     process = launched(launcher(), run)

@@ -21,7 +21,7 @@ def command_that_raises(error: BaseException, monkeypatch: pytest.MonkeyPatch) -
     return main.main(["config", "--explain"])
 
 
-def test_a_ctrl_c_leaves_without_a_word(
+def test_a_ctrl_c_leaves_without_a_message(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command_that_raises(KeyboardInterrupt(), monkeypatch) == 130
@@ -82,7 +82,7 @@ def test_everything_else_is_a_traceback(
         ("train --config a --debug-waits", ("-1", "nan"), "is not a number of seconds; it must be 0 or more"),
     ],
 )
-def test_a_number_that_cannot_be_meant(
+def test_a_number_out_of_bounds(
     option: str, texts: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for text in texts:
@@ -100,11 +100,11 @@ def test_an_unknown_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().err == "megatron_noloco: error: unrecognized arguments: --chek a\n"
 
 
-@pytest.mark.parametrize(
-    ("text", "bytes_"), [("5", 5), ("10KB", 10_000), ("2 gb", 2 * 10**9), ("1.5MB", 1_500_000)]
-)
-def test_sizes(text: str, bytes_: int) -> None:
-    assert options.size(text) == bytes_
+def test_quantities_with_units() -> None:
+    for text, size in (("5", 5), ("10KB", 10_000), ("2 gb", 2 * 10**9), ("1.5MB", 1_500_000)):
+        assert options.size(text) == size
+    assert options.bandwidth("8Mbit") == 1e6
+    assert (options.duration("25ms"), options.latency("0ms")) == (0.025, 0)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,7 @@ def test_sizes(text: str, bytes_: int) -> None:
         ("import x --config {file} --output {file}", "{file}: exists; give another --output, or remove it"),
     ],
 )
-def test_an_option_that_cannot_be_is_named(
+def test_an_option_that_is_refused_is_named(
     arguments: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "a.txt"
@@ -135,10 +135,6 @@ def test_an_option_that_cannot_be_is_named(
     assert main.main(arguments.format(**places).split()) == 2
     assert capsys.readouterr().err == line.format(**places) + "\n"
     assert file.read_text() == "text"
-
-
-def test_a_latency_may_be_0() -> None:
-    assert options.latency("0ms") == 0
 
 
 def test_importing_it_is_quick_and_needs_no_extra() -> None:
