@@ -5,8 +5,8 @@
 Trains as `train` does, and prints one JSON object. For each rank, at each of the local steps in `steps`: resident
 bytes, which the kernel counts; allocated bytes, which all libraries have taken from malloc and not given back
 (glibc 2.33 or newer); and blocks that Python's own allocator has given out. Where resident bytes grow and the
-other two do not, free memory is in pieces. `growth`: the resident bytes at the end over those at step `--since`,
-the largest of all ranks.
+other two do not, free memory is in pieces. `growth`: the most resident bytes until the end over the most until
+step `--since`, on the rank where that is largest.
 
 The run writes into the config's output folder, and continues from a checkpoint that is there. Set
 OMP_NUM_THREADS=1 where ranks share cores.
@@ -14,6 +14,7 @@ OMP_NUM_THREADS=1 where ranks share cores.
 
 import argparse
 import ctypes
+import gc
 import json
 import os
 import sys
@@ -33,9 +34,7 @@ def main() -> None:
     parser.add_argument("config", type=Path)
     parser.add_argument("--steps", type=int, help="local steps, in place of the config's")
     parser.add_argument("--every", type=int, default=100, help="local steps between two looks")
-    parser.add_argument(
-        "--since", type=int, default=200, help="the local step with which the end is compared"
-    )
+    parser.add_argument("--since", type=int, default=200, help="the local step from which on growth counts")
     options = parser.parse_args()
     raw = json.loads(options.config.read_text())
     if options.steps is not None:
@@ -47,7 +46,7 @@ def main() -> None:
 
 
 def memory_of_a_run(config: RunConfig, every: int) -> list[dict[str, list[int]]] | None:
-    """Train, and return what each rank held, on rank 0; None on the others."""
+    """Train, and return on rank 0 what each rank held before every so many steps; None on the others."""
     before_engines()
     with importing():
         from megatron_noloco.training.build import build
@@ -71,13 +70,13 @@ def memory_of_a_run(config: RunConfig, every: int) -> list[dict[str, list[int]]]
 
 
 def growth(ranks: list[dict[str, list[int]]], since: int) -> float:
-    """The largest ratio of resident bytes at the end to those at the first look from step `since` on."""
-
-    def of(rank: dict[str, list[int]]) -> float:
-        begin = next(place for place, step in enumerate(rank["steps"]) if step >= since)
-        return rank["resident_bytes"][-1] / rank["resident_bytes"][begin]
-
-    return round(max(map(of, ranks)), 4)
+    """The most resident bytes until the end over the most until step `since`, the largest ratio of all ranks."""
+    ratios = []
+    for rank in ranks:
+        sizes = rank["resident_bytes"]
+        before = [size for step, size in zip(rank["steps"], sizes, strict=True) if step <= since]
+        ratios.append(max(sizes) / max(before))
+    return round(max(ratios), 4)
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -101,7 +100,8 @@ def resident_bytes() -> int:
 
 
 def held() -> dict[str, int]:
-    """What this process holds now."""
+    """What this process holds now, without what waits for Python's garbage collector."""
+    gc.collect()
     return {
         "resident_bytes": resident_bytes(),
         "allocated_bytes": allocated_bytes(),
