@@ -13,16 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megatron_noloco.job.launcher import on_a_terminal
-from megatron_noloco.monitor.figures import (
-    checkpoint_line,
-    log_line,
-    loss,
-    megabytes,
-    percent,
-    round_parts,
-    step_parts,
-    validation_lines,
-)
+from megatron_noloco.monitor import figures
 from megatron_noloco.monitor.writers import Row
 
 _SPEED_SECONDS = (
@@ -82,10 +73,10 @@ class Console:
         """Show a row of rank 0's replica."""
         if row["kind"] == "evaluation":
             self.last_evaluation = row
-            self.say(*validation_lines(row, self.facts.unigram_entropy))
+            self.say(*figures.validation_lines(row, self.facts.unigram_entropy))
             return
         if row["kind"] == "checkpoint":
-            self.say(checkpoint_line(row))
+            self.say(figures.checkpoint_line(row))
             return
         previous = self.last_steps["step"] if self.last_steps else self.start_step
         steps = row["step"] - previous
@@ -93,13 +84,13 @@ class Console:
         self.pause_seconds += row["time/exchange_seconds"] * steps
         self.last_steps = row
         if self._live is None:
-            self.say(log_line(row, self.total_steps))
+            self.say(figures.log_line(row, self.total_steps))
             return
         self._live.start()
         self._progress.update(self._task, completed=row["step"])
-        self._about_steps.plain = " | ".join(step_parts(row))
+        self._about_steps.plain = " | ".join(figures.step_parts(row))
         if "round/index" in row:
-            self._about_round.plain = " | ".join(round_parts(row))
+            self._about_round.plain = " | ".join(figures.round_parts(row))
 
     def close(self) -> None:
         if self._live is not None:
@@ -119,8 +110,8 @@ class Console:
             )
         else:
             table = Table(title="What this run did", title_justify="left", show_header=False)
-            for figure in [*self._losses(), *self._costs(self.last_steps)]:
-                table.add_row(*figure)
+            for row in [*self._losses(), *self._costs(self.last_steps)]:
+                table.add_row(*row)
             self.terminal.print(table)
             self.say(f"Files: {facts.output_dir} (one folder per replica)", f"Next:  {facts.next_command}")
 
@@ -129,21 +120,25 @@ class Console:
             losses = self.last_evaluation["validation/replica_losses"]
             mean = self.last_evaluation["validation/mean_model_loss"]
             first = self.last_evaluation["replica"] if len(losses) == 1 else 0
-            for replica, own in enumerate(losses, first):
-                yield f"validation loss, replica {replica}", f"{loss(own)} nats per token"
+            for replica, loss in enumerate(losses, first):
+                yield f"validation loss, replica {replica}", f"{figures.loss(loss)} nats per token"
             if len(losses) > 1 and not math.isnan(mean):
-                yield "validation loss, mean model", f"{loss(mean)} nats per token"
-        if not math.isnan(self.facts.unigram_entropy):
-            yield "unigram entropy of the corpus", f"{loss(self.facts.unigram_entropy)} nats per token"
+                yield "validation loss, mean model", f"{figures.loss(mean)} nats per token"
+        unigram = self.facts.unigram_entropy
+        if not math.isnan(unigram):
+            yield "unigram entropy of the corpus", f"{figures.loss(unigram)} nats per token"
 
     def _costs(self, row: Row) -> Iterator[tuple[str, str]]:
         exchanged, routed = row["total/sent_bytes"], row["total/routed_bytes"]
-        yield "sent per replica, in exchanges", f"{megabytes(exchanged)} MB"
+        yield "sent per replica, in exchanges", f"{figures.megabytes(exchanged)} MB"
         if routed:
-            yield "sent per replica, routed activations", f"{megabytes(routed)} MB"
+            yield "sent per replica, routed activations", f"{figures.megabytes(routed)} MB"
         synchronous, sent = self.facts.synchronous_bytes_per_step * row["step"], exchanged + routed
         if synchronous and sent:
             times = f"{synchronous / sent:.1f} times as much"
-            yield "an all-reduce of every step would have sent", f"{megabytes(synchronous)} MB ({times})"
+            yield (
+                "an all-reduce of every step would have sent",
+                f"{figures.megabytes(synchronous)} MB ({times})",
+            )
         share = self.pause_seconds / self.steps_seconds if self.steps_seconds else 0.0
-        yield "share of training time in exchanges", percent(share)
+        yield "share of training time in exchanges", figures.percent(share)

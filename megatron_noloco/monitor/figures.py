@@ -42,8 +42,8 @@ def duration(seconds: float) -> str:
     return f"{minutes}min" if minutes >= 10 else f"{60 * minutes + rest}s"
 
 
-def figure(row: Row, name: str, form: Callable[[Any], str] = str) -> str:
-    """Format a number of a row: "" where the row has none, "nan" where it is null, as in metrics.jsonl."""
+def cell(row: Row, name: str, form: Callable[[Any], str] = str) -> str:
+    """Format a number of a table: "" where the row has none, "nan" where it is null, as metrics.jsonl has it."""
     if name not in row:
         return ""
     return "nan" if row[name] is None else form(row[name])

@@ -35,7 +35,7 @@ class ReplicaLog:
         """Read what is new since the last call."""
         if (path := self.folder / _METRICS).exists():
             self._update_rows(path)
-        self.waits = {wait: said for wait, said in waits_of(self.folder).items() if said > self.written}
+        self.waits = {wait: at for wait, at in waits_of(self.folder).items() if at > self.written}
 
     def _update_rows(self, path: Path) -> None:
         """Read the new rows; from the beginning where a resumed run has put another file in place."""

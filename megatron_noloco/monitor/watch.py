@@ -9,16 +9,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from megatron_noloco.monitor.figures import (
-    duration,
-    figure,
-    loss,
-    milliseconds,
-    partners,
-    percent,
-    scientific,
-    whole,
-)
+from megatron_noloco.monitor import figures
 from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
 
 _MOST_WAITS = 8  # that are shown
@@ -27,13 +18,13 @@ _SILENT_SECONDS = 30.0  # after which a rank that waits should have reported it 
 # Heading, number of the newest row of steps below it, and its format. The table fits into 80 characters.
 _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("step", "step", str),
-    ("loss", "train/loss", loss),
-    ("tokens/s", "speed/tokens_per_second", whole),
-    ("MFU", "speed/mfu", percent),
+    ("loss", "train/loss", figures.loss),
+    ("tokens/s", "speed/tokens_per_second", figures.whole),
+    ("MFU", "speed/mfu", figures.percent),
     ("round", "round/index", str),
-    ("with", "round/partners", partners),
-    ("pause ms", "round/pause_seconds", milliseconds),
-    ("spread", "round/spread", scientific),
+    ("with", "round/partners", figures.partners),
+    ("pause ms", "round/pause_seconds", figures.milliseconds),
+    ("spread", "round/spread", figures.scientific),
 )
 
 
@@ -59,9 +50,9 @@ def run_table(run: RunLog, now: float | None = None) -> Group:
 def _cells(log: ReplicaLog, now: float) -> list[str]:
     steps, evaluations = log.of("step"), log.of("evaluation")
     newest = steps[-1] if steps else {}
-    numbers = [figure(newest, name, form) for _, name, form in _COLUMNS]
-    validation = figure(evaluations[-1], "validation/loss", loss) if evaluations else ""
-    age = duration(max(0.0, now - log.written)) if log.written else ""
+    numbers = [figures.cell(newest, name, form) for _, name, form in _COLUMNS]
+    validation = figures.cell(evaluations[-1], "validation/loss", figures.loss) if evaluations else ""
+    age = figures.duration(max(0.0, now - log.written)) if log.written else ""
     return [log.replica, *numbers, validation, age]
 
 
@@ -74,7 +65,7 @@ def _progress(run: RunLog) -> str:
     text += f" of {total}"
     speed = [row["speed/seconds_per_step"] for row in latest if "speed/seconds_per_step" in row]
     if done < total and speed:
-        text += f", {duration((total - done) * max(speed))} of training left"
+        text += f", {figures.duration((total - done) * max(speed))} of training left"
     return text
 
 
@@ -82,7 +73,7 @@ def _of_all(run: RunLog) -> Iterator[str]:
     """Yield what is known about all replicas together."""
     evaluations = run.replicas[0].of("evaluation")
     if evaluations and (row := evaluations[-1]).get("validation/mean_model_loss") is not None:
-        yield f"validation at step {row['step']}: mean model {loss(row['validation/mean_model_loss'])}"
+        yield f"validation at step {row['step']}: mean model {figures.loss(row['validation/mean_model_loss'])}"
     checkpoints = [log.of("checkpoint") for log in run.replicas]
     if all(checkpoints):
         yield f"last checkpoint: step {min(saved[-1]['step'] for saved in checkpoints)}"
@@ -114,7 +105,7 @@ def _waits(run: RunLog, now: float) -> Iterator[str]:
     longest = sorted(reported, key=lambda wait: -wait.seconds)
     for wait in longest[:_MOST_WAITS]:
         silent = now - reported[wait]
-        gone = f" (said {duration(silent)} ago: the process may be gone)" if silent > _SILENT_SECONDS else ""
-        yield f"{wait}{gone}"
+        gone = f" (reported {figures.duration(silent)} ago: the process may be gone)"
+        yield f"{wait}{gone if silent > _SILENT_SECONDS else ''}"
     if len(longest) > _MOST_WAITS:
         yield f"and {len(longest) - _MOST_WAITS} more ranks stand still"

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,32 +14,6 @@ from megatron_noloco.files import write_text
 Row = Mapping[str, Any]  # "kind", "step", "replica", and numbers (or lists of numbers) by name
 
 _WANDB_ID = "wandb_run_id"  # a file
-
-# Section, title and metric of each chart in TensorBoard's tab "Custom scalars".
-_CHARTS = {
-    "Learning": {
-        "training loss": "train/loss",
-        "validation loss": "validation/loss",
-        "validation loss of the mean model": "validation/mean_model_loss",
-        "norm of the gradients": "train/grad_norm",
-        "learning rate": "train/learning_rate",
-    },
-    "Replicas": {
-        "spread": "round/spread",
-        "seconds that the last round stopped training": "round/pause_seconds",
-        "bytes sent in exchanges": "total/sent_bytes",
-        "bytes sent along routes": "total/routed_bytes",
-    },
-    "Speed": {
-        "tokens per second": "speed/tokens_per_second",
-        "seconds of a local step": "speed/seconds_per_step",
-        "of these: forward and backward": "time/forward_backward_seconds",
-        "of these: inner optimizer": "time/optimizer_seconds",
-        "of these: exchanges": "time/exchange_seconds",
-        "of forward and backward: waiting for data": "data/wait_seconds",
-        "of forward and backward: waiting for stages": "routing/wait_seconds",
-    },
-}
 
 
 class Writer(Protocol):
@@ -80,7 +53,6 @@ class ReplicaFiles:
             from torch.utils.tensorboard import SummaryWriter  # slow to import: only where it is used
 
             self._board = SummaryWriter(str(folder), purge_step=start_step + 1)
-            self._board.add_custom_scalars(chart_layout())
 
     def write(self, row: Row) -> None:
         with self._errors_reported():
@@ -152,20 +124,6 @@ class WandbRun:
             self._run = None
             reason = " ".join(str(error).split())
             sys.stderr.write(f"{self._folder}: wandb: {reason}; training continues without it\n")
-
-
-def chart_layout() -> dict[str, dict[str, list[str | list[str]]]]:
-    """Return `_CHARTS` as `SummaryWriter.add_custom_scalars` takes it.
-
-    A replica is a run of TensorBoard, and a chart shows one tag of every run, in the run's color. Every replica
-    writes the same layout, since TensorBoard merges equal charts and a federation's replicas may come and go.
-    A tag is a regular expression that TensorBoard matches with the beginning of a name: without the `$`,
-    "validation/loss" would also take the losses of the datasets of a blend.
-    """
-    return {
-        section: {title: ["Multiline", [f"{re.escape(tag)}$"]] for title, tag in charts.items()}
-        for section, charts in _CHARTS.items()
-    }
 
 
 def _single_numbers(row: Row) -> dict[str, float]:
