@@ -79,16 +79,6 @@ class TestCorpus:
         library = next(path.parent for path in files if path.name == "argparse.py")
         assert not any(forbidden & set(path.relative_to(library).parts) for path in files)
 
-    def test_is_deterministic(self, stdlib: Corpus) -> None:
-        again = load(STANDARD_LIBRARY, SPLIT)
-        assert again.name == stdlib.name
-        for mine, other in zip(
-            (stdlib.train, stdlib.validation, stdlib.test),
-            (again.train, again.validation, again.test),
-            strict=True,
-        ):
-            assert np.array_equal(mine, other)
-
     def test_many_files_are_split_by_file(self, tmp_path: Path) -> None:
         write_files(tmp_path, 60)
         corpus = load(str(tmp_path), "2,1,1")

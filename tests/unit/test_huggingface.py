@@ -64,35 +64,14 @@ def make_model(
     return replace(common, **MODELS[model])
 
 
-def our_shapes(model: Architecture) -> dict[str, tuple[int, ...]]:
-    """The parameters of the unsplit model as Megatron-core has them."""
-    rows = model.padded_vocab_size
-    shapes = {"embedding.word_embeddings.weight": (rows, HIDDEN), "decoder.final_layernorm.weight": (HIDDEN,)}
-    for layer in range(LAYERS):
-        start = f"decoder.layers.{layer}."
-        shapes |= {
-            start + "input_layernorm.weight": (HIDDEN,),
-            start + "self_attention.linear_qkv.weight": (
-                (HEADS + 2 * model.num_query_groups) * HEAD_SIZE,
-                HIDDEN,
-            ),
-            start + "self_attention.linear_proj.weight": (HIDDEN, HEADS * HEAD_SIZE),
-            start + "pre_mlp_layernorm.weight": (HIDDEN,),
-            start + "mlp.linear_fc1.weight": (2 * FFN, HIDDEN),
-            start + "mlp.linear_fc2.weight": (HIDDEN, FFN),
-        }
-    if not model.tied_embeddings:
-        shapes["output_layer.weight"] = (rows, HIDDEN)
-    return shapes
-
-
 def random_weights(model: Architecture) -> dict[str, Tensor]:
     """Ours; rows that pad the vocabulary are zero, as an import makes them."""
     generator = torch.Generator().manual_seed(0)
-    weights = {name: torch.randn(shape, generator=generator) for name, shape in our_shapes(model).items()}
-    for name, tensor in weights.items():
+    rows = [row for row in table_of(model) if row.hf_shapes]  # without the copy of a tied output layer
+    weights = {row.name: torch.randn(row.shape, generator=generator) for row in rows}
+    for tensor in weights.values():
         if tensor.size(0) == model.padded_vocab_size:
-            weights[name][VOCABULARY:] = 0
+            tensor[VOCABULARY:] = 0
     return weights
 
 
@@ -194,19 +173,10 @@ def test_a_config_that_transformers_writes_describes_the_same_model(tmp_path: Pa
     """It reads ours, and writes its own: transformers 5 without the keys that only 4 reads, for one."""
     transformers = pytest.importorskip("transformers")
     model = make_model(multiple=1, model=family)
-    transformers.AutoConfig.for_model(**hf_config(model)).save_pretrained(tmp_path)
+    config = transformers.AutoConfig.for_model(**hf_config(model))
+    assert (config.model_type, config.dtype) == (model.family, torch.bfloat16)
+    config.save_pretrained(tmp_path)
     assert read_architecture(tmp_path) == model
-
-
-def test_transformers_reads_the_same_sizes_out_of_our_config(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    model = make_model()
-    (tmp_path / "config.json").write_text(json.dumps(hf_config(model)))
-    config = transformers.AutoConfig.from_pretrained(tmp_path)
-    assert config.model_type == "llama"
-    assert (config.head_dim, config.num_key_value_heads, config.vocab_size) == (HEAD_SIZE, 2, VOCABULARY)
-    assert config.rope_parameters["rope_theta"] == model.rotary_base
-    assert config.dtype == torch.bfloat16
 
 
 LLAMA3 = {
@@ -587,12 +557,30 @@ def assert_one_line(code: int, capsys: pytest.CaptureFixture[str], fragments: tu
         assert fragment in lines[0]
 
 
-def test_import_keeps_what_is_not_a_size(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "llama", make_model())
-    model = {**CONFIG["model"], "recompute_granularity": "selective", "num_layers": 99}
-    code, output = import_folder(folder, {"model": model})
-    raw = json.loads(output.read_text())["model"]
-    assert (code, raw["num_layers"], raw["recompute_granularity"]) == (0, 2, "selective")
+MIXTURE = {"family": "mixtral", "num_moe_experts": 5, "moe_aux_loss_coeff": 0.5}
+# Family and changes of the folder, the config's block `model` beside the sizes, what becomes of it
+TAKEN_OVER: list[tuple[str, Spoil, dict[str, Any], dict[str, Any]]] = [
+    (
+        "llama",
+        change_config(),
+        {"recompute_granularity": "selective", "num_layers": 99},
+        {"recompute_granularity": "selective", "num_layers": 2},
+    ),
+    ("mixtral", change_config(), MIXTURE, {"num_moe_experts": 3, "moe_aux_loss_coeff": 0.5}),
+    ("llama", change_config(attention_dropout=0.1), {}, {"attention_dropout": 0.1}),
+    ("llama", change_config(attention_dropout=0.1), {"attention_dropout": 0.0}, {"attention_dropout": 0.0}),
+]
+
+
+@pytest.mark.parametrize(("family", "change", "given", "expected"), TAKEN_OVER, ids=range(4))
+def test_import_keeps_what_the_folder_does_not_decide(
+    family: str, change: Spoil, given: dict[str, Any], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    folder = write_folder(tmp_path / "theirs", make_model(multiple=1, model=family))
+    change(folder)
+    code, output = import_folder(folder, {"model": CONFIG["model"] | given})
+    found = json.loads(output.read_text())["model"]
+    assert (code, {name: found[name] for name in expected}) == (0, expected)
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -606,28 +594,6 @@ def test_import_finds_the_family(family: str, tmp_path: Path) -> None:
             0,
             replace(make_model(multiple=1, model=family), seq_length=16),
         )
-
-
-def test_import_keeps_what_the_family_has_besides_the_model(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "theirs", make_model(multiple=1, model="mixtral"))
-    before = {"family": "mixtral", "num_moe_experts": 5, "moe_aux_loss_coeff": 0.5}
-    code, output = import_folder(folder, {"model": CONFIG["model"] | before})
-    found = json.loads(output.read_text())["model"]
-    assert (code, found["num_moe_experts"], found["moe_aux_loss_coeff"]) == (0, 3, 0.5)
-
-
-def test_import_takes_over_dropout_unless_the_config_has_another(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path / "llama", make_model())
-    change_config(attention_dropout=0.1)(folder)
-    for given, expected in (({}, 0.1), ({"attention_dropout": 0.0}, 0.0)):
-        _, output = import_folder(folder, {"model": CONFIG["model"] | given})
-        assert json.loads(output.read_text())["model"]["attention_dropout"] == expected
-
-
-def test_a_config_of_another_family_does_not_fit_the_folder(tmp_path: Path) -> None:
-    folder = write_folder(tmp_path, make_model(model="mistral with a window"))
-    with pytest.raises(ValueError, match=r"model.family is 'llama', but 'mistral' in .*config.json"):
-        check_fits(folder, make_model())
 
 
 def test_import_takes_the_tokenizer_of_the_model(tmp_path: Path) -> None:
@@ -665,11 +631,11 @@ def test_import_writes_a_config_for_that_model(tp_size: int, tmp_path: Path) -> 
     assert (raw["optimizer"], raw["data"]) == (CONFIG["optimizer"], CONFIG["data"])
 
 
-def test_a_config_that_does_not_fit_the_folder_is_told_setting_by_setting(tmp_path: Path) -> None:
+def test_a_config_that_does_not_fit_the_folder_is_refused_setting_by_setting(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, make_model())
     check_fits(folder, make_model())
-    other = replace(make_model(), num_layers=3, rotary_base=5e5)
-    with pytest.raises(ValueError, match=r"num_layers is 3, but 2.*\n.*rotary_base is 500000.0, but 10000.0"):
+    other = replace(make_model(model="mistral with a window"), num_layers=3)
+    with pytest.raises(ValueError, match=r"family is 'mistral', but 'llama' in .*\n.*num_layers is 3, but 2"):
         check_fits(folder, other)
 
 
