@@ -20,7 +20,7 @@ class _Object(dict[str, Any]):
 
 
 def load_config(path: str | Path) -> RunConfig:
-    """Reads and checks one JSON file; raises ConfigError, every line of which begins with the file's name."""
+    """Read and check one JSON file; raises ConfigError, every line of which begins with the file's name."""
     try:
         return RunConfig.from_dict(_read(Path(path)))
     except ConfigError as error:
@@ -55,7 +55,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _repeated(value: Any, prefix: str) -> list[str]:
-    """Dotted names of all keys given twice, at any depth."""
+    """Return the dotted names of all keys given twice, at any depth."""
     found: list[str] = []
     if isinstance(value, _Object):
         found = [prefix + name for name in value.repeated]
@@ -68,7 +68,7 @@ def _repeated(value: Any, prefix: str) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """Plain dicts again: DeepSpeed and pydantic need not know ours."""
+    """Return plain dicts: DeepSpeed and pydantic need not know ours."""
     if isinstance(value, dict):
         return {name: _plain(inner) for name, inner in value.items()}
     return [_plain(inner) for inner in value] if isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""The whole configuration of a run: our blocks and what DeepSpeed is given; and the values it stands for."""
+"""The whole configuration of a run: its blocks, the rules between them, and the values that it stands for."""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError, create_model
 
-from megatron_noloco.config import checks, data_block, deepspeed_block, model_block, parallel_block
+from megatron_noloco.config import data_block, deepspeed_block, model_block, parallel_block
 from megatron_noloco.config.blocks import (
     Block,
     CheckpointConfig,
@@ -24,10 +24,9 @@ from megatron_noloco.config.parallel_block import ParallelConfig
 from megatron_noloco.config.wording import ConfigError, Problem, fields_of, problems_of
 from megatron_noloco.data.sources import Documents, Source, TokenizerChoice
 from megatron_noloco.model.architecture import Architecture, Compute, Precision
-from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.settings import FederationSettings, TrainerSettings, grouping_of, groups_problem
+from megatron_noloco.settings import FederationSettings, TrainerSettings, federation_problems, groups_problem
 
 BLOCKS: dict[str, type[Block]] = {
     "noloco": block_of(TrainerSettings),
@@ -78,25 +77,28 @@ class RunConfig:
     deepspeed: dict[str, Any]
 
     def __post_init__(self) -> None:
-        problems = list(self._problems())
-        if problems:
+        if problems := list(self._problems()):
             raise ConfigError(problems)
 
     def _problems(self) -> Iterator[str]:
         replicas = self.parallel.replicas if self.parallel.replicas != "auto" else None
         replicas = self.federation.slots or replicas
-        yield from checks.check_federation(self.federation, self.noloco, self.parallel)
-        if problem := groups_problem(self.noloco, replicas):
-            yield f"noloco: {problem}"
-        yield from checks.check_rounds(self.noloco, self.training, replicas)
-        if replicas is not None:
-            yield from checks.check_copies(self.noloco, self.model, self.parallel, replicas)
+        yield from _check_federation(self.federation, self.noloco, self.parallel)
+        yield from self._problems_among(replicas)
+        yield from _check_rounds(self.noloco, self.training, replicas)
         yield from model_block.check_model(self.model)
         yield from parallel_block.check_parallel(self.model, self.parallel, self.microbatches)
         yield from data_block.check_data(self.data, self.evaluation)
         yield from data_block.check_documents(self.data, self.model)
         # As many replicas as there will be ranks for: more than one.
-        yield from checks.check_loss_scale(self._routing(replicas or 2), self.deepspeed)
+        yield from _check_loss_scale(self._routing(replicas or 2), self.deepspeed)
+
+    def _problems_among(self, replicas: int | None) -> Iterator[str]:
+        """Yield what the method refuses with so many replicas; None: their number is not known yet."""
+        if problem := groups_problem(self.noloco, replicas):
+            yield f"noloco: {problem}"
+        if replicas is not None:
+            yield from _check_copies(self.noloco, self.model, self.parallel, replicas)
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> "RunConfig":
@@ -138,18 +140,15 @@ class RunConfig:
             return cls.from_dict(deepspeed_block.accepted(saved))
 
     def to_dict(self) -> dict[str, Any]:
-        """The JSON object of this configuration, with all defaults written out; from_dict reads it back."""
+        """Return the JSON object of this configuration, with all defaults; from_dict reads it back."""
         blocks = ((name, getattr(self, name)) for name in BLOCKS)
         return {
             **self.deepspeed,
-            **{
-                name: block.model_dump() if isinstance(block, Block) else asdict(block)
-                for name, block in blocks
-            },
+            **{name: b.model_dump() if isinstance(b, Block) else asdict(b) for name, b in blocks},
         }
 
     def topology(self, world_size: int, slot: int = 0) -> Topology:
-        """Who is where among `world_size` ranks of this job; raises ConfigError when the numbers do not fit.
+        """Return the layout of this job's `world_size` ranks; raises ConfigError when the numbers do not fit.
 
         Args:
             slot: in a federation, the number of this job's replica.
@@ -163,27 +162,20 @@ class RunConfig:
                 topology = replace(one, slot=slot, slots=slots)
         except ValueError as error:
             raise ConfigError([str(error)]) from None
-        problems = list(checks.check_copies(self.noloco, self.model, self.parallel, topology.ensemble))
-        if problem := groups_problem(self.noloco, topology.ensemble):
-            problems.append(f"noloco: {problem}")
-        if problems:
+        if problems := list(self._problems_among(topology.ensemble)):
             raise ConfigError(problems)
         return topology
 
     def routing(self, topology: Topology) -> Routing:
-        """The plan of routes; `active` says whether any microbatch leaves its replica."""
+        """Return the plan of routes; `active` says whether any microbatch leaves its replica."""
         return self._routing(topology.ensemble)
 
     def _routing(self, replicas: int) -> Routing:
         stages = self.parallel.pipeline_model_parallel_size
         return Routing(replicas, self.microbatches, self.training.seed, self.noloco.routing.interval, stages)
 
-    def grouping(self, replicas: int) -> Grouping:
-        """The plan of groups, of method "diloco" all replicas; meaningful where `noloco.enabled`."""
-        return grouping_of(self.noloco, replicas, self.training.seed)
-
     def architecture(self, tokenizer_vocab: int = 0) -> Architecture:
-        """The model for a tokenizer of `tokenizer_vocab` tokens (0: not known, `model.vocab_size` decides).
+        """Return the model for a tokenizer of `tokenizer_vocab` tokens (0: not known, `model.vocab_size` decides).
 
         Raises ConfigError when the vocabulary is too small, or does not divide over the tensor-parallel ranks.
         """
@@ -191,8 +183,7 @@ class RunConfig:
             architecture = self.model.architecture(tokenizer_vocab)
         except ValueError as error:
             raise ConfigError([str(error)]) from None
-        problems = list(parallel_block.check_vocabulary(architecture, self.parallel))
-        if problems:
+        if problems := list(parallel_block.check_vocabulary(architecture, self.parallel)):
             raise ConfigError(problems)
         return architecture
 
@@ -207,7 +198,7 @@ class RunConfig:
         return self.data.source
 
     def documents(self, end_of_document: int) -> Documents:
-        """What is done at the borders of documents, which end with this token."""
+        """Return what is done at the borders of documents, which end with this token."""
         return Documents(end_of_document, self.data.reset_attention_mask, self.data.eod_mask_loss)
 
     @property
@@ -249,7 +240,7 @@ class RunConfig:
 
 
 def _place(problem: Problem, raw: dict[str, Any]) -> tuple[int, int]:
-    """Where in the file a problem's key stands; what is missing comes last."""
+    """Return the place of a problem's key in the file; what is missing comes last."""
     keys = list(raw)
     block = raw.get(problem.path[0])
     inner = list(block) if isinstance(block, dict) else []
@@ -258,3 +249,59 @@ def _place(problem: Problem, raw: dict[str, Any]) -> tuple[int, int]:
         keys.index(problem.path[0]) if problem.path[0] in keys else len(keys),
         inner.index(second) if second in inner else len(inner),
     )
+
+
+def _check_federation(
+    federation: FederationSettings, noloco: TrainerSettings, parallel: ParallelConfig
+) -> Iterator[str]:
+    """Yield what separate jobs lack, and what the trainer cannot do with them."""
+    if federation.slots is None and federation.rendezvous is None:
+        return
+    yield from federation_problems(federation, noloco)
+    if federation.slots is None:
+        return
+    if not noloco.enabled:
+        yield "noloco.enabled false: a federation is there for rounds; set it to true"
+    if parallel.replicas not in ("auto", 1):
+        yield f"parallel.replicas {parallel.replicas}: a job of a federation is one replica; leave it out"
+    if noloco.final_average:
+        yield "noloco.final_average needs all replicas at the same time, which a federation does not have"
+    if noloco.transport != "auto":
+        yield f'noloco.transport "{noloco.transport}": a federation has a transport of its own; leave it out'
+    if noloco.routing.interval != "off" and parallel.pipeline_model_parallel_size > 1:
+        yield (
+            f'noloco.routing.interval "{noloco.routing.interval}": a local step would wait for replicas that are '
+            'other jobs; set it to "off"'
+        )
+
+
+def _check_rounds(noloco: TrainerSettings, training: TrainingConfig, replicas: int | None) -> Iterator[str]:
+    """Yield why there is no round at all; of a resumed run all steps count, not those that are left."""
+    if noloco.enabled and replicas != 1 and noloco.local_steps > training.train_iters:
+        yield (
+            f"noloco.local_steps {noloco.local_steps} is more than training.train_iters {training.train_iters}: "
+            "the run would end before its first round; lower it, or set noloco.enabled to false"
+        )
+
+
+def _check_copies(
+    noloco: TrainerSettings, model: ModelConfig, parallel: ParallelConfig, replicas: int
+) -> Iterator[str]:
+    """Yield why the first and the last stage would average a tied embedding with different replicas."""
+    tied = parallel.pipeline_model_parallel_size > 1 and not model.untie_embeddings_and_output_weights
+    if tied and noloco.grouping == "stage" and 1 < noloco.group_size_among(replicas) < replicas:
+        yield (
+            'noloco.grouping "stage" and a tied embedding: the first and the last stage would average their '
+            'copies of it with different replicas, and these would drift apart; use "replica", or set '
+            "model.untie_embeddings_and_output_weights to true"
+        )
+
+
+def _check_loss_scale(routing: Routing, deepspeed: dict[str, Any]) -> Iterator[str]:
+    fp16 = deepspeed.get("fp16", {})
+    if routing.active and fp16.get("enabled", False) and not fp16.get("loss_scale", 0):
+        yield (
+            "fp16 with a dynamic loss scale does not go together with routing: replicas with different "
+            "loss scales would exchange gradients; set a static fp16.loss_scale, or use bf16, or set "
+            'noloco.routing.interval to "off" (or parallel.replicas to 1)'
+        )

@@ -1,4 +1,4 @@
-"""The banner: what a run will do, in numbers a person can check before the first step."""
+"""The banner: what a run will do and keep, in numbers that a person can check before the first step."""
 
 import json
 import math
@@ -6,13 +6,13 @@ from itertools import chain
 from typing import Any
 
 from megatron_noloco.config.optimizer_block import is_muon
-from megatron_noloco.config.outer_memory import bytes_of_rounds, bytes_of_state, rounds_at_a_time
 from megatron_noloco.config.parallel_block import in_words, layers_of_chunks
 from megatron_noloco.config.run_config import RunConfig
 from megatron_noloco.config.wording import count
 from megatron_noloco.engine.schedules import SCHEDULES
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import table_of
+from megatron_noloco.plans.fragments import most_under_way
 from megatron_noloco.plans.grouping import prime_factors
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.stability import rounds_to_halve
@@ -21,7 +21,7 @@ from megatron_noloco.settings import FederationSettings, NolocoSettings, Trainer
 
 
 def describe(config: RunConfig, topology: Topology, architecture: Architecture | None = None) -> list[str]:
-    """The lines of the banner, each `label: what it is`.
+    """Return the lines of the banner, each `label: what it is`.
 
     Args:
         architecture: None while the tokenizer, and so the vocabulary, is not known.
@@ -67,7 +67,7 @@ def _federation(federation: FederationSettings, topology: Topology) -> str:
     secure = "encrypted and authenticated" if federation.encryption == "curve" else "in the open"
     return (
         f"this job is replica {topology.slot} of at most {topology.slots}; exchanges {secure}; no mean model is "
-        f"evaluated"
+        "evaluated"
     )
 
 
@@ -94,7 +94,7 @@ def _method(noloco: TrainerSettings, replicas: int) -> str:
         return "none (no rounds" + ("; the replicas do not average)" if replicas > 1 else ")")
     knobs = f"{method}, k = {noloco.local_steps}, alpha = {noloco.outer_momentum}, beta = {noloco.outer_lr}"
     if replicas == 1:
-        return f"{knobs}; 1 replica has no partner, every round is a bye"
+        return f"{knobs}; 1 replica has no partner, every round is skipped"
     n = noloco.group_size_among(replicas)
     if method == "diloco":
         return f"{knobs}, n = {n} (all replicas)"
@@ -161,7 +161,7 @@ def _overlap(noloco: NolocoSettings) -> str:
 
 
 def outer_state(noloco: NolocoSettings, replicas: int, kept_aside: bool = False) -> str:
-    """What `outer` keeps beside the weights.
+    """Return what `outer` keeps beside the weights, in words.
 
     Args:
         kept_aside: whether a mean waits until it is certain, as in a federation.
@@ -169,7 +169,7 @@ def outer_state(noloco: NolocoSettings, replicas: int, kept_aside: bool = False)
     state = bytes_of_state(noloco)
     vectors = state | bytes_of_rounds(noloco, replicas, kept_aside)
     in_pairs = noloco.group_size_among(replicas) <= 2
-    at_a_time = rounds_at_a_time(noloco)
+    at_a_time = _rounds_at_a_time(noloco)
     rounds = "" if at_a_time == 1 else f" for each of {at_a_time} rounds"
     return (
         f"{sum(vectors.values()):.3g} bytes per parameter ("
@@ -185,3 +185,33 @@ def _routing(routing: Routing) -> str:
     if routing.interval == "off":
         return "off"
     return f"{routing.interval}, without effect ({'1 stage' if routing.pp == 1 else '1 replica'})"
+
+
+def bytes_of_state(noloco: NolocoSettings) -> dict[str, float]:
+    """Return the bytes per parameter of what is kept from round to round."""
+    return {"slow weights": 4.0} | ({"outer momentum": 4.0} if noloco.outer_momentum else {})
+
+
+def bytes_of_rounds(noloco: NolocoSettings, replicas: int, kept_aside: bool = False) -> dict[str, float]:
+    """Return the bytes per parameter of all rounds that are in progress at a time.
+
+    Args:
+        kept_aside: whether a mean waits until it is certain, as in a federation.
+    """
+    in_pairs = noloco.group_size_among(replicas) <= 2
+    of_round = {"combined vector": 4.0}
+    if in_pairs and noloco.payload == "fp32":
+        of_round["received vector"] = 4
+    elif in_pairs:
+        of_round |= {"codes": int(noloco.payload.removeprefix("int")) / 4, "sketches and steps": 0.1}
+    if kept_aside:
+        of_round["mean"] = 4
+    if noloco.delay_steps or noloco.chooses_delay:
+        of_round["snapshot"] = 4
+    share = _rounds_at_a_time(noloco) / noloco.fragments
+    return {vector: size * share for vector, size in of_round.items()}
+
+
+def _rounds_at_a_time(noloco: NolocoSettings) -> int:
+    longest_delay = noloco.local_steps if noloco.chooses_delay else noloco.delay_steps
+    return most_under_way(noloco.local_steps, noloco.fragments, longest_delay)

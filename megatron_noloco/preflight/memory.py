@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.config.optimizer_block import is_muon
-from megatron_noloco.config.outer_memory import bytes_of_rounds, bytes_of_state
 from megatron_noloco.config.parallel_block import layers_of_chunks
+from megatron_noloco.config.summary import bytes_of_rounds, bytes_of_state
 from megatron_noloco.engine.layout import Kind
 from megatron_noloco.model.architecture import Architecture, Precision
 from megatron_noloco.model.families import Parameter, table_of

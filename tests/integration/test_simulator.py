@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron_noloco.config import RunConfig
+from megatron_noloco.settings import grouping_of
 from tests.harness import run_ranks
 from tests.integration.tiny import MUON, MUON_ROUNDING, metrics, run_whole, tiny, write_config, write_text
 from tools import noise_scale, study
@@ -152,8 +153,10 @@ def test_a_pair_weighs_its_outer_gradients_by_their_steps(tmp_path: Path) -> Non
     config, slow = with_slow(tmp_path, steps=2, weighted=True, local_steps=4)
     simulation = Simulation(config, slow=slow)
     rounds = range(6)
-    round_index = next(one for one in rounds if len(config.grouping(3).group(0, one)) == 2)
-    pair = config.grouping(3).group(0, round_index)
+    round_index = next(
+        one for one in rounds if len(grouping_of(config.noloco, 3, config.training.seed).group(0, one)) == 2
+    )
+    pair = grouping_of(config.noloco, 3, config.training.seed).group(0, round_index)
     phi = simulation.weights[0].clone()  # of all replicas, in the beginning
     moves = torch.stack([torch.full_like(phi, float(replica + 1)) for replica in range(3)])
     simulation.weights.add_(moves)

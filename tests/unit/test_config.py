@@ -388,7 +388,7 @@ def test_a_job_of_a_federation_is_one_replica() -> None:
     assert topology == Topology(pp=2, slot=3, slots=4)
     assert [topology.position(rank).replica for rank in range(2)] == [3, 3]
     assert topology.place(1) == Place(replica=3, replicas=4, stage=1, rank=7, ranks_per_replica=2)
-    assert run.grouping(topology.ensemble) == config().grouping(4)
+    assert topology.ensemble == 4
     banner = describe(run, topology)
     assert (
         "federation: this job is replica 3 of at most 4; exchanges in the open; no mean model is" in banner[1]

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.outer import OuterOptimizer, Rounds
+from megatron_noloco.settings import grouping_of
 
 REPLICA = 0  # the slow one
 
@@ -44,7 +45,9 @@ class Slow:
         if not self.weighted or done % whole:
             return
         replicas = len(weights)
-        group = self.config.grouping(replicas).group(REPLICA, done // whole - 1)
+        group = grouping_of(self.config.noloco, replicas, self.config.training.seed).group(
+            REPLICA, done // whole - 1
+        )
         for member in group if len(group) == 2 else ():
             outer = outers[member]
             assert isinstance(outer, OuterOptimizer)
