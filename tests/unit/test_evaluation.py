@@ -93,13 +93,16 @@ def first(weights: list[Tensor]) -> float:
     return float(weights[0][0])
 
 
-def evaluate(replicas: int, **options: Any) -> tuple[list[Replica], list[Evaluation]]:
-    fleet = [
+def build(replicas: int, **options: Any) -> list[Replica]:
+    return [
         Replica(transport, replicas, **{"loss": first, **options})
         for transport in loopback_world(replicas, CHUNK_BYTES)
     ]
-    with ThreadPoolExecutor(replicas) as threads:
-        return fleet, list(threads.map(lambda replica: replica.evaluator.evaluate(1), fleet))
+
+
+def evaluate(fleet: list[Replica]) -> list[Evaluation]:
+    with ThreadPoolExecutor(len(fleet)) as threads:
+        return list(threads.map(lambda replica: replica.evaluator.evaluate(1), fleet))
 
 
 @pytest.mark.parametrize("replicas", [2, 3, 4])
@@ -107,45 +110,35 @@ def evaluate(replicas: int, **options: Any) -> tuple[list[Replica], list[Evaluat
 def test_the_mean_model_is_the_mean_of_the_slow_weights_and_leaves_no_trace(
     replicas: int, stretch: int
 ) -> None:
-    own = torch.arange(replicas, dtype=torch.float32)
-    fleet, evaluations = evaluate(replicas, stretch=stretch)
-    for rank, (replica, evaluation) in enumerate(zip(fleet, evaluations, strict=True)):
-        assert evaluation.replica_losses == own.tolist()
-        assert evaluation.mean_model_loss == pytest.approx(10 + float(own.mean()))
-        assert evaluation.spread == pytest.approx(float(own.std()))
+    """The loss tells every weight from every other."""
+    factors = torch.arange(float(sum(PIECES)))
+    fleet = build(replicas, loss=lambda weights: float(torch.cat(weights) @ factors), stretch=stretch)
+    apart = torch.arange(float(replicas))
+    slow = torch.randn(sum(PIECES), generator=torch.Generator().manual_seed(0)) + apart.unsqueeze(1)
+    for replica, vector in zip(fleet, slow, strict=True):
+        replica.outer.slow_weights.copy_(vector)
+    mean = slow.mean(dim=0)
+    for rank, (replica, evaluation) in enumerate(zip(fleet, evaluate(fleet), strict=True)):
+        assert evaluation.replica_losses == [place * float(factors.sum()) for place in range(replicas)]
+        assert evaluation.mean_model_loss == pytest.approx(float(mean @ factors), rel=1e-5, abs=1e-3)
+        assert evaluation.spread == pytest.approx(float(apart.std()))
         assert evaluation.datasets == []
         assert all(bool((part == rank).all()) for part in replica.masters)
-        assert bool((replica.outer.slow_weights == 10 + rank).all())
+        assert torch.equal(replica.outer.slow_weights, slow[rank])
         # The model computes with the mean, then again with its own weights.
-        assert replica.weights.seen[0] == pytest.approx([10 + float(own.mean())] * 2)
+        assert replica.weights.seen[0] == pytest.approx([float(mean[0]), float(mean[PIECES[0]])])
         assert replica.weights.seen[1:] == [[rank, rank]]
 
 
-def test_every_weight_of_the_mean_model_is_in_its_place() -> None:
-    fleet = [
-        Replica(transport, 3, lambda weights: float(torch.cat(weights) @ torch.arange(43.0)))
-        for transport in loopback_world(3, CHUNK_BYTES)
-    ]
-    draw = torch.Generator().manual_seed(0)
-    for replica in fleet:
-        replica.outer.slow_weights.copy_(torch.randn(43, generator=draw))
-    mean = torch.stack([replica.outer.slow_weights for replica in fleet]).mean(dim=0)
-    with ThreadPoolExecutor(3) as threads:
-        evaluations = list(threads.map(lambda replica: replica.evaluator.evaluate(1), fleet))
-    expected = float(mean @ torch.arange(43.0))
-    assert [evaluation.mean_model_loss for evaluation in evaluations] == pytest.approx(
-        [expected] * 3, rel=1e-5
-    )
-
-
 def test_without_rounds_the_fast_weights_are_averaged() -> None:
-    fleet, evaluations = evaluate(2, method="none")
-    assert [evaluation.mean_model_loss for evaluation in evaluations] == [0.5, 0.5]
+    fleet = build(2, method="none")
+    assert [evaluation.mean_model_loss for evaluation in evaluate(fleet)] == [0.5, 0.5]
     assert [[float(part[0]) for part in replica.masters] for replica in fleet] == [[0.0, 0.0], [1.0, 1.0]]
 
 
 def test_without_the_mean_model_no_weights_travel() -> None:
-    fleet, evaluations = evaluate(2, mean_model=False)
+    fleet = build(2, mean_model=False)
+    evaluations = evaluate(fleet)
     assert [replica.sent for replica in fleet] == [[4], [4]], "each loss, and whether it is a number"
     for evaluation in evaluations:
         assert evaluation.replica_losses == [0.0, 1.0]
@@ -156,16 +149,15 @@ def test_without_the_mean_model_no_weights_travel() -> None:
 @pytest.mark.parametrize("replicas", [2, 4])
 @pytest.mark.parametrize("figure", [math.nan, math.inf])
 def test_a_diverged_replica_is_reported_as_such_and_spoils_no_other(replicas: int, figure: float) -> None:
-    _, evaluations = evaluate(replicas, loss=lambda w: figure if float(w[0][0]) == 1 else float(w[0][0]))
-    for evaluation in evaluations:
+    fleet = build(replicas, loss=lambda weights: figure if first(weights) == 1 else first(weights))
+    for evaluation in evaluate(fleet):
         losses = evaluation.replica_losses
         assert math.isnan(losses[1])
         assert [*losses[:1], *losses[2:]] == [0.0, 2.0, 3.0][: replicas - 1]
 
 
 def test_a_blend_is_reported_by_dataset_and_in_proportion() -> None:
-    _, evaluations = evaluate(2, weights=(0.25, 0.75))
-    for evaluation in evaluations:
+    for evaluation in evaluate(build(2, weights=(0.25, 0.75))):
         assert evaluation.replica_losses == [0.75, 1.75]
         assert evaluation.mean_model_loss == 11.25
         assert [(part.name, part.replica_losses, part.mean_model_loss) for part in evaluation.datasets] == [
@@ -194,9 +186,7 @@ class Allocations(TorchDispatchMode):
 
 @pytest.mark.parametrize("replicas", [2, 4])
 def test_no_further_copy_of_the_model_is_made(replicas: int) -> None:
-    fleet = [
-        Replica(transport, replicas, first, stretch=8) for transport in loopback_world(replicas, CHUNK_BYTES)
-    ]
+    fleet = build(replicas, stretch=8)
 
     def largest(replica: Replica) -> int:
         replica.outer.run_round(0)
