@@ -1,7 +1,7 @@
 #!/bin/sh
 # Three replicas as separate jobs on this machine: one is killed, and comes back.
 #   usage: launch/federation.sh      (or: make federation)
-# They find each other in runs/federation/rendezvous, and send over the loopback interface in the open.
+# They find each other in runs/federation/rendezvous, and send over the loopback interface without encryption.
 set -eu
 # shellcheck source=launch/common.sh
 . "$(dirname "$0")/common.sh"

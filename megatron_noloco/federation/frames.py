@@ -167,7 +167,7 @@ class Send:
     def of(
         cls, tag: int, message: Message, chunk_bytes: int, report: Callable[[ConnectionError | None], None]
     ) -> "Send":
-        """Make one of numbers in memory."""
+        """Make a message of numbers in memory."""
 
         def chunks() -> Iterator[np.ndarray]:
             return (chunk.data.numpy() for chunk in cut([message], chunk_bytes))
@@ -185,7 +185,7 @@ class Send:
 
 @dataclass
 class Receive:
-    """A message from a counterpart, of which the first `arrived` chunks are there. Chunks come in order."""
+    """A message from a counterpart. Chunks come in order; the first `arrived` are there."""
 
     tag: int
     message: Message

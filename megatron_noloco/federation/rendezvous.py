@@ -2,8 +2,8 @@
 
 Every rank keeps a directory of all ranks. Two ranks that connect send each other theirs, so a new rank learns all
 addresses from any one rank, and its own reaches all. Any entry may be lost: each rank announces its own address
-again to every rank that it connects to. A rank that knows nobody yet looks in a folder that all can write, or asks
-the addresses in its config.
+again to every rank that it connects to. A rank that knows no other yet looks in a folder that all can write, or
+asks the addresses in its config.
 """
 
 import json
@@ -234,7 +234,7 @@ Rendezvous = SharedFolder | Seeds
 
 
 def rendezvous_of(text: str, run: int) -> Rendezvous:
-    """Make one from the config: "file:///a/folder" (or "file://from/here") or "tcp://host:port,host:port".
+    """Make a rendezvous from the config: "file:///a/folder" (or "file://from/here") or "tcp://host:port,host:port".
 
     Raises ValueError for any other text.
     """

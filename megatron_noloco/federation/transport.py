@@ -1,4 +1,4 @@
-"""Messages between ranks of separate jobs, with whom a rank can exchange, and how long it waits."""
+"""Messages between ranks of separate jobs; which of them can be a partner, and how long to wait for it."""
 
 import atexit
 import socket
@@ -47,7 +47,7 @@ _LOOK_SECONDS = 1.0  # between two looks for addresses
 
 @dataclass(frozen=True)
 class Network:
-    """How a rank reaches the others, and they it.
+    """How a rank reaches the others, and how they reach it.
 
     Attributes:
         run: the number of the run; see `Member`.
@@ -104,7 +104,7 @@ class Patience:
 
 
 class FederationPartners:
-    """`commit.Partners` of a rank in a federation.
+    """Says which counterparts of a rank can be its partner; implements `commit.Partners`.
 
     A counterpart cannot be a partner when it is not connected, is avoided, has ended the exchange or has another
     partner in it, or is too many exchanges behind.

@@ -155,7 +155,7 @@ class Federation:
         self.wait()
 
     def exit_codes(self, replica: int) -> list[int | None]:
-        """Of a job that ends by itself."""
+        """Return the exit codes of a job that ends by itself."""
         processes = self._running.pop(replica)
         for process in processes:
             process.join(LONGEST_SECONDS)

@@ -270,7 +270,7 @@ def test_poisoned_vectors_are_refused(tmp_path: Path, text: str) -> None:
 
 
 def poisons_itself(step: int) -> None:
-    """In this process a weight becomes NaN after so many local steps."""
+    """Make a weight of this process NaN after this many local steps."""
     original = ReplicaEngine.train_batch
 
     def train_batch(self: ReplicaEngine, *arguments: Any) -> Any:

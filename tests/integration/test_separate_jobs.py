@@ -213,7 +213,7 @@ def leaves(slot: int, rank: int, folder: Path) -> list[Any]:
     return found
 
 
-def test_a_partner_that_is_lost_costs_a_bye(tmp_path: Path) -> None:
+def test_a_round_is_skipped_when_its_partner_is_lost(tmp_path: Path) -> None:
     found = run_jobs(tmp_path, 2, 1, leaves, tmp_path)[0][0]
     assert [group for _, _, group, _ in found] == [(0, 1)] * 3 + [(0,)] * 3
     assert [bool(missed) for *_, missed in found] == [False] * 3 + [True] * 3
@@ -235,7 +235,7 @@ def ends_early(rank: int, world_size: int, settings: NolocoSettings) -> str:
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, OVERLAPPED], ids=["plain", "overlap, fragments, int8"])
-def test_in_one_job_a_partner_that_is_gone_is_told(settings: NolocoSettings) -> None:
+def test_in_one_job_a_partner_that_is_gone_is_reported(settings: NolocoSettings) -> None:
     line = run_ranks(2, ends_early, settings)[0]
     assert re.match(r"replica 0 lost a partner in round \d.*: .* rank 1 .*\(ConnectionError\)", line), line
 
@@ -273,7 +273,7 @@ def test_a_job_that_falls_behind_goes_on_where_the_other_is(tmp_path: Path) -> N
 
 
 def is_slow(slot: int, rank: int, folder: Path) -> tuple[int, list[str]]:
-    """Replica 1 takes no step before replica 0 is at the next exchange. Steps taken, and whom it did not meet."""
+    """Return steps and missed partners; replica 1 takes no step before replica 0 is at the next exchange."""
     loop = of_job(slot, rank)
     there = federation(folder, slot, 2, local_steps="auto")
     settings = NolocoSettings(local_steps=8, deadline_seconds=SECONDS)
@@ -292,7 +292,7 @@ def is_slow(slot: int, rank: int, folder: Path) -> tuple[int, list[str]]:
     return steps, missed
 
 
-def test_a_slow_job_leaves_out_local_steps_and_meets_the_other_in_every_round(tmp_path: Path) -> None:
+def test_a_slow_job_leaves_out_local_steps_and_takes_part_in_every_round(tmp_path: Path) -> None:
     (quick, of_quick), (slow, of_slow) = (job[0] for job in run_jobs(tmp_path, 2, 1, is_slow, tmp_path))
     assert quick == 3 * 8
     assert slow <= 3 * 3, "two until it looks, and the last before the round"
@@ -304,17 +304,17 @@ def stands_still(slot: int, rank: int, folder: Path) -> tuple[str, list[str]]:
     leaving.LOOK_SECONDS = 0.02
     loop = of_job(slot, rank)
     noloco = attach(loop.model, SETTINGS, **federation(folder, slot, 2, start_with=1), seed=SEED)
-    with redirect_stderr(io.StringIO()) as told:
+    with redirect_stderr(io.StringIO()) as output:
         noloco.watch(0.05)
         loop.step(0)
         noloco.step()
         deadline = time.monotonic() + SECONDS
-        while "local step 2\n" not in told.getvalue():
+        while "local step 2\n" not in output.getvalue():
             assert time.monotonic() < deadline
             time.sleep(0.01)
         noloco.close()
     left = [one.name for one in threading.enumerate() if one.name == "watchdog"]
-    return told.getvalue().splitlines()[-1], left
+    return output.getvalue().splitlines()[-1], left
 
 
 def test_a_rank_that_stands_still_says_where(tmp_path: Path) -> None:
@@ -384,14 +384,14 @@ def with_other_weights(slot: int, rank: int, folder: Path, addresses: list[str])
     return groups
 
 
-def test_jobs_that_begin_with_other_weights_do_not_meet(
+def test_jobs_that_begin_with_other_weights_refuse_each_other(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     found = run_jobs(tmp_path, 2, 1, with_other_weights, tmp_path, addresses)
     assert found == [[[(0,), (0,)]], [[(1,), (1,)]]]
-    told = capfd.readouterr().err.splitlines()
-    assert sorted(line.partition(": its job has another seed, model")[0] for line in told) == [
+    output = capfd.readouterr().err.splitlines()
+    assert sorted(line.partition(": its job has another seed, model")[0] for line in output) == [
         "rank 0: rank 1 is refused",
         "rank 1: rank 0 is refused",
     ]
@@ -571,7 +571,7 @@ def reads_what_the_other_reads(rank: int, world_size: int) -> list[str]:
     return [str(one.message) for one in caught if one.filename == __file__]
 
 
-def test_replicas_that_read_the_same_data_are_told_once() -> None:
+def test_replicas_that_read_the_same_data_are_warned_once() -> None:
     for (line,) in run_ranks(2, reads_what_the_other_reads):
         assert line.startswith(
             "the replicas had equal weights before their first round: do they all read the same"

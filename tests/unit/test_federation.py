@@ -227,7 +227,7 @@ def test_wants_of_a_partner_are_bounded(tmp_path: Path) -> None:
         assert flights[0].arrived() == []
 
 
-# What is under way, and with whom one can exchange
+# What is under way, and which counterparts can be a partner
 
 
 def receive(transport: FederationTransport, number: int) -> ChunkFlight:
