@@ -44,8 +44,8 @@ def build_deepspeed(stage: Stage, groups: Groups, ds_config: Mapping[str, Any]) 
     mpu = ReplicaMpu(groups)
     settings = deepspeed_settings(ds_config)
     # DeepSpeed's buffer for gradients has 500 million elements, however small the model.
-    held = sum(parameter.numel() for parameter in stage.parameters())
-    settings["zero_optimization"].setdefault("reduce_bucket_size", min(held, 500_000_000))
+    elements = sum(parameter.numel() for parameter in stage.parameters())
+    settings["zero_optimization"].setdefault("reduce_bucket_size", min(elements, 500_000_000))
     parameters, optimizer = _parameters_and_optimizer(stage, groups, settings["optimizer"])
     schedule = settings.get("scheduler")
     with quiet():

@@ -100,7 +100,7 @@ def restore(
 ) -> None:
     """Put back what `tensors_of` and `numbers_of` returned, and refresh the working weights over the dp ranks.
 
-    Hyperparameters, the learning rate among them, are those of this run's config. The inner optimizer keeps the
+    Hyperparameters such as the learning rate come from this run's config. The inner optimizer keeps the
     tensors that it is given.
     """
     state: dict[int, dict[str, Any]] = {}

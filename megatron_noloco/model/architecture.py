@@ -36,7 +36,7 @@ class Architecture:
     rope_scaling_factor: float | None = None  # of the frequencies of the rotary embeddings, as in Llama 3.1
     sliding_window: int | None = None  # tokens that a token attends to, itself included; None: all before it
     num_moe_experts: int | None = None  # MLPs of a layer
-    moe_router_topk: int | None = None  # those of them that compute a token
+    moe_router_topk: int | None = None  # experts that compute each token
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,7 @@ class CrossEntropyWithZLoss(torch.autograd.Function):
 
     Args of `apply`:
         logits: this rank's part of the vocabulary, shape [..., vocabulary / tp].
-        labels: int64, shape [...]; the loss of one < 0 means nothing, and should get no gradient.
+        labels: int64, shape [...]; the loss of a label < 0 is undefined, and should get no gradient.
         coefficient: of the z-loss.
         group: the tensor-parallel ranks, in the order of their parts.
 

@@ -87,7 +87,7 @@ class Stage(nn.Module):
     """A pipeline stage: one model chunk, or several when the schedule is interleaved (virtual stages).
 
     Args:
-        separate_documents: whether its attention is to be told which tokens are of one document.
+        separate_documents: whether documents in a sample do not attend to each other.
     """
 
     def __init__(

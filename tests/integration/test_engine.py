@@ -37,6 +37,7 @@ WEIGHT_DECAY = {
     "weight_decay_incr_steps": STEPS - 2,
 }
 BF16 = {"bf16": {"enabled": True}}
+RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 
@@ -273,7 +274,7 @@ def test_tied_embeddings_with_two_stages(precision: dict[str, Any], tolerance: f
 @pytest.mark.parametrize(
     "recompute",
     [
-        {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+        RECOMPUTE,
         {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
         {"recompute_granularity": "selective"},
         {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
@@ -289,9 +290,8 @@ def test_recomputed_activations_change_nothing(recompute: dict[str, Any]) -> Non
 
 def test_recompute_draws_the_same_dropout_again() -> None:
     dropout = {"hidden_dropout": 0.2, "attention_dropout": 0.2}
-    recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     (plain,) = run({"model": dropout})
-    (again,) = run({"model": dropout | recompute})
+    (again,) = run({"model": dropout | RECOMPUTE})
     assert plain["losses"] != single()[0]["losses"], "dropout is on"
     assert torch.equal(plain["master"], again["master"])
 

@@ -11,6 +11,7 @@ from megatron_noloco.pipeline.pipeline import Pipeline
 from megatron_noloco.plans.routing import Routing
 from tests.harness import run_ranks
 from tests.integration.routing_reference import named_gradients
+from tests.integration.test_engine import RECOMPUTE, initial_weights
 from tests.integration.tiny import FAMILY_MODELS, build, microbatch, tiny, train, weights_of
 
 EXPERTS, CHOSEN, COEFFICIENT = 4, 2, 1.0
@@ -74,16 +75,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], int]] = {
     "2 stages": ({"parallel": {"pipeline_model_parallel_size": 2}}, 2),
     "dp 2": ({"parallel": {"data_parallel_size": 2}, "gradient_accumulation_steps": 2}, 2),
     "tp 2": ({"parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True}}, 2),
-    "recomputed": (
-        {
-            "model": {
-                "recompute_granularity": "full",
-                "recompute_method": "uniform",
-                "recompute_num_layers": 1,
-            }
-        },
-        1,
-    ),
+    "recomputed": ({"model": RECOMPUTE}, 1),
 }
 
 
@@ -96,7 +88,7 @@ def of_layout(kind: str, layout: str) -> list[dict[str, Any]]:
 def test_one_step_is_that_of_the_formula(layout: str) -> None:
     weights, figure = expected("aux_loss")
     without = expected("none")[0][ROUTER]
-    start = run_ranks(1, initial, config())[0]
+    start = run_ranks(1, initial_weights, config())[0]
     moved = weights[ROUTER] - start[ROUTER]
     assert float((weights[ROUTER] - without).norm()) > 0.3 * float(moved.norm()), "the loss is felt"
     ranks = of_layout("aux_loss", layout)
@@ -107,15 +99,11 @@ def test_one_step_is_that_of_the_formula(layout: str) -> None:
     assert sum(rank["balance"] for rank in ranks) == pytest.approx(figure, rel=1e-4)
 
 
-def initial(rank: int, world_size: int, raw: dict[str, Any]) -> dict[str, Tensor]:
-    return weights_of(build(raw, world_size)[2])
-
-
 @pytest.mark.parametrize("kind", ["seq_aux_loss", "none"])
 def test_other_ways_to_balance(kind: str) -> None:
     weights, figure = expected(kind)
     [found] = of_layout(kind, "one rank")
-    moved = weights[ROUTER] - run_ranks(1, initial, config())[0][ROUTER]
+    moved = weights[ROUTER] - run_ranks(1, initial_weights, config())[0][ROUTER]
     assert float((found["weights"][ROUTER] - weights[ROUTER]).norm()) < 1e-4 * float(moved.norm())
     assert found["balance"] == pytest.approx(figure if kind == "seq_aux_loss" else 0.0, rel=1e-4)
 
@@ -134,5 +122,5 @@ def scaled_gradient(rank: int, world_size: int, raw: dict[str, Any], scale: floa
 def test_a_loss_scale_scales_both_losses() -> None:
     """DeepSpeed divides the whole gradient by it."""
     [gradient] = run_ranks(1, scaled_gradient, config(), 64.0)
-    expected_gradient = run_ranks(1, initial, config())[0][ROUTER] - expected("aux_loss")[0][ROUTER]
+    expected_gradient = run_ranks(1, initial_weights, config())[0][ROUTER] - expected("aux_loss")[0][ROUTER]
     assert float((gradient / 64 - expected_gradient).norm()) < 1e-4 * float(expected_gradient.norm())

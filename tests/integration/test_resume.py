@@ -25,7 +25,7 @@ from tests.integration.tiny import MUON, already_joined, build_run, write_text
 from tests.unit.test_checkpoint_files import DAMAGES, flip_a_bit
 
 STEPS, SAVED = 20, 10
-# With one group of all, everybody has done 12 by then, and nobody reaches 20: the dead rank owes the round at 16.
+# With one group of all, all ranks have done 12 by then, and none reaches 20: the dead rank owes the round at 16.
 KILLED = 15
 K = 4  # does not divide SAVED: the checkpoint lies in the middle of a round
 BF16 = {"bf16": {"enabled": True}}
@@ -206,12 +206,12 @@ def test_the_checkpoint_before_a_damaged_one_is_used(name: str, finished: Run, t
     damage(run.step_folder(15))
     outcomes = run_ranks(4, starts, run.arguments())
     assert codes(outcomes) == [0] * 4
-    told = outcomes[0].out.splitlines()
-    assert f"continuing from {run.step_folder(10)}: step 10, 80 samples consumed" in told
-    (not_used,) = [line for line in told if line.startswith("not used: ")]
+    reported = outcomes[0].out.splitlines()
+    assert f"continuing from {run.step_folder(10)}: step 10, 80 samples consumed" in reported
+    (not_used,) = [line for line in reported if line.startswith("not used: ")]
     assert not_used.startswith(f"not used: {run.step_folder(15) / place}")
     assert reason in not_used
-    assert f"set aside: {run.step_folder(15)} is now step_00000015.set_aside" in told
+    assert f"set aside: {run.step_folder(15)} is now step_00000015.set_aside" in reported
     assert (run.checkpoints / "step_00000015.set_aside").is_dir()
     assert (run.checkpoints / "latest").read_text() == "step_00000010\n"
 
@@ -257,14 +257,14 @@ def test_a_checkpoint_holds_no_pickle(finished: Run) -> None:
 # Places that cannot be written
 
 
-def test_a_full_disk_is_told_and_training_goes_on(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_and_training_goes_on(tmp_path: Path) -> None:
     """Nothing larger than what the limit allows can be written, on one rank: its part of the step is missing."""
     run = Run(tmp_path, config(2))
     run.change(saving(save_interval=5, keep_last=9, train_iters=15))
     outcomes = run_ranks(2, full_disk, run.arguments(), 1, 7, 12)
     assert codes(outcomes) == [0, 0]
-    (told,) = outcomes[1].err.splitlines()
-    assert told.startswith("rank 1: the checkpoint of step 10 failed, training continues: ")
+    (reported,) = outcomes[1].err.splitlines()
+    assert reported.startswith("rank 1: the checkpoint of step 10 failed, training continues: ")
     assert [catalog.is_complete(run.step_folder(step)) for step in (5, 10, 15)] == [True, False, True]
     assert [row["step"] for row in run.exact_metrics()[1]] == list(range(1, 16))
     (run.checkpoints / "latest").write_text("")
@@ -273,14 +273,14 @@ def test_a_full_disk_is_told_and_training_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_a_disk_that_stays_full_is_told_for_every_save(asynchronous: bool, tmp_path: Path) -> None:
+def test_a_disk_that_stays_full_is_reported_for_every_save(asynchronous: bool, tmp_path: Path) -> None:
     run = Run(tmp_path, config(2))
     run.change(saving(save_interval=5, train_iters=15, async_save=asynchronous))
     outcomes = run_ranks(2, full_disk, run.arguments(), 1, 2, 99)
     assert codes(outcomes) == [0, 1], "the run is finished, but its last checkpoint is missing"
     steps = ["step 5", "step 10", "the last checkpoint" if asynchronous else "step 15"]
-    told = outcomes[1].err.splitlines()
-    assert [step in line for step, line in zip(steps, told, strict=True)] == [True] * 3, told
+    reported = outcomes[1].err.splitlines()
+    assert [step in line for step, line in zip(steps, reported, strict=True)] == [True] * 3, reported
     assert not any(catalog.is_complete(folder) for folder in catalog.steps(run.checkpoints))
 
 
@@ -429,16 +429,16 @@ def restored_state(rank: int, world_size: int, arguments: list[str]) -> dict[str
     return {**state, "fast_weights": run.engine.weights.read()}
 
 
-def test_data_of_another_size_is_told(tmp_path: Path) -> None:
+def test_data_of_another_size_is_reported(tmp_path: Path) -> None:
     text = write_text(tmp_path, 200_000)
     run = Run(tmp_path / "run", {"noloco": noloco(), **saving(save_interval=4, train_iters=4)}, text)
     run.launch(1)
     with Path(text).open("a") as file:
         file.write("more than before\n" * 1000)
     (resumed,) = run.launch(1, changes={"training": {"train_iters": 5}})
-    told = re.search(r"changed: ([\d,]+) training samples in the checkpoint, ([\d,]+) now", resumed.out)
-    assert told is not None
-    before, now = (int(number.replace(",", "")) for number in told.groups())
+    reported = re.search(r"changed: ([\d,]+) training samples in the checkpoint, ([\d,]+) now", resumed.out)
+    assert reported is not None
+    before, now = (int(number.replace(",", "")) for number in reported.groups())
     assert 0 < before < now
 
 
@@ -462,8 +462,8 @@ def test_damage_in_a_replica_that_nobody_continues(mode: str, four_replicas: Run
     run.change({"parallel": {"replicas": 2}, **saving(fewer_replicas=mode)})
     file = run.step_folder(SAVED) / "replica_03" / "stage_00_dp_00_tp_00.safetensors"
     flip_a_bit(file)
-    told = run_ranks(2, starts, run.arguments())[0].out
-    assert (f"not used: {file}: checksum does not match its manifest" in told) == (mode == "fold")
+    reported = run_ranks(2, starts, run.arguments())[0].out
+    assert (f"not used: {file}: checksum does not match its manifest" in reported) == (mode == "fold")
 
 
 # No replica waits for another

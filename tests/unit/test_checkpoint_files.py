@@ -1,4 +1,4 @@
-"""Checkpoints as files, without an engine: whole or absent, damage told by name, what may change in between."""
+"""Checkpoints as files, without an engine: whole or absent, damage named, what may change in between."""
 
 import json
 import shutil

@@ -79,7 +79,7 @@ class Parameter:
 
     @property
     def source(self) -> str:
-        """The name of the parameter whose values it has: its own, or that of which it is a copy."""
+        """The name of the parameter whose values it has: its own, or if it is a copy the original's."""
         return self.same_as or self.name
 
     @property
