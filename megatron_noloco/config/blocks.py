@@ -1,4 +1,4 @@
-"""Blocks of the user's file that are ours; `noloco`, `model` and `data` have files of their own."""
+"""What blocks of the user's file are made of, and the blocks about a run; others have files of their own."""
 
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
@@ -9,8 +9,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
 from megatron_noloco.settings import bounds_of, options_of
 
+Text = Annotated[str, Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
+Size = Annotated[float, Field(ge=0)]
+
+
+def field(default: Any, meaning: str, **bounds: Any) -> Any:
+    """Return a pydantic field; a default of ... means that it is required."""
+    return Field(default=default, description=meaning, **bounds)
 
 
 class Block(BaseModel):
@@ -73,33 +80,30 @@ def _refusing(reasons: dict[str, str]) -> Callable[[Any], Any]:
 class TrainingConfig(Block):
     """The run."""
 
-    train_iters: Positive = Field(description="Local steps of the whole run.")
-    seed: NonNegative = Field(default=1234, description="Seed of weights, sample order, groups and routes.")
-    log_interval: Positive = Field(default=10, description="Local steps between two log lines.")
-    output_dir: str = Field(
-        default="runs/default", min_length=1, description="Folder for logs and checkpoints."
+    train_iters: Positive = field(..., "Local steps of the whole run.")
+    seed: NonNegative = field(1234, "Seed of weights, sample order, groups and routes.")
+    log_interval: Positive = field(10, "Local steps between two log lines.")
+    output_dir: Text = field("runs/default", "Folder for logs and checkpoints.")
+    pretrained: str | None = field(
+        None, "Folder of a Hugging Face model whose weights every replica starts from; null: random."
     )
-    pretrained: str | None = Field(
-        default=None,
-        description="Folder of a Hugging Face model whose weights every replica starts from; null: random.",
+    exit_duration_minutes: Annotated[float, Field(gt=0)] | None = field(
+        None, "Save and exit after so many minutes; null: never."
     )
-    exit_duration_minutes: Annotated[float, Field(gt=0)] | None = Field(
-        default=None, description="Save and exit after so many minutes; null: never."
+    watchdog_seconds: Size = field(
+        120.0,
+        "Seconds after which a rank that stands still says in which step, and what it waits for from whom; "
+        "0: never (`watch` still shows it). It ends nothing: noloco.deadline_seconds ends a round without an "
+        "answer.",
     )
-    watchdog_seconds: Annotated[float, Field(ge=0)] = Field(
-        default=120.0,
-        description="A rank that has stood still for so long says in which step, and what it waits for from whom; "
-        "0: never (`watch` still shows it). Nothing is ended by it: noloco.deadline_seconds is what ends a round "
-        "without an answer.",
-    )
-    peak_tflops: Annotated[float, Field(gt=0)] | None = Field(
-        default=None,
-        description="TFLOP/s that a GPU reaches at best in the precision of the run, for the MFU in the log; "
-        "null: those of its data sheet, where it is known.",
+    peak_tflops: Annotated[float, Field(gt=0)] | None = field(
+        None,
+        "TFLOP/s that a GPU reaches at best in the precision of the run, for the MFU in the log; null: "
+        "those of its data sheet, where it is known.",
     )
 
     def folder_of(self, replica: int) -> Path:
-        """Of what a replica writes about itself."""
+        """Return the folder in which a replica writes about itself."""
         return Path(self.output_dir) / f"replica_{replica:02d}"
 
 
@@ -107,53 +111,44 @@ class CheckpointConfig(Block):
     """What is saved, and where a run continues. Replaces DeepSpeed's block of the same name."""
 
     NOT_HERE: ClassVar[dict[str, str]] = dict.fromkeys(
-        (
+        [
             "tag_validation",
             "checkpoint_serialization",
             "writer",
             "load_universal",
             "use_node_local_storage",
             "parallel_write",
-        ),
+        ],
         "",
     )
 
-    save_interval: NonNegative = Field(
-        default=0, description="Local steps between two checkpoints; 0: only when the run is asked to stop."
+    save_interval: NonNegative = field(
+        0, "Local steps between two checkpoints; 0: only when the run is asked to stop."
     )
-    keep_last: Positive = Field(default=2, description="Complete checkpoints kept; older ones are removed.")
-    async_save: bool = Field(
-        default=False, description="Whether training continues while a copy of the state is being written."
+    keep_last: Positive = field(2, "Complete checkpoints kept; older ones are removed.")
+    async_save: bool = field(False, "Whether training continues while a copy of the state is being written.")
+    load: Text = field(
+        "auto",
+        '"auto": continue from the newest sound checkpoint in training.output_dir; "none": start anew; or a '
+        "step folder.",
     )
-    load: str = Field(
-        default="auto",
-        min_length=1,
-        description='"auto": continue from the newest sound checkpoint in training.output_dir; "none": start '
-        "anew; or a step folder.",
-    )
-    fewer_replicas: Literal["drop", "fold"] = Field(
-        default="drop",
-        description="Resumed with fewer replicas: forget the others, or fold them into the mean of those kept.",
+    fewer_replicas: Literal["drop", "fold"] = field(
+        "drop", "Resumed with fewer replicas: forget the others, or fold them into the mean of those kept."
     )
 
 
 class EvaluationConfig(Block):
     """The loss on the validation split."""
 
-    interval: NonNegative = Field(
-        default=0, description="Local steps between two evaluations; 0: at the end only."
+    interval: NonNegative = field(0, "Local steps between two evaluations; 0: at the end only.")
+    iters: NonNegative = field(
+        10,
+        "Microbatches per evaluation and dataset (virtual stages: rounded up to a multiple of the stages); "
+        "0 switches evaluation off.",
     )
-    iters: NonNegative = Field(
-        default=10,
-        description="Microbatches per evaluation and dataset (virtual stages: rounded up to a multiple of the "
-        "stages); 0 switches evaluation off.",
-    )
-    full: bool = Field(
-        default=False, description="Whether an evaluation takes all of the validation split, not iters."
-    )
-    mean_model: bool = Field(
-        default=True,
-        description="Whether the mean of the replicas is evaluated too; needs their weights exchanged.",
+    full: bool = field(False, "Whether an evaluation takes all of the validation split, not iters.")
+    mean_model: bool = field(
+        True, "Whether the mean of the replicas is evaluated too; needs their weights exchanged."
     )
 
 
@@ -165,9 +160,9 @@ class TensorBoardConfig(Block):
         "events are written to training.output_dir/replica_XX",
     )
 
-    enabled: bool = Field(
-        default=True,
-        description="Whether scalars are also written for TensorBoard, in a folder per replica under "
+    enabled: bool = field(
+        True,
+        "Whether scalars are also written for TensorBoard, in a folder per replica under "
         "training.output_dir.",
     )
 
@@ -175,14 +170,9 @@ class TensorBoardConfig(Block):
 class WandbConfig(Block):
     """Weights & Biases. Replaces DeepSpeed's block of the same name."""
 
-    enabled: bool = Field(
-        default=False,
-        description="Whether every replica also has a run in Weights & Biases; needs the package wandb.",
+    enabled: bool = field(
+        False, "Whether every replica also has a run in Weights & Biases; needs the package wandb."
     )
-    project: str = Field(default="megatron_noloco", min_length=1, description="Of these runs.")
-    group: str | None = Field(
-        default=None, description="Of these runs; null: the name of the folder training.output_dir."
-    )
-    team: str | None = Field(
-        default=None, description="Whose runs they are (wandb's entity); null: your own."
-    )
+    project: Text = field("megatron_noloco", "Project of these runs.")
+    group: str | None = field(None, "Group of these runs; null: the name of the folder training.output_dir.")
+    team: str | None = field(None, "Owner of these runs, wandb's entity; null: your own account.")

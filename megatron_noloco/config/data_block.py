@@ -1,11 +1,11 @@
 """The block `data`: what is read, how it becomes tokens, and the rules between its fields."""
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import field_validator
 
-from megatron_noloco.config.blocks import Block, EvaluationConfig
+from megatron_noloco.config.blocks import Block, EvaluationConfig, Text, field
 from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.data.sources import (
     Blend,
@@ -17,61 +17,53 @@ from megatron_noloco.data.sources import (
     TokenizerChoice,
 )
 
-Paths = Annotated[str, Field(min_length=1)] | list[str | float]
+Paths = Text | list[str | float]
 
 
 class DataConfig(Block):
     """What is read."""
 
-    text: Annotated[str, Field(min_length=1)] | None = Field(
-        default=None,
-        description='A file or folder of UTF-8 text, or "python-stdlib": Python\'s own standard library.',
+    text: Text | None = field(
+        None, 'A file or folder of UTF-8 text, or "python-stdlib": Python\'s own standard library.'
     )
-    data_path: Paths | None = Field(
-        default=None,
-        description="In place of text: the prefix of a Megatron dataset (`data preprocess` writes them), "
-        'or a blend, ["0.3", "prefixA", "0.7", "prefixB"].',
+    data_path: Paths | None = field(
+        None,
+        "In place of text: the prefix of a Megatron dataset (`data preprocess` writes them), or a blend, "
+        '["0.3", "prefixA", "0.7", "prefixB"].',
     )
-    train_data_path: Paths | None = Field(
-        default=None, description="Like data_path, for training alone; split is then not used."
+    train_data_path: Paths | None = field(None, "Like data_path, for training alone; split is then not used.")
+    valid_data_path: Paths | None = field(
+        None, "Like data_path, for validation; goes together with train_data_path."
     )
-    valid_data_path: Paths | None = Field(
-        default=None, description="Like data_path, for validation; goes together with train_data_path."
+    sft_data_path: Text | None = field(
+        None,
+        "In place of text, for fine-tuning: a file or folder of JSON lines with messages, or with prompt "
+        "and completion. Only answers have a loss.",
     )
-    sft_data_path: Annotated[str, Field(min_length=1)] | None = Field(
-        default=None,
-        description="In place of text, for fine-tuning: a file or folder of JSON lines with messages, or with "
-        "prompt and completion. Only answers have a loss.",
+    sft_packing: bool = field(
+        True, "With sft_data_path: several records in one sample, told apart; false: one in each."
     )
-    sft_packing: bool = Field(
-        default=True,
-        description="With sft_data_path: several records in one sample, told apart; false: one in each.",
+    tokenizer_type: Literal["byte", "HuggingFaceTokenizer"] = field(
+        "byte", 'How text becomes tokens: "byte" needs no file.'
     )
-    tokenizer_type: Literal["byte", "HuggingFaceTokenizer"] = Field(
-        default="byte", description='How text becomes tokens: "byte" needs no file.'
+    tokenizer_model: Text | None = field(
+        None, "Folder of a Hugging Face fast tokenizer (with a tokenizer.json); null for bytes."
     )
-    tokenizer_model: Annotated[str, Field(min_length=1)] | None = Field(
-        default=None,
-        description="Folder of a Hugging Face fast tokenizer (with a tokenizer.json); null for bytes.",
-    )
-    split: str = Field(
-        default="949,50,1",
-        description="Weights of the train, validation and test parts, Megatron's way; left-out ones are zero.",
+    split: str = field(
+        "949,50,1", "Weights of the train, validation and test parts, Megatron's way; left-out ones are zero."
     )
 
-    reset_attention_mask: bool = Field(
-        default=False,
-        description="Whether documents in one sample do not attend to each other; each ends with the tokenizer's "
+    reset_attention_mask: bool = field(
+        False,
+        "Whether documents in one sample do not attend to each other; each ends with the tokenizer's "
         "end-of-document token.",
     )
-    reset_position_ids: bool = Field(
-        default=False,
-        description="Whether positions restart in each document. Rotary embeddings know differences of positions "
-        "only: with reset_attention_mask, which this needs, they restart anyway.",
+    reset_position_ids: bool = field(
+        False,
+        "Whether positions restart in each document. Rotary embeddings know differences of positions only: "
+        "with reset_attention_mask, which this needs, they restart anyway.",
     )
-    eod_mask_loss: bool = Field(
-        default=False, description="Whether the token after the end of a document has no loss."
-    )
+    eod_mask_loss: bool = field(False, "Whether the token after the end of a document has no loss.")
 
     @field_validator("data_path", "train_data_path", "valid_data_path")
     @classmethod

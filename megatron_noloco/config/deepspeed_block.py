@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, ValidationError, field_validator
 
 from megatron_noloco.config import optimizer_block
-from megatron_noloco.config.blocks import Block, NonNegative, Positive
-from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES, Size
+from megatron_noloco.config.blocks import Block, NonNegative, Positive, Size, field
+from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES
 from megatron_noloco.config.wording import Problem, problems_of, unknown_type
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -37,9 +37,7 @@ class Bf16Config(Block):
         bf16_optimizer_states="moments are fp32",
     )
 
-    enabled: bool = Field(
-        default=False, description="Whether weights and activations are bf16, with fp32 master weights."
-    )
+    enabled: bool = field(False, "Whether weights and activations are bf16, with fp32 master weights.")
 
 
 class Fp16Config(Block):
@@ -47,34 +45,26 @@ class Fp16Config(Block):
         "auto_cast", fp16_master_weights_and_grads="master weights are fp32"
     )
 
-    enabled: bool = Field(
-        default=False, description="Whether weights and activations are fp16, with fp32 master weights."
+    enabled: bool = field(False, "Whether weights and activations are fp16, with fp32 master weights.")
+    loss_scale: Size = field(0.0, "Factor of the loss; 0: dynamic, which does not go together with routing.")
+    initial_scale_power: Annotated[Whole, Field(ge=0)] = field(
+        16, "A dynamic loss scale begins with 2 to the power of it."
     )
-    loss_scale: Size = Field(
-        default=0.0, description="Factor of the loss; 0: dynamic, which does not go together with routing."
+    loss_scale_window: Annotated[Whole, Field(ge=1)] = field(
+        1000, "Local steps without an overflow after which the scale doubles."
     )
-    initial_scale_power: Annotated[Whole, Field(ge=0)] = Field(
-        default=16, description="A dynamic loss scale begins with 2 to the power of it."
-    )
-    loss_scale_window: Annotated[Whole, Field(ge=1)] = Field(
-        default=1000, description="Local steps without an overflow after which the scale doubles."
-    )
-    hysteresis: Annotated[Whole, Field(ge=1)] = Field(
-        default=2, description="Overflows after which the scale is halved."
-    )
-    consecutive_hysteresis: bool = Field(
-        default=False, description="Whether a step without an overflow makes them count anew."
-    )
-    min_loss_scale: Annotated[Whole, Field(ge=1)] = Field(default=1, description="Lowest scale.")
+    hysteresis: Annotated[Whole, Field(ge=1)] = field(2, "Overflows after which the scale is halved.")
+    consecutive_hysteresis: bool = field(False, "Whether a step without an overflow makes them count anew.")
+    min_loss_scale: Annotated[Whole, Field(ge=1)] = field(1, "Lowest scale.")
 
 
 class DataTypesConfig(Block):
     NOT_HERE: ClassVar[dict[str, str]] = refused("param_dtype buffer_dtype keep_in_fp32_modules")
 
-    grad_accum_dtype: Dtype | None = Field(
-        default=None,
-        description="Type in which the gradients of microbatches are added up; null: fp32 with bf16, else that of "
-        "the weights.",
+    grad_accum_dtype: Dtype | None = field(
+        None,
+        "Type in which the gradients of microbatches are added up; null: fp32 with bf16, else that of the "
+        "weights.",
     )
 
 
@@ -107,25 +97,23 @@ class ZeroConfig(Block):
         ),
     )
 
-    stage: NonNegative = Field(
-        default=1,
-        description="0 or 1: the optimizer's state is divided over the data-parallel ranks of a replica. 0 is run "
-        "as 1, which gives the same numbers.",
+    stage: NonNegative = field(
+        1,
+        "0 or 1: the optimizer's state is divided over the data-parallel ranks of a replica. 0 is run as 1, "
+        "which gives the same numbers.",
     )
-    reduce_bucket_size: Annotated[Whole, Field(ge=1)] = Field(
-        default=500_000_000, description="Gradients that are reduced at a time."
+    reduce_bucket_size: Annotated[Whole, Field(ge=1)] = field(
+        500_000_000, "Gradients that are reduced at a time."
     )
-    allgather_bucket_size: Annotated[Whole, Field(ge=0)] = Field(
-        default=500_000_000, description="Weights that are gathered at a time."
+    allgather_bucket_size: Annotated[Whole, Field(ge=0)] = field(
+        500_000_000, "Weights that are gathered at a time."
     )
-    reduce_scatter: bool = Field(
-        default=True, description="Whether each rank is sent its own gradients only."
+    reduce_scatter: bool = field(True, "Whether each rank is sent its own gradients only.")
+    use_multi_rank_bucket_allreduce: bool = field(
+        True, "With reduce_scatter: one all-reduce for the gradients of several ranks."
     )
-    use_multi_rank_bucket_allreduce: bool = Field(
-        default=True, description="With reduce_scatter: one all-reduce for the gradients of several ranks."
-    )
-    contiguous_gradients: bool = Field(
-        default=True, description="Whether gradients are copied to one buffer before they are reduced."
+    contiguous_gradients: bool = field(
+        True, "Whether gradients are copied to one buffer before they are reduced."
     )
 
     @field_validator("stage")
@@ -140,13 +128,13 @@ class ZeroConfig(Block):
 
 
 class OptimizerConfig(Block):
-    type: str = Field(description=f"{', '.join(OPTIMIZERS)}.")
-    params: dict[str, Any] = Field(default={}, description="See below.")
+    type: str = field(..., f"{', '.join(OPTIMIZERS)}.")
+    params: dict[str, Any] = field({}, "See below.")
 
 
 class SchedulerConfig(Block):
-    type: str = Field(description=f"{', '.join(SCHEDULES)}; without a scheduler the rate stays.")
-    params: dict[str, Any] = Field(default={}, description="See below.")
+    type: str = field(..., f"{', '.join(SCHEDULES)}; without a scheduler the rate stays.")
+    params: dict[str, Any] = field({}, "See below.")
 
 
 class DeepSpeedConfig(Block):
@@ -185,33 +173,29 @@ class DeepSpeedConfig(Block):
         comms_logger="it would miss all messages but DeepSpeed's own; metrics.jsonl has bytes and waits",
     )
 
-    train_batch_size: Positive | None = Field(
-        default=None,
-        description="Samples of ONE replica in a local step: train_micro_batch_size_per_gpu x "
+    train_batch_size: Positive | None = field(
+        None,
+        "Samples of ONE replica in a local step: train_micro_batch_size_per_gpu x "
         "gradient_accumulation_steps x parallel.data_parallel_size. Any one of the three may be missing.",
     )
-    train_micro_batch_size_per_gpu: Positive | None = Field(
-        default=None, description="Samples in a microbatch."
+    train_micro_batch_size_per_gpu: Positive | None = field(None, "Samples in a microbatch.")
+    gradient_accumulation_steps: Positive | None = field(
+        None, "Microbatches of a data-parallel rank in a local step."
     )
-    gradient_accumulation_steps: Positive | None = Field(
-        default=None, description="Microbatches of a data-parallel rank in a local step."
-    )
-    optimizer: OptimizerConfig = Field(description='such as {"type": "AdamW", "params": {"lr": 3e-4}}')
+    optimizer: OptimizerConfig = field(..., 'such as {"type": "AdamW", "params": {"lr": 3e-4}}')
     scheduler: SchedulerConfig | None = None
-    gradient_clipping: Size = Field(
-        default=0.0, description='Largest norm of a replica\'s gradient; 0: any, "auto": 1.'
-    )
+    gradient_clipping: Size = field(0.0, 'Largest norm of a replica\'s gradient; 0: any, "auto": 1.')
     bf16: Bf16Config = Bf16Config()
     fp16: Fp16Config = Fp16Config()
     data_types: DataTypesConfig = DataTypesConfig()
-    communication_data_type: Dtype | None = Field(
-        default=None,
-        description="Type in which gradients are reduced over the data-parallel ranks of a replica; null: fp32 "
-        "where they are added up in fp32, else that of the weights.",
+    communication_data_type: Dtype | None = field(
+        None,
+        "Type in which gradients are reduced over the data-parallel ranks of a replica; null: fp32 where "
+        "they are added up in fp32, else that of the weights.",
     )
     zero_optimization: ZeroConfig = ZeroConfig()
-    zero_allow_untested_optimizer: bool = Field(
-        default=False, description="DeepSpeed asks for it with Muon and SGD, where it is set to true."
+    zero_allow_untested_optimizer: bool = field(
+        False, "DeepSpeed asks for it with Muon and SGD, where it is set to true."
     )
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field
 
-from megatron_noloco.config.blocks import Block, Positive
+from megatron_noloco.config.blocks import Block, Positive, Size, field
 from megatron_noloco.config.wording import count
 from megatron_noloco.model.architecture import Architecture, Compute, LoadBalancing, PipelineSplit, Precision
 from megatron_noloco.model.families import FAMILIES, families_with
@@ -28,102 +28,81 @@ def _only(field: str) -> str:
 class ModelConfig(Block):
     """The model, with Megatron's names."""
 
-    family: FamilyName = Field(
-        default="llama", description="Which kind of model; also Hugging Face's model_type."
+    family: FamilyName = field("llama", "Which kind of model; also Hugging Face's model_type.")
+    num_layers: Positive = field(..., "Transformer layers.")
+    hidden_size: Positive = field(..., "Width of the residual stream.")
+    ffn_hidden_size: Positive = field(..., "Width inside the gated MLP.")
+    num_attention_heads: Positive = field(..., "Query heads.")
+    num_query_groups: Positive | None = field(None, "Key/value heads; null means one per query head.")
+    kv_channels: Positive | None = field(
+        None, "Width of one head; null means hidden_size / num_attention_heads."
     )
-    num_layers: Positive = Field(description="Transformer layers.")
-    hidden_size: Positive = Field(description="Width of the residual stream.")
-    ffn_hidden_size: Positive = Field(description="Width inside the gated MLP.")
-    num_attention_heads: Positive = Field(description="Query heads.")
-    num_query_groups: Positive | None = Field(
-        default=None, description="Key/value heads; null means one per query head."
+    seq_length: Positive = field(..., "Tokens in a sample.")
+    vocab_size: Positive | None = field(None, "Vocabulary before padding; null means the tokenizer's.")
+    make_vocab_size_divisible_by: Positive = field(
+        128, "The vocabulary is padded to a multiple of this, whatever the tensor-parallel size."
     )
-    kv_channels: Positive | None = Field(
-        default=None, description="Width of one head; null means hidden_size / num_attention_heads."
+    rotary_base: Annotated[float, Field(gt=0)] = field(10000.0, "Base of the rotary embedding.")
+    norm_epsilon: float = field(1e-5, "Epsilon of RMSNorm.", gt=0)
+    untie_embeddings_and_output_weights: bool = field(
+        True, "Whether the output layer has weights of its own."
     )
-    seq_length: Positive = Field(description="Tokens in a sample.")
-    vocab_size: Positive | None = Field(
-        default=None, description="Vocabulary before padding; null means the tokenizer's."
+    init_method_std: float = field(0.02, "Standard deviation of the initial weights.", gt=0)
+    yarn_rotary_scaling_factor: Annotated[float, Field(ge=1)] | None = field(
+        None,
+        "How many times longer YaRN makes the context of a model, such as 4 in Qwen2.5 and Qwen3; null: "
+        "rotary frequencies are as trained.",
     )
-    make_vocab_size_divisible_by: Positive = Field(
-        default=128,
-        description="The vocabulary is padded to a multiple of this, whatever the tensor-parallel size.",
+    yarn_original_max_position_embeddings: Positive | None = field(
+        None, "With YaRN: tokens of the context before, such as 32768."
     )
-    rotary_base: Annotated[float, Field(gt=0)] = Field(
-        default=10000.0, description="Base of the rotary embedding."
-    )
-    norm_epsilon: float = Field(default=1e-5, gt=0, description="Epsilon of RMSNorm.")
-    untie_embeddings_and_output_weights: bool = Field(
-        default=True, description="Whether the output layer has weights of its own."
-    )
-    init_method_std: float = Field(
-        default=0.02, gt=0, description="Standard deviation of the initial weights."
-    )
-    yarn_rotary_scaling_factor: Annotated[float, Field(ge=1)] | None = Field(
-        default=None,
-        description="How many times longer YaRN makes the context of a model, such as 4 in Qwen2.5 and Qwen3; "
-        "null: rotary frequencies are as trained.",
-    )
-    yarn_original_max_position_embeddings: Positive | None = Field(
-        default=None, description="With YaRN: tokens of the context before, such as 32768."
-    )
-    rope_scaling_factor: Annotated[float, Field(ge=1)] | None = Field(
-        default=None,
-        description=_only("rope_scaling_factor")
+    rope_scaling_factor: Annotated[float, Field(ge=1)] | None = field(
+        None,
+        _only("rope_scaling_factor")
         + "rotary frequencies are scaled by it (Llama 3.1 has 8, 3.2 has 32); null: they are not.",
     )
-    sliding_window: Positive | None = Field(
-        default=None,
-        description=_only("sliding_window")
-        + "tokens that a token attends to, itself included; null: all before it.",
+    sliding_window: Positive | None = field(
+        None,
+        _only("sliding_window") + "tokens that a token attends to, itself included; null: all before it.",
     )
-    num_moe_experts: Positive | None = Field(
-        default=None, description=_only("num_moe_experts") + "experts of a layer; null: 8."
+    num_moe_experts: Positive | None = field(None, _only("num_moe_experts") + "experts of a layer; null: 8.")
+    moe_router_topk: Annotated[int, Field(ge=2)] | None = field(
+        None, _only("moe_router_topk") + "experts that compute a token; null: 2."
     )
-    moe_router_topk: Annotated[int, Field(ge=2)] | None = Field(
-        default=None,
-        description=_only("moe_router_topk") + "experts that compute a token; null: 2.",
-    )
-    moe_router_load_balancing_type: LoadBalancing | None = Field(
-        default=None,
-        description=_only("moe_router_load_balancing_type")
+    moe_router_load_balancing_type: LoadBalancing | None = field(
+        None,
+        _only("moe_router_load_balancing_type")
         + 'over what a loss balances the experts: the tokens of a microbatch ("aux_loss"), of each sequence '
         '("seq_aux_loss"), or not at all; null: "aux_loss".',
     )
-    moe_aux_loss_coeff: Annotated[float, Field(ge=0)] | None = Field(
-        default=None,
-        description=_only("moe_aux_loss_coeff")
-        + "factor of that loss, which is added up over the layers; null: 0.01.",
+    moe_aux_loss_coeff: Size | None = field(
+        None,
+        _only("moe_aux_loss_coeff") + "factor of that loss, which is added up over the layers; null: 0.01.",
     )
-    hidden_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the residual branches.")
-    attention_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on the attention weights.")
-    z_loss_coeff: float = Field(
-        default=0.0,
+    hidden_dropout: float = field(0.0, "Dropout on the residual branches.", ge=0, lt=1)
+    attention_dropout: float = field(0.0, "Dropout on the attention weights.", ge=0, lt=1)
+    z_loss_coeff: float = field(
+        0.0,
+        "Coefficient of the z-loss, the mean of logsumexp(logits)^2 over the tokens, such as 1e-4. The "
+        "gradient is with it, losses that are shown are without.",
         ge=0,
-        description="Coefficient of the z-loss, the mean of logsumexp(logits)^2 over the tokens, such as 1e-4. "
-        "The gradient is with it, losses that are shown are without.",
     )
-    recompute_granularity: Literal["full", "selective"] | None = Field(
-        default=None,
-        description='Activations computed again in backward: "full" layers, "selective" the parts of them in '
+    recompute_granularity: Literal["full", "selective"] | None = field(
+        None,
+        'Activations computed again in backward: "full" layers, "selective" the parts of them in '
         "recompute_modules.",
     )
-    recompute_method: Literal["uniform", "block"] | None = Field(
-        default=None,
-        description='With "full": recompute all layers in equal units, or only the first of a stage.',
+    recompute_method: Literal["uniform", "block"] | None = field(
+        None, 'With "full": recompute all layers in equal units, or only the first of a stage.'
     )
-    recompute_num_layers: Positive | None = Field(
-        default=None,
-        description='Layers per unit ("uniform") or recomputed layers per model chunk ("block").',
+    recompute_num_layers: Positive | None = field(
+        None, 'Layers per unit ("uniform") or recomputed layers per model chunk ("block").'
     )
-    recompute_modules: Annotated[list[RecomputedModule], Field(min_length=1)] | None = Field(
-        default=None,
-        description='With "selective": "core_attn", "mlp", or "moe" in a mixture of experts; null: '
-        '["core_attn"].',
+    recompute_modules: Annotated[list[RecomputedModule], Field(min_length=1)] | None = field(
+        None, 'With "selective": "core_attn", "mlp", or "moe" in a mixture of experts; null: ["core_attn"].'
     )
-    transformer_impl: Literal["auto", "local", "transformer_engine"] = Field(
-        default="auto",
-        description='Megatron layer specs; "auto" is Transformer Engine where it is installed.',
+    transformer_impl: Literal["auto", "local", "transformer_engine"] = field(
+        "auto", 'Megatron layer specs; "auto" is Transformer Engine where it is installed.'
     )
 
     @property

@@ -5,12 +5,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from megatron_noloco.config.blocks import Block, NonNegative, Positive
+from megatron_noloco.config.blocks import Block, NonNegative, Positive, Size, field
 from megatron_noloco.config.wording import Problem
 from megatron_noloco.engine.schedules import SCHEDULES as OURS
 from megatron_noloco.engine.schedules import WSD, DecayType, InverseSquareRoot
 
-Size = Annotated[float, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
 Betas = Annotated[list[Momentum], Field(min_length=2, max_length=2)]
@@ -25,78 +24,64 @@ _MOMENTUM = "Share of the momentum that stays."
 class OptimizerParams(Block):
     """What every optimizer takes."""
 
-    weight_decay: Size = Field(
-        default=0.0,
-        description="Of all weights but norms and biases; 0 unless it is given, whatever the type.",
+    weight_decay: Size = field(
+        0.0, "Of all weights but norms and biases; 0 unless it is given, whatever the type."
     )
-    decoupled_lr: Size | None = Field(
-        default=None, description="Learning rate of embedding and output layer; null: that of the others."
+    decoupled_lr: Size | None = field(
+        None, "Learning rate of embedding and output layer; null: that of the others."
     )
-    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = Field(
-        default="constant",
-        description="How weight decay changes; other than constant it goes from start_weight_decay to "
-        "end_weight_decay, which take the place of weight_decay.",
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = field(
+        "constant",
+        "How weight decay changes; other than constant it goes from start_weight_decay to end_weight_decay, "
+        "which take the place of weight_decay.",
     )
-    start_weight_decay: Size | None = Field(default=None, description="Weight decay of the first local step.")
-    end_weight_decay: Size | None = Field(
-        default=None, description="Weight decay after weight_decay_incr_steps."
-    )
-    weight_decay_incr_steps: Positive | None = Field(
-        default=None, description="Local steps that the change takes; null: training.train_iters."
+    start_weight_decay: Size | None = field(None, "Weight decay of the first local step.")
+    end_weight_decay: Size | None = field(None, "Weight decay after weight_decay_incr_steps.")
+    weight_decay_incr_steps: Positive | None = field(
+        None, "Local steps that the change takes; null: training.train_iters."
     )
 
 
 class AdamParams(OptimizerParams):
     """DeepSpeed's fused kernel on a GPU where it can be had, else torch's."""
 
-    lr: Size = Field(default=1e-3, description=_PEAK)
-    betas: Betas = Field(default=[0.9, 0.999], description=_BETAS)
-    eps: Size = Field(default=1e-8, description=_EPS)
-    amsgrad: bool = Field(default=False, description="Whether to divide by the largest second moment so far.")
-    adam_w_mode: bool = Field(
-        default=True, description='With "Adam": whether weight decay is decoupled, as in AdamW.'
+    lr: Size = field(1e-3, _PEAK)
+    betas: Betas = field([0.9, 0.999], _BETAS)
+    eps: Size = field(1e-8, _EPS)
+    amsgrad: bool = field(False, "Whether to divide by the largest second moment so far.")
+    adam_w_mode: bool = field(True, 'With "Adam": whether weight decay is decoupled, as in AdamW.')
+    torch_adam: bool | None = field(
+        None, "Whether torch's kernel is used; null: only where DeepSpeed's cannot be had."
     )
-    torch_adam: bool | None = Field(
-        default=None,
-        description="Whether torch's kernel is used; null: only where DeepSpeed's cannot be had.",
-    )
-    fused: bool | None = Field(default=None, description="With torch_adam: torch's fused kernel.")
+    fused: bool | None = field(None, "With torch_adam: torch's fused kernel.")
 
 
 class MuonParams(OptimizerParams):
     """Muon for the linear maps of the layers, AdamW for all other weights."""
 
-    lr: Size | None = Field(default=None, description="Stands for both rates.")
-    muon_lr: Size = Field(default=0.02, description="Peak learning rate of Muon.")
-    adam_lr: Size = Field(
-        default=3e-4, description="Peak learning rate of AdamW, which all other weights have."
-    )
-    momentum: Momentum = Field(default=0.95, description="Nesterov momentum of Muon.")
-    ns_method: Literal["gram", "standard"] = Field(
-        default="gram", description="DeepSpeed's Newton-Schulz kernel."
-    )
-    betas: Betas = Field(default=[0.9, 0.95], description=_BETAS)
-    eps: Size = Field(default=1e-10, description=_EPS)
+    lr: Size | None = field(None, "Stands for both rates.")
+    muon_lr: Size = field(0.02, "Peak learning rate of Muon.")
+    adam_lr: Size = field(3e-4, "Peak learning rate of AdamW, which all other weights have.")
+    momentum: Momentum = field(0.95, "Nesterov momentum of Muon.")
+    ns_method: Literal["gram", "standard"] = field("gram", "DeepSpeed's Newton-Schulz kernel.")
+    betas: Betas = field([0.9, 0.95], _BETAS)
+    eps: Size = field(1e-10, _EPS)
 
 
 class LionParams(OptimizerParams):
     """DeepSpeed's Lion, which needs a GPU."""
 
-    lr: Size = Field(default=1e-3, description=_PEAK)
-    betas: Betas = Field(
-        default=[0.9, 0.999], description="Decay rates of the direction and of the momentum."
-    )
+    lr: Size = field(1e-3, _PEAK)
+    betas: Betas = field([0.9, 0.999], "Decay rates of the direction and of the momentum.")
 
 
 class SgdParams(OptimizerParams):
     """Torch's SGD."""
 
-    lr: Size = Field(default=1e-3, description=_PEAK)
-    momentum: Momentum = Field(default=0.0, description=_MOMENTUM)
-    dampening: Momentum = Field(
-        default=0.0, description="Share of the gradient that is left out of the momentum."
-    )
-    nesterov: bool = Field(default=False, description="Whether the momentum is Nesterov's.")
+    lr: Size = field(1e-3, _PEAK)
+    momentum: Momentum = field(0.0, _MOMENTUM)
+    dampening: Momentum = field(0.0, "Share of the gradient that is left out of the momentum.")
+    nesterov: bool = field(False, "Whether the momentum is Nesterov's.")
 
 
 # Only optimizers that treat every weight by itself: ZeRO keeps the weights of a stage in flat vectors, where Lamb
@@ -115,50 +100,48 @@ _WARM_UP_TYPE = "How it rises."
 class WarmupParams(Block):
     """A warm-up, then the peak; one rate for all weights."""
 
-    warmup_min_lr: Size = Field(default=0.0, description="Lowest rate.")
-    warmup_max_lr: Size | None = Field(default=None, description="Peak; null: that of the optimizer.")
-    warmup_num_steps: Positive = Field(default=1000, description=_WARM_UP)
-    warmup_type: Literal["log", "linear"] = Field(default="log", description=_WARM_UP_TYPE)
+    warmup_min_lr: Size = field(0.0, "Lowest rate.")
+    warmup_max_lr: Size | None = field(None, "Peak; null: that of the optimizer.")
+    warmup_num_steps: Positive = field(1000, _WARM_UP)
+    warmup_type: Literal["log", "linear"] = field("log", _WARM_UP_TYPE)
 
 
 class WarmupDecayParams(WarmupParams):
     """A warm-up, then a linear decay; one rate for all weights."""
 
-    total_num_steps: TotalSteps = Field(
-        description='Local steps until the rate is lowest; "auto": training.train_iters.'
+    total_num_steps: TotalSteps = field(
+        ..., 'Local steps until the rate is lowest; "auto": training.train_iters.'
     )
-    warmup_max_lr: Size = Field(default=1e-3, description="Peak.")
+    warmup_max_lr: Size = field(1e-3, "Peak.")
 
 
 class WarmupCosineParams(Block):
     """A warm-up, then half a cosine; it scales the optimizer's rates."""
 
-    total_num_steps: TotalSteps = Field(
-        description='Local steps until the rate is lowest; "auto": training.train_iters.'
+    total_num_steps: TotalSteps = field(
+        ..., 'Local steps until the rate is lowest; "auto": training.train_iters.'
     )
-    warmup_min_ratio: Share = Field(default=0.0, description="Rate of the first local step, to the peak.")
-    warmup_num_steps: Positive = Field(default=1000, description=_WARM_UP)
-    warmup_type: Literal["log", "linear"] = Field(default="log", description=_WARM_UP_TYPE)
-    cos_min_ratio: Share = Field(default=1e-4, description="Lowest rate, to the peak.")
+    warmup_min_ratio: Share = field(0.0, "Rate of the first local step, to the peak.")
+    warmup_num_steps: Positive = field(1000, _WARM_UP)
+    warmup_type: Literal["log", "linear"] = field("log", _WARM_UP_TYPE)
+    cos_min_ratio: Share = field(1e-4, "Lowest rate, to the peak.")
 
 
 class WsdParams(Block):
     """A linear warm-up, the peak, and a decay at the end; it scales the optimizer's rates."""
 
-    total_num_steps: TotalSteps = Field(description='Local steps of the run; "auto": training.train_iters.')
-    decay_num_steps: Positive = Field(description="The last of them, in which the rate decays.")
-    warmup_num_steps: NonNegative = Field(default=WSD.warmup_num_steps, description=_WARM_UP)
-    decay_type: DecayType = Field(
-        default=WSD.decay_type, description='How it decays; "1-sqrt" is 1 - sqrt(x) for x from 0 to 1.'
-    )
-    min_ratio: Share = Field(default=WSD.min_ratio, description="Rate at the end of the decay, to the peak.")
+    total_num_steps: TotalSteps = field(..., 'Local steps of the run; "auto": training.train_iters.')
+    decay_num_steps: Positive = field(..., "The last of them, in which the rate decays.")
+    warmup_num_steps: NonNegative = field(WSD.warmup_num_steps, _WARM_UP)
+    decay_type: DecayType = field(WSD.decay_type, 'How it decays; "1-sqrt" is 1 - sqrt(x) for x from 0 to 1.')
+    min_ratio: Share = field(WSD.min_ratio, "Rate at the end of the decay, to the peak.")
 
 
 class InverseSquareRootParams(Block):
     """A linear warm-up of W steps, then sqrt(W / n) of the peak at step n; it scales the optimizer's rates."""
 
-    warmup_num_steps: NonNegative = Field(description=_WARM_UP)
-    min_ratio: Share = Field(default=InverseSquareRoot.min_ratio, description="Lowest rate, to the peak.")
+    warmup_num_steps: NonNegative = field(..., _WARM_UP)
+    min_ratio: Share = field(InverseSquareRoot.min_ratio, "Lowest rate, to the peak.")
 
 
 # Torch's schedules are no choice: they do not accept the optimizer that ZeRO wraps.

@@ -4,9 +4,7 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from typing import Literal
 
-from pydantic import Field
-
-from megatron_noloco.config.blocks import Block, Positive
+from megatron_noloco.config.blocks import Block, Positive, field
 from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.config.wording import count
 from megatron_noloco.model.architecture import Architecture, PipelineSplit
@@ -16,38 +14,31 @@ from megatron_noloco.plans.topology import Topology
 class ParallelConfig(Block):
     """The parallel layout: ranks = replicas x pipeline x data x tensor parallel sizes."""
 
-    replicas: Positive | Literal["auto"] = Field(
-        default="auto", description='Full copies of the model; "auto" is as many as the ranks allow.'
+    replicas: Positive | Literal["auto"] = field(
+        "auto", 'Full copies of the model; "auto" is as many as the ranks allow.'
     )
-    tensor_model_parallel_size: Positive = Field(
-        default=1, description="tp: ranks that each layer's weights are split over."
+    tensor_model_parallel_size: Positive = field(1, "tp: ranks that each layer's weights are split over.")
+    pipeline_model_parallel_size: Positive = field(1, "pp: pipeline stages of a replica.")
+    virtual_pipeline_model_parallel_size: Positive = field(
+        1, "Model chunks per stage, for the interleaved schedule."
     )
-    pipeline_model_parallel_size: Positive = Field(default=1, description="pp: pipeline stages of a replica.")
-    virtual_pipeline_model_parallel_size: Positive = Field(
-        default=1, description="Model chunks per stage, for the interleaved schedule."
+    num_layers_in_first_pipeline_stage: Positive | None = field(
+        None, "Layers of the first stage, which also has the embedding; null: as the others."
     )
-    num_layers_in_first_pipeline_stage: Positive | None = Field(
-        default=None,
-        description="Layers of the first stage, which also has the embedding; null: as the others.",
+    num_layers_in_last_pipeline_stage: Positive | None = field(
+        None, "Layers of the last stage, which also has the output layer; null: as the others."
     )
-    num_layers_in_last_pipeline_stage: Positive | None = Field(
-        default=None,
-        description="Layers of the last stage, which also has the output layer; null: as the others.",
+    account_for_embedding_in_pipeline_split: bool = field(
+        False, "The embedding takes the place of a layer in the first stage."
     )
-    account_for_embedding_in_pipeline_split: bool = Field(
-        default=False, description="The embedding takes the place of a layer in the first stage."
+    account_for_loss_in_pipeline_split: bool = field(
+        False, "The output layer and the loss take the place of a layer in the last stage."
     )
-    account_for_loss_in_pipeline_split: bool = Field(
-        default=False,
-        description="The output layer and the loss take the place of a layer in the last stage.",
+    data_parallel_size: Positive = field(
+        1, "dp: synchronous data parallelism inside a replica; gradients are averaged every step."
     )
-    data_parallel_size: Positive = Field(
-        default=1,
-        description="dp: synchronous data parallelism inside a replica; gradients are averaged every step.",
-    )
-    sequence_parallel: bool = Field(
-        default=False,
-        description="Split the sequence over the tensor-parallel ranks outside attention and MLP.",
+    sequence_parallel: bool = field(
+        False, "Split the sequence over the tensor-parallel ranks outside attention and MLP."
     )
 
     @property
