@@ -34,10 +34,9 @@ check_config() { # CONFIG RANKS: one line per error on stderr, nothing for a val
 
 # Sets mpirun; mpi (openmpi | other); mpi_options, the options of every launch; mpi_unbuffered, the options that
 # print a rank's output at once instead of line by line, which a progress bar needs; and mpi_progress, the options
-# that let messages between hosts move while the ranks compute, which noloco.overlap needs. Open MPI then has a thread
-# for its TCP connections. Other libraries are asked by a variable, to be exported by whoever starts the job: MPICH by
-# MPIR_CVAR_ASYNC_PROGRESS=1 (its thread occupies a core), Intel MPI by I_MPI_ASYNC_PROGRESS=1. Without such a thread
-# messages move at every microbatch only.
+# that let messages between hosts move while the ranks compute, which noloco.overlap needs: Open MPI then has a thread
+# for its TCP connections. For other libraries export a variable: MPIR_CVAR_ASYNC_PROGRESS=1 for MPICH (its thread
+# occupies a core), I_MPI_ASYNC_PROGRESS=1 for Intel MPI. Without such a thread messages move at every microbatch only.
 find_mpirun() {
     mpirun=${MPIRUN:-$(dirname "$(command -v "$PYTHON")")/mpirun}
     [ -x "$mpirun" ] || mpirun=$(command -v mpirun) || {
@@ -58,8 +57,8 @@ find_mpirun() {
     esac
 }
 
-# PBS and LSF name a file with a line for each slot; Slurm has a list of hosts, which its own mpirun and srun know. Where
-# there are several and HOSTFILE is not given, sets HOSTFILE, with a line for each host as the launcher reads it.
+# PBS and LSF name a file with a line for each slot; Slurm has a list of hosts, which its own mpirun and srun know. If the
+# scheduler has allocated several hosts and HOSTFILE is not set, sets HOSTFILE, with a line for each host.
 #   usage: hosts_of_scheduler ' slots='     (Open MPI)     ':'     (MPICH)     ' slots=' N     (also Slurm's, N slots each)
 hosts_of_scheduler() {
     allocated=${PBS_NODEFILE:-${LSB_DJOB_HOSTFILE:-}}
@@ -83,7 +82,7 @@ check_hostfile() { # sets hosts, how many there are; 1 without HOSTFILE
     }
 }
 
-hosts_in_file() { # what is between host and slots; reads `allocated`
+hosts_in_file() { # SEPARATOR between host and slots: writes HOSTFILE from the file `allocated`
     [ -r "$allocated" ] || { echo "the scheduler's list of hosts cannot be read: $allocated" >&2; exit 2; }
     if [ "$(sort -u "$allocated" | wc -l)" -lt 2 ]; then return; fi
     HOSTFILE=$(mktemp)

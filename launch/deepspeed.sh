@@ -91,8 +91,9 @@ fi
 check_config "$config" $((ranks * hosts)) # takes seconds: the settings above come first
 
 # On SIGINT or SIGTERM the ranks receive SIGUSR1, which DeepSpeed's own processes ignore: they finish their step, save
-# and end the job with 0. srun knows SIGTERM only: the ranks have as long as Slurm gives them. pdsh passes no signal on,
-# and on one DeepSpeed kills the ranks of all hosts: so the run is asked by a file. A second Ctrl-C ends them at once.
+# and end the job with 0. srun forwards SIGTERM only: the ranks have as long as Slurm gives them. pdsh forwards no
+# signal, and DeepSpeed answers one by killing the ranks of all hosts: so a file requests the stop. A second Ctrl-C ends
+# them at once.
 # --no_local_rank: otherwise DeepSpeed inserts --local_rank=K before `train`; LOCAL_RANK has the same value.
 trap '' USR1
 after_job() {

@@ -7,7 +7,7 @@ profile_passes=''
 case ${LAUNCH_PROFILE:-} in
 '') ;; # Open MPI chooses
 wan | ethernet)
-    # TCP by Open MPI itself. Its other way to TCP is UCX, which moves messages only when it is called.
+    # TCP by Open MPI itself: by UCX messages would move only during calls.
     export OMPI_MCA_pml=ob1
     # TCP between hosts, shared memory on a host; without the list every network that is found is a candidate.
     export OMPI_MCA_btl=tcp,self,sm
@@ -17,7 +17,7 @@ wan | ethernet)
     # btl_tcp_rcvbuf 0 (the kernel fits them to rate x delay), btl_tcp_links 1, eager limits of 64 KiB.
     ;;
 ib)
-    # Not measured: no machine with InfiniBand has been at hand.
+    # Not measured: there was no machine with InfiniBand.
     export OMPI_MCA_pml=ucx
     # All transports but TCP: where UCX finds no adapter the start fails, instead of a run over the slow network.
     export UCX_TLS="${UCX_TLS:-^tcp}"

@@ -8,11 +8,11 @@ wait_for_job() { # PID: waits until this background process has ended; sets code
     while kill -0 "$1" 2>/dev/null; do # a signal ends `wait` before the job is done
         wait "$1" && code=0 || code=$?
     done
-    # It may have ended while a signal was handled: then code is that of the signal, and its own is still to be had.
-    wait "$1" 2>/dev/null && code=0 || { last=$?; [ "$last" = 127 ] || code=$last; } # 127: it was had before
+    # It may have ended while a signal was handled: then code is that of the signal, and its own must still be read.
+    wait "$1" 2>/dev/null && code=0 || { last=$?; [ "$last" = 127 ] || code=$last; } # 127: it was read before
 }
 
-# How to reach a job; a script whose launcher wants something else defines its own.
+# How to reach a job; a script redefines what its launcher needs otherwise.
 ask_job() { kill -USR1 "$job"; } # to save and leave
 end_job() { kill -TERM "$job"; } # at once
 after_job() { :; }               # when it has ended; may change code
@@ -60,7 +60,7 @@ on_signal() { # the second one ends the job at once
     signalled=yes
 }
 
-may_be_mended() { # not a mistake of the user, a program that is not there, or a signal that was meant
+may_be_mended() { # not: a mistake of the user, a missing program, SIGINT or SIGTERM
     case $code in 0 | 2 | 126 | 127 | 130 | 143) return 1 ;; esac
     ! asked_to_stop
 }

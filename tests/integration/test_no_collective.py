@@ -1,4 +1,4 @@
-"""The promise of the method, overheard: replicas never meet but in pairs, and along the routes."""
+"""What the method promises, recorded: messages between replicas go to partners and along the routes only."""
 
 from collections import defaultdict
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ STEPS, LOCAL_STEPS, MICROBATCHES, SEED = 15, 3, 2, 1234
 STAGED = Topology(replicas=4, pp=2)
 
 NO_MORE: dict[str, Any] = {}
-Ranks = list[dict[str, Any]]  # what every rank of a run overheard
+Ranks = list[dict[str, Any]]  # what the spy of every rank recorded
 
 
 def config(
@@ -61,7 +61,7 @@ def assert_no_collective_spans_replicas(ranks: Ranks, topology: Topology = STAGE
                 replicas = {topology.position(member).replica for member in call["ranks"]}
                 assert replicas == {topology.position(rank).replica}, call
                 inside += call["step"] > 0
-    assert inside, "the spy is deaf: inside a replica there are collectives"
+    assert inside, "the spy misses calls: inside a replica there are collectives"
 
 
 def assert_exchanges_go_to_partners(ranks: Ranks, topology: Topology = STAGED, fragments: int = 1) -> None:
@@ -69,25 +69,23 @@ def assert_exchanges_go_to_partners(ranks: Ranks, topology: Topology = STAGED, f
     due = {done: fragment_after(done, LOCAL_STEPS, fragments) for done in range(1, STEPS + 1)}
     rounds = {done: one for done, one in due.items() if one}
     for rank, seen in enumerate(ranks):
-        met: defaultdict[int, set[int]] = defaultdict(set)
-        greeted: list[tuple[int, int]] = []
+        partners: defaultdict[int, set[int]] = defaultdict(set)
+        connected: list[tuple[int, int]] = []  # by MPI, with the first message
         for call in seen["calls"]:
             if is_exchange(call, seen["hops"]):
                 if due.get(call["step"]):
-                    met[call["step"]].add(call["peer"])
+                    partners[call["step"]].add(call["peer"])
                 else:
-                    assert call["library"] == "mpi", f"no exchange but after rounds: {call}"
-                    greeted.append(
-                        (call["step"], call["peer"])
-                    )  # MPI connects ranks with their first message
+                    assert call["library"] == "mpi", f"an exchange outside of a round: {call}"
+                    connected.append((call["step"], call["peer"]))
         expected = {}
         for done, (index, fragment) in rounds.items():
             group = grouping.group(topology.position(rank).replica, index, fragment=fragment)
             expected[done] = {topology.place(rank).rank_of(other) for other in group} - {rank}
-        assert met == expected, f"rank {rank}: by local step"
-        for step, peer in greeted:
+        assert partners == expected, f"rank {rank}: by local step"
+        for step, peer in connected:
             assert peer in expected[min(done for done in rounds if done > step)], "only the next partner"
-        assert len({peer for _, peer in greeted}) == len(greeted), f"once: {greeted}"
+        assert len({peer for _, peer in connected}) == len(connected), f"once: {connected}"
     drawn = {tuple(grouping.groups(index, fragment=fragment)) for index, fragment in rounds.values()}
     assert len(drawn) > 1, "partners do change"
 
@@ -145,7 +143,7 @@ def test_over_mpi(tmp_path: Path, topology: Topology) -> None:
 
 @pytest.mark.slow
 def test_over_mpi_with_overlap(tmp_path: Path) -> None:
-    """To ask whether messages have landed is no collective, nor is what MPI does meanwhile."""
+    """To ask whether messages have arrived is no collective, nor is what MPI does meanwhile."""
     topology = Topology(replicas=4)
     ranks = over_mpi(tmp_path, topology, overlap={"mode": "delayed", "delay_steps": 2})
     assert_no_collective_spans_replicas(ranks, topology)
@@ -193,7 +191,7 @@ def test_without_a_method_and_routes_no_message_leaves_a_replica(tmp_path: Path)
         assert {STAGED.position(peer).replica for peer in peers} == {STAGED.position(rank).replica}
 
 
-def test_the_spy_overhears_a_collective_over_everybody(tmp_path: Path) -> None:
+def test_the_spy_records_a_collective_of_all_ranks(tmp_path: Path) -> None:
     raw = config(tmp_path, STAGED, "off") | {"parallel": {"replicas": 2, "pipeline_model_parallel_size": 2}}
     ranks = run_ranks(4, spied_rank, write_config(tmp_path, raw), True)
     with pytest.raises(AssertionError, match="barrier"):

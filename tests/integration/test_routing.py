@@ -163,22 +163,19 @@ def test_evaluation_stays_inside_the_replica(case: Case) -> None:
         assert all(origin == rank.position.replica for origin, _ in rank.losses)
 
 
-class TestUnrouted:
-    """Without routes, Megatron-core's own communicator and ours give the same bits."""
-
-    @pytest.mark.parametrize(
-        ("case", "interval"),
-        [
-            (Case(2, 2, 4), "off"),
-            (Case(2, 3, 5, tp=2), "off"),
-            (Case(2, 3, 6, vpp=2), "off"),  # with 2 stages core's p2p confuses its directions
-            (Case(1, 2, 4, tp=2), "microbatch"),
-            (Case(1, 4, 6), "round"),
-        ],
-        ids=lambda value: value if isinstance(value, str) else value.name,
-    )
-    def test_equals_core_bit_for_bit(self, case: Case, interval: str) -> None:
-        run_ranks(case.topology.world_size, compare_with_core, case, interval)
+@pytest.mark.parametrize(
+    ("case", "interval"),
+    [
+        (Case(2, 2, 4), "off"),
+        (Case(2, 3, 5, tp=2), "off"),
+        (Case(2, 3, 6, vpp=2), "off"),  # with 2 stages core's p2p confuses its directions
+        (Case(1, 2, 4, tp=2), "microbatch"),
+        (Case(1, 4, 6), "round"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_without_routes_equals_cores_own_communicator_bit_for_bit(case: Case, interval: str) -> None:
+    run_ranks(case.topology.world_size, compare_with_core, case, interval)
 
 
 def compare_with_core(rank: int, world_size: int, case: Case, interval: str) -> None:
@@ -229,27 +226,25 @@ def train_engine_step(rank: int, world_size: int, case: Case, routes: Routes, pr
     return groups.position, recorded["train/grad_norm"][0]
 
 
-class TestGradientNorm:
-    """It is that of the replica's own stages, whosever data their gradients come from."""
-
-    @pytest.mark.parametrize(
-        "case", [Case(2, 2, 4), Case(3, 3, 2), Case(2, 2, 4, tp=2)], ids=lambda c: c.name
-    )
-    def test_is_over_the_stages_of_the_replica(self, case: Case) -> None:
-        self.check(case, "fp32", TOLERANCE)
-
-    def test_in_bf16(self) -> None:
-        self.check(Case(2, 2, 4), "bf16", 0.02)
-
-    def check(self, case: Case, precision: str, tolerance: float) -> None:
-        routes = crossing_routes(case, "microbatch")
-        [expected] = run_ranks(1, reference, case, {"microbatch": routes})
-        norms = [norm(gradients) for gradients in expected["microbatch"].gradients]
-        assert min(abs(a - b) / a for i, a in enumerate(norms) for b in norms[:i]) > 5 * tolerance
-        for position, grad_norm in run_ranks(
-            case.topology.world_size, train_engine_step, case, routes, precision
-        ):
-            assert grad_norm == pytest.approx(norms[position.replica], rel=tolerance)
+@pytest.mark.parametrize(
+    ("case", "precision", "tolerance"),
+    [
+        *((case, "fp32", TOLERANCE) for case in (Case(2, 2, 4), Case(3, 3, 2), Case(2, 2, 4, tp=2))),
+        (Case(2, 2, 4), "bf16", 0.02),
+    ],
+    ids=lambda value: value.name if isinstance(value, Case) else str(value),
+)
+def test_the_gradient_norm_is_that_of_the_replicas_own_stages(
+    case: Case, precision: str, tolerance: float
+) -> None:
+    """From whatever replica's data their gradients come."""
+    routes = crossing_routes(case, "microbatch")
+    [expected] = run_ranks(1, reference, case, {"microbatch": routes})
+    norms = [norm(gradients) for gradients in expected["microbatch"].gradients]
+    assert min(abs(a - b) / a for i, a in enumerate(norms) for b in norms[:i]) > 5 * tolerance
+    found = run_ranks(case.topology.world_size, train_engine_step, case, routes, precision)
+    for position, grad_norm in found:
+        assert grad_norm == pytest.approx(norms[position.replica], rel=tolerance)
 
 
 LEARNING_RATE, CLIP = 1.0, 0.5
@@ -289,10 +284,10 @@ def test_a_clipped_step_moves_each_replica_along_its_own_gradient(case: Case) ->
 
 
 class Parrot(nn.Module):
-    """A chunk without arithmetic to speak of: passes on what the tokens say, times its weight (one).
+    """A chunk that passes on the number that the tokens hold, times its weight (one).
 
     The loss is activation x label, so that a message in the wrong place shows in the loss (forward) or in the
-    first stage's gradient (backward). It dawdles now and then, so that ranks overtake each other.
+    first stage's gradient (backward). It sleeps now and then, so that ranks overtake each other.
     """
 
     def __init__(self, groups: Groups, config: Any) -> None:
@@ -302,14 +297,14 @@ class Parrot(nn.Module):
         self.model_type = self.vp_stage = None
         self.weight = nn.Parameter(torch.ones(()))
         self.received: Tensor | None = None
-        self.dawdling = random.Random(dist.get_rank())
+        self.random = random.Random(dist.get_rank())
 
     def set_input_tensor(self, received: list[Tensor | None]) -> None:
         self.received = received[0]
 
     def forward(self, tokens: Tensor | None, *_: None, labels: Tensor | None = None) -> Tensor:
-        if self.dawdling.random() < 1 / 16:
-            time.sleep(self.dawdling.uniform(0, 0.004))
+        if self.random.random() < 1 / 16:
+            time.sleep(self.random.uniform(0, 0.004))
         if tokens is not None:
             hidden = tokens.T[..., None].float().expand(-1, -1, self.config.hidden_size)
         else:
