@@ -137,7 +137,7 @@ def _begins_as_text(path: Path) -> bool:
 
 
 def _is_text(content: bytes, final: bool) -> bool:
-    """Whether there is content, all UTF-8; where it is not `final`, it may end within a character."""
+    """Return whether the content is UTF-8 text and not empty; unless `final`, it may end within a character."""
     try:
         codecs.getincrementaldecoder("utf-8")().decode(content, final)
     except UnicodeDecodeError:

@@ -20,7 +20,7 @@ _JSON_LINES = (".jsonl", ".json", ".ndjson")
 
 @dataclass(frozen=True)
 class Input:
-    """One file."""
+    """One file to preprocess."""
 
     path: Path
     folder: (
@@ -171,7 +171,7 @@ def _read_lines(item: Input, raw: IO[bytes], file: IO[bytes]) -> Iterator[Batch]
 
 
 def _read_text(item: Input, raw: IO[bytes], file: IO[bytes]) -> Iterator[Batch]:
-    """A file is one document; a long one is read in pieces that end with a line.
+    """Read a file as one document; a long one in pieces that end with a line.
 
     Folders hold pictures and archives, too: a file found there that is not UTF-8 gives a batch without records.
     """

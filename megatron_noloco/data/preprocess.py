@@ -47,7 +47,7 @@ class Encoding:
 
 @dataclass(frozen=True)
 class Job:
-    """What the user asked for."""
+    """What one command preprocesses, to where, and how."""
 
     inputs: list[Input]
     prefix: Path
@@ -55,24 +55,24 @@ class Job:
     workers: int
 
     def output(self, key: str) -> Path:
-        """The prefix under which the dataset of `key` is put in place."""
+        """Return the prefix under which the dataset of `key` is put in place."""
         return self.prefix.with_name(f"{self.prefix.name}_{key}_document")
 
     @property
     def folder(self) -> Path:
-        """Where the parts lie until all are done."""
+        """The folder of the parts until all are done."""
         return self.prefix.with_name(f"{self.prefix.name}.partial")
 
     def part(self, index: int, key: str) -> Path:
-        """The prefix of one part of the dataset of `key`."""
+        """Return the prefix of one part of the dataset of `key`."""
         return self.folder / f"{index:05d}_{key}"
 
     def mark(self, index: int) -> Path:
-        """The file that marks a part as done."""
+        """Return the file that marks a part as done."""
         return self.folder / f"{index:05d}.json"
 
     def fingerprint(self) -> dict[str, object]:
-        """What must be the same for parts of an earlier run to be used."""
+        """Return what must be the same for parts of an earlier run to be used."""
         files = [[str(i.path.resolve()), i.bytes, i.path.stat().st_mtime_ns] for i in self.inputs]
         facts = {"encoding": asdict(self.encoding), "tokenizer": self._tokenizer_digests()}
         return json.loads(json.dumps({**facts, "files": files, "batch": BATCH_BYTES}))
@@ -85,7 +85,7 @@ class Job:
         return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
 
     def continues(self) -> bool:
-        """Whether an earlier run of the same job was stopped, perhaps while it put its datasets in place."""
+        """Return whether an earlier run of the same job was stopped, be it while it put its datasets in place."""
         notes = self.folder / _NOTES
         return notes.exists() and json.loads(notes.read_text()) == self.fingerprint()
 
@@ -213,7 +213,7 @@ def encode(batch: Batch, encoding: Encoding) -> Sequences:
 
 @cache
 def _tokenizer(choice: TokenizerChoice) -> Tokenizer:
-    """The tokenizer, built once per process."""
+    """Return the tokenizer, which is built once per process."""
     return build_tokenizer(choice)
 
 

@@ -25,7 +25,7 @@ class Record(NamedTuple):
 
 
 class _Text(NamedTuple):
-    """One line of a file, as the text that the model is to see."""
+    """One line of a file, as the text that the model reads."""
 
     text: str
     answers: list[tuple[int, int]]  # first character of each answer, and the one after its last
