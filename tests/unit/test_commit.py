@@ -20,12 +20,12 @@ from megatron_noloco.transport.loopback import LoopbackTransport, loopback_world
 from megatron_noloco.transport.protocol import Message
 
 LENGTH = 5000
-SHORT_SECONDS, LONG_SECONDS = 0.3, 20.0
+SHORT_SECONDS, LONG_SECONDS = 1.0, 20.0
 Lost = Callable[[int, int], bool]  # (rank that sends, channel) -> whether its messages get lost
 Altered = Callable[[int, Tensor], Tensor]  # (rank that sends, fp32 numbers) -> what it sends
 
 
-class Door:
+class FaultyTransport:
     """A rank's transport that loses messages, and alters vectors."""
 
     device_buffers = False
@@ -48,7 +48,7 @@ class Door:
 
 @dataclass
 class Votes:
-    """Among the ranks of a replica, which are threads."""
+    """Agreement among the ranks of a replica, which are threads."""
 
     ranks: int
     barrier: threading.Barrier = field(init=False)
@@ -69,7 +69,7 @@ class Votes:
 
 
 class Partners:
-    """What the exchange asks for and tells."""
+    """Counterparts that are all free, or away; records what an exchange does with them."""
 
     def __init__(self, votes: Votes, deadline_seconds: float, refused: str = "") -> None:
         self.agree = votes.agree
@@ -127,17 +127,17 @@ def average(
     refused: str = "",
     altered: Altered = as_it_is,
 ) -> list[Outcome]:
-    """A round of two replicas of so many ranks, by rank; with `refused`, rank 0 does not want to meet."""
+    """Run a round of two replicas; returns outcomes by rank. With `refused`, replica 1 is away for replica 0."""
     votes = [Votes(ranks), Votes(ranks)]
     world = loopback_world(2 * ranks, chunk_bytes=4096)
 
     def run(rank: int) -> Outcome:
         place = Place(rank // ranks, 2, rank=rank, ranks_per_replica=ranks)
-        door = Door(world[rank], lost, altered)
+        transport = FaultyTransport(world[rank], lost, altered)
         exchange = (
-            Exchange(door, place, Channel.ROUNDS, seconds, LENGTH)  # type: ignore[arg-type]
+            Exchange(transport, place, Channel.ROUNDS, seconds, LENGTH)  # type: ignore[arg-type]
             if bits is None
-            else CodedExchange(door, place, Channel.ROUNDS, seconds, Coding(bits, LENGTH))  # type: ignore[arg-type]
+            else CodedExchange(transport, place, Channel.ROUNDS, seconds, Coding(bits, LENGTH))  # type: ignore[arg-type]
         )
         partners = Partners(votes[rank // ranks], seconds, refused if rank == 0 else "")
         committed = CommittedExchange(exchange, partners, the_other, Guard())
@@ -156,7 +156,7 @@ def nothing(rank: int, channel: int) -> bool:
     return False
 
 
-def assert_bye(outcome: Outcome, rank: int, missed: str, ranks: int = 1) -> None:
+def assert_skipped(outcome: Outcome, rank: int, missed: str, ranks: int = 1) -> None:
     assert torch.equal(outcome.mean, vector(rank)), rank
     assert outcome.report.group == (rank // ranks,)
     assert outcome.report.missed == f"replica {1 - rank // ranks} {missed}"
@@ -183,28 +183,28 @@ def test_a_coded_mean_is_kept_whole() -> None:
     torch.testing.assert_close(found[0].mean + found[1].mean, vector(0) + vector(1))
 
 
-def test_who_is_not_met_costs_nothing() -> None:
-    """Rank 0 posts nothing; rank 1, which did, hears nothing."""
+def test_a_partner_that_is_not_available_costs_nothing() -> None:
+    """Rank 0 posts nothing; rank 1, which did, gets no answer."""
     first, second = average(nothing, refused="is behind")
-    assert_bye(first, 0, "is behind")
-    assert_bye(second, 1, "missed the deadline")
+    assert_skipped(first, 0, "is behind")
+    assert_skipped(second, 1, "missed the deadline")
     assert (first.partners.begun, first.partners.avoided) == ([None], [])
     assert (second.partners.begun, second.partners.avoided) == ([0], [late(0)])
     assert not first.report.in_doubt
 
 
 @pytest.mark.parametrize("bits", [None, 8])
-def test_a_vector_that_is_lost_one_way_is_a_bye_for_both(bits: int | None) -> None:
+def test_both_skip_the_round_when_a_vector_is_lost_one_way(bits: int | None) -> None:
     first, second = average(lambda rank, channel: (rank, channel) == (1, Channel.ROUNDS), bits=bits)
-    assert_bye(first, 0, "missed the deadline")
-    assert_bye(second, 1, "missed the deadline")
+    assert_skipped(first, 0, "missed the deadline")
+    assert_skipped(second, 1, "missed the deadline")
     assert not first.report.in_doubt, "it never said that it was prepared"
 
 
-def test_a_token_that_is_lost_is_seen_by_the_one_who_misses_it() -> None:
-    """What cannot be excluded: one takes the mean, the other a bye; what they use is off by this."""
+def test_a_lost_token_leaves_the_rank_that_misses_it_in_doubt() -> None:
+    """This cannot be excluded: one uses the mean, the other skips the round; their mean is off by this."""
     first, second = average(lambda rank, channel: (rank, channel) == (1, Channel.COMMITS))
-    assert_bye(first, 0, "missed the deadline")
+    assert_skipped(first, 0, "missed the deadline")
     assert first.report.in_doubt
     assert not second.report.in_doubt
     assert torch.equal(second.mean, (vector(0) + vector(1)) * 0.5)
@@ -213,7 +213,7 @@ def test_a_token_that_is_lost_is_seen_by_the_one_who_misses_it() -> None:
 
 
 def test_all_ranks_of_both_replicas_decide_alike() -> None:
-    """One of two ranks of replica 1 does not send its vector: nobody uses a mean, though two ranks have theirs."""
+    """One of two ranks of replica 1 does not send its vector: no rank uses a mean, though two have theirs."""
     found = average(lambda rank, channel: (rank, channel) == (3, Channel.ROUNDS), ranks=2)
     for rank, outcome in enumerate(found):
         assert torch.equal(outcome.mean, vector(rank)), rank
@@ -233,7 +233,7 @@ def test_all_ranks_of_both_replicas_decide_alike() -> None:
     ],
 )
 def test_poison_is_refused_on_all_ranks_of_both_replicas(bits: int | None, factor: float, why: str) -> None:
-    """Rank 2, of replica 1, sends poison; nobody uses anything of the round."""
+    """Rank 2, of replica 1, sends poison; no rank uses anything of the round."""
     found = average(
         nothing, ranks=2, bits=bits, altered=lambda rank, numbers: numbers * factor if rank == 2 else numbers
     )
@@ -247,8 +247,8 @@ def test_poison_is_refused_on_all_ranks_of_both_replicas(bits: int | None, facto
     assert (rank, exchanges) == (2, 10)
 
 
-def test_who_has_made_progress_does_not_wait_for_the_partner_to_finish() -> None:
-    """With overlap replicas merge when it suits them; here one after the other, in one thread."""
+def test_a_merge_does_not_wait_for_the_partner_to_merge() -> None:
+    """With overlap replicas merge at different times; here one after the other, in one thread."""
     both = [
         CommittedExchange(
             Exchange(transport, Place(rank, 2), Channel.ROUNDS, SHORT_SECONDS),
@@ -268,7 +268,7 @@ def test_who_has_made_progress_does_not_wait_for_the_partner_to_finish() -> None
         assert committed.report.group == (0, 1)
 
 
-def test_a_bye_of_the_plan_is_no_miss() -> None:
+def test_a_round_without_a_planned_partner_is_no_miss() -> None:
     (transport,) = loopback_world(1)
     partners = Partners(Votes(1), SHORT_SECONDS)
     committed = CommittedExchange(

@@ -1,4 +1,4 @@
-"""What a partner sends is compared with what partners have sent before."""
+"""A vector is compared with those of past exchanges before it is used."""
 
 import math
 
@@ -54,8 +54,8 @@ def test_poison_is_refused(theirs: Tensor, why: str) -> None:
     assert caught.value.by_partner
 
 
-def test_who_was_away_is_not_refused() -> None:
-    """Fifty times as far as partners are otherwise."""
+def test_a_replica_that_was_away_is_accepted() -> None:
+    """Its distance is fifty times that of other partners."""
     assert check(seasoned(0.01), drawn(0), drawn(0) + 0.5 * drawn(9)) == pytest.approx(0.5, rel=0.1)
 
 
@@ -73,7 +73,7 @@ def test_the_limit_follows_partners_that_come_apart() -> None:
         check(guard, drawn(0), 1e6 * drawn(0))
 
 
-def test_who_is_poisoned_itself_blames_nobody() -> None:
+def test_own_numbers_that_are_not_finite_do_not_blame_the_partner() -> None:
     mine = drawn(0).index_fill(0, torch.tensor([7]), math.nan)
     with pytest.raises(PoisonedError, match="was sent numbers that are not finite") as caught:
         check(Guard(), mine, drawn(0))
