@@ -18,8 +18,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_noloco.outer.payload import BLOCK, CELLS, Codec, blocks_in, message_bytes, pieces, signs_of
-from megatron_noloco.outer.steps import find_steps
+from megatron_noloco.outer.payload import (
+    BLOCK,
+    CELLS,
+    Codec,
+    blocks_in,
+    find_steps,
+    message_bytes,
+    pieces,
+    signs_of,
+)
 from tools.options import command_line
 
 RATIOS = (3, 30, 300)

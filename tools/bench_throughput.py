@@ -44,7 +44,7 @@ from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.model.families import table_of, training_flops
 from megatron_noloco.model.stage import DTYPES, Stage, build_stage
 from megatron_noloco.monitor.metrics import Metrics
-from megatron_noloco.outer.streams import wait_for
+from megatron_noloco.outer.vectors import wait_for
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import Groups, build_groups
 from megatron_noloco.plans.routing import Routing

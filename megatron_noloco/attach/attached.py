@@ -174,7 +174,7 @@ class Attached:
             if sys.exception() is None:
                 self.outer.finish()
             else:
-                self.outer.land()
+                self.outer.wait()
             if self._keeping_up is not None:
                 self._keeping_up.leave()
 

@@ -34,11 +34,10 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.federation.pairing import Others, choose
-from megatron_noloco.outer.exchange import Exchange, PartnerLostError, PartnerTimeoutError
+from megatron_noloco.outer.exchange import Exchange
 from megatron_noloco.outer.mean import ExchangeReport, MeanPiece
-from megatron_noloco.outer.memory import Kept
-from megatron_noloco.outer.spans import Ranges
-from megatron_noloco.outer.tags import Channel, tag_of
+from megatron_noloco.outer.messages import Channel, PartnerLostError, PartnerTimeoutError, tag_of
+from megatron_noloco.outer.vectors import Buffers, Ranges
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import NolocoSettings, grouping_of
@@ -175,7 +174,7 @@ class CommittedExchange:
         self._choose = choose
         self._guard = guard
         self._replica = exchange.place.replica
-        self._kept = Kept()
+        self._buffers = Buffers()
         self._vector = torch.empty(0)
         self._mean: Tensor | None = None  # None: the round is skipped
         self._failure: BaseException | None = None
@@ -215,8 +214,8 @@ class CommittedExchange:
             return
         self._partner, self._rank = partner, place.rank_of(partner)
         self._partners.begin(number, self._rank)
-        self._mean = self._kept.take("mean", torch.float32, len(vector))
-        self._exchange.patience.deadline_seconds = self._partners.deadline_seconds
+        self._mean = self._buffers.take("mean", torch.float32, len(vector))
+        self._exchange.waiting.deadline_seconds = self._partners.deadline_seconds
         self._begun_at = time.monotonic()
         self._token = self._post_token([], [Message(self._rank, torch.zeros(1, dtype=torch.uint8))])
         pair = min(self._replica, partner), max(self._replica, partner)
@@ -286,14 +285,14 @@ class CommittedExchange:
         # `end` must not void our token before it arrives. If it is lost, the partner is in doubt.
         assert self._prepared is not None
         with suppress(*_FAILURES):
-            self._prepared.finish(self._exchange.patience.deadline_seconds)
+            self._prepared.finish(self._exchange.waiting.deadline_seconds)
         return True
 
     def _wait_for_token(self) -> None:
         assert self._token is not None
         elapsed_seconds = time.monotonic() - self._begun_at  # since the receive was posted
         try:
-            for _ in self._token.arrivals(elapsed_seconds + self._exchange.patience.deadline_seconds):
+            for _ in self._token.arrivals(elapsed_seconds + self._exchange.waiting.deadline_seconds):
                 pass
         except _FAILURES as failure:
             self._failure = failure

@@ -5,19 +5,12 @@ own optimizer; see `examples/plain_torch.py`.
 """
 
 from megatron_noloco.outer.coded_exchange import CodedExchange, Coding
-from megatron_noloco.outer.exchange import (
-    AnyExchange,
-    Exchange,
-    MeanPiece,
-    PartnerLostError,
-    PartnerTimeoutError,
-)
-from megatron_noloco.outer.mean import ExchangeReport
+from megatron_noloco.outer.exchange import AnyExchange, Exchange
+from megatron_noloco.outer.mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.mean_model import MeanModel
-from megatron_noloco.outer.no_rounds import NoRounds, Rounds
-from megatron_noloco.outer.optimizer import OuterOptimizer
+from megatron_noloco.outer.messages import Channel, PartnerLostError, PartnerTimeoutError
+from megatron_noloco.outer.optimizer import NoRounds, OuterOptimizer, Rounds
 from megatron_noloco.outer.round import RoundReport
-from megatron_noloco.outer.tags import Channel
 from megatron_noloco.outer.weights import TorchWeights, Weights
 
 __all__ = [

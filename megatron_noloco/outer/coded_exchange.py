@@ -12,7 +12,7 @@ payload.py has the code. Each phase needs what the one before brought:
 
 Left over are blocks in which a difference was larger than the code holds, blocks in which a member is not
 finite, and blocks with elements that are to be exact. All members know which: a pair comes to the same verdict
-about each block, and the owner of a part tells its verdict.
+about each block, and the owner of a part sends its verdict.
 
 Bytes. A member of a pair sends `payload.message_bytes(elements, bits)`, and 4 for each of
 `report.resent_elements`. In a group of n, in whole blocks of 512 elements: an owner of p of e blocks sends 16 +
@@ -27,17 +27,26 @@ from itertools import chain, pairwise
 import torch
 from torch import Tensor
 
-from megatron_noloco.outer.blocks import of_mean, spans_of
 from megatron_noloco.outer.exchange import STRETCH, Exchange
 from megatron_noloco.outer.mean import MeanPiece
-from megatron_noloco.outer.payload import BLOCK, CELLS, Codec, Coded, blocks_in, pieces, signs_of, wide_type
-from megatron_noloco.outer.spans import Ranges
-from megatron_noloco.outer.steps import find_steps
+from megatron_noloco.outer.payload import (
+    BLOCK,
+    CELLS,
+    Codec,
+    Coded,
+    blocks_in,
+    find_steps,
+    pieces,
+    signs_of,
+    wide_type,
+)
+from megatron_noloco.outer.vectors import Ranges, Spans
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.protocol import Message, Transport
 
 _SKETCHES, _STEPS, _CODES, _SUMS = range(2, 6)
+_NONE = torch.zeros(1, dtype=torch.int8)
 _SEGMENT = 8192  # blocks coded and posted at a time in a pair, so that coding overlaps with sending
 
 
@@ -57,8 +66,8 @@ class Coding:
 class CodedExchange(Exchange):
     """An `Exchange` that sends codes. The mean of a piece is this replica's estimate of it.
 
-    The mean of a group's estimates is that of its vectors, to the rounding of fp32; they differ from each other by
-    a step at most (payload.py). Works in host memory. `begin` posts the sketches of the first stretch.
+    The mean of a group's estimates is that of its vectors, to the rounding of fp32; two estimates differ by a step
+    at most (payload.py). Works in host memory. `begin` posts the sketches of the first stretch.
     """
 
     def __init__(
@@ -79,28 +88,28 @@ class CodedExchange(Exchange):
     def _post(self, part: Tensor) -> Iterator[MeanPiece | None]:
         first, self._first = self._first, self._first + len(part)
         if part.device.type != "cpu":
-            part = self._kept.take("outbox", torch.float32, len(part)).copy_(part)
+            part = self._buffers.take("outbox", torch.float32, len(part)).copy_(part)
         if len(self.report.group) == 1:
             return iter([MeanPiece(0, len(part), part)])
         blocks = blocks_in(len(part))
-        sketches = self._kept.take("sketches", torch.float32, blocks, CELLS)
+        sketches = self._buffers.take("sketches", torch.float32, blocks, CELLS)
         self._codec.sketch(part, self._signs, sketches)
         coded = torch.ones(blocks, dtype=torch.bool)
         for start, stop in self._exact:
             coded[max(0, start - first) // BLOCK : max(0, blocks_in(stop - first))] = False
-        way = self._pair if len(self.report.group) == 2 else self._group
-        # By the time that `_again` is asked, `coded` says what is left over.
-        return chain(way(part, sketches, coded), self._again(part, coded))
+        exchange = self._pair if len(self.report.group) == 2 else self._group
+        # When `_again` runs, `coded` says what is left over.
+        return chain(exchange(part, sketches, coded), self._again(part, coded))
 
     def _pair(self, part: Tensor, sketches: Tensor, coded: Tensor) -> Iterator[MeanPiece | None]:
         (partner,) = (member for member in self.report.group if member != self.place.replica)
         rank, blocks, codec = self.place.rank_of(partner), len(coded), self._codec
-        their_sketches = self._kept.take("their sketches", torch.float32, blocks, CELLS)
+        their_sketches = self._buffers.take("their sketches", torch.float32, blocks, CELLS)
         agreed = self._send({rank: [sketches]}, {rank: [their_sketches]}, _SKETCHES)
 
         def all_pieces() -> Iterator[MeanPiece | None]:
             yield from agreed
-            steps = self._kept.take("steps", torch.float32, blocks)
+            steps = self._buffers.take("steps", torch.float32, blocks)
             find_steps([sketches, their_sketches], codec.bits, steps)
             steps.mul_(coded)
             mine, theirs = self._codes("my", blocks), self._codes("their", blocks)
@@ -109,14 +118,14 @@ class CodedExchange(Exchange):
                 codec.encode(piece, steps[at], *_at(mine, at))
                 sent = self._send({rank: _at(mine, at)}, {rank: _at(theirs, at)}, _CODES)
                 segments.append((piece, at, sent))
-                yield None  # whoever computes beside it may go on
+                yield None  # the caller may compute in between
             for segment, within, sent in segments:
                 yield from sent
                 for piece, at in pieces(segment, first=within.start):
                     m, coded[at] = codec.differences(steps[at], _at(mine, at), _at(theirs, at))
                     moved, square = codec.from_difference(piece, m, steps[at] * coded[at] / 2)
                     self._count(2 * square, steps[at], coded[at], len(piece))
-                    yield from of_mean(moved, at.start, coded[at])
+                    yield from _chosen(moved, at.start, coded[at])
 
         return all_pieces()
 
@@ -130,7 +139,7 @@ class CodedExchange(Exchange):
         }
         own = at.pop(self.place.rank)
         width = own.stop - own.start
-        theirs = self._kept.take("their sketches", torch.float32, members - 1, width, CELLS)
+        theirs = self._buffers.take("their sketches", torch.float32, members - 1, width, CELLS)
         sketched = self._send(
             {rank: [sketches[other]] for rank, other in at.items()},
             {rank: [theirs[j]] for j, rank in enumerate(at)},
@@ -139,7 +148,7 @@ class CodedExchange(Exchange):
 
         def all_pieces() -> Iterator[MeanPiece | None]:
             yield from sketched
-            steps = self._kept.take("steps", torch.float32, blocks)
+            steps = self._buffers.take("steps", torch.float32, blocks)
             find_steps([sketches[own], *theirs], codec.bits, steps[own])
             steps[own] *= coded[own]
             yield from self._hand_out([steps], own, at, _STEPS)
@@ -151,7 +160,7 @@ class CodedExchange(Exchange):
                 dict(zip(at, received, strict=True)),
                 _CODES,
             )
-            sums = self._kept.take("sums", wide_type(self.coding.bits, members), blocks, BLOCK)
+            sums = self._buffers.take("sums", wide_type(self.coding.bits, members), blocks, BLOCK)
             my_steps, my_sums, my_coded = steps[own], sums[own], coded[own]
             parts = [_at(mine, own), *received]
             for piece, here in pieces(part[own.start * BLOCK : own.stop * BLOCK]):
@@ -162,17 +171,17 @@ class CodedExchange(Exchange):
             yield from self._hand_out([sums, coded], own, at, _SUMS)
             for piece, here in pieces(part):
                 mean = codec.from_sum(piece, steps[here], sums[here], members)
-                yield from of_mean(mean, here.start, coded[here])
+                yield from _chosen(mean, here.start, coded[here])
 
         return all_pieces()
 
     def _again(self, part: Tensor, coded: Tensor) -> Iterator[MeanPiece | None]:
-        """In fp32 the blocks that are not coded."""
-        left_over = spans_of(coded.logical_not(), len(part))
+        """Exchange in fp32 the blocks that are not coded."""
+        left_over = _spans(coded.logical_not(), len(part))
         if not left_over.length:
             return
         self.report.resent_elements += left_over.length
-        vector = left_over.gather(part, self._kept.take("left over", torch.float32, left_over.length))
+        vector = left_over.gather(part, self._buffers.take("left over", torch.float32, left_over.length))
         for piece in super()._post(vector):
             if piece is None:
                 yield None
@@ -192,14 +201,14 @@ class CodedExchange(Exchange):
     def _send(
         self, sends: Mapping[int, Sequence[Tensor]], receives: Mapping[int, Sequence[Tensor]], phase: int
     ) -> Iterator[None]:
-        """Post to and from each rank; iterate to wait until all is received and sent. None: nobody waits."""
+        """Post messages to and from each rank; iterating waits until all are received and sent."""
         outgoing, incoming = (
             [Message(rank, buffer.view(-1)) for rank, buffers in way.items() for buffer in buffers]
             for way in (sends, receives)
         )
         flight = self.transport.post(outgoing, incoming, self._tag + phase)
         self.report.bytes_sent += sum(message.buffer.nbytes for message in outgoing)
-        arrivals = self.patience.collect(flight)
+        arrivals = self.waiting.collect(flight)
 
         def waits() -> Iterator[None]:
             yield from (None for arrival in arrivals if arrival is None)
@@ -218,9 +227,28 @@ class CodedExchange(Exchange):
         )
 
     def _codes(self, name: str, blocks: int) -> Coded:
-        codes = self._kept.take(f"{name} codes", torch.uint8, blocks, self._codec.block_bytes)
-        return codes, self._kept.take(f"{name} checksums", torch.int32, blocks)
+        codes = self._buffers.take(f"{name} codes", torch.uint8, blocks, self._codec.block_bytes)
+        return codes, self._buffers.take(f"{name} checksums", torch.int32, blocks)
 
 
 def _at(coded: Coded, at: slice) -> Coded:
     return coded[0][at], coded[1][at]
+
+
+def _runs(chosen: Tensor) -> Iterator[tuple[int, int]]:
+    """Yield the ranges first..last in which a bool vector is true, ascending."""
+    edges = torch.diff(chosen.to(torch.int8), prepend=_NONE, append=_NONE).nonzero().view(-1).tolist()
+    return zip(edges[::2], edges[1::2], strict=True)
+
+
+def _chosen(mean: Tensor, first_block: int, chosen: Tensor) -> Iterator[MeanPiece]:
+    """Yield the chosen blocks of `mean`, which begins at block `first_block` of the vector."""
+    for first, last in _runs(chosen):
+        piece = mean[first * BLOCK : last * BLOCK]
+        start = (first_block + first) * BLOCK
+        yield MeanPiece(start, start + len(piece), piece)
+
+
+def _spans(chosen: Tensor, length: int) -> Spans:
+    """Return the chosen blocks of a vector of `length` elements."""
+    return Spans([(first * BLOCK, min(last * BLOCK, length)) for first, last in _runs(chosen)])

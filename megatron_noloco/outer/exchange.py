@@ -7,11 +7,11 @@ Parallel Distrib. Comput. 69(2), 2009: reduce-scatter, then all-gather), but by 
 1. Each member owns 1/n of the elements. It receives them from the other members and averages them.
 2. It sends the mean of its elements to the other members.
 
-A member sends 2 (n-1)/n vectors, the least possible; sending the vector to everybody would cost n-1. In both
+A member sends 2 (n-1)/n vectors, the least possible; sending the vector to all members would cost n-1. In both
 schemes all members use bitwise the same mean, which the method's recursion of the mean rests on (docs/method.md).
 
-Between `begin` and `finish` the caller may compute, and call `progress` now and then. It collects what has landed,
-and posts what depends on it (the second phase, the next stretch), so that `finish` finds little left to wait for.
+Between `begin` and `finish` the caller may compute, and call `progress` now and then. It collects what has
+arrived, and posts what depends on it (the second phase, the next stretch), so that `finish` waits for little.
 """
 
 import time
@@ -22,10 +22,8 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.outer.mean import ExchangeReport, MeanPiece, finite_mean
-from megatron_noloco.outer.memory import Kept
-from megatron_noloco.outer.patience import PartnerLostError, PartnerTimeoutError, Patience
-from megatron_noloco.outer.spans import Ranges
-from megatron_noloco.outer.tags import CHANNELS, tag_of
+from megatron_noloco.outer.messages import CHANNELS, PartnerLostError, PartnerTimeoutError, Waiting, tag_of
+from megatron_noloco.outer.vectors import Buffers, Ranges
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.protocol import ExchangeTimeoutError, Message, Transport
@@ -51,23 +49,23 @@ class AnyExchange(Protocol):
 
 
 class Exchange:
-    """Averages this rank's vector with its counterparts (`Place.rank_of`) in the replica's group.
+    """Averages this rank's vector with those of its counterparts (`Place.rank_of`) in the replica's group.
 
-    Owns the memory that messages arrive in, its tags and its report, so that several exchanges of one rank may be
-    under way at once, each with a channel or a number of its own. One exchange has one vector under way at a time.
+    An exchange owns the memory that messages arrive in, its tags and its report, so several exchanges of one rank
+    may be under way at once, each with its own channel or number. Each has one vector under way at a time.
 
     Args:
         transport: carries the messages.
         place: of this rank; its rank is the transport's.
         channel: 0 to CHANNELS - 1, the same for the counterparts.
-        deadline_seconds: how long to wait for a member, see `Patience`.
+        deadline_seconds: how long to wait for a member, see `messages.Waiting`.
         stretch: elements that are under way at a time, the same for the counterparts. The exchange's buffers hold
             one such stretch for a pair, two for a larger group. `begin` posts the first stretch.
 
     Attributes:
         report: of the exchange begun last; complete when `finish` is exhausted.
         sends_from_device: whether a vector in an accelerator's memory is sent from there.
-        patience: how long it waits; may be changed between two exchanges.
+        waiting: its `deadline_seconds` may be changed between two exchanges.
         complete: whether all of the mean has been yielded, and all that was sent has arrived.
     """
 
@@ -95,9 +93,9 @@ class Exchange:
         self._exact: Ranges = ()
         self._under_way = False
         self.complete = False
-        self.patience = Patience(deadline_seconds)
+        self.waiting = Waiting(deadline_seconds)
         self._pieces: Generator[MeanPiece | None]
-        self._kept = Kept()
+        self._buffers = Buffers()
 
     def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
         """Post the messages of this rank, and return without waiting for any.
@@ -107,8 +105,8 @@ class Exchange:
                 stretch by stretch, when it lies where the transport cannot send from.
             group: the replicas to average over, ascending, this one included.
             number: the same in the whole group, different from that of other exchanges on this channel.
-            what: the exchange, as an error names it.
-            exact: parts of the vector that travel in fp32, as all of it does here, also where codes are sent.
+            what: names the exchange in errors.
+            exact: parts of the vector that are sent in fp32 (as all of it is here) where others are sent as codes.
 
         Raises RuntimeError when the exchange begun before is not finished, ValueError when this replica is
         not in the group.
@@ -120,30 +118,30 @@ class Exchange:
         self.report = ExchangeReport(group)
         self._what, self._exact, self.complete = what, exact, False
         self._tag = tag_of(number, self.channel)
-        self.patience.work()
+        self.waiting.stop()
         posted = self._post(vector[: self.stretch]) if len(vector) else iter(())
         self._pieces = self._all_pieces(vector, posted)
         self._under_way = True
 
     def progress(self) -> Iterator[MeanPiece]:
-        """Yield the pieces of the mean that can be had by now, without waiting for any; none without `begin`.
+        """Yield the pieces of the mean that are available, without waiting; none without `begin`.
 
-        Messages move meanwhile where the library moves them only when it is called. All members must use the
-        pieces of `progress` as they do those of `finish`, which yields the others.
+        Moves messages where the library moves them only when it is called. All members must use the pieces of
+        `progress` as they do those of `finish`, which yields the others.
         """
         while self._under_way and (piece := next(self._pieces, None)) is not None:
             yield piece
 
     def finish(self) -> Iterator[MeanPiece]:
-        """Yield the pieces of the mean that are left, each element once, as chunks land.
+        """Yield the pieces of the mean that are left, each element once, as chunks arrive.
 
-        Raises RuntimeError when nothing was begun, PartnerLostError when the connection to a member of this job is
-        gone, and PartnerTimeoutError, one of its kinds, when a member does not answer within the deadline. The
-        exchange is then over, and may be begun again.
+        Raises RuntimeError when nothing was begun, PartnerLostError when the connection to a member is lost, and its
+        subclass PartnerTimeoutError when a member does not answer within the deadline. The exchange is then over,
+        and may be begun again.
         """
         if not self._under_way:
             raise RuntimeError("nothing is under way: begin comes before finish")
-        self.patience.wait(self._awaited())
+        self.waiting.start(self._awaited())
         try:
             yield from (piece for piece in self._pieces if piece is not None)
         finally:
@@ -158,7 +156,7 @@ class Exchange:
         return f"waiting for {' and '.join(named)} in {self._what}"
 
     def _all_pieces(self, vector: Tensor, posted: Iterator[MeanPiece | None]) -> Generator[MeanPiece | None]:
-        """None where the next piece has not landed and nobody waits."""
+        """Yield the pieces of the mean; None where the next one has not arrived and the caller does not wait."""
         try:
             for first in range(0, len(vector), self.stretch):
                 if first:
@@ -179,12 +177,12 @@ class Exchange:
         finally:
             if not self.complete:
                 self._under_way = False
-                # What arrives late must land in memory of its own, which the transport keeps.
-                self._kept.forget()
+                # Late messages must not overwrite the next exchange's memory; the transport keeps the old one.
+                self._buffers.release()
             self.report.seconds = time.perf_counter() - self.report.started
 
     def whole_mean(self, vector: Tensor, group: Group, number: int, what: str) -> Tensor:
-        """`begin` and `finish` in one; the mean in new memory, shaped like the vector."""
+        """Return the mean in new memory: `begin` and `finish` in one."""
         whole = torch.empty_like(vector)
         self.begin(vector, group, number, what)
         for start, stop, mean in self.finish():
@@ -192,10 +190,10 @@ class Exchange:
         return whole
 
     def _post(self, part: Tensor) -> Iterator[MeanPiece | None]:
-        """Post the first messages of one stretch; its pieces are collected by iterating."""
+        """Post the first messages of one stretch, and return the iterator that collects its pieces."""
         group = self.report.group
         if part.device.type != "cpu" and not self.sends_from_device:
-            part = self._kept.take("outbox", torch.float32, len(part)).copy_(part)
+            part = self._buffers.take("outbox", torch.float32, len(part)).copy_(part)
         match len(group):
             case 1:
                 return iter([MeanPiece(0, len(part), self._inbox(part).copy_(part))])
@@ -208,7 +206,7 @@ class Exchange:
         rank, inbox = self.place.rank_of(partner), self._inbox(vector)
         flight = self.transport.post([Message(rank, vector)], [Message(rank, inbox)], self._tag)
         self.report.bytes_sent += vector.nbytes
-        arrivals = self.patience.collect(flight)
+        arrivals = self.waiting.collect(flight)
 
         def pieces() -> Iterator[MeanPiece | None]:
             for arrival in arrivals:
@@ -229,7 +227,7 @@ class Exchange:
         bounds = [len(vector) * member // len(group) for member in range(len(group) + 1)]
         parts = [slice(bounds[member], bounds[member + 1]) for member in range(len(group))]
         width = bounds[me + 1] - bounds[me]
-        slices = list(self._kept.take("slices", torch.float32, len(group), width, device=vector.device))
+        slices = list(self._buffers.take("slices", torch.float32, len(group), width, device=vector.device))
         slices[me] = vector[parts[me]]
         inbox = self._inbox(vector)
         flight = self.transport.post(
@@ -237,7 +235,7 @@ class Exchange:
             [Message(ranks[j], slices[j]) for j in others],
             self._tag,
         )
-        arrivals = self.patience.collect(flight)
+        arrivals = self.waiting.collect(flight)
 
         def pieces() -> Iterator[MeanPiece | None]:
             yield from (None for arrival in arrivals if arrival is None)
@@ -250,7 +248,7 @@ class Exchange:
             )
             self.report.bytes_sent += vector.nbytes - slices[me].nbytes + len(others) * mean.nbytes
             yield MeanPiece(parts[me].start, parts[me].stop, mean)
-            for arrival in self.patience.collect(handing_out):
+            for arrival in self.waiting.collect(handing_out):
                 if arrival is None:
                     yield None
                     continue
@@ -261,4 +259,4 @@ class Exchange:
         return pieces()
 
     def _inbox(self, part: Tensor) -> Tensor:
-        return self._kept.take("inbox", torch.float32, len(part), device=part.device)
+        return self._buffers.take("inbox", torch.float32, len(part), device=part.device)

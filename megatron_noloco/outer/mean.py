@@ -1,4 +1,4 @@
-"""The mean of a chunk over a group, what to do where a member is not finite, and what the chunk shows."""
+"""The mean of a chunk over a group, without members that are not finite; and the report of an exchange."""
 
 import math
 import time
@@ -22,11 +22,11 @@ class MeanPiece(NamedTuple):
 
 @dataclass
 class ExchangeReport:
-    """What one exchange cost and showed, on this rank."""
+    """What one exchange cost, and what it measured, on this rank."""
 
     group: Group  # this replica included
     bytes_sent: int = 0
-    wait_seconds: float = 0.0  # idle, inside `Exchange.finish`
+    wait_seconds: float = 0.0  # spent waiting inside `Exchange.finish`
     seconds: float = 0.0  # from `begin` until this rank has seen that everything is received and sent
     squared_deviation: float = 0.0  # sum over elements of the unbiased variance over the group
     compared_elements: int = 0
@@ -35,26 +35,26 @@ class ExchangeReport:
         0.0  # of the code, likewise: s^2 / 12 of each coded element, the rounding's variance
     )
     resent_elements: int = 0  # sent in fp32 after the code, which could not hold them
-    missed: str = ""  # whom the plan names and why it was not met: a bye instead
-    in_doubt: bool = False  # a bye here, but the other side may have taken the round for a common one
+    missed: str = ""  # the partner that was not exchanged with, and why: the round was skipped
+    in_doubt: bool = False  # skipped here, but the partner may have used the mean
     started: float = field(default_factory=time.perf_counter, repr=False)
 
     def skip(self, replica: int, missed: str) -> None:
-        """The exchange did not take place, or does not count."""
+        """Make this the report of a skipped round, which did not take place or does not count."""
         self.group, self.missed = (replica,), missed
         self.squared_deviation = self.squared_error = 0.0
         self.compared_elements = self.poisoned_elements = self.resent_elements = 0
 
     @property
     def standard_deviation(self) -> float:
-        """Over the group, root mean square over the compared elements; nan for a bye."""
+        """Of the group, root mean square over the compared elements; nan for a skipped round."""
         if not self.compared_elements:
             return math.nan
         return math.sqrt(self.squared_deviation / self.compared_elements)
 
     @property
     def payload_error(self) -> float:
-        """Expected error of the code over the standard deviation over the group; nan where that is zero.
+        """Expected error of the code, relative to the standard deviation of the group; nan where that is zero.
 
         The same as |error of the pull towards the mean| / |pull|, in the Euclidean norm: both terms have the same
         factor, 1 - 1/n.
@@ -65,7 +65,7 @@ class ExchangeReport:
 
 
 def gathered(pieces: Iterator[MeanPiece], memory: Tensor) -> Iterator[MeanPiece]:
-    """The same mean in pieces that lie in `memory`: as long as it is where many short ones follow each other."""
+    """Yield the same mean in pieces copied to `memory`, joining short pieces that follow each other."""
     start = stop = 0
     for piece in pieces:
         at = piece.start
@@ -82,7 +82,7 @@ def gathered(pieces: Iterator[MeanPiece], memory: Tensor) -> Iterator[MeanPiece]
 
 
 def finite_mean(members: Sequence[Tensor], out: Tensor, report: ExchangeReport) -> Tensor:
-    """The mean of the members' chunks, each of shape [elements], in the order given: equal inputs, equal bits.
+    """Average the members' chunks, each of shape [elements], in the order given: equal inputs, equal bits.
 
     A chunk in which a member holds NaN or infinity is averaged over the members that are finite there (where none
     is: the first), so that a poisoned replica does not spread. The deviation of finite chunks and the

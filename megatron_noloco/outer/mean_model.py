@@ -4,14 +4,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from megatron_noloco.outer.exchange import Exchange
-from megatron_noloco.outer.no_rounds import Rounds
+from megatron_noloco.outer.optimizer import Rounds
 
 
 class MeanModel:
-    """Exchanges the slow weights among all replicas; every rank must do so together.
+    """Averages the slow weights over all replicas, to evaluate or save the mean model. All ranks call it together.
 
     Args:
-        outer: whose weights.
+        outer: holds the weights.
         exchange: on a channel of its own (`Channel.MEAN_MODEL`). Its stretch bounds the memory that this takes.
     """
 
@@ -21,13 +21,13 @@ class MeanModel:
 
     @contextmanager
     def in_place(self, number: int) -> Iterator[float]:
-        """Inside, the weights are those of the mean model; on leaving they are the replica's own again.
+        """Put the mean model in the place of the weights; on leaving they are the replica's own again.
 
         Gives the spread: the standard deviation of the slow weights over the replicas, root mean square over
         the elements. Raises PartnerLostError when a replica does not answer; the weights are then put back.
 
         Args:
-            number: of this evaluation, the same on all ranks; local steps done will do.
+            number: of this evaluation, the same on all ranks; such as the local steps done.
         """
         everyone = tuple(range(self.exchange.place.replicas))
         with self.outer.evaluating() as slow_weights:

@@ -1,34 +1,4 @@
-"""The round: a modified Nesterov step with momentum that also pulls a random group of replicas together.
-
-For replica i of a group G of n replicas (NoLoCo, arXiv 2506.10911, Eq. 1-3; the sign of beta as in its code):
-
-    Delta_i = theta_i - phi_i
-    delta_i <- alpha * delta_i + beta * mean_G(Delta) - gamma * (phi_i - mean_G(phi))
-    phi_i   <- phi_i + delta_i
-    theta_i <- phi_i
-
-| symbol | here                   | meaning                                              |
-|--------|------------------------|------------------------------------------------------|
-| theta  | weights                | fast weights: what the inner optimizer moved         |
-| phi    | slow_weights           | the replica's weights after its last round           |
-| Delta  |                        | outer gradient (pseudo-gradient)                     |
-| delta  | momentum               | outer momentum buffer                                |
-| alpha  | outer_momentum         |                                                      |
-| beta   | outer_lr               |                                                      |
-| gamma  | consensus_weight       |                                                      |
-| c      | combined               | beta * Delta + gamma * phi, all that has to travel   |
-
-Both means enter only as beta * mean(Delta) + gamma * mean(phi) = mean(c), so one vector travels instead of two:
-
-    c_i     = beta * theta_i + (gamma - beta) * phi_i
-    delta_i <- alpha * delta_i + mean_G(c) - gamma * phi_i
-
-Written like this, replicas with equal phi and delta take bitwise equal steps. With everybody in one group and
-equal phi the gamma terms cancel and the rule is DiLoCo's; alone (a bye) it is delta <- alpha*delta + beta*Delta.
-
-A round need not stop the training while its messages are under way: see `round`. Nor need all weights have their
-rounds at the same local step: see `fragments`.
-"""
+"""The outer optimizer of one rank: when rounds begin and are merged, and what a checkpoint keeps of them."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -39,12 +9,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from megatron_noloco.outer.coded_exchange import CodedExchange, Coding
-from megatron_noloco.outer.contacts import Contacts
 from megatron_noloco.outer.exchange import STRETCH, AnyExchange, Exchange
-from megatron_noloco.outer.fragments import cut
 from megatron_noloco.outer.mean import ExchangeReport
-from megatron_noloco.outer.round import Round, RoundReport
-from megatron_noloco.outer.tags import Channel
+from megatron_noloco.outer.messages import Channel, Contacts
+from megatron_noloco.outer.round import Round, RoundReport, cut
 from megatron_noloco.outer.vectors import OuterVectors
 from megatron_noloco.outer.weights import Weights
 from megatron_noloco.plans.fragments import fragment_after, next_after
@@ -55,12 +23,12 @@ from megatron_noloco.transport.protocol import Transport
 
 
 class OuterOptimizer:
-    """Holds one rank's slow weights and outer momentum buffer, and runs rounds.
+    """Holds one rank's slow weights and outer momentum buffer, and runs rounds; `step` has the equations.
 
     All replicas must start from equal weights, and call `after_local_step` after each of their local steps.
 
     Args:
-        weights: the fast weights, read and overwritten in each round. As they are now they become the first slow
+        weights: the fast weights, read and overwritten in each round. Their present values become the first slow
             weights.
         transport: carries the exchanges.
         place: of this rank.
@@ -75,8 +43,8 @@ class OuterOptimizer:
         momentum: delta, likewise; None with alpha = 0, where nothing of it is kept.
         delay_steps: d, that of the settings; may be changed between two local steps, on all ranks at the same one.
 
-    These vectors of memory, and what a round needs: the combined vector, the messages, and with a delay the
-    correction, each as long as the longest fragment, as often as rounds are under way at a time.
+    Besides these vectors it holds, for each round that is under way at a time, the combined vector, the messages,
+    and with a delay the correction, each as long as the longest fragment.
     """
 
     def __init__(
@@ -106,13 +74,13 @@ class OuterOptimizer:
         self._next_round = (-1, -1)  # and its fragment: the connections to this group are being opened
 
     def after_local_step(self, done: int) -> list[RoundReport]:
-        """Run the round that is due, if any; with a delay, begin it, and merge what was begun so long before.
+        """Run the round that is due, if any; with a delay, begin it, and merge the one begun `delay_steps` before.
 
         Args:
             done: local steps done since the beginning of the training, this one included.
 
-        Returns the reports of the rounds that have ended with this step: none after most, and more than one only
-        where `delay_steps` was changed. Raises as `run_round` does, and ValueError for a step below 1.
+        Returns the reports of the rounds that have ended with this step: none after most steps, and more than one
+        only where `delay_steps` was changed. Raises as `run_round` does, and ValueError for a step below 1.
         """
         if done < 1:
             raise ValueError(f"done counts from 1: it is 1 after the first local step, not {done}")
@@ -130,21 +98,21 @@ class OuterOptimizer:
         return reports
 
     def run_round(self, round_index: int, fragment: int = 0) -> RoundReport:
-        """Exchange with the fragment's group of this round and move the slow and the fast weights.
+        """Exchange with the fragment's group of this round, and move the slow and the fast weights.
 
-        Raises PartnerLostError, of which PartnerTimeoutError is a kind: the group's round is then incomplete, and
+        Raises PartnerLostError (PartnerTimeoutError is a subclass): the group's round is then incomplete, and
         training has to go back to its last checkpoint.
         """
-        self.land()
+        self.wait()
         with self._paused():
             running = self._begin(round_index, fragment, due=0)
             running.finish()
         return self._ended(running)
 
     def progress(self) -> None:
-        """Move the exchanges that are under way, if any, and use what has landed of them, without waiting.
+        """Move the exchanges under way, if any, and use what has arrived, without waiting.
 
-        Worth a call wherever local steps can be interrupted: many an MPI library moves messages, and opens
+        Call it often between local steps, such as at every microbatch: many MPI libraries move messages, and open
         connections, only when called.
         """
         self._contacts.progress()
@@ -153,29 +121,28 @@ class OuterOptimizer:
                 for running in self._under_way:
                     running.progress()
 
-    def land(self) -> None:
-        """Wait for the exchanges that are under way, if any; their rounds are merged when they are due, not now.
+    def wait(self) -> None:
+        """Wait for the exchanges under way, if any. Their rounds are merged when they are due, not now.
 
-        The slow weights and the outer momentum buffer are then those after the rounds. Raises as `run_round` does.
+        Slow weights and outer momentum buffer are then those after the rounds. Raises as `run_round` does.
         """
         if self._under_way:
             with self._paused():
                 for running in self._under_way:
-                    running.land()
+                    running.wait()
 
     def finish(self) -> list[RoundReport]:
-        """Wait for the exchanges that are under way, if any, and merge their rounds now: for after the last step.
+        """Wait for the exchanges under way, if any, and merge their rounds now. Call it after the last step.
 
-        A collective of the replica where its weights are refreshed by one. Raises as `run_round` does.
+        A collective of the replica if `Weights.refresh` is one. Raises as `run_round` does.
         """
         return [self._merge(running) for running in list(self._under_way)]
 
     def settle(self, exchange: AnyExchange, groups: Sequence[Group], number: int) -> list[ExchangeReport]:
-        """Average the fast weights in one group after the other, plainly: alpha = 0, beta = gamma = 1.
+        """Average the fast weights over one group after the other (alpha = 0, beta = gamma = 1).
 
-        With the groups of `plans.grouping.averaging_cycle`, all replicas then have the mean of all fast weights,
-        as their fast and as their slow ones. The outer momentum buffer stays. A round that is not merged yet is
-        merged first.
+        With the groups of `plans.grouping.averaging_cycle`, the fast and slow weights of all replicas are then the
+        mean of all fast weights. The outer momentum buffer stays. Rounds not merged yet are merged first.
 
         Args:
             exchange: on a channel of its own (`Channel.FINAL`), in fp32.
@@ -202,25 +169,23 @@ class OuterOptimizer:
 
     @contextmanager
     def evaluating(self) -> Iterator[Tensor]:
-        """Inside, other weights may stand in the place of the fast ones; on leaving these are back.
+        """Give the slow weights, not to be written; inside, the fast weights may be overwritten.
 
-        Gives the slow weights, not to be written. No round may run inside. Exchanges that are under way land
-        first. The fast weights are kept in the memory of a round; with several fragments, in host memory of their
-        own.
+        The fast weights are put back on leaving; meanwhile they are kept in the memory of a round (with several
+        fragments, in host memory of their own). No round may run inside; exchanges under way are waited for first.
         """
-        self.land()
+        self.wait()
         with self.weights.kept_in(self._spare):
             yield self.slow_weights
 
     def state(self) -> dict[str, Tensor]:
-        """What a resume needs of the outer optimizer; the first two are live tensors.
+        """Return what a resume needs of the outer optimizer, after waiting for the exchanges under way.
 
-        "slow_weights" and, unless alpha = 0, "outer_momentum". Exchanges that are under way land first. While
-        rounds are not merged, there are also "correction" (phi - theta_s where it is to be merged, else zero),
-        "delayed_rounds" (a row of `Round.numbers` for each) and "delayed_with" (local steps to a round, and
-        fragments).
+        Live tensors "slow_weights" and, unless alpha = 0, "outer_momentum". While rounds are not merged, also
+        "correction" (phi - theta_s where it is to be merged, else zero), "delayed_rounds" (a row of
+        `Round.numbers` for each) and "delayed_with" (local steps to a round, and fragments).
         """
-        self.land()
+        self.wait()
         state = {"slow_weights": self.slow_weights}
         if self.momentum is not None:
             state["outer_momentum"] = self.momentum
@@ -239,19 +204,18 @@ class OuterOptimizer:
     def restore(self, state: dict[str, Tensor], moved: bool = False) -> None:
         """Continue from what `state` returned. The fast weights are not in it: restore them before.
 
-        A correction concerns this replica alone. It is merged at its step with any other number of replicas, and
-        now with another number of local steps or fragments.
-
-        Without "outer_momentum", as it is written with alpha = 0 or without rounds, the momentum begins at zero.
+        A correction is merged at its step, also with another number of replicas; with another number of local
+        steps or fragments it is merged now. A state without "outer_momentum" (written with alpha = 0, or without
+        rounds) starts the momentum at zero.
 
         Args:
             moved: whether the vectors were put together from those of ranks with other weights. Fragments are then
-                cut elsewhere, so that a correction of one of several is merged now.
+                cut elsewhere, so a correction of one of several is merged now.
         """
         self.slow_weights.copy_(state["slow_weights"])
         if self.momentum is not None:
             self.momentum.copy_(state.get("outer_momentum", torch.zeros(())))
-        self._under_way = []  # what still arrives of them lands in memory of its own
+        self._under_way = []  # messages that still arrive write to memory that these rounds keep
         if "correction" not in state:
             return
         cut_elsewhere = moved and len(self._fragments) > 1
@@ -264,7 +228,7 @@ class OuterOptimizer:
 
     @property
     def _spare(self) -> Tensor:
-        """A vector of all weights that nothing needs while no exchange is under way."""
+        """A vector as long as all weights, free while no exchange is under way."""
         rounds = [*self._idle, *self._under_way]
         whole = len(self._fragments) == 1 and rounds
         return rounds[0].combined if whole else torch.empty(self.weights.length)
@@ -274,26 +238,26 @@ class OuterOptimizer:
         return torch.tensor([self.settings.local_steps, self.settings.fragments])
 
     def _begin(self, round_index: int, fragment: int, due: int) -> Round:
-        group, number = self._meeting(round_index, fragment)
+        group, number = self._group_of(round_index, fragment)
         running = self._free_round()
         running.begin(round_index, self._fragments[fragment], group, number, due)
         return running
 
     def _open_connections(self, round_index: int, fragment: int) -> None:
-        """To the group of the next round; computed once, in the first local step of the phase before it."""
+        """Open connections to the group of the next round, once, in the first local step of the phase before it."""
         if (round_index, fragment) != self._next_round:
             self._next_round = round_index, fragment
-            self._contacts.open(*self._meeting(round_index, fragment))
+            self._contacts.open(*self._group_of(round_index, fragment))
 
-    def _meeting(self, round_index: int, fragment: int) -> tuple[Group, int]:
-        """The group of a fragment's round, and the number of the round."""
+    def _group_of(self, round_index: int, fragment: int) -> tuple[Group, int]:
+        """Return the group of a fragment's round, and the number of its exchange."""
         group = self.grouping.group(self.place.replica, round_index, self.place.stage, fragment)
         return group, round_index * self.settings.fragments + fragment
 
     def _merge(self, running: Round) -> RoundReport:
         with self._paused():
             for earlier in self._under_way[: self._under_way.index(running) + 1]:
-                earlier.land()
+                earlier.wait()
             running.merge()
         self._under_way.remove(running)
         return self._ended(running)
@@ -325,3 +289,40 @@ class OuterOptimizer:
         started = time.perf_counter()
         yield
         self._pause_seconds += time.perf_counter() - started
+
+
+class NoRounds:
+    """Has the interface of `OuterOptimizer` for a replica that trains alone, with fast weights only."""
+
+    def __init__(self, weights: Weights) -> None:
+        self.weights = weights
+
+    def after_local_step(self, done: int) -> list[RoundReport]:
+        """Return no reports: no round is ever due."""
+        return []
+
+    def progress(self) -> None:
+        """Do nothing: no exchange is ever under way."""
+
+    def wait(self) -> None:
+        """Return at once: nothing is ever under way."""
+
+    @contextmanager
+    def evaluating(self) -> Iterator[Tensor]:
+        """Give the fast weights, copied to host memory, and put them back on leaving; see `OuterOptimizer`."""
+        fast = torch.empty(self.weights.length, dtype=torch.float32)
+        with self.weights.kept_in(fast):
+            yield fast
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the fast weights as "slow_weights", so that readers of checkpoints need not know the method."""
+        return {"slow_weights": self.weights.read()}
+
+    def restore(self, state: dict[str, Tensor], moved: bool = False) -> None:
+        """Merge the rounds of the state that were not merged yet. Restore the fast weights before."""
+        if "correction" in state:
+            self.weights.add(state["correction"])
+
+
+Rounds = OuterOptimizer | NoRounds
+"""What a training loop calls after each local step."""

@@ -1,62 +1,108 @@
-"""A round of one fragment, which may be under way while training goes on.
+"""A round of one fragment of the weights, which may be under way while training goes on.
 
-With d = `delay_steps` > 0, the round after local step t = (r + 1) k is taken apart:
+With d = `delay_steps` > 0, the round after local step t = (r + 1) k is taken apart (`step` has the equations):
 
-    after step t        theta_s = theta,  Delta = theta_s - phi,  c as ever; its exchange begins
-    after step t + d    delta <- alpha * delta + mean_G(c) - gamma * phi
-                        phi   <- phi + delta
-                        theta <- theta + (phi - theta_s)
+    after step t        theta_s = theta is noted, c formed, and its exchange begins
+    after step t + d    the outer step moves phi and delta, and theta <- theta + (phi - theta_s)
 
-In between, the local steps go on from theta_s. They are kept in full: after the merge theta is phi plus their
-updates, as if they had been taken from phi. Which step merges is known beforehand and the same on all ranks,
-whenever the messages arrive: a rank that is early waits. d = 0 is the round of `optimizer` itself, and d <= k, so
-that one exchange of a fragment is under way at a time.
+Which step merges is known beforehand and the same on all ranks, whenever the messages arrive: a rank that is early
+waits. d <= k, so one exchange of a fragment is under way at a time.
 
-What it changes, for any grouping:
+What the delay changes, for any grouping:
 
-- (phi, delta) follow the same recursions, with Delta = theta_s - phi. Each local update enters exactly one Delta;
-  were updates independent of the weights, phi and delta would be those of d = 0. What changes is where the first d
+- (phi, delta) follow the same recursions, with Delta = theta_s - phi. Each local update enters exactly one Delta; if
+  updates were independent of the weights, phi and delta would be those of d = 0. What changes is where the first d
   gradients of each phase are taken: at weights that lack the correction phi - theta_s.
-- So with all replicas in one group and equal phi it is DiLoCo's outer step; a bye is one's own; the mean over the
-  replicas of (phi, delta) follows DiLoCo's recursion; c is the same, and so is the spread measured on it.
-- Two replicas with equal phi and delta keep them bitwise equal. Their theta are not: never during the flight, and
-  after it they differ by the d local steps. At d = 0 they are equal after each round.
-- Without gradients theta = phi at every snapshot, so rho (`plans.stability`) is the same. It says nothing about
-  the effect of late corrections on training, which can be measured only.
+- So with all replicas in one group and equal phi it is DiLoCo's outer step, and the mean over the replicas of
+  (phi, delta) follows DiLoCo's recursion; c and the spread measured on it are the same.
+- Two replicas with equal phi and delta keep them bitwise equal. Their theta differ by the d local steps.
+- Without gradients theta = phi at every snapshot, so rho (`plans.stability`) is the same. The effect of late
+  corrections on training can only be measured.
 
-Sources. Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512, also apply the
-outer step some local steps late, but then mix: theta <- a * theta + (1 - a) * phi. That discards a part of the
-local steps taken meanwhile, and lets a part of theta_s - phi enter the next Delta as well. Kale et al., "Eager
-updates for overlapped communication and computation in DiLoCo", arXiv 2502.12996, take an outer step at once,
-from a mixture of the replica's own new Delta and the others' Deltas of the phase before. Here theta itself
-stands in until the mean is there: it contains the replica's own Delta with weight 1. Both papers average over
-all replicas; here only the group has to have reached step t.
+Sources. Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512, also apply the outer
+step some local steps late, but then mix: theta <- a * theta + (1 - a) * phi. That discards a part of the local steps
+taken meanwhile, and lets a part of theta_s - phi enter the next Delta as well. Kale et al., "Eager updates for
+overlapped communication and computation in DiLoCo", arXiv 2502.12996, take an outer step at once, from a mixture of
+the replica's own new Delta and the others' Deltas of the phase before. Here theta itself stands in until the mean
+arrives: it contains the replica's own Delta with weight 1.
+
+Fragments. A rank's weights can be cut into F parts whose rounds are at different local steps, each in groups of its
+own (`plans.fragments`, `Grouping.groups`); the idea is Streaming DiLoCo's. A round is element by element, so all of
+this holds for each fragment on its own. A rank cuts its vector into equal parts, whatever its parameters are: an
+embedding may be more than 1/F of all weights, and a partition of ZeRO begins and ends anywhere. Elements that other
+ranks of the replica hold as well (`Weights.copied`) stay equal if they are exchanged with the same replicas after
+the same local steps; they lie at different places of the ranks' vectors, so all of them are in fragment 0.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from megatron_noloco.outer.exchange import AnyExchange
-from megatron_noloco.outer.fragments import Fragment
 from megatron_noloco.outer.mean import ExchangeReport, MeanPiece
-from megatron_noloco.outer.memory import HOST, Kept
-from megatron_noloco.outer.vectors import OuterVectors
+from megatron_noloco.outer.vectors import HOST, Buffers, OuterVectors, Ranges, Spans
 from megatron_noloco.plans.grouping import Group
+
+
+class Fragment(Spans):
+    """The ranges of one fragment.
+
+    Attributes:
+        index: 0 to F - 1.
+        name: names the fragment in errors, after its round; empty if there is only one.
+        exact: ranges of the fragment's own vector of which other ranks hold copies.
+    """
+
+    def __init__(self, ranges: Ranges, index: int = 0, name: str = "", exact: Ranges = ()) -> None:
+        super().__init__(ranges)
+        self.index = index
+        self.name = name
+        self.exact = exact
+
+
+def cut(length: int, copied: Ranges, fragments: int) -> list[Fragment]:
+    """Return the fragments of a vector of `length` elements; fragment 0 begins with those that are `copied`.
+
+    Where these are more than 1/F of the vector, the other fragments share the rest.
+
+    Args:
+        copied: see `Weights.copied`; ascending.
+
+    Raises ValueError for more fragments than elements.
+    """
+    if fragments == 1:
+        return [Fragment([(0, length)], exact=copied)]
+    if fragments > length:
+        raise ValueError(f"fragments {fragments} are more than the {length} weights of a rank")
+    edges = [0, *(edge for range_ in copied for edge in range_), length]
+    others = [range_ for range_ in zip(edges[::2], edges[1::2], strict=True) if range_[0] < range_[1]]
+    order, copies = Spans([*copied, *others]), Spans(copied).length
+    first = max(length // fragments, copies)
+    bounds = [0, *(first + (length - first) * part // (fragments - 1) for part in range(fragments))]
+    return [
+        Fragment(
+            [(place.start, place.stop) for _, place in order.within(*ends)],
+            index,
+            f", fragment {index}",
+            [(0, copies)] if copies and index == 0 else (),
+        )
+        for index, ends in enumerate(pairwise(bounds))
+    ]
 
 
 @dataclass(frozen=True)
 class RoundReport:
-    """One round of a fragment as this rank saw it.
+    """What one round of a fragment cost and showed, on this rank.
 
     Attributes:
-        spread: standard deviation over the group of the fast weights before the round, root mean square over the
-            weights; nan for a bye. Exactly that where consensus_weight = outer_lr, with payload "fp32" and in
-            pairs: else it is of c / gamma = phi + (beta / gamma) Delta (of Delta where gamma is 0), of codes, and
-            in a larger group of this rank's part of the weights.
-        pause_seconds: for which local steps stood still because of it.
+        spread: standard deviation of the fast weights over the group before the round, root mean square over the
+            weights; nan if the round was skipped. Exactly that for consensus_weight = outer_lr, payload "fp32" and
+            pairs. Otherwise it is that of c / gamma = phi + (beta / gamma) Delta (of Delta if gamma is 0), of
+            codes, and in a larger group of this rank's part of the weights.
+        pause_seconds: seconds that local steps stood still for it.
     """
 
     round_index: int
@@ -67,9 +113,9 @@ class RoundReport:
 
 
 class Round:
-    """One round of one fragment, from its beginning until it is merged; then another one.
+    """One round of one fragment, from its beginning until it is merged; reused for later rounds.
 
-    Owns the memory of a round: c, the messages, and with a delay the correction. It is kept for the next.
+    Owns the memory of a round: c, the messages, and with a delay the correction.
 
     Args:
         vectors: of all weights.
@@ -78,67 +124,67 @@ class Round:
 
     Attributes:
         index: of the round.
-        fragment: whose round it is.
-        due: local steps done when it is merged; 0 where nobody trains meanwhile.
-        landed: whether phi and delta are updated and the correction phi - theta_s is there to be merged.
-        report: of the exchange; complete once it has landed.
+        fragment: the fragment that is exchanged.
+        due: local steps done when it is merged; 0: without delay.
+        complete: whether phi and delta are updated, and with a delay the correction phi - theta_s can be merged.
+        report: of the exchange; final once the round is complete.
     """
 
     def __init__(self, vectors: OuterVectors, exchange: AnyExchange, longest: int) -> None:
         self._vectors = vectors
         self._exchange = exchange
         self._longest = longest
-        self._kept = Kept()
+        self._buffers = Buffers()
         self.index = self.due = 0
         self.fragment = Fragment(())
-        self.landed = True
+        self.complete = True
         self.report = exchange.report
 
     def begin(self, index: int, fragment: Fragment, group: Group, number: int, due: int) -> None:
-        """Post the messages; `number` is that of the exchange."""
-        self.index, self.fragment, self.due, self.landed = index, fragment, due, False
+        """Form c and post the messages; `number` is that of the exchange."""
+        self.index, self.fragment, self.due, self.complete = index, fragment, due, False
         combined = self.combined[: fragment.length]
         self._vectors.combine(fragment, combined, self._snapshot)
         self._exchange.begin(combined, group, number, f"round {index}{fragment.name}", fragment.exact)
         self.report = self._exchange.report
 
     def finish(self) -> None:
-        """Without delay: wait for the exchange, and move the slow and the fast weights."""
+        """Wait for the exchange of a round without delay, and move the slow and the fast weights."""
         with self._vectors.weights.writing() as write, self._vectors.side.used():
             for mean in self._vectors.to_step(self._exchange.finish()):
-                for start, phi in self._vectors.step(self.fragment, mean, None):
+                for start, phi in self._vectors.outer_step(self.fragment, mean, None):
                     write(start, phi)
-        self.landed = True
+        self.complete = True
 
     def progress(self) -> None:
-        """With delay: use what has landed, without waiting."""
-        if not self.landed:
+        """Use the pieces of a delayed round that have arrived, without waiting."""
+        if not self.complete:
             self._use(self._exchange.progress())
 
-    def land(self) -> None:
-        """With delay: wait for the exchange, if it is under way."""
-        if not self.landed:
+    def wait(self) -> None:
+        """Wait for the exchange of a delayed round, if it is under way."""
+        if not self.complete:
             self._use(self._exchange.finish())
-            self.landed = True
+            self.complete = True
 
     def merge(self) -> None:
-        """With delay: move the fast weights by the correction; the exchange must have landed."""
+        """Move the fast weights by the correction of a delayed round that is complete."""
         self._vectors.merge(self.fragment, self.correction, self.combined[: self.fragment.length])
 
     @property
     def combined(self) -> Tensor:
-        """c, shape [longest], where messages are sent from; free once the exchange has landed."""
+        """c, shape [longest], where messages are sent from; free once the round is complete."""
         device = self._vectors.home if self._exchange.sends_from_device else HOST
-        return self._kept.take("combined", torch.float32, self._longest, device=device)
+        return self._buffers.take("combined", torch.float32, self._longest, device=device)
 
     @property
     def correction(self) -> Tensor:
         """theta_s, then phi - theta_s; shape [fragment.length]."""
-        whole = self._kept.take("correction", torch.float32, self._longest, device=self._vectors.home)
+        whole = self._buffers.take("correction", torch.float32, self._longest, device=self._vectors.home)
         return whole[: self.fragment.length]
 
     def numbers(self) -> Tensor:
-        """What a checkpoint keeps of a landed round. Its times are left out: they belong to this process."""
+        """Return what a checkpoint keeps of a complete round. Times are left out: they belong to this process."""
         exchange = self.report
         numbers = [
             self.fragment.index,
@@ -155,10 +201,10 @@ class Round:
         return torch.tensor(numbers, dtype=torch.float64)
 
     def resume(self, numbers: Tensor, fragments: Sequence[Fragment], correction: Tensor) -> None:
-        """Become the landed round of which `numbers` tell; `correction` is that of all weights."""
+        """Become the complete round that `numbers` describe; `correction` is that of all weights."""
         fragment, index, due, sent, squared_deviation, compared, *more = numbers.tolist()
         poisoned, squared_error, resent, *group = more
-        self.index, self.due, self.landed = int(index), int(due), True
+        self.index, self.due, self.complete = int(index), int(due), True
         self.fragment = fragments[int(fragment)]
         self.fragment.gather(correction, self.correction)
         self.report = ExchangeReport(
@@ -178,4 +224,4 @@ class Round:
     def _use(self, means: Iterator[MeanPiece]) -> None:
         with self._vectors.side.used():
             for mean in self._vectors.to_step(means):
-                self._vectors.step(self.fragment, mean, self._snapshot)
+                self._vectors.outer_step(self.fragment, mean, self._snapshot)

@@ -1,29 +1,145 @@
-"""The vectors of the outer optimizer, and the arithmetic of a round on them."""
+"""Flat vectors: the memory they lie in, ranges of them, and the algorithm (`step`) applied to them in pieces."""
 
-from collections.abc import Iterator
+import math
+import mmap
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from megatron_noloco.outer import step
 from megatron_noloco.outer.mean import MeanPiece, gathered
-from megatron_noloco.outer.memory import HOST, buffer
-from megatron_noloco.outer.spans import Spans
-from megatron_noloco.outer.streams import SideStream, wait_for
 from megatron_noloco.outer.weights import Weights
 from megatron_noloco.settings import NolocoSettings
 
+HOST = torch.device("cpu")
+_PORTABLE = 1  # cudaHostRegisterPortable
 _AT_ONCE = 1 << 20  # elements formed at a time: they stay in cache
 
 
+def buffer(length: int, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return a new vector; in host memory beside an accelerator it is pinned, so that copies are fast."""
+    if device.type == "cpu" and torch.cuda.is_available():
+        return _pinned(length, dtype)
+    return torch.empty(length, dtype=dtype, device=device)
+
+
+def _pinned(length: int, dtype: torch.dtype) -> Tensor:
+    """Return pinned memory of this size: `pin_memory` rounds up to a power of two and never gives it back."""
+    size = max(1, length * dtype.itemsize)
+    memory = np.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+    failure = int(torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, size, _PORTABLE))
+    if failure:
+        raise MemoryError(f"{size:,} bytes of host memory could not be pinned: CUDA's error {failure}")
+    weakref.finalize(memory, torch.cuda.cudart().cudaHostUnregister, memory.ctypes.data).atexit = False
+    return torch.from_numpy(memory)[: length * dtype.itemsize].view(dtype)
+
+
+class Buffers:
+    """Named vectors that are reused from round to round."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Tensor] = {}
+
+    def take(self, name: str, dtype: torch.dtype, *shape: int, device: torch.device = HOST) -> Tensor:
+        """Return the vector of this name; it is allocated anew if it was shorter, of another type or elsewhere."""
+        length = math.prod(shape)
+        held = self._held.get(name)
+        if held is None or len(held) < length or (held.dtype, held.device) != (dtype, device):
+            held = self._held[name] = buffer(length, device, dtype)
+        return held[:length].view(shape)
+
+    def release(self) -> None:
+        """Drop our references; operations in flight keep theirs."""
+        self._held.clear()
+
+
+Ranges = Sequence[tuple[int, int]]
+"""Elements start..stop of a vector; no two ranges overlap."""
+
+
+class Spans:
+    """Some ranges of a vector, seen as a vector of their own, in the order given."""
+
+    def __init__(self, ranges: Ranges) -> None:
+        self.ranges = ranges
+        self._places = list(accumulate((stop - start for start, stop in ranges), initial=0))
+
+    @property
+    def length(self) -> int:
+        """Number of elements in all ranges."""
+        return self._places[-1]
+
+    def within(self, start: int, stop: int) -> Iterator[tuple[slice, slice]]:
+        """Yield elements start..stop in pieces: the place of each in these ranges' vector and in the whole one."""
+        for index in range(bisect_right(self._places, start) - 1, len(self.ranges)):
+            if self._places[index] >= stop:
+                break
+            first, last = max(start, self._places[index]), min(stop, self._places[index + 1])
+            shift = self.ranges[index][0] - self._places[index]
+            yield slice(first, last), slice(first + shift, last + shift)
+
+    def gather(self, vector: Tensor, out: Tensor) -> Tensor:
+        """Fill `out`, of `length` elements, from the whole vector."""
+        for ours, place in self.within(0, self.length):
+            out[ours] = vector[place]
+        return out
+
+    def scatter(self, ours: Tensor, out: Tensor) -> None:
+        """Write the vector of these ranges to its places in the whole one, `out`."""
+        for within, place in self.within(0, self.length):
+            out[place] = ours[within]
+
+    def place(self, piece: MeanPiece) -> Iterator[MeanPiece]:
+        """Yield a piece of these ranges' vector as pieces of the whole one."""
+        for ours, place in self.within(piece.start, piece.stop):
+            mean = piece.mean[ours.start - piece.start : ours.stop - piece.start]
+            yield MeanPiece(place.start, place.stop, mean)
+
+
+class SideStream:
+    """A CUDA stream for work that no local step reads or writes: slow weights, momentum, corrections, means.
+
+    A stream does its work in the order in which the host queued it, and the host runs ahead of it. On the stream of
+    the local steps, each piece of a mean would wait for all local steps queued before. The kernels here are short
+    and go first. The caller ensures (`wait_for`) that the local steps' stream has written what is read here. On a
+    CPU all work is done when a call returns.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Queue the work inside on the stream, and wait for it on leaving: messages may then be overwritten."""
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until the current stream has done what is queued."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 class OuterVectors:
-    """Symbols are those of `optimizer` and `round`. A round concerns some elements: `spans`.
+    """Holds phi and delta of one rank, and applies `step` to ranges of them, piece by piece.
 
     Args:
         weights: theta.
 
     Attributes:
         home: where slow weights and momentum lie.
-        side: where their arithmetic is queued.
+        side: the stream of their arithmetic.
         slow_weights: phi, fp32, shape [weights.length].
         momentum: delta, likewise; None with alpha = 0, where nothing of it is kept.
     """
@@ -36,56 +152,48 @@ class OuterVectors:
         weights.read_into(self.slow_weights)
         self.momentum = buffer(weights.length, self.home).zero_() if settings.outer_momentum else None
         self.side = SideStream(self.home)
-        self._landed = buffer(_AT_ONCE, HOST) if self.home.type == "cuda" else None
+        self._arrived = buffer(_AT_ONCE, HOST) if self.home.type == "cuda" else None
 
     @torch.no_grad()
     def combine(self, spans: Spans, combined: Tensor, snapshot: Tensor | None) -> None:
-        """Fill `combined` with c = beta * theta + (gamma - beta) * phi, formed where phi lies.
+        """Fill `combined` with c of these ranges, formed where phi lies. On return it can be sent.
 
         Args:
             combined: shape [spans.length], on any device.
             snapshot: to be filled with theta_s, likewise, where phi lies; None for a round without delay.
-
-        On return all is written: `combined` can be sent.
         """
-        pull = self.settings.gamma - self.settings.outer_lr
+        beta, gamma = self.settings.outer_lr, self.settings.gamma
         for ours, place in _in_cache(spans):
             phi, c = self.slow_weights[place], combined[ours]
             piece = c if c.device == phi.device else torch.empty_like(phi)
-            if snapshot is None:
-                self.weights.read_into(piece, place.start)
-            else:
-                self.weights.read_into(snapshot[ours], place.start)
-                piece.copy_(snapshot[ours])
-            piece.mul_(self.settings.outer_lr)
-            if pull:
-                piece.add_(phi, alpha=pull)
+            theta = piece if snapshot is None else snapshot[ours]
+            self.weights.read_into(theta, place.start)
+            step.combine(theta, phi, beta, gamma, out=piece)
             if piece is not c:
                 c.copy_(piece, non_blocking=True)
         wait_for(self.home)
 
     def to_step(self, means: Iterator[MeanPiece]) -> Iterator[MeanPiece]:
-        """The pieces for `step`. Where slow weights lie on an accelerator: of a size that is worth a copy."""
-        return means if self._landed is None else gathered(means, self._landed)
+        """Return the pieces for `outer_step`; for slow weights on an accelerator, gathered into larger ones."""
+        return means if self._arrived is None else gathered(means, self._arrived)
 
     @torch.no_grad()
-    def step(self, spans: Spans, mean: MeanPiece, snapshot: Tensor | None) -> list[tuple[int, Tensor]]:
-        """The outer step of some elements; a snapshot becomes the correction, phi - theta_s.
+    def outer_step(self, spans: Spans, mean: MeanPiece, snapshot: Tensor | None) -> list[tuple[int, Tensor]]:
+        """Take the outer step of a piece; a snapshot theta_s becomes the correction, phi - theta_s.
 
         On an accelerator it does not wait for local steps that are queued there; on return it is done.
 
         Returns phi in pieces, each with the place of its first element in the vector of weights.
         """
-        # Piece by piece while it is in cache: several passes over memory become one.
         moved = []
         with self.side.used():
             for ours, place in spans.within(mean.start, mean.stop):
                 phi = self.slow_weights[place]
                 delta = torch.zeros_like(phi) if self.momentum is None else self.momentum[place]
                 c = mean.mean[ours.start - mean.start : ours.stop - mean.start]
-                delta.mul_(self.settings.outer_momentum).add_(c.to(delta.device, non_blocking=True))
-                delta.sub_(phi, alpha=self.settings.gamma)
-                phi.add_(delta)
+                c = c.to(delta.device, non_blocking=True)
+                alpha, gamma = self.settings.outer_momentum, self.settings.gamma
+                step.outer_step(phi, delta, c, alpha, gamma, out=(phi, delta))
                 if snapshot is not None:
                     torch.sub(phi, snapshot[ours], out=snapshot[ours])
                 moved.append((place.start, phi))
@@ -93,16 +201,16 @@ class OuterVectors:
 
     @torch.no_grad()
     def merge(self, spans: Spans, correction: Tensor, spare: Tensor) -> None:
-        """theta <- theta + (phi - theta_s); `spare` is overwritten. Both have shape [spans.length]."""
+        """Move the fast weights by the correction; `spare` is overwritten. Both have shape [spans.length]."""
         with self.weights.writing() as write:
             for ours, place in _in_cache(spans):
-                shift, fast = correction[ours], spare[ours]
-                fast = fast if fast.device == shift.device else torch.empty_like(shift)
-                self.weights.read_into(fast, place.start)
-                write(place.start, fast.add_(shift))
+                shift, theta = correction[ours], spare[ours]
+                theta = theta if theta.device == shift.device else torch.empty_like(shift)
+                self.weights.read_into(theta, place.start)
+                write(place.start, step.merge(theta, shift, out=theta))
 
 
 def _in_cache(spans: Spans) -> Iterator[tuple[slice, slice]]:
-    """All elements in short pieces: the place of each in the vector of the spans, and in that of all weights."""
+    """Yield all elements in short pieces: the place of each in the vector of the ranges, and in that of all weights."""
     for start in range(0, spans.length, _AT_ONCE):
         yield from spans.within(start, min(start + _AT_ONCE, spans.length))

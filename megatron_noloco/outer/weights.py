@@ -1,4 +1,4 @@
-"""The weights of one rank as one flat vector: all that the outer optimizer knows of a model or an engine."""
+"""The weights of one rank as one flat vector: the interface between the outer optimizer and a model or engine."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,7 +12,7 @@ Write = Callable[[int, Tensor], None]
 
 
 class Weights(ABC):
-    """Live tensors seen as one flat fp32 vector, which is read and overwritten in pieces.
+    """Shows live tensors as one flat fp32 vector, which is read and overwritten in pieces.
 
     A subclass names the tensors (`parts`) and what depends on them (`refresh`). Counterparts in other replicas
     must have the same number of elements in the same order.
@@ -20,22 +20,22 @@ class Weights(ABC):
 
     @abstractmethod
     def parts(self) -> Sequence[Tensor]:
-        """The live tensors, without gradient, each flat: shape [elements]. Their order is that of the vector."""
+        """Return the live tensors, without gradient, each flat: shape [elements], in the order of the vector."""
 
     @abstractmethod
     def refresh(self) -> None:
         """Recompute what depends on the tensors. Called on leaving `writing`; may be a collective."""
 
     def copied(self) -> Sequence[tuple[int, int]]:
-        """Ranges start..stop of the vector, ascending, of which other ranks of the replica hold copies.
+        """Return ranges start..stop of the vector, ascending, of which other ranks of the replica hold copies.
 
-        An exchange gives copies that are equal bit for bit means that are.
+        Copies that are equal bit for bit get means that are equal bit for bit.
         """
         return ()
 
     @property
     def length(self) -> int:
-        """Elements of the vector."""
+        """Number of elements of the vector."""
         return sum(part.numel() for part in self.parts())
 
     @property
@@ -50,14 +50,14 @@ class Weights(ABC):
             flat[place].copy_(part)
 
     def read(self) -> Tensor:
-        """A copy of the whole vector in host memory."""
+        """Return a copy of the whole vector in host memory."""
         flat = torch.empty(self.length, dtype=torch.float32)
         self.read_into(flat)
         return flat
 
     @contextmanager
     def writing(self) -> Iterator[Write]:
-        """Overwrite any elements with the function it gives; what depends on them is refreshed on leaving.
+        """Give a function that overwrites elements; what depends on them is refreshed on leaving.
 
         After an exception nothing is refreshed: a refresh may be a collective, which other ranks would not join.
         """
@@ -79,12 +79,12 @@ class Weights(ABC):
 
     @contextmanager
     def kept_in(self, flat: Tensor) -> Iterator[None]:
-        """Inside, the weights may be overwritten; on leaving they are as before.
+        """Save the weights in `flat`, and restore them on leaving.
 
-        They are put back after an exception too, but then not refreshed, as in `writing`.
+        After an exception they are restored too, but not refreshed, as in `writing`.
 
         Args:
-            flat: fp32, shape [length], on any device; holds the weights meanwhile.
+            flat: fp32, shape [length], on any device.
         """
         self.read_into(flat)
         with self.writing() as write:
@@ -95,10 +95,10 @@ class Weights(ABC):
 
 
 class TorchWeights(Weights):
-    """The parameters of a torch model, of any floating dtype.
+    """The weights of a torch model: its parameters, of any floating dtype.
 
-    Parameters in bf16 or fp16 round what is written to them, and in the next round this rounding counts as a part
-    of the outer gradient. Prefer fp32 parameters (with autocast).
+    Parameters in bf16 or fp16 round what is written to them, and the next round takes this rounding for a part of
+    the outer gradient. Prefer fp32 parameters (with autocast).
 
     Raises ValueError for no parameters, and as `check_sound` does.
     """
@@ -114,11 +114,11 @@ class TorchWeights(Weights):
         return [parameter.detach().view(-1) for parameter in self.parameters]
 
     def refresh(self) -> None:
-        """Nothing depends on them."""
+        """Do nothing: nothing depends on the parameters."""
 
 
 def check_sound(name: str, tensor: Tensor) -> None:
-    """Raises ValueError for a tensor that is not floating, not contiguous, or that fp32 would round."""
+    """Raise ValueError for a tensor that is not floating, not contiguous, or that fp32 would round."""
     problem = ""
     if not (tensor.is_floating_point() and tensor.is_contiguous()):
         problem = "must be floating and contiguous (torch.contiguous_format)"
@@ -129,7 +129,7 @@ def check_sound(name: str, tensor: Tensor) -> None:
 
 
 def _overlaps(parts: Sequence[Tensor], start: int, length: int) -> Iterator[tuple[Tensor, slice]]:
-    """Views of the tensors that hold elements start..start + length, each with its place among those.
+    """Yield views of the tensors that hold elements start..start + length, each with its place among those.
 
     Raises ValueError when the vector has no such elements.
     """

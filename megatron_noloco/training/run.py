@@ -73,7 +73,7 @@ class Run:
         """
         try:
             done = self._loop()
-            self.outer.land()  # a partner may still be waiting for our messages
+            self.outer.wait()  # a partner may still be waiting for our messages
         finally:
             self.loader.close()
             failed_save = self.checkpointer.close()

@@ -38,7 +38,7 @@ def after_rounds(device: str, group_size: int, settings: dict[str, Any]) -> list
                     busy = busy @ busy * 1e-3
             outer.after_local_step(step + 1)
             outer.progress()
-        outer.land()
+        outer.wait()
         return [tensor.cpu() for tensor in (own, outer.slow_weights, outer.momentum)]
 
     with ThreadPoolExecutor(REPLICAS) as threads:

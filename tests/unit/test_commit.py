@@ -13,7 +13,7 @@ from torch import Tensor
 from megatron_noloco.federation.commit import CommittedExchange, Guard, Standing
 from megatron_noloco.federation.pairing import Others
 from megatron_noloco.outer import Channel, CodedExchange, Coding, Exchange, ExchangeReport
-from megatron_noloco.outer.tags import CHANNELS, PHASES
+from megatron_noloco.outer.messages import CHANNELS, PHASES
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.chunks import ChunkFlight
 from megatron_noloco.transport.loopback import LoopbackTransport, loopback_world

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_noloco.outer.contacts import Contacts
+from megatron_noloco.outer.messages import Contacts
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.loopback import loopback_world
 from tests.unit import test_overlap

@@ -20,7 +20,7 @@ from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.rendezvous import Address
 from megatron_noloco.federation.transport import FederationTransport, Patience
 from megatron_noloco.outer import Channel, Exchange
-from megatron_noloco.outer.tags import tag_of
+from megatron_noloco.outer.messages import tag_of
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.chunks import ChunkFlight
 from megatron_noloco.transport.protocol import Message

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron_noloco.config.summary import outer_state
 from megatron_noloco.outer import NoRounds, OuterOptimizer, TorchWeights
-from megatron_noloco.outer.fragments import Fragment, cut
+from megatron_noloco.outer.round import Fragment, cut
 from megatron_noloco.plans.fragments import fragment_after, most_under_way
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.settings import NolocoSettings, OverlapSettings

@@ -26,7 +26,7 @@ from megatron_noloco.outer import (
     TorchWeights,
 )
 from megatron_noloco.outer.mean import MeanPiece, gathered
-from megatron_noloco.outer.tags import CHANNELS
+from megatron_noloco.outer.messages import CHANNELS
 from megatron_noloco.plans.draws import Stream, draw_words
 from megatron_noloco.plans.grouping import Group, Grouping, averaging_cycle, prime_factors
 from megatron_noloco.plans.topology import Place, Topology
@@ -93,7 +93,7 @@ class Fleet:
     def memory(self) -> list[dict[str, Tensor]]:
         """What each replica holds between rounds for each of those that are under way at a time, by name."""
         rounds = [held for outer in self.outer for held in (*outer._idle, *outer._under_way)]
-        return [held._kept._held | held._exchange._kept._held for held in rounds]
+        return [held._buffers._held | held._exchange._buffers._held for held in rounds]
 
     def meet(self, round_index: int) -> list[RoundReport]:
         with ThreadPoolExecutor(self.replicas) as threads:

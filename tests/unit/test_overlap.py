@@ -18,7 +18,7 @@ from megatron_noloco.outer import (
     PartnerTimeoutError,
     RoundReport,
     TorchWeights,
-    patience,
+    messages,
 )
 from megatron_noloco.outer.exchange import STRETCH
 from megatron_noloco.plans.grouping import Group
@@ -54,7 +54,7 @@ class Training(Fleet):
 
     def land(self) -> None:
         with ThreadPoolExecutor(self.replicas) as threads:
-            list(threads.map(lambda outer: outer.land(), self.outer))
+            list(threads.map(lambda outer: outer.wait(), self.outer))
 
 
 def training(
@@ -445,11 +445,11 @@ class Silent:
 
 def test_the_deadline_counts_from_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Flights are waited for since their posting: 100 s of local steps between must not use the deadline up."""
-    monkeypatch.setattr(patience, "time", Clock(5.0, 105.0))
-    waiting, flight = patience.Patience(10.0), Silent()
+    monkeypatch.setattr(messages, "time", Clock(5.0, 105.0))
+    waiting, flight = messages.Waiting(10.0), Silent()
     arrivals = waiting.collect(flight)
     assert next(arrivals) is None
-    waiting.wait("waiting for rank 1")
+    waiting.start("waiting for rank 1")
     assert list(arrivals) == []
     assert flight.deadline_seconds == 110.0
 

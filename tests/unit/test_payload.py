@@ -13,8 +13,16 @@ from torch import Tensor
 
 from megatron_noloco.config.summary import outer_state
 from megatron_noloco.outer import CodedExchange, Coding, Exchange, ExchangeReport, Weights
-from megatron_noloco.outer.payload import BLOCK, CELLS, Codec, blocks_in, message_bytes, signs_of, wide_type
-from megatron_noloco.outer.steps import find_steps
+from megatron_noloco.outer.payload import (
+    BLOCK,
+    CELLS,
+    Codec,
+    blocks_in,
+    find_steps,
+    message_bytes,
+    signs_of,
+    wide_type,
+)
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.stability import PULL_ERRORS
 from megatron_noloco.plans.topology import Place
@@ -399,7 +407,7 @@ def test_config_tells_the_bytes_of_the_codes(payload: Any, told: float) -> None:
     assert line == f"{12.1 + told:g} bytes per parameter ({parts}, codes {told}, sketches and steps 0.1)"
     elements = 100 * BLOCK
     for exchange, _ in exchanges(alike(2, elements), (0, 1), Coding(int(payload[3:]))):
-        held = without_left_over(exchange._kept._held).values()
+        held = without_left_over(exchange._buffers._held).values()
         assert sum(vector.nbytes for vector in held) / elements == pytest.approx(told + 0.1, abs=0.05)
 
 

@@ -131,7 +131,7 @@ class Simulation:
                     self.sent_bytes += max(threads.map(self._final_average, range(self.replicas)))
                 if done == steps or (interval and done % interval == 0):
                     list(
-                        threads.map(lambda outer: outer.land(), self.outer)
+                        threads.map(lambda outer: outer.wait(), self.outer)
                     )  # members need each other for that
                     yield self.evaluate(done)
 

@@ -1,0 +1,131 @@
+"""The messages of exchanges: their tags, waiting for them, and connections opened ahead of a round."""
+
+import time
+from collections.abc import Iterator
+from enum import IntEnum
+
+import torch
+
+from megatron_noloco.job.activity import now
+from megatron_noloco.plans.grouping import Group
+from megatron_noloco.plans.topology import Place
+from megatron_noloco.transport.protocol import EXCHANGE_TAGS, Arrival, Flight, Message, Transport
+
+CHANNELS = 64
+PHASES = EXCHANGE_TAGS // CHANNELS  # a coded exchange uses 6, others the first two
+
+
+class Channel(IntEnum):
+    """The channels in use; the others, up to CHANNELS - 1, are free."""
+
+    ROUNDS = 0
+    MEAN_MODEL = 1
+    LOSSES = 2
+    CONTACTS = 3
+    FINAL = 4
+    COMMITS = 5
+
+
+def tag_of(number: int, channel: int) -> int:
+    """Return the tag of the first phase of exchange `number` (of the round or evaluation) on a channel.
+
+    A message has the tag (number * CHANNELS + channel) * PHASES + phase, so exchanges of different channels or
+    numbers never take each other's messages.
+    """
+    return (number * CHANNELS + channel) * PHASES
+
+
+class PartnerLostError(RuntimeError):
+    """The connection to a partner is gone; names the partner and the exchange."""
+
+
+class PartnerTimeoutError(PartnerLostError):
+    """A partner did not answer within the deadline; names the partner, the exchange and the seconds."""
+
+
+class Waiting:
+    """Collects the chunks of an exchange, and decides when to wait for them.
+
+    Args:
+        deadline_seconds: how long to wait for a chunk, from when its flight was posted, or from when waiting began
+            if that was later.
+    """
+
+    def __init__(self, deadline_seconds: float) -> None:
+        self.deadline_seconds = deadline_seconds
+        self._since: float | None = None
+        self._awaited = ""
+
+    def stop(self) -> None:
+        """From here on the caller has other work, and `collect` does not wait."""
+        self._since = None
+
+    def start(self, awaited: str) -> None:
+        """From here on `collect` waits; `awaited` describes for whom, for the watchdog."""
+        self._since, self._awaited = time.monotonic(), awaited
+
+    def collect(self, flight: Flight) -> Iterator[Arrival | None]:
+        """Yield the chunks of a flight just posted, until all are received and sent.
+
+        Yields None where nothing more has arrived and the caller does not wait. Raises ExchangeTimeoutError at the
+        deadline.
+        """
+        return self._collect(flight, time.monotonic())
+
+    def _collect(self, flight: Flight, posted: float) -> Iterator[Arrival | None]:
+        while not flight.done():
+            arrived = flight.arrived()
+            yield from arrived
+            if arrived:
+                continue
+            if self._since is None:
+                yield None
+                continue
+            deadline_seconds = self.deadline_seconds + max(0.0, self._since - posted)
+            now.part(self._awaited)
+            for arrival in flight.arrivals(deadline_seconds):
+                yield arrival
+                now.part(self._awaited)
+            flight.finish(deadline_seconds)
+            now.part("")
+
+
+class Contacts:
+    """Opens connections to the group of the next round during the local phase before it.
+
+    Many transports connect two ranks at the first message between them, which takes several round trips of the
+    network. The groups are known k steps ahead, so their ranks send each other an empty message. Each connection
+    is opened once; a round does not depend on it.
+
+    Args:
+        transport: that of the exchanges; nothing is done where it does not `connects_lazily`.
+        place: of this rank.
+    """
+
+    def __init__(self, transport: Transport, place: Place) -> None:
+        self._transport = transport
+        self._place = place
+        self._opened: set[int] = set()
+        self._flights: list[Flight] = []
+        self._empty = torch.empty(0)
+
+    def open(self, group: Group, number: int) -> None:
+        """Greet the members without a connection yet. All members call it, at any time before the round.
+
+        Of two ranks the lower one sends: if both opened a connection, one of the two would be refused.
+        """
+        if not self._transport.connects_lazily:
+            return
+        me = self._place.rank
+        new = {self._place.rank_of(member) for member in group} - {me} - self._opened
+        if new:
+            self._opened |= new
+            sends = [Message(rank, self._empty) for rank in sorted(new) if rank > me]
+            receives = [Message(rank, self._empty) for rank in sorted(new) if rank < me]
+            self._flights.append(self._transport.post(sends, receives, tag_of(number, Channel.CONTACTS)))
+
+    def progress(self) -> None:
+        """Move the greetings under way, without waiting: many libraries connect only when they are called."""
+        for flight in self._flights:
+            flight.arrived()
+        self._flights = [flight for flight in self._flights if not flight.done()]
