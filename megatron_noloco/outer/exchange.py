@@ -135,9 +135,9 @@ class Exchange:
     def finish(self) -> Iterator[MeanPiece]:
         """Yield the pieces of the mean that are left, each element once, as chunks arrive.
 
-        Raises RuntimeError when nothing was begun, PartnerLostError when the connection to a member is lost, and its
-        subclass PartnerTimeoutError when a member does not answer within the deadline. The exchange is then over,
-        and may be begun again.
+        Raises RuntimeError when nothing was begun, PartnerLostError when the connection to a member is lost,
+        and its subclass PartnerTimeoutError when a member does not answer within the deadline. The exchange is
+        then over, and may be begun again.
         """
         if not self._under_way:
             raise RuntimeError("nothing is under way: begin comes before finish")

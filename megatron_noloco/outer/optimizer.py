@@ -244,7 +244,7 @@ class OuterOptimizer:
         return running
 
     def _open_connections(self, round_index: int, fragment: int) -> None:
-        """Open connections to the group of the next round, once, in the first local step of the phase before it."""
+        """Open connections to the group of the next round, once, in the first local step before it."""
         if (round_index, fragment) != self._next_round:
             self._next_round = round_index, fragment
             self._contacts.open(*self._group_of(round_index, fragment))

@@ -16,14 +16,14 @@ weights w: it must differ between two members by sum(w * m). One difference that
 several in a block with a probability of about 1 - 2^(bits-32). m is -m at the other end, element by element, so
 both ends come to the same verdict, and a pair keeps the sum even where both are wrong.
 
-The step is found from sketches. The sketch of a cell of 128 elements is their sum with random signs. The difference
-of two members' sketches has the expected square 128 sigma^2, sigma the root mean square of the difference of their
-elements (Alon, Matias and Szegedy, "The space complexity of approximating the frequency moments", 1996). The step
-is such that RANGE[bits] sigma fit into the code. Sketches are new in each exchange, with other signs, so nothing
-has to be kept from round to round or saved. A large RANGE makes the steps coarse, a small one lets more differences
-fall outside. On a transformer of 1.1 M weights trained with AdamW, 15 local steps a round, the differences of a
-block had a kurtosis of 4 in the median and 8 in the worst tenth; 0 % of the blocks fell outside in 16 bits, 0.5 %
-in 8 and 2 % in 4 (with RANGE 5: 6 %).
+The step is found from sketches. The sketch of a cell of 128 elements is their sum with random signs. The
+difference of two members' sketches has the expected square 128 sigma^2, sigma the root mean square of the
+difference of their elements (Alon, Matias and Szegedy, "The space complexity of approximating the frequency
+moments", 1996). The step is such that RANGE[bits] sigma fit into the code. Sketches are new in each exchange,
+with other signs, so nothing has to be kept from round to round or saved. A large RANGE makes the steps coarse,
+a small one lets more differences fall outside. On a transformer of 1.1 M weights trained with AdamW, 15 local
+steps a round, the differences of a block had a kurtosis of 4 in the median and 8 in the worst tenth; 0 % of the
+blocks fell outside in 16 bits, 0.5 % in 8 and 2 % in 4 (with RANGE 5: 6 %).
 
 All results that members must agree on come from element-wise operations, which IEEE 754 makes equal everywhere.
 """

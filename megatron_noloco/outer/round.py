@@ -10,7 +10,8 @@ waits. d <= k, so one exchange of a fragment is under way at a time.
 
 What the delay changes, for any grouping:
 
-- (phi, delta) follow the same recursions, with Delta = theta_s - phi. Each local update enters exactly one Delta; if
+- (phi, delta) follow the same recursions, with Delta = theta_s - phi. Each local update enters exactly one
+Delta; if
   updates were independent of the weights, phi and delta would be those of d = 0. What changes is where the first d
   gradients of each phase are taken: at weights that lack the correction phi - theta_s.
 - So with all replicas in one group and equal phi it is DiLoCo's outer step, and the mean over the replicas of
@@ -19,19 +20,20 @@ What the delay changes, for any grouping:
 - Without gradients theta = phi at every snapshot, so rho (`plans.stability`) is the same. The effect of late
   corrections on training can only be measured.
 
-Sources. Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512, also apply the outer
-step some local steps late, but then mix: theta <- a * theta + (1 - a) * phi. That discards a part of the local steps
-taken meanwhile, and lets a part of theta_s - phi enter the next Delta as well. Kale et al., "Eager updates for
-overlapped communication and computation in DiLoCo", arXiv 2502.12996, take an outer step at once, from a mixture of
-the replica's own new Delta and the others' Deltas of the phase before. Here theta itself stands in until the mean
-arrives: it contains the replica's own Delta with weight 1.
+Sources. Douillard et al., "Streaming DiLoCo with overlapping communication", arXiv 2501.18512, also apply the
+outer step some local steps late, but then mix: theta <- a * theta + (1 - a) * phi. That discards a part of the
+local steps taken meanwhile, and lets a part of theta_s - phi enter the next Delta as well. Kale et al., "Eager
+updates for overlapped communication and computation in DiLoCo", arXiv 2502.12996, take an outer step at once,
+from a mixture of the replica's own new Delta and the others' Deltas of the phase before. Here theta itself
+stands in until the mean arrives: it contains the replica's own Delta with weight 1.
 
-Fragments. A rank's weights can be cut into F parts whose rounds are at different local steps, each in groups of its
-own (`plans.fragments`, `Grouping.groups`); the idea is Streaming DiLoCo's. A round is element by element, so all of
-this holds for each fragment on its own. A rank cuts its vector into equal parts, whatever its parameters are: an
-embedding may be more than 1/F of all weights, and a partition of ZeRO begins and ends anywhere. Elements that other
-ranks of the replica hold as well (`Weights.copied`) stay equal if they are exchanged with the same replicas after
-the same local steps; they lie at different places of the ranks' vectors, so all of them are in fragment 0.
+Fragments. A rank's weights can be cut into F parts whose rounds are at different local steps, each in groups of
+its own (`plans.fragments`, `Grouping.groups`); the idea is Streaming DiLoCo's. A round is element by element,
+so all of this holds for each fragment on its own. A rank cuts its vector into equal parts, whatever its
+parameters are: an embedding may be more than 1/F of all weights, and a partition of ZeRO begins and ends
+anywhere. Elements that other ranks of the replica hold as well (`Weights.copied`) stay equal if they are
+exchanged with the same replicas after the same local steps; they lie at different places of the ranks' vectors,
+so all of them are in fragment 0.
 """
 
 from collections.abc import Iterator, Sequence

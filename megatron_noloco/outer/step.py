@@ -1,7 +1,7 @@
 """The algorithm on one page: the outer step of NoLoCo as three pure functions of tensors.
 
-For replica i in a group G of n replicas, after k local steps (arXiv 2506.10911, Eq. 1-3; the sign of beta as in the
-authors' code and their Eq. 32):
+For replica i in a group G of n replicas, after k local steps (arXiv 2506.10911, Eq. 1-3; the sign of beta as in
+the authors' code and their Eq. 32):
 
     Delta_i  =  theta_i - phi_i                                                                 (1)
     delta_i <-  alpha * delta_i + beta * mean_G(Delta) - gamma * (phi_i - mean_G(phi))          (2)
