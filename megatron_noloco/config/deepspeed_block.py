@@ -241,8 +241,7 @@ def check_params(values: dict[str, Any]) -> Iterator[Problem]:
     """Check the params of optimizer and scheduler, where the blocks have the form {type, params}."""
     for block, kinds in (("optimizer", OPTIMIZERS), ("scheduler", SCHEDULES)):
         chosen = values.get(block)
-        name = chosen.get("type") if isinstance(chosen, dict) else None
-        if not isinstance(chosen, dict) or not isinstance(name, str):
+        if not isinstance(chosen, dict) or not isinstance(name := chosen.get("type"), str):
             continue
         kind = kinds.get(name) or (_whatever_case(name) if block == "optimizer" else None)
         if kind is None:

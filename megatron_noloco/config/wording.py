@@ -142,7 +142,7 @@ def _at_another_place(name: str, elsewhere: Iterable[str]) -> str:
         if key.rpartition(".")[2] == name:
             return True
         theirs = key.replace(".", "_").split("_")
-        return len(theirs) == len(words) and all(map(str.startswith, theirs, words))
+        return 1 < len(words) == len(theirs) and all(map(str.startswith, theirs, words))
 
     return " or ".join(list(filter(is_meant, elsewhere))[:2])
 
