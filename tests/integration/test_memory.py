@@ -36,10 +36,9 @@ def measured(
 
 
 def test_nothing_is_kept_of_a_step(tmp_path: Path) -> None:
-    """Neither of its messages, 10 on each rank, nor of its numbers and its round.
+    """Neither malloc's memory nor Python's blocks grow, but for the last 1,024 routes, 6 to 9 blocks each.
 
-    Torch's flight recorder, for one, keeps 1.2 kB of each message. Of Python's blocks some 10 are kept of a step:
-    the last 1,024 routes are remembered.
+    With torch's flight recorder, which keeps the last 2,000 messages, a step costs 5 kB.
     """
     begin, end, every = 2, 5, 20
     for rank in measured(tmp_path, end * every + 1, every, {}, timeout=400)["ranks"]:
