@@ -211,6 +211,6 @@ class OuterVectors:
 
 
 def _in_cache(spans: Spans) -> Iterator[tuple[slice, slice]]:
-    """Yield all elements in short pieces: the place of each in the vector of the ranges, and in that of all weights."""
+    """Yield all elements in short pieces: their places in the vector of the ranges and in that of all weights."""
     for start in range(0, spans.length, _AT_ONCE):
         yield from spans.within(start, min(start + _AT_ONCE, spans.length))
