@@ -152,7 +152,7 @@ def stop_request(output_dir: Path) -> str:
 
 @dataclass(frozen=True)
 class Wait:
-    """What a rank that stands still says of itself.
+    """The wait of a rank that stands still, as it says so itself.
 
     Attributes:
         who: the rank, its host and its place.

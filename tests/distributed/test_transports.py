@@ -2,6 +2,7 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -47,10 +48,10 @@ def mpi_outcomes() -> Outcomes:
     return [line["outcomes"] for line in sorted(said(finished), key=lambda line: line["rank"])]
 
 
-def _federated(rank: int, world_size: int, folder: Path, with_keys: bool) -> dict[str, str]:
-    """Each rank is a replica of one rank."""
-    keys = Keys.read(folder / "key") if with_keys else None
-    transport = federation(rank, world_size, folder, keys)
+def _federated(rank: int, world_size: int, folder: Path) -> dict[str, str]:
+    """Each rank is a replica of one rank; messages are encrypted where there is a key."""
+    key = folder / "key"
+    transport = federation(rank, world_size, folder, Keys.read(key) if key.exists() else None)
     outcomes = run_suite(transport)
     dist.barrier()
     transport.close()
@@ -69,29 +70,25 @@ def federation(
     return transport
 
 
-def federation_outcomes() -> Outcomes:
+def federation_outcomes(with_keys: bool) -> Outcomes:
     with TemporaryDirectory() as folder:
-        return run_ranks(WORLD_SIZE, _federated, Path(folder), False, timeout=180)
+        if with_keys:
+            Keys.make(Path(folder) / "key")
+        return run_ranks(WORLD_SIZE, _federated, Path(folder), timeout=180)
 
 
-def federation_with_keys_outcomes() -> Outcomes:
-    with TemporaryDirectory() as folder:
-        Keys.make(Path(folder) / "key")
-        return run_ranks(WORLD_SIZE, _federated, Path(folder), True, timeout=180)
-
-
-TRANSPORTS = [
-    loopback_outcomes,
-    torch_outcomes,
-    mpi_outcomes,
-    federation_outcomes,
-    federation_with_keys_outcomes,
-]
+TRANSPORTS = {
+    "loopback": loopback_outcomes,
+    "torch": torch_outcomes,
+    "mpi": mpi_outcomes,
+    "federation": partial(federation_outcomes, False),
+    "federation with keys": partial(federation_outcomes, True),
+}
 
 
 @pytest.fixture(scope="module", params=TRANSPORTS)
 def outcomes(request: pytest.FixtureRequest) -> Outcomes:
-    return request.param()
+    return TRANSPORTS[request.param]()
 
 
 @pytest.mark.parametrize("case", [case.__name__ for case in CASES])
