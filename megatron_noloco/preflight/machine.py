@@ -53,7 +53,8 @@ class Finding:
 def requirements() -> dict[str, list[Requirement]]:
     """Return the requirements of this package by extra; "" are those of every installation.
 
-    Reads pyproject.toml in a clone of the repository, the metadata of the distribution elsewhere.
+    Reads pyproject.toml in a clone of the repository, the metadata of the distribution elsewhere. Raises
+    PackageNotFoundError for a copy that has neither.
     """
     if _PROJECT.is_file():
         project = tomllib.loads(_PROJECT.read_text())["project"]
@@ -69,7 +70,13 @@ def requirements() -> dict[str, list[Requirement]]:
 
 def check_packages() -> Iterator[Finding]:
     """Compare the installed packages with `requirements`."""
-    found, required = {}, requirements()
+    try:
+        required = requirements()
+    except metadata.PackageNotFoundError:
+        what = "not checked: this copy has no pyproject.toml, and was not installed by pip"
+        yield Finding("packages", "note", what)
+        return
+    found = {}
     for extra in (*_TRAINER, *_USES):
         missing = list[Requirement]()
         for package in required[extra]:

@@ -38,6 +38,10 @@ def test_requirements_are_those_of_the_package_also_where_it_is_installed(
     monkeypatch.setattr(machine, "_PROJECT", Path("/nowhere"))
     monkeypatch.setattr(machine.metadata, "requires", lambda name: metadata)
     assert machine.requirements() == cloned
+    monkeypatch.undo()
+    monkeypatch.setattr(machine, "_PROJECT", Path("/nowhere"))
+    (note,) = lines(machine.check_packages(), "note")
+    assert note.startswith("not checked: ")
 
 
 def test_packages_that_are_missing_or_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
