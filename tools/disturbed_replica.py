@@ -1,6 +1,6 @@
 """The command line of a replica that is slow, or sends what it should not.
 
-    python -m tools.disturbed_replica SECONDS [--sigma S] [--log FOLDER] [--factor F] train ...
+    python -m tools.disturbed_replica SECONDS [--sigma S] [--times FOLDER] [--factor F] train ...
 
 Each local step begins with a pause of SECONDS: one number for all, or one for each replica with commas between.
 With a sigma it is drawn from a lognormal distribution of this mean. A line of FOLDER/steps_REPLICA has the seconds
@@ -68,14 +68,14 @@ if __name__ == "__main__":
     parser = command_line(__doc__)
     parser.add_argument("seconds")
     parser.add_argument("--sigma", type=float, default=0.0)
-    parser.add_argument("--log", type=Path)
+    parser.add_argument("--times", type=Path)  # torchrun takes --log for one of its own
     parser.add_argument("--factor", type=float, default=1.0)
     own, command = sys.argv[1 : sys.argv.index("train")], sys.argv[sys.argv.index("train") :]
     options = parser.parse_args(own)
     given = command[command.index("--replica") + 1] if "--replica" in command else os.environ["RANK"]
     replica = int(given)
     of_replicas = [float(number) for number in options.seconds.split(",")]
-    log = Path(os.devnull) if options.log is None else options.log / f"steps_{replica}"
+    log = Path(os.devnull) if options.times is None else options.times / f"steps_{replica}"
     pause(of_replicas[replica % len(of_replicas)], options.sigma, replica, log)
     if options.factor != 1.0:
         send_times(options.factor)

@@ -56,7 +56,7 @@ def main() -> None:
             folder = (options.output / f"{case}, {method}").resolve()
             folder.mkdir(parents=True)
             train = separate_jobs if method == "NoLoCo, separate jobs" else one_job
-            train(folder, noloco, ["tools.disturbed_replica", *pace, "--log", str(folder)], options)
+            train(folder, noloco, ["tools.disturbed_replica", *pace, "--times", str(folder)], options)
             found[case][method] = goodput(folder, options)
     print(json.dumps({"replicas": options.replicas, "step_seconds": options.step_seconds, "found": found}))
 
