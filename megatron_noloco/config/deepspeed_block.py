@@ -146,7 +146,7 @@ class DeepSpeedConfig(Block):
     NOT_HERE: ClassVar[dict[str, str]] = refused(
         """
         steps_per_print memory_breakdown dump_state log_level timers disable_allgather vocabulary_size
-        use_data_before_expert_parallelism zero_force_ds_cpu_optimizer disable_python_gc hybrid_engine
+        use_data_before_expert_parallelism zero_force_ds_cpu_optimizer hybrid_engine
         weight_quantization aio datastates_ckpt nebula amp compression_training curriculum_learning eigenvalue
         elasticity graph_harvesting progressive_layer_drop quantize_training sparse_attention sparse_gradients
         """,
@@ -165,6 +165,7 @@ class DeepSpeedConfig(Block):
         gradient_allreduce_op="gradients are averaged",
         managed_gradient_accumulation="a local step is one call of DeepSpeed's step",
         allgather_size="use zero_optimization.allgather_bucket_size",
+        disable_python_gc="Python's garbage collector stays on",
         autotuning="DeepSpeed's tuner cannot start this program",
         csv_monitor="every replica has all its numbers in metrics.jsonl",
         comet="use wandb or tensorboard",
