@@ -60,9 +60,8 @@ def main() -> None:
         slot=options.slot,
         state=saved.get("noloco"),
     )
-    while (
-        noloco.done < options.steps
-    ):  # NoLoCo: the steps of the training, also of those that this job was away for
+    # NoLoCo: `done` also counts the steps that this job was away for.
+    while noloco.done < options.steps:
         draw = torch.Generator().manual_seed((noloco.done * SLOTS + options.slot) * 1000 + rank)
         points = 4 * torch.rand(64, 2, generator=draw) - 2  # data of its own; a surface to learn: sin(x) y
         loss = nn.functional.mse_loss(parallel(points).squeeze(1), points[:, 0].sin() * points[:, 1])

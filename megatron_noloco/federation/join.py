@@ -78,9 +78,8 @@ def join_federation(
     else:
         transport = FederationTransport(place, network, patience, agreement_of_replica())
         addresses = of_all_ranks((place.rank, transport.address))
-        transport.service.learn(
-            dict(addresses)
-        )  # who finds one rank learns where all ranks of its replica are
+        # Others that find one rank learn from it where all ranks of its replica are.
+        transport.service.learn(dict(addresses))
     return Membership(transport, KeepingUp(transport, noloco, federation, steps), noloco, federation)
 
 

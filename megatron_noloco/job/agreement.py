@@ -49,9 +49,8 @@ def largest_announced(subject: str) -> int:
     names = [f"{subject}/{rank}" for rank in range(dist.get_world_size())]
     deadline = time.monotonic() + PATIENCE_SECONDS
     shared = store()
-    while not shared.check(
-        names
-    ):  # a blocking `wait` would keep the other threads of this process from the store
+    # A blocking `wait` would keep the other threads of this process from the store.
+    while not shared.check(names):
         if time.monotonic() > deadline:
             raise RuntimeError(f"a rank has not answered for {PATIENCE_SECONDS:.0f} s")
         time.sleep(_LOOK_SECONDS)
