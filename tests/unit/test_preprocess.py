@@ -26,7 +26,7 @@ from megatron_noloco.data.tokenizer import FastTokenizer, build_tokenizer
 from megatron_noloco.files import put_in_place
 
 ROOT = Path(__file__).parents[2]
-PREPROCESS = [sys.executable, "-m", "megatron_noloco", "data", "preprocess"]
+PREPROCESS = [sys.executable, "tools/preprocess_data.py"]  # the command by its name in Megatron-LM
 TEXTS = ["One.\n", "", "Größe, 大きさ\n\n", "two three " * 40]
 BYTES = Encoding(TokenizerChoice("byte"), ("text",), append_eod=True)
 
