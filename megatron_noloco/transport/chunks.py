@@ -1,4 +1,4 @@
-"""What the transports share: messages cut into chunks, and a flight of chunks that are on their way."""
+"""The parts that the transports share: messages cut into chunks, and a flight of chunks under way."""
 
 import queue
 import time
@@ -15,7 +15,7 @@ DEFAULT_CHUNK_BYTES = 4 * 1024 * 1024  # long enough that calls are cheap, short
 
 
 class Chunk(NamedTuple):
-    """A piece of a message: what `Arrival` will report, the rank at the other end, and its bytes."""
+    """A piece of a message: its `Arrival`, the rank at the other end, and its bytes."""
 
     arrival: Arrival
     rank: int
@@ -25,7 +25,7 @@ class Chunk(NamedTuple):
 def cut(messages: Sequence[Message], chunk_bytes: int) -> list[Chunk]:
     """Cut every message into pieces of at most `chunk_bytes`, in order. An empty message is one empty piece.
 
-    Both ends must cut alike, so `chunk_bytes` has to agree between ranks.
+    All ranks must use the same `chunk_bytes`.
     """
     chunks = []
     for index, message in enumerate(messages):
@@ -60,12 +60,12 @@ def check_messages(
 
 
 class Transfers:
-    """The chunks of one direction of a flight; how one completes is the transport's.
+    """The chunks that a flight sends, or those that it receives; subclasses find out which have completed.
 
     Attributes:
-        chunks: those under way, in the order of posting, by what identifies them.
-        wait_seconds: spent waiting in `next`.
-        timed_out: whether `next` has raised: nobody collects these chunks any more.
+        chunks: the chunks under way, by their `Arrival`, in the order of posting.
+        wait_seconds: seconds spent waiting in `next`.
+        timed_out: whether `next` has raised ExchangeTimeoutError; the caller then collects no more chunks.
     """
 
     def __init__(self, chunks: Sequence[Chunk], tag: int) -> None:
@@ -87,7 +87,7 @@ class Transfers:
         raise NotImplementedError
 
     def next(self, deadline_seconds: float) -> list[Arrival]:
-        """Wait until at least one chunk completes; return as `completed`.
+        """Wait until at least one chunk completes; then return what `completed` does.
 
         Raises ExchangeTimeoutError when `deadline_seconds` have passed since the post.
         """
@@ -107,15 +107,17 @@ class Transfers:
 
 
 class ReportedTransfers(Transfers):
-    """Chunks whose completion another thread reports, and the owner's thread collects.
+    """Chunks whose completion other threads report.
 
-    After a time-out chunks may still be reported: the thread that reports a chunk keeps its buffer.
+    A chunk may still be reported after a time-out: the thread that reports it keeps its buffer alive.
     """
 
     def __init__(self, chunks: Sequence[Chunk], tag: int) -> None:
         super().__init__(chunks, tag)
         self._reports: queue.SimpleQueue[Arrival | ConnectionError] = queue.SimpleQueue()
-        self._taken: list[Arrival | ConnectionError] = []  # by `_wait`
+        self._taken: list[
+            Arrival | ConnectionError
+        ] = []  # reports taken from the queue, but not yet returned
 
     def report(self, outcome: Arrival | ConnectionError) -> None:
         """Report, from any thread, that a chunk has completed, or that it never will."""
@@ -141,7 +143,7 @@ class ReportedTransfers(Transfers):
 
 
 class ChunkFlight:
-    """A flight (see `protocol.Flight`) of chunks to be received and chunks to be sent."""
+    """A `protocol.Flight` whose messages are cut into chunks."""
 
     def __init__(self, received: Transfers, sent: Transfers) -> None:
         self._received = received

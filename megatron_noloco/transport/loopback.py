@@ -20,36 +20,36 @@ from megatron_noloco.transport.protocol import Message
 
 @dataclass
 class _Channel:
-    """What waits between two ranks under one tag. At most one of the two queues has anything in it."""
+    """The unmatched sends and receives from one rank to another under one tag; one of the two queues is empty."""
 
-    sent: deque[Tensor] = field(default_factory=deque)
-    wanted: deque[tuple[Chunk, ReportedTransfers]] = field(default_factory=deque)
+    sends: deque[Tensor] = field(default_factory=deque)
+    receives: deque[tuple[Chunk, ReportedTransfers]] = field(default_factory=deque)
 
 
 _Key = tuple[int, int, int]  # source, destination, tag
 
 
-class _Exchange:
+class _Channels:
     """The channels between all ranks, under one lock."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._channels: defaultdict[_Key, _Channel] = defaultdict(_Channel)
 
-    def want(self, key: _Key, chunk: Chunk, received: ReportedTransfers) -> None:
+    def receive(self, key: _Key, chunk: Chunk, received: ReportedTransfers) -> None:
         with self._lock:
-            self._channels[key].wanted.append((chunk, received))
+            self._channels[key].receives.append((chunk, received))
             self._match(key)
 
     def send(self, key: _Key, data: Tensor) -> None:
         with self._lock:
-            self._channels[key].sent.append(data.clone())
+            self._channels[key].sends.append(data.clone())
             self._match(key)
 
     def _match(self, key: _Key) -> None:
         channel = self._channels[key]
-        if channel.sent and channel.wanted:
-            data, (chunk, received) = channel.sent.popleft(), channel.wanted.popleft()
+        if channel.sends and channel.receives:
+            data, (chunk, received) = channel.sends.popleft(), channel.receives.popleft()
             if len(data) != len(chunk.data):
                 source, destination, tag = key
                 raise ValueError(
@@ -58,36 +58,36 @@ class _Exchange:
                 )
             chunk.data.copy_(data)
             received.report(chunk.arrival)
-        if not channel.sent and not channel.wanted:
+        if not channel.sends and not channel.receives:
             del self._channels[key]  # a long simulation uses a fresh tag every round
 
 
 class LoopbackTransport:
-    """One rank of `loopback_world`; to be used by one thread."""
+    """The endpoint of one rank of `loopback_world`; only one thread may use it."""
 
     name = "loopback"
     device_buffers = False
     connects_lazily = False
     progress = "the thread that sends"
 
-    def __init__(self, exchange: _Exchange, rank: int, world_size: int, chunk_bytes: int) -> None:
+    def __init__(self, channels: _Channels, rank: int, world_size: int, chunk_bytes: int) -> None:
         self.rank = rank
         self.world_size = world_size
-        self._exchange = exchange
+        self._channels = channels
         self._chunk_bytes = chunk_bytes
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> ChunkFlight:
         check_messages([*sends, *receives], self.rank, self.world_size)
-        wanted = cut(receives, self._chunk_bytes)
-        received = ReportedTransfers(wanted, tag)
-        for chunk in wanted:
-            self._exchange.want((chunk.rank, self.rank, tag), chunk, received)
+        incoming = cut(receives, self._chunk_bytes)
+        received = ReportedTransfers(incoming, tag)
+        for chunk in incoming:
+            self._channels.receive((chunk.rank, self.rank, tag), chunk, received)
         for chunk in cut(sends, self._chunk_bytes):
-            self._exchange.send((self.rank, chunk.rank, tag), chunk.data)
-        return ChunkFlight(received, ReportedTransfers([], tag))  # sends were copied: nothing to wait for
+            self._channels.send((self.rank, chunk.rank, tag), chunk.data)
+        return ChunkFlight(received, ReportedTransfers([], tag))  # sends are copied: they need no waiting
 
 
 def loopback_world(world_size: int, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> list[LoopbackTransport]:
     """Return the transports of a world of `world_size` threads, in rank order."""
-    exchange = _Exchange()
-    return [LoopbackTransport(exchange, rank, world_size, chunk_bytes) for rank in range(world_size)]
+    channels = _Channels()
+    return [LoopbackTransport(channels, rank, world_size, chunk_bytes) for rank in range(world_size)]

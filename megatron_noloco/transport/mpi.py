@@ -20,10 +20,10 @@ from megatron_noloco.transport.chunks import (
 from megatron_noloco.transport.protocol import Arrival, Message
 
 _COUNT_LIMIT = 2**31  # MPI counts are C ints
-_ALERT_SECONDS = 1e-3  # yield instead of napping: a chunk from this very host lands within it
-_SHORTEST_NAP_SECONDS = 50e-6
-_LONGEST_NAP_SECONDS = 1e-3
-# Library, the variable that turns its thread on, and what then moves messages. Open MPI's serves TCP only.
+_YIELD_SECONDS = 1e-3  # a wait begins with yields, not sleeps: chunks from the same host arrive within it
+_SHORTEST_SLEEP_SECONDS = 50e-6
+_LONGEST_SLEEP_SECONDS = 1e-3
+# Library, the variable that turns on its progress thread, and what then moves messages; Open MPI: over TCP only.
 _PROGRESS_THREADS = (
     ("Open MPI", "OMPI_MCA_btl_tcp_progress_thread", "between hosts a thread of Open MPI"),
     ("Intel(R) MPI", "I_MPI_ASYNC_PROGRESS", "a thread of Intel MPI"),
@@ -32,7 +32,7 @@ _PROGRESS_THREADS = (
 
 
 class _Requests(Transfers):
-    """Chunks that MPI has requests for; they keep the memory alive."""
+    """Chunks with their MPI requests; keeps their buffers alive."""
 
     def __init__(self, chunks: list[Chunk], tag: int, requests: list[Any]) -> None:
         from mpi4py import MPI
@@ -52,17 +52,20 @@ class _Requests(Transfers):
         return completed
 
     def _wait(self, waited_seconds: float, left_seconds: float) -> None:
-        """Yield at first, then nap, longer and longer: ranks may share a core."""
-        if waited_seconds < _ALERT_SECONDS:
+        """Yield at first, then sleep, longer each time: ranks may share a core."""
+        if waited_seconds < _YIELD_SECONDS:
             os.sched_yield()  # a sleep of any length, even 0, takes 50 us and more
         else:
-            nap_seconds = max(_SHORTEST_NAP_SECONDS, waited_seconds - _ALERT_SECONDS)
-            time.sleep(min(nap_seconds, _LONGEST_NAP_SECONDS, left_seconds))
+            sleep_seconds = max(_SHORTEST_SLEEP_SECONDS, waited_seconds - _YIELD_SECONDS)
+            time.sleep(min(sleep_seconds, _LONGEST_SLEEP_SECONDS, left_seconds))
 
 
 class _MpiFlight(ChunkFlight):
     def under_way(self) -> bool:
-        """Return whether MPI may still touch our memory; after a time-out nobody else moves the messages."""
+        """Return whether MPI may still access the buffers.
+
+        After a time-out this call also moves the messages: no other call does.
+        """
         if self._received.timed_out or self._sent.timed_out:
             self.arrived()
         return not self.done()
@@ -72,16 +75,15 @@ class MpiTransport:
     """Point-to-point messages on a private duplicate of COMM_WORLD, without copies.
 
     Every rank must construct its transport at the same place of the program. A request that missed its
-    deadline is never cancelled (MPI promises little about what then arrives): it stays on a list, with its
-    buffers, until the partner answers after all. Every exchange needs a tag of its own, so that a late
-    message finds the old buffer and not the next one.
+    deadline is never cancelled (MPI promises little about what then arrives): the transport keeps it and its
+    buffers until the partner answers. Every exchange needs tags of its own, so that a late message arrives in
+    the old buffer and not in the next one.
 
-    Raises ValueError for `chunk_bytes` out of range, and when MPI was started for processes of one thread
-    only.
+    Raises ValueError for `chunk_bytes` out of range, and when MPI was started with THREAD_SINGLE.
     """
 
     name = "mpi"
-    connects_lazily = True  # Open MPI and MPICH; a message that was not needed costs no time
+    connects_lazily = True  # Open MPI and MPICH do; with other libraries an early first message costs no time
 
     def __init__(self, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> None:
         if not 1 <= chunk_bytes < _COUNT_LIMIT:
@@ -124,10 +126,10 @@ def _memory(chunk: Chunk) -> Any:
 
 
 def finalize(flights: list[_MpiFlight]) -> None:
-    """End MPI while `flights`, and with them their buffers, still exist.
+    """End MPI while `flights` and their buffers still exist.
 
-    mpi4py would do it after the interpreter has freed everything, and a late message for a buffer that nobody
-    waits for then crashed in MPI_Finalize; or, where a process leaves without freeing, not at all.
+    mpi4py would do so after the interpreter has freed the buffers: a late message for one of them then crashed in
+    MPI_Finalize. In a process that ends by `os._exit`, mpi4py would not end MPI at all.
     """
     from mpi4py import MPI
 
@@ -144,27 +146,27 @@ def library() -> str:
 
 
 def library_name(version: str) -> str:
-    """Return name and version of a library, from its description of itself, which has several lines or clauses."""
+    """Return name and version of an MPI library, from the lines or clauses by which it describes itself."""
     return " ".join(version.splitlines()[0].split(",")[0].replace("Version:", "").split())
 
 
 def progress_of(library: str, environ: Mapping[str, str]) -> str:
-    """Say what moves messages while the ranks compute: between calls of MPI, most libraries do nothing.
+    """Return what moves messages while the ranks compute, in words: between calls, most MPI libraries do nothing.
 
     Args:
         library: MPI's description of itself.
-        environ: where `mpirun --mca` and the users of MPICH and Intel MPI leave their settings.
+        environ: the environment variables; `mpirun --mca` sets some, users of MPICH and Intel MPI the others.
     """
-    for name, variable, what in _PROGRESS_THREADS:
+    for name, variable, mover in _PROGRESS_THREADS:
         if name in library and environ.get(variable, "0").lower() in ("1", "true", "yes", "on", "enable"):
-            return f"{what} ({variable})"
+            return f"{mover} ({variable})"
     return "calls of MPI at every microbatch"
 
 
 def gpu_buffers_supported() -> bool:
-    """Return whether the MPI library says that it can send from CUDA memory; starts MPI.
+    """Return whether the MPI library reports that it can send from CUDA memory; starts MPI.
 
-    Asks `MPIX_Query_cuda_support`, an extension that not every MPI has. Not yet tried on a GPU.
+    Calls `MPIX_Query_cuda_support`, an extension that not every MPI has. Not yet tried on a GPU.
     """
     from mpi4py import MPI
 

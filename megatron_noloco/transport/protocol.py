@@ -1,4 +1,4 @@
-"""A transport: point-to-point messages of flat host buffers, with a deadline. Never a collective.
+"""The interface of a transport: point-to-point messages between flat buffers, with a deadline; no collectives.
 
 flight = transport.post(sends, receives, tag)      # every chunk of every message is under way at once
 for arrival in flight.arrivals(deadline_seconds):  # act on each chunk as it arrives
@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-EXCHANGE_TAGS = 384  # tags of one exchange
+EXCHANGE_TAGS = 384  # so many tags belong to one exchange
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Arrival(NamedTuple):
 
 
 class ExchangeTimeoutError(TimeoutError):
-    """A message did not arrive, or could not be delivered, in time."""
+    """Raised when a message has not arrived, or could not be delivered, in time."""
 
     def __init__(self, rank: int, tag: int, waited_seconds: float) -> None:
         super().__init__(f"no answer from rank {rank} (tag {tag}) after {waited_seconds:.1f} s")
@@ -47,22 +47,22 @@ class ExchangeTimeoutError(TimeoutError):
 
 
 class Flight(Protocol):
-    """Messages under way."""
+    """The messages of one `post`, while they are under way."""
 
     def arrivals(self, deadline_seconds: float) -> Iterator[Arrival]:
-        """Yield every chunk of every receive, once each, in the order of arrival.
+        """Yield each chunk of each receive once, in the order of arrival.
 
-        Raises ExchangeTimeoutError naming a rank still owed when `deadline_seconds` have passed since `post`.
+        Raises ExchangeTimeoutError with a rank whose chunk is missing `deadline_seconds` after `post`.
         The time the caller spends between chunks counts towards the deadline as well.
         """
         ...
 
     def finish(self, deadline_seconds: float) -> None:
-        """Return once the send buffers may be reused; same deadline, same error."""
+        """Wait until the send buffers may be reused; deadline and error are those of `arrivals`."""
         ...
 
     def arrived(self) -> list[Arrival]:
-        """Return the chunks that `arrivals` would yield without waiting; it does not yield them again.
+        """Return the chunks that have arrived and were neither returned nor yielded by `arrivals` before.
 
         Never blocks. Where messages move only inside calls of a library, this makes such a call.
         """

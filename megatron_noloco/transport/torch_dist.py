@@ -1,9 +1,8 @@
 """Messages over torch.distributed (gloo, host memory): the transport that needs no MPI.
 
-Two facts about gloo shape this file. `work.wait(timeout)` closes every connection of the group when it
-runs out, so a partner that is merely slow would cost us all the others; and `work.is_completed()` never
-turns true. So threads wait without a timeout and report what has completed, and the caller's thread keeps the
-deadline.
+gloo's `work.wait(timeout)` closes all connections of the group when the time is over, so one slow partner would
+cost all the others; and its `work.is_completed()` never becomes true. So threads wait without a time-out and
+report each completed chunk, and the caller's thread keeps the deadline.
 """
 
 import threading
@@ -24,9 +23,9 @@ from megatron_noloco.transport.chunks import (
 )
 from megatron_noloco.transport.protocol import Message
 
-_NEVER = timedelta(days=365)  # gloo's own time-out: out of the way
+_NEVER = timedelta(days=365)  # the group's time-out, which must not come before the caller's deadline
 
-_Started = dist.Work | ConnectionError  # an operation under way, or refused
+_Started = dist.Work | ConnectionError  # an operation under way, or the error with which gloo refused it
 
 
 class TorchTransport:
@@ -58,7 +57,7 @@ class TorchTransport:
 
 
 def _start(operation: Callable[..., dist.Work | None], chunk: Chunk, **arguments: Any) -> _Started:
-    """Start an operation; gloo refuses at once to send to a rank it knows is dead: a lost connection as any."""
+    """Start an operation; return a lost connection where gloo refuses it, knowing that the rank is dead."""
     try:
         work = operation(chunk.data, **arguments)
     except RuntimeError as error:
@@ -72,23 +71,24 @@ def _lost(rank: int, error: RuntimeError) -> ConnectionError:
 
 
 def _watch(begun: list[tuple[Chunk, _Started]], tag: int) -> ReportedTransfers:
-    """Start a daemon thread per partner, so that one that is late does not hide the chunks of another.
+    """Start a daemon thread per partner that reports its chunks, so that a late partner delays no other.
 
-    A thread whose partner never answers stays behind after a time-out, holding its works, and these hold
-    their buffers: what arrives late arrives in memory that still exists. It ends with the partner or the
-    process.
+    After a time-out the thread of a partner that does not answer goes on, and keeps its operations and their
+    buffers, so that a late chunk arrives in memory that still exists. It ends with the partner or the process.
     """
     transfers = ReportedTransfers([chunk for chunk, _ in begun], tag)
     by_rank: defaultdict[int, list[tuple[Chunk, _Started]]] = defaultdict(list)
     for chunk, started in begun:
         by_rank[chunk.rank].append((chunk, started))
-    for of_one in by_rank.values():
-        threading.Thread(target=_report, args=(of_one, transfers), name="noloco-flight", daemon=True).start()
+    for of_partner in by_rank.values():
+        threading.Thread(
+            target=_report, args=(of_partner, transfers), name="noloco-flight", daemon=True
+        ).start()
     return transfers
 
 
 def _report(begun: list[tuple[Chunk, _Started]], transfers: ReportedTransfers) -> None:
-    """Report chunk after chunk of one partner, until a failure: after that nothing more can come from it."""
+    """Wait for the chunks of one partner and report each, until a failure: then no more can arrive."""
     for chunk, started in begun:
         if isinstance(started, ConnectionError):
             transfers.report(started)
