@@ -1,7 +1,6 @@
-"""What this process is doing at the moment, for tracebacks and for the watchdog.
+"""Keeps what this process is doing at the moment, for tracebacks and for the watchdog.
 
-A process computes one thing at a time, so there is one activity, `now`. Every package may write it, also
-without torch; a part costs a microsecond.
+There is one activity per process, `now`. This file imports no torch, and a call of `part` takes a microsecond.
 """
 
 import time
@@ -11,7 +10,7 @@ from typing import NamedTuple
 
 
 class State(NamedTuple):
-    """A `part` of `what` the process is doing, begun at `since` (time.monotonic)."""
+    """What a process is doing, which part of that, and since when (time.monotonic)."""
 
     what: str
     part: str
@@ -22,11 +21,11 @@ class State(NamedTuple):
 
 
 class Activity:
-    """What one process is doing; written by its main thread, read by any.
+    """Keeps what one process is doing; set by its main thread, read by all threads.
 
     Attributes:
         who: the rank, its host and its place, as far as they are known.
-        state: what the rank is doing; a new object for everything that it begins.
+        state: what the rank is doing; a new object each time that it begins something else.
     """
 
     def __init__(self) -> None:
@@ -35,7 +34,7 @@ class Activity:
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Set what the rank is doing inside the block. An exception gets a note with it, and with who did it."""
+        """Set what the rank is doing inside the block. Adds a note with this and the rank to an exception."""
         before = self.state
         self.state = State(what, "", time.monotonic())
         try:
@@ -47,7 +46,7 @@ class Activity:
             self.state = State(before.what, before.part, time.monotonic())
 
     def part(self, part: str) -> None:
-        """Set the part of it that begins now."""
+        """Set the part that begins now of what the rank is doing."""
         self.state = State(self.state.what, part, time.monotonic())
 
 
@@ -55,5 +54,5 @@ now = Activity()
 
 
 def note_of(error: BaseException) -> str:
-    """Return who was doing what when `error` was raised."""
+    """Return which rank was doing what when `error` was raised."""
     return next(iter(getattr(error, "__notes__", ())), f"{now.who} was {now.state}")

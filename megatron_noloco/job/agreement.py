@@ -1,8 +1,8 @@
 """The ranks of a job agree on small values, by one of two mechanisms.
 
 - Collectives, `of_all_ranks` and `of_rank_0`: for what all ranks do at the same place of the program, at the
-  start and between local phases. They carry any value that can be pickled, and fail at once when a process is
-  gone.
+  start and between local phases. They carry any value that can be pickled, and fail at once when a process has
+  ended.
 - The job's key-value store, `announce` and `largest_announced`: for what ranks do at different times, or from
   a thread while the main thread is inside a library: stopping, failing, choosing the delay of an overlapped
   exchange.
@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 Value = TypeVar("Value")
 
-_LOOK_SECONDS = 0.1  # between two looks for the other ranks' numbers
-PATIENCE_SECONDS = 600.0  # for a rank whose process hangs
+_POLL_SECONDS = 0.1
+PATIENCE_SECONDS = 600.0  # a rank that has not answered by then hangs
 
 
 def of_all_ranks(value: Value) -> list[Value]:
@@ -37,14 +37,14 @@ def of_rank_0(value: Value) -> Value:
 
 
 def announce(subject: str, number: int) -> None:
-    """Let the other ranks know this rank's number; returns at once."""
+    """Write this rank's number into the store, for the other ranks; returns at once."""
     store().set(f"{subject}/{dist.get_rank()}", str(number))
 
 
 def largest_announced(subject: str) -> int:
     """Wait until all ranks have announced their number; return the largest.
 
-    Raises RuntimeError when a rank has not within `PATIENCE_SECONDS`, or when the store is gone.
+    Raises RuntimeError when a rank has announced none within `PATIENCE_SECONDS`, or the store is lost.
     """
     names = [f"{subject}/{rank}" for rank in range(dist.get_world_size())]
     deadline = time.monotonic() + PATIENCE_SECONDS
@@ -53,7 +53,7 @@ def largest_announced(subject: str) -> int:
     while not shared.check(names):
         if time.monotonic() > deadline:
             raise RuntimeError(f"a rank has not answered for {PATIENCE_SECONDS:.0f} s")
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_POLL_SECONDS)
     return max(int(shared.get(name)) for name in names)
 
 

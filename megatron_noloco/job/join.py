@@ -1,4 +1,4 @@
-"""Join the processes of a job: torch.distributed's default group, and the transport of the exchange.
+"""Joins the processes of a job: makes torch.distributed's default group, and the transport of the exchange.
 
 mpi4py is imported inside functions only: the import starts MPI.
 """
@@ -33,16 +33,16 @@ def ranks_on_this_host() -> int:
 
 
 def check_gpus(replica_size: int) -> int:
-    """Return how many ranks have this rank's GPU. A collective, for the start only.
+    """Return how many ranks use this rank's GPU. A collective, for the start only.
 
-    Raises ValueError where ranks of one replica share one: NCCL would refuse that at the first message. Replicas
-    of one rank may share a GPU: they need no NCCL.
+    Raises ValueError where ranks of one replica share a GPU: NCCL would fail at the first message. Replicas of
+    one rank may share one: they need no NCCL.
     """
     own = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
     sharing = of_all_ranks(own).count(own)
     if replica_size > 1 and sharing > 1:
         raise ValueError(
-            f"rank {dist.get_rank()}: {sharing} ranks have one GPU, and a replica has {replica_size}; "
+            f"rank {dist.get_rank()}: {sharing} ranks use one GPU, and a replica has {replica_size} ranks; "
             "only replicas of one rank can share a GPU: start one process per GPU, or set all parallel sizes to 1"
         )
     return sharing
@@ -52,11 +52,11 @@ def record_collectives(folder: Path | None) -> None:
     """Set up torch's flight recorder, which keeps the last collectives and messages of each rank; before `join`.
 
     With GPUs NCCL writes them into `folder` when one times out, for `torchfrtrace`; not yet tried on a GPU.
-    Without GPUs (None) nothing would write them, so nothing is recorded. Each entry is a small block that lives
-    for 2,000 messages: in host memory such blocks, scattered between activations, keep glibc from joining the free
-    memory around them, and a rank with pipeline stages grows for thousands of local steps.
+    Without GPUs (`folder` is None) nothing would write them, so nothing is recorded: the entries, small blocks of
+    host memory that live for 2,000 messages between activations, keep glibc from joining the free memory around
+    them, and the memory of a rank with pipeline stages grows for thousands of local steps.
 
-    Variables that are set already stay.
+    Variables that the user has set stay.
     """
     entries = "0" if folder is None else "2000"
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # its older name
@@ -77,13 +77,13 @@ def join(world: World, backend: str) -> None:
     except RuntimeError as error:  # a DistError, but not in every torch
         if "EADDRINUSE" in str(error):
             raise ValueError(
-                f"port {os.environ.get('MASTER_PORT')} of rank 0's host is taken, by another job perhaps: set "
+                f"port {os.environ.get('MASTER_PORT')} of rank 0's host is in use, perhaps by another job: set "
                 "MASTER_PORT to a free one (for launch/deepspeed.sh PORT)"
             ) from None
         reason = str(error).splitlines()[0]
         raise ValueError(
             f"rank {world.rank} of {world.world_size} cannot join the others ({reason}); is MASTER_PORT free on "
-            "rank 0's host, and does MASTER_ADDR lead there?"
+            "rank 0's host, and is MASTER_ADDR an address of it?"
         ) from None
 
 
@@ -107,8 +107,8 @@ def _join(world: World, backend: str) -> None:
 def _mpi_world_fits(world: World) -> bool:
     """Return whether MPI connects exactly the ranks of `world`.
 
-    Raises ValueError when it should, according to the launcher, but does not: mpi4py then runs on another MPI
-    library than the one mpirun belongs to, and every process sees a world of one.
+    Raises ValueError when MPI does not connect them although the launcher's variables say so: mpi4py then runs on
+    another MPI library than that of mpirun, and every process sees a world of one.
     """
     if not _mpi_installed() or mpi_world_size(os.environ) != world.world_size:
         return False
@@ -122,7 +122,7 @@ def _mpi_world_fits(world: World) -> bool:
 
 
 def _store_found_by_mpi(world: World) -> dist.TCPStore:
-    """Let rank 0 open a store on a port that the system picks, so none is taken twice, and share its address."""
+    """Return a store that rank 0 serves on a free port; all ranks learn its address by MPI."""
     same_host = len(set(_share_by_mpi(socket.gethostname()))) == 1
     if world.rank == 0:
         address = os.environ.get("MASTER_ADDR") or (_LOCAL_HOST if same_host else reachable_address())
@@ -134,7 +134,7 @@ def _store_found_by_mpi(world: World) -> dist.TCPStore:
 
 
 def _store_found_by_name(world: World) -> dist.TCPStore:
-    """Find rank 0 without MPI: each rank takes its address from MASTER_*, or from Slurm's job."""
+    """Return a store whose address each rank takes from MASTER_*, or derives from Slurm's variables."""
     address = os.environ.get("MASTER_ADDR") or _host_of_rank_0(world)
     port = launcher.master_port(os.environ, launcher.slurm_port(os.environ))
     return _store(world, address, port)
@@ -152,13 +152,13 @@ def _host_of_rank_0(world: World) -> str:
     if host is None:
         raise ValueError(
             f"rank {world.rank} of {world.world_size} under {world.launcher} cannot find rank 0: MPI does "
-            f"not connect these ranks and MASTER_ADDR is not set; export MASTER_ADDR, the host of rank 0"
+            "not connect these ranks, and MASTER_ADDR is not set; export MASTER_ADDR, the host of rank 0"
         )
     return host
 
 
 def reachable_address() -> str:
-    """Return an address of this host that other hosts can use, as far as this host can tell; else its name."""
+    """Return an address of this host that other hosts can use, as far as this host knows; else its name."""
     name = socket.gethostname()
     try:
         found = [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, socket.AF_INET)]
@@ -166,7 +166,7 @@ def reachable_address() -> str:
         found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("10.255.255.255", 9))  # sends nothing: only asks which interface leads outside
+            probe.connect(("10.255.255.255", 9))  # sends nothing, but selects the interface to other hosts
             found.append(probe.getsockname()[0])
         except OSError:
             pass  # a host without a default route still has its name
@@ -204,7 +204,7 @@ def choose_transport(kind: Literal["auto", "mpi", "torch"], world: World) -> Tra
 def mpi_world_size(environ: Environ) -> int:
     """Return how many ranks the MPI world of this process has; 1 where no MPI launcher started it.
 
-    Starts MPI only where the launcher's variables do not say it.
+    Starts MPI only where the launcher's variables do not give the number.
     """
     size = launcher.mpi_world_size(environ)
     if size is None or "mpi4py.MPI" in sys.modules:
@@ -213,7 +213,7 @@ def mpi_world_size(environ: Environ) -> int:
 
 
 def _mpi_installed() -> bool:
-    """Return whether mpi4py is installed. Does not start MPI, so its library may still turn out to be missing."""
+    """Return whether mpi4py is installed, without starting MPI; the MPI library may still be missing."""
     return importlib.util.find_spec("mpi4py") is not None
 
 

@@ -1,4 +1,4 @@
-"""The launchers' environment variables: the only file that names them."""
+"""Reads the environment variables of launchers; no other file names them."""
 
 import socket
 import subprocess
@@ -13,7 +13,11 @@ Environ = Mapping[str, str]
 
 @dataclass(frozen=True)
 class World:
-    """The place of one process in its job; `environment` is an unknown launcher that sets torch's variables."""
+    """The place of one process in its job.
+
+    Attributes:
+        launcher: "environment" is an unknown one that sets torch's variables.
+    """
 
     rank: int
     local_rank: int
@@ -22,7 +26,7 @@ class World:
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """The three numbers in the order of a launcher's variables."""
+        """The three numbers in the order of `_Names`."""
         return self.rank, self.local_rank, self.world_size
 
 
@@ -44,8 +48,8 @@ _LAST_PORT = 65535
 def read_world(environ: Environ) -> World:
     """Return the place that the launcher's variables give this process; without any, that of a single process.
 
-    Launchers nest (srun starts mpirun's daemons, mpirun may start torchrun), so the innermost is looked for
-    first. Raises ValueError when variables are missing or contradict one another.
+    Launchers nest (srun starts mpirun's daemons, mpirun may start torchrun), so the order below is from the
+    innermost to the outermost. Raises ValueError when variables are missing or contradict one another.
     """
     if _by_torchrun(environ):
         return _read("torchrun", _TORCH, environ)
@@ -115,12 +119,12 @@ def export(world: World, environ: MutableMapping[str, str]) -> None:
 
 
 def mpi_world_size(environ: Environ) -> int | None:
-    """Return how many ranks MPI connects, as the variables say; 1 without an MPI launcher.
+    """Return how many ranks MPI connects according to the variables; 1 without an MPI launcher.
 
-    None where only MPI knows: a PMIx launcher gives no size (`srun --mpi=pmix`).
+    Returns None for a PMIx launcher (`srun --mpi=pmix`), whose variables do not give the number.
     """
     if _by_torchrun(environ) or _by_deepspeed(environ):
-        return 1  # perhaps itself under mpirun, whose variables are then not about this process
+        return 1  # mpirun may have started the launcher; its variables then do not describe this process
     for names in (_OPEN_MPI, _HYDRA):
         if names.world_size in environ:
             return int(environ[names.world_size])
@@ -128,25 +132,25 @@ def mpi_world_size(environ: Environ) -> int | None:
 
 
 def may_be_first(environ: Environ) -> bool:
-    """Return whether this may be rank 0: no launcher says otherwise. For when `read_world` may have failed."""
+    """Return whether no variable gives this process a rank above 0; works also where `read_world` fails."""
     return all(rank == "0" for rank in _ranks(environ))
 
 
 def rank_here(environ: Environ) -> str:
-    """Return rank and host in words; for when `read_world` may have failed."""
+    """Return rank and host in words; works also where `read_world` fails."""
     return f"rank {next(_ranks(environ), '0')} on {socket.gethostname()}"
 
 
 def _ranks(environ: Environ) -> Iterator[str]:
-    """Yield this process's rank according to each launcher that names one."""
-    every = (_TORCH, _OPEN_MPI, _HYDRA, _SLURM)
-    return (environ[names.rank] for names in every if names.rank in environ)
+    """Return this process's rank according to each launcher that gives one."""
+    launchers = (_TORCH, _OPEN_MPI, _HYDRA, _SLURM)
+    return (environ[names.rank] for names in launchers if names.rank in environ)
 
 
 def on_a_terminal(environ: Environ) -> bool:
-    """Return whether a person sees stdout on a terminal.
+    """Return whether stdout is the user's terminal.
 
-    Open MPI gives every rank a terminal of its own, whatever mpirun's output goes to.
+    Open MPI gives every rank a terminal of its own, even where the output of mpirun goes to a file.
     """
     return sys.stdout.isatty() and _OPEN_MPI.rank not in environ
 
@@ -170,7 +174,7 @@ def slurm_first_host(environ: Environ) -> str | None:
 
 
 def master_port(environ: Environ, default: int) -> int:
-    """Return MASTER_PORT, or `default` where it is not set. Raises ValueError."""
+    """Return MASTER_PORT, or `default` where it is not set. Raises ValueError where it is no port."""
     text = environ.get("MASTER_PORT", str(default))
     if not text.isdecimal() or int(text) > _LAST_PORT:
         raise ValueError(f"environment: MASTER_PORT={text!r} is not a port; it must be 0 to {_LAST_PORT}")
@@ -178,18 +182,18 @@ def master_port(environ: Environ, default: int) -> int:
 
 
 def slurm_port(environ: Environ) -> int:
-    """Return a port that all ranks derive alike, different for jobs (and steps of a job) that share a host."""
+    """Derive a port from Slurm's job and step: the same on all ranks, different for jobs that share a host."""
     job, step = environ.get("SLURM_JOB_ID", "0"), environ.get("SLURM_STEP_ID", "0")
-    # Below the ports that systems hand out by themselves.
+    # Below the ephemeral ports.
     return 15000 + (int(job) * 31 + int(step)) % 15000
 
 
 def local_device(world: World, devices: int, shared: bool = False) -> int:
-    """Return the number of this process's GPU. Raises ValueError.
+    """Return the number of this process's GPU. Raises ValueError where the host has too few.
 
     Args:
-        devices: how many GPUs this process sees; a launcher may show each process its own alone.
-        shared: whether several processes may have one GPU.
+        devices: how many GPUs this process sees; a launcher may show each process only its own.
+        shared: whether several processes may use one GPU.
     """
     if devices == 1:
         return 0

@@ -1,10 +1,10 @@
-"""How a process leaves, and how a job ends: one rank says why, and all leave with its exit code.
+"""Ends a process, and a job after a failure: one rank writes the reason, and all leave with its exit code.
 
-A rank that fails writes so into the job's key-value store. Every rank looks there (`Watchdog`), also one that
-would wait for the failed one for ever, and leaves without a message. A rank that is killed writes nothing;
-the first rank that loses its connection to it then fails in its place.
+A rank that fails records this in the job's key-value store. The other ranks poll the store (`Watchdog`), also
+while they are blocked by the failed rank, and leave without a message. A rank that is killed records nothing; the
+first rank that loses its connection to it then fails in its place.
 
-A command that needs no torch leaves without importing it.
+This file does not import torch, since some commands do not need it.
 """
 
 import atexit
@@ -23,12 +23,12 @@ from typing import Any, NamedTuple, NoReturn
 
 from megatron_noloco.job.launcher import may_be_first, rank_here
 
-USAGE_ERROR = 2  # the person who started it can put it right
+USAGE_ERROR = 2  # an error that the user can correct
 FAILURE = 1
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
-GRACE_SECONDS = 2.0  # in which the rank that failed leaves before the others: launchers name the first
-LOOK_SECONDS = 1.0  # between two looks for a failure
-_ANSWER_SECONDS = 10.0  # in which the store answers, if its host can
+GRACE_SECONDS = 2.0  # so much later than the failed rank the others leave: launchers name the first to leave
+POLL_SECONDS = 1.0  # between two reads of the store
+_ANSWER_SECONDS = 10.0  # without an answer for so long, the host of the store has failed
 _LATE_RANK_0_SECONDS = 10.0
 _KEY = "failure"
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
@@ -36,11 +36,11 @@ _PR_SET_PDEATHSIG = 1  # of Linux's sys/prctl.h
 
 
 def leave(exit_code: int) -> NoReturn:
-    """Leave the process as at any exit, but without tearing the interpreter down.
+    """Run the exit handlers and end the process, without finalizing the interpreter.
 
-    Gloo's threads outlive their groups, and one may still be freeing the tensors of its last collective. To
-    ask an interpreter that is being torn down for its lock ends that thread inside a C++ destructor, and so
-    the process, with SIGABRT, after everything has succeeded.
+    Gloo's threads outlive their groups, and one may still be freeing the tensors of its last collective. A thread
+    that asks for the GIL while the interpreter finalizes is ended, here inside a C++ destructor: that would end
+    the process with SIGABRT after everything has succeeded.
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()
@@ -55,25 +55,25 @@ def leave_with_parent() -> None:
 
 
 def abandon_job() -> None:
-    """After a failure, before leaving: do not wait for the ranks that wait for this one.
+    """Skip MPI_Finalize, and give the other ranks time to read of the failure; called before leaving.
 
-    The launcher ends them, or their watchdogs. MPI_Finalize would wait; a process that leaves without it ends
-    an MPI job.
+    MPI_Finalize would wait for ranks that wait for this one. Their watchdogs or the launcher end those ranks; MPI
+    ends the job of a process that leaves without MPI_Finalize.
     """
     if "mpi4py.MPI" in sys.modules:
         from megatron_noloco.transport.mpi import finalize
 
         atexit.unregister(finalize)
-    serve_the_others()
+    keep_serving_store()
 
 
 def usage_error(error: ValueError | OSError) -> int:
-    """Write one clear line per problem, from one rank of the job; return the exit code.
+    """Write one line per problem, from one rank of the job; return the exit code.
 
-    Launchers end the job when a first rank leaves. So the other ranks give rank 0, which has most likely
-    found the same, the time to write. A rank that is still there afterwards is the only one that found it,
-    and names itself. A rank that is ended meanwhile leaves with the same exit code, since launchers report
-    the largest.
+    Most errors are the same on all ranks. Launchers end the job when the first rank leaves, so the other ranks
+    wait until rank 0 has written. If rank 0 does not fail meanwhile, the rank writes the lines itself, with its
+    name. A rank that the launcher ends meanwhile leaves with the same exit code, since launchers report the
+    largest.
     """
     if may_be_first(os.environ):
         return fail(str(error), USAGE_ERROR)
@@ -87,11 +87,11 @@ def usage_error(error: ValueError | OSError) -> int:
 def fail(text: str, exit_code: int, is_cause: bool = True) -> int:
     """Write `text`, unless another rank of the job has failed before; return the exit code of the first.
 
-    Under torchrun also into the file from which torchrun learns the reason. It names the rank that failed
-    first, in whole seconds.
+    Under torchrun, also writes it to torchrun's error file. torchrun names the rank with the earliest time there,
+    in whole seconds.
 
     Args:
-        is_cause: False for a rank that fails because it has lost another, which could not say anything.
+        is_cause: False for a rank that fails because it has lost another, which could not write anything.
     """
     first = announce_failure(exit_code)
     if not first.is_own:
@@ -109,7 +109,7 @@ def fail(text: str, exit_code: int, is_cause: bool = True) -> int:
 
 
 class Failure(NamedTuple):
-    """A failure as the store has it."""
+    """The rank that failed, and its exit code."""
 
     rank: int
     exit_code: int
@@ -120,16 +120,16 @@ class Failure(NamedTuple):
 
 
 def announce_failure(exit_code: int) -> Failure:
-    """Tell the job that this rank fails; return the job's first failure.
+    """Record in the store that this rank fails; return the job's first failure.
 
-    That is this rank's, unless another was before. If the store does not answer, it is this rank's as well.
+    Where the store does not answer, this rank's failure counts as the first.
     """
     own, answer = Failure(_own_rank(), exit_code), queue.SimpleQueue[Failure]()
-    if not _joined():
+    if not _distributed():
         return own
 
     def ask() -> None:
-        with suppress(RuntimeError):  # the store is gone, and rank 0 with it
+        with suppress(RuntimeError):  # rank 0, which serves the store, has ended
             answer.put(_parse(_store().compare_set(_KEY, "", f"{own.rank} {exit_code}")))
 
     asking = threading.Thread(target=ask, daemon=True)  # the host of rank 0 may no longer answer
@@ -139,53 +139,53 @@ def announce_failure(exit_code: int) -> Failure:
 
 
 def announced_failure() -> Failure | None:
-    """Return the job's first failure, if there is one. Raises RuntimeError when the store is gone."""
-    if not _joined():
+    """Return the job's first failure, or None. Raises RuntimeError when the store is lost."""
+    if not _distributed():
         return None
     store = _store()
     return _parse(store.get(_KEY)) if store.check([_KEY]) else None
 
 
 def wait_for_failure(seconds: float) -> Failure | None:
-    """Return the failure that another rank announces within `seconds`, if there is one."""
-    if not _joined():
+    """Wait until a rank announces a failure, and return it; None after `seconds`."""
+    if not _distributed():
         time.sleep(seconds)
         return None
     deadline, found = time.monotonic() + seconds, None
-    with suppress(RuntimeError):  # the store is gone
+    with suppress(RuntimeError):  # rank 0, which serves the store, has ended
         while not (found := announced_failure()) and time.monotonic() < deadline:
-            time.sleep(LOOK_SECONDS / 5)
+            time.sleep(POLL_SECONDS / 5)
     return found
 
 
 def lost_connection(error: BaseException | None) -> BaseException | None:
-    """Return the error that tells that a connected process has gone: `error`, one of its causes, or None."""
+    """Return `error` or the first of its causes that reports a lost connection to a process; else None."""
     from torch.distributed import DistNetworkError
 
     while error is not None:
-        by_name = isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST)
-        if by_name or isinstance(error, ConnectionError | DistNetworkError):
+        by_text = isinstance(error, RuntimeError) and any(text in str(error) for text in _LOST)
+        if by_text or isinstance(error, ConnectionError | DistNetworkError):
             return error
         error = error.__cause__
     return None
 
 
-def serve_the_others() -> None:
-    """Where this process holds the store, let the others read of the failure in it before it leaves."""
-    dist = _joined()
+def keep_serving_store() -> None:
+    """Wait before leaving, on the rank that serves the store, so that the others can read of the failure."""
+    dist = _distributed()
     serves = dist is not None and dist.get_rank() == 0 and dist.get_world_size() > 1
     if serves and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        time.sleep(1.5 * LOOK_SECONDS)
+        time.sleep(1.5 * POLL_SECONDS)
 
 
-def _joined() -> ModuleType | None:
-    """Return torch.distributed where this process has joined the others of its job, else None."""
+def _distributed() -> ModuleType | None:
+    """Return torch.distributed where this process has joined its job, else None."""
     dist = sys.modules.get("torch.distributed")
     return dist if dist is not None and dist.is_initialized() else None
 
 
 def _own_rank() -> int:
-    dist = _joined()
+    dist = _distributed()
     return 0 if dist is None else dist.get_rank()
 
 

@@ -1,9 +1,8 @@
-"""Small files in a run's folder by which its job and other programs, on any host, know of each other.
+"""Small files in a run's folder, by which its job communicates with other programs on any host.
 
 - `running` keeps a second job out of the folder.
-- `stop` asks the job that writes there to save and stop; the command `stop` writes it.
-- `waits_*.json`, one in a replica's folder for each of its ranks that stands still; the command `watch` reads
-  them.
+- `stop` asks the job to save and stop; the command `stop` writes it.
+- `waits_*.json` in a replica's folder, one for each rank that stands still; the command `watch` reads them.
 """
 
 import atexit
@@ -22,13 +21,13 @@ from typing import Any
 from megatron_noloco.files import write_text
 from megatron_noloco.job.activity import now
 
-_BEAT_SECONDS = 5.0  # between two writes of `running`
-_PATIENCE_SECONDS = 15.0  # in which a live job on another host has written `running` again
-_occupied: dict[Path, int] = {}  # the files `running` that this process holds, and its id: it may fork
+_WRITE_SECONDS = 5.0  # between two writes of `running`
+_PATIENCE_SECONDS = 15.0  # a job on another host that writes nothing for so long has ended
+_occupied: dict[Path, int] = {}  # locked files `running`, and the process that locked each: a fork has not
 
 
 def occupy(folder: Path) -> str:
-    """Keep other jobs out of `folder` until this process ends; return "", or a message where another job is.
+    """Keep other jobs out of `folder` until this process ends; return "", or a message if another job is there.
 
     A job holds a lock (flock) on the file `running`, which the kernel of its host releases however the job
     ends. On some file systems a lock does not reach other hosts (NFS with `nolock`, Lustre with `localflock`,
@@ -64,7 +63,7 @@ def occupy(folder: Path) -> str:
 
 
 def _lock(file: int) -> bool | None:
-    """Try to lock an open file; return None where the file system has no locks."""
+    """Return whether an open file could be locked; None where the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -75,7 +74,7 @@ def _lock(file: int) -> bool | None:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Return what a job has written; nothing where none writes, or where the file is just being written."""
+    """Return what a job has written; {} where no job writes, or where the file is incomplete."""
     try:
         found = json.loads(path.read_text())
     except (OSError, ValueError):
@@ -93,12 +92,11 @@ def _is_written_again(path: Path, found: dict[str, Any]) -> bool:
 
 
 def _keep_writing(file: int, own: dict[str, Any]) -> None:
-    """Write `own` now and every few seconds, until the process ends; then leave the file empty.
+    """Write `own` now and every few seconds until the process ends; then empty the file.
 
-    It is written in place, since the lock is on this very file, and not removed, since another job may just
-    have opened it.
+    The file is written in place, since it is locked, and never removed, since another job may have opened it.
     """
-    over = threading.Event()
+    ended = threading.Event()
 
     def write(beat: int) -> None:
         content = json.dumps({**own, "beat": beat}).encode()
@@ -108,13 +106,13 @@ def _keep_writing(file: int, own: dict[str, Any]) -> None:
 
     def beat() -> None:
         for number in itertools.count(1):
-            if over.wait(_BEAT_SECONDS):
+            if ended.wait(_WRITE_SECONDS):
                 return
             with suppress(OSError):
                 write(number)
 
     def leave() -> None:
-        over.set()
+        ended.set()
         writer.join()
         with suppress(OSError):
             os.ftruncate(file, 0)
@@ -126,9 +124,9 @@ def _keep_writing(file: int, own: dict[str, Any]) -> None:
 
 
 def _kernel() -> str:
-    """Return what identifies the processes among which a lock surely works: the host's name and its last start.
+    """Return the host's name and the id of its last boot: a lock surely works between processes that share both.
 
-    Containers of one host have names of their own, and perhaps each a mount of its own.
+    Containers of one host have names of their own, and may have mounts of their own.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -138,12 +136,12 @@ def _kernel() -> str:
 
 
 def ask_to_stop(output_dir: Path) -> None:
-    """Ask the jobs that write there to stop: they look every second. Raises OSError."""
+    """Ask the jobs that write to `output_dir` to stop; they poll every second. Raises OSError."""
     write_text(output_dir / "stop", f"{time.time()}\n")
 
 
 def stop_request(output_dir: Path) -> str:
-    """Return the last request to stop; it stays where it is, so only a change of it is a new one."""
+    """Return the last request to stop, or "". A request stays in the folder: only a change is a new request."""
     try:
         return (output_dir / "stop").read_text()
     except OSError:
@@ -152,12 +150,12 @@ def stop_request(output_dir: Path) -> str:
 
 @dataclass(frozen=True)
 class Wait:
-    """The wait of a rank that stands still, as it says so itself.
+    """What a rank that stands still reports.
 
     Attributes:
         who: the rank, its host and its place.
-        doing: what it has been doing, and for which rank it waits.
-        seconds: for how long.
+        doing: what the rank is doing, and for which other rank it waits.
+        seconds: since it began to wait.
     """
 
     who: str
@@ -168,11 +166,11 @@ class Wait:
         return f"{self.who} has stood still for {self.seconds:.0f} s {self.doing}"
 
 
-WAITS = "waits_*.json"  # the names of the files
+WAITS = "waits_*.json"
 
 
 def wait_file(replica_folder: Path, rank: int) -> Path:
-    """Return where a rank writes its wait; there is no such file while it goes on."""
+    """Return the file into which a rank writes its wait; it exists only while the rank stands still."""
     return replica_folder / WAITS.replace("*", f"{rank:05d}")
 
 
@@ -183,14 +181,14 @@ def write_wait(path: Path, wait: Wait) -> None:
 
 
 def waits_of(replica_folder: Path) -> dict[Wait, float]:
-    """Return the waits of a replica's ranks, in their order, and when each was written (seconds since the epoch).
+    """Return the waits of a replica's ranks, in rank order, and when each was written (seconds since the epoch).
 
-    A rank that is killed leaves its last one behind.
+    The last wait of a rank that is killed stays.
     """
     found = {}
     for path in sorted(replica_folder.glob(WAITS)):
         try:
             found[Wait(**json.loads(path.read_text()))] = path.stat().st_mtime
-        except FileNotFoundError:  # the rank has gone on
+        except FileNotFoundError:  # the rank no longer waits
             continue
     return found

@@ -1,4 +1,4 @@
-"""Import torch, Megatron-core and DeepSpeed quickly and without their messages."""
+"""Makes imports of torch, Megatron-core and DeepSpeed quick and silent."""
 
 import gc
 import logging
@@ -12,8 +12,8 @@ from contextlib import contextmanager
 def importing() -> Iterator[None]:
     """Turn the garbage collector off around imports of torch and the engines.
 
-    They make half a million objects, which stay. The collector would look at them again and again; afterwards
-    it leaves them out for good.
+    The imports make half a million objects that stay. The collector would traverse them again and again; after
+    the block it ignores them (`gc.freeze`).
     """
     gc.disable()
     try:
@@ -26,16 +26,16 @@ def importing() -> Iterator[None]:
 def before_engines() -> None:
     """Keep the engines' start-up messages off the console, and torch's compiler out of a process without a GPU.
 
-    To be called before the import of a module that imports them. Errors and our own lines remain.
+    Call it before the first import of an engine. Errors and this package's own messages remain.
     """
     import torch
 
     warnings.filterwarnings("ignore", module=r"(megatron|deepspeed|apex)\b")
     logging.getLogger("megatron").setLevel(logging.ERROR)
-    # It would report in every process that there are CUDA's tools and no GPU.
+    # Every process would report that there are CUDA's tools but no GPU.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     os.environ.setdefault("DS_LOG_LEVEL", "error")
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it had to guess
-        # Core's fused functions load torch's compiler, a second for each rank, and are not used here.
+        # Core's fused functions, which are not used here, would load torch's compiler: a second for each rank.
         os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")

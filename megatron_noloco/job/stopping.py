@@ -1,17 +1,16 @@
-"""Stop early, at the same step on every rank, without a collective.
+"""Stops a run early, at the same step on every rank, without a collective.
 
 A stop is requested by SIGTERM, SIGUSR1 (Slurm's warning), one Ctrl-C, `exit_duration_minutes`, or the stop
-file, at which rank 0 looks. A request to one rank is enough. The ranks then agree through the job's key-value
-store:
+file, which rank 0 polls. A request to one rank is enough. The ranks then agree through the job's key-value store:
 
-1. The rank that received the request writes it there; the others look for one once a second.
-2. A rank that knows of the request writes how many steps it has begun, and begins no more ...
-3. ... until every rank has written. All stop after the largest of these numbers.
+1. The rank that received the request writes it into the store, which the others poll once a second.
+2. A rank that knows of the request writes how many steps it has begun, and begins no more until every rank has
+   written its number.
+3. All ranks stop after the largest of these numbers.
 
-A separate thread looks and writes, because the step in progress may need a rank that already waits: a
-pipeline stage, or a partner whose round is some steps ahead. So every number is written soon, whatever the
-steps wait for, and then all ranks can finish every step that one of them has begun. A rank that reaches the
-end of the run writes that number.
+A separate thread polls and writes, because the step in progress may need a rank that already waits: a pipeline
+stage, or a partner whose round is some steps ahead. So every number is written soon, and then all ranks can
+finish every step that one of them has begun. A rank that reaches the end of the run writes its last step.
 """
 
 import signal
@@ -28,7 +27,7 @@ from megatron_noloco.job.activity import now
 from megatron_noloco.job.run_folder import stop_request
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-_LOOK_SECONDS = 1.0
+_POLL_SECONDS = 1.0
 _REQUEST, _BEGUN = "stop/request", "stop/begun"
 
 
@@ -36,17 +35,17 @@ class Stopping:
     """One rank's view of whether, why and when the run stops early."""
 
     def __init__(self, exit_duration_minutes: float | None, output_dir: Path) -> None:
-        self._output_dir, self._stop_before = output_dir, stop_request(output_dir)
+        self._output_dir, self._old_stop_request = output_dir, stop_request(output_dir)
         self.reason: str | None = None
         self._deadline = time.monotonic() + 60 * exit_duration_minutes if exit_duration_minutes else None
         self._asked: str | None = None
         self._lock = threading.Lock()  # for the two numbers below
         self._begun = 0
-        self._announced: int | None = None  # the number of steps begun that the others know
+        self._announced: int | None = None  # the steps begun that this rank has written
         self._last_step: int | None = None
         self._failure: Exception | None = None
-        self._agreed = threading.Event()  # or failed to
-        self._look_now = threading.Event()
+        self._agreed = threading.Event()  # set after a failure, too
+        self._poll_now = threading.Event()
         self._closing = False
         self._store = agreement.store()
         self._previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
@@ -61,14 +60,14 @@ class Stopping:
     def before_step(self, done: int) -> bool:
         """Return whether the run stops here; every rank calls it before each step, with the steps done so far."""
         if self._asked is not None:
-            self._look_now.set()
+            self._poll_now.set()
         with self._lock:
             if self._announced is None:
                 self._begun = done + 1
             if done < self._begun:
                 return False
         with now.doing(f"stopping after local step {done}"):
-            now.part("waiting until all ranks have said how many steps they have begun")
+            now.part("waiting until all ranks have reported how many steps they have begun")
             self._agreed.wait()
         if self._last_step is None:
             raise RuntimeError("the ranks could not agree where to stop") from self._failure
@@ -77,16 +76,16 @@ class Stopping:
     def _watch(self) -> None:
         try:
             while not self._is_requested():
-                self._look_now.wait(_LOOK_SECONDS)
+                self._poll_now.wait(_POLL_SECONDS)
                 if self._closing:
                     return
             if dist.get_rank() == 0:
-                sys.stdout.write(f"asked to stop ({self.reason}): after the local step under way\n")
+                sys.stdout.write(f"stopping after the local step under way ({self.reason})\n")
                 sys.stdout.flush()
             with self._lock:
                 self._announce(self._begun)
             self._last_step = agreement.largest_announced(_BEGUN)
-        except RuntimeError as error:  # the store is gone, and rank 0 with it; or a rank did not answer
+        except RuntimeError as error:  # rank 0, which serves the store, has ended, or a rank did not answer
             self._failure = error
         finally:
             self._agreed.set()
@@ -94,31 +93,32 @@ class Stopping:
     def _is_requested(self) -> bool:
         if self._deadline is not None and time.monotonic() >= self._deadline and self._asked is None:
             self._asked = "exit_duration_minutes"
-        if self._asked is None and dist.get_rank() == 0 and self._stop_file_changed():
+        if (
+            self._asked is None
+            and dist.get_rank() == 0
+            and stop_request(self._output_dir) not in ("", self._old_stop_request)
+        ):
             self._asked = "the command stop"
         if self._asked is not None:
-            # The first request stands, so that all ranks have the same reason.
+            # The first request counts, so that all ranks have the same reason.
             self.reason = self._store.compare_set(_REQUEST, "", self._asked).decode()
         elif self._store.check([_REQUEST]):
             self.reason = self._store.get(_REQUEST).decode()
         return self.reason is not None
-
-    def _stop_file_changed(self) -> bool:
-        return stop_request(self._output_dir) not in ("", self._stop_before)
 
     def _announce(self, begun: int) -> None:
         self._announced = begun
         agreement.announce(_BEGUN, begun)
 
     def close(self, done: int) -> None:
-        """End the agreement after the last step, early or not; the rank that has the store leaves last."""
+        """End the agreement after the last step, early or not; rank 0, which serves the store, returns last."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         with self._lock:
             if self._announced is None:
                 self._announce(done)
         self._closing = True
-        self._look_now.set()
+        self._poll_now.set()
         self._watcher.join()
         self._store.add("stop/left", 1)
         deadline = time.monotonic() + agreement.PATIENCE_SECONDS

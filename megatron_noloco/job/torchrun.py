@@ -1,7 +1,7 @@
-"""Run torchrun, but exit with the code of its ranks: `python -m megatron_noloco.job.torchrun TORCHRUN_OPTIONS`.
+"""Runs torchrun with the exit code of its ranks: `python -m megatron_noloco.job.torchrun TORCHRUN_OPTIONS`.
 
-torchrun itself exits with 1 and a page about itself, however its ranks ended. Here the exit code is that of
-the rank that failed first, which has said why. One SIGTERM or Ctrl-C lets the ranks save and leave, with exit
+torchrun itself exits with 1 and a long report, however its ranks ended. Here the exit code is that of the rank
+that failed first, which has written the reason. After one SIGTERM or Ctrl-C the ranks save and leave with exit
 code 0.
 """
 
@@ -33,15 +33,15 @@ def run(arguments: list[str]) -> int:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    """Ask the ranks, all of them children of this process, to save and leave; the next signal ends them."""
+    """Ask the ranks, which are this process's children, to save and leave; the next signal kills them."""
     ranks = psutil.Process().children()
     for rank in ranks:
         rank.send_signal(signal.SIGUSR1)
     for again in _STOP:
-        signal.signal(again, lambda *_: _end(ranks))
+        signal.signal(again, lambda *_: _kill(ranks))
 
 
-def _end(ranks: list[psutil.Process]) -> None:
+def _kill(ranks: list[psutil.Process]) -> None:
     for rank in ranks:
         if rank.is_running():
             rank.kill()

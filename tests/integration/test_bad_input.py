@@ -189,7 +189,7 @@ def test_one_rank_alone_fails_under_mpirun(folder: Path) -> None:
         finished = run_mpi(2, "megatron_noloco", ["train", "--config", config], env=environ)
     assert finished.returncode == USAGE_ERROR, finished.stderr
     assert our_lines(finished.stderr, "is taken") == [
-        f"port {port} of rank 0's host is taken, by another job perhaps: set MASTER_PORT to a free one (for "
+        f"port {port} of rank 0's host is in use, perhaps by another job: set MASTER_PORT to a free one (for "
         "launch/deepspeed.sh PORT)"
     ]
 

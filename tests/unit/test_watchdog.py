@@ -28,8 +28,8 @@ def wait_until(path: Path, text: str) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leaving, "LOOK_SECONDS", 0.02)
+def _poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leaving, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(leaving, "GRACE_SECONDS", 0.02)
     monkeypatch.setattr(activity, "now", Activity())
 
@@ -93,7 +93,7 @@ def test_who_stands_still_says_so_each_time_that_the_wait_has_doubled(
     watchdog = Watchdog(100.0, tmp_path / "wait.json")
     for seconds in range(0, 500, 50):
         clock = float(seconds)
-        watchdog._look_at_own_rank()
+        watchdog._report_long_wait()
         if goes_on:
             activity.now.part("waiting for rank 2")
     assert re.findall(r"has stood still for (\d+) s", capsys.readouterr().err) == said_after
