@@ -1,52 +1,71 @@
-"""What `attach` makes sure of before the first step."""
+"""What `attach` checks before the first step: its arguments, then what the ranks of the job have in common."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron_noloco.attach.trained import Trained
+from megatron_noloco.attach.trained import Trained, check_reduced_over
 from megatron_noloco.outer import Weights
 from megatron_noloco.plans.topology import Topology
+from megatron_noloco.settings import FederationSettings, NolocoSettings, federation_problems
+from megatron_noloco.transport.protocol import Transport
 
 _AT_ONCE = 1 << 24  # weights that a digest reads at a time
 _SAVED = ("slow_weights", "local_steps_done", "first_weights")
 
 
-def check_reach(trained: Trained, topology: Topology, rank: int) -> None:
-    """Raises ValueError where gradients are not reduced over the ranks of this rank's replica, and no other."""
-    if trained.reduced_over is None:
-        if not topology.slots:
-            raise ValueError(
-                "attach: with Megatron-core's optimizer each replica is a job of its own; give federation"
-            )
-        return
-    own = topology.grid[topology.position(rank).replica - topology.slot].ravel().tolist()
-    if sorted(trained.reduced_over) != own:
-        remedy = trained.remedy[bool(topology.slots)].format(replicas=topology.replicas)
+def check_arguments(
+    settings: NolocoSettings,
+    replicas: int | None,
+    federation: FederationSettings | None,
+    slot: int | None,
+    transport: Transport | None,
+) -> None:
+    """Raise ValueError for arguments of `attach` that do not fit together."""
+    for name, value, kind in (
+        ("settings", settings, NolocoSettings),
+        ("federation", federation, FederationSettings),
+    ):
+        if not isinstance(value, kind | None):
+            raise ValueError(f"attach: {name} must be {kind.__name__}(...), not {value!r}")
+    if (replicas is None) == (federation is None):
         raise ValueError(
-            f"rank {rank}: the gradient all-reduce of this model spans ranks {sorted(trained.reduced_over)}, its "
-            f"replica is {own}; {remedy}"
+            "attach: give replicas, where this job holds all of them, or federation, where it is one of them"
         )
+    if settings.chooses_delay:
+        raise ValueError('attach: overlap.delay_steps "auto" is the trainer\'s; give a number of local steps')
+    if federation is None:
+        if slot is not None:
+            raise ValueError("attach: slot is for a federation; leave it out with replicas")
+        return
+    if problem := next(federation_problems(federation, settings), ""):
+        raise ValueError(f"attach: {problem}")
+    slots = federation.slots or 0
+    if not isinstance(slot, Integral) or not 0 <= slot < slots:
+        raise ValueError(f"attach: slot must be from 0 to slots - 1 = {slots - 1}, not {slot!r}")
+    if transport is not None:
+        raise ValueError("attach: a federation has a transport of its own; leave transport out")
 
 
 @dataclass(frozen=True)
 class Statement:
-    """What a rank tells the others of its job before the first step.
+    """What one rank sends the other ranks of its job.
 
     Attributes:
         problem: why this rank cannot begin; empty where it can.
-        state: whether it continues from a state.
-        alike: what all ranks have to have alike, by name.
+        has_state: whether it continues from a state.
+        alike: values that must be equal on all ranks, by name.
         lengths: of the parts of its weights.
         first_weights: a digest of the weights with which its training began.
     """
 
     problem: str
-    state: bool
+    has_state: bool
     alike: dict[str, Any]
     lengths: list[int]
     first_weights: bytes
@@ -63,14 +82,14 @@ def statement_of(
     """Return the statement of this rank.
 
     Args:
-        alike: what all ranks must have alike, besides the local steps done in their states.
+        alike: values that must be equal on all ranks; the local steps done, from `state`, are added.
         problem: with the settings; empty where there is none.
     """
     digest = digest_of(trained.weights)
     try:
         if problem:
             raise ValueError(f"attach: {problem}")
-        check_reach(trained, topology, rank)
+        check_reduced_over(trained, topology, rank)
         if state is not None:
             _check_state(state, trained.weights, digest)
             alike = alike | {"local_steps_done": int(state["local_steps_done"])}
@@ -81,27 +100,49 @@ def statement_of(
     return Statement(problem, state is not None, alike, lengths, digest)
 
 
-def digest_of(weights: Weights) -> bytes:
-    """Of the bits of this rank's weights in fp32."""
-    digest, memory = hashlib.sha256(), torch.empty(min(weights.length, _AT_ONCE))
-    for start in range(0, weights.length, _AT_ONCE):
-        piece = memory[: weights.length - start]
-        weights.read_into(piece, start)
-        digest.update(piece.numpy().data)
-    return digest.digest()
+def check_statements(ranks: Sequence[Statement], rank: int, topology: Topology) -> None:
+    """Raise ValueError on all ranks where one of them cannot begin, or not together with the others."""
+    if problems := [one.problem for one in ranks if one.problem]:
+        raise ValueError(ranks[rank].problem or problems[0])
+    has_state = [one.has_state for one in ranks]
+    if any(has_state) and not all(has_state):
+        lacks, has = has_state.index(False), has_state.index(True)
+        raise ValueError(
+            f"attach: rank {lacks} has no state, rank {has} has; give each rank its own, or none"
+        )
+    for name, value in ranks[0].alike.items():
+        for other, one in enumerate(ranks):
+            if one.alike[name] != value:
+                raise ValueError(
+                    f"attach: {name} is {value!r} on rank 0 and {one.alike[name]!r} on rank {other}; it must be "
+                    "the same on all ranks"
+                )
+    if not topology.slots:
+        _check_equal_replicas(ranks, topology.replica_size)
 
 
-def tensor_of(digest: bytes) -> Tensor:
-    """As a state holds it."""
-    return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-
-
-def _bytes_of(digest: Tensor) -> bytes:
-    return digest.cpu().numpy().tobytes()
+def _check_equal_replicas(ranks: Sequence[Statement], replica_size: int) -> None:
+    """Raise ValueError where the replicas of one job did not begin with equal weights."""
+    for rank, one in enumerate(ranks):
+        first = ranks[rank % replica_size]
+        replica, length, expected = rank // replica_size, sum(one.lengths), sum(first.lengths)
+        if length != expected:
+            raise ValueError(
+                f"attach: rank {rank} of replica {replica} has {length} weights, rank {rank % replica_size} of "
+                f"replica 0 has {expected}; all replicas must train the same parameters of the same model"
+            )
+        if one.first_weights != first.first_weights:
+            remedy = (
+                "their states are of different runs"
+                if one.has_state
+                else "seed all replicas alike, or load the same checkpoint, before the model is wrapped "
+                "(DistributedDataParallel, deepspeed.initialize)"
+            )
+            raise ValueError(f"the weights of replica {replica} differ from those of replica 0; {remedy}")
 
 
 def _check_state(state: Mapping[str, Tensor], weights: Weights, digest: bytes) -> None:
-    """Raises ValueError for a state that was not saved together with the weights that are here now."""
+    """Raise ValueError for a state that was not saved together with the present weights."""
     if missing := [name for name in _SAVED if name not in state]:
         raise ValueError(
             f"attach: state has no {missing[0]}; it must be what Attached.state_dict returned, or None"
@@ -118,42 +159,20 @@ def _check_state(state: Mapping[str, Tensor], weights: Weights, digest: bytes) -
         )
 
 
-def check_statements(ranks: Sequence[Statement], rank: int, topology: Topology) -> None:
-    """Raises ValueError, on all ranks, where one of them cannot begin, or not together with the others."""
-    if problems := [one.problem for one in ranks if one.problem]:
-        raise ValueError(ranks[rank].problem or problems[0])
-    for other, one in enumerate(ranks):
-        if one.state != ranks[0].state:
-            has, lacks = (0, other) if ranks[0].state else (other, 0)
-            raise ValueError(
-                f"attach: rank {lacks} has no state, rank {has} has; give each rank its own, or none"
-            )
-    for name, value in ranks[0].alike.items():
-        for other, one in enumerate(ranks):
-            if one.alike[name] != value:
-                raise ValueError(
-                    f"attach: {name} is {value!r} on rank 0 and {one.alike[name]!r} on rank {other}; it must be "
-                    "the same on all ranks"
-                )
-    if not topology.slots:
-        _check_counterparts(ranks, topology.replica_size)
+def digest_of(weights: Weights) -> bytes:
+    """Return SHA-256 of the bits of this rank's weights in fp32."""
+    digest, memory = hashlib.sha256(), torch.empty(min(weights.length, _AT_ONCE))
+    for start in range(0, weights.length, _AT_ONCE):
+        piece = memory[: weights.length - start]
+        weights.read_into(piece, start)
+        digest.update(piece.numpy().data)
+    return digest.digest()
 
 
-def _check_counterparts(ranks: Sequence[Statement], replica_size: int) -> None:
-    """That the replicas of one job began with equal weights."""
-    for rank, one in enumerate(ranks):
-        first = ranks[rank % replica_size]
-        replica, length, expected = rank // replica_size, sum(one.lengths), sum(first.lengths)
-        if length != expected:
-            raise ValueError(
-                f"attach: rank {rank} of replica {replica} has {length} weights, rank {rank % replica_size} of "
-                f"replica 0 has {expected}; all replicas must train the same parameters of the same model"
-            )
-        if one.first_weights != first.first_weights:
-            remedy = (
-                "their states are of different runs"
-                if one.state
-                else "seed all replicas alike, or load the same checkpoint, before the model is wrapped "
-                "(DistributedDataParallel, deepspeed.initialize)"
-            )
-            raise ValueError(f"the weights of replica {replica} differ from those of replica 0; {remedy}")
+def tensor_of(digest: bytes) -> Tensor:
+    """Return a digest as a state holds it: uint8, shape [bytes]."""
+    return torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+
+
+def _bytes_of(digest: Tensor) -> bytes:
+    return digest.cpu().numpy().tobytes()

@@ -1,6 +1,6 @@
-"""The fp32 weights of a DeepSpeed engine that somebody else made, as the outer optimizer sees them.
+"""Rounds for a DeepSpeed engine that a loop trains: the fp32 weights of each ZeRO stage.
 
-Names of attributes are those of DeepSpeed 0.19.8, which has no others for them; tests say when that changes.
+Uses attributes of DeepSpeed 0.19.8 that are not public; the tests fail when they change.
 """
 
 from collections.abc import Iterator, Sequence
@@ -10,26 +10,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_noloco.attach.trained import ReplicatedWeights, Trained
+from megatron_noloco.attach.torch_module import ReplicatedWeights
+from megatron_noloco.attach.trained import Trained
 from megatron_noloco.engine.state import MasterWeights
 from megatron_noloco.outer.weights import Weights
 
-# Of ZeRO 1 and 2; of ZeRO 1 in bf16 with gradients in fp32. `MasterWeights` has both.
+# Of ZeRO 1 and 2; of ZeRO 1 in bf16 with gradients in fp32. `MasterWeights` reads both.
 _PARTITIONS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition")
 
 
 def trained_by_deepspeed(engine: Any) -> Trained:
-    """An engine of `deepspeed.initialize`: with ZeRO 1 to 3 a rank exchanges the fp32 weights that it owns.
+    """Return the fp32 weights that this rank exchanges; with ZeRO 1 to 3, those that it owns.
 
-    Raises ValueError for weights that are kept elsewhere, such as on NVMe, and that are not kept in fp32.
+    Raises ValueError for weights on NVMe, and for an optimizer without fp32 weights.
     """
     return Trained(
         _weights_of(engine),
         dist.get_process_group_ranks(engine.data_parallel_group),
-        (
-            "give deepspeed.initialize mpu=ReplicaGroups({replicas})",
-            "give deepspeed.initialize no mpu",
-        ),
+        ("give deepspeed.initialize mpu=ReplicaGroups({replicas})", "give deepspeed.initialize no mpu"),
         lambda: int(engine.global_steps),
     )
 
@@ -42,16 +40,16 @@ def _weights_of(engine: Any) -> Weights:
         return Zero3Weights(optimizer)
     if any(hasattr(optimizer, name) for name in _PARTITIONS):
         return MasterWeights(optimizer)
-    return _of_zero_0(engine)
+    return _weights_of_zero_0(engine)
 
 
-def _of_zero_0(engine: Any) -> ReplicatedWeights:
+def _weights_of_zero_0(engine: Any) -> ReplicatedWeights:
     optimizer, rounded = engine.optimizer, []
     if hasattr(optimizer, "fp32_groups_flat"):
-        # Around FusedAdam: parameters are views of the flat 16-bit groups.
+        # Around FusedAdam, parameters are views of the flat 16-bit groups.
         rounded = list(zip(optimizer.fp32_groups_flat, optimizer.fp16_groups_flat, strict=True))
         exact = [weight for weight, _ in rounded]
-    elif hasattr(optimizer, "fp32_groups"):  # in bf16 and fp16: fp32, and what is computed with
+    elif hasattr(optimizer, "fp32_groups"):  # in bf16 and fp16
         groups = zip(optimizer.fp32_groups, optimizer.fp16_groups, strict=True)
         rounded = [pair for exact, half in groups for pair in zip(exact, half, strict=True)]
         exact = [weight for weight, _ in rounded]
@@ -65,7 +63,7 @@ def _of_zero_0(engine: Any) -> ReplicatedWeights:
 
 
 class Zero3Weights(Weights):
-    """A part of each parameter, without the padding that the last ranks have: it means nothing."""
+    """The part of each parameter that this rank owns, without the padding of the last ranks."""
 
     def __init__(self, optimizer: Any) -> None:
         self._optimizer = optimizer
@@ -87,7 +85,7 @@ class Zero3Weights(Weights):
         return [part.detach() for part in self._parts]
 
     def refresh(self) -> None:
-        """Round to the working precision, and gather over the data-parallel ranks what is kept whole."""
+        """Round to the working precision, and gather the parameters that ZeRO keeps whole on every rank."""
         for group in range(len(self._optimizer.fp32_partitioned_groups_flat)):
             self._optimizer._reassign_or_swap_out_partitioned_parameters(group)
         if kept := self._optimizer.persistent_parameters:

@@ -5,8 +5,8 @@
     trainer.train()             # or trainer.train(resume_from_checkpoint=True)
     trainer.save_model()
 
-Each replica is a job of its own, started as ever (python, torchrun, accelerate launch, deepspeed). In it the
-Trainer reduces gradients over all ranks of the job, so they end at the replica. Needs transformers and accelerate.
+Each replica is a job of its own, started as usual (python, torchrun, accelerate launch, deepspeed). The Trainer
+reduces gradients over all ranks of the job, which are the replica. Needs transformers and accelerate.
 """
 
 from pathlib import Path
@@ -29,7 +29,7 @@ from megatron_noloco.settings import FederationSettings, NolocoSettings
 
 
 class NolocoCallback(TrainerCallback):
-    """Rounds with the other jobs, from the beginning of `Trainer.train` to its end.
+    """Runs rounds with the other jobs, from the beginning of `Trainer.train` to its end.
 
     Give all jobs the same model and `TrainingArguments.seed`, and each its own data: its own part of the dataset,
     or another `data_seed`; and its own `output_dir`.
@@ -37,23 +37,20 @@ class NolocoCallback(TrainerCallback):
     - A round follows every k optimizer steps. With `TrainingArguments.logging_strategy` other than "no" its spread
       and partner are logged like the loss, as `noloco_spread` and `noloco_partner`.
     - Every checkpoint of the Trainer gets the state of the rounds as well, one file for each rank:
-      `checkpoint-N/noloco_00000.pt`. `resume_from_checkpoint` continues from it, where the checkpoint lies in
-      `output_dir`. To begin a replica anew from another one, copy that one's checkpoint folder there.
-    - A job that has fallen behind goes on at the step of the others: `global_step` and the learning rate jump. A
-      log, an evaluation or a save that was due at a step in between takes place there.
-    - At the end the replicas average, see `Attached.average`. So `trainer.save_model()` after `trainer.train()`
-      saves the one model of all replicas; the checkpoints, also that of the last step, are of this replica alone.
+      `checkpoint-N/noloco_00000.pt`. `resume_from_checkpoint` continues from it if the checkpoint is in
+      `output_dir`. To start a replica again from another one, copy the other's checkpoint folder there.
+    - A job that has fallen behind continues at the step of the others: `global_step` and the learning rate jump.
+      A log, an evaluation or a save that was due at a step in between takes place there.
+    - At the end the replicas average (`Attached.average`). So `trainer.save_model()` after `trainer.train()`
+      saves the one model of all replicas; every checkpoint, also that of the last step, is of this replica alone.
 
     Args:
-        trainer: to which it is added.
-        federation: how this job finds the others.
-        settings: of the method, the same in all jobs, as is seed.
-        slot: the number of this job's replica, from 0.
-        seed: of the groups, see `Grouping`.
+        trainer: the Trainer to which the callback is added.
+        federation, settings, slot, seed: see `attach`.
         average: whether the replicas average at the end.
 
-    Raises ValueError, at the beginning of the training, as `attach` does; for a checkpoint without a state; and
-    with `load_best_model_at_end`, which would replace the weights that the rounds are about.
+    Raises ValueError at the beginning of the training as `attach` does, for a checkpoint without a state, and
+    with `load_best_model_at_end`, which would replace the average.
     """
 
     def __init__(
@@ -75,7 +72,7 @@ class NolocoCallback(TrainerCallback):
 
     @property
     def noloco(self) -> Attached:
-        """What `attach` returned; there from the beginning of the training."""
+        """What `attach` returned; available once training has begun."""
         assert self._noloco is not None, "training has not begun"
         return self._noloco
 
@@ -91,7 +88,7 @@ class NolocoCallback(TrainerCallback):
             file = _file(args, state)
             if not file.exists():
                 raise ValueError(
-                    f"{file} is missing: the checkpoint to resume from lies in output_dir, and was saved with a "
+                    f"{file} is missing: the checkpoint to resume from must be in output_dir, and saved with a "
                     "NolocoCallback"
                 )
             saved = torch.load(file, map_location="cpu", weights_only=True)
@@ -110,7 +107,7 @@ class NolocoCallback(TrainerCallback):
         reports = self.noloco.step()
         self._catch_up(args, state, control)
         if reports and args.logging_strategy != "no":
-            logs = control.should_log  # which `log` takes for done
+            logs = control.should_log  # `log` resets it
             for report in reports:
                 others = [replica for replica in report.exchange.group if replica != self._slot]
                 partner = others[0] if others else -1  # a skipped round
@@ -130,14 +127,13 @@ class NolocoCallback(TrainerCallback):
         self.noloco.close()
 
     def _catch_up(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
-        """Where the others are ahead, go on where they are.
+        """Advance the Trainer to `noloco.done`, the step of the others where they are ahead.
 
-        What is due at a step in between, such as a save, is done at the step where this job goes on.
+        What is due at a step in between, such as a save, is done at the step where this job continues.
         """
         engine = self._trainer.model_wrapped
-        schedule: Any = (
-            getattr(engine, "lr_scheduler", None) or self._trainer.lr_scheduler
-        )  # DeepSpeed has its own
+        schedule: Any = getattr(engine, "lr_scheduler", None)  # DeepSpeed has its own
+        schedule = schedule or self._trainer.lr_scheduler
         while state.global_step < self.noloco.done:
             state.global_step += 1
             schedule.step()
@@ -145,6 +141,6 @@ class NolocoCallback(TrainerCallback):
 
 
 def _file(args: TrainingArguments, state: TrainerState) -> Path:
-    """Of the state of this rank, in the checkpoint of this step."""
+    """Return the file of this rank's state in the checkpoint of this step."""
     folder = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
     return folder / f"noloco_{args.process_index:05d}.pt"

@@ -1,6 +1,6 @@
-"""The fp32 weights of Megatron-core's distributed optimizer, in Megatron-LM's own loop or one like it.
+"""Rounds for Megatron-core's distributed optimizer, in Megatron-LM's own loop or one like it.
 
-Names of attributes are those of Megatron-core 0.16.1, which has no others for them; tests say when that changes.
+Uses attributes of Megatron-core 0.16.1 that are not public; the tests fail when they change.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,9 +13,9 @@ from megatron_noloco.outer import Weights
 
 
 def trained_by_megatron(optimizer: Any) -> Trained:
-    """An optimizer of `get_megatron_optimizer`, made with `use_distributed_optimizer`.
+    """Return the weights of an optimizer that `get_megatron_optimizer` made with `use_distributed_optimizer`.
 
-    The ranks of the job are one replica, whatever its parallel sizes: how far gradients are reduced is not asked.
+    The ranks of the job are one replica, whatever its parallel sizes.
 
     Raises ValueError for an optimizer that does not divide the weights, or keeps none in fp32.
     """
@@ -23,7 +23,9 @@ def trained_by_megatron(optimizer: Any) -> Trained:
     for one in chained:
         name = type(one).__name__
         if not hasattr(one, "shard_fp32_from_float16_groups") or one.ddp_config.use_megatron_fsdp:
-            raise ValueError(f"attach: not to {name}; use --use-distributed-optimizer, without FSDP")
+            raise ValueError(
+                f"attach: {name} is not supported; use --use-distributed-optimizer, without FSDP"
+            )
         if any(shard is None for shard in _shards(one)):
             raise ValueError(
                 f"attach: this {name} keeps no fp32 weights of its own; leave out "
@@ -41,10 +43,10 @@ def trained_by_megatron(optimizer: Any) -> Trained:
 
 
 class DistributedOptimizerWeights(Weights):
-    """What this rank owns: 1/dp of the weights of its stage and tensor-parallel rank.
+    """The weights that this rank owns: 1/dp of those of its stage and tensor-parallel rank.
 
     Args:
-        optimizers: `DistributedOptimizer`s, each of other parameters.
+        optimizers: `DistributedOptimizer`s with disjoint parameters.
     """
 
     def __init__(self, optimizers: Sequence[Any]) -> None:

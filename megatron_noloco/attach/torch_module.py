@@ -1,14 +1,16 @@
-"""A torch module that somebody else trains, alone or in DistributedDataParallel."""
+"""Rounds for a torch module that a loop trains, alone or in DistributedDataParallel."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from megatron_noloco.attach.trained import ReplicatedWeights, Trained, here
+from megatron_noloco.attach.trained import Trained, this_rank
+from megatron_noloco.outer import Weights
 from megatron_noloco.outer.weights import check_sound
 
 _DIVIDED = (
@@ -18,7 +20,10 @@ _DIVIDED = (
 
 
 def trained_by_torch(module: nn.Module) -> Trained:
-    """Raises ValueError for weights that are divided by torch, and for one that cannot be exchanged."""
+    """Return the parameters of a module that are trained.
+
+    Raises ValueError for weights that torch divides among ranks, and as `check_sound` does.
+    """
     module = getattr(module, "_orig_mod", module)  # of torch.compile
     group = module.process_group if isinstance(module, DistributedDataParallel) else None
     trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
@@ -32,20 +37,80 @@ def trained_by_torch(module: nn.Module) -> Trained:
     attached = {id(parameter) for parameter in trained.values()}
     return Trained(
         ReplicatedWeights(list(trained.values()), group),
-        [here()[0]] if group is None else dist.get_process_group_ranks(group),
+        [this_rank()] if group is None else dist.get_process_group_ranks(group),
         (
             "wrap the model in DistributedDataParallel, with "
             "process_group=ReplicaGroups({replicas}).get_data_parallel_group()",
             "wrap the model in DistributedDataParallel, without process_group",
         ),
-        check_all=partial(_check_nothing_more, module, attached),
+        check_all=partial(_check_no_others, module, attached),
         while_attached=partial(_refusing_loads, module),
     )
 
 
+class ReplicatedWeights(Weights):
+    """Weights of which all data-parallel ranks of a replica hold a copy. Each rank exchanges a part of its own.
+
+    Rank d of D exchanges elements n d // D to n (d + 1) // D of n, and after a round the ranks broadcast their
+    parts to each other. So each rank keeps 1 / D of the outer state.
+
+    Args:
+        tensors: floating, contiguous, in the same order on all ranks of the group.
+        group: the ranks that hold copies; None: this rank alone.
+        rounded: pairs of one of the tensors and its copy in the working precision, refreshed after a round.
+
+    Raises ValueError for no tensors, and as `check_sound` does.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        group: dist.ProcessGroup | None = None,
+        rounded: Sequence[tuple[Tensor, Tensor]] = (),
+    ) -> None:
+        for index, tensor in enumerate(tensors):
+            check_sound(f"weight {index}", tensor)
+        if not tensors:
+            raise ValueError("there are no weights that are trained")
+        self._tensors = tensors
+        self._group = group
+        self._ranks = [0] if group is None else dist.get_process_group_ranks(group)
+        self._place = 0 if group is None else dist.get_rank(group)
+        self._rounded = rounded
+
+    def parts(self) -> Sequence[Tensor]:
+        return self._part(self._place)
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Broadcast this rank's part and receive the others'. A collective of the replica."""
+        if len(self._ranks) > 1:
+            under_way = [
+                dist.broadcast(piece, owner, self._group, async_op=True)
+                for place, owner in enumerate(self._ranks)
+                for piece in self._part(place)
+            ]
+            for one in under_way:
+                one.wait()
+        for exact, rounded in self._rounded:
+            rounded.copy_(exact)
+
+    def _part(self, place: int) -> list[Tensor]:
+        """Return views of the elements that the rank at this place of the group exchanges."""
+        total, places = sum(tensor.numel() for tensor in self._tensors), len(self._ranks)
+        start, stop = total * place // places, total * (place + 1) // places
+        views, end = [], 0
+        for tensor in self._tensors:
+            begin, end = end, end + tensor.numel()
+            first, last = max(start, begin), min(stop, end)
+            if first < last:
+                views.append(tensor.detach().view(-1)[first - begin : last - begin])
+        return views
+
+
 def _check_wrappers(module: nn.Module) -> None:
     for name, part in module.named_modules():
-        # By its name: to import it takes a second.
+        # By its name, since importing FSDP takes a second.
         if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(part).__mro__):
             raise ValueError(_DIVIDED.format(what="the flat parameters of FullyShardedDataParallel"))
         if name and isinstance(part, DistributedDataParallel) and part.process_group.size() > 1:
@@ -55,7 +120,7 @@ def _check_wrappers(module: nn.Module) -> None:
             )
 
 
-def _check_nothing_more(module: nn.Module, attached: set[int]) -> None:
+def _check_no_others(module: nn.Module, attached: set[int]) -> None:
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and id(parameter) not in attached:
             raise ValueError(
@@ -77,7 +142,7 @@ def _refusing_loads(module: nn.Module) -> Iterator[None]:
 
 
 def _refuse_load(attached: int, module: nn.Module, *_: object) -> None:
-    """A hook, which copies of the module have as well: they may load."""
+    """Refuse the load. Copies of the module have the hook as well, and may load."""
     if id(module) == attached:
         raise ValueError(
             "load_state_dict of a model that is attached: the next round would undo it; load first, attach last"

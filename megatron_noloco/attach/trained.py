@@ -1,34 +1,28 @@
-"""What is attached to: the weights of a loop, and how far its gradients are reduced."""
+"""What a loop trains, as `attach` sees it: the weights, and the ranks over which their gradients are reduced."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from numbers import Integral
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megatron_noloco.outer import Weights
-from megatron_noloco.outer.weights import check_sound
-
-
-def here() -> tuple[int, int]:
-    """This rank, and the ranks of this job; without torch.distributed it is the only one."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+from megatron_noloco.plans.topology import Topology
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What `attach` knows of a loop.
+    """One rank's part of what a loop trains.
 
     Attributes:
         weights: of this rank.
-        reduced_over: ranks of this job over which gradients are reduced; None where this cannot be asked.
-        remedy: what to change where these are not the ranks of the replica, in one job and where the job is the
-            replica.
-        steps: counts the optimizer's steps; None where each call of `Attached.step` follows one.
-        check_all: raises ValueError where more is trained than the weights.
-        while_attached: a context in which what would change the weights behind the rounds is refused.
+        reduced_over: ranks of this job over which gradients are reduced; None where the loop cannot be asked.
+        remedy: what to change where these are not the ranks of the replica: where the job holds all replicas, and
+            where it is one replica.
+        steps: returns how many steps the optimizer has taken; None where each call of `Attached.step` follows one.
+        check_all: raises ValueError where the loop trains more than `weights`.
+        while_attached: a context that refuses what would change the weights between rounds.
     """
 
     weights: Weights
@@ -39,61 +33,73 @@ class Trained:
     while_attached: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
-class ReplicatedWeights(Weights):
-    """Weights of which all data-parallel ranks of a replica hold a copy. Each rank exchanges a part of its own.
+def check_reduced_over(trained: Trained, topology: Topology, rank: int) -> None:
+    """Raise ValueError where gradients are not reduced over exactly the ranks of this rank's replica."""
+    if trained.reduced_over is None:
+        if not topology.slots:
+            raise ValueError(
+                "attach: with Megatron-core's optimizer each replica is a job of its own; give federation"
+            )
+        return
+    own = topology.grid[topology.position(rank).replica - topology.slot].ravel().tolist()
+    if sorted(trained.reduced_over) != own:
+        remedy = trained.remedy[bool(topology.slots)].format(replicas=topology.replicas)
+        raise ValueError(
+            f"rank {rank}: the gradient all-reduce of this model spans ranks {sorted(trained.reduced_over)}, its "
+            f"replica is {own}; {remedy}"
+        )
 
-    Rank d of D has elements n d // D .. n (d + 1) // D, and after a round the ranks give each other their parts:
-    D - 1 broadcasts' worth of traffic inside the replica, and 1 / D of the outer state on each rank.
 
-    Args:
-        tensors: floating, contiguous, in the same order on all ranks of the group.
-        group: the ranks that hold copies; None: this rank alone.
-        rounded: pairs of one of the tensors and what is computed with, into which it is rounded after a round.
+def this_rank() -> int:
+    """Return this process's rank in the job; 0 without torch.distributed."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
-    Raises ValueError for no tensors, and as `check_sound` does.
+
+def topology_of(replicas: int) -> Topology:
+    """Divide the ranks of this job into replicas, blocks of consecutive ranks.
+
+    Raises ValueError where the ranks do not divide, and without torch.distributed.
+    """
+    if not dist.is_initialized():
+        raise ValueError(
+            "attach(replicas=...) needs torch.distributed.init_process_group, as ReplicaGroups does"
+        )
+    ranks = dist.get_world_size()
+    if not isinstance(replicas, Integral) or replicas < 1 or ranks % replicas:
+        raise ValueError(f"{ranks} ranks do not divide into {replicas} replicas")
+    return Topology(replicas, dp=ranks // replicas)
+
+
+class ReplicaGroups:
+    """The `mpu` for `deepspeed.initialize`: data-parallel ranks are those of this rank's replica only.
+
+    The ranks of the job are divided into `replicas` blocks of consecutive ranks. All ranks make it at the same
+    place, after torch.distributed has been initialised. For models without tensor or pipeline parallelism.
+
+    Raises ValueError where the ranks do not divide.
     """
 
-    def __init__(
-        self,
-        tensors: Sequence[Tensor],
-        group: dist.ProcessGroup | None = None,
-        rounded: Sequence[tuple[Tensor, Tensor]] = (),
-    ) -> None:
-        for index, tensor in enumerate(tensors):
-            check_sound(f"weight {index}", tensor)
-        if not tensors:
-            raise ValueError("there are no weights that are trained")
-        self._tensors = tensors
-        self._group = group
-        self._ranks = [0] if group is None else dist.get_process_group_ranks(group)
-        self._place = 0 if group is None else dist.get_rank(group)
-        self._rounded = rounded
+    def __init__(self, replicas: int) -> None:
+        topology, rank = topology_of(replicas), dist.get_rank()
+        self._position, self._size = topology.position(rank), topology.replica_size
+        blocks = topology.grid.reshape(replicas, -1).tolist()
+        self._data_parallel = [dist.new_group(block) for block in blocks][self._position.replica]
+        self._alone = [dist.new_group([other]) for other in range(topology.world_size)][rank]
 
-    def parts(self) -> Sequence[Tensor]:
-        return self._part(self._place)
+    def get_data_parallel_group(self) -> dist.ProcessGroup:
+        return self._data_parallel
 
-    @torch.no_grad()
-    def refresh(self) -> None:
-        """A collective of the replica: every rank gives the others its part."""
-        if len(self._ranks) > 1:
-            under_way = [
-                dist.broadcast(piece, owner, self._group, async_op=True)
-                for place, owner in enumerate(self._ranks)
-                for piece in self._part(place)
-            ]
-            for one in under_way:
-                one.wait()
-        for exact, rounded in self._rounded:
-            rounded.copy_(exact)
+    def get_data_parallel_world_size(self) -> int:
+        return self._size
 
-    def _part(self, place: int) -> list[Tensor]:
-        """Views of the tensors: the elements that the rank at this place of the group exchanges."""
-        total, places = sum(tensor.numel() for tensor in self._tensors), len(self._ranks)
-        start, stop = total * place // places, total * (place + 1) // places
-        views, end = [], 0
-        for tensor in self._tensors:
-            begin, end = end, end + tensor.numel()
-            first, last = max(start, begin), min(stop, end)
-            if first < last:
-                views.append(tensor.detach().view(-1)[first - begin : last - begin])
-        return views
+    def get_data_parallel_rank(self) -> int:
+        return self._position.dp
+
+    def get_model_parallel_group(self) -> dist.ProcessGroup:
+        return self._alone
+
+    def get_model_parallel_world_size(self) -> int:
+        return 1
+
+    def get_model_parallel_rank(self) -> int:
+        return 0

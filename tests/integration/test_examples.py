@@ -322,7 +322,7 @@ def test_separate_jobs(tmp_path: Path, ranks: int) -> None:
         else:
             said = under_torchrun(ranks, *arguments)
         for text in said:
-            met = re.findall(r"^step (\d+): loss (\S+), met \(0, 1\), spread (\S+)$", text, re.M)
+            met = re.findall(r"^step (\d+): loss (\S+), group \(0, 1\), spread (\S+)$", text, re.M)
             assert [int(step) for step, *_ in met] == list(range(begin + 10, end + 1, 10))
         norms = [re.findall(r"the weights have the norm (\S+)$", text, re.M) for text in said]
         assert norms[0] == norms[1]

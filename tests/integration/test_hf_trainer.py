@@ -147,7 +147,7 @@ def test_a_job_that_fell_behind_goes_on_where_the_others_are(tmp_path: Path) -> 
     ("args", "step", "line"),
     [
         ({"load_best_model_at_end": True}, 0, "load_best_model_at_end: NoLoCo ends with an average"),
-        ({}, 5, r".*checkpoint-5/noloco_00000.pt is missing: the checkpoint to resume from lies in"),
+        ({}, 5, r".*checkpoint-5/noloco_00000.pt is missing: the checkpoint to resume from must be in"),
     ],
 )
 def test_what_is_refused(tmp_path: Path, args: dict[str, Any], step: int, line: str) -> None:
