@@ -38,7 +38,7 @@ from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.settings import NolocoSettings
-from megatron_noloco.training.prepare import checkpoint_settings
+from megatron_noloco.training.join import checkpoint_settings
 from megatron_noloco.transport.torch_dist import TorchTransport
 from tools.options import command_line
 

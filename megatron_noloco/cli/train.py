@@ -70,7 +70,7 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _run(prepared: "Prepared", progress: str) -> int:
-    from megatron_noloco.training.prepare import join_job
+    from megatron_noloco.training.join import join_job
 
     with activity.now.doing("joining the other ranks"):
         joined = join_job(prepared)

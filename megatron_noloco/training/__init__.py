@@ -1,1 +1,1 @@
-"""The run: the loop, evaluation, and what is written down about it."""
+"""A run: prepared, joined, built from its parts, and trained; rounds and evaluation."""

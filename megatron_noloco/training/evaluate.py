@@ -1,7 +1,7 @@
 """Measures the loss of every replica of this job and of their mean model, on the same validation microbatches.
 
-This is the one place where all replicas communicate, and they do so only in an evaluation. Without the mean model
-(`evaluation.mean_model` false) they exchange losses only; without evaluations (`evaluation.iters` 0) nothing.
+An evaluation is the one thing in which all replicas communicate. Without the mean model (`evaluation.mean_model`
+false) they exchange losses only; without evaluations (`evaluation.iters` 0) nothing.
 """
 
 import math
@@ -18,7 +18,7 @@ from megatron_noloco.plans.routing import Routing
 
 
 class Evaluator:
-    """Evaluates the replicas, each with its own stages, as it would be used.
+    """Evaluates the replicas, each on its own stages: no microbatch is routed.
 
     Args:
         sources: the validation microbatches of each dataset.
@@ -41,20 +41,21 @@ class Evaluator:
         self.mean_model = mean_model
         topology = engine.groups.topology
         self.replicas = topology.replicas  # of this job: one in a federation
-        self.alone = topology.ensemble == 1  # a run of one replica, which is the mean model
+        self.alone = topology.ensemble == 1  # a run of one replica, which is its own mean model
 
     @torch.no_grad()
     def evaluate(self, done: int) -> Evaluation:
         """Measure every replica's fast weights, then the mean of all slow weights; no weight is changed.
 
-        Every rank of every replica must call it after the same local step, the `done`-th of the training.
+        All ranks of all replicas call it after the same local step, the `done`-th of the training.
+
         Raises PartnerLostError when a replica does not answer.
         """
         own_losses = self._losses()
         if self.replicas == 1:
             mean_losses = own_losses if self.alone else [math.nan] * len(own_losses)
             return self._evaluation([own_losses], mean_losses, math.nan)
-        by_replica = self._of_all_replicas(own_losses, done)
+        by_replica = self._exchanged(own_losses, done)
         if self.mean_model is None:
             return self._evaluation(by_replica, [math.nan] * len(self.sources), math.nan)
         with self.mean_model.in_place(done) as spread:
@@ -81,11 +82,11 @@ class Evaluator:
             datasets if len(datasets) > 1 else [],
         )
 
-    def _of_all_replicas(self, own_losses: list[float], done: int) -> list[list[float]]:
-        """Exchange the losses per dataset with all replicas.
+    def _exchanged(self, own_losses: list[float], done: int) -> list[list[float]]:
+        """Return the losses of all replicas, by replica and dataset.
 
-        The exchange takes a mean, so each replica fills in its own row of a table, times the number of replicas.
-        A mean leaves out what is not finite; such a loss is sent as a zero, with a one beside it.
+        An exchange takes a mean, so each replica fills in its own row of a table, times the number of replicas.
+        The mean leaves out what is not finite: such a loss is sent as a zero, with a one beside it.
         """
         own = torch.tensor(own_losses)
         table = torch.zeros(self.replicas, 2, len(own_losses))
@@ -96,7 +97,7 @@ class Evaluator:
         return table[:, 0].where(table[:, 1] < 0.5, math.nan).tolist()
 
     def _losses(self) -> list[float]:
-        """Return this replica's mean loss per token on each dataset, on all its ranks."""
+        """Return this replica's mean loss per token on each dataset. A collective of the replica."""
         return [self._loss(source) for source in self.sources]
 
     def _loss(self, source: ValidationSource) -> float:

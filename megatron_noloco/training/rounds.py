@@ -1,4 +1,4 @@
-"""The rounds of a run: the outer optimizer, the average at the end, and the choice of the delay."""
+"""The rounds of a run: the outer optimizer, the final average, and the choice of the delay."""
 
 import math
 import statistics
@@ -23,7 +23,7 @@ from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.protocol import Transport
 
 FinalAverage = Callable[[int], list[ExchangeReport]]
-"""final_average(done): called after the last local step on all ranks; all replicas are then their mean."""
+"""final_average(done): called on all ranks after the last local step; makes all replicas equal to their mean."""
 
 _MEASURED_ROUNDS = 2
 _SUBJECT = "overlap/delay_steps"
@@ -60,13 +60,13 @@ def build_final_average(
 class DelayChoice:
     """Sets `OuterOptimizer.delay_steps` before the fourth round of the process (`delay_steps` "auto").
 
-    Training waits for the exchanges of the first rounds. After two of them every rank announces the number of
-    local steps that the longest exchange took, ceil(its seconds / median seconds of a local step), from 1 to
-    `local_steps`; waiting for a late partner is included. The third round gives all ranks time to announce. Then
-    all take the largest number. A rank waits for ranks that have not announced yet, and for none that is ahead.
+    Training waits for the exchanges of the first three rounds. After two of them every rank announces the number
+    of local steps that its longest exchange took, ceil(its seconds / median seconds of a local step), from 1 to
+    `local_steps`; waiting for a late partner is included. After the third, which gives all ranks time to announce,
+    each rank waits for announcements still missing, and all take the largest number.
 
-    Rounds are counted as they end, whatever their number: a job of a federation leaves some out. Skipped rounds do
-    not count, nor does a round that began before a resume. The ranks of a job agree on both.
+    Rounds count as they end, whatever their index: a job of a federation leaves some out. Skipped rounds do not
+    count, nor does a round that began before a resume. Both are alike on all ranks of a job.
     """
 
     def __init__(self, outer: OuterOptimizer) -> None:
@@ -77,7 +77,7 @@ class DelayChoice:
         self._exchange_seconds: list[float] = []
 
     def before_round(self, done: int, step_seconds: float) -> int | None:
-        """Call it after each local step, before the outer optimizer; returns d when it is decided."""
+        """Return d if it is decided now. Call it after each local step, before the outer optimizer."""
         if self._rounds < _MEASURED_ROUNDS:
             self._step_seconds.append(step_seconds)
         if self.outer.delay_steps or done % self.local_steps or self._rounds <= _MEASURED_ROUNDS:
@@ -86,7 +86,7 @@ class DelayChoice:
         return self.outer.delay_steps
 
     def after_round(self, report: RoundReport) -> None:
-        """Call it after each round of a fragment."""
+        """Measure the exchange of a round. Call it after each round of a fragment."""
         if report.exchange.missed or not report.exchange.seconds:
             return
         if self._rounds < _MEASURED_ROUNDS:

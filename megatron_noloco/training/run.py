@@ -20,10 +20,11 @@ from megatron_noloco.training.rounds import DelayChoice, FinalAverage
 
 @dataclass(frozen=True)
 class Schedule:
-    """What follows which local step. An interval of 0 is: not at intervals.
+    """Decides after which local steps the run logs, evaluates and saves. An interval of 0 means: at the end only
+    (checkpoints: not at all).
 
-    Where local steps are left out, what was due after one of them follows the next one. `before` and `done` are
-    the steps done before the last one, or those left out, and after it.
+    `before` and `done` count the local steps before and after the last one. Steps that were left out lie between
+    them; what was due after one of these is done now.
     """
 
     steps: int  # of the whole run
@@ -42,7 +43,7 @@ class Schedule:
         return self.save_interval > 0 and self._due(before, done, self.save_interval)
 
     def _due(self, before: int, done: int, interval: int) -> bool:
-        """At each interval, and at the end of the run."""
+        """Return whether an interval, or the run, has ended."""
         return done == self.steps or (interval > 0 and done // interval > before // interval)
 
 
@@ -65,11 +66,10 @@ class Run:
     health: Health | None = None  # in a federation
 
     def train(self) -> bool:
-        """Train to the end, or until asked to stop.
+        """Train to the end, or until asked to stop. Return whether this rank's last checkpoint was written.
 
-        False when the last checkpoint of this rank could not be written. Raises PartnerLostError when a partner is
-        gone or does not answer, NotFiniteError as `Health` does: the run can then be continued from its last
-        checkpoint.
+        Raises PartnerLostError when a partner is gone or does not answer, NotFiniteError as `Health` does; the run
+        can then be continued from its last checkpoint.
         """
         try:
             done = self._loop()
@@ -86,7 +86,7 @@ class Run:
         return not self.checkpointer.last_save_failed
 
     def _loop(self) -> int:
-        """The local steps done, counted from the beginning of the training."""
+        """Run local steps; return how many are done since the beginning of the training."""
         done = self.start_step
         if self.keeping_up is not None:
             self.keeping_up.start(done)
@@ -119,7 +119,7 @@ class Run:
             self._save(done)
 
     def _next_step(self, done: int) -> int:
-        """The number of the next local step, from 0: in a federation, some may be left out."""
+        """Return the index of the next local step, from 0: in a federation, some may be left out."""
         step = done if self.keeping_up is None else self.keeping_up.next_step(done)
         if step > done:
             assert self.keeping_up is not None
@@ -128,7 +128,7 @@ class Run:
         return step
 
     def _round(self, done: int, step_seconds: float) -> None:
-        """What follows every local step: a round, a part of one, or nothing."""
+        """Run or merge the round that is due, if any, and choose the delay where the run does."""
         chosen = self.delay.before_round(done, step_seconds) if self.delay else None
         if chosen is not None:
             self.monitor.delay_chosen(done, chosen)
@@ -144,7 +144,7 @@ class Run:
         self.monitor.evaluation(done, evaluation, time.perf_counter() - started)
 
     def _leave(self, done: int) -> None:
-        """Asked to stop: nothing is lost."""
+        """Log and save what is not saved yet, because the run was asked to stop."""
         self.monitor.log(done)
         if self.checkpointer.saved_step != done:
             self._save(done)

@@ -30,7 +30,7 @@ from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Position
-from megatron_noloco.training.prepare import checkpoint_settings
+from megatron_noloco.training.join import checkpoint_settings
 from tests.harness import REPOSITORY, call, run_ranks
 from tests.integration.tiny import (
     HF_SIZES,

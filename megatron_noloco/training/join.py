@@ -1,0 +1,127 @@
+"""Joins this rank to the others: the job, the transport between replicas, and the step where all start."""
+
+import os
+import socket
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from megatron_noloco.checkpoint.resume import Start, find_start
+from megatron_noloco.checkpoint.settings import CheckpointSettings
+from megatron_noloco.config import ConfigError, RunConfig
+from megatron_noloco.federation.handover import Takeover
+from megatron_noloco.federation.join import Membership, join_federation
+from megatron_noloco.job.agreement import of_rank_0
+from megatron_noloco.job.join import (
+    check_gpus,
+    choose_transport,
+    join,
+    ranks_on_this_host,
+    record_collectives,
+)
+from megatron_noloco.job.launcher import local_device
+from megatron_noloco.job.run_folder import occupy
+from megatron_noloco.plans.topology import Topology
+from megatron_noloco.preflight.fit import shortage
+from megatron_noloco.training.prepare import Prepared, alike
+from megatron_noloco.transport.protocol import Transport
+
+_FIRST_SECONDS = 5.0  # for another job of the federation, which may have a state to offer
+
+
+class Joined(NamedTuple):
+    """What joining gives a rank.
+
+    Attributes:
+        transport: for exchanges between replicas.
+        start: where the training begins or continues.
+        membership: in a federation; None where all replicas are one job.
+    """
+
+    transport: Transport
+    start: Start
+    membership: Membership | None
+
+
+def join_job(prepared: Prepared) -> Joined:
+    """Join the job, open the transport, find where to start.
+
+    Raises ValueError when the other ranks or the transport cannot be reached, or the checkpoint to continue from
+    does not fit, OSError when it cannot be read. Other ranks may then wait for this one: see
+    `job.leaving.abandon_job`.
+    """
+    config, topology = prepared.config, prepared.topology
+    notes = _join_ranks(prepared)
+    settings, membership = checkpoint_settings(config, topology), None
+    if taken := of_rank_0(occupy(settings.folder.parent) if dist.get_rank() == 0 else ""):
+        raise ValueError(taken)
+    if topology.slots:
+        steps, place = config.training.train_iters, topology.place(dist.get_rank())
+        membership = join_federation(config.federation, config.noloco, place, alike(config), steps)
+        transport: Transport = (federated := membership.transport)
+        federated.wait_for(1, _FIRST_SECONDS)
+        if not membership.wait_for_start():
+            notes.append("fewer replicas than federation.start_with are there; starting without")
+        margin = config.federation.rounds_behind * config.noloco.local_steps
+        notes += Takeover(federated, settings, topology, prepared.architecture, margin)()
+    else:
+        transport = choose_transport(config.noloco.transport, prepared.world)
+    start = find_start(settings, topology)
+    return Joined(transport, replace(start, notes=notes + start.notes), membership)
+
+
+def _join_ranks(prepared: Prepared) -> list[str]:
+    """Join the ranks of this job, and give each its device and threads. Return notes for the user."""
+    world, topology, cuda = prepared.world, prepared.topology, torch.cuda.is_available()
+    if cuda:  # before anything is allocated
+        if topology.tp > 1:  # Megatron-core queues messages before the products that are to hide them
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        alone = topology.replica_size == 1
+        torch.cuda.set_device(local_device(world, torch.cuda.device_count(), shared=alone))
+    record_collectives(Path(prepared.config.training.output_dir) if cuda else None)
+    join(world, "cpu:gloo,cuda:nccl" if cuda else "gloo")
+    neighbours = ranks_on_this_host()  # a collective: on every rank, whether the variable below is set or not
+    _warn_of_shortage(prepared, neighbours, check_gpus(topology.replica_size) if cuda else 1)
+    cores = os.cpu_count() or 1
+    if "OMP_NUM_THREADS" not in os.environ:  # beside GPUs as well: exchanges compute on the host
+        torch.set_num_threads(max(1, cores // neighbours))
+    if not cuda and neighbours > cores:
+        return [f"this host has more ranks ({neighbours}) than cores ({cores}): they compute in turn"]
+    return []
+
+
+def _warn_of_shortage(prepared: Prepared, ranks: int, sharing: int) -> None:
+    """Warn, once for each host, of memory that will not suffice: the system would kill a process silently."""
+    if prepared.world.local_rank == 0:
+        short = shortage(
+            prepared.config, prepared.architecture, prepared.topology, ranks, sharing, started=True
+        )
+        if short is not None:
+            sys.stderr.write(f"{socket.gethostname()}: {short}\n")
+
+
+def checkpoint_settings(config: RunConfig, topology: Topology) -> CheckpointSettings:
+    """Return what the run wants of its checkpoints; a job of a federation keeps them in its replica's folder."""
+    checkpoint, training = config.checkpoint, config.training
+    of_job = training.folder_of(topology.slot) if topology.slots else Path(training.output_dir)
+    return CheckpointSettings(
+        folder=of_job / "checkpoints",
+        run=config.to_dict(),
+        completed=_completed,
+        keep_last=checkpoint.keep_last,
+        async_save=checkpoint.async_save,
+        load=checkpoint.load,
+        fold=checkpoint.fewer_replicas == "fold",
+    )
+
+
+def _completed(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return a saved config with today's defaults; as it is where another version wrote other fields."""
+    try:
+        return RunConfig.from_dict(saved).to_dict()
+    except ConfigError:
+        return saved

@@ -1,0 +1,128 @@
+"""What a run shows and writes: its files, its first lines on the console, and the monitor of its loop."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch.distributed as dist
+
+from megatron_noloco import __version__
+from megatron_noloco.config import RunConfig, describe
+from megatron_noloco.files import write_text
+from megatron_noloco.model.families import table_of, training_flops
+from megatron_noloco.monitor.console import Console, RunFacts
+from megatron_noloco.monitor.metrics import Metrics
+from megatron_noloco.monitor.monitor import Monitor, Throughput
+from megatron_noloco.monitor.writers import ReplicaFiles, WandbRun, Writer
+from megatron_noloco.pipeline.groups import Groups
+from megatron_noloco.plans.samples import BatchPlan
+from megatron_noloco.preflight.accelerators import peak_tflops_here
+from megatron_noloco.training.join import Joined
+from megatron_noloco.training.prepare import Prepared
+
+_SAMPLES = "training_samples"  # the counter by which a run that continues sees that its data has changed
+
+
+def build_monitor(
+    prepared: Prepared, joined: Joined, groups: Groups, plan: BatchPlan, progress: str
+) -> Monitor:
+    """Return this rank's monitor. Rank 0 writes `run.json`, and says what the run is.
+
+    Args:
+        groups: of this rank; the last stage of each replica writes its metrics.
+        progress: see `Console`.
+    """
+    config, at, start = prepared.config, groups.position, joined.start
+    console, writers = None, list[Writer]()
+    if dist.get_rank() == 0:
+        console = _console(prepared, joined, progress)
+        writers.append(console)
+        _write_facts(prepared)
+    if groups.last_stage and at.dp == 0 and at.tp == 0:
+        writers += _writers(config, at.replica, start.step)
+    metrics = Metrics(at.replica, groups.replica, writers, start.counters)
+    metrics.count(_SAMPLES, len(prepared.datasets.train))
+    return Monitor(metrics, plan, _throughput(prepared), console, config.noloco.fragments)
+
+
+def _writers(config: RunConfig, replica: int, start_step: int) -> Iterator[Writer]:
+    """Yield the writers of one replica."""
+    folder, wandb = config.training.folder_of(replica), config.wandb
+    yield ReplicaFiles(folder, config.tensorboard.enabled, start_step)
+    if wandb.enabled:
+        yield WandbRun(
+            folder,
+            start_step,
+            name=folder.name,
+            group=wandb.group or folder.resolve().parent.name,
+            project=wandb.project,
+            entity=wandb.team,
+            config=config.to_dict(),
+        )
+
+
+def _throughput(prepared: Prepared) -> Throughput:
+    config, topology, architecture = prepared.config, prepared.topology, prepared.architecture
+    samples = config.replica_batch
+    return Throughput(
+        tokens=samples * architecture.seq_length,
+        replicas=topology.ensemble,
+        flops_per_rank=samples * training_flops(architecture) / topology.replica_size,
+        peak_tflops=config.training.peak_tflops or peak_tflops_here(config.precision),
+    )
+
+
+def _synchronous_bytes_per_step(prepared: Prepared) -> float:
+    """Return what one replica would send in a ring all-reduce of a step's gradients over the replicas."""
+    replicas = prepared.topology.ensemble
+    bytes_per_weight = 4 if prepared.config.precision == "fp32" else 2
+    return 2 * (replicas - 1) / replicas * bytes_per_weight * table_of(prepared.architecture).parameter_count
+
+
+def _write_facts(prepared: Prepared) -> None:
+    """Write `run.json`: what `watch` and `report` need to know of a run beside its metrics."""
+    facts = {
+        "version": __version__,
+        "steps": prepared.config.training.train_iters,
+        "replicas": prepared.topology.ensemble,
+        "parameters": table_of(prepared.architecture).parameter_count,
+        "synchronous_bytes_per_step": _synchronous_bytes_per_step(prepared),
+        "config": prepared.config.to_dict(),
+    }
+    folder = Path(prepared.config.training.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)  # its replicas' folders are made by other ranks
+    write_text(folder / "run.json", json.dumps(facts, indent=2))
+
+
+def _console(prepared: Prepared, joined: Joined, progress: str) -> Console:
+    """Return the console, after it has said what the run is."""
+    config, start, training = prepared.config, joined.start, prepared.config.training
+    shows = "tensorboard.main --logdir" if config.tensorboard.enabled else "megatron_noloco report"
+    facts = RunFacts(
+        unigram_entropy=prepared.datasets.unigram_entropy,
+        synchronous_bytes_per_step=_synchronous_bytes_per_step(prepared),
+        output_dir=str(Path(training.output_dir).resolve()),
+        how_to_continue="the same command"
+        + ("" if config.checkpoint.load == "auto" else ' with checkpoint.load "auto"'),
+        next_command=f"{os.path.relpath(sys.executable)} -m {shows} {training.output_dir}",
+    )
+    console = Console(progress, training.train_iters, start.step, facts)
+    console.say(*_first_lines(prepared, joined))
+    return console
+
+
+def _first_lines(prepared: Prepared, joined: Joined) -> Iterator[str]:
+    yield from describe(prepared.config, prepared.topology, prepared.architecture)
+    yield f"data: {prepared.datasets.about}"
+    transport = joined.transport
+    yield (
+        f"started by {prepared.world.launcher}; exchanges over {transport.name}"
+        f"; while ranks compute, messages are moved by {transport.progress}"
+    )
+    yield from joined.start.notes
+    samples = len(prepared.datasets.train)
+    before = int(joined.start.counters.get(_SAMPLES, samples))
+    if before != samples:
+        yield f"changed: {before:,} training samples in the checkpoint, {samples:,} now, in another order"
