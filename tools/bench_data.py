@@ -148,7 +148,7 @@ def data_wait(folder: Path, steps: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "8"]
     command += ["-m", "megatron_noloco", "train", "--config", str(folder / "run.json")]
     subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    records = [row for log in RunLog(folder / "run").replicas for row in log.of("step")[1:]]
+    records = [row for log in RunLog(folder / "run").replicas for row in log.rows_of("step")[1:]]
     shares = [record["data/wait_seconds"] / record["speed/seconds_per_step"] for record in records]
     return {
         "seconds_per_step": round(

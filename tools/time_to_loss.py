@@ -98,7 +98,7 @@ def curve(run: Path, rounds: bool) -> list[Moment]:
             max(seconds_until(log, row["step"]) for log in replicas),
             row["validation/mean_model_loss"] if rounds else row["validation/replica_losses"][0],
         )
-        for row in replicas[0].of("evaluation")
+        for row in replicas[0].rows_of("evaluation")
     ]
     if not moments:
         raise ValueError(f"{run}: there was no evaluation; give evaluation.interval and evaluation.iters")
@@ -107,7 +107,7 @@ def curve(run: Path, rounds: bool) -> list[Moment]:
 
 def seconds_until(log: ReplicaLog, step: int) -> float:
     """Return the seconds of training until a step that ends a row of one replica's log."""
-    steps = [row for row in log.of("step") if row["step"] <= step]
+    steps = [row for row in log.rows_of("step") if row["step"] <= step]
     before = [0, *(row["step"] for row in steps)]
     return sum(
         row["speed/seconds_per_step"] * (row["step"] - previous)

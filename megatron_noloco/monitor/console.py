@@ -16,14 +16,13 @@ from megatron_noloco.job.launcher import on_a_terminal
 from megatron_noloco.monitor import figures
 from megatron_noloco.monitor.writers import Row
 
-_SPEED_SECONDS = (
-    86400.0  # of rows that estimate the time left; rich's 30 seconds can be less than a row takes
-)
+# The time left is estimated from the rows of so many seconds; a row can take longer than rich's 30.
+_SPEED_SECONDS = 86400.0
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the closing table and the last lines need to know beside the run's numbers."""
+    """Facts of a run, beside its numbers, that the closing table and the last lines show."""
 
     unigram_entropy: float  # nats per token; nan where there is no validation
     synchronous_bytes_per_step: float  # sent by a replica in a ring all-reduce of the gradients
@@ -33,10 +32,10 @@ class RunFacts:
 
 
 class Console:
-    """Shows a live progress bar on a terminal, Megatron's log lines anywhere else.
+    """Shows a live progress bar, or Megatron's log lines.
 
     Args:
-        mode: "bar", "lines" or "auto", which takes the bar on a terminal.
+        mode: "bar", "lines", or "auto": the bar on a terminal, lines anywhere else.
         total_steps: local steps of the run.
         start_step: local steps done before this process.
     """
@@ -60,10 +59,10 @@ class Console:
                 speed_estimate_period=_SPEED_SECONDS,
             )
             self._task = self._progress.add_task("train", total=total_steps, completed=start_step)
-            self._about_steps, self._about_round = Text(), Text()
-            # mpirun forwards complete lines only: the blank line flushes the last figures
-            shown = Group(self._progress, self._about_steps, self._about_round, Text())
-            self._live = Live(shown, console=self.terminal, refresh_per_second=2)
+            self._step_text, self._round_text = Text(), Text()
+            # mpirun forwards complete lines only: the blank line makes it forward the line before
+            display = Group(self._progress, self._step_text, self._round_text, Text())
+            self._live = Live(display, console=self.terminal, refresh_per_second=2)
 
     def say(self, *lines: str) -> None:
         for line in lines:
@@ -88,16 +87,16 @@ class Console:
             return
         self._live.start()
         self._progress.update(self._task, completed=row["step"])
-        self._about_steps.plain = " | ".join(figures.step_parts(row))
+        self._step_text.plain = " | ".join(figures.step_parts(row))
         if "round/index" in row:
-            self._about_round.plain = " | ".join(figures.round_parts(row))
+            self._round_text.plain = " | ".join(figures.round_parts(row))
 
     def close(self) -> None:
         if self._live is not None:
             self._live.stop()
 
     def summary(self, done: int, stopped_by: str | None) -> None:
-        """Show the closing table and the next command, or why the run ended early."""
+        """Show the closing table and the next command, or why the run has none."""
         facts = self.facts
         if stopped_by is not None:
             self.say(

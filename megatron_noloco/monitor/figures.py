@@ -1,4 +1,4 @@
-"""Formats numbers: the same number reads the same in the log, the closing table, `watch` and `report`."""
+"""Formats a number the same way in the log, the closing table, `watch` and `report`."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -6,7 +6,7 @@ from typing import Any
 
 from megatron_noloco.monitor.writers import Row
 
-_NOTABLE_DATA_WAIT = 0.01  # of the step's time; the log line leaves out less
+_NOTABLE_DATA_WAIT = 0.01  # share of the step's time from which the log line has it
 
 whole: Callable[[float], str] = "{:.0f}".format
 loss: Callable[[float], str] = "{:.4f}".format  # nats per token
@@ -22,7 +22,7 @@ def milliseconds(seconds: float) -> str:
 
 
 def megabytes(size: float) -> str:
-    """Return `size` bytes in 10^6 bytes, with the second decimal below 10 only."""
+    """Return `size` bytes in units of 10^6 bytes: below 10 with two decimals, else with one."""
     return f"{size / 1e6:.{1 if size >= 1e7 else 2}f}"
 
 
@@ -42,15 +42,15 @@ def duration(seconds: float) -> str:
     return f"{minutes}min" if minutes >= 10 else f"{60 * minutes + rest}s"
 
 
-def cell(row: Row, name: str, form: Callable[[Any], str] = str) -> str:
-    """Format a number of a table: "" where the row has none, "nan" where it is null, as metrics.jsonl has it."""
+def cell(row: Row, name: str, formatted: Callable[[Any], str] = str) -> str:
+    """Format a number for a table: "" where the row has none, "nan" where it is null, as in metrics.jsonl."""
     if name not in row:
         return ""
-    return "nan" if row[name] is None else form(row[name])
+    return "nan" if row[name] is None else formatted(row[name])
 
 
 def log_line(row: Row, total_steps: int) -> str:
-    """Return the log line of a row of kind "step": Megatron's, continued by the figures of the round."""
+    """Return the log line of a row of kind "step": Megatron's, and then the numbers of the last round."""
     first = f" iteration {row['step']:{len(str(total_steps))}d}/{total_steps}"
     return " | ".join([first, *step_parts(row), *round_parts(row)]) + " |"
 
@@ -62,8 +62,8 @@ def step_parts(row: Row) -> Iterator[str]:
     yield f"throughput per GPU (TFLOP/s/GPU): {row['speed/tflops_per_gpu']:.4g}"
     if "speed/mfu" in row:
         yield f"MFU: {percent(row['speed/mfu'])}"
-    own, of_all = row["speed/tokens_per_second"], row["speed/tokens_per_second_of_all"]
-    yield f"tokens per second: {whole(own)}" + (f" (all replicas: {whole(of_all)})" if of_all > own else "")
+    own, every = row["speed/tokens_per_second"], row["speed/tokens_per_second_of_all"]
+    yield f"tokens per second: {whole(own)}" + (f" (all replicas: {whole(every)})" if every > own else "")
     yield f"peak memory (GB): {row['memory/peak_bytes'] / 1e9:.2f}"
     yield f"learning rate: {scientific(row['train/learning_rate'])}"
     yield f"lm loss: {loss(row['train/loss'])}"
@@ -108,7 +108,7 @@ def checkpoint_line(row: Row) -> str:
 
 
 def validation_lines(row: Row, unigram_entropy: float) -> list[str]:
-    """Return the log lines of a row of kind "evaluation": all losses, then a line per dataset of a blend."""
+    """Return the log lines of a row of kind "evaluation": one line, and one for each dataset of a blend."""
     spread, mean = row["validation/spread"], row["validation/mean_model_loss"]
     parts = [
         f" validation at iteration {row['step']}",
@@ -118,12 +118,9 @@ def validation_lines(row: Row, unigram_entropy: float) -> list[str]:
         parts.append(f"mean model: {loss(mean)}")
         if not math.isnan(spread):
             parts.append(f"spread: {scientific(spread)}")
-    of = "validation/replica_losses of "
+    prefix = "validation/replica_losses of "
+    datasets = [name.removeprefix(prefix) for name in row if name.startswith(prefix)]
     return [
         " | ".join([*parts, f"unigram: {loss(unigram_entropy)} |"]),
-        *(
-            f"   {name.removeprefix(of)} | replicas: {losses(row[name])} |"
-            for name in row
-            if name.startswith(of)
-        ),
+        *(f"   {name} | replicas: {losses(row[prefix + name])} |" for name in datasets),
     ]

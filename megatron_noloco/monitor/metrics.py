@@ -33,7 +33,7 @@ Combine = Callable[[Sequence[Sample]], Sample]
 
 
 def last(samples: Sequence[Sample]) -> Sample:
-    """Return the newest in time; among ranks, the highest rank's."""
+    """Return the newest sample; among ranks, that of the highest rank."""
     return samples[-1]
 
 
@@ -66,12 +66,12 @@ def _weight(samples: Sequence[Sample]) -> float:
 
 @dataclass(frozen=True)
 class Reduction:
-    """Says how many values of one name become one: `steps` over a log interval, then `ranks` over the replica.
+    """Defines how the values of one name become one: `steps` over a log interval, then `ranks` over the replica.
 
     Attributes:
-        per: what the number is about. "step": the interval's sum is divided by its local steps (use `total` for
-            `steps`). "run": values add up since the start of the run, resumes included; record one in every local
-            step, if only a zero, so that every row has the sum (use `last` for `steps`).
+        per: "step": the interval's sum (`steps` must be `total`) is divided by its local steps. "run": values add
+            up since the start of the run, resumes included (`steps` must be `last`); record one in every local
+            step, if only a zero, so that every row has the sum.
     """
 
     steps: Combine
@@ -94,11 +94,9 @@ def _combined(combine: Combine, samples: Sequence[Sample]) -> Sample:
 
 
 LAST = Reduction(last, last)  # the same on all ranks: a learning rate
-LAST_SUM = Reduction(last, total)  # of the last time it happened, summed over ranks: bytes of a round
-LAST_MAX = Reduction(last, largest)  # of the last time it happened, on the slowest rank: seconds of a round
-RMS = Reduction(
-    last, root_mean_square
-)  # of the last time it happened, weighted by elements: a standard deviation
+LAST_SUM = Reduction(last, total)  # of the last time, summed over ranks: bytes of a round
+LAST_MAX = Reduction(last, largest)  # of the last time, on the slowest rank: seconds of a round
+RMS = Reduction(last, root_mean_square)  # of the last time, weighted by elements: a standard deviation
 MEAN = Reduction(mean, mean)
 SUM = Reduction(total, total)
 PER_STEP = Reduction(total, mean, per="step")  # seconds in a local step, mean of the ranks
@@ -119,7 +117,7 @@ def unrecorded(name: str, value: Value, reduction: Reduction, weight: float = 1.
 
 @contextmanager
 def timed(record: Record, name: str, reduction: Reduction) -> Iterator[None]:
-    """Record the seconds that the host spends inside; does not wait for a device."""
+    """Record the seconds that the host spends in the block; does not wait for a device."""
     started = time.perf_counter()
     yield
     record(name, time.perf_counter() - started, reduction)
@@ -131,10 +129,10 @@ class Metrics:
     No message about numbers ever leaves a replica: TensorBoard overlays the replicas' runs.
 
     Args:
-        replica: named in each row.
-        group: all ranks of the replica; must be able to carry CPU tensors.
-        writers: take the rows; may differ from rank to rank, and be empty.
-        counters: those of the checkpoint that the run continues, see `counters`.
+        replica: of this rank; each row has it.
+        group: all ranks of the replica; must have a backend for CPU tensors.
+        writers: of this rank; the ranks of a replica may have different writers, or none.
+        counters: `counters` in the checkpoint that the run continues.
     """
 
     def __init__(
@@ -154,8 +152,8 @@ class Metrics:
     def record(self, name: str, value: Value, reduction: Reduction, weight: float = 1.0) -> None:
         """Keep `value` for the next row of steps.
 
-        A 0-d tensor is kept as it is, and read only when that row is written: recording never waits for a device.
-        It must not be written to in between. Not all ranks need to record a name; a rank may record it several
+        A 0-d tensor is read only when that row is written, so that recording never waits for a device; it must not
+        change before. Not all ranks need to record a name; a rank may record it several
         times in a step.
 
         Raises ValueError when the name was recorded with another reduction before.
@@ -191,20 +189,20 @@ class Metrics:
         )
 
     def write(self, kind: str, step: int, numbers: Mapping[str, Any]) -> None:
-        """Write one row of numbers that are the replica's already, without communication."""
+        """Write one row of numbers that are the same on all ranks of the replica, without communication."""
         row = {"kind": kind, "step": step, "replica": self.replica, **numbers}
         for writer in self._writers:
             writer.write(row)
 
     def count(self, name: str, value: float | None) -> None:
-        """Set a counter that is in checkpoints but in no row, or remove it (None)."""
+        """Set a counter that checkpoints keep but no row has; None removes it."""
         self._counters.pop(name, None)
         if value is not None:
             self._counters[name] = value
 
     @property
     def counters(self) -> dict[str, float]:
-        """The counters that this rank's checkpoint has to keep: sums since the start of the run, and `count`."""
+        """The counters that this rank's checkpoint has to keep: sums over the run, and those set by `count`."""
         return {
             name: value.item() if isinstance(value, Tensor) else value
             for name, value in self._counters.items()

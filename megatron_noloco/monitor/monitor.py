@@ -1,4 +1,4 @@
-"""Turns what the training loop knows into numbers: speed, rounds, late partners, evaluations, saves."""
+"""Records the numbers of the training loop: speed, rounds, late partners, evaluations, saves."""
 
 import math
 import resource
@@ -28,23 +28,23 @@ from megatron_noloco.monitor.metrics import (
 from megatron_noloco.outer import ExchangeReport, RoundReport
 from megatron_noloco.plans.samples import BatchPlan
 
-DELAY_STEPS = "delay_steps"  # the counter that keeps in checkpoints what the run chose
+DELAY_STEPS = "delay_steps"  # counter of the chosen delay, for checkpoints
 
-_LARGEST_EXPONENT = 700.0  # exp of more overflows
+_LARGEST_EXPONENT = 700.0  # exp overflows beyond
 _COMPARED_PARTNERS = 16
-_FEWEST_PARTNERS = 2  # to have a median
-_NOTABLE_WAIT = 0.1  # of the time from one exchange to the next
+_FEWEST_PARTNERS = 2  # for a median
+_NOTABLE_WAIT = 0.1  # share of the time from one exchange to the next
 
 
 @dataclass(frozen=True)
 class Throughput:
-    """What a local step of one replica computes, and on what.
+    """The work of a local step, from which `record` computes speeds.
 
     Attributes:
-        tokens: of the replica's batch.
-        replicas: of the run.
-        flops_per_rank: floating-point operations of the replica's batch (see `training_flops`), over its ranks.
-        peak_tflops: of a rank's device; None where it is not known.
+        tokens: tokens in the batch of one replica.
+        replicas: replicas of the run.
+        flops_per_rank: floating-point operations for the batch of a replica (`training_flops`), per rank.
+        peak_tflops: peak of a rank's device; None where it is not known.
     """
 
     tokens: int
@@ -65,7 +65,7 @@ class Throughput:
 
 
 def _peak_memory_bytes() -> int:
-    """Return the most that this process has held: on a GPU, torch's tensors in its memory; on a CPU, resident."""
+    """Return the peak of torch's allocated memory on a GPU, of the process's resident memory on a CPU."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -82,7 +82,7 @@ class DatasetLosses:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Validation losses, nats per token; of a blend, in its proportions."""
+    """Validation losses, nats per token; for a blend of datasets, weighted by their proportions."""
 
     replica_losses: list[float]  # of the replicas of this job
     mean_model_loss: float  # nan where it is not evaluated
@@ -90,7 +90,7 @@ class Evaluation:
     datasets: list[DatasetLosses] = field(default_factory=list)  # of a blend; empty for a single dataset
 
     def numbers(self, replica: int) -> dict[str, Any]:
-        """Return the row of the `replica`-th replica of this job."""
+        """Return the numbers of the row of the `replica`-th replica of this job."""
         own = self.replica_losses[replica]
         row = {
             "validation/loss": own,
@@ -109,7 +109,7 @@ class Evaluation:
 class LatePartners:
     """Finds the partners that make this replica wait, by comparing the waits for its latest partners.
 
-    Each rank compares what it has measured itself, so no message is needed. A partner can be late because it is
+    Each rank compares its own measurements, without communication. A partner can be late because it is
     slow, because it waited for its own partner before, or because the network between the two is slow.
 
     Args:
@@ -118,15 +118,16 @@ class LatePartners:
 
     def __init__(self, replica: int) -> None:
         self._replica = replica
-        self._waits: dict[int, float] = {}  # seconds by partner, the latest partner at the end
+        self._waits: dict[int, float] = {}  # seconds by partner, the latest partner last
         self._last_started: float | None = None
 
-    def notice(self, exchange: ExchangeReport) -> tuple[int, float] | None:
-        """After each exchange, return a late partner, and its wait beyond the median of the other partners' waits.
+    def compare(self, exchange: ExchangeReport) -> tuple[int, float] | None:
+        """Return a late partner, and the wait for it beyond the median of the waits for other partners.
 
-        Returns None where that is less than a tenth of the time since the last exchange began; for a group that
-        is no pair, since a wait for several does not say for whom; before two other partners are known; and for
-        the exchange of another replica, which a replica that began as its clone merges.
+        Must be called after each exchange. Returns None where the difference is below a tenth of the time since
+        the last exchange began; for a group that is no pair, since its wait does not show which member is late;
+        before two other partners are known; and for an exchange of another replica, which a replica merges that
+        began as its clone.
         """
         started, last_started = exchange.started, self._last_started
         self._last_started = started
@@ -145,13 +146,13 @@ class LatePartners:
 
 
 class Monitor:
-    """Records what the loop reports, decides which time is a local step's, and has rows written.
+    """Records what the loop reports, measures the time of local steps, and has rows written.
 
     Args:
-        metrics: takes this rank's numbers.
-        throughput: divided by the time of a local step.
-        console: on rank 0, which shows lines that are no rows; rows reach it through `metrics`.
-        fragments: their number; with several, the spread of each is recorded.
+        metrics: records this rank's numbers.
+        throughput: the work of a local step.
+        console: shows lines that are no rows, on rank 0; None on other ranks. Rows reach it through `metrics`.
+        fragments: number of fragments; with several, the spread of each is recorded.
     """
 
     def __init__(
@@ -167,11 +168,11 @@ class Monitor:
         self.fragments = fragments
         self.throughput = throughput
         self.console = console
-        self._late = LatePartners(metrics.replica)
+        self._late_partners = LatePartners(metrics.replica)
         self._begin_interval()
 
     def _begin_interval(self) -> None:
-        self._interval_started = time.perf_counter()  # moved on by evaluations and saves
+        self._interval_started = time.perf_counter()  # evaluations and saves add their time
         self._steps = 0
 
     def local_step(self, reports: list[RoundReport]) -> None:
@@ -185,7 +186,7 @@ class Monitor:
             self._round(report)
 
     def averaged(self, reports: Sequence[ExchangeReport]) -> None:
-        """Record the exchanges that made all replicas equal, after the last local step and its round."""
+        """Record the exchanges after the last round that made all replicas equal."""
         self._exchanged(
             sum(report.bytes_sent for report in reports), sum(report.seconds for report in reports)
         )
@@ -215,7 +216,7 @@ class Monitor:
             if exchange.in_doubt:
                 record("total/rounds_in_doubt", 1, TOTAL_MAX)
             self.say(f" round {report.round_index} skipped | {exchange.missed} |")
-        late = self._late.notice(exchange)
+        late = self._late_partners.compare(exchange)
         if late is not None:
             partner, seconds = late
             record("late/partner", partner, LAST)
@@ -225,12 +226,12 @@ class Monitor:
         """Record local steps `done` + 1 to `step`, which the other replicas have done and this one leaves out.
 
         Args:
-            notable: the console shows it at once.
+            notable: whether the console shows this at once.
         """
         self.metrics.record("total/skipped_ahead", step - done, TOTAL_MAX)
         if notable:
             self.say(
-                f" going on at iteration {step + 1}: the others are there | left out: {done + 1} to {step} |"
+                f" continuing at iteration {step + 1} with the other replicas | left out: {done + 1} to {step} |"
             )
 
     def say(self, line: str) -> None:
@@ -239,13 +240,13 @@ class Monitor:
             self.console.say(line)
 
     def delay_chosen(self, done: int, delay_steps: int) -> None:
-        """Keep the chosen delay: from local step `done` on, rounds are merged `delay_steps` after they began."""
+        """Record the chosen delay: from local step `done` on, rounds are merged `delay_steps` after they began."""
         self.metrics.count(DELAY_STEPS, delay_steps)
         steps = "1 local step" if delay_steps == 1 else f"{delay_steps} local steps"
         self.say(f" overlap from iteration {done} on | a round is merged {steps} after it began |")
 
     def log(self, done: int) -> None:
-        """Write a row about the local steps since the last row, if any; on all ranks of a replica alike."""
+        """Write a row about the local steps since the last row, if any; all ranks of a replica call it."""
         if not self._steps:
             return
         seconds = (time.perf_counter() - self._interval_started) / self._steps
@@ -257,19 +258,19 @@ class Monitor:
 
     def evaluation(self, done: int, evaluation: Evaluation, seconds: float) -> None:
         """Write the row of an evaluation that took `seconds`, and keep its losses for checkpoints."""
-        place = 0 if len(evaluation.replica_losses) == 1 else self.metrics.replica
+        index = 0 if len(evaluation.replica_losses) == 1 else self.metrics.replica
         for name, value in (
             ("evaluated_step", float(done)),
-            ("validation_loss", evaluation.replica_losses[place]),
+            ("validation_loss", evaluation.replica_losses[index]),
             ("mean_model_loss", evaluation.mean_model_loss),
         ):
             self.metrics.count(name, None if math.isnan(value) else value)
-        numbers = evaluation.numbers(place) | {"time/evaluation_seconds": seconds}
+        numbers = evaluation.numbers(index) | {"time/evaluation_seconds": seconds}
         self.metrics.write("evaluation", done, numbers)
         self._interval_started += seconds
 
     def saved(self, step: int, pause_seconds: float, error: str | None) -> None:
-        """Write the row of a checkpoint, or on stderr why this rank could not save it."""
+        """Write the row of a checkpoint, or the reason why this rank could not save it, on stderr."""
         if error is not None:
             sys.stderr.write(
                 f"rank {dist.get_rank()}: the checkpoint of step {step} failed, training continues: {error}\n"

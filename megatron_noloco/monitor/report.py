@@ -1,4 +1,4 @@
-"""Writes a run as one HTML page with its plots in it; nothing else is needed to look at it."""
+"""Writes a report of a run: one HTML page that contains its plots."""
 
 import io
 import statistics
@@ -18,25 +18,25 @@ from megatron_noloco.monitor.watch import run_table
 from megatron_noloco.monitor.writers import Row
 
 _FORWARD_BACKWARD = "forward and backward"
-_WAITS = {  # within forward and backward
+_WAITS = {  # parts of forward and backward
     "data/wait_seconds": "waiting for data",
     "routing/wait_seconds": "waiting for other stages",
 }
-_PHASES = {  # of a local step, in their order
+_PHASES = {  # of a local step, in order
     "time/forward_backward_seconds": _FORWARD_BACKWARD,
     "time/optimizer_seconds": "inner optimizer",
     "time/exchange_seconds": "exchanges",
 }
-_MOST_LINES = 16  # replicas that a legend names
+_MOST_LINES = 16  # with more replicas, the plot has no legend
 
 Plot = Callable[[RunLog, Any], None]
 
 
 def write_page(run: RunLog, path: Path) -> None:
-    """Write the page; raises OSError where that fails."""
+    """Write the page. Raises OSError."""
     sections = "".join(
-        f"<section><h2>{escape(title)}</h2><p>{escape(words)}</p>{_svg(run, plot)}</section>\n"
-        for title, words, plot in _sections(run)
+        f"<section><h2>{escape(title)}</h2><p>{escape(explanation)}</p>{_svg(run, plot)}</section>\n"
+        for title, explanation, plot in _sections(run)
     )
     name = escape(str(run.folder.resolve()))
     path.write_text(
@@ -64,12 +64,12 @@ def _svg(run: RunLog, plot: Plot) -> str:
 
 
 def _sections(run: RunLog) -> Iterator[tuple[str, str, Plot]]:
-    """Yield title, explanation and plot of everything that the run has numbers about."""
-    yield "Loss", "Of every replica: in training, and on validation text (points). Nats per token.", _loss
+    """Yield title, explanation and plot of each section for which the run has numbers."""
+    yield "Loss", "Of every replica, in nats per token: training (lines) and validation (points).", _loss
     if _has(run, "round/spread"):
         yield (
             "Spread",
-            "How far replicas are apart: the standard deviation of a weight over the group before its round; root "
+            "How far replicas are apart: the standard deviation of a weight over the group before its round, root "
             "mean square over all weights. It follows the learning rate (dotted, on the right).",
             _spread,
         )
@@ -95,7 +95,7 @@ def _has(run: RunLog, name: str) -> bool:
 
 
 def _steps(run: RunLog) -> list[Row]:
-    return [row for log in run.replicas for row in log.of("step")]
+    return [row for log in run.replicas for row in log.rows_of("step")]
 
 
 def _curve(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
@@ -104,7 +104,7 @@ def _curve(rows: Sequence[Row], name: str) -> tuple[list[int], list[float]]:
 
 
 def _means(run: RunLog, name: str) -> tuple[list[int], list[float]]:
-    """Return the steps that have rows, and at each the mean over the replicas that have one."""
+    """Return the steps that have rows, and for each the mean of a number over the replicas that have a row."""
     at_steps: dict[int, list[float]] = {}
     for row in _steps(run):
         at_steps.setdefault(row["step"], []).append(row.get(name) or 0.0)
@@ -114,11 +114,11 @@ def _means(run: RunLog, name: str) -> tuple[list[int], list[float]]:
 def _loss(run: RunLog, axes: Any) -> None:
     for number, log in enumerate(run.replicas):
         color, label = f"C{number % 10}", f"replica {log.replica}"
-        axes.plot(*_curve(log.of("step"), "train/loss"), color=color, linewidth=0.8, label=label)
-        axes.plot(*_curve(log.of("evaluation"), "validation/loss"), ".", color=color)
-    of_mean = _curve(run.replicas[0].of("evaluation"), "validation/mean_model_loss")
-    if of_mean[0]:
-        axes.plot(*of_mean, "k.--", label="mean model, validation")
+        axes.plot(*_curve(log.rows_of("step"), "train/loss"), color=color, linewidth=0.8, label=label)
+        axes.plot(*_curve(log.rows_of("evaluation"), "validation/loss"), ".", color=color)
+    mean_model = _curve(run.replicas[0].rows_of("evaluation"), "validation/mean_model_loss")
+    if mean_model[0]:
+        axes.plot(*mean_model, "k.--", label="mean model, validation")
     axes.set(xlabel="local step", ylabel="loss")
     if len(run.replicas) <= _MOST_LINES:
         axes.legend()
@@ -126,10 +126,10 @@ def _loss(run: RunLog, axes: Any) -> None:
 
 def _spread(run: RunLog, axes: Any) -> None:
     for log in run.replicas:
-        axes.plot(*_curve(log.of("step"), "round/spread"), ".-", linewidth=0.8)
+        axes.plot(*_curve(log.rows_of("step"), "round/spread"), ".-", linewidth=0.8)
     axes.set(xlabel="local step", ylabel="spread", ylim=(0, None))
     rates = axes.twinx()
-    rates.plot(*_curve(run.replicas[0].of("step"), "train/learning_rate"), "k:")
+    rates.plot(*_curve(run.replicas[0].rows_of("step"), "train/learning_rate"), "k:")
     rates.set(ylabel="learning rate", ylim=(0, None))
 
 
@@ -137,17 +137,17 @@ def _phases(run: RunLog, axes: Any) -> None:
     steps, whole = _means(run, "speed/seconds_per_step")
     phases = {label: _means(run, name)[1] for name, label in _PHASES.items()}
     waits = {label: _means(run, name)[1] for name, label in _WAITS.items()}
-    phases["everything else"] = _rest(whole, phases)
-    phases[_FORWARD_BACKWARD] = _rest(phases[_FORWARD_BACKWARD], waits)
+    phases["everything else"] = _remainder(whole, phases)
+    phases[_FORWARD_BACKWARD] = _remainder(phases[_FORWARD_BACKWARD], waits)
     phases = {label: seconds for label, seconds in (waits | phases).items() if any(seconds)}
     axes.stackplot(steps, phases.values(), labels=phases.keys())
     axes.set(xlabel="local step", ylabel="seconds")
     axes.legend()
 
 
-def _rest(whole: Sequence[float], parts: Mapping[str, Sequence[float]]) -> list[float]:
-    """Return what the parts leave of each number."""
-    return [max(0.0, total - sum(some)) for total, *some in zip(whole, *parts.values(), strict=True)]
+def _remainder(whole: Sequence[float], parts: Mapping[str, Sequence[float]]) -> list[float]:
+    """Return each number of `whole` less the same one of all `parts`."""
+    return [max(0.0, total - sum(taken)) for total, *taken in zip(whole, *parts.values(), strict=True)]
 
 
 def _bytes(run: RunLog, axes: Any) -> None:
@@ -164,7 +164,7 @@ def _bytes(run: RunLog, axes: Any) -> None:
 def _pairings(run: RunLog, axes: Any) -> None:
     groups: dict[int, set[tuple[int, ...]]] = {}
     for log in run.replicas:
-        for row in log.of("step"):
+        for row in log.rows_of("step"):
             if "round/partners" in row:
                 group = tuple(sorted({int(log.replica), *row["round/partners"]}))
                 groups.setdefault(row["step"], set()).add(group)
@@ -172,9 +172,8 @@ def _pairings(run: RunLog, axes: Any) -> None:
     interval = min((after - before for before, after in pairwise(steps)), default=1)
     for step, of_round in groups.items():
         for place, group in enumerate(sorted(of_round)):
-            x = step + 0.7 * interval * place / len(
-                of_round
-            )  # side by side: lines may cross the same replicas
+            # Side by side, since the lines of two groups may overlap.
+            x = step + 0.7 * interval * place / len(of_round)
             color, paired = f"C{place % 10}", len(group) > 1
             line, face = ("o-", color) if paired else ("o", "none")
             axes.plot([x] * len(group), group, line, color=color, markersize=4, markerfacecolor=face)

@@ -1,4 +1,4 @@
-"""Reads what the replicas of a run have written, while the run goes on and afterwards."""
+"""Reads the logs of a run's replicas, during the run or afterwards."""
 
 import json
 import os
@@ -16,11 +16,11 @@ class ReplicaLog:
     """Reads the folder of one replica.
 
     Attributes:
-        replica: "00" of the folder `replica_00`.
-        rows: all complete rows of `metrics.jsonl` so far; damaged lines are left out.
+        replica: "00" for the folder `replica_00`.
+        rows: the complete rows of `metrics.jsonl`, without damaged lines.
         written: when that file was last written, in seconds since the epoch; 0 where there is none yet.
-        waits: of ranks that stand still, with the time of each report, in seconds since the epoch. A report that
-            is older than the newest row no longer holds, and is left out.
+        waits: reports of ranks that stand still, and when each was written, in seconds since the epoch; without
+            those that are older than the newest row.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -32,13 +32,13 @@ class ReplicaLog:
         self._file = self._read = 0
 
     def update(self) -> None:
-        """Read what is new since the last call."""
+        """Read the rows and waits that are new since the last call."""
         if (path := self.folder / _METRICS).exists():
             self._update_rows(path)
         self.waits = {wait: at for wait, at in waits_of(self.folder).items() if at > self.written}
 
     def _update_rows(self, path: Path) -> None:
-        """Read the new rows; from the beginning where a resumed run has put another file in place."""
+        """Read the new rows, or all rows where a resumed run has replaced the file."""
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             if status.st_ino != self._file or status.st_size < self._read:
@@ -49,7 +49,7 @@ class ReplicaLog:
         self._read += len(complete) + len(newline)
         self.rows += _parsed(complete.splitlines())
 
-    def of(self, kind: str) -> list[Row]:
+    def rows_of(self, kind: str) -> list[Row]:
         """Return the rows of a kind: "step", "evaluation" or "checkpoint"."""
         return [row for row in self.rows if row["kind"] == kind]
 
@@ -68,7 +68,7 @@ class RunLog:
     """Reads the folder of a run, its `training.output_dir`.
 
     Attributes:
-        facts: the content of `run.json`; empty where there is none.
+        facts: the content of `run.json`; {} where there is none.
         replicas: the logs of all replicas, in order.
     """
 
@@ -85,7 +85,7 @@ class RunLog:
             )
 
     def update(self) -> None:
-        """Read what is new since the last call, also of replicas that are new."""
+        """Read what is new since the last call, new replicas included."""
         path = self.folder / "run.json"
         if path.exists():
             self.facts = json.loads(path.read_text())

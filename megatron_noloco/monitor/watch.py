@@ -1,4 +1,4 @@
-"""Shows the state of a run as a table for the terminal, with one line for each replica."""
+"""Shows the state of a run on the terminal: a table with a row per replica, and notes below it."""
 
 import time
 from collections import Counter
@@ -12,10 +12,10 @@ from rich.text import Text
 from megatron_noloco.monitor import figures
 from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
 
-_MOST_WAITS = 8  # that are shown
-_SILENT_SECONDS = 30.0  # after which a rank that waits should have reported it again
+_MOST_WAITS = 8  # more are only counted
+_SILENT_SECONDS = 30.0  # a waiting rank that lives reports more often
 
-# Heading, number of the newest row of steps below it, and its format. The table fits into 80 characters.
+# Heading, name of the number in the newest row of steps, and its format. The table fits into 80 characters.
 _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("step", "step", str),
     ("loss", "train/loss", figures.loss),
@@ -29,11 +29,10 @@ _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 
 
 def run_table(run: RunLog, now: float | None = None) -> Group:
-    """Return the state of a run.
+    """Return the state of a run. The column "age" is the time since a replica's newest row.
 
     Args:
-        now: seconds since the epoch; by default of the clock. The column "age" is the time since a replica's
-            newest row.
+        now: seconds since the epoch; None: the time of the clock.
     """
     now = time.time() if now is None else now
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
@@ -44,20 +43,20 @@ def run_table(run: RunLog, now: float | None = None) -> Group:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in zip(*(cells for _, *cells in shown), strict=True):
         table.add_row(*row)
-    return Group(Text(_progress(run)), table, *map(Text, [*_of_all(run), *_notes(run), *_waits(run, now)]))
+    return Group(Text(_progress(run)), table, *map(Text, [*_totals(run), *_notes(run), *_waits(run, now)]))
 
 
 def _cells(log: ReplicaLog, now: float) -> list[str]:
-    steps, evaluations = log.of("step"), log.of("evaluation")
+    steps, evaluations = log.rows_of("step"), log.rows_of("evaluation")
     newest = steps[-1] if steps else {}
-    numbers = [figures.cell(newest, name, form) for _, name, form in _COLUMNS]
+    numbers = [figures.cell(newest, name, formatted) for _, name, formatted in _COLUMNS]
     validation = figures.cell(evaluations[-1], "validation/loss", figures.loss) if evaluations else ""
     age = figures.duration(max(0.0, now - log.written)) if log.written else ""
     return [log.replica, *numbers, validation, age]
 
 
 def _progress(run: RunLog) -> str:
-    latest = [log.of("step")[-1] for log in run.replicas if log.of("step")]
+    latest = [log.rows_of("step")[-1] for log in run.replicas if log.rows_of("step")]
     done = min((row["step"] for row in latest), default=0)
     text = f"{run.folder}: step {done}"
     if not (total := run.facts.get("steps")):
@@ -69,20 +68,20 @@ def _progress(run: RunLog) -> str:
     return text
 
 
-def _of_all(run: RunLog) -> Iterator[str]:
-    """Yield what is known about all replicas together."""
-    evaluations = run.replicas[0].of("evaluation")
+def _totals(run: RunLog) -> Iterator[str]:
+    """Yield the lines about all replicas together."""
+    evaluations = run.replicas[0].rows_of("evaluation")
     if evaluations and (row := evaluations[-1]).get("validation/mean_model_loss") is not None:
         yield f"validation at step {row['step']}: mean model {figures.loss(row['validation/mean_model_loss'])}"
-    checkpoints = [log.of("checkpoint") for log in run.replicas]
+    checkpoints = [log.rows_of("checkpoint") for log in run.replicas]
     if all(checkpoints):
         yield f"last checkpoint: step {min(saved[-1]['step'] for saved in checkpoints)}"
 
 
 def _notes(run: RunLog) -> Iterator[str]:
-    """Yield what deserves attention, replica by replica."""
+    """Yield a line for each replica that had skipped rounds, skipped steps, poisoned elements or late partners."""
     for log in run.replicas:
-        steps = log.of("step")
+        steps = log.rows_of("step")
         rounds = [row["round/partners"] for row in steps if "round/partners" in row]
         late = Counter(row["late/partner"] for row in steps if "late/partner" in row)
         skipped_steps = steps[-1].get("train/skipped_steps") if steps else 0
@@ -100,12 +99,12 @@ def _notes(run: RunLog) -> Iterator[str]:
 
 
 def _waits(run: RunLog, now: float) -> Iterator[str]:
-    """Yield the ranks that stand still, the longest waits first."""
+    """Yield a line for each rank that stands still, the longest waits first."""
     reported = {wait: at for log in run.replicas for wait, at in log.waits.items()}
     longest = sorted(reported, key=lambda wait: -wait.seconds)
     for wait in longest[:_MOST_WAITS]:
         silent = now - reported[wait]
-        gone = f" (reported {figures.duration(silent)} ago: the process may be gone)"
-        yield f"{wait}{gone if silent > _SILENT_SECONDS else ''}"
+        ended = f" (reported {figures.duration(silent)} ago: the process may have ended)"
+        yield f"{wait}{ended if silent > _SILENT_SECONDS else ''}"
     if len(longest) > _MOST_WAITS:
         yield f"and {len(longest) - _MOST_WAITS} more ranks stand still"

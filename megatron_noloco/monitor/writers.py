@@ -1,4 +1,4 @@
-"""Writes the rows of one replica: to `metrics.jsonl`, to TensorBoard's events, to Weights & Biases."""
+"""Writes the rows of one replica to `metrics.jsonl`, TensorBoard and Weights & Biases."""
 
 import json
 import math
@@ -13,11 +13,11 @@ from megatron_noloco.files import write_text
 
 Row = Mapping[str, Any]  # "kind", "step", "replica", and numbers (or lists of numbers) by name
 
-_WANDB_ID = "wandb_run_id"  # a file
+_WANDB_ID_FILE = "wandb_run_id"
 
 
 class Writer(Protocol):
-    """Takes rows, in the order of their steps."""
+    """Writes rows, which arrive in the order of their steps."""
 
     def write(self, row: Row) -> None: ...
 
@@ -33,7 +33,7 @@ class ReplicaFiles:
     def __init__(self, folder: Path, tensorboard: bool, start_step: int) -> None:
         """Open the files, and drop rows of steps after `start_step`, which the run will write again.
 
-        A file in which no row is left belongs to another run: it is kept under another name.
+        A file of which no row would stay belongs to an earlier run: it is renamed instead.
         """
         self._folder, self._failed = folder, False
         folder.mkdir(parents=True, exist_ok=True)
@@ -60,7 +60,7 @@ class ReplicaFiles:
         if self._board is None:
             return
         with self._errors_reported():
-            for name, value in _single_numbers(row).items():
+            for name, value in _scalars(row).items():
                 self._board.add_scalar(name, value, row["step"])
 
     def close(self) -> None:
@@ -88,9 +88,9 @@ class WandbRun:
 
     Args:
         folder: the replica's; keeps wandb's files and the id of the run.
-        start_step: with 0 a new run begins. Steps after it, left by a run that went further, stay as they were:
-            wandb takes no second value of a step.
-        options: for `wandb.init`.
+        start_step: 0 begins a new run. Numbers of later steps that are already there stay: wandb accepts no second
+            value of a step.
+        options: arguments of `wandb.init`.
     """
 
     def __init__(self, folder: Path, start_step: int, **options: Any) -> None:
@@ -99,7 +99,7 @@ class WandbRun:
         self._error = wandb.errors.Error
         self._folder = folder
         self._run: Any = None
-        path = folder / _WANDB_ID
+        path = folder / _WANDB_ID_FILE
         continued = path.read_text() if start_step and path.exists() else None
         with self._errors_reported():
             self._run = wandb.init(dir=str(folder), id=continued, resume="allow", **options)
@@ -108,7 +108,7 @@ class WandbRun:
     def write(self, row: Row) -> None:
         if self._run is not None:
             with self._errors_reported():
-                self._run.log(_single_numbers(row), step=row["step"])
+                self._run.log(_scalars(row), step=row["step"])
 
     def close(self) -> None:
         if self._run is not None:
@@ -126,8 +126,8 @@ class WandbRun:
             sys.stderr.write(f"{self._folder}: wandb: {reason}; training continues without it\n")
 
 
-def _single_numbers(row: Row) -> dict[str, float]:
-    """Return the numbers that a curve can show: no lists, and neither kind, step nor replica."""
+def _scalars(row: Row) -> dict[str, float]:
+    """Return the row without lists, kind, step and replica."""
     return {name: value for name, value in row.items() if "/" in name and isinstance(value, int | float)}
 
 

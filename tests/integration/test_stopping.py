@@ -33,10 +33,10 @@ FOUR: dict[str, Any] = {"parallel": {"replicas": 4}, "noloco": {"local_steps": 8
 
 
 @pytest.fixture(autouse=True)
-def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny steps take milliseconds: a rank that looks once a second would see the end first."""
-    monkeypatch.setattr(stopping, "_LOOK_SECONDS", 0.01)
-    monkeypatch.setattr(agreement, "_LOOK_SECONDS", 0.01)
+def _poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiny steps take milliseconds: a rank that polls once a second would see the end first."""
+    monkeypatch.setattr(stopping, "_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(agreement, "_POLL_SECONDS", 0.01)
 
 
 # The agreement alone

@@ -107,8 +107,8 @@ def test_the_bar_tells_the_time_left_where_a_row_takes_minutes(monkeypatch: pyte
         console.write(STEP | (ROUND if step == 20 else {}) | {"step": step, "time/exchange_seconds": 0.0})
     (task,) = console._progress.tasks
     assert task.time_remaining == 35 * 60
-    assert f"| {console._about_steps} |" in PLAIN, "below it is the log line"
-    assert f" {console._about_round} |" == f" round 1 partner 3 |{EXCHANGE}{SPREAD}", "of the last round"
+    assert f"| {console._step_text} |" in PLAIN, "below it is the log line"
+    assert f" {console._round_text} |" == f" round 1 partner 3 |{EXCHANGE}{SPREAD}", "of the last round"
 
 
 def test_the_share_of_exchanges_is_that_of_this_process(capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,7 +85,7 @@ def found(*rounds: tuple[int, float]) -> list[tuple[int, float] | None]:
     """Return what replica 0 finds after rounds with (partner, seconds of waiting)."""
     late = LatePartners(0)
     return [
-        late.notice(ExchangeReport((0, partner), wait_seconds=wait, started=PHASE * index))
+        late.compare(ExchangeReport((0, partner), wait_seconds=wait, started=PHASE * index))
         for index, (partner, wait) in enumerate(rounds)
     ]
 
@@ -123,10 +123,10 @@ def test_a_skipped_round_and_a_larger_group_name_nobody() -> None:
     late = LatePartners(0)
     for index, group in enumerate([(0, 1), (0, 2), (0,), (0, 3, 4)]):
         report = ExchangeReport(group, wait_seconds=99.0 if len(group) > 2 else 0.0, started=PHASE * index)
-        assert late.notice(report) is None
+        assert late.compare(report) is None
 
 
 def test_a_clone_does_not_know_how_long_its_source_waited() -> None:
     """It merges the exchange that was under way when its source was saved."""
     late = LatePartners(4)
-    assert late.notice(ExchangeReport((0, 2), wait_seconds=50.0, started=1.0)) is None
+    assert late.compare(ExchangeReport((0, 2), wait_seconds=50.0, started=1.0)) is None

@@ -136,7 +136,7 @@ def test_ranks_that_stand_still(run: Path) -> None:
     wait(run, 2, 40.0, row - 1)
     now = RunLog(run).replicas[0].written + 75
     first, second = wait(run, 3, 50.0, now - 60), wait(run, 4, 20.0, now - 1)
-    assert shown(run)[-2:] == [f"{first} (reported 60s ago: the process may be gone)", second]
+    assert shown(run)[-2:] == [f"{first} (reported 60s ago: the process may have ended)", second]
     for rank in range(5, 15):
         wait(run, rank, 20.0, now)
     assert shown(run)[-1] == "and 4 more ranks stand still"

@@ -109,7 +109,7 @@ def rows(config: dict[str, Any], ranks: int, kind: str) -> list[Row]:
         )
         if finished.returncode != 0:
             raise SystemExit("\n".join((finished.stdout + finished.stderr).splitlines()[-30:]))
-        return RunLog(Path(folder) / "run").replicas[0].of(kind)
+        return RunLog(Path(folder) / "run").replicas[0].rows_of(kind)
 
 
 WAYS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {

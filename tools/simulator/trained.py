@@ -47,7 +47,7 @@ def train(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
 def evaluations(run: Path) -> dict[str, Any]:
     """Return the figures of a finished run. Each replica logs all losses, and the spread of its weights."""
     logs = RunLog(run).replicas
-    by_replica = [log.of("evaluation") for log in logs]
+    by_replica = [log.rows_of("evaluation") for log in logs]
     last = by_replica[0][-1]
     spreads = [rows[-1]["validation/spread"] or 0.0 for rows in by_replica]  # null: one replica
     return {
@@ -55,6 +55,6 @@ def evaluations(run: Path) -> dict[str, Any]:
         "replica_losses": last["validation/replica_losses"],
         "mean_model_loss": last["validation/mean_model_loss"],
         "spread": fmean(spread**2 for spread in spreads) ** 0.5,
-        "sent_bytes": max(log.of("step")[-1].get("total/sent_bytes", 0) for log in logs),
+        "sent_bytes": max(log.rows_of("step")[-1].get("total/sent_bytes", 0) for log in logs),
         "history": [[row["step"], row["validation/mean_model_loss"]] for row in by_replica[0]],
     }
