@@ -22,7 +22,7 @@ from megatron_noloco.config.deepspeed_block import DeepSpeedConfig
 from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.config.parallel_block import ParallelConfig
 from megatron_noloco.config.wording import ConfigError, Problem, fields_of, problems_of
-from megatron_noloco.data.sources import Documents, Source, TokenizerChoice
+from megatron_noloco.data.sources import DocumentBorders, Source, TokenizerChoice
 from megatron_noloco.model.architecture import Architecture, Compute, Precision
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.topology import Topology
@@ -197,9 +197,9 @@ class RunConfig:
         """What is read."""
         return self.data.source
 
-    def documents(self, end_of_document: int) -> Documents:
+    def documents(self, end_of_document: int) -> DocumentBorders:
         """Return what is done at the borders of documents, which end with this token."""
-        return Documents(end_of_document, self.data.reset_attention_mask, self.data.eod_mask_loss)
+        return DocumentBorders(end_of_document, self.data.reset_attention_mask, self.data.eod_mask_loss)
 
     @property
     def tokenizer(self) -> TokenizerChoice:

@@ -1,4 +1,4 @@
-"""Text files: which of them are read, how they are split for training, validation and test, and their tokens."""
+"""A corpus of text files: find them, split them for training, validation and test, and tokenize them."""
 
 import codecs
 import hashlib
@@ -18,12 +18,12 @@ from megatron_noloco.data.sources import Split
 from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
 
 STANDARD_LIBRARY = "python-stdlib"
-PIECE_BYTES = 1 << 19  # of a text that is encoded at once
-_CHOICES = f'give a text file, a folder of text files, or "{STANDARD_LIBRARY}"'
+PIECE_BYTES = 1 << 19  # a longer text is read and encoded in pieces of this size
+_ADVICE = f'give a text file, a folder of text files, or "{STANDARD_LIBRARY}"'
 
 _SPLIT_BY_FILE_FROM = 20  # files; with fewer, whole files make too coarse a split
-_NOT_SOURCES = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-_PIECES_AT_ONCE = 16
+_SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+_BATCH_PIECES = 16  # encoded at once: a tokenizer needs hundreds of bytes per token while it encodes
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,10 @@ def load_corpus(text: str, split: Split, tokenizer: Tokenizer) -> Corpus:
         text: a text file, a folder of text files, or "python-stdlib": the sources of Python's standard
             library on this machine. Those differ between Python versions, so ranks on machines with
             different Pythons would disagree about the data: `Corpus.name` carries the version.
-        split: of the files, or of each file where there are fewer than 20.
+        split: shares by which the files are divided, or each file where there are fewer than 20.
 
-    Raises ValueError where there is no text, or none for training or for validation with a share above zero.
+    Raises ValueError where there is no text, or where the training or validation split is empty though its share
+    is above zero.
     """
     name, path = text, find_text(text)
     folder = path if path.is_dir() else path.parent
@@ -73,7 +74,7 @@ def load_corpus(text: str, split: Split, tokenizer: Tokenizer) -> Corpus:
                 f"data.split: a share of {share:.4g} leaves the {split_name} split of {name} empty "
                 f"({len(documents)} files, {megabytes:.3g} MB); raise its weight or add text"
             )
-    train, validation, test = (_join(part, tokenizer) for part in parts)
+    train, validation, test = (_tokenize(part, tokenizer) for part in parts)
     return Corpus(name, len(documents), megabytes, train, validation, test)
 
 
@@ -84,15 +85,15 @@ def find_text(text: str) -> Path:
     """Return the file or folder that `data.text` names; raises ValueError when it is not there."""
     path = _library_folder() if text == STANDARD_LIBRARY else Path(text).expanduser()
     if not path.exists():
-        raise ValueError(f"data.text: no file or folder at {path} (looked from cwd {Path.cwd()}); {_CHOICES}")
+        raise ValueError(f"data.text: no file or folder at {path} (looked from cwd {Path.cwd()}); {_ADVICE}")
     return path
 
 
 def check_text(text: str) -> None:
-    """Raise ValueError where `find_text` does, or where the beginning of no file is UTF-8 text."""
+    """Raise ValueError when `text` is not there, or when none of its files begins with UTF-8 text."""
     path = find_text(text)
     if not any(map(_begins_as_text, files_below(path) if path.is_dir() else [path])):
-        raise _no_text(path)
+        raise _no_text_error(path)
 
 
 def text_files(path: Path) -> list[Path]:
@@ -101,19 +102,21 @@ def text_files(path: Path) -> list[Path]:
     Hidden files and folders (.git, editors' backups) and empty files are left out.
     Raises ValueError where no file remains.
     """
-    files = _readable(files_below(path) if path.is_dir() else [path])
+    files = _only_text(files_below(path) if path.is_dir() else [path])
     if not files:
-        raise _no_text(path)
+        raise _no_text_error(path)
     return files
 
 
 def standard_library_files() -> list[Path]:
     """Return the sources of Python's standard library, without its tests: text that every machine has."""
-    return _readable(path for path in files_below(_library_folder(), _NOT_SOURCES) if path.suffix == ".py")
+    return _only_text(
+        path for path in files_below(_library_folder(), _SKIPPED_FOLDERS) if path.suffix == ".py"
+    )
 
 
 def files_below(folder: Path, skipped: Collection[str] = ()) -> list[Path]:
-    """Return the files below `folder`, without hidden ones and `skipped` folders, by relative POSIX path."""
+    """Return the files below `folder` by relative POSIX path, without hidden files and `skipped` folders."""
     found: list[Path] = []
     for parent, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
@@ -126,7 +129,7 @@ def _library_folder() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-def _readable(paths: Iterable[Path]) -> list[Path]:
+def _only_text(paths: Iterable[Path]) -> list[Path]:
     """Return those of `paths` that hold text: at least one byte, and all of it UTF-8."""
     return [path for path in paths if _is_text(path.read_bytes(), final=True)]
 
@@ -145,8 +148,8 @@ def _is_text(content: bytes, final: bool) -> bool:
     return len(content) > 0
 
 
-def _no_text(path: Path) -> ValueError:
-    return ValueError(f"data.text: no UTF-8 text in {path}; {_CHOICES}")
+def _no_text_error(path: Path) -> ValueError:
+    return ValueError(f"data.text: no UTF-8 text in {path}; {_ADVICE}")
 
 
 # Splits
@@ -175,43 +178,42 @@ def _split_by_position(documents: list[Document], split: Split) -> list[list[byt
     return parts
 
 
-def _character_start(text: bytes, place: int) -> int:
-    """Return `place`, or a little before it, where a character of UTF-8 would be cut in two."""
-    while place < len(text) and text[place] & 0xC0 == 0x80:
-        place -= 1
-    return place
+def _character_start(text: bytes, offset: int) -> int:
+    """Return where the UTF-8 character at `offset` begins, so that a cut there divides no character."""
+    while offset < len(text) and text[offset] & 0xC0 == 0x80:
+        offset -= 1
+    return offset
 
 
 # Tokens
 
 
 def read_piece(file: IO[bytes]) -> bytes:
-    """Read `PIECE_BYTES` of a text, and on to the end of the line; empty at the end of the file."""
+    """Read `PIECE_BYTES` of a text and the rest of the last line; return b"" at the end of the file."""
     return file.read(PIECE_BYTES) + file.readline()
 
 
-def _join(texts: list[bytes], tokenizer: Tokenizer) -> np.ndarray:
-    """Return the tokens of all texts, an end of document after each, shape [tokens]."""
+def _tokenize(texts: list[bytes], tokenizer: Tokenizer) -> np.ndarray:
+    """Return the tokens of all texts, an end-of-document token after each, shape [tokens]."""
     if not isinstance(tokenizer, ByteTokenizer):
         end = np.array([tokenizer.end_of_document])
         parts = [np.empty(0, dtype=np.int32)]
         pieces = ((piece, last) for text in texts for piece, last in _pieces(text))
-        # Some at a time: a tokenizer needs hundreds of bytes for a token while it encodes.
-        while batch := list(islice(pieces, _PIECES_AT_ONCE)):
+        while batch := list(islice(pieces, _BATCH_PIECES)):
             encoded = tokenizer.encode_batch([piece.decode() for piece, _ in batch])
             for ids, (_, last) in zip(encoded, batch, strict=True):
                 parts += [ids, end] if last else [ids]
         return np.concatenate(parts, dtype=np.int32)
     tokens = np.full(sum(map(len, texts)) + len(texts), tokenizer.end_of_document, dtype=np.uint16)
-    place = 0
+    offset = 0
     for text in texts:
-        tokens[place : place + len(text)] = np.frombuffer(text, dtype=np.uint8)
-        place += len(text) + 1
+        tokens[offset : offset + len(text)] = np.frombuffer(text, dtype=np.uint8)
+        offset += len(text) + 1
     return tokens
 
 
 def _pieces(text: bytes) -> Iterator[tuple[bytes, bool]]:
-    """Cut a text as preprocessing cuts long ones; with each piece, whether it is the last."""
+    """Yield a text in the same pieces as preprocessing, each with whether it is the last."""
     file = io.BytesIO(text)
     while piece := read_piece(file):
         yield piece, file.tell() == len(text)

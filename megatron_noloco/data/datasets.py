@@ -1,4 +1,4 @@
-"""The datasets of a run, put together from its source."""
+"""Build the training and validation datasets of a run from its source."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -13,27 +13,36 @@ from megatron_noloco.data.corpus import Corpus, load_corpus
 from megatron_noloco.data.indexed import IndexedTokens
 from megatron_noloco.data.records import Record, RecordDataset, load_records
 from megatron_noloco.data.samples import JoinedDataset, SampleDataset, ShuffledDataset, TokenDataset
-from megatron_noloco.data.sources import Documents, IndexedSource, RecordSource, Source, Split, TextSource
+from megatron_noloco.data.sources import (
+    DocumentBorders,
+    IndexedSource,
+    RecordSource,
+    Source,
+    Split,
+    TextSource,
+)
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.plans.samples import BlendedOrder, SampleOrder
 
-_SPLITS = ("training", "validation")
+_SPLIT_NAMES = ("training", "validation")
 _TRAINING, _VALIDATION = range(2)
-_LOOKED_AT = 1 << 24  # tokens per dataset that are checked and counted; all of a smaller one
-_COUNT_AT_ONCE = 1 << 20  # tokens; bincount widens its input to 8 bytes each
-_Open = Callable[[str], IndexedTokens]
+_EXCERPT_TOKENS = (
+    1 << 24
+)  # tokens of a large dataset that are checked and counted; a smaller one is read whole
+_COUNTED_TOKENS = 1 << 20  # counted at once: bincount widens each token to 8 bytes
+_OpenIndexed = Callable[[str], IndexedTokens]
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What a run needs of its datasets; to evaluate, the first two and the last are enough."""
+    """What a run requires of its datasets; `vocab_size`, `seq_length` and `documents` are enough to evaluate."""
 
     vocab_size: int  # of the model, without padding; it may be more than the tokenizer's
     seq_length: int
     global_batch: int = 1  # training samples that a local step of all replicas consumes
-    seed: int = 0  # of the order in which the sequences of an indexed dataset are laid end to end
-    evaluates: bool = True  # whether validation samples are needed
-    documents: Documents | None = None  # what is done at their borders; None: nothing
+    seed: int = 0  # shuffles the sequences of an indexed dataset (see `ShuffledDataset`)
+    evaluates: bool = True  # whether validation datasets are built
+    documents: DocumentBorders | None = None  # None: documents are not separated
 
 
 @dataclass(frozen=True)
@@ -46,12 +55,12 @@ class Part:
 
 @dataclass(frozen=True)
 class Datasets:
-    """The training samples of a run, and its validation samples (none where it never evaluates)."""
+    """The training samples of a run, and its validation samples (none if the run never evaluates)."""
 
     training: list[Part]
     validation: list[Part]
-    about: str  # one line for the banner
-    vocab_size: int
+    summary: str  # one line for the banner
+    vocab_size: int  # of the model
 
     @cached_property
     def train(self) -> SampleDataset:
@@ -69,19 +78,19 @@ class Datasets:
 
     @cached_property
     def unigram_entropy(self) -> float:
-        """Validation loss, in nats per token, of the best model that sees no context: what a model has to beat.
+        """Validation loss, in nats per token, of a unigram model: a trained model must have a smaller one.
 
-        Each token's probability is its share of the training tokens, each count raised by one so that none is
-        zero; of large datasets a part of the tokens is counted. NaN without validation.
+        A token's probability is its share of the training tokens, with 1 added to each count so that none is zero.
+        Of a large dataset only an excerpt is counted. NaN without validation.
         """
         if not self.validation:
             return math.nan
-        seen = _shares(self.training, self.vocab_size, added=1)
-        return float(-(_shares(self.validation, self.vocab_size, added=0) @ np.log(seen)))
+        probabilities = _shares(self.training, self.vocab_size, pseudocount=1)
+        return float(-(_shares(self.validation, self.vocab_size, pseudocount=0) @ np.log(probabilities)))
 
 
 def build_datasets(source: Source, tokenizer: Tokenizer, needs: Needs) -> Datasets:
-    """Build the datasets of a run; raises ValueError, in one line, where they are missing, broken or too small.
+    """Build the datasets of a run; raises ValueError, in one line, when one is missing, damaged or too small.
 
     A training split smaller than one global batch is refused: a single step would see a sample twice.
     """
@@ -90,27 +99,27 @@ def build_datasets(source: Source, tokenizer: Tokenizer, needs: Needs) -> Datase
         name = f"the training split of {corpus.name}"
         training = [Part(TokenDataset(corpus.train, needs.seq_length, name, needs.documents), 1.0)]
         validation = _validation_of_corpus(corpus, needs) if needs.evaluates else []
-        about = (
+        summary = (
             f"{corpus.name}, {corpus.files} files, {corpus.megabytes:.1f} MB, {len(corpus.train)} training and "
             f"{len(corpus.validation)} validation tokens"
         )
     elif isinstance(source, RecordSource):
         records = load_records(source.path, tokenizer)
-        training = [_records(source, records, _TRAINING, tokenizer, needs)]
-        validation = [_records(source, records, _VALIDATION, tokenizer, needs)] if needs.evaluates else []
+        training = [_record_part(source, records, _TRAINING, tokenizer, needs)]
+        validation = [_record_part(source, records, _VALIDATION, tokenizer, needs)] if needs.evaluates else []
         cut = sum(
             part.dataset.cut for part in training + validation if isinstance(part.dataset, RecordDataset)
         )
-        about = (
+        summary = (
             f"{source.path}, {len(records)} records ({cut} longer than a sample), {len(training[0].dataset)} "
             f"training samples with {len(training[0].dataset.tokens)} tokens in answers"
         )
     else:
-        opened = cache(IndexedTokens)  # both splits are often of one dataset, whose index may be long
-        training = _indexed_training(source, needs, opened)
-        validation = _indexed_validation(source, needs, opened) if needs.evaluates else []
-        about = f"{_about(training, 'training')}; {_about(validation, 'validation')}"
-    datasets = Datasets(training, validation, about, needs.vocab_size)
+        open_indexed = cache(IndexedTokens)  # both splits are often of one dataset, whose index may be long
+        training = _indexed_training(source, needs, open_indexed)
+        validation = _indexed_validation(source, needs, open_indexed) if needs.evaluates else []
+        summary = f"{_summary(training, 'training')}; {_summary(validation, 'validation')}"
+    datasets = Datasets(training, validation, summary, needs.vocab_size)
     for part in training + validation:
         check_tokens(part.dataset, needs.vocab_size)
     if len(datasets.train) < needs.global_batch:
@@ -125,11 +134,11 @@ def build_datasets(source: Source, tokenizer: Tokenizer, needs: Needs) -> Datase
 def validation_datasets(
     source: Source, tokenizer: Tokenizer, needs: Needs
 ) -> list[TokenDataset | RecordDataset]:
-    """Return what a run is evaluated on, without its training samples; raises ValueError."""
+    """Return a run's validation datasets without building its training datasets; raises ValueError."""
     if isinstance(source, TextSource):
         parts = _validation_of_corpus(load_corpus(source.text, source.split, tokenizer), needs)
     elif isinstance(source, RecordSource):
-        parts = [_records(source, load_records(source.path, tokenizer), _VALIDATION, tokenizer, needs)]
+        parts = [_record_part(source, load_records(source.path, tokenizer), _VALIDATION, tokenizer, needs)]
     else:
         parts = _indexed_validation(source, needs, IndexedTokens)
     for part in parts:
@@ -138,7 +147,7 @@ def validation_datasets(
 
 
 def whole_dataset(data: str, tokenizer: Tokenizer, needs: Needs) -> TokenDataset:
-    """Return all tokens of a text file, a folder of them, or an indexed dataset's prefix; raises ValueError."""
+    """Return all of a text file, a folder of text or an indexed dataset (by prefix); raises ValueError."""
     indexed = Path(f"{data}.idx").exists()
     try:
         tokens = IndexedTokens(data).tokens if indexed else load_corpus(data, Split(1, 0, 0), tokenizer).train
@@ -154,11 +163,11 @@ def _validation_of_corpus(corpus: Corpus, needs: Needs) -> list[Part]:
     return [Part(TokenDataset(corpus.validation, needs.seq_length, name, needs.documents), 1.0)]
 
 
-def _records(
+def _record_part(
     source: RecordSource, records: list[Record], split: int, tokenizer: Tokenizer, needs: Needs
 ) -> Part:
     first, stop = split_bounds(source.split, len(records))[split : split + 2]
-    name = f"the {_SPLITS[split]} split of {source.path}"
+    name = f"the {_SPLIT_NAMES[split]} split of {source.path}"
     if first == stop:
         raise ValueError(
             f"data.split: a share of {astuple(source.split)[split]:.4g} leaves {name} empty ({len(records)} "
@@ -168,40 +177,40 @@ def _records(
     return Part(RecordDataset(records[first:stop], needs.seq_length, name, source.packed, padding), 1.0)
 
 
-def _indexed_training(source: IndexedSource, needs: Needs, opened: _Open) -> list[Part]:
+def _indexed_training(source: IndexedSource, needs: Needs, open_indexed: _OpenIndexed) -> list[Part]:
     parts = []
-    for indexed, (first, stop), name, weight in _splits(source, _TRAINING, opened):
+    for indexed, (first, stop), name, weight in _split_of_blend(source, _TRAINING, open_indexed):
         tokens, offsets = indexed.part(first, stop), indexed.offsets[first : stop + 1]
         dataset = ShuffledDataset(tokens, offsets, needs.seq_length, name, needs.seed, needs.documents)
         parts.append(Part(dataset, weight))
     return parts
 
 
-def _indexed_validation(source: IndexedSource, needs: Needs, opened: _Open) -> list[Part]:
-    """Return the validation parts, in the order of the files: every run is evaluated on the same samples."""
+def _indexed_validation(source: IndexedSource, needs: Needs, open_indexed: _OpenIndexed) -> list[Part]:
+    """Return the validation parts, not shuffled, so that every run is evaluated on the same samples."""
     return [
         Part(TokenDataset(indexed.part(*bounds), needs.seq_length, name, needs.documents), weight)
-        for indexed, bounds, name, weight in _splits(source, _VALIDATION, opened)
+        for indexed, bounds, name, weight in _split_of_blend(source, _VALIDATION, open_indexed)
     ]
 
 
-def _splits(
-    source: IndexedSource, split: int, opened: _Open
+def _split_of_blend(
+    source: IndexedSource, split: int, open_indexed: _OpenIndexed
 ) -> Iterator[tuple[IndexedTokens, tuple[int, int], str, float]]:
-    """Yield each dataset, the bounds of its sequences that belong to `split`, their name, and their weight."""
+    """Yield each dataset of a blend, the bounds of its sequences in `split`, their name and their weight."""
     blend = source.train if source.split is not None else (source.train, source.validation)[split]
     if blend is None:
         raise ValueError(
             "data.valid_data_path is missing: there is nothing to evaluate on (evaluate: give --data)"
         )
     for prefix, weight in blend.parts:
-        indexed = opened(prefix)
+        indexed = open_indexed(prefix)
         sequences = len(indexed.lengths)
         if source.split is None:
             yield indexed, (0, sequences), prefix, weight
             continue
         first, stop = split_bounds(source.split, sequences)[split : split + 2]
-        name = f"the {_SPLITS[split]} split of {prefix}"
+        name = f"the {_SPLIT_NAMES[split]} split of {prefix}"
         if not len(indexed.part(first, stop)):
             share = f"data.split: a share of {astuple(source.split)[split]:.4g} leaves {name} empty"
             if sequences == 1:
@@ -217,25 +226,25 @@ def _splits(
 
 
 def split_bounds(split: Split, sequences: int) -> list[int]:
-    """Return the first sequence of train, validation and test, and the end; rounded as Megatron does."""
+    """Return where train, validation and test begin, in sequences, and where test ends; rounded as in Megatron."""
     bounds = [0, *(round(share * sequences) for share in accumulate(astuple(split)))]
     return [*bounds[:-1], sequences]
 
 
-def _about(parts: list[Part], what: str) -> str:
+def _summary(parts: list[Part], split_name: str) -> str:
     shares = ", ".join(
         f"{len(part.dataset.tokens)} tokens of {part.dataset.name} ({100 * part.weight:.4g} %)"
         for part in parts
     )
-    return f"{what}: {shares or 'none'}"
+    return f"{split_name}: {shares or 'none'}"
 
 
 # The tokens of a dataset
 
 
 def check_tokens(dataset: TokenDataset | RecordDataset, vocab_size: int) -> None:
-    """Raise ValueError for a token outside the vocabulary, or where documents to be separated do not end."""
-    tokens = _look_at(dataset)
+    """Raise ValueError for a token outside the vocabulary, or where documents are separated but none ends."""
+    tokens = _excerpt(dataset)
     largest = int(tokens.max())
     if largest >= vocab_size:
         raise ValueError(
@@ -253,26 +262,26 @@ def check_tokens(dataset: TokenDataset | RecordDataset, vocab_size: int) -> None
         )
 
 
-def _look_at(dataset: TokenDataset | RecordDataset) -> np.ndarray:
-    """Return up to `_LOOKED_AT` tokens, evenly spread over the dataset in 16 stretches."""
+def _excerpt(dataset: TokenDataset | RecordDataset) -> np.ndarray:
+    """Return up to `_EXCERPT_TOKENS` tokens, evenly spread over the dataset in 16 stretches."""
     tokens = dataset.tokens
-    if len(tokens) <= _LOOKED_AT:
+    if len(tokens) <= _EXCERPT_TOKENS:
         return tokens
-    starts = np.linspace(0, len(tokens) - _LOOKED_AT // 16, 16).astype(int)
-    return np.concatenate([tokens[start : start + _LOOKED_AT // 16] for start in starts])
+    starts = np.linspace(0, len(tokens) - _EXCERPT_TOKENS // 16, 16).astype(int)
+    return np.concatenate([tokens[start : start + _EXCERPT_TOKENS // 16] for start in starts])
 
 
-def _shares(parts: list[Part], vocab_size: int, added: int) -> np.ndarray:
-    """Return how often each token occurs in a blend, relative to all, shape [vocab_size].
+def _shares(parts: list[Part], vocab_size: int, pseudocount: int) -> np.ndarray:
+    """Return the relative frequency of each token in a blend, shape [vocab_size].
 
     Args:
-        added: what each count of each part is raised by.
+        pseudocount: added to each token's count in each part.
     """
     shares = np.zeros(vocab_size)
     for part in parts:
-        tokens = _look_at(part.dataset)
-        counts = np.full(vocab_size, added)
-        for start in range(0, len(tokens), _COUNT_AT_ONCE):
-            counts += np.bincount(tokens[start : start + _COUNT_AT_ONCE], minlength=vocab_size)
+        tokens = _excerpt(part.dataset)
+        counts = np.full(vocab_size, pseudocount)
+        for start in range(0, len(tokens), _COUNTED_TOKENS):
+            counts += np.bincount(tokens[start : start + _COUNTED_TOKENS], minlength=vocab_size)
         shares += part.weight * (counts / counts.sum())
     return shares

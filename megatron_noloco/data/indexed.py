@@ -1,7 +1,7 @@
-"""Megatron's indexed datasets: `PREFIX.bin`, all tokens one after the other, and `PREFIX.idx`, where texts begin.
+"""Read and write Megatron's indexed datasets: tokens in `PREFIX.bin`, where texts begin in `PREFIX.idx`.
 
-Read and written here, without Megatron-core: importing that takes seconds in every process, and its reader takes a
-damaged file for a good one. The format is that of its `datasets/indexed_dataset.py`; tests compare both ways.
+The format is that of Megatron-core's `datasets/indexed_dataset.py`; tests compare both ways. Megatron-core itself
+is not used: importing it takes seconds in every process, and its reader accepts damaged files.
 """
 
 import os
@@ -24,7 +24,7 @@ _HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the tokens' type, 
 _DTYPES: dict[int, type[np.generic]] = {
     1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16,
 }  # fmt: skip
-_UINT16_BELOW = 65500  # tokens; Megatron's own bound
+_UINT16_BELOW = 65500  # tokens in the vocabulary; Megatron's bound
 _COPY_BYTES = 1 << 20
 
 
@@ -39,7 +39,7 @@ class _Index:
 
     @classmethod
     def read(cls, path: Path) -> "_Index":
-        """Return views of the file; raises ValueError unless it is a whole index."""
+        """Map a file into memory; raises ValueError unless it is a complete index."""
         index = np.memmap(path, dtype=np.uint8, mode="r") if path.stat().st_size else np.zeros(0, np.uint8)
         if index[:9].tobytes() != _MAGIC or len(index) < _HEADER.size:
             raise ValueError(f"{path}: not a Megatron index (it does not begin with MMIDIDX)")
@@ -63,7 +63,7 @@ class _Index:
 class IndexedTokens:
     """The tokens under a prefix, memory-mapped, as one stream; incomplete files are refused.
 
-    A document is one or more sequences (here: pieces of a long text); a sequence is never cut by a split.
+    A document is one or more sequences (here: pieces of a long text). A split consists of whole sequences.
     """
 
     def __init__(self, prefix: str) -> None:
@@ -111,12 +111,12 @@ class IndexedTokens:
 
 
 def token_dtype(vocab_size: int) -> type[np.generic]:
-    """Return the type in which Megatron stores tokens of such a vocabulary."""
+    """Return the type in which Megatron stores the tokens of a vocabulary of this size."""
     return np.uint16 if vocab_size < _UINT16_BELOW else np.int32
 
 
 class IndexedWriter:
-    """Writes one prefix; there is no index until `finish` has returned, so nothing reads half a dataset."""
+    """Writes one dataset; only `finish` writes the index, so nobody can read half a dataset."""
 
     def __init__(self, prefix: Path, vocab_size: int) -> None:
         self.prefix = prefix
@@ -125,14 +125,14 @@ class IndexedWriter:
         self._lengths, self._bounds = array("i"), array("q", [0])
 
     def add(self, tokens: np.ndarray, ends_document: bool) -> None:
-        """Write one sequence, shape [tokens]; `ends_document`: its document ends with it."""
+        """Write one sequence, shape [tokens]; `ends_document`: whether it is the last of its document."""
         self._tokens.write(tokens.astype(self._dtype).data)
         self._lengths.append(len(tokens))
         if ends_document:
             self._bounds.append(len(self._lengths))
 
     def add_prefix(self, prefix: Path) -> None:
-        """Append all that was written under another prefix."""
+        """Append the dataset under another prefix."""
         index = _Index.read(Path(f"{prefix}.idx"))
         assert index.dtype == self._dtype, "another vocabulary"
         self._bounds.extend((index.document_bounds[1:] + len(self._lengths)).tolist())
@@ -141,7 +141,7 @@ class IndexedWriter:
             shutil.copyfileobj(file, self._tokens, _COPY_BYTES)
 
     def finish(self) -> None:
-        """Write the index, after the tokens are safe on the disk."""
+        """Write the index, after the tokens are synced to disk."""
         with self._tokens as tokens:
             tokens.flush()
             os.fsync(tokens.fileno())
@@ -158,12 +158,12 @@ class IndexedWriter:
         write_whole(Path(f"{self.prefix}.idx"), write)
 
 
-_BAR = 40  # characters of the longest bar
-_SHOWN_TOKENS = 60  # of a document
+_BAR_WIDTH = 40  # characters of the longest bar of the histogram
+_PREVIEW_TOKENS = 60  # of a document
 
 
 def report(indexed: IndexedTokens, tokenizer: Tokenizer, samples: int) -> Iterator[str]:
-    """Yield lines about a dataset for a person; the last ones are the first `samples` documents."""
+    """Yield lines that describe a dataset, then one line for each of its first `samples` documents."""
     lengths = indexed.document_lengths
     yield f"dataset: {indexed.prefix} ({indexed.tokens.nbytes / 1e6:.1f} MB, {indexed.dtype} tokens)"
     yield f"documents: {len(lengths)}, in {len(indexed.lengths)} sequences"
@@ -175,7 +175,7 @@ def report(indexed: IndexedTokens, tokenizer: Tokenizer, samples: int) -> Iterat
     yield from _histogram(lengths)
     for number in range(min(samples, len(lengths))):
         first, stop = indexed.document_bounds[number : number + 2]
-        yield f"document {number}: {_shown(indexed.part(first, stop)[:_SHOWN_TOKENS], tokenizer)}"
+        yield f"document {number}: {_preview(indexed.part(first, stop)[:_PREVIEW_TOKENS], tokenizer)}"
 
 
 def _histogram(lengths: np.ndarray) -> Iterator[str]:
@@ -188,12 +188,12 @@ def _histogram(lengths: np.ndarray) -> Iterator[str]:
     }
     width = max(map(len, ranges.values()))
     for power, range_ in ranges.items():
-        bar = "#" * -(-_BAR * int(powers[power]) // int(powers.max()))
+        bar = "#" * -(-_BAR_WIDTH * int(powers[power]) // int(powers.max()))
         yield f"  {range_:>{width}} tokens: {powers[power]:>8} {bar}".rstrip()
 
 
-def _shown(tokens: np.ndarray, tokenizer: Tokenizer) -> str:
-    """Return the tokens' text, or their ids where the tokenizer cannot have made them."""
+def _preview(tokens: np.ndarray, tokenizer: Tokenizer) -> str:
+    """Return the tokens' text, or their ids where the tokenizer does not have them all."""
     if int(tokens.max(initial=0)) >= tokenizer.vocab_size:
         ids = " ".join(map(str, tokens[:12]))
         return f"tokens {ids} ... (not of this tokenizer: --tokenizer-type, --tokenizer-model)"

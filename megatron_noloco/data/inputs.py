@@ -1,4 +1,4 @@
-"""What preprocessing reads: text, JSON lines and Parquet, plain or compressed, files or folders of them."""
+"""Read the inputs of preprocessing: text, JSON lines and Parquet, plain or compressed, files or folders."""
 
 import codecs
 import io
@@ -12,8 +12,8 @@ from typing import IO, Any, Literal
 
 from megatron_noloco.data.corpus import PIECE_BYTES, files_below, read_piece
 
-BATCH_BYTES = PIECE_BYTES  # of text, handed to a worker at once
-_PARQUET_ROWS = 256  # the same for Parquet, whose rows have no size before they are read
+BATCH_BYTES = PIECE_BYTES  # of text in a batch
+_PARQUET_ROWS = 256  # in a batch: the size of a row is known only after reading it
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _JSON_LINES = (".jsonl", ".json", ".ndjson")
 
@@ -23,10 +23,8 @@ class Input:
     """One file to preprocess."""
 
     path: Path
-    folder: (
-        Path | None
-    )  # the folder on the command line in which the file was found; None: the file was given
-    number: int  # its place among all inputs, from 0
+    folder: Path | None  # the given folder in which the file was found; None: the file itself was given
+    number: int  # its index among all inputs
 
     @property
     def kind(self) -> Literal["text", "jsonl", "parquet"]:
@@ -48,12 +46,12 @@ class Batch:
     input: Input
     first: int  # number of the first record, from 1: a line of JSON, a row of Parquet, a piece of text
     records: list[Any]  # bytes of text or of a JSON line; a dict of columns for Parquet
-    ends_document: bool  # False: the last record continues in the next batch (a long text)
+    ends_document: bool  # False: the last record, a long text, continues in the next batch
     read_bytes: int  # bytes of the input on disk since the batch before
 
     @property
     def place(self) -> tuple[int, int]:
-        """Number of the input and of the first record: increases along the inputs."""
+        """Number of the input and of its first record; batches are read in this order."""
         return self.input.number, self.first
 
     @property
@@ -61,7 +59,7 @@ class Batch:
         return self.input.kind != "text" or (self.first == 1 and self.ends_document)
 
     def texts(self, keys: tuple[str, ...]) -> list[list[str]]:
-        """Parse the records; return the texts of each in the order of `keys`, "" where a record has null.
+        """Return the texts of each record in the order of `keys`, "" for null.
 
         Raises ValueError that names the file, and the line or row, of a record that cannot be read.
         """
@@ -70,14 +68,14 @@ class Batch:
                 return [[record.decode()] for record in self.records]
             except UnicodeDecodeError as error:
                 raise ValueError(f"{self.input.path}: not UTF-8 text ({error.reason})") from None
-        what = "row" if self.input.kind == "parquet" else "line"
+        unit = "row" if self.input.kind == "parquet" else "line"
         rows = []
         for number, record in enumerate(self.records, self.first):
             try:
                 fields = record if isinstance(record, dict) else parse_json(record)
                 rows.append([_text(fields, key) for key in keys])
             except ValueError as error:
-                raise ValueError(f"{self.input.path}, {what} {number}: {error}") from None
+                raise ValueError(f"{self.input.path}, {unit} {number}: {error}") from None
         return rows
 
 
@@ -127,10 +125,10 @@ def read_batches(item: Input, columns: list[str]) -> Iterator[Batch]:
     """Read the records of one input in order; raises ValueError when the file is damaged.
 
     Memory holds one batch at a time. JSON is read as lines and parsed by `Batch.texts`: pyarrow's reader parses
-    faster, but its errors name no line, and it wants the same type under a key in every line.
+    faster, but its errors name no line, and it requires the same type under a key in every line.
 
     Args:
-        columns: those to read of a Parquet file.
+        columns: the columns to read from a Parquet file.
     """
     if item.kind == "parquet":
         yield from _read_parquet(item, columns)
@@ -171,9 +169,9 @@ def _read_lines(item: Input, raw: IO[bytes], file: IO[bytes]) -> Iterator[Batch]
 
 
 def _read_text(item: Input, raw: IO[bytes], file: IO[bytes]) -> Iterator[Batch]:
-    """Read a file as one document; a long one in pieces that end with a line.
+    """Read a file as one document, a long one in pieces of whole lines.
 
-    Folders hold pictures and archives, too: a file found there that is not UTF-8 gives a batch without records.
+    A file that was found in a folder and is not UTF-8 (a picture, an archive) gives a batch without records.
     """
     if item.folder is not None and not _is_text(item):
         yield Batch(item, 1, [], True, item.bytes)
@@ -187,7 +185,7 @@ def _read_text(item: Input, raw: IO[bytes], file: IO[bytes]) -> Iterator[Batch]:
 
 
 def _is_text(item: Input) -> bool:
-    """Read the file to its end, before any of it is taken."""
+    """Return whether a whole file is UTF-8 text."""
     with item.path.open("rb") as raw:
         pieces = iter(partial(_decompressed(item.path, raw).read, PIECE_BYTES), b"")
         try:
@@ -213,4 +211,4 @@ def _read_parquet(item: Input, columns: list[str]) -> Iterator[Batch]:
                 yield Batch(item, first, records, True, done - before)
                 first += len(records)
     except (pyarrow.ArrowInvalid, OSError) as error:
-        raise ValueError(f"{item.path}: not a sound Parquet file ({str(error).splitlines()[0]})") from None
+        raise ValueError(f"{item.path}: not a valid Parquet file ({str(error).splitlines()[0]})") from None

@@ -1,4 +1,4 @@
-"""Microbatches as pure functions of their address, and the thread that reads them ahead."""
+"""Microbatches, each a pure function of its address, and the thread that reads them ahead."""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,7 +16,7 @@ from megatron_noloco.plans.routing import Routes, Routing
 from megatron_noloco.plans.samples import BatchPlan, BlendedOrder, SampleOrder
 from megatron_noloco.plans.topology import Position, Topology
 
-VALIDATION_SEED = 0  # not the run's seed: runs with different seeds measure on the same samples
+VALIDATION_SEED = 0  # not the run's seed: all runs are evaluated on the same samples
 
 
 class Microbatch(NamedTuple):
@@ -27,7 +27,7 @@ class Microbatch(NamedTuple):
     documents: Tensor | None  # the number of each token's document in its sample; None: not separated
 
     def pinned(self) -> "Microbatch":
-        """Return a copy in memory from which a GPU copies without the host."""
+        """Return a copy in pinned memory, from which a GPU copies asynchronously."""
         tokens, labels, documents = self
         pinned = documents if documents is None else documents.pin_memory()
         return Microbatch(tokens.pin_memory(), labels.pin_memory(), pinned)
@@ -36,8 +36,8 @@ class Microbatch(NamedTuple):
 class MicrobatchSource:
     """The training microbatches of every replica, readable on every rank.
 
-    There is no state, so a resume needs only the step, and every stage can read the labels and the borders of
-    documents of a microbatch that was routed to it from another replica.
+    It has no state: a resume needs the step only, and a stage can read the labels and document borders of a
+    microbatch that was routed to it from another replica.
     """
 
     def __init__(self, dataset: SampleDataset, order: SampleOrder | BlendedOrder, plan: BatchPlan) -> None:
@@ -52,9 +52,9 @@ class MicrobatchSource:
 
 
 class ValidationSource:
-    """The same `count` validation microbatches for every replica, every evaluation and every run.
+    """The `count` validation microbatches, the same for every replica, evaluation and run.
 
-    They are the first of one fixed shuffle of the split: its beginning alone would be a few long files.
+    They are the first of a fixed shuffle: the beginning of the split itself may be a few long files.
     """
 
     def __init__(
@@ -65,12 +65,13 @@ class ValidationSource:
         weight: float = 1.0,
         multiple_of: int = 1,
     ) -> None:
-        """Raises ValueError where the split has too few samples.
+        """Raises ValueError when the split has too few samples.
 
         Args:
-            count: None takes all of the split, but for a rest that does not fill `multiple_of` microbatches.
-            weight: the dataset's in its blend.
-            multiple_of: how many microbatches a pipeline takes at once; another `count` is rounded up to it.
+            count: number of microbatches, rounded up to a multiple of `multiple_of`; None: as many as the split
+                fills, rounded down.
+            weight: share of the dataset in its blend.
+            multiple_of: number of microbatches that the pipeline takes at once.
         """
         if count is None:
             count = max(1, len(dataset) // micro_batch_size // multiple_of) * multiple_of
@@ -111,26 +112,26 @@ Address = tuple[int, int]  # replica, microbatch
 
 
 class StepInput(NamedTuple):
-    """What a local step needs: its microbatches, and their routes."""
+    """The microbatches of a local step, and their routes."""
 
-    read: Callable[[int, int], Microbatch]  # (replica, microbatch) of this step
+    read: Callable[[int, int], Microbatch]  # called with (replica, microbatch) of this step
     routes: Routes
 
 
 @dataclass(frozen=True)
 class Reader:
-    """What decides which microbatches a rank reads: its replica, data-parallel place and reading chunks."""
+    """Which microbatches a rank reads; follows from its replica, data-parallel rank and model chunks."""
 
     replica: int
     dp: int
-    chunks: tuple[int, ...]  # the chunks of this rank that read, by their number in the model
+    chunks: tuple[int, ...]  # the rank's chunks that read microbatches, by their number in the model
 
     @classmethod
     def at(cls, topology: Topology, position: Position, separate_documents: bool) -> "Reader":
         """Return the reader of a rank.
 
-        The first and the last chunk read tokens and labels. Those between read the borders of documents, and only
-        if `separate_documents`.
+        The first and the last chunk of the model read tokens and labels; those between read the borders of
+        documents, and only if `separate_documents`.
         """
         own = range(position.stage, topology.pp * topology.vpp, topology.pp)
         ends = (0, topology.pp * topology.vpp - 1)
@@ -138,7 +139,7 @@ class Reader:
         return cls(position.replica, position.dp, chunks)
 
     def addresses(self, routes: Routes, microbatches: int) -> set[Address]:
-        """Return what this rank reads: the microbatches routed to its chunks (to the first, its own replica's)."""
+        """Return the microbatches routed to the rank's chunks (to the model's first chunk, its own replica's)."""
         return {
             (routes.origin(chunk, self.replica, microbatch), microbatch)
             for chunk in self.chunks
@@ -149,11 +150,11 @@ class Reader:
 class StepLoader:
     """Microbatches and routes, step by step; a thread reads one step ahead.
 
-    Where there is a GPU, microbatches are in pinned memory, so that copying them to the device waits for nothing.
+    On a machine with a GPU, microbatches are in pinned memory, so that the copy to the device is asynchronous.
 
     Args:
-        local_steps: k, from round to round.
-        record: called with the seconds that the training loop waits for data, as "data/wait_seconds".
+        local_steps: k, the local steps of a round.
+        record: receives "data/wait_seconds", for which the training loop waits for data.
     """
 
     def __init__(
@@ -170,12 +171,12 @@ class StepLoader:
         self._local_steps = local_steps
         self._reader = reader
         self._gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="data", initializer=self._begin_thread)
-        self._steps: dict[int, dict[Address, Future[Microbatch]]] = {}  # this step's and the next one's
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="data", initializer=self._set_device)
+        self._steps: dict[int, dict[Address, Future[Microbatch]]] = {}  # of this step and the next
 
     def step(self, step: int) -> StepInput:
-        """Return the input of local step `step` (from 0); begins to read the next one's and drops earlier ones."""
-        self._steps = {number: self._steps.get(number) or self._begin(number) for number in (step, step + 1)}
+        """Return the input of local step `step` (from 0), begin to read the next one's, and drop earlier ones."""
+        self._steps = {number: self._steps.get(number) or self._submit(number) for number in (step, step + 1)}
         return StepInput(partial(self._read, step), self._routes(step))
 
     def close(self) -> None:
@@ -184,14 +185,14 @@ class StepLoader:
     def _routes(self, step: int) -> Routes:
         return self._routing.routes(step, step // self._local_steps)
 
-    def _begin(self, step: int) -> dict[Address, Future[Microbatch]]:
+    def _submit(self, step: int) -> dict[Address, Future[Microbatch]]:
         addresses = sorted(self._reader.addresses(self._routes(step), self._source.plan.microbatches))
         return {
             (replica, microbatch): self._thread.submit(self._load, step, replica, microbatch)
             for replica, microbatch in addresses
         }
 
-    def _begin_thread(self) -> None:
+    def _set_device(self) -> None:
         if self._gpu is not None:
             torch.cuda.set_device(self._gpu)  # a new thread begins on GPU 0
 

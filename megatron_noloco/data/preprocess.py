@@ -1,8 +1,8 @@
-"""Text to Megatron's indexed datasets: several processes encode, one writes, in the order of the inputs.
+"""Encode text into Megatron's indexed datasets: several processes encode, one writes, in the order of the inputs.
 
-Every 256 MB of input become a part, written under a name of its own in `PREFIX.partial/` and marked as done by its
-JSON file. A run that was stopped continues after its last done part. At the end the parts become
-`PREFIX_KEY_document.bin` and, last of all, `.idx`: where there is an index, the dataset is complete.
+Each 256 MB of input become a part in `PREFIX.partial/`, which a JSON file marks as done. A run that was stopped
+continues after its last done part. At the end the parts are joined to `PREFIX_KEY_document.bin` and, last of all,
+`.idx`: where there is an index, the dataset is complete.
 """
 
 import hashlib
@@ -29,9 +29,9 @@ from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_noloco.files import put_in_place, write_text, writing
 from megatron_noloco.job.leaving import leave_with_parent
 
-_NOTES = "job.json"
+_JOB_FILE = "job.json"
 _PART_BYTES = 1 << 28  # of inputs on disk: what a restart may have to do again
-_AHEAD = 4  # batches per worker that are read before they are needed
+_AHEAD = 4  # batches per worker that are read ahead
 
 Sequences = dict[str, list[np.ndarray]]  # key -> the encoded texts of a batch
 
@@ -47,7 +47,7 @@ class Encoding:
 
 @dataclass(frozen=True)
 class Job:
-    """What one command preprocesses, to where, and how."""
+    """What one command preprocesses: inputs, output and settings."""
 
     inputs: list[Input]
     prefix: Path
@@ -55,27 +55,32 @@ class Job:
     workers: int
 
     def output(self, key: str) -> Path:
-        """Return the prefix under which the dataset of `key` is put in place."""
+        """Return the prefix of the finished dataset of `key`."""
         return self.prefix.with_name(f"{self.prefix.name}_{key}_document")
 
     @property
     def folder(self) -> Path:
-        """The folder of the parts until all are done."""
+        """The folder of the parts; removed when the datasets are in place."""
         return self.prefix.with_name(f"{self.prefix.name}.partial")
 
     def part(self, index: int, key: str) -> Path:
         """Return the prefix of one part of the dataset of `key`."""
         return self.folder / f"{index:05d}_{key}"
 
-    def mark(self, index: int) -> Path:
+    def done_marker(self, index: int) -> Path:
         """Return the file that marks a part as done."""
         return self.folder / f"{index:05d}.json"
 
     def fingerprint(self) -> dict[str, object]:
-        """Return what must be the same for parts of an earlier run to be used."""
+        """Return what must be unchanged for the parts of an earlier run to be used, as JSON values."""
         files = [[str(i.path.resolve()), i.bytes, i.path.stat().st_mtime_ns] for i in self.inputs]
-        facts = {"encoding": asdict(self.encoding), "tokenizer": self._tokenizer_digests()}
-        return json.loads(json.dumps({**facts, "files": files, "batch": BATCH_BYTES}))
+        fingerprint = {
+            "encoding": asdict(self.encoding),
+            "tokenizer": self._tokenizer_digests(),
+            "files": files,
+            "batch": BATCH_BYTES,
+        }
+        return json.loads(json.dumps(fingerprint))
 
     def _tokenizer_digests(self) -> list[str]:
         if self.encoding.tokenizer.tokenizer_model is None:
@@ -84,20 +89,20 @@ class Job:
         files = sorted(model.glob("*.json")) if model.is_dir() else [model]
         return [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
 
-    def continues(self) -> bool:
-        """Return whether an earlier run of the same job was stopped, be it while it put its datasets in place."""
-        notes = self.folder / _NOTES
-        return notes.exists() and json.loads(notes.read_text()) == self.fingerprint()
+    def can_continue(self) -> bool:
+        """Return whether there are parts of an earlier run of the same job, which was stopped."""
+        saved = self.folder / _JOB_FILE
+        return saved.exists() and json.loads(saved.read_text()) == self.fingerprint()
 
 
 @dataclass
 class Tally:
-    """Counts over some inputs and all keys."""
+    """Counts of what was preprocessed, all keys together."""
 
     documents: int = 0
     tokens: int = 0
     empty: int = 0
-    not_text: int = 0  # files in folders that are no UTF-8 text, left out
+    not_text: int = 0  # files found in folders and left out, since they are not UTF-8
     read_bytes: int = 0  # of the inputs on disk
 
     def add(self, other: "Tally") -> None:
@@ -106,12 +111,12 @@ class Tally:
 
 
 def check(job: Job) -> None:
-    """Check a job before any work; raises ValueError."""
+    """Raise ValueError when a job cannot be carried out; nothing is written."""
     text = next((item.path for item in job.inputs if item.kind == "text"), None)
     if text is not None and len(job.encoding.json_keys) > 1:
         raise ValueError(f"--json-keys: {text} is plain text, which has no keys; give one key, or JSON lines")
     for key in job.encoding.json_keys:
-        if Path(f"{job.output(key)}.idx").exists() and not job.continues():
+        if Path(f"{job.output(key)}.idx").exists() and not job.can_continue():
             raise ValueError(
                 f"{job.output(key)}.idx exists already; remove it or give another --output-prefix"
             )
@@ -127,26 +132,26 @@ def check(job: Job) -> None:
 
 
 def preprocess(job: Job, advance: Callable[[int], None]) -> Tally:
-    """Carry out a job that passed `check`; calls `advance` with bytes of the inputs as they are done.
+    """Carry out a job that passed `check`, and call `advance` with the input bytes of each batch that is written.
 
-    Raises ValueError for an input that cannot be read; the parts done before it stay.
+    Raises ValueError for an input that cannot be read; parts that are done stay for the next run.
     """
     vocab_size = build_tokenizer(job.encoding.tokenizer).vocab_size
-    if not job.continues():
+    if not job.can_continue():
         shutil.rmtree(job.folder, ignore_errors=True)
         with writing(job.prefix, "--output-prefix"):
             job.folder.mkdir()
-        write_text(job.folder / _NOTES, json.dumps(job.fingerprint()))
+        write_text(job.folder / _JOB_FILE, json.dumps(job.fingerprint()))
     tally, parts, place = Tally(), 0, (0, 0)
-    while job.mark(parts).exists():
-        note = json.loads(job.mark(parts).read_text())
-        tally.add(Tally(**note["tally"]))
-        parts, place = parts + 1, tuple(note["place"])
+    while job.done_marker(parts).exists():
+        done = json.loads(job.done_marker(parts).read_text())
+        tally.add(Tally(**done["tally"]))
+        parts, place = parts + 1, tuple(done["place"])
     advance(tally.read_bytes)
-    with closing(_encoded(job, place)) as encoded:
+    with closing(_encode_all(job, place)) as encoded:
         for first in encoded:
             part, place = _write_part(job, parts, chain([first], encoded), vocab_size, advance)
-            write_text(job.mark(parts), json.dumps({"tally": asdict(part), "place": place}))
+            write_text(job.done_marker(parts), json.dumps({"tally": asdict(part), "place": place}))
             tally.add(part)
             parts += 1
     if not tally.documents:
@@ -156,11 +161,11 @@ def preprocess(job: Job, advance: Callable[[int], None]) -> Tally:
     return tally
 
 
-def _encoded(job: Job, after: tuple[int, int]) -> Generator[tuple[Batch, Sequences], None, None]:
-    """Encode all batches behind a place, in order; with several workers, in other processes.
+def _encode_all(job: Job, after: tuple[int, int]) -> Generator[tuple[Batch, Sequences], None, None]:
+    """Encode all batches after a place, in order; with several workers, in other processes.
 
-    Batches before the place in the same file are read, but not encoded. The pool is our own loop over futures
-    because `Executor.map` and `Pool.imap` would read all inputs ahead.
+    Earlier batches of the same file are read, but not encoded. Futures are submitted in a loop, because
+    `Executor.map` and `Pool.imap` would read all inputs ahead.
     """
     keys = list(job.encoding.json_keys)
     batches = (
@@ -169,31 +174,31 @@ def _encoded(job: Job, after: tuple[int, int]) -> Generator[tuple[Batch, Sequenc
     if job.workers == 1:
         yield from ((batch, encode(batch, job.encoding)) for batch in batches)
         return
-    # spawn: this process may have threads (a progress bar's), which a fork would copy in mid-air
+    # spawn, not fork: this process may have other threads, a progress bar's, whose locks a fork would copy as held
     pool = ProcessPoolExecutor(job.workers, get_context("spawn"), _begin_worker, (os.getpid(),))
     try:
-        waiting: deque[tuple[Batch, Future[Sequences]]] = deque()
+        pending: deque[tuple[Batch, Future[Sequences]]] = deque()
         for batch in batches:
-            waiting.append((batch, pool.submit(encode, batch, job.encoding)))
-            if len(waiting) >= _AHEAD * job.workers:
-                earliest, future = waiting.popleft()
+            pending.append((batch, pool.submit(encode, batch, job.encoding)))
+            if len(pending) >= _AHEAD * job.workers:
+                earliest, future = pending.popleft()
                 yield earliest, future.result()
-        for earliest, future in waiting:
+        for earliest, future in pending:
             yield earliest, future.result()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
 def _begin_worker(parent: int) -> None:
-    """Make a worker end with its parent, and leave Ctrl-C, which reaches workers too, to the parent."""
+    """Make a worker end with its parent, and ignore Ctrl-C, which the parent handles."""
     signal(SIGINT, SIG_IGN)
     leave_with_parent()
-    if os.getppid() != parent:  # it ended before the line above
+    if os.getppid() != parent:  # the parent ended before the line above
         os.kill(os.getpid(), SIGKILL)
 
 
 def encode(batch: Batch, encoding: Encoding) -> Sequences:
-    """Encode a batch, in a worker; documents without text are left out.
+    """Encode a batch in a worker; empty documents are left out.
 
     Raises ValueError that names the file, and the line or row, of a record that cannot be read.
     """
@@ -213,7 +218,7 @@ def encode(batch: Batch, encoding: Encoding) -> Sequences:
 
 @cache
 def _tokenizer(choice: TokenizerChoice) -> Tokenizer:
-    """Return the tokenizer, which is built once per process."""
+    """Build the tokenizer once per process."""
     return build_tokenizer(choice)
 
 
@@ -224,7 +229,7 @@ def _write_part(
     vocab_size: int,
     advance: Callable[[int], None],
 ) -> tuple[Tally, tuple[int, int]]:
-    """Write `_PART_BYTES` of the inputs, or the rest; return its counts, and the place of its last batch."""
+    """Write one part, `_PART_BYTES` of input or the rest; return its counts and the place of its last batch."""
     tally = Tally()
     writers = {key: IndexedWriter(job.part(index, key), vocab_size) for key in job.encoding.json_keys}
     for batch, by_key in encoded:
@@ -246,7 +251,7 @@ def _write_part(
 
 
 def _publish(job: Job, parts: int, vocab_size: int) -> None:
-    """Put the datasets in place; an index only when its tokens are there and safe."""
+    """Join the parts and put the datasets in place, each index after its tokens are synced to disk."""
     for key in job.encoding.json_keys:
         whole = job.part(0, key)
         if parts > 1:
@@ -257,6 +262,6 @@ def _publish(job: Job, parts: int, vocab_size: int) -> None:
             writer.finish()
         for suffix in (".bin", ".idx"):
             source = Path(f"{whole}{suffix}")
-            if source.exists():  # else a run that was stopped here had moved it already
+            if source.exists():  # otherwise an earlier run put it in place before it was stopped
                 put_in_place(source, Path(f"{job.output(key)}{suffix}"))
     shutil.rmtree(job.folder)

@@ -1,4 +1,4 @@
-"""Records for supervised fine-tuning: prompts and answers, of which only the answers have a loss."""
+"""Records for supervised fine-tuning: prompts and answers; only the tokens of answers have a loss."""
 
 from bisect import bisect_left, insort
 from collections import defaultdict
@@ -14,7 +14,7 @@ from megatron_noloco.data.inputs import parse_json
 from megatron_noloco.data.samples import IGNORED, Sample, check_index
 from megatron_noloco.data.tokenizer import Tokenizer
 
-_ENCODED_AT_ONCE = 1000  # records
+_BATCH_RECORDS = 1000  # encoded at once
 
 
 class Record(NamedTuple):
@@ -29,7 +29,7 @@ class _Text(NamedTuple):
 
     text: str
     answers: list[tuple[int, int]]  # first character of each answer, and the one after its last
-    ends: bool  # whether an end-of-document token follows, which then belongs to the answer
+    append_end: bool  # whether an end-of-document token is appended, as a part of the answer
 
 
 def record_files(path: str) -> list[Path]:
@@ -46,19 +46,19 @@ def record_files(path: str) -> list[Path]:
 def load_records(path: str, tokenizer: Tokenizer) -> list[Record]:
     """Read and encode all records, in the order of the lines.
 
-    A record is a JSON object with `messages`, which the tokenizer's chat template renders, and whose answers are
-    the messages of the role "assistant"; or with `prompt` and `completion`, where the completion is the answer.
-    Raises ValueError that names file and line of the first line that is no record.
+    A record is a JSON object with `messages` or with `prompt` and `completion`. The tokenizer's chat template
+    renders messages, whose answers are those of the role "assistant"; otherwise the completion is the answer.
+    Raises ValueError that names file and line of the first line that is not a record.
     """
     texts = (text for file in record_files(path) for text in _read(file, tokenizer))
     records = []
-    while some := list(islice(texts, _ENCODED_AT_ONCE)):
-        encoded = tokenizer.encode_with_starts([text.text for text in some])
-        for text, (tokens, starts) in zip(some, encoded, strict=True):
+    while batch := list(islice(texts, _BATCH_RECORDS)):
+        encoded = tokenizer.encode_with_starts([text.text for text in batch])
+        for text, (tokens, starts) in zip(batch, encoded, strict=True):
             answer = np.zeros(len(tokens), dtype=bool)
             for first, stop in text.answers:
                 answer |= (starts >= first) & (starts < stop)
-            if text.ends:
+            if text.append_end:
                 tokens, answer = np.append(tokens, tokenizer.end_of_document), np.append(answer, True)
             records.append(Record(tokens, answer))
     return records
@@ -70,7 +70,7 @@ def _read(file: Path, tokenizer: Tokenizer) -> Iterator[_Text]:
             if line.strip():
                 try:
                     text = _text_of(parse_json(line), tokenizer)
-                    text.text.encode()  # JSON can hold halves of characters, which no tokenizer takes
+                    text.text.encode()  # fails for half a surrogate pair, which no tokenizer takes
                     yield text
                 except ValueError as error:
                     raise ValueError(f"{file}, line {number}: {error}") from None
@@ -92,19 +92,19 @@ def _text_of(record: Any, tokenizer: Tokenizer) -> _Text:
 def _conversation(messages: list[dict[str, Any]], tools: Any, tokenizer: Tokenizer) -> _Text:
     """Render a conversation and find its answers.
 
-    An answer is what the template adds to the turns before it, when these already ask for an answer.
+    An answer is what the template adds to the messages before it, which are rendered with a generation prompt.
     """
     whole = tokenizer.render(messages, tools)
     answers = []
     for place, message in enumerate(messages):
         if message["role"] == "assistant":
-            before = tokenizer.render(messages[:place], tools, asks=True)
+            before = tokenizer.render(messages[:place], tools, add_generation_prompt=True)
             through = tokenizer.render(messages[: place + 1], tools)
             if not (through.startswith(before) and whole.startswith(through)):
                 raise ValueError(
-                    f"the chat template renders message {place + 1} or those before in another way when others "
-                    "follow, so the answer in it cannot be found; split the conversation there, or use a template "
-                    "whose turns do not depend on later ones"
+                    f"the chat template renders messages 1 to {place + 1} differently when others follow, so the "
+                    f"answer in message {place + 1} cannot be found; split the conversation there, or use a "
+                    "template that renders a message regardless of later ones"
                 )
             answers.append((len(before), len(through)))
     if not answers:
@@ -113,23 +113,23 @@ def _conversation(messages: list[dict[str, Any]], tools: Any, tokenizer: Tokeniz
 
 
 class RecordDataset:
-    """Samples of whole records, one or several in each, filled up with tokens that have no loss.
+    """Samples of one or several whole records, padded with tokens that have no loss.
 
-    A record longer than a sample is cut, and left out where nothing of an answer remains.
+    A record longer than a sample is cut, and left out if none of its answer remains.
 
     Attributes:
-        tokens: the tokens that have a loss, shape [tokens].
+        tokens: all tokens that have a loss, one record after the other, shape [tokens].
         cut: number of records that were cut or left out.
     """
 
     def __init__(
         self, records: Sequence[Record], seq_length: int, name: str, packed: bool, padding: int
     ) -> None:
-        """Raises ValueError when no record remains.
+        """Raises ValueError when all records are left out.
 
         Args:
-            packed: whether a sample holds as many records as there is room for, as separate documents; else one.
-            padding: the token that fills a sample up.
+            packed: whether a sample holds as many records as fit, as separate documents; otherwise one.
+            padding: the token that pads a sample.
         """
         self.seq_length, self.name, self.packed, self.padding = seq_length, name, packed, padding
         self.cut = sum(len(record.tokens) > seq_length + 1 for record in records)
@@ -159,7 +159,7 @@ class RecordDataset:
             record = self._records[place]
             stop = start + len(record.tokens) - 1
             tokens[start:stop] = record.tokens[:-1]
-            # Not by np.where: tokens may be unsigned, and IGNORED would become one of them.
+            # Not np.where: tokens may be unsigned, and the negative IGNORED would become a token.
             labels[start:stop][record.answer[1:]] = record.tokens[1:][record.answer[1:]]
             documents[start:stop] = number
             start = stop
@@ -167,20 +167,20 @@ class RecordDataset:
 
 
 def pack(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Decide which lengths share one sample of `room` tokens; returns their places, sample by sample.
+    """Decide which lengths share a sample of `room` tokens; return their indices, sample by sample.
 
     Best-fit decreasing (Ding et al., arXiv 2404.10830): the longest first, each where it leaves the least room. No
     length may be more than `room`.
     """
     samples: list[list[int]] = []
     by_room: dict[int, list[list[int]]] = defaultdict(list)
-    rooms: list[int] = []  # the keys of `by_room` with samples, ascending
+    rooms: list[int] = []  # the keys of `by_room` that have samples, ascending
     for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
         fit = bisect_left(rooms, lengths[place])
         if fit == len(rooms):
             samples.append([])
             by_room[room].append(samples[-1])
-            rooms.append(room)  # no more than the others: all have less room than the length
+            rooms.append(room)  # in order: all samples so far have less room than this length
         left = rooms[fit]
         sample = by_room[left].pop()
         if not by_room[left]:

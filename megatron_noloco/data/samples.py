@@ -1,14 +1,13 @@
 """Samples: the tokens of a dataset cut to equal lengths.
 
-Of indexed datasets the training samples are shuffled, twice and each time computed element by element:
+The training data of an indexed dataset is shuffled twice:
 
-- Here, the sequences of a dataset (documents, or pieces of long ones), in an order drawn from the run's seed. They
-  are laid end to end in that order and cut into samples: neighbours in the files do not share samples.
-- In `plans/samples.py`, the samples, anew in every epoch.
+- `ShuffledDataset` lays the sequences (documents, or pieces of long ones) end to end in an order drawn from the
+  run's seed, and cuts them into samples, so that neighbours in the files do not share samples.
+- `plans/samples.py` shuffles the samples, anew in every epoch.
 
-Megatron-core's GPTDataset does the first alike, and shuffles samples besides. It keeps both orders on disk, in
-tables as long as the dataset has sequences and samples. Here there are no indices to make, to share or to find
-damaged.
+Megatron-core's GPTDataset shuffles both as well, and keeps the orders in index files. Here every element of an
+order is computed when it is needed, so there are no index files to build, share or verify.
 """
 
 from bisect import bisect_right
@@ -19,26 +18,26 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from megatron_noloco.data.sources import Documents
+from megatron_noloco.data.sources import DocumentBorders
 from megatron_noloco.plans.draws import Stream
 from megatron_noloco.plans.shuffle import Shuffle
 
-IGNORED = -100  # a label without a loss; the number that torch and transformers use
+IGNORED = -100  # label without a loss, as in torch and transformers
 
-_BLOCK = 64  # sequences whose common end is remembered: 1/8 byte of memory per sequence
-_AT_ONCE = 1 << 14  # blocks, while the ends are added up
+_BLOCK = 64  # sequences; one offset is kept for each block: 1/8 byte of memory per sequence
+_BATCH_BLOCKS = 1 << 14  # blocks whose lengths are added up at once
 
 
 class Sample(NamedTuple):
-    """What a model reads and is to predict; each int64, shape [seq_length]."""
+    """Input and labels of a model; each int64, shape [seq_length]."""
 
     tokens: np.ndarray
-    labels: np.ndarray  # after each token the next one, or IGNORED
-    documents: np.ndarray | None  # the number of each token's document; None: all attend to all before them
+    labels: np.ndarray  # the next token of each, or IGNORED
+    documents: np.ndarray | None  # the number of each token's document in the sample; None: not separated
 
 
 class SampleDataset(Protocol):
-    """What microbatches are made of."""
+    """A dataset of which microbatches are made."""
 
     name: str
     seq_length: int
@@ -49,10 +48,10 @@ class SampleDataset(Protocol):
 
 
 class TokenDataset:
-    """Tokens in their order: sample i is cut from tokens[i*S : i*S + S + 1], where S = `seq_length`.
+    """Samples in the order of the tokens: sample i is cut from tokens[i*S : i*S + S + 1], where S = `seq_length`.
 
-    Its tokens are the first S of these, its labels the last S. Neighbouring samples share one token, so that every
-    token but the first is a label exactly once.
+    The first S of these are its tokens, the last S its labels. Neighbouring samples share one token, so that each
+    token but the first is a label once; a rest shorter than a sample is left out.
     """
 
     def __init__(
@@ -60,12 +59,12 @@ class TokenDataset:
         tokens: np.ndarray,
         seq_length: int,
         name: str = "dataset",
-        documents: Documents | None = None,
+        documents: DocumentBorders | None = None,
     ) -> None:
-        """Raises ValueError where there is no whole sample.
+        """Raises ValueError when there are fewer than S + 1 tokens.
 
         Args:
-            documents: what is done at the borders of documents; None: nothing.
+            documents: how documents are separated; None: they are not.
         """
         if seq_length < 1:
             raise ValueError(f"seq_length must be at least 1, not {seq_length}")
@@ -91,19 +90,19 @@ class TokenDataset:
         ends = tokens == self.documents.end_of_document
         if self.documents.eod_mask_loss:
             labels = np.where(ends, IGNORED, labels)
-        # An end belongs to the document that it ends.
+        # An end-of-document token belongs to the document that it ends.
         numbers = np.cumsum(ends) - ends if self.documents.reset_attention_mask else None
         return Sample(tokens, labels, numbers)
 
     def _read(self, start: int) -> np.ndarray:
-        """Return S + 1 tokens from place `start` on, int64."""
+        """Return S + 1 tokens from offset `start` on, int64."""
         return self.tokens[start : start + self.seq_length + 1].astype(np.int64)
 
 
 class ShuffledDataset(TokenDataset):
-    """Samples of sequences that lie end to end in an order drawn from `seed`.
+    """Samples of sequences that are laid end to end in an order drawn from `seed`.
 
-    As many as a TokenDataset of the same tokens has, each token but the first a label at most once.
+    There are as many as in a TokenDataset of the same tokens, and each token is a label at most once.
     """
 
     def __init__(
@@ -113,14 +112,14 @@ class ShuffledDataset(TokenDataset):
         seq_length: int,
         name: str,
         seed: int,
-        documents: Documents | None = None,
+        documents: DocumentBorders | None = None,
     ) -> None:
         """Raises ValueError where there is no whole sample.
 
         Args:
             tokens: the tokens of all sequences, in the order of the file, shape [tokens].
-            offsets: where each sequence begins, and where the last one ends, shape [sequences + 1]; counted from
-                anywhere, `offsets[0]` being the place of `tokens[0]`.
+            offsets: where each sequence begins, and where the last one ends, shape [sequences + 1]; the first
+                token has offset `offsets[0]`.
         """
         super().__init__(tokens, seq_length, name, documents)
         self._offsets = offsets
@@ -142,14 +141,14 @@ class ShuffledDataset(TokenDataset):
         return np.concatenate(pieces, dtype=np.int64)
 
     def _sequences(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return where the sequences at places `first` to `stop` of the order begin in `tokens`; their lengths."""
+        """Return where sequences `first` to `stop` of the shuffled order begin in `tokens`, and their lengths."""
         ids = self._order.at(np.arange(first, min(stop, self._order.size)))
         return self._offsets[ids] - self._offsets[0], self._offsets[ids + 1] - self._offsets[ids]
 
     @cached_property
     def _block_ends(self) -> np.ndarray:
-        """Tokens up to the end of each block of the shuffled order, shape [blocks]."""
-        step = _BLOCK * _AT_ONCE
+        """The offset, in tokens of the shuffled order, at which each block ends, shape [blocks]."""
+        step = _BLOCK * _BATCH_BLOCKS
         sums = [
             np.add.reduceat(lengths, np.arange(0, len(lengths), _BLOCK))
             for first in range(0, self._order.size, step)
@@ -177,6 +176,6 @@ class JoinedDataset:
 
 
 def check_index(dataset: SampleDataset, index: int) -> None:
-    """Raise IndexError for a sample that the dataset does not have; negative ones are not counted from the end."""
+    """Raise IndexError for an index outside the dataset; negative ones do not count from the end."""
     if not 0 <= index < len(dataset):
         raise IndexError(f"sample {index} is outside {dataset.name}, which has {len(dataset)}")

@@ -1,4 +1,4 @@
-"""Where a run's data comes from, how it is split and blended, and which tokenizer reads it; values only."""
+"""Settings of a run's data: its source, split, blend and tokenizer. Values only, nothing is read."""
 
 import math
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ class Split:
 
     @classmethod
     def parse(cls, text: str) -> "Split":
-        """Parse Megatron's "949,50,1": weights >= 0, the first > 0; left-out ones are zero. Raises ValueError."""
+        """Parse Megatron's "949,50,1": weights >= 0, the first > 0, missing ones zero. Raises ValueError."""
         try:
             weights = [float(part) for part in text.split(",")]
         except ValueError:
@@ -86,8 +86,8 @@ Source = TextSource | IndexedSource | RecordSource
 
 
 @dataclass(frozen=True)
-class Documents:
-    """How the documents in one sample are separated; fields as in Megatron."""
+class DocumentBorders:
+    """How documents are separated at their borders within a sample; fields as in Megatron."""
 
     end_of_document: int  # the token that ends each document
     reset_attention_mask: bool = False  # documents do not attend to each other

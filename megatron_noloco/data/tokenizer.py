@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids and back. Bytes, or a Hugging Face fast tokenizer from its files."""
+"""Tokenizers: UTF-8 bytes, or a Hugging Face fast tokenizer from its files."""
 
 import json
 import shutil
@@ -12,13 +12,13 @@ import numpy as np
 from megatron_noloco.data.sources import TokenizerChoice
 
 BYTES = 256
-END_OF_DOCUMENT = "<|endoftext|>"  # as exported; in text it is only text
-_COMMON_ENDS = ("<|endoftext|>", "</s>", "<|end_of_text|>")  # where no file names the end-of-document token
+END_OF_DOCUMENT = "<|endoftext|>"  # name of the token in an export; in a text it is encoded as bytes
+_COMMON_END_TEXTS = ("<|endoftext|>", "</s>", "<|end_of_text|>")  # if no file names the token
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
 class Tokenizer(Protocol):
-    """What a run, an export and the preprocessing need of a tokenizer."""
+    """A tokenizer as training, export and preprocessing use it."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -31,21 +31,23 @@ class Tokenizer(Protocol):
         ...
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-        """Encode each text; faster than one after the other."""
+        """Return the tokens of each text; faster than `encode` for each."""
         ...
 
     def encode_with_starts(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Encode each text; with the tokens, the character at which each token begins, both shape [tokens]."""
+        """Return of each text its tokens, and the character at which each token begins, both shape [tokens]."""
         ...
 
-    def render(self, messages: list[dict[str, Any]], tools: Any = None, asks: bool = False) -> str:
-        """Return a conversation as the tokenizer's chat template writes it.
+    def render(
+        self, messages: list[dict[str, Any]], tools: Any = None, add_generation_prompt: bool = False
+    ) -> str:
+        """Return the text of a conversation in the tokenizer's chat template.
 
         Raises ValueError where there is no template, or the template refuses the messages.
 
         Args:
-            tools: what the assistant may call, as the template wants it.
-            asks: whether the beginning of an answer follows.
+            tools: the tools that the assistant may call, in the form that the template takes.
+            add_generation_prompt: whether to append the beginning of an answer.
         """
         ...
 
@@ -68,7 +70,7 @@ def build_tokenizer(choice: TokenizerChoice) -> Tokenizer:
 
 
 class ByteTokenizer:
-    """A tokenizer that needs no file and no training: UTF-8 bytes are tokens 0..255; 256 ends a document."""
+    """A tokenizer without files or training: tokens 0 to 255 are UTF-8 bytes, 256 ends a document."""
 
     end_of_document = BYTES
     vocab_size = BYTES + 1
@@ -86,22 +88,24 @@ class ByteTokenizer:
             for text in texts
         ]
 
-    def render(self, messages: list[dict[str, Any]], tools: Any = None, asks: bool = False) -> str:
+    def render(
+        self, messages: list[dict[str, Any]], tools: Any = None, add_generation_prompt: bool = False
+    ) -> str:
         raise ValueError(
             "the byte tokenizer has no chat template; give prompt and completion, or a tokenizer_model"
         )
 
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
-        """Return the text of `ids`: what is not UTF-8 becomes U+FFFD, ends of documents are left out.
+        """Return the text of `ids`, without end-of-document tokens.
 
-        Ids past the vocabulary also become U+FFFD: a model whose embedding is padded can emit them.
+        Bytes that are not UTF-8 become U+FFFD, as do ids past the vocabulary, which a padded model can emit.
         """
         tokens = np.asarray(ids, dtype=np.int64)
         tokens = np.minimum(tokens[tokens != self.end_of_document], 0xFF)  # 0xFF never occurs in UTF-8
         return tokens.astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
     def save(self, folder: Path, max_length: int) -> None:
-        """Write this tokenizer in Hugging Face's format: 256 bytes, no merges, and the end of a document."""
+        """Write this tokenizer in Hugging Face's format: byte-level BPE without merges."""
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers
         from transformers import PreTrainedTokenizerFast
 
@@ -122,7 +126,7 @@ class ByteTokenizer:
 def _printable(byte: int) -> str:
     """Return the character for a byte in GPT-2's byte-level alphabet.
 
-    Bytes that print stand for themselves; the others, in order, for the characters from U+0100 on.
+    Printable bytes stand for themselves; the others, in order, become the characters from U+0100 on.
     """
     printing = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     if byte in printing:
@@ -132,9 +136,9 @@ def _printable(byte: int) -> str:
 
 
 class FastTokenizer:
-    """The tokenizer of a `tokenizer.json`, without the tokens that its template puts around a text.
+    """The tokenizer in a `tokenizer.json`; adds no special tokens at the ends of a text.
 
-    transformers is needed for chat templates only.
+    Only chat templates need transformers.
     """
 
     def __init__(self, path: Path) -> None:
@@ -153,13 +157,13 @@ class FastTokenizer:
             self._tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # tokenizers raises plain Exception
             raise ValueError(f"tokenizer_model {file}: not a tokenizer ({error})") from None
-        # A file may hold the truncation and padding of its model's training; they would cut or fill up texts.
+        # A file may set truncation and padding, which would cut or pad texts.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.folder = file.parent
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have gaps
-        self._end_text = self._find_end(vocabulary)
+        self._end_text = self._find_end_text(vocabulary)
         self.end_of_document = vocabulary[self._end_text]
         self._dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.int32
 
@@ -179,7 +183,9 @@ class FastTokenizer:
             for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False)
         ]
 
-    def render(self, messages: list[dict[str, Any]], tools: Any = None, asks: bool = False) -> str:
+    def render(
+        self, messages: list[dict[str, Any]], tools: Any = None, add_generation_prompt: bool = False
+    ) -> str:
         if not self._with_template.chat_template:
             raise ValueError(
                 f"tokenizer_model {self.folder} has no chat template (a chat_template.jinja, or chat_template in "
@@ -187,15 +193,15 @@ class FastTokenizer:
             )
         try:
             return self._with_template.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=asks, tokenize=False
+                messages, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False
             )
-        except Exception as error:  # whatever a template does with messages it does not expect
+        except Exception as error:  # templates raise anything for messages that they do not expect
             reason = " ".join(str(error).split())
             raise ValueError(f"the chat template refuses the messages: {reason}") from None
 
     @cached_property
     def _with_template(self) -> Any:
-        """The same tokenizer as transformers loads it: that knows chat templates."""
+        """The same tokenizer, loaded by transformers, which renders chat templates."""
         try:
             from transformers import PreTrainedTokenizerFast
         except ImportError:
@@ -203,7 +209,7 @@ class FastTokenizer:
         return PreTrainedTokenizerFast.from_pretrained(self.folder)
 
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
-        """Return the text of `ids`; special tokens, and ids past the vocabulary, are left out."""
+        """Return the text of `ids`, without special tokens and ids past the vocabulary."""
         return self._tokenizer.decode(np.asarray(ids, dtype=np.int64).tolist(), skip_special_tokens=True)
 
     def save(self, folder: Path, max_length: int) -> None:
@@ -218,12 +224,12 @@ class FastTokenizer:
         }
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
-    def _find_end(self, vocabulary: dict[str, int]) -> str:
-        """Return the text of the end-of-document token: as a file names it, else a common one."""
+    def _find_end_text(self, vocabulary: dict[str, int]) -> str:
+        """Return the text of the end-of-document token: the one that a file names, else a common one."""
         names = ("tokenizer_config.json", "special_tokens_map.json")
         tokens = [_read_json(self.folder / name).get("eos_token") for name in names]
         texts = [token.get("content") if isinstance(token, dict) else token for token in tokens]
-        for text in (*texts, *_COMMON_ENDS):
+        for text in (*texts, *_COMMON_END_TEXTS):
             if isinstance(text, str) and text in vocabulary:
                 return text
         raise ValueError(

@@ -115,7 +115,7 @@ def _console(prepared: Prepared, joined: Joined, progress: str) -> Console:
 
 def _first_lines(prepared: Prepared, joined: Joined) -> Iterator[str]:
     yield from describe(prepared.config, prepared.topology, prepared.architecture)
-    yield f"data: {prepared.datasets.about}"
+    yield f"data: {prepared.datasets.summary}"
     transport = joined.transport
     yield (
         f"started by {prepared.world.launcher}; exchanges over {transport.name}"

@@ -72,7 +72,7 @@ class TestIndexed:
         assert train.tokens.tolist() == [token for index in range(32) for token in [2 * index] * 10]
         assert validation.tokens.tolist() == [token for index in range(32, 36) for token in [2 * index] * 10]
         assert isinstance(train.tokens.base, np.ndarray), "a view of the file, not a copy"
-        assert "320 tokens of the training split of a (100 %)" in built.about
+        assert "320 tokens of the training split of a (100 %)" in built.summary
 
     def test_paths_per_split(self) -> None:
         built = build(train_data_path=["a"], valid_data_path="b")
@@ -149,7 +149,7 @@ class TestIndexed:
         assert "\n" not in str(caught.value)
 
     def test_large_datasets_are_looked_at_in_part(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(datasets_module, "_LOOKED_AT", 160)
+        monkeypatch.setattr(datasets_module, "_EXCERPT_TOKENS", 160)
         with pytest.raises(ValueError, match="holds token 74"):
             build(data_path="a", vocab=70)
 
@@ -261,7 +261,7 @@ class TestText:
         (tmp_path / "text" / "a.txt").write_text("".join(lines[:40]))
         (tmp_path / "text" / "b.txt").write_text("".join(lines[40:]))
         monkeypatch.setattr(corpus_module, "PIECE_BYTES", 10)  # and on to the end of the line
-        monkeypatch.setattr(corpus_module, "_PIECES_AT_ONCE", 7)
+        monkeypatch.setattr(corpus_module, "_BATCH_PIECES", 7)
         ids = [tokenizer.encode(line).tolist() for line in lines]
         end = [tokenizer.end_of_document]
         expected = [token for line in [*ids[:40], end, *ids[40:], end] for token in line]

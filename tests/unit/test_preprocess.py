@@ -462,7 +462,7 @@ BAD_INPUTS: list[tuple[str, bytes, dict[str, Any], str]] = [
     ("a.txt.zst", zstd(os.urandom(9999))[:5000], {}, r"a\.txt\.zst: cannot be decompressed"),
     ("a.jsonl", b'{"text": "x"}\n{"text": "\\ud83d"}\n', {}, r"a\.jsonl, line 2: holds half a character"),
     ("a.jsonl.zst", b"plain", {}, r"a\.jsonl\.zst: cannot be decompressed"),
-    ("a.parquet", b"plain", {}, r"a\.parquet: not a sound Parquet file"),
+    ("a.parquet", b"plain", {}, r"a\.parquet: not a valid Parquet file"),
     ("a.txt", b"\xff\xfe", {}, r"a\.txt: not UTF-8 text"),
     ("a.txt", b"", {}, r"holds no files with text"),
     ("a.txt", b"x", {"json_keys": ("a", "b")}, r"a\.txt is plain text, which has no keys"),

@@ -116,7 +116,9 @@ class TestRecords:
 
     def test_a_template_that_changes_earlier_turns_is_refused_where_it_does(self, tmp_path: Path) -> None:
         tokenizer = FastTokenizer(chat_tokenizer(tmp_path / "forgetful", FORGETFUL))
-        with pytest.raises(ValueError, match=r"line 1: the chat template renders message 3 or those before"):
+        with pytest.raises(
+            ValueError, match=r"line 1: the chat template renders messages 1 to 3 differently"
+        ):
             load_records(write(tmp_path / "a.jsonl", {"messages": CHAT}), tokenizer)
 
     def test_without_a_template(self, tmp_path: Path) -> None:
@@ -183,7 +185,7 @@ def test_splits_are_whole_records_in_their_order(tmp_path: Path) -> None:
     built = build_datasets(source(path, packed=False), BYTES, needs)
     first = [BYTES.decode(built.train[index].tokens[:1]) for index in range(len(built.train))]
     assert first == list("01234567")
-    assert "10 records (0 longer than a sample), 8 training samples" in built.about
+    assert "10 records (0 longer than a sample), 8 training samples" in built.summary
     (validation,) = validation_datasets(source(path, packed=False), BYTES, needs)
     assert len(validation) == 2
     with pytest.raises(ValueError, match=r"leaves the validation split of .* empty \(10 records\)"):

@@ -17,7 +17,7 @@ from megatron_noloco.data.datasets import Needs, build_datasets
 from megatron_noloco.data.indexed import IndexedWriter
 from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.data.samples import IGNORED, ShuffledDataset, TokenDataset
-from megatron_noloco.data.sources import Blend, Documents, IndexedSource
+from megatron_noloco.data.sources import Blend, DocumentBorders, IndexedSource
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.model.layers import document_mask
 from megatron_noloco.plans.draws import Stream
@@ -27,7 +27,7 @@ from tests.harness import REPOSITORY
 SEQ = 8
 END = 9
 TOKENS = np.array([1, 2, END, 3, END, END, 4, 5, 6])  # documents of 3, 2, 1 and more than 2 tokens
-BOTH = Documents(END, reset_attention_mask=True, eod_mask_loss=True)
+BOTH = DocumentBorders(END, reset_attention_mask=True, eod_mask_loss=True)
 
 
 @pytest.mark.parametrize(("tokens", "count"), [(9, 1), (16, 1), (17, 2), (100, 12)])
@@ -78,7 +78,7 @@ def test_samples_are_those_of_the_shuffled_sequences(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(samples_module, "_BLOCK", block)
-        patch.setattr(samples_module, "_AT_ONCE", 2)
+        patch.setattr(samples_module, "_BATCH_BLOCKS", 2)
         found = samples(dataset(lengths, seed, before))
     assert found == samples(TokenDataset(laid_end_to_end(lengths, seed), SEQ))
 
@@ -127,10 +127,12 @@ def test_the_token_after_an_end_begins_a_document_and_has_no_loss() -> None:
 
 
 def test_each_is_done_without_the_other() -> None:
-    _, labels, documents = TokenDataset(TOKENS, 8, documents=Documents(END, eod_mask_loss=True))[0]
+    _, labels, documents = TokenDataset(TOKENS, 8, documents=DocumentBorders(END, eod_mask_loss=True))[0]
     assert IGNORED in labels
     assert documents is None
-    _, labels, documents = TokenDataset(TOKENS, 8, documents=Documents(END, reset_attention_mask=True))[0]
+    _, labels, documents = TokenDataset(TOKENS, 8, documents=DocumentBorders(END, reset_attention_mask=True))[
+        0
+    ]
     assert IGNORED not in labels
     assert documents is not None
 
@@ -154,7 +156,7 @@ def test_a_dataset_without_ends_is_refused(field: str, tmp_path: Path) -> None:
     writer = IndexedWriter(tmp_path / "a", ByteTokenizer.vocab_size)
     writer.add(np.arange(100), ends_document=True)
     writer.finish()
-    documents = Documents(ByteTokenizer.end_of_document, **{field: True})
+    documents = DocumentBorders(ByteTokenizer.end_of_document, **{field: True})
     source = IndexedSource(Blend.parse(str(tmp_path / "a")), None, None)
     needs = Needs(ByteTokenizer.vocab_size, 8, evaluates=False, documents=documents)
     with pytest.raises(
