@@ -1,4 +1,4 @@
-"""A DeepSpeed engine whose world is one replica."""
+"""Builds a DeepSpeed engine whose world is one replica."""
 
 import contextlib
 import logging
@@ -30,14 +30,14 @@ from megatron_noloco.pipeline.groups import Groups, ProcessGroup
 def build_deepspeed(stage: Stage, groups: Groups, ds_config: Mapping[str, Any]) -> DeepSpeedEngine:
     """Build a DeepSpeed engine whose world is this replica.
 
-    `deepspeed.initialize` hard-codes which engine it builds and how; the constructor takes what we need.
+    Calls the constructor, since `deepspeed.initialize` chooses the engine and its arguments itself.
     """
     if not torch.cuda.is_available():
-        # DeepSpeed would compile a shared-memory all-reduce (a minute, and a C++ compiler) before it talks; and to
-        # look up whether it can, it would try the compiler on every kernel that it has: `vars` looks up nothing.
+        # DeepSpeed would first compile a shared-memory all-reduce: a minute, with a C++ compiler. An access
+        # to its table of kernels would try the compiler on each of them; `vars` does not.
         vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
     else:
-        # For NVML, DeepSpeed takes UUIDs in CUDA_VISIBLE_DEVICES for numbers; without it, it asks torch.
+        # With NVML, DeepSpeed parses UUIDs in CUDA_VISIBLE_DEVICES as numbers; without NVML it asks torch.
         cuda_accelerator.pynvml = None
     if deepspeed.comm.comm.cdb is None:
         deepspeed.comm.init_distributed(dist_init_required=False, verbose=False)
@@ -62,7 +62,7 @@ def build_deepspeed(stage: Stage, groups: Groups, ds_config: Mapping[str, Any]) 
         )
     if isinstance(engine.optimizer, DeepSpeedZeroOptimizer):
         read_norm_once(engine.optimizer)
-    # One call of step() per batch: the schedule has already gone through every microbatch.
+    # One call of step() per batch: the schedule has already run all microbatches.
     engine.set_gradient_accumulation_boundary(True)
     return engine
 
@@ -70,13 +70,13 @@ def build_deepspeed(stage: Stage, groups: Groups, ds_config: Mapping[str, Any]) 
 def _parameters_and_optimizer(
     stage: Stage, groups: Groups, block: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], Muon | None]:
-    """Return the parameter groups, and their optimizer where DeepSpeed does not build it.
+    """Return the parameter groups, and their optimizer where DeepSpeed does not build it (Muon).
 
-    Removes from the block's params what DeepSpeed's and torch's optimizers do not know.
+    Removes params from the block that DeepSpeed's and torch's optimizers do not have.
     """
     params = block["params"]
     decoupled_lr = params.pop("decoupled_lr", None)
-    if weight_decay := WeightDecay.of(params):  # `ReplicaEngine` sets that of each step
+    if weight_decay := WeightDecay.of(params):  # `ReplicaEngine` sets the value of each step
         for name in asdict(weight_decay):
             del params[name]
         params["weight_decay"] = weight_decay.start_weight_decay
@@ -89,14 +89,14 @@ def _parameters_and_optimizer(
 
 
 def deepspeed_settings(ds_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Complete the user's ds_config.
+    """Return the user's ds_config with the settings that this package decides.
 
-    ZeRO stage 0 is run as stage 1: with outside backward passes DeepSpeed's stage-0 optimizers clip by a wrong
-    norm (fp32) or take a step in their constructor (bf16, fp16), stage 1 gives the exact numbers with less memory.
-    In bf16, gradients accumulate in fp32 over the microbatches as they do in Megatron, unless the file asks for
-    another `data_types.grad_accum_dtype`; DeepSpeed then needs two more settings to be right.
-    Adam is DeepSpeed's fused kernel where it can be had, else torch's, fused on a GPU; `torch_adam` in the file
-    decides itself.
+    - ZeRO stage 0 is run as stage 1: without their own backward pass, DeepSpeed's stage-0 optimizers clip by a
+      wrong norm (fp32) or take a step in their constructor (bf16, fp16); stage 1 is exact and needs less memory.
+    - In bf16, gradients accumulate in fp32 over the microbatches, as in Megatron, unless the file has another
+      `data_types.grad_accum_dtype`; for correct numbers DeepSpeed then needs two more settings.
+    - Adam is DeepSpeed's fused kernel where it loads, else torch's, fused on a GPU; unless the file has
+      `torch_adam`.
     """
     settings = dict(ds_config)
     if settings.get("bf16", {}).get("enabled", False):
@@ -116,26 +116,26 @@ def deepspeed_settings(ds_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def fused_adam_loads() -> bool:
-    """Whether DeepSpeed's fused Adam can be had.
+    """Return whether DeepSpeed's fused Adam loads.
 
-    Where it is not installed, DeepSpeed compiles it, which needs ninja, the CUDA toolkit and a minute.
+    Where it is not built yet, DeepSpeed compiles it, which needs ninja, the CUDA toolkit and a minute.
     """
-    if not torch.cuda.is_available():  # on a CPU it could be had, too, but takes minutes and a compiler
+    if not torch.cuda.is_available():  # on a CPU it would take minutes and a compiler
         return False
     try:
         FusedAdamBuilder().load(verbose=False)
-    except Exception:  # of the compiler, of its absence, of a toolkit that does not fit torch
+    except Exception:  # from a compiler, its absence, or a CUDA toolkit that does not match torch
         return False
     return True
 
 
 class ReplicaMpu:
-    """Answers what DeepSpeed asks of a "model parallel unit", so that its data parallelism ends with this replica.
+    """The "model parallel unit" (mpu) for DeepSpeed, which confines its data parallelism to this replica.
 
     No gradient all-reduce, broadcast, overflow check or ZeRO partition reaches another replica. The
     model-parallel group holds the stages and tp ranks of one dp rank, over which DeepSpeed adds up the squared
     gradient norm; a parameter that all tp ranks hold in full (a norm) counts on tp rank 0 of its stage only.
-    It must not offer `get_sequence_*` or `initialize_sequence_parallel`: DeepSpeed would switch to Ulysses.
+    It must not have `get_sequence_*` or `initialize_sequence_parallel`: DeepSpeed would switch to Ulysses.
     """
 
     def __init__(self, groups: Groups) -> None:
@@ -180,11 +180,11 @@ class ReplicaMpu:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Silence what DeepSpeed logs and prints on every rank, but for errors; afterwards its logger is as before."""
+    """Suppress what DeepSpeed logs and prints inside the block, but for errors."""
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):
+        with open(os.devnull, "w") as null, contextlib.redirect_stdout(null):
             yield
     finally:
         logger.setLevel(level)

@@ -1,11 +1,11 @@
-"""What happens to the gradients of a replica between the backward pass and the step of the inner optimizer.
+"""Completes, measures and clips gradients between the backward pass and the step of the inner optimizer.
 
-Gradients that the pipeline's schedule leaves partial are summed; DeepSpeed reduces them over the data-parallel
-ranks; then the norm over the whole replica is read, once, and they are clipped.
+`PartialGradients` sums the gradients that the pipeline's schedule leaves partial; DeepSpeed reduces them over the
+data-parallel ranks; then the norm over the whole replica is read once, and the gradients are clipped.
 
-Reading a number of a device waits for all that is queued there. DeepSpeed's ZeRO optimizer reads several in each
-step: whether some gradient is not finite (fp16), whether their norm is, and the same again before it clips each
-group. `read_norm_once` has it read the norm as a Python number, which answers all of these questions.
+Reading a number from a device waits for all work that is queued there. DeepSpeed's ZeRO optimizer reads several in
+each step: whether each gradient is finite (fp16), whether the norm is, and the norm again before it clips each
+group. With `read_norm_once` it reads the norm once, as a Python number.
 """
 
 from collections.abc import Sequence
@@ -25,10 +25,10 @@ from megatron_noloco.pipeline.groups import Groups, ProcessGroup
 
 
 class PartialGradients:
-    """Completes gradients, as core's `finalize_model_grads` does, which wants core's data-parallel wrapper.
+    """Completes gradients like core's `finalize_model_grads`, which needs core's data-parallel wrapper.
 
     Args:
-        optimizer: DeepSpeed's, which holds the gradients.
+        optimizer: DeepSpeed's, which has the gradients.
         tied: this stage's copy of an embedding that the output layer on another stage shares; None without one.
     """
 
@@ -36,23 +36,23 @@ class PartialGradients:
         self._groups = groups
         self._optimizer = optimizer
         self._tied = tied
-        every = stage.config.sequence_parallel
-        # What all tensor-parallel ranks have, with gradients of their own tokens or their own heads.
+        # Parameters that all tensor-parallel ranks have, each with the gradient of its own tokens or heads.
+        own_tokens = stage.config.sequence_parallel
         self._partial = [
             parameter
             for row, parameter in stage.named_rows()
-            if groups.tp.size() > 1 and row.tp_dim is None and (every or row.per_head)
+            if groups.tp.size() > 1 and row.tp_dim is None and (own_tokens or row.per_head)
         ]
 
     def complete(self) -> None:
-        """Sum over a stage's tp ranks and between tied embeddings; all ranks of the replica call it."""
+        """Sum over a stage's tp ranks and between tied embeddings; all ranks of the replica call this."""
         if self._partial:
-            _sum([self.of(parameter) for parameter in self._partial], self._groups.tp)
+            _sum([self.gradient_of(parameter) for parameter in self._partial], self._groups.tp)
         if self._tied is not None and self._groups.tied_embedding is not None:
-            _sum([self.of(self._tied)], self._groups.tied_embedding)
+            _sum([self.gradient_of(self._tied)], self._groups.tied_embedding)
 
-    def of(self, parameter: nn.Parameter) -> Tensor:
-        """Return the accumulated gradient of a parameter, live; flat in DeepSpeed's bf16 optimizer."""
+    def gradient_of(self, parameter: nn.Parameter) -> Tensor:
+        """Return a view of a parameter's accumulated gradient; it is flat in DeepSpeed's bf16 optimizer."""
         if isinstance(self._optimizer, BF16_Optimizer):
             return self._fp32_gradients[parameter]
         gradient: Tensor = self._optimizer.get_gradient_for_reduction(parameter)
@@ -60,7 +60,7 @@ class PartialGradients:
 
     @cached_property
     def _fp32_gradients(self) -> dict[nn.Parameter, Tensor]:
-        """Where DeepSpeed's bf16 optimizer accumulates each parameter's gradient."""
+        """The tensor in which DeepSpeed's bf16 optimizer accumulates each parameter's gradient."""
         optimizer = self._optimizer
         groups = zip(optimizer.bf16_groups, optimizer.fp32_groups_gradients, strict=True)
         return {
@@ -81,22 +81,24 @@ def _sum(gradients: list[Tensor], group: ProcessGroup) -> None:
 
 
 def read_norm_once(optimizer: DeepSpeedZeroOptimizer) -> None:
-    """Replace the methods by which a step of this optimizer reads numbers of its gradients."""
-    optimizer.check_overflow = _leave_to_the_norm
+    """Replace the methods with which a step of this optimizer reads the device, by one read of the norm."""
+    optimizer.check_overflow = _no_check
     optimizer.scaled_global_norm = partial(_norm_of_all_groups, optimizer)
     optimizer.unscale_and_clip_grads = partial(_unscale_and_clip, optimizer)
 
 
-def _leave_to_the_norm(partition_gradients: bool = True) -> None:
-    """Do nothing: a gradient that is not finite has a norm that is not, and the step checks that, too."""
+def _no_check(partition_gradients: bool = True) -> None:
+    """Do nothing: gradients that are not finite have a norm that is not, which the step checks later."""
 
 
 def _norm_of_all_groups(optimizer: DeepSpeedZeroOptimizer) -> float:
-    """Return the norm of the gradients, times the loss scale, over the whole replica; below 0 if it is not finite.
+    """Return the norm of the gradients, times the loss scale, over the whole replica; negative if not finite.
 
-    DeepSpeed sums group by group over the stages, which waits forever where two stages have different groups.
+    DeepSpeed itself sums group by group over the stages, which never ends where stages have different groups.
     """
-    optimizer.scale_of_gradients = optimizer.loss_scale  # the step may raise it before it divides by it
+    optimizer.scale_of_gradients = (
+        optimizer.loss_scale
+    )  # the step may raise `loss_scale` before it divides by it
     groups = range(len(optimizer.bit16_groups))
     gradients = [gradient for group in groups for gradient in optimizer.averaged_gradients[group]]
     parameters = [parameter for group in groups for parameter in optimizer.params_in_partition[group]]
@@ -104,7 +106,7 @@ def _norm_of_all_groups(optimizer: DeepSpeedZeroOptimizer) -> float:
 
 
 def _unscale_and_clip(optimizer: DeepSpeedZeroOptimizer, gradients: Sequence[Tensor], norm: float) -> None:
-    """Divide by the loss scale, and by norm / `gradient_clipping` (with DeepSpeed's 1e-6) if that is above 1."""
+    """Divide by the loss scale, and by norm / `gradient_clipping` (with DeepSpeed's 1e-6) if this is above 1."""
     factor = scale = optimizer.scale_of_gradients
     if optimizer.clip_grad > 0:
         factor *= max(1.0, (norm / scale + 1e-6) / optimizer.clip_grad)

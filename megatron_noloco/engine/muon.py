@@ -1,4 +1,4 @@
-"""Muon inside a replica: on the flat partitions of ZeRO, with DeepSpeed's Newton-Schulz kernels."""
+"""Implements Muon on the flat partitions of ZeRO, with DeepSpeed's Newton-Schulz kernels."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ _NEWTON_SCHULZ_STEPS = 5  # DeepSpeed's and Jordan's
 class Muon(torch.optim.AdamW):
     """Muon for the linear maps of the layers, AdamW for all other weights of a stage.
 
-    Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), as DeepSpeed has it. For the
+    Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024), in DeepSpeed's form. For the
     gradient G of a matrix W [rows, columns], with its momentum buffer M, learning rate lr and momentum mu:
 
         M <- mu M + (1 - mu) G
@@ -33,15 +33,15 @@ class Muon(torch.optim.AdamW):
     a matrix of its own.
 
     DeepSpeed's own class cannot be used: with ZeRO 1 it treats a parameter as one matrix and clips the
-    orthogonalised update, and its bf16 optimizer refuses model parallelism. DeepSpeed takes this one as client
-    optimizer. ZeRO replaces the parameters of each group by one flat partition of fp32 weights, with a gradient
-    that is reduced, unscaled and clipped already; the matrices are found in it again.
+    orthogonalised update, and its bf16 optimizer refuses model parallelism. DeepSpeed accepts this class as client
+    optimizer: ZeRO replaces the parameters of each group by one flat partition of fp32 weights, whose gradient is
+    already reduced, unscaled and clipped. This class finds the matrices in the partition.
 
     Args:
-        parameter_groups: of this rank; see `parameter_groups`.
-        linear: the rows of the parameters in the group that has Muon, in order.
-        params: muon_lr, adam_lr, momentum, ns_method, betas, eps and weight_decay; all of them.
-        groups: of this rank.
+        parameter_groups: of this rank; see `layout.parameter_groups`.
+        linear: the rows of the parameters in Muon's group, in order.
+        params: muon_lr, adam_lr, momentum, ns_method, betas, eps and weight_decay; all are required.
+        groups: process groups of this rank.
     """
 
     def __init__(
@@ -53,7 +53,9 @@ class Muon(torch.optim.AdamW):
     ) -> None:
         self._rows = linear
         sizes = (math.prod(row.slice_shape(groups.topology.tp)) for row in linear)
-        self._ranges = list(pairwise(accumulate(sizes, initial=0)))  # of each row, over all dp ranks
+        self._ranges = list(
+            pairwise(accumulate(sizes, initial=0))
+        )  # of each row in the vector of all dp ranks
         self._groups = groups
         muon = {"lr": params["muon_lr"], "momentum": params["momentum"]}
         super().__init__(
@@ -67,10 +69,10 @@ class Muon(torch.optim.AdamW):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Take one step of both optimizers; the dp and tp ranks of the stage take it together."""
+        """Take one step of both optimizers. A collective over the dp and tp ranks of the stage."""
         groups = self.param_groups
         # Compiled, DeepSpeed's kernels take seconds for every new shape and need a C++ compiler. They are products
-        # of matrices, which gain little.
+        # of matrices, for which compiling gains little.
         with torch.compiler.set_stance("force_eager"):
             for group in groups:
                 if group["muon"]:
@@ -83,7 +85,7 @@ class Muon(torch.optim.AdamW):
         (flat,) = group["params"]
         state, momentum = self.state[flat], group["momentum"]
         if not state:
-            state["step"] = torch.zeros(())  # torch's AdamW wants to find it in every restored state
+            state["step"] = torch.zeros(())  # torch's AdamW requires it in every restored state
             state["momentum_buffer"] = torch.zeros_like(flat)
         state["step"] += 1
         state["momentum_buffer"].lerp_(flat.grad, 1 - momentum)
@@ -92,7 +94,7 @@ class Muon(torch.optim.AdamW):
         flat.mul_(1 - group["lr"] * group["weight_decay"]).sub_(flat.grad, alpha=group["lr"])
 
     def _orthogonalize(self, partition: Tensor) -> None:
-        """Replace the part of every matrix that lies in this rank's partition, of equal length on all dp ranks."""
+        """Replace every matrix in this rank's partition by its update; all dp ranks have equal lengths."""
         begin = self._groups.position.dp * len(partition)
         cut = self._cut_by_borders(partition, begin)
         for index, (start, stop) in enumerate(self._ranges):
@@ -103,7 +105,7 @@ class Muon(torch.optim.AdamW):
                 piece.copy_(self._orthogonalized(self._rows[index], full)[first - start : last - start])
 
     def _cut_by_borders(self, partition: Tensor, begin: int) -> dict[int, Tensor]:
-        """Return the parameters that lie on several dp ranks, whole: at most one for each border of two ranks."""
+        """Gather the parameters that lie on several dp ranks: at most one for each border between two ranks."""
         length = len(partition)
         cut = {
             index: partition.new_zeros(stop - start)

@@ -1,4 +1,4 @@
-"""One replica: Megatron-core's pipeline drives forward and backward, DeepSpeed everything after."""
+"""Trains one replica: Megatron-core's pipeline runs forward and backward, DeepSpeed the rest of a step."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -46,7 +46,7 @@ class ReplicaEngine:
         micro_batch_size = int(ds_config["train_micro_batch_size_per_gpu"])
         self._tied = stage.tied_weight if groups.tied_embedding is not None else None
         if self._tied is not None and not groups.first_stage:
-            self._tied.ds_pipe_replicated = True  # type: ignore[attr-defined]  # counts once in the norm
+            self._tied.ds_pipe_replicated = True  # type: ignore[attr-defined]  # counts it once in the norm
         self._weight_decay = WeightDecay.of(ds_config["optimizer"]["params"])
         self._deepspeed = build_deepspeed(stage, groups, ds_config)
         self._gradients = PartialGradients(stage, groups, self._optimizer, self._tied)
@@ -60,7 +60,7 @@ class ReplicaEngine:
 
     @property
     def weights(self) -> MasterWeights:
-        """This rank's master weights; live."""
+        """This rank's master weights, not a copy."""
         shared = self.groups.tp.size() > 1
         copied = [parameter for row, parameter in self.stage.named_rows() if shared and row.tp_dim is None]
         if self._tied is not None:
@@ -82,11 +82,10 @@ class ReplicaEngine:
             self._gradients.complete()
             self._deepspeed.allreduce_gradients()
             self._deepspeed.step()
-        # Where the gradient's norm was not finite, neither weights nor moments changed.
-        skipped = int(self._optimizer.overflow)
         self.record("train/grad_norm", self._deepspeed.get_global_grad_norm(), LAST)  # before clipping
         self.record("train/loss_scale", float(getattr(self._optimizer, "loss_scale", 1.0)), LAST)
-        self.record("train/skipped_steps", skipped, Reduction(total, largest))
+        # `overflow`: the gradient's norm was not finite, and neither weights nor moments changed.
+        self.record("train/skipped_steps", int(self._optimizer.overflow), Reduction(total, largest))
         return losses
 
     def _schedule_weight_decay(self) -> None:
@@ -105,7 +104,7 @@ class ReplicaEngine:
     # State
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the master weights and the inner optimizer's tensors by name, live; see `state.tensors_of`."""
+        """Return master weights and the inner optimizer's tensors by name, not copied; see `state.tensors_of`."""
         return state.tensors_of(self._deepspeed, self.weights)
 
     def numbers(self) -> dict[str, Any]:
@@ -113,14 +112,14 @@ class ReplicaEngine:
         return state.numbers_of(self._deepspeed)
 
     def restore(self, tensors: Iterable[tuple[str, Tensor]], numbers: Mapping[str, Any]) -> None:
-        """Continue from what `tensors` and `numbers` returned, with the hyperparameters of this run's config.
+        """Restore what `tensors` and `numbers` returned, with the hyperparameters of this run's config.
 
-        All ranks of a replica call it: the working weights are gathered over the data-parallel ones.
+        A collective: gathers the working weights over the data-parallel ranks.
         """
         state.restore(self._deepspeed, self.weights, tensors, numbers)
 
     def skip(self, steps: int) -> None:
-        """Set counters and learning rate as if `steps` further local steps were done; weights do not change."""
+        """Set counters and learning rate as if `steps` more local steps were done; weights do not change."""
         state.advance(self._deepspeed, steps)
 
     def parameter_layout(self) -> list[FlatPart]:

@@ -1,6 +1,6 @@
-"""Schedules of the learning rate and of the weight decay: functions of the local steps done.
+"""Defines schedules of learning rate and weight decay, as functions of the local steps done.
 
-This file imports neither torch nor DeepSpeed before a schedule is built, because `config` checks files with it.
+`config` uses this file, so it imports torch and DeepSpeed only where a schedule is built.
 """
 
 import math
@@ -35,10 +35,10 @@ class WSD:
     """
 
     total_num_steps: int
-    decay_num_steps: int  # the last of them, at least 1
-    warmup_num_steps: int = 0  # the first of them
+    decay_num_steps: int  # at the end, at least 1
+    warmup_num_steps: int = 0  # at the beginning
     decay_type: DecayType = "linear"
-    min_ratio: float = 0.0  # of the rate after `total_num_steps` to the peak
+    min_ratio: float = 0.0  # ratio of the rate after `total_num_steps` to the peak
 
     def __post_init__(self) -> None:
         if self.stable_num_steps < 0:
@@ -49,7 +49,7 @@ class WSD:
 
     @property
     def stable_num_steps(self) -> int:
-        """Local steps at the peak."""
+        """Number of local steps at the peak."""
         return self.total_num_steps - self.warmup_num_steps - self.decay_num_steps
 
     def ratio(self, done: int) -> float:
@@ -74,7 +74,7 @@ class InverseSquareRoot:
     """
 
     warmup_num_steps: int
-    min_ratio: float = 0.0  # of the lowest rate to the peak
+    min_ratio: float = 0.0  # ratio of the lowest rate to the peak
 
     def ratio(self, done: int) -> float:
         """Return the ratio of the learning rate to its peak in the local step that follows `done` others."""
@@ -88,7 +88,7 @@ class InverseSquareRoot:
         )
 
 
-# By scheduler.type; the fields are its params.
+# By `scheduler.type`; the fields of a class are the `params`.
 SCHEDULES: dict[str, type[WSD] | type[InverseSquareRoot]] = {
     "WSD": WSD,
     "InverseSquareRoot": InverseSquareRoot,
@@ -97,12 +97,12 @@ SCHEDULES: dict[str, type[WSD] | type[InverseSquareRoot]] = {
 
 @dataclass(frozen=True)
 class WeightDecay:
-    """A weight decay that goes from one value to another and stays there; the fields have Megatron's names."""
+    """A weight decay that changes from one value to another, then stays; the fields have Megatron's names."""
 
     start_weight_decay: float
     end_weight_decay: float
     weight_decay_incr_style: DecayStyle
-    weight_decay_incr_steps: int  # local steps, at least 1; in Megatron always those of the run
+    weight_decay_incr_steps: int  # local steps, at least 1; in Megatron always the whole run
 
     @classmethod
     def of(cls, params: Mapping[str, Any]) -> "WeightDecay | None":
@@ -118,10 +118,10 @@ class WeightDecay:
 
 
 class RatioLR:
-    """Scales the learning rate of every parameter group, so that the ratios between groups stay.
+    """Scales the learning rates of all parameter groups by the ratio that a schedule gives.
 
-    Has the methods and the attribute of DeepSpeed's schedules that its engine and `engine.state` use.
-    Its state is the number of local steps alone: a resumed run follows its own file.
+    Has the methods and the attribute of DeepSpeed's schedules that its engine and `engine.state` use. The only
+    state is the number of local steps, so that a resumed run follows its own config.
 
     Attributes:
         last_batch_iteration: local steps done, less 1.
@@ -148,7 +148,7 @@ class RatioLR:
 
 
 def build_schedule(block: Mapping[str, Any], optimizer: "Optimizer") -> Any:
-    """Return the schedule, ours or DeepSpeed's, that the block `scheduler` of a file names."""
+    """Return the schedule for the block `scheduler` of a config: one of `SCHEDULES`, or DeepSpeed's."""
     kind, params = block["type"], block.get("params", {})
     if kind in SCHEDULES:
         return RatioLR(optimizer, SCHEDULES[kind](**params))

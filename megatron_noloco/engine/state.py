@@ -1,10 +1,9 @@
-"""The state of a DeepSpeed engine: its master weights, and everything else that training changes.
+"""Reads and restores the state of a DeepSpeed engine: its master weights, and all else that training changes.
 
-DeepSpeed's own savers begin and end with a barrier over the whole world, that is over all replicas. They write
-pickles, which only fit ranks with the same stages, tensor-parallel and data-parallel sizes. Here one rank takes
-its state and puts it back without files and, until the working weights are refreshed, without other ranks: flat
-vectors laid out as `FlatPart` says, and a few numbers that are the same on all ranks of a replica. The working
-weights are not saved: they are the rounded master weights.
+DeepSpeed's own savers begin and end with a barrier over all replicas, and write pickles that fit only ranks with
+the same pipeline, tensor-parallel and data-parallel sizes. The state here is that of one rank: flat vectors in the
+layout of `FlatPart`, and a few numbers that are the same on all ranks of a replica. Only `restore` communicates,
+to refresh the working weights, which are the rounded master weights and not part of the state.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -17,19 +16,19 @@ from torch import Tensor, nn
 
 from megatron_noloco.outer.weights import Weights
 
-_FAST, _INNER = PREFIXES = ("fast_weights.", "inner.")  # of the names of all tensors here
+_FAST, _INNER = PREFIXES = ("fast_weights.", "inner.")  # of all tensors' names
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
-_LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # the rest is configured
+_LOSS_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")  # all else is configured
 
 
 class MasterWeights(Weights):
-    """The fp32 weights that this rank owns, for the outer optimizer: 1/dp of those of its stage and tp rank.
+    """The outer optimizer's port to the fp32 weights that this rank owns: 1/dp of those of its stage and tp rank.
 
     Args:
-        optimizer: DeepSpeed's of ZeRO stages 1 and 2 (`single_partition_of_fp32_groups`), or its BF16_Optimizer
-            (`fp32_groups_flat_partition`).
-        dp_rank: of this rank.
-        copied: parameters that other stages or tensor-parallel ranks of the replica hold as well.
+        optimizer: DeepSpeed's optimizer of ZeRO stages 1 and 2 (`single_partition_of_fp32_groups`), or its
+            BF16_Optimizer (`fp32_groups_flat_partition`).
+        dp_rank: data-parallel rank of this rank.
+        copied: parameters that other stages or tensor-parallel ranks of the replica have as well.
     """
 
     def __init__(self, optimizer: Any, dp_rank: int = 0, copied: Collection[nn.Parameter] = ()) -> None:
@@ -40,7 +39,7 @@ class MasterWeights(Weights):
     def copied(self) -> list[tuple[int, int]]:
         ranges, before = [], 0
         for parameters, part in zip(bit16_groups(self._optimizer), self.parts(), strict=True):
-            place = before - self._dp_rank * len(part)  # of the group's first parameter in our vector
+            place = before - self._dp_rank * len(part)  # of the group's first parameter in this rank's vector
             for parameter in parameters:
                 start, place = place, place + parameter.numel()
                 first, last = max(start, before), min(place, before + len(part))
@@ -60,16 +59,16 @@ class MasterWeights(Weights):
 
 
 def bit16_groups(optimizer: Any) -> list[list[nn.Parameter]]:
-    """Return the parameters of each group, in the order in which the flat partitions hold them."""
+    """Return the parameters of each group, in their order in the flat partitions."""
     groups: list[list[nn.Parameter]] = getattr(optimizer, "bf16_groups", None) or optimizer.bit16_groups
     return groups
 
 
 def tensors_of(engine: DeepSpeedEngine, weights: MasterWeights) -> dict[str, Tensor]:
-    """Return live tensors by name, for each group G of the inner optimizer.
+    """Return tensors by name, not copied, for each group G of the inner optimizer.
 
-    "fast_weights.G" are the master weights, and "inner.NAME.G" is each thing the inner optimizer keeps: either one
-    number for each weight, shape [FlatPart.length], or one for all of them, shape [], such as a count of steps.
+    "fast_weights.G" are the master weights, "inner.NAME.G" a state of the inner optimizer: one number for each
+    weight, shape [FlatPart.length], or one for the group, shape [], such as a count of steps.
     """
     inner = engine.optimizer.optimizer
     tensors = {}
@@ -98,10 +97,10 @@ def restore(
     tensors: Iterable[tuple[str, Tensor]],
     numbers: Mapping[str, Any],
 ) -> None:
-    """Put back what `tensors_of` and `numbers_of` returned, and refresh the working weights over the dp ranks.
+    """Restore what `tensors_of` and `numbers_of` returned, and refresh the working weights over the dp ranks.
 
-    Hyperparameters such as the learning rate come from this run's config. The inner optimizer keeps the
-    tensors that it is given.
+    Hyperparameters such as the learning rate come from this run's config. The inner optimizer keeps the given
+    tensors without a copy.
     """
     state: dict[int, dict[str, Any]] = {}
     parts = weights.parts()
@@ -109,7 +108,7 @@ def restore(
         name, _, index = full_name.rpartition(".")
         if full_name.startswith(_FAST):
             parts[int(index)].copy_(tensor)
-        else:  # counts that are no floating tensors are Python's integers in DeepSpeed's kernels
+        else:  # DeepSpeed's kernels need integer counts as Python's integers
             value = tensor if tensor.is_floating_point() else tensor.item()
             state.setdefault(int(index), {})[name.removeprefix(_INNER)] = value
     weights.refresh()
@@ -122,17 +121,17 @@ def restore(
         step = numbers["schedule_step"]
         if step is None:
             step = engine.global_steps - engine.skipped_steps - 1
-        engine.lr_scheduler.step(step)  # the rate of that step, by this schedule
+        engine.lr_scheduler.step(step)  # sets that step's rate by this run's schedule
 
 
 def advance(engine: DeepSpeedEngine, steps: int) -> None:
-    """Set counters and learning rate to those of `steps` local steps later."""
+    """Set counters and learning rate as if `steps` more local steps were done."""
     engine.global_steps += steps
     if engine.lr_scheduler is not None:
         engine.lr_scheduler.step(engine.lr_scheduler.last_batch_iteration + steps)
 
 
 def _scaler(engine: DeepSpeedEngine) -> dict[str, Any]:
-    """Return the attributes of the loss scaler, live; empty where the scale never changes."""
+    """Return the attribute dictionary of the loss scaler, not a copy; {} where the scale never changes."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     return vars(scaler) if getattr(scaler, "dynamic", False) else {}

@@ -1,13 +1,13 @@
-"""Megatron-core's pipeline schedules, unchanged, with routes between the replicas.
+"""Routes microbatches between the replicas under Megatron-core's pipeline schedules, which run unchanged.
 
 Core's schedules ask a `P2PCommunicator` to send to "next" and receive from "previous"; ours decides which
 ranks these are. It cannot deadlock: all replicas of a stage run the same schedule, so each performs the same
-sequence of operations, and at every boundary and microbatch the routes are a permutation. Relabelling, for
-one microbatch, the replicas of every stage along its route therefore turns the routed run into replicas that
-each run alone: wherever an unrouted pipeline has a send, the routed one has the same send at the same point
-of the sender's program, matched by a receive at the same point of the receiver's. Between two ranks, messages
-of one direction match in the order of posting; activations and gradients travel in two groups, so that with
-two stages, where next and previous are the same stage, the directions cannot be taken for each other.
+sequence of operations, and at every boundary and microbatch the routes are a permutation. So, if
+the replicas of every stage are relabelled along the route of one microbatch, the routed run is that of replicas
+without routes: each send of an unrouted pipeline is at the same point of the sender's program, and its receive at
+the same point of the receiver's. Between two ranks, messages of one direction match in the order of posting;
+activations and gradients travel in two groups, so that with two stages, where next and previous are the same
+stage, the directions cannot be mistaken for each other.
 """
 
 import time
@@ -28,7 +28,7 @@ from megatron_noloco.plans.topology import Position
 
 
 class Hop(NamedTuple):
-    """One message of the pipeline: the rank at its other end, and the microbatch."""
+    """A message of the pipeline: the rank at its other end, and its microbatch."""
 
     rank: int
     microbatch: int
@@ -38,9 +38,8 @@ class RoutedCommunicator(P2PCommunicator):
     """Chooses for each microbatch with which replica's neighbouring stage this stage exchanges tensors.
 
     Activations and their gradients have shape [seq_length (/ tp with sequence parallelism), micro_batch_size,
-    hidden_size] and the pipeline's dtype. `_communicate` is the only method of Megatron-core's communicator
-    (0.16.1) that is overridden; the pipeline group remains the replica's own, so that the schedules' warm-up
-    counts do not change.
+    hidden_size] and the pipeline's dtype. Overrides only `_communicate` of Megatron-core's communicator (0.16.1);
+    the pipeline group stays that of the replica, so that the schedules' warm-up counts do not change.
 
     Attributes:
         wait_seconds: seconds spent waiting for activations and gradients since `begin`.
@@ -56,10 +55,10 @@ class RoutedCommunicator(P2PCommunicator):
         )
         self.wait_seconds = 0.0
         self.bytes_to_others = 0
-        self._awaited: list[str] = []  # the messages under way, in words
+        self._awaited: list[str] = []  # descriptions of the messages under way
 
     def begin(self, routes: Routes, microbatches: int) -> None:
-        """Prepare the hops, in order, of the next pass of the schedule over `microbatches`."""
+        """Prepare the hops of the next pass of the schedule over `microbatches`."""
         self.wait_seconds, self.bytes_to_others = 0.0, 0
         me, stages = self.groups.position, self.groups.topology.pp
         last_boundary = stages * self.vpp - 1
@@ -96,9 +95,9 @@ class RoutedCommunicator(P2PCommunicator):
         tensor_shape: Any,
         wait_on_reqs: bool = True,
     ) -> tuple[Tensor | None, Tensor | None, None]:
-        """Carry out one combined send/receive of the schedule; all operations are posted before any is awaited.
+        """Carry out one combined send and receive of the schedule; post all operations before waiting for any.
 
-        `send_forward_recv_backward` concerns two microbatches, hence two different replicas.
+        The two messages of `send_forward_recv_backward` have different microbatches, hence different replicas.
         """
         assert wait_on_reqs, "overlapped p2p is off: core frees outputs that would still be under way"
         received_prev = self._empty(tensor_shape) if recv_prev else None
@@ -131,18 +130,18 @@ class RoutedCommunicator(P2PCommunicator):
         what = "activations" if group is self.groups.forward_hops else "gradients"
         if outgoing is not None:
             receiver, microbatch = next(receivers)
-            self._awaited.append(f"{self._named(receiver)} to take the {what} of microbatch {microbatch}")
+            self._awaited.append(f"{self._described(receiver)} to take the {what} of microbatch {microbatch}")
             if self.groups.topology.position(receiver).replica != self.groups.position.replica:
                 self.bytes_to_others += outgoing.nbytes
             # detach: gloo must not see a tensor that autograd may free or version-check
             operations.append(dist.P2POp(dist.isend, outgoing.detach().contiguous(), receiver, group))
         if incoming is not None:
             sender, microbatch = next(senders)
-            self._awaited.append(f"the {what} of microbatch {microbatch} from {self._named(sender)}")
+            self._awaited.append(f"the {what} of microbatch {microbatch} from {self._described(sender)}")
             operations.append(dist.P2POp(dist.irecv, incoming, sender, group))
         return dist.batch_isend_irecv(operations) if operations else []
 
-    def _named(self, rank: int) -> str:
+    def _described(self, rank: int) -> str:
         at = self.groups.topology.position(rank)
         return f"rank {rank} (replica {at.replica}, stage {at.stage})"
 

@@ -1,11 +1,10 @@
-"""What Megatron-core 0.16.1 needs to run on a CPU. A no-op where CUDA is available.
+"""Makes Megatron-core 0.16.1 run on a CPU; does nothing where CUDA is available.
 
 Core writes `device="cuda"` or `torch.cuda.current_device()` into a handful of functions that offer no
-argument for the device. On a CPU the name `torch` inside those modules is rebound to a proxy that answers
-"cpu" to both and passes everything else through. `tests/unit/test_contracts.py` fails when an upgrade moves
-any of these names.
+argument for the device. On a CPU the name `torch` inside those modules is rebound to a proxy that uses "cpu" for
+both and forwards everything else. `tests/unit/test_contracts.py` fails when an upgrade moves any of these names.
 
-Other packages are changed in three more places: `pipeline.groups` sets core's global groups, `engine.build`
+Three more places of the package change other packages: `pipeline.groups` sets core's global groups, `engine.build`
 tells DeepSpeed that it has no shared-memory all-reduce (beside a GPU: no NVML), and `engine.gradients`
 replaces methods of its ZeRO optimizer.
 """
@@ -24,12 +23,12 @@ _MODULES_THAT_NAME_CUDA = (
     mappings,  # gather and reduce-scatter buffers of tensor and sequence parallelism
     layers,  # gradient buffer of sequence parallelism
     rotary_pos_embedding,  # moves its frequencies to the current CUDA device
-    yarn_rotary_pos_embedding,  # does, too
+    yarn_rotary_pos_embedding,  # the same
 )
 
 
 class _HostCuda:
-    """Stands for `torch.cuda`; the current device is the host."""
+    """Proxy of `torch.cuda` whose current device is the CPU."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
@@ -39,7 +38,7 @@ class _HostCuda:
 
 
 class _HostTorch:
-    """Stands for `torch`; a tensor for "cuda" is made on the host."""
+    """Proxy of `torch` that makes tensors for "cuda" on the CPU."""
 
     cuda = _HostCuda()
 
@@ -51,7 +50,7 @@ class _HostTorch:
 
 
 class _HostMemoryBuffer(GlobalMemoryBuffer):
-    """Core's scratch buffers (sequence parallelism), in host memory."""
+    """Core's scratch buffers for sequence parallelism, in host memory."""
 
     def get_tensor(
         self, tensor_shape: Any, dtype: torch.dtype, name: str, mem_alloc_context: Any = None
@@ -72,7 +71,7 @@ def _keep_rng_state(*_: Any, **__: Any) -> None:
 
 
 def prepare() -> None:
-    """Make core usable on this machine's CPU; do nothing when CUDA is available. May be called twice."""
+    """Make core usable on a CPU; do nothing where CUDA is available. May be called twice."""
     if torch.cuda.is_available():
         return
     for module in _MODULES_THAT_NAME_CUDA:

@@ -1,7 +1,7 @@
-"""The process groups of one rank, each built by its members only.
+"""Builds the process groups of one rank.
 
-With `use_local_synchronization` the members of a group make it among themselves, so that start-up does not
-grow with the number of replicas.
+With `use_local_synchronization` only the members of a group make it, so that the time of the start does not grow
+with the number of replicas.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from megatron_noloco.plans.topology import Position, Topology
 
 ProcessGroup = dist.ProcessGroup
 
-PATIENCE = timedelta(minutes=30)  # with the other ranks of a group: they may be saving
+PATIENCE = timedelta(minutes=30)  # other ranks of a group may be saving for so long
 
 
 @dataclass(frozen=True)
@@ -28,12 +28,12 @@ class Groups:
 
     topology: Topology
     position: Position
-    tp: ProcessGroup  # tensor parallelism: same replica, stage and dp place
-    pp: ProcessGroup  # pipeline parallelism: same replica, dp and tp place
-    dp: ProcessGroup  # synchronous data parallelism: same replica, stage and tp place
-    mp: ProcessGroup  # model parallelism, all of one dp place: gradient norm and clipping
-    replica: ProcessGroup  # every rank of the replica: statistics
-    tied_embedding: ProcessGroup | None  # first and last stage, when they share one embedding
+    tp: ProcessGroup  # tensor parallelism: same replica, stage and dp rank
+    pp: ProcessGroup  # pipeline parallelism: same replica, dp rank and tp rank
+    dp: ProcessGroup  # synchronous data parallelism: same replica, stage and tp rank
+    mp: ProcessGroup  # model parallelism: same replica and dp rank; gradient norm and clipping
+    replica: ProcessGroup  # all ranks of the replica: statistics
+    tied_embedding: ProcessGroup | None  # first and last stage, where they share one embedding
     forward_hops: ProcessGroup  # activations: all stages of all replicas that routes can reach
     backward_hops: ProcessGroup  # their gradients, on connections of their own
     collection: ProcessGroupCollection  # the same groups under Megatron-core's names
@@ -52,10 +52,10 @@ def _group(ranks: list[int], timeout: timedelta) -> ProcessGroup:
 
 
 def _connect(groups: Sequence[ProcessGroup | None]) -> None:
-    """Let NCCL connect the ranks of each group, in the order in which all ranks made the groups.
+    """Make NCCL connect the ranks of each group, in the order in which all ranks made the groups.
 
-    NCCL would do so at the first collective, in the middle of a schedule whose kernels already wait for each
-    other, and for hops pair by pair.
+    Otherwise NCCL connects at the first collective, for hops pair by pair: in the middle of a schedule whose
+    kernels already wait for each other.
     """
     for group in groups:
         if group is not None and group.size() > 1:
@@ -66,16 +66,15 @@ def _connect(groups: Sequence[ProcessGroup | None]) -> None:
 def build_groups(
     topology: Topology, routed: bool, tied: bool = False, patience: timedelta = PATIENCE
 ) -> Groups:
-    """Make this rank's groups; every rank of the world must call it with the same arguments.
+    """Make this rank's groups; all ranks of the world must call this function with the same arguments.
 
-    Groups are made kind by kind in one fixed order, so that ranks waiting for each other cannot form a cycle;
-    and equally many on every rank, since torch names a group after its ranks and the number of groups before
-    it.
+    All ranks make the kinds of groups in one order, so that ranks waiting for each other cannot form a cycle; and
+    equally many groups, since torch names a group after its ranks and the number of groups made before.
 
     Args:
         routed: whether microbatches may leave their replica; if not, the hop groups stay inside it.
         tied: whether the first and the last stage share the embedding weights.
-        patience: how long a message inside a group may take.
+        patience: time-out of the groups' messages.
     """
     at = topology.position(dist.get_rank())
     grid = topology.grid
@@ -92,23 +91,22 @@ def build_groups(
         if at.stage in (0, topology.pp - 1):
             tied_embedding = group(own[[0, -1], at.dp, at.tp].tolist())
         else:
-            group([dist.get_rank()])  # unused, but torch counts it for the names
+            group([dist.get_rank()])  # unused, but keeps the number of groups equal
     reachable = grid[:, :, at.dp, at.tp] if routed else own[:, at.dp, at.tp]
     forward_hops, backward_hops = group(reachable.ravel().tolist()), group(reachable.ravel().tolist())
     if torch.cuda.is_available():
-        _connect([tp, dp, mp, tied_embedding, forward_hops, backward_hops])  # nothing goes over pp
+        _connect([tp, dp, mp, tied_embedding, forward_hops, backward_hops])  # nothing is sent over pp
 
     collection = ProcessGroupCollection()
     collection.tp, collection.pp, collection.mp = tp, pp, mp
     collection.dp = collection.dp_cp = dp
     collection.cp = alone
-    # Experts are split over the tensor-parallel ranks like everything else, and not distributed over others.
+    # Experts are split over the tensor-parallel ranks, like all other layers, and over no other ranks.
     collection.ep = alone
     collection.tp_cp = collection.expt_tp = collection.tp_ep = tp
     collection.expt_dp = dp
-    collection.tp_dp_cp = None  # for a load balancing that is not offered
-    # Core would all-reduce tied weights on CUDA inside the constructor; model.weights and engine do it
-    # instead.
+    collection.tp_dp_cp = None  # needed only by kinds of load balancing that are not supported
+    # Core would all-reduce tied weights on CUDA inside the constructor; model.weights and engine do this instead.
     collection.embd = collection.pos_embd = None
     groups = Groups(
         topology, at, tp, pp, dp, mp, replica, tied_embedding, forward_hops, backward_hops,
@@ -119,10 +117,10 @@ def build_groups(
 
 
 def _set_parallel_state(groups: Groups, alone: ProcessGroup) -> None:
-    """Set core's global groups, which a few of its modules read although they are given explicit ones.
+    """Set core's global groups, which a few of its modules read although they get explicit ones.
 
-    `initialize_model_parallel` has one data-parallel dimension: it cannot place the pipeline between replicas
-    and data parallelism. And every rank would build every other rank's groups.
+    `initialize_model_parallel` cannot: it has one data-parallel dimension, so it cannot place the pipeline between
+    replicas and data parallelism, and every rank would build the groups of all ranks.
     """
     state = parallel_state
     state._TENSOR_MODEL_PARALLEL_GROUP = groups.tp

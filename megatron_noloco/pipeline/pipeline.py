@@ -1,4 +1,4 @@
-"""Run one batch through this rank's stage by Megatron-core's schedules."""
+"""Runs one batch through this rank's stage by Megatron-core's schedules."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
@@ -25,17 +25,19 @@ ReadMicrobatch = Callable[[int, int], tuple[Tensor, Tensor, Tensor | None]]
 class MicrobatchLoss(NamedTuple):
     """The mean loss of one microbatch."""
 
-    origin: int  # the replica whose data it was
-    loss: Tensor  # scalar, nats per token that has a loss; 0 where none has
-    tokens: Tensor  # scalar, the number of tokens that have a loss
+    origin: int  # the replica whose data the microbatch is
+    loss: Tensor  # scalar, nats per token that has a loss; 0 if no token has one
+    tokens: Tensor  # scalar, number of tokens that have a loss
 
 
 class Stage(Protocol):
-    """What the pipeline needs of a stage."""
+    """The attributes of a stage that the pipeline uses."""
 
     chunks: nn.ModuleList  # more than one when the schedule is interleaved
     config: TransformerConfig
-    separate_documents: bool  # whether every chunk needs to know the borders of documents
+    separate_documents: (
+        bool  # whether attention stays inside documents, so that every chunk reads their borders
+    )
 
 
 class Pipeline:
@@ -68,10 +70,10 @@ class Pipeline:
     ) -> list[MicrobatchLoss]:
         """Pass `microbatches` through the pipeline; gradients add up in the parameters' `.grad`.
 
-        The loss that is differentiated is the mean over the microbatches of each one's mean over its tokens.
-        Every chunk reads what it needs of the origin that the routes name: the first the tokens, the last the
-        labels, and all of them the borders of documents, if attention stays inside these. Returns the losses
-        on the last stage, an empty list elsewhere.
+        Differentiates the mean over the microbatches of the mean over each one's tokens. Every chunk reads what it
+        needs of the origin that the routes give: the first the tokens, the last the labels, and all of them the
+        borders of documents, if attention stays inside these. Returns the losses on the last stage, an empty
+        list elsewhere.
         """
         groups, device = self.groups, self.communicator.device
         at, stages = groups.position, groups.topology.pp
@@ -119,10 +121,10 @@ class Pipeline:
         return losses
 
     def _record(self, losses: list[MicrobatchLoss], microbatches: int) -> None:
-        """Record waits, bytes and losses of the pass; tensor-parallel ranks have equal losses."""
+        """Record waits, bytes and losses of the pass; tensor-parallel ranks have equal losses, so one records."""
         self.record("routing/wait_seconds", self.communicator.wait_seconds, MEAN)
         self.record("total/routed_bytes", self.communicator.bytes_to_others, TOTAL)
-        balance = take_balance()
+        balance = take_load_balancing_loss()
         if balance is not None:
             shares = self.stage.config.num_layers * microbatches * self.groups.topology.dp
             self.record("train/load_balancing_loss", balance / shares, Reduction(mean, total))
@@ -134,13 +136,12 @@ class Pipeline:
             self.record("routing/share", int(origin != at.replica), MEAN)
 
 
-def take_balance() -> Tensor | None:
-    """Take the load-balancing loss, without its coefficient, since the last call; None if nothing is balanced.
+def take_load_balancing_loss() -> Tensor | None:
+    """Return the load-balancing loss since the last call, without its coefficient; None without one.
 
-    Added up over this rank's layers and microbatches, each of which adds 1 where all experts have equal
-    shares (Fedus et al. 2021, arXiv 2101.03961, equation 4, over all choices of a token); only the part of
-    this rank's tokens where tensor-parallel ranks share them. Core's routers keep it for a log, for which
-    core would all-reduce it.
+    The sum over this rank's layers and microbatches, each of which adds 1 where all experts have equal shares
+    (Fedus et al. 2021, arXiv 2101.03961, equation 4, over all choices of a token). Where tensor-parallel ranks
+    share the tokens, this rank's part. Core's routers keep the loss for core's log, which would all-reduce it.
     """
     kept = [entry["values"].sum() for entry in get_moe_layer_wise_logging_tracker().values()]
     clear_aux_losses_tracker()

@@ -9,7 +9,7 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.config.optimizer_block import is_muon
 from megatron_noloco.config.parallel_block import layers_of_chunks
 from megatron_noloco.config.summary import bytes_of_rounds, bytes_of_state
-from megatron_noloco.engine.layout import Kind
+from megatron_noloco.engine.layout import GroupKey
 from megatron_noloco.model.architecture import Architecture, Precision
 from megatron_noloco.model.families import Parameter, table_of
 from megatron_noloco.plans.topology import Topology
@@ -88,20 +88,20 @@ def _parameters(
     layers = sum(chunks[stage])
     block = config.deepspeed["optimizer"]
     decoupled = block["params"].get("decoupled_lr") is not None
-    groups: Counter[Kind] = Counter()
+    groups: Counter[GroupKey] = Counter()
     copied = 0
     for row in _rows(architecture, topology, stage, layers):
         elements = math.prod(row.slice_shape(topology.tp))
-        groups[Kind.of(row, is_muon(block), decoupled)] += elements
+        groups[GroupKey.of(row, is_muon(block), decoupled)] += elements
         tied = architecture.tied_embeddings and topology.pp > 1 and row.is_embedding_or_output
         if tied or (topology.tp > 1 and row.tp_dim is None):
             copied += elements
-    owned = {kind: -(-n // (_ALIGNMENT * topology.dp)) * _ALIGNMENT for kind, n in groups.items()}
+    owned = {key: -(-n // (_ALIGNMENT * topology.dp)) * _ALIGNMENT for key, n in groups.items()}
     return RankParameters(
         layers=layers,
         parameters=groups.total(),
         owned=sum(owned.values()),
-        muon=sum(n for kind, n in owned.items() if kind.muon),
+        muon=sum(n for key, n in owned.items() if key.muon),
         copied=copied,
         predicts=stage == topology.pp - 1,
     )

@@ -366,7 +366,7 @@ def poisoned_run(
     def poisoned() -> None:
         complete()
         if step == 1 and rank == world_size - 1:
-            gradients.of(list(stage.parameters())[-1]).view(-1)[0] = poison
+            gradients.gradient_of(list(stage.parameters())[-1]).view(-1)[0] = poison
 
     gradients.complete = poisoned  # type: ignore[method-assign]
     routes = Routing(groups.topology.replicas, config.microbatches, 0, "off").straight()

@@ -65,7 +65,7 @@ from megatron_noloco.config.optimizer_block import OPTIMIZERS, SCHEDULES, MuonPa
 from megatron_noloco.model.families.hf_keys import LLAMA3_SCALING
 from megatron_noloco.model.layers import window
 from megatron_noloco.pipeline.communicator import RoutedCommunicator
-from megatron_noloco.pipeline.pipeline import take_balance
+from megatron_noloco.pipeline.pipeline import take_load_balancing_loss
 
 pytestmark = pytest.mark.contract
 
@@ -313,10 +313,10 @@ class TestMixture:
         assert "all_reduce" not in inspect.getsource(moe_utils.save_to_aux_losses_tracker)
         moe_utils.save_to_aux_losses_tracker("a_loss", torch.tensor(3.0), layer_number=2, num_layers=4)
         assert moe_utils.get_moe_layer_wise_logging_tracker()["a_loss"]["values"].tolist() == [0, 3, 0, 0]
-        assert take_balance() == 3
-        assert take_balance() == 0
+        assert take_load_balancing_loss() == 3
+        assert take_load_balancing_loss() == 0
         del moe_utils.get_moe_layer_wise_logging_tracker()["a_loss"]
-        assert take_balance() is None
+        assert take_load_balancing_loss() is None
 
 
 class TestEngine:

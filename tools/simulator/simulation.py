@@ -11,7 +11,7 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.data.datasets import Datasets, Needs, build_datasets
 from megatron_noloco.data.microbatches import Microbatch, ValidationSource, gather
 from megatron_noloco.data.tokenizer import build_tokenizer
-from megatron_noloco.engine.layout import Kind
+from megatron_noloco.engine.layout import GroupKey
 from megatron_noloco.engine.schedules import WeightDecay
 from megatron_noloco.model.families import Parameter, table_of
 from megatron_noloco.outer import Rounds, TorchWeights
@@ -87,7 +87,7 @@ class Simulation:
         """Sort by parameter group as the trainer's vectors are, which fragments cut."""
         block = self.config.deepspeed["optimizer"]
         muon, decoupled = block["type"] == "Muon", "decoupled_lr" in block["params"]
-        return sorted(rows, key=lambda row: Kind.of(row, muon, decoupled), reverse=True)
+        return sorted(rows, key=lambda row: GroupKey.of(row, muon, decoupled), reverse=True)
 
     def _inner(self) -> StackedOptimizer:
         block = self.config.deepspeed["optimizer"]
