@@ -19,8 +19,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from megatron_noloco.data.sources import DocumentBorders
-from megatron_noloco.plans.draws import Stream
-from megatron_noloco.plans.shuffle import Shuffle
+from megatron_noloco.plans.draws import Shuffle, Stream
 
 IGNORED = -100  # label without a loss, as in torch and transformers
 

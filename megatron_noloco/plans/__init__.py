@@ -1,1 +1,1 @@
-"""Plans: everything ranks must agree on, as pure functions of (seed, counter). No torch, no messages."""
+"""What ranks must agree on, as pure functions of (seed, counter): no torch, no messages."""

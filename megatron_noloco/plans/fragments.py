@@ -6,7 +6,7 @@ in k local steps, and the last one has it where the round of all weights would b
 
 
 def next_after(done: int, local_steps: int, fragments: int) -> tuple[int, int]:
-    """Round and fragment that are due next, after more than `done` local steps.
+    """Return the round and fragment that are due next, after more than `done` local steps.
 
     `fragments` must be from 1 to `local_steps`, so that no two are due at the same step.
     """
@@ -15,19 +15,19 @@ def next_after(done: int, local_steps: int, fragments: int) -> tuple[int, int]:
 
 
 def due_after(round_index: int, fragment: int, local_steps: int, fragments: int) -> int:
-    """The local steps after which the round of a fragment is due."""
+    """Return the number of local steps after which a round of a fragment is due."""
     return round_index * local_steps + (fragment + 1) * local_steps // fragments
 
 
 def fragment_after(done: int, local_steps: int, fragments: int) -> tuple[int, int] | None:
-    """Round and fragment that are due after `done` local steps; None after most."""
+    """Return the round and fragment that are due after `done` local steps; None after most steps."""
     round_index, fragment = next_after(done - 1, local_steps, fragments)
     due = due_after(round_index, fragment, local_steps, fragments)
     return (round_index, fragment) if due == done else None
 
 
 def most_under_way(local_steps: int, fragments: int, delay_steps: int) -> int:
-    """Rounds at most that have begun and are not merged, when each is merged `delay_steps` later."""
+    """Return how many rounds can be under way at a time, when each is merged `delay_steps` after it began."""
     begun = [
         due_after(round_index, fragment, local_steps, fragments)
         for round_index in range(2)

@@ -1,4 +1,4 @@
-"""Grouping: with whom a replica averages in a round, computed by every rank alone."""
+"""Which replicas average together in a round. Every rank computes it alone, from the seed and the round."""
 
 from dataclasses import dataclass
 from math import prod
@@ -16,23 +16,23 @@ class Grouping:
     """Groups of replicas, another division of all replicas in each round.
 
     "random": a random permutation of the replicas is cut into groups of `group_size`; when that does not divide
-    `replicas`, the rest is one smaller group, and a group of one is a bye. `group_size == replicas` is DiLoCo:
-    everybody in one group, every round.
+    `replicas`, the rest is one smaller group, and a group of one skips the round. `group_size == replicas` is
+    DiLoCo: all replicas are one group, in every round.
 
-    "cycle": the replicas get random labels, and the prime factors of their number are taken in turn, one a round:
-    the groups of a round differ in one digit of the label (for R = 2^T: pairs i and i XOR 2^t). Plain averages
-    along the cycle would make all replicas equal after its T rounds, the least that groups of this size allow (a
-    hypercube, or hyper-hypercube; see Takezawa et al., arXiv 2305.11420). Then the labels are drawn afresh. Every
-    prime factor of `replicas` must be at most `group_size`.
+    "cycle": the replicas get random labels, whose digits have the prime factors of R as bases. Each round takes
+    the next digit: the members of a group differ in this digit only (for R = 2^T: pairs i and i XOR 2^t). Plain
+    averages along the cycle would make all replicas equal after its T rounds, the fewest that groups of this size
+    allow (a hypercube, or hyper-hypercube; see Takezawa et al., arXiv 2305.11420). Then labels are drawn again.
+    Every prime factor of `replicas` must be at most `group_size`.
 
-    With `per_stage` every stage draws for itself, so the stages of a replica gossip with different replicas.
+    With `per_stage` every stage draws for itself, so the stages of a replica exchange with different replicas.
 
     The fragments of the weights (`plans.fragments`) have groups of their own. "random": each draws for itself.
-    "cycle": all have the same labels, and fragment f begins f digits later. So the fragments of one round differ
-    in the digit, and with T fragments a replica meets in one round all whom it would else meet in T rounds. For
-    each fragment a cycle still has every digit once, and then the labels are drawn afresh. So its spread shrinks
-    by `stability.cycle_spread_factor` of the group sizes in the order that begins f digits later, which for pairs
-    is the same for all fragments.
+    "cycle": all have the same labels, and fragment f begins f digits later. So the fragments of one round take
+    different digits, and with T fragments a replica exchanges in one round with all partners of a whole cycle.
+    Each fragment still takes every digit once before labels are drawn again. So its spread shrinks by
+    `stability.cycle_spread_factor` of the group sizes in the order that begins f digits later, which for pairs is
+    the same for all fragments.
     """
 
     replicas: int
@@ -56,14 +56,14 @@ class Grouping:
             )
 
     def groups(self, round_index: int, stage: int = 0, fragment: int = 0) -> list[Group]:
-        """The groups of a round of a fragment, each in ascending order of replica."""
+        """Return the groups of a round of a fragment, each in ascending order of replica."""
         factors = prime_factors(self.replicas) if self.pairing == "cycle" else ()
         draw = round_index // len(factors) if factors else round_index
         counters = [draw, *([stage] if self.per_stage else [])]
-        if fragment and not factors:  # fragment 0 draws what weights in one piece do
+        if fragment and not factors:  # fragment 0 has the groups of a run without fragments
             counters.append(fragment)
         labels = draw_permutation(self.replicas, self.seed, Stream.GROUPING, *counters)
-        if factors:  # by the digit that differs, least significant first
+        if factors:  # the least significant digit first
             place = (round_index + fragment) % len(factors)
             digits = labels.reshape(-1, factors[place], prod(factors[:place]))
             return [
@@ -76,15 +76,15 @@ class Grouping:
         ]
 
     def group(self, replica: int, round_index: int, stage: int = 0, fragment: int = 0) -> Group:
-        """The group that contains `replica`, in ascending order, `replica` included."""
+        """Return the group of `replica`, which includes it, in ascending order."""
         return next(group for group in self.groups(round_index, stage, fragment) if replica in group)
 
 
 def averaging_cycle(replica: int, replicas: int, seed: int) -> list[Group]:
-    """The groups of one replica in which plain averages, one after the other, give every replica the mean of all.
+    """Return one replica's groups in which consecutive plain averages give every replica the mean of all.
 
-    One for each prime factor of `replicas`, of that size: log2 R pairs where R is a power of 2. The smallest come
-    last: where at most one factor is odd, all means of the last groups are then equal bit for bit.
+    There is one group for each prime factor of `replicas`, of that size: log2 R pairs where R is a power of 2. The
+    smallest come last: where at most one factor is odd, the last means are then equal bit for bit.
     """
     factors = prime_factors(replicas)
     cycle = Grouping(replicas, max(factors, default=1), seed, pairing="cycle")
@@ -92,7 +92,7 @@ def averaging_cycle(replica: int, replicas: int, seed: int) -> list[Group]:
 
 
 def prime_factors(number: int) -> tuple[int, ...]:
-    """In ascending order, with multiplicity; empty for 1."""
+    """Return the prime factors of a number in ascending order, with multiplicity; empty for 1."""
     factors, rest, factor = [], number, 2
     while rest > 1:
         while rest % factor == 0:

@@ -1,8 +1,8 @@
-"""Random routing: which replica's next stage a microbatch visits, computed by every rank alone.
+"""Random routing: which replica's next stage a microbatch visits. Every rank computes it alone.
 
 At the boundary between stages s and s+1 a permutation of the replicas sends the activations of replica i's
-microbatch to replica pi(i); the gradient comes back over the same hop. Permutations, not independent choices,
-so that every replica's stage receives exactly one microbatch and the load stays balanced.
+microbatch to replica pi(i); the gradient returns over the same hop. With a permutation, unlike independent
+choices, every replica's stage receives exactly one microbatch, so the load stays balanced.
 """
 
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ RoutingInterval = Literal["round", "step", "microbatch", "off"]
 class Routes:
     """The routes of one step.
 
-    Boundary b lies between stages b and b+1 (with virtual stages: between model chunks b and b+1 of the model,
-    the wrap from the last stage back to the first included). Every rank that hands over at a boundary uses the
-    boundary's one permutation, so a send and its receive name each other.
+    Boundary b lies between stages b and b+1 (with virtual stages: between chunks b and b+1 of the model,
+    including the wrap from the last stage back to the first). All ranks at a boundary use its one permutation, so
+    a send and its receive name each other.
     """
 
     replicas: int
@@ -28,15 +28,15 @@ class Routes:
     counters: tuple[int, ...] | None  # by microbatch; None is the straight route
 
     def next_replica(self, boundary: int, replica: int, microbatch: int) -> int:
-        """The replica whose stage after `boundary` receives what `replica` computed before it."""
+        """Return the replica whose stage after `boundary` receives what `replica` computed before it."""
         return self._permutation(boundary, microbatch)[0][replica]
 
     def previous_replica(self, boundary: int, replica: int, microbatch: int) -> int:
-        """The replica whose stage before `boundary` computed what `replica` receives after it."""
+        """Return the replica whose stage before `boundary` computed what `replica` receives after it."""
         return self._permutation(boundary, microbatch)[1][replica]
 
     def origin(self, stage: int, replica: int, microbatch: int) -> int:
-        """The replica whose data is in this microbatch when it is at `stage` of `replica`."""
+        """Return the replica whose data is in the microbatch at `stage` of `replica`."""
         for boundary in reversed(range(stage)):
             replica = self.previous_replica(boundary, replica, microbatch)
         return replica
@@ -52,14 +52,14 @@ class Routes:
 def _permutation(
     replicas: int, seed: int, counter: int, boundary: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """A uniform permutation of the replicas and its inverse."""
+    """Return a uniform permutation of the replicas and its inverse."""
     forward = draw_permutation(replicas, seed, Stream.ROUTING, counter, boundary)
     return tuple(forward.tolist()), tuple(forward.argsort().tolist())
 
 
 @dataclass(frozen=True)
 class Routing:
-    """How often routes are drawn anew: per round (the default), step or microbatch, or never ("off")."""
+    """Draws routes for each round (the default), step or microbatch, or never ("off")."""
 
     replicas: int
     microbatches: int
@@ -73,7 +73,7 @@ class Routing:
         return self.interval != "off" and self.replicas > 1 and self.pp > 1
 
     def routes(self, step: int, round_index: int) -> Routes:
-        """The routes of the microbatches of one step, which belongs to the local phase of `round_index`."""
+        """Return the routes of one step, which belongs to the local phase before round `round_index`."""
         if not self.active:
             return self.straight()
         match self.interval:
@@ -86,5 +86,5 @@ class Routing:
         return Routes(self.replicas, self.seed, counters)
 
     def straight(self) -> Routes:
-        """Routes that never leave their replica: evaluation, and routing "off"."""
+        """Return routes that never leave their replica: for evaluation, and for routing "off"."""
         return Routes(self.replicas, self.seed, None)

@@ -1,4 +1,4 @@
-"""Sample order: which sample a microbatch holds, as a pure function of how many were consumed before it."""
+"""Which samples a microbatch holds: a pure function of the seed and of how many were consumed before it."""
 
 import math
 from dataclasses import dataclass
@@ -6,8 +6,7 @@ from functools import cached_property
 
 import numpy as np
 
-from megatron_noloco.plans.draws import Stream
-from megatron_noloco.plans.shuffle import Shuffle
+from megatron_noloco.plans.draws import Shuffle, Stream
 
 _BLEND_RESOLUTION = 10_000
 
@@ -28,7 +27,7 @@ class SampleOrder:
             raise ValueError(f"a sample order needs at least one sample, not {self.samples}")
 
     def ids(self, first: int, count: int) -> np.ndarray:
-        """Sample ids at places first .. first+count-1 of the sequence, shape [count]."""
+        """Return the sample ids at places first .. first+count-1 of the sequence, shape [count]."""
         places = np.arange(first, first + count, dtype=np.int64)
         epochs, offsets = np.divmod(places, self.samples)
         ids = np.empty(count, dtype=np.int64)
@@ -43,9 +42,9 @@ class SampleOrder:
 class BlendedOrder:
     """An endless sequence of sample ids drawn from several parts in fixed proportions.
 
-    Whose turn it is repeats in a short cycle, in which each part has slots in proportion to its weight, spread
-    evenly. The samples of one part, taken alone, are in a `SampleOrder` of their own: a part that is small for its
-    weight begins its next epoch while the others are still in an earlier one. Ids count through the parts.
+    The parts take turns in a short cycle that repeats, in which each part has slots in proportion to its weight,
+    spread evenly. The samples of one part follow a `SampleOrder` of their own: a part that is small for its weight
+    begins its next epoch while others are still in an earlier one. Ids count through the parts.
     """
 
     sizes: tuple[int, ...]  # samples in each part
@@ -58,13 +57,13 @@ class BlendedOrder:
 
     @cached_property
     def slots(self) -> tuple[int, ...]:
-        """How many places of a cycle each part has: its weight to 1/10000, and at least one."""
+        """Places of each part in a cycle: its weight to 1/10000, and at least one."""
         slots = [max(1, round(weight * _BLEND_RESOLUTION)) for weight in self.weights]
         return tuple(slot // math.gcd(*slots) for slot in slots)
 
     @cached_property
     def _cycle(self) -> tuple[np.ndarray, np.ndarray]:
-        """Whose turn it is at each place of the cycle, and how many turns that part had before in the cycle."""
+        """The part at each place of the cycle, and how many places before it that part has."""
         shares = [slots / sum(self.slots) for slots in self.slots]
         taken = [0] * len(shares)
         turns, before = (np.empty(sum(self.slots), dtype=np.int64) for _ in range(2))
@@ -76,7 +75,7 @@ class BlendedOrder:
         return turns, before
 
     def ids(self, first: int, count: int) -> np.ndarray:
-        """Sample ids at places first .. first+count-1 of the sequence, shape [count]."""
+        """Return the sample ids at places first .. first+count-1 of the sequence, shape [count]."""
         turns, before = self._cycle
         cycles, places = np.divmod(np.arange(first, first + count, dtype=np.int64), len(turns))
         ids = np.empty(count, dtype=np.int64)
@@ -93,18 +92,18 @@ class BlendedOrder:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How the samples of a step are dealt to microbatches.
+    """Divides the samples of a step among replicas, data-parallel ranks and microbatches.
 
-    The samples of one step are consecutive in the order: replica by replica, in it data-parallel
-    rank by rank, in it microbatch by microbatch. dp = N with m microbatches reads what dp = 1 with N*m would.
+    The samples of one step are consecutive in the order: replica by replica, within it data-parallel rank by rank,
+    within it microbatch by microbatch. dp = N with m microbatches reads what dp = 1 with N*m would.
     """
 
     replicas: int
     dp: int
     microbatches: int  # per data-parallel rank and step
     micro_batch_size: int  # samples
-    start_step: int = 0  # steps before it were made with other batches (other replicas, say) ...
-    start_sample: int = 0  # ... and consumed so many samples
+    start_step: int = 0  # steps before it had other batches (of other replicas, say) ...
+    start_sample: int = 0  # ... and consumed this many samples
 
     @property
     def replica_batch(self) -> int:
@@ -117,10 +116,10 @@ class BatchPlan:
         return self.replicas * self.replica_batch
 
     def first(self, step: int, replica: int, dp: int, microbatch: int) -> int:
-        """The place in the sample order of the first sample of a microbatch."""
+        """Return the place in the sample order of the first sample of a microbatch."""
         within = ((replica * self.dp + dp) * self.microbatches + microbatch) * self.micro_batch_size
         return self.consumed(step) + within
 
     def consumed(self, step: int) -> int:
-        """Samples all replicas have consumed before `step`."""
+        """Return how many samples all replicas have consumed before `step`."""
         return self.start_sample + (step - self.start_step) * self.global_batch

@@ -1,4 +1,4 @@
-"""When replicas stay together: the exact factor by which gossip shrinks their spread."""
+"""When replicas stay together: rho, the exact factor by which rounds shrink their spread."""
 
 import math
 from collections.abc import Sequence
@@ -7,14 +7,14 @@ from itertools import product
 
 import numpy as np
 
-# rho of settings on the brink is computed as 1 minus a rounding error.
+# At the limit of stability rho is computed as 1 minus a rounding error.
 _STABLE_BELOW = 1 - 1e-9
 PULL_ERRORS = {"fp32": 0.0, "int16": 0.00045, "int8": 0.03, "int4": 0.41}  # of payloads, measured in pairs
 
 
 @dataclass(frozen=True)
 class Gossip:
-    """What decides whether replicas stay together.
+    """The settings that decide whether replicas stay together.
 
     Attributes:
         outer_momentum: alpha.
@@ -34,7 +34,7 @@ class Gossip:
 
     @property
     def rho(self) -> float:
-        """The factor of the spread squared per round; one group that begins alike has none without an error."""
+        """The factor of the spread squared per round; 0 where all are one group, and the payload has no error."""
         alpha, gamma, error = self.outer_momentum, self.consensus_weight, PULL_ERRORS[self.payload]
         if math.isinf(self.group_size):
             return spread_factor(alpha, gamma, math.inf, error) if error else 0.0
@@ -47,7 +47,7 @@ class Gossip:
     def problem(self) -> str:
         """Why the replicas would not stay together, and what would be right; empty where they do."""
         if self.group_size == 1:
-            return "replicas would never meet in groups of 1; group_size must be at least 2"
+            return "replicas in groups of 1 would never average; group_size must be at least 2"
         if self._stable:
             return ""
         n = "of all" if math.isinf(self.group_size) else self.group_size
@@ -65,7 +65,7 @@ class Gossip:
 
     @property
     def _remedy(self) -> str:
-        """The nearest stable setting to two digits: less momentum if that suffices, else another gamma."""
+        """Name the nearest stable setting, to two digits: less momentum if that suffices, else another gamma."""
         for hundredths in range(min(99, int(self.outer_momentum * 100)), -1, -1):
             if replace(self, outer_momentum=hundredths / 100)._stable:
                 return f"outer_momentum {hundredths / 100:.2f} is the largest (to 2 digits) that is stable"
@@ -80,7 +80,7 @@ class Gossip:
 def spread_factor(
     outer_momentum: float, consensus_weight: float, group_size: float, pull_error: float = 0.0
 ) -> float:
-    """rho: the factor of the spread SQUARED per round, for many randomly grouped replicas.
+    """Return rho, the factor of the spread SQUARED per round, for many randomly grouped replicas.
 
     With zero gradients and x_i = phi_i - mean(phi), the second moments (V, C, D) = E[x^2, x*delta, delta^2]
     follow one linear map per round, with a = (n-1)/n the share of a group's variance that its mean removes:
@@ -95,8 +95,8 @@ def spread_factor(
     Args:
         outer_momentum: alpha.
         consensus_weight: gamma.
-        group_size: n, at least 2 (a group of one never pulls replicas together: rho is then >= 1); infinite
-            where all replicas are one group.
+        group_size: n, at least 2 (with 1 nothing pulls replicas together: rho >= 1); infinite where all
+            replicas are one group.
         pull_error: epsilon, the root mean square of the pull's error over that of the pull.
     """
     alpha, gamma, a = outer_momentum, consensus_weight, 1 - 1 / group_size
@@ -109,24 +109,24 @@ def spread_factor(
 def cycle_spread_factor(
     outer_momentum: float, consensus_weight: float, sizes: Sequence[int], pull_error: float = 0.0
 ) -> float:
-    """rho for pairing in cycles: the factor of the spread SQUARED per round, exact for any number of replicas.
+    """Return rho for pairing in cycles: the factor of the spread SQUARED per round, for any number of replicas.
 
     Args:
         sizes: of the groups of the rounds of one cycle; their product is the number of replicas.
         pull_error: epsilon of `spread_factor`; the errors of a group's members have the sum 0 (`outer.payload`).
 
-    Write x = phi - mean(phi) over the labels in characters of the digits. The round of digit t removes the group
-    means of the characters in which digit t takes part, and lets the others be, so that a character's (x, delta)
-    goes through
+    Expand x = phi - mean(phi), a function of the labels, in characters of the digits. The round of digit t removes
+    the group means of the characters in which digit t takes part, and leaves the others, so that a character's
+    (x, delta) becomes
 
         delta' = alpha delta - gamma x + error    if digit t takes part, else    delta' = alpha delta
         x'     = x + delta'
 
     The errors have epsilon^2 gamma^2 times the second moment of the characters in which t takes part, and are
     spread evenly over these. A cycle is a linear map of the characters' moments (E[x^2], E[x delta], E[delta^2]).
-    Labels are drawn afresh before each cycle, which spreads the moments evenly over all characters. rho is the
-    spectral radius of the mean map over the characters, to the power of 1 / len(sizes). As many characters as the
-    product of (size - 1) over the digits that take part have the same moments.
+    Labels are drawn again before each cycle, which spreads the moments evenly over all characters. rho is the
+    spectral radius of the mean map over the characters, to the power of 1 / len(sizes). For each set of digits
+    that take part there are prod(size - 1) characters, with equal moments.
     """
     alpha, gamma = outer_momentum, consensus_weight
     patterns = np.array(list(product((False, True), repeat=len(sizes))))[1:]  # but that of the mean
@@ -145,7 +145,7 @@ def cycle_spread_factor(
 
 
 def rounds_to_halve(rho: float) -> float:
-    """Rounds until gossip alone has halved the spread (not its square); infinite when rho >= 1."""
+    """Return the rounds until gossip alone has halved the spread (not its square); infinite when rho >= 1."""
     if rho >= 1:
         return math.inf
     return math.log(0.25) / math.log(rho) if rho > 0 else 0.0

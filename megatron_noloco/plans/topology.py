@@ -1,4 +1,4 @@
-"""Who is where: ranks as points of a replicas x pp x dp x tp array. No process groups here."""
+"""The layout of ranks: points of a replicas x pp x dp x tp array. Makes no process groups."""
 
 from dataclasses import dataclass
 
@@ -19,11 +19,11 @@ class Position:
 class Place:
     """One rank as the outer optimizer sees it: which replica, among how many, and where its counterparts are.
 
-    All that `outer` knows of a topology. A replica of one rank is `Place(replica, replicas)`.
+    It is all that `outer` knows of a topology. A replica of one rank is `Place(replica, replicas)`.
 
     Attributes:
         replica: this rank's replica, from 0.
-        replicas: how many there are.
+        replicas: their number.
         stage: its pipeline stage; groups may be drawn for every stage on its own.
         rank: its rank in the transport; by default the first rank of the replica.
         ranks_per_replica: replicas are contiguous blocks of this many ranks.
@@ -48,7 +48,7 @@ class Place:
             )
 
     def rank_of(self, replica: int) -> int:
-        """The rank at the same place in another replica: the only kind of rank this one exchanges with."""
+        """Return the rank at the same place in another replica, the only kind that this rank exchanges with."""
         return replica * self.ranks_per_replica + self.rank % self.ranks_per_replica
 
 
@@ -61,14 +61,14 @@ class Topology:
     and counts its own ranks from 0.
 
     Attributes:
-        replicas: copies of the model that meet only in rounds.
+        replicas: copies of the model, each with weights of its own; in a federation 1.
         pp: pipeline stages of a replica.
         dp: synchronous data-parallel copies inside a replica.
         tp: tensor-parallel slices of a stage.
         vpp: model chunks per stage (Megatron's interleaved schedule); these need no further ranks.
         sequence_parallel: whether activations are split over the tensor-parallel ranks outside attention and MLP.
         slot: the number of the first replica; in a federation, of the only one of this job.
-        slots: of a federation; 0: all replicas are of this job.
+        slots: number of replicas of the federation; 0: this job has all replicas.
     """
 
     replicas: int = 1
@@ -94,7 +94,7 @@ class Topology:
 
     @property
     def numbers(self) -> range:
-        """Of the replicas of this job."""
+        """The numbers of the replicas of this job."""
         return range(self.slot, self.slot + self.replicas)
 
     @property
@@ -117,14 +117,14 @@ class Topology:
         return (position.replica - self.slot) * self.replica_size + within
 
     def position(self, rank: int) -> Position:
-        """Raises ValueError when `rank` is not one of this topology's."""
+        """Return the coordinates of a rank; raises ValueError when it is not in this topology."""
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank {rank} is outside a world of {self.world_size}")
         replica, stage, dp, tp = np.unravel_index(rank, self.grid.shape)
         return Position(self.slot + int(replica), int(stage), int(dp), int(tp))
 
     def place(self, rank: int) -> Place:
-        """What the outer optimizer of `rank` needs to know; raises ValueError as `position` does."""
+        """Return the place of a rank for its outer optimizer; raises ValueError as `position` does."""
         at = self.position(rank)
         number = self.slot * self.replica_size + rank  # in the federation
         return Place(at.replica, self.ensemble, at.stage, number, self.replica_size)

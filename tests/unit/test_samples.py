@@ -20,8 +20,7 @@ from megatron_noloco.data.samples import IGNORED, ShuffledDataset, TokenDataset
 from megatron_noloco.data.sources import Blend, DocumentBorders, IndexedSource
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.model.layers import document_mask
-from megatron_noloco.plans.draws import Stream
-from megatron_noloco.plans.shuffle import Shuffle
+from megatron_noloco.plans.draws import Shuffle, Stream
 from tests.harness import REPOSITORY
 
 SEQ = 8
