@@ -1,4 +1,4 @@
-"""What a folder of checkpoints holds: the manifest of every rank, and which steps are complete and intact."""
+"""The folder of checkpoints: its file names, the manifest of every rank, and which steps are complete."""
 
 import contextlib
 import hashlib
@@ -16,7 +16,7 @@ from megatron_noloco.plans.topology import Position, Topology
 
 FORMAT = 3
 WEIGHTS = "slow_weights"  # the vector that a model is made from
-OUTER_VECTORS = (WEIGHTS, "outer_momentum", "correction")  # one element for each weight of a rank
+OUTER_VECTORS = (WEIGHTS, "outer_momentum", "correction")  # of the outer optimizer, one element per weight
 _STEP = re.compile(r"step_(\d{8,})$")
 _READ_BYTES = 1 << 20
 
@@ -37,7 +37,7 @@ class FileRecord:
 
     @classmethod
     def of(cls, path: Path) -> "FileRecord":
-        """Read the file and describe it."""
+        """Return size and checksum of a file, which is read."""
         with path.open("rb", buffering=0) as file:
             digest = hashlib.file_digest(file, "sha256", _bufsize=_READ_BYTES)
         return cls(path.stat().st_size, digest.hexdigest())
@@ -99,13 +99,13 @@ class Manifest:
     counters: dict[str, float] = field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
-        """Commit the rank's files: without a manifest they are ignored."""
+        """Write the manifest, which commits the rank's files: files without one are ignored."""
         content = {"format": FORMAT, **asdict(self)}
         write_text(folder / manifest_name(self.position), json.dumps(content, indent=1))
 
     @classmethod
     def read(cls, path: Path) -> "Manifest":
-        """Read a manifest. Raises DamagedCheckpointError when the file is missing or is no manifest."""
+        """Read a manifest; raises DamagedCheckpointError when the file is missing or not a manifest."""
         try:
             content = path.read_bytes()
         except OSError as error:
@@ -144,10 +144,10 @@ def read_manifests(folder: Path) -> list[Manifest]:
     """
     if not folder.is_dir():
         raise DamagedCheckpointError(f"{folder}: no such folder")
-    some = min(folder.glob("replica_*/stage_*.json"), default=None)
-    if some is None:
+    first = min(folder.glob("replica_*/stage_*.json"), default=None)
+    if first is None:
         raise DamagedCheckpointError(f"{folder}: no manifest; it was never completed")
-    topology = Manifest.read(some).topology
+    topology = Manifest.read(first).topology
     manifests = [
         Manifest.read(replica_folder(folder, position.replica) / manifest_name(position))
         for position in map(topology.position, range(topology.world_size))
@@ -175,7 +175,7 @@ def steps(checkpoints: Path) -> list[Path]:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether all ranks of a step have written their manifests."""
+    """Return whether all ranks of a step have written their manifests."""
     try:
         read_manifests(folder)
     except DamagedCheckpointError:
@@ -184,23 +184,23 @@ def is_complete(folder: Path) -> bool:
 
 
 def publish(checkpoints: Path, folder: Path, world_size: int, keep_last: int) -> None:
-    """Let the rank that completes a step name it in `latest` and remove the steps beyond `keep_last`.
+    """Name a step in `latest` and remove the steps beyond `keep_last`, if this rank completes the step.
 
-    Every rank calls it after writing its manifest. Two ranks that finish together both do the work, with the same
-    effect.
+    Every rank calls it after writing its manifest. Of ranks that finish at the same time several may do the work,
+    with the same result.
     """
-    written = sum(1 for _ in folder.glob("replica_*/stage_*.json"))  # cheap: all ranks but the last stop here
+    written = sum(1 for _ in folder.glob("replica_*/stage_*.json"))  # a cheap test; most ranks return here
     if written < world_size or not is_complete(folder):
         return
-    complete = name_latest(checkpoints)
+    complete = write_latest(checkpoints)
     for old in steps(checkpoints):
         if len(complete) > keep_last and (step_of(old) or 0) < (step_of(complete[keep_last - 1]) or 0):
-            with contextlib.suppress(OSError):  # the other rank may be removing it, too
+            with contextlib.suppress(OSError):  # another rank may be removing it, too
                 shutil.rmtree(old)
 
 
-def name_latest(checkpoints: Path) -> list[Path]:
-    """Write the newest complete step to `latest`, or remove that file; return all complete steps, newest first."""
+def write_latest(checkpoints: Path) -> list[Path]:
+    """Write the newest complete step to `latest`, or remove the file; return all complete steps, newest first."""
     complete = [path for path in steps(checkpoints) if is_complete(path)]
     if complete:
         write_text(checkpoints / "latest", complete[0].name + "\n")
@@ -210,7 +210,7 @@ def name_latest(checkpoints: Path) -> list[Path]:
 
 
 def set_aside(folder: Path) -> Path:
-    """Rename a step that is not resumed from, so that its files never mix with those of the resumed run."""
+    """Rename a step folder that the resumed run will write again, so that old and new files never mix."""
     number = 0
     while True:
         aside = folder.with_name(f"{folder.name}.set_aside{f'_{number}' if number else ''}")

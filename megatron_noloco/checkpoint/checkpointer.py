@@ -1,4 +1,4 @@
-"""Save one rank's part of a run."""
+"""Save the state of one rank."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -25,22 +25,21 @@ from megatron_noloco.plans.samples import BatchPlan
 
 @dataclass(frozen=True)
 class SaveReport:
-    """The outcome of a save on this rank; `error` is None when the files are written, or still being written."""
+    """The outcome of a save on this rank; `error` is None while the files are being written, too."""
 
     step: int
-    pause_seconds: float  # during which training stood still
+    pause_seconds: float  # for which the save stopped the training
     error: str | None
 
 
 class Checkpointer:
     """Writes this rank's files; never waits for another rank.
 
-    A save that fails (disk full, folder gone) is reported and training continues: the last complete checkpoint
-    is still there.
+    Training continues after a failed save (disk full, folder gone): the last complete checkpoint is still there.
 
     Attributes:
-        saved_step: the step of the last save, or that the run started from.
-        last_save_failed: whether the last save that was waited for failed.
+        saved_step: the step of the last save; before it, the step at which the run started.
+        last_save_failed: whether the last finished save failed.
     """
 
     def __init__(
@@ -61,22 +60,23 @@ class Checkpointer:
         self.last_save_failed = False
 
     def save(self, step: int, counters: dict[str, float]) -> SaveReport:
-        """Write the state after `step` local steps; with `async_save`, a copy of it, in the background."""
+        """Write the state after `step` local steps; with `async_save` a copy of it, in the background."""
         started = time.perf_counter()
-        step_before, error_before = self.saved_step, self.wait()  # at most one copy is in memory
+        step_before, error_before = self.saved_step, self.wait()  # so that at most one copy is in memory
         self.saved_step = step
-        copy = self.settings.async_save  # training must not touch what is being written
+        # In the background only copies are written, since training changes the tensors.
+        copy = self.settings.async_save
         tensors = {name: tensor.to("cpu", copy=copy) for name, tensor in self._tensors().items()}
         numbers = self.engine.numbers()
         self._writing = self._writer.submit(self._write, step, tensors, numbers, counters)
-        error = None if self.settings.async_save else self.wait()
+        error = None if copy else self.wait()
         pause_seconds = time.perf_counter() - started
         if error_before is not None:
             return SaveReport(step_before, pause_seconds, error_before)
         return SaveReport(step, pause_seconds, error)
 
     def wait(self) -> str | None:
-        """Wait until nothing is being written; return why the last save failed, None if it did not."""
+        """Wait until the last save has finished; return why it failed, None if it did not."""
         writing, self._writing = self._writing, None
         if writing is None:
             return None
@@ -95,8 +95,8 @@ class Checkpointer:
         return error
 
     def _tensors(self) -> dict[str, Tensor]:
-        """Return all of this rank's state but the engine's numbers, by name; live tensors."""
-        outer = _cut(self.outer.state(), self.engine.parameter_layout())
+        """Return all tensors of this rank's state by name; they are not copied."""
+        outer = _split_by_group(self.outer.state(), self.engine.parameter_layout())
         return self.engine.tensors() | outer | random_state()
 
     def _write(
@@ -128,7 +128,7 @@ class Checkpointer:
         catalog.publish(self.settings.folder, step_folder, topology.world_size, self.settings.keep_last)
 
 
-def _cut(state: Mapping[str, Tensor], layout: Sequence[FlatPart]) -> dict[str, Tensor]:
+def _split_by_group(state: Mapping[str, Tensor], layout: Sequence[FlatPart]) -> dict[str, Tensor]:
     """Cut each vector NAME of the outer optimizer into NAME.0, NAME.1, ..., by group of the inner optimizer."""
     lengths = [part.length for part in layout]
     pieces = {

@@ -1,4 +1,4 @@
-"""The replicas of a checkpoint: in one step folder, or of a federation, each in a step folder of its own."""
+"""The replicas of a checkpoint: all in one step folder, or in a federation each in its own."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from megatron_noloco.plans.topology import Position, Topology
 
 @dataclass(frozen=True)
 class Ensemble:
-    """Replicas of one model and one layout.
+    """Saved replicas of one model in one layout.
 
     Attributes:
         folders: the step folder of each replica, by its number.
@@ -30,9 +30,9 @@ class Ensemble:
 
     @classmethod
     def read(cls, folders: Sequence[Path]) -> "Ensemble":
-        """Read the ensemble of several step folders.
+        """Read the replicas in several step folders as one ensemble.
 
-        Raises DamagedCheckpointError when one is not complete, ValueError when they do not fit together.
+        Raises DamagedCheckpointError when a step is not complete, ValueError when the steps do not fit together.
         """
         places: dict[int, Path] = {}
         manifests: list[Manifest] = []
@@ -42,7 +42,7 @@ class Ensemble:
                 if replica in places:
                     raise ValueError(f"replica {replica} is in {places[replica]} and in {folder}")
                 places[replica] = folder
-            if _model(manifests[-1]) != _model(manifests[0]):
+            if _model_and_layout(manifests[-1]) != _model_and_layout(manifests[0]):
                 raise ValueError(f"{folders[0]} and {folder} are of different models or layouts")
         return cls(places, manifests)
 
@@ -53,14 +53,14 @@ class Ensemble:
 
     @property
     def topology(self) -> Topology:
-        """The topology of the job that saved the first replica; all replicas have its sizes."""
+        """The topology of the job that saved the first replica; the sizes of all replicas are the same."""
         return self.manifests[0].topology
 
     def manifest(self, at: Position) -> Manifest:
         return self._by_position[at]
 
     def last_stage(self, replica: int) -> Manifest:
-        """Return the manifest whose counters hold what was measured of the whole replica."""
+        """Return the manifest of the rank whose counters have the measurements of the whole replica."""
         return self.manifest(Position(replica, self.topology.pp - 1, 0, 0))
 
     def file(self, at: Position, name: str) -> Path:
@@ -84,21 +84,21 @@ class Ensemble:
 def find_ensemble(paths: Sequence[Path]) -> Ensemble:
     """Find the replicas that a user's paths name.
 
-    A step folder names itself, and a run's `output_dir` its latest checkpoint. The `output_dir` of a federation,
-    or several paths, name the newest step that all their replicas have: weights of different steps are only
-    averaged when all paths are step folders.
+    A path is a step folder, or a run's `output_dir`, which stands for its latest checkpoint. The `output_dir`
+    of a federation, and several paths, stand for the newest step that all their replicas have. Weights of
+    different steps are averaged only if all paths are step folders.
     Raises DamagedCheckpointError when there is no complete checkpoint, ValueError when they do not fit together.
     """
-    jobs = [job for path in paths for job in _jobs(path)]
-    if all(catalog.step_of(job) is not None for job in jobs):
-        return Ensemble.read(jobs)
-    if len(jobs) == 1:
-        return Ensemble.read([jobs[0] / (jobs[0] / "latest").read_text().strip()])
-    return Ensemble.read(_at_one_step(jobs))
+    folders = [folder for path in paths for folder in _checkpoint_folders(path)]
+    if all(catalog.step_of(folder) is not None for folder in folders):
+        return Ensemble.read(folders)
+    if len(folders) == 1:
+        return Ensemble.read([folders[0] / (folders[0] / "latest").read_text().strip()])
+    return Ensemble.read(_newest_common_step(folders))
 
 
-def _jobs(path: Path) -> list[Path]:
-    """Return a step folder itself, or the `checkpoints` folder below a path, of each job of a federation."""
+def _checkpoint_folders(path: Path) -> list[Path]:
+    """Return `path` if it is a step folder; otherwise the `checkpoints` folder of each job below it."""
     if catalog.step_of(path) is not None:
         return [path]
     for checkpoints in (path, path / "checkpoints"):
@@ -106,13 +106,11 @@ def _jobs(path: Path) -> list[Path]:
             return [checkpoints]
     federation = [latest.parent for latest in sorted(path.glob("replica_*/checkpoints/latest"))]
     if not federation:
-        raise DamagedCheckpointError(
-            f"{path}: {_what_is_there(path)}; give a step folder or a run's output_dir"
-        )
+        raise DamagedCheckpointError(f"{path}: {_describe(path)}; give a step folder or a run's output_dir")
     return federation
 
 
-def _what_is_there(path: Path) -> str:
+def _describe(path: Path) -> str:
     if not path.exists():
         return "there is no such folder"
     if (path / "run.json").exists():
@@ -120,9 +118,9 @@ def _what_is_there(path: Path) -> str:
     return "a Hugging Face model, no checkpoint" if (path / "config.json").exists() else "no checkpoint here"
 
 
-def _at_one_step(jobs: list[Path]) -> list[Path]:
-    """Return the step folder of each job at the newest step that all of them have."""
-    steps = [[job] if catalog.step_of(job) is not None else catalog.steps(job) for job in jobs]
+def _newest_common_step(folders: list[Path]) -> list[Path]:
+    """Return the step folders of the newest step that all `folders` have complete."""
+    steps = [[folder] if catalog.step_of(folder) is not None else catalog.steps(folder) for folder in folders]
     complete = [
         {catalog.step_of(folder) or 0: folder for folder in folders if catalog.is_complete(folder)}
         for folders in steps
@@ -131,13 +129,13 @@ def _at_one_step(jobs: list[Path]) -> list[Path]:
     if not common:
         found = "; ".join(
             f"{job} has {', '.join(map(str, sorted(folders))) or 'none'}"
-            for job, folders in zip(jobs, complete, strict=True)
+            for job, folders in zip(folders, complete, strict=True)
         )
         raise ValueError(f"no step that all have: {found}; leave some out, or give a step folder of each")
     return [folders[max(common)] for folders in complete]
 
 
-def _model(manifest: Manifest) -> tuple[Architecture, int, int, int, int]:
-    """Return what must be the same for weights to be averaged file by file."""
+def _model_and_layout(manifest: Manifest) -> tuple[Architecture, int, int, int, int]:
+    """Return what must be the same in all files whose weights are averaged."""
     topology = manifest.topology
     return manifest.architecture, topology.pp, topology.dp, topology.tp, topology.vpp

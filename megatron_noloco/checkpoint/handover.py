@@ -1,4 +1,4 @@
-"""Checkpoints that jobs of a federation hand to each other: what a rank offers, and what a rank accepts."""
+"""Hand a checkpoint from one job of a federation to another: offer, check and receive a rank's files."""
 
 import os
 import shutil
@@ -25,15 +25,15 @@ from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.topology import Position, Topology
 
-_BYTES_PER_PARAMETER = 64  # of a file, at most: some vectors of fp32
-_OTHER_BYTES = 1 << 24  # at most: random states, numbers, names
-_OF_A_JOB = ("data", "federation")  # blocks that say where things are, which each job knows for itself
+_BYTES_PER_PARAMETER = 64  # of a file, at most: several fp32 vectors
+_OTHER_BYTES = 1 << 24  # of random states, numbers and names, at most
+_LOCAL_BLOCKS = ("data", "federation")  # blocks with the paths and addresses of a job
 
 
-def newest_of_rank(checkpoints: Path, at: Position) -> tuple[bytes, list[Path]] | None:
-    """Return the manifest of the newest step that this rank has saved itself, and its files, sorted by name.
+def newest_saved(checkpoints: Path, at: Position) -> tuple[bytes, list[Path]] | None:
+    """Return the manifest of the newest step that the rank `at` has saved, and its files, sorted by name.
 
-    Other ranks of its replica may not have saved that step yet. Raises OSError.
+    Other ranks of the replica may not have saved that step yet. Raises OSError.
     """
     for folder in catalog.steps(checkpoints):
         path = replica_folder(folder, at.replica) / manifest_name(at)
@@ -44,39 +44,38 @@ def newest_of_rank(checkpoints: Path, at: Position) -> tuple[bytes, list[Path]] 
     return None
 
 
-def accepted(
+def check_offer(
     content: bytes,
     at: Position,
     topology: Topology,
     architecture: Architecture,
     settings: CheckpointSettings,
 ) -> Manifest:
-    """Check the manifest that the rank `at` of another job offers, and return it with this job's own settings.
+    """Check the manifest that the rank `at` of another job offers; return it with this job's paths and addresses.
 
-    Names of files must be those of such a rank, and sizes no larger than such a rank's can be: the content comes
-    from another machine. Raises DamagedCheckpointError for any other manifest, and when this job could not
-    continue from it.
+    The content comes from another machine, so its file names must be those of that rank, and their sizes possible.
+    Raises DamagedCheckpointError for any other manifest, and when this job could not continue from it.
     """
     where = f"offered by replica {at.replica}"
     manifest = Manifest.parse(content, where)
     if (manifest.position, manifest.architecture) != (at, architecture) or manifest.topology != replace(
         topology, slot=at.replica
     ):
-        raise DamagedCheckpointError(f"{where}: of another place, layout or model")
+        raise DamagedCheckpointError(f"{where}: its rank, layout or model is another")
     expected = {catalog.file_of(Path(), at, name).name for name in (WEIGHTS, "")}
     longest = _BYTES_PER_PARAMETER * table_of(architecture).parameter_count + _OTHER_BYTES
     sizes = [record.bytes for record in manifest.files.values()]
     if manifest.files.keys() != expected or not all(
         _is_count(size) and 0 < size <= longest for size in sizes
     ):
-        raise DamagedCheckpointError(f"{where}: other files than such a rank has")
+        raise DamagedCheckpointError(f"{where}: its files are not those of a checkpoint of this rank")
     if not (
         all(isinstance(block, dict) for block in (manifest.config, manifest.engine, manifest.counters))
         and all(map(_is_count, (manifest.step, manifest.consumed_samples)))
         and all(isinstance(value, int | float) for value in manifest.counters.values())
     ):
         raise DamagedCheckpointError(f"{where}: not a manifest")
-    own = {block: settings.run[block] for block in _OF_A_JOB if block in settings.run}
+    own = {block: settings.run[block] for block in _LOCAL_BLOCKS if block in settings.run}
     manifest = replace(manifest, config=manifest.config | own)
     try:
         settings.changes(manifest.config)
@@ -86,13 +85,13 @@ def accepted(
 
 
 def receive(checkpoints: Path, manifest: Manifest, fill: Callable[[Sequence[Tensor]], None]) -> None:
-    """Put the files of a manifest, and then the manifest, where its rank would have put them.
+    """Receive the files of a manifest, and write them and then the manifest as its rank would have done.
 
     Args:
-        fill: fills a buffer for each file, in the order of their names.
+        fill: receives the content of the files into these buffers, which are in the order of the files' names.
 
-    Raises DamagedCheckpointError when the checksums do not match, OSError, and what `fill` raises; then no file is
-    put in place.
+    Raises DamagedCheckpointError when a checksum does not match, OSError, and what `fill` raises. Before all
+    checksums match no file is put in place.
     """
     folder = replica_folder(catalog.step_folder(checkpoints, manifest.step), manifest.position.replica)
     folder.mkdir(parents=True, exist_ok=True)
@@ -111,7 +110,7 @@ def receive(checkpoints: Path, manifest: Manifest, fill: Callable[[Sequence[Tens
 
 
 def _buffer(path: Path, size: int) -> Tensor:
-    """Map a new file of this size into memory. Raises OSError now, not at the first write, if the disk is full."""
+    """Map a new file of this size into memory; raises OSError if the disk is full (a later write would crash)."""
     with path.open("wb") as file:
         os.posix_fallocate(file.fileno(), 0, size)
     return torch.from_file(str(path), shared=True, size=size, dtype=torch.uint8)

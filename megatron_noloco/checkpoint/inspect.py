@@ -1,6 +1,6 @@
 """`python -m megatron_noloco inspect CHECKPOINT...`: verify a checkpoint and print what it holds.
 
-Only manifests and safetensors are read, the replicas' vectors a piece at a time.
+It reads manifests and safetensors only, and vectors in pieces that bound its memory.
 """
 
 import math
@@ -17,7 +17,7 @@ from megatron_noloco.checkpoint.reader import read_into
 from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.topology import Position
 
-_BLOCK = 1 << 24  # elements in memory at a time, of all replicas together
+_BLOCK = 1 << 24  # elements in memory at once, all replicas together
 
 
 def inspect(paths: Sequence[Path]) -> list[str]:
@@ -29,10 +29,6 @@ def inspect(paths: Sequence[Path]) -> list[str]:
     for manifest in saved.manifests:
         replica = manifest.position.replica
         verify(catalog.replica_folder(saved.folders[replica], replica), manifest.files)
-    return report(saved)
-
-
-def report(saved: Ensemble) -> list[str]:
     manifests, first = saved.manifests, saved.manifests[0]
     replicas = len(saved.replicas)
     noloco = first.config["noloco"]
@@ -70,12 +66,11 @@ def _steps(saved: Ensemble) -> str:
 
 
 def stage_spreads(saved: Ensemble) -> list[float]:
-    """Return the replica std (spread) of each stage."""
+    """Return the spread of each stage: the root mean square, over its slow weights, of their std over replicas."""
     return [_stage_spread(saved, stage) for stage in range(saved.topology.pp)]
 
 
 def _stage_spread(saved: Ensemble, stage: int) -> float:
-    """Return the root mean square, over a stage's slow weights, of their standard deviation over the replicas."""
     topology = saved.topology
     squares, count = 0.0, 0
     for dp, tp in product(range(topology.dp), range(topology.tp)):

@@ -1,4 +1,4 @@
-"""Single tensors of a checkpoint: full, of one replica or averaged over several, from ranks of any layout."""
+"""Read the full tensor of a parameter from a checkpoint of any layout, of one replica or averaged over several."""
 
 import math
 from pathlib import Path
@@ -13,15 +13,15 @@ from megatron_noloco.checkpoint.ensemble import Ensemble
 from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.topology import Position
 
-_PIECE = 1 << 24  # elements read each time a file is opened
+_PIECE = 1 << 24  # elements that are read before a file is opened again
 
 
 def read_into(flat: Tensor, path: Path, name: str, start: int) -> None:
     """Fill `flat` with the elements from `start` on of the fp32 vector `name` in a safetensors file.
 
-    The file is opened again for every piece. The library maps it into memory, and what was read of a mapped file
-    counts as memory of the process until the map is closed: 1.6 GB read through one open file were 1.6 GB in use,
-    read like this 64 MB. Opening takes 7 ms.
+    The file is opened again for every piece, because the library maps it into memory, and the pages that were read
+    count as memory of the process until the map is closed: 1.6 GB instead of 64 MB for a vector of 1.6 GB. Opening
+    takes 7 ms.
     """
     for piece in flat.split(_PIECE):
         with safe_open(path, framework="pt") as file:
@@ -30,34 +30,34 @@ def read_into(flat: Tensor, path: Path, name: str, start: int) -> None:
 
 
 class Scratch:
-    """Memory that is used again and again: fresh pages cost more time than filling them."""
+    """Memory that is used again for each tensor: allocating fresh pages takes longer than filling them."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0)
 
     def take(self, length: int) -> Tensor:
-        """Return a flat tensor, which shares its memory with those taken before."""
+        """Return a flat tensor; it shares its memory with those that were taken before."""
         if len(self._memory) < length:
             self._memory = torch.empty(length)
         return self._memory[:length]
 
 
 class Place(NamedTuple):
-    """Where some elements lie in the vectors of a stage and tensor-parallel rank."""
+    """Where elements lie in the vectors of the data-parallel ranks of one stage and tensor-parallel rank."""
 
     stage: int
     tp: int
     group: int  # of the inner optimizer: which FlatPart
     length: int  # of the FlatPart
-    start: int  # in that part of all data-parallel ranks one after the other
+    start: int  # offset in this FlatPart of all data-parallel ranks, one after the other
 
 
 class CheckpointReader:
-    """Reads vectors by the names of parameters in the unsplit model; a few tensors in memory at a time.
+    """Reads a checkpoint by the names of parameters in the unsplit model, a few tensors at a time.
 
-    The numbers of a stage and tensor-parallel rank lie in the files of its data-parallel ranks (see `FlatPart`); a
-    parameter may lie across several of them. `vector` says which numbers to read: by default the slow weights, or
-    any other vector with one number for each weight. Several replicas are averaged.
+    The vectors of a stage and tensor-parallel rank are divided over the files of its data-parallel ranks (see
+    `FlatPart`), and a parameter may lie in several of them. In all methods, `vector` names what is read, the slow
+    weights or another vector with one number for each weight, and several `replicas` are averaged.
     """
 
     def __init__(self, saved: Ensemble) -> None:
@@ -81,7 +81,7 @@ class CheckpointReader:
         return parameter.merge(list(slices), self._merged.take)
 
     def read_slice(self, name: str, tp: int, replicas: list[int], vector: str = WEIGHTS) -> Tensor:
-        """Return the slice that tensor-parallel rank `tp` of the checkpoint has, likewise."""
+        """Return the slice of a parameter on saved tensor-parallel rank `tp`. The next call overwrites it."""
         parameter = self.table.find(name)
         shape = parameter.slice_shape(self.topology.tp)
         flat = self._parts.take(math.prod(shape))
@@ -89,7 +89,7 @@ class CheckpointReader:
         return flat.view(shape)
 
     def place(self, name: str) -> Place:
-        """Return where the first tensor-parallel rank of the checkpoint has a parameter."""
+        """Return where a parameter lies in the vectors of the first saved tensor-parallel rank."""
         return self._places[self.table.find(name).source][0]
 
     def fill(self, flat: Tensor, place: Place, replicas: list[int], vector: str) -> None:

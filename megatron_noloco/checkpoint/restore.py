@@ -1,4 +1,4 @@
-"""Put the state of one rank back: as it saved it, or collected from ranks of another layout."""
+"""Restore the state of one rank: as it was saved, or collected from ranks of another layout."""
 
 import math
 from collections.abc import Iterator
@@ -22,7 +22,10 @@ from megatron_noloco.model.families import Parameter, Table, table_of
 from megatron_noloco.outer import Rounds
 from megatron_noloco.plans.topology import Position, Topology
 
-FOLDED = (WEIGHTS, "outer_momentum")  # with fewer replicas, the mean of these over all replicas can be kept
+_FOLDED = (
+    WEIGHTS,
+    "outer_momentum",
+)  # vectors whose mean over all saved replicas `fold` keeps
 
 
 def restore(
@@ -32,7 +35,7 @@ def restore(
     outer: Rounds,
     settings: CheckpointSettings,
 ) -> None:
-    """Continue from the checkpoint in `folder`, which was verified; all ranks of a replica call it.
+    """Restore engine, outer optimizer and random states from a verified step folder. All ranks call it.
 
     Args:
         manifests: of all saved ranks, in rank order.
@@ -47,38 +50,39 @@ def restore(
         at,
         engine.parameter_layout(),
     )
-    engine.restore(reader.of_weights(*PREFIXES), reader.source.engine)
+    engine.restore(reader.engine_state(*PREFIXES), reader.source.engine)
     state = {name: reader.vector(name) for name in OUTER_VECTORS if reader.has_vector(name)}
     state |= reader.tensors("delayed_")
     if settings.fold and groups.topology.ensemble < saved.replicas:
-        for name in filter(reader.has_vector, FOLDED):
+        for name in filter(reader.has_vector, _FOLDED):
             shift = shift_of_mean(reader, name, saved.replicas, groups.topology.ensemble)
             state[name] += shift
             if name == WEIGHTS:
                 engine.weights.add(shift)
     outer.restore(state, moved=reader.moved)
-    if reader.moved or at != place:  # no saved rank drew random numbers here
+    if reader.moved or at != place:  # there is no saved random state for this position
         seed_dropout(settings.seed, groups, manifests[0].step)
     else:
         set_random_state(reader.tensors("rng."))
 
 
 class RankReader:
-    """Reads the state that one rank continues from: the same numbers for the same weights, wherever they were.
+    """Reads the state of one rank from a checkpoint of any layout.
 
-    Where the checkpoint has a rank with the same weights in the same layout, its vectors are taken as they are, to
-    the last bit. Otherwise the rank fills its vectors parameter by parameter, with its slice of each.
+    Where a saved rank has the same weights in the same layout, its vectors are copied. Otherwise the vectors are
+    filled parameter by parameter, with this rank's slice of each.
 
     Args:
         reader: of the checkpoint.
-        table: of this run's model, which may have more or fewer rows of padding in its vocabulary.
+        table: of this run's model, whose vocabulary may have more or less padding than the saved one.
         topology: of this run.
-        at: this rank's position; its replica is the saved one that it continues.
+        at: this rank's position, with the saved replica that it continues as its replica.
         layout: of this rank's flat vectors.
 
     Attributes:
-        moved: whether no saved rank had this layout at this place.
-        source: the manifest of that rank, else of the first rank of the replica, for what all its ranks share.
+        moved: whether no saved rank has the same weights in the same layout.
+        source: the manifest of that saved rank. If there is none, that of the first rank of the replica, for the
+            state that is the same on all its ranks.
     """
 
     def __init__(
@@ -96,36 +100,36 @@ class RankReader:
             self._names = list(file.keys())
 
     def tensors(self, *prefixes: str) -> dict[str, Tensor]:
-        """Return the tensors of the saved rank `source` whose names begin like this; slow weights excepted."""
+        """Return the tensors of `source`, slow weights excepted, whose names begin with one of the prefixes."""
         with self._open(self.source.position) as file:
             return {name: file.get_tensor(name) for name in self._names if name.startswith(prefixes)}
 
-    def of_weights(self, *prefixes: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield the state of every group, one tensor at a time; vectors are this rank's, shape [FlatPart.length].
+    def engine_state(self, *prefixes: str) -> Iterator[tuple[str, Tensor]]:
+        """Yield name and tensor of this rank's engine state, group by group.
 
-        A group has, by name, what the saved group of its first parameter has. A single number for all weights of a
-        group, shape [], is taken from there as well.
+        A group has the same tensors as the saved group of its first parameter: vectors of shape [FlatPart.length],
+        filled for this layout, and single numbers of shape [], taken from that group.
         """
         for group, part in enumerate(self._layout):
-            for name, number in self._saved_state(group, prefixes).items():
-                if number is None:
-                    number = torch.zeros(part.length)
-                    self._fill(number, name, group, [self._at.replica])
-                yield f"{name}.{group}", number
+            for name, tensor in self._saved_state(group, prefixes).items():
+                if tensor is None:
+                    tensor = torch.zeros(part.length)
+                    self._fill(tensor, name, group, [self._at.replica])
+                yield f"{name}.{group}", tensor
 
     def _saved_state(self, group: int, prefixes: tuple[str, ...]) -> dict[str, Tensor | None]:
-        """Return by name what the saved group of the first parameter of `group` has; None for a vector."""
+        """Return names and single numbers of the saved group of `group`'s first parameter; None for vectors."""
         at, saved_group = self._at, group
         if self.moved:
             place = self._reader.place(self._layout[group].parameters[0][0])
             at, saved_group = Position(at.replica, place.stage, 0, place.tp), place.group
         state = {}
         with self._open(at) as file:
-            for full_name in file.keys():  # noqa: SIM118  # it is no dict
+            for full_name in file.keys():  # noqa: SIM118  # not a dict
                 name, _, of_group = full_name.rpartition(".")
                 if full_name.startswith(prefixes) and of_group == str(saved_group):
                     is_vector = bool(file.get_slice(full_name).get_shape())
-                    # Its own memory, in place of the file's.
+                    # Cloned, since its memory is the mapped file's.
                     state[name] = None if is_vector else file.get_tensor(full_name).clone()
         return state
 
@@ -133,7 +137,7 @@ class RankReader:
         return name == WEIGHTS or f"{name}.0" in self._names
 
     def vector(self, name: str, replicas: list[int] | None = None) -> Tensor:
-        """Return a vector of all weights of this rank, fp32, of the replica continued or averaged over others."""
+        """Return a vector of this rank, fp32, of the replica that it continues, or averaged over `replicas`."""
         lengths = [part.length for part in self._layout]
         vector = torch.zeros(sum(lengths))
         for group, flat in enumerate(vector.split(lengths)):
@@ -141,7 +145,7 @@ class RankReader:
         return vector
 
     def _fill(self, flat: Tensor, name: str, group: int, replicas: list[int]) -> None:
-        """Fill this rank's part of one group, shape [FlatPart.length]; padding stays as it is."""
+        """Fill this rank's part of one group of a vector, shape [FlatPart.length]; padding is not written."""
         at, part = self._at, self._layout[group]
         start, begin = 0, at.dp * part.length
         if not self.moved:
@@ -151,17 +155,17 @@ class RankReader:
             stop = start + math.prod(shape)
             first, last = max(start, begin), min(stop, begin + part.length)
             if first < last:
-                ours = self._slice(self._table.find(parameter), replicas, name).reshape(-1)
-                flat[first - begin : last - begin] = ours[first - start : last - start]
+                weights = self._slice(self._table.find(parameter), replicas, name).reshape(-1)
+                flat[first - begin : last - begin] = weights[first - start : last - start]
             start = stop
 
     def _slice(self, row: Parameter, replicas: list[int], vector: str) -> Tensor:
-        """Return this rank's slice of a parameter; only the tensor-parallel slices it needs are read."""
+        """Return this rank's slice of a parameter; read no more where the checkpoint has the same slices."""
         saved = self._reader.table.find(row.name)
         if self._tp_size == self._reader.topology.tp and saved.shape == row.shape:
             return self._reader.read_slice(row.name, self._at.tp, replicas, vector)
         full = self._reader.read(row.name, replicas, vector)
-        # Rows beyond the vocabulary: no token reads them, and the loss does not see what they predict.
+        # Padding of the vocabulary is cut or added: no token reads these rows, and the loss leaves them out.
         rows = full[: row.shape[0]]
         missing = row.shape[0] - len(rows)
         if missing:
@@ -169,14 +173,14 @@ class RankReader:
         return row.slice(rows, self._at.tp, self._tp_size)
 
     def _open(self, at: Position) -> safe_open:
-        """Open a saved rank's file of everything but slow weights."""
+        """Open the file of a saved rank that has all tensors but the slow weights."""
         return safe_open(self._reader.saved.file(at, ""), framework="pt")
 
 
 def shift_of_mean(reader: RankReader, name: str, saved_replicas: int, replicas: int) -> Tensor:
-    """Return what each kept replica must add so that the mean over those kept becomes the mean over all saved.
+    """Return what to add to every kept replica so that their mean becomes that of all saved replicas.
 
-    The replicas are read one after the other, so that a few vectors of memory suffice for any number of replicas.
+    Replicas are read one by one, so memory is a few vectors for any number of replicas.
     """
     every, kept = (list(range(count)) for count in (saved_replicas, replicas))
     return reader.vector(name, every).sub_(reader.vector(name, kept))

@@ -1,7 +1,6 @@
-"""Where a run starts: from nothing, or from the newest intact checkpoint, which may have other ranks.
+"""Decide where a run starts: from the beginning, or from the newest intact checkpoint, of any layout.
 
-This is the one moment, before the first step, at which all ranks must agree about files. They use collectives over
-torch.distributed's default group.
+Before the first step all ranks agree on that checkpoint, with collectives over torch.distributed's default group.
 """
 
 from dataclasses import dataclass, field
@@ -18,36 +17,36 @@ from megatron_noloco.plans.topology import Position, Topology
 
 @dataclass(frozen=True)
 class Start:
-    """Where this rank starts, and lines about it for the user."""
+    """Where this rank starts, and notes about it for the user."""
 
     folder: Path | None  # the step folder to restore; None: from the beginning
     notes: list[str]
-    manifests: list[Manifest] = field(default_factory=list)  # of all ranks that wrote it, in rank order
+    manifests: list[Manifest] = field(default_factory=list)  # of all saved ranks, in rank order
     counters: dict[str, float] = field(default_factory=dict)  # of this rank
 
     @property
     def step(self) -> int:
-        """Local steps done before it."""
+        """Local steps done before the start."""
         return self.manifests[0].step if self.manifests else 0
 
     @property
     def sample(self) -> int:
-        """Samples consumed before it, by all replicas."""
+        """Samples consumed by all replicas before the start."""
         return self.manifests[0].consumed_samples if self.manifests else 0
 
 
 def find_start(settings: CheckpointSettings, topology: Topology) -> Start:
-    """Find the step to start from. Every rank calls it, before the first step, and gets the same step.
+    """Find the step to start from; every rank calls it and gets the same step.
 
-    Raises ValueError when `checkpoint.load` names a checkpoint that is not complete, or when the config does not
-    fit the one that would be continued.
+    Raises ValueError when `checkpoint.load` names a damaged checkpoint, or when the config does not fit the
+    checkpoint.
     """
     if settings.load == "none":
         return _start_over(settings.folder, [])
     explicit = settings.load != "auto"
     found = [Path(settings.load)] if explicit else catalog.steps(settings.folder)
     notes: list[str] = []
-    for folder in of_rank_0(found):  # a file system may show the other ranks an older state
+    for folder in of_rank_0(found):  # other ranks may see an older state of a shared file system
         manifests, problem = _examine(folder, topology, settings.fold)
         problems = [text for text in of_all_ranks(problem) if text]
         if not problems:
@@ -59,9 +58,9 @@ def find_start(settings: CheckpointSettings, topology: Topology) -> Start:
 
 
 def _examine(folder: Path, topology: Topology, fold: bool) -> tuple[list[Manifest], str]:
-    """Return all manifests, or what is wrong with this rank's share of the files that will be read.
+    """Return the manifests of a step, and what is wrong with this rank's share of its files ("": nothing).
 
-    Which rank reads a file depends on both layouts; each file is verified once, by some rank.
+    The files that the run will read are divided over its ranks, so that each is verified once.
     """
     try:
         manifests = catalog.read_manifests(folder)
@@ -86,13 +85,13 @@ def _continue(
         f"continuing from {folder}: step {saved.step}, {saved.consumed_samples} samples consumed",
         *notes,
         *(f"changed: {line}" for line in settings.changes(saved.config)),
-        *changed_replicas(saved.topology, topology, settings.fold),
+        *describe_replicas(saved.topology, topology, settings.fold),
     ]
-    newer = catalog.steps(settings.folder)  # than the step continued from, where that lies in this folder
+    obsolete = catalog.steps(settings.folder)
     if folder.parent.resolve() == settings.folder.resolve():
-        newer = [path for path in newer if (catalog.step_of(path) or 0) > saved.step]
-    lines += _set_aside(newer)
-    counters = counters_of(manifests, topology, topology.position(dist.get_rank()))
+        obsolete = [path for path in obsolete if (catalog.step_of(path) or 0) > saved.step]
+    lines += _set_aside(obsolete)
+    counters = counters_at(manifests, topology, topology.position(dist.get_rank()))
     return Start(folder, lines, manifests, counters)
 
 
@@ -101,30 +100,30 @@ def _start_over(checkpoints: Path, notes: list[str]) -> Start:
 
 
 def _set_aside(folders: list[Path]) -> list[str]:
-    """Let rank 0 rename the steps that this run will write again; no rank goes on before."""
+    """Let rank 0 rename the steps that this run will write again, and wait until it has."""
     lines = []
     if dist.get_rank() == 0:
         lines = [f"set aside: {folder} is now {catalog.set_aside(folder).name}" for folder in folders]
         if folders:
-            catalog.name_latest(folders[0].parent)
+            catalog.write_latest(folders[0].parent)
     dist.barrier()
     return lines
 
 
-# Other ranks than those that saved
+# Resuming with other ranks
 
 
 def same_sizes(one: Topology, other: Topology) -> bool:
-    """Whether replicas have the same ranks; there may be another number of replicas."""
+    """Return whether the sizes of a replica are the same; the numbers of replicas may differ."""
     return (one.pp, one.dp, one.tp) == (other.pp, other.dp, other.tp)
 
 
 def source_replica(replica: int, saved: Topology) -> int:
-    """Return the saved replica that `replica` continues: itself, or one of the others in turn if it is new."""
+    """Return the saved replica that `replica` continues: itself, or if it is new a saved one in turn."""
     return saved.slot + (replica - saved.slot) % saved.replicas
 
 
-def changed_replicas(saved: Topology, now: Topology, fold: bool) -> list[str]:
+def describe_replicas(saved: Topology, now: Topology, fold: bool) -> list[str]:
     """Return a line for each replica that is cloned, dropped or folded."""
     cloned = [
         f"replica {replica} is new: a clone of replica {source_replica(replica, saved)}, "
@@ -136,10 +135,10 @@ def changed_replicas(saved: Topology, now: Topology, fold: bool) -> list[str]:
     return cloned + [f"replica {replica} is {fate}" for replica in range(now.ensemble, saved.replicas)]
 
 
-def counters_of(manifests: list[Manifest], topology: Topology, at: Position) -> dict[str, float]:
-    """Return what a rank has counted since the start of the run, or its share of what another layout counted.
+def counters_at(manifests: list[Manifest], topology: Topology, at: Position) -> dict[str, float]:
+    """Return the counters of a rank since the start of the run.
 
-    Bytes add up over the ranks of a replica, so each rank takes an equal part; anything else is the largest.
+    From another layout a rank takes an equal part of the replica's bytes, and the maximum of any other counter.
     """
     saved = manifests[0].topology
     source = source_replica(at.replica, saved)

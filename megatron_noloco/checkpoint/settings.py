@@ -1,4 +1,4 @@
-"""What a run asks of its checkpoints, and which of its settings may change when it continues from one."""
+"""The checkpoint settings of a run, and which settings of a run may change when it is resumed."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Dotted names, or the blocks above them. A change would load other weights, or repeat and skip samples.
+# Settings (dotted names, or blocks) that must not change: other weights would be loaded, or samples repeated.
 _FIXED = (
     "model",
     "data",
@@ -16,14 +16,15 @@ _FIXED = (
     "fp16",
     "data_types",
 )
-# What another layout may ask for: padding that tensor parallelism divides, and other memory for activations.
-_FREE = (
+# Exceptions, which another layout may need: padding of the vocabulary, and memory for activations.
+_EXCEPTED = (
     "model.make_vocab_size_divisible_by",
     "model.recompute_granularity",
     "model.recompute_method",
     "model.recompute_num_layers",
     "model.recompute_modules",
 )
+# Settings whose changes are allowed and not reported.
 _NOT_REPORTED = (
     "training",
     "checkpoint",
@@ -37,21 +38,21 @@ _NOT_REPORTED = (
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """What a run asks of its checkpoints.
+    """The checkpoint settings of a run.
 
     Attributes:
-        folder: holds a folder per saved step.
-        run: the JSON of the run, as it is written into each manifest.
-        completed: gives the JSON of a saved run the defaults of the fields that are newer than it.
+        folder: the folder of the step folders.
+        run: the JSON of the run, which each manifest contains.
+        with_defaults: adds to the JSON of a saved run the defaults of fields that did not exist then.
         keep_last: number of complete checkpoints that are kept.
         async_save: whether training continues while a copy of the state is being written.
         load: "auto" (the newest intact checkpoint in `folder`), "none", or a step folder.
-        fold: with fewer replicas than were saved, fold the others into the mean of those kept; else drop them.
+        fold: with fewer replicas than were saved, whether to add the others to the mean of those kept.
     """
 
     folder: Path
     run: dict[str, Any]
-    completed: Callable[[dict[str, Any]], dict[str, Any]]
+    with_defaults: Callable[[dict[str, Any]], dict[str, Any]]
     keep_last: int = 2
     async_save: bool = False
     load: str = "auto"
@@ -59,20 +60,19 @@ class CheckpointSettings:
 
     @property
     def seed(self) -> int:
-        """The seed of the run."""
         return int(self.run["training"]["seed"])
 
     def changes(self, saved: dict[str, Any]) -> list[str]:
-        """Return a line for each setting that changed since a run with the JSON `saved`.
+        """Return a line for each setting that differs from the JSON `saved` of a run.
 
-        Raises ValueError, with a line for each, when settings changed that a resumed run cannot change.
+        Raises ValueError, with a line for each, for settings that a resume must not change.
         """
         refused, allowed = [], []
-        for name, before, after in _differences(self.completed(saved), self.run):
+        for name, before, after in _differences(self.with_defaults(saved), self.run):
             line = f"{name}: {json.dumps(before)} in the checkpoint, {json.dumps(after)} now"
-            if _within(name, _FIXED) and name not in _FREE:
+            if _is_in(name, _FIXED) and name not in _EXCEPTED:
                 refused.append(line)
-            elif not _within(name, _NOT_REPORTED):
+            elif not _is_in(name, _NOT_REPORTED):
                 allowed.append(line)
         if refused:
             remedy = "a resume cannot change it: change it back, or start anew in another training.output_dir"
@@ -80,14 +80,14 @@ class CheckpointSettings:
         return allowed
 
 
-def _within(name: str, names: tuple[str, ...]) -> bool:
+def _is_in(name: str, names: tuple[str, ...]) -> bool:
     return any(name == other or name.startswith(other + ".") for other in names)
 
 
 def _differences(before: Any, after: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield the dotted name and both values of every setting that differs."""
     if isinstance(before, dict) or isinstance(after, dict):
-        before, after = _block(before), _block(after)
+        before, after = _settings_of(before), _settings_of(after)
         for key in sorted({*before, *after}):
             inner = f"{name}.{key}" if name else key
             yield from _differences(before.get(key), after.get(key), inner)
@@ -95,6 +95,6 @@ def _differences(before: Any, after: Any, name: str = "") -> Iterator[tuple[str,
         yield name, before, after
 
 
-def _block(block: Any) -> dict[str, Any]:
-    """Return the settings of a block; one of DeepSpeed's that is left out or switched off has none."""
+def _settings_of(block: Any) -> dict[str, Any]:
+    """Return the settings of a block, none if it is missing or, as DeepSpeed's blocks can be, not enabled."""
     return block if isinstance(block, dict) and block.get("enabled") is not False else {}

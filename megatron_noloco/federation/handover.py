@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.catalog import DamagedCheckpointError, Manifest
-from megatron_noloco.checkpoint.handover import accepted, newest_of_rank, receive
+from megatron_noloco.checkpoint.handover import check_offer, newest_saved, receive
 from megatron_noloco.checkpoint.settings import CheckpointSettings
 from megatron_noloco.federation.frames import DTYPE_CODES, HANDOVER_TAG, Send
 from megatron_noloco.federation.transport import FederationTransport
@@ -166,7 +166,7 @@ class Takeover:
                 at = self._at(rank // self.topology.replica_size)
                 try:
                     if at.replica not in given_up:
-                        manifests[at.replica] = accepted(
+                        manifests[at.replica] = check_offer(
                             content, at, self.topology, self.architecture, self.settings
                         )
                 except DamagedCheckpointError as error:
@@ -188,7 +188,7 @@ class Takeover:
         return notes
 
     def _newest(self) -> tuple[bytes, list[Path]] | None:
-        return newest_of_rank(self.settings.folder, self._at(self.topology.slot))
+        return newest_saved(self.settings.folder, self._at(self.topology.slot))
 
     def _newest_step(self) -> int:
         complete = filter(catalog.is_complete, catalog.steps(self.settings.folder))
@@ -231,7 +231,7 @@ class Takeover:
             if problem:
                 folder = catalog.step_folder(self.settings.folder, manifest.step)
                 shutil.rmtree(folder, ignore_errors=True)
-            catalog.name_latest(self.settings.folder)
+            catalog.write_latest(self.settings.folder)
         dist.barrier()
         return problem
 

@@ -111,7 +111,7 @@ def checkpoint_settings(config: RunConfig, topology: Topology) -> CheckpointSett
     return CheckpointSettings(
         folder=of_job / "checkpoints",
         run=config.to_dict(),
-        completed=_completed,
+        with_defaults=_with_defaults,
         keep_last=checkpoint.keep_last,
         async_save=checkpoint.async_save,
         load=checkpoint.load,
@@ -119,7 +119,7 @@ def checkpoint_settings(config: RunConfig, topology: Topology) -> CheckpointSett
     )
 
 
-def _completed(saved: dict[str, Any]) -> dict[str, Any]:
+def _with_defaults(saved: dict[str, Any]) -> dict[str, Any]:
     """Return a saved config with today's defaults; as it is where another version wrote other fields."""
     try:
         return RunConfig.from_dict(saved).to_dict()

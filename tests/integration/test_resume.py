@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.checkpointer import Checkpointer, SaveReport
-from megatron_noloco.checkpoint.resume import changed_replicas
+from megatron_noloco.checkpoint.resume import describe_replicas
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.plans.topology import Position, Topology
 from megatron_noloco.training import run as run_module
@@ -390,7 +390,7 @@ def test_another_number_of_replicas(replicas: int, mode: str, four_replicas: Run
     outcomes = run.launch(replicas)
     assert codes(outcomes) == [0] * replicas
     reported = [line for line in outcomes[0].out.splitlines() if line.startswith("replica ")]
-    assert reported == changed_replicas(Topology(4), Topology(replicas), mode == "fold")
+    assert reported == describe_replicas(Topology(4), Topology(replicas), mode == "fold")
     for rows in run.exact_metrics()[: min(replicas, 4)]:
         last, first = rows[SAVED - 1], rows[SAVED]
         assert first["train/consumed_samples"] - last["train/consumed_samples"] == replicas * 4

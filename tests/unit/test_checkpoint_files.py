@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.catalog import FileRecord, Manifest
-from megatron_noloco.checkpoint.resume import changed_replicas, source_replica
+from megatron_noloco.checkpoint.resume import describe_replicas, source_replica
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
 from megatron_noloco.engine.layout import FlatPart
@@ -357,10 +357,10 @@ class TestCatalog:
     def test_latest_never_names_what_was_set_aside(self, tmp_path: Path) -> None:
         older, newer = write_checkpoint(tmp_path, 10), write_checkpoint(tmp_path, 20)
         catalog.set_aside(newer)
-        assert catalog.name_latest(tmp_path) == [older]
+        assert catalog.write_latest(tmp_path) == [older]
         assert (tmp_path / "latest").read_text() == "step_00000010\n"
         catalog.set_aside(older)
-        assert catalog.name_latest(tmp_path) == []
+        assert catalog.write_latest(tmp_path) == []
         assert not (tmp_path / "latest").exists()
 
     def test_nothing_else_is_taken_for_a_step(self, tmp_path: Path) -> None:
@@ -396,7 +396,7 @@ class TestOtherNumberOfReplicas:
     def test_what_changes_is_reported(
         self, saved: Topology, now: Topology, fold: bool, lines: list[str]
     ) -> None:
-        found = changed_replicas(saved, now, fold)
+        found = describe_replicas(saved, now, fold)
         assert [line.startswith(start) for line, start in zip(found, lines, strict=True)] == [True] * len(
             lines
         )

@@ -17,7 +17,7 @@ from megatron_noloco.checkpoint.catalog import Manifest
 from megatron_noloco.checkpoint.ensemble import Ensemble
 from megatron_noloco.checkpoint.reader import CheckpointReader
 from megatron_noloco.checkpoint.restore import RankReader, shift_of_mean
-from megatron_noloco.checkpoint.resume import counters_of
+from megatron_noloco.checkpoint.resume import counters_at
 from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import Parameter, table_of
@@ -132,7 +132,7 @@ def test_each_weight_keeps_its_number(layouts: tuple[Layout, Layout]) -> None:
             expected = {
                 f"{vector}.{group}": after.vector(at, vector, group) for vector in VECTORS for group in groups
             }
-            found = dict(reader.of_weights("inner."))
+            found = dict(reader.engine_state("inner."))
             assert all(found.pop(f"inner.step.{group}") == STEP for group in groups)
             assert found.keys() == {name for name in expected if name.startswith("inner.")}
             for name, tensor in found.items():
@@ -191,9 +191,9 @@ def test_counters_of_another_layout_add_up() -> None:
         for rank in range(before.topology.world_size)
     ]
     after = Topology(3, tp=2)
-    found = [counters_of(manifests, after, after.position(rank)) for rank in range(after.world_size)]
+    found = [counters_at(manifests, after, after.position(rank)) for rank in range(after.world_size)]
     assert [sum(of["total/sent_bytes"] for of in found[r : r + 2]) for r in (0, 2, 4)] == [60.0, 220.0, 60.0]
     assert [of["total/pause_seconds"] for of in found] == [3.0, 3.0, 7.0, 7.0, 3.0, 3.0]
     assert {of["delay_steps"] for of in found} == {3.0}
     more = replace(before.topology, replicas=3)
-    assert counters_of(manifests, more, more.position(9)) == counters[1], "a clone of replica 0"
+    assert counters_at(manifests, more, more.position(9)) == counters[1], "a clone of replica 0"

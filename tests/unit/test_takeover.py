@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.catalog import DamagedCheckpointError, Manifest
-from megatron_noloco.checkpoint.handover import accepted, newest_of_rank, receive
+from megatron_noloco.checkpoint.handover import check_offer, newest_saved, receive
 from megatron_noloco.checkpoint.resume import Start
 from megatron_noloco.checkpoint.settings import CheckpointSettings
 from megatron_noloco.config import RunConfig
@@ -31,19 +31,19 @@ GIVER, TAKER = replace(job(2), pp=2), replace(job(5), pp=2)
 AT = Position(2, 1, 0, 0)  # the giver's rank
 ARCHITECTURE = RunConfig.from_dict(CONFIG).architecture(257)
 RUN = RunConfig.from_dict({**CONFIG, "data": {"text": "elsewhere"}}).to_dict()
-SETTINGS = CheckpointSettings(Path("checkpoints"), RUN, completed=dict)
+SETTINGS = CheckpointSettings(Path("checkpoints"), RUN, with_defaults=dict)
 
 
 def offered(folder: Path) -> tuple[bytes, list[Path]]:
     write_checkpoint(folder, 10, GIVER)
     write_checkpoint(folder, 20, GIVER)
-    found = newest_of_rank(folder, AT)
+    found = newest_saved(folder, AT)
     assert found is not None
     return found
 
 
 def accept(content: bytes) -> Manifest:
-    return accepted(content, AT, TAKER, ARCHITECTURE, SETTINGS)
+    return check_offer(content, AT, TAKER, ARCHITECTURE, SETTINGS)
 
 
 def copy_of(files: Sequence[Path]) -> Callable[[Sequence[Tensor]], None]:
@@ -61,14 +61,14 @@ def names_in(folder: Path) -> list[str]:
 
 
 def test_the_newest_step_that_the_rank_has_saved_is_given(tmp_path: Path) -> None:
-    assert newest_of_rank(tmp_path / "nowhere", AT) is None
+    assert newest_saved(tmp_path / "nowhere", AT) is None
     content, files = offered(tmp_path)
     assert Manifest.parse(content, "").step == 20
     assert [path.name for path in files] == list(FILES)
-    assert newest_of_rank(tmp_path, replace(AT, replica=3)) is None, "of another replica"
+    assert newest_saved(tmp_path, replace(AT, replica=3)) is None, "of another replica"
     damaged = catalog.replica_folder(catalog.step_folder(tmp_path, 20), 2) / catalog.manifest_name(AT)
     damaged.write_text("{")
-    older = newest_of_rank(tmp_path, AT)
+    older = newest_saved(tmp_path, AT)
     assert older is not None
     assert Manifest.parse(older[0], "").step == 10
 
@@ -78,8 +78,8 @@ def test_what_is_taken_over_is_a_checkpoint_of_the_other_replica(tmp_path: Path)
     for stage in range(2):
         at = replace(AT, stage=stage)
         write_checkpoint(tmp_path / "theirs", 20, GIVER)
-        content, files = newest_of_rank(tmp_path / "theirs", at) or (b"", [])
-        manifest = accepted(content, at, TAKER, ARCHITECTURE, SETTINGS)
+        content, files = newest_saved(tmp_path / "theirs", at) or (b"", [])
+        manifest = check_offer(content, at, TAKER, ARCHITECTURE, SETTINGS)
         receive(tmp_path / "ours", manifest, copy_of(files))
     found, expected = (catalog.step_folder(tmp_path / name, 20) for name in ("ours", "theirs"))
     assert names_in(tmp_path / "ours") == names_in(found.parent)
@@ -135,8 +135,8 @@ def test_content_that_is_no_manifest_is_refused(content: bytes) -> None:
 def test_another_model_is_refused(tmp_path: Path) -> None:
     content, _ = offered(tmp_path)
     other = replace(ARCHITECTURE, num_layers=3)
-    with pytest.raises(DamagedCheckpointError, match="of another place, layout or model"):
-        accepted(content, AT, TAKER, other, SETTINGS)
+    with pytest.raises(DamagedCheckpointError, match="its rank, layout or model is another"):
+        check_offer(content, AT, TAKER, other, SETTINGS)
 
 
 def test_bytes_with_another_checksum_leave_nothing(tmp_path: Path) -> None:
