@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_noloco.outer import OuterOptimizer, TorchWeights
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.settings import NolocoSettings
+from megatron_noloco.settings import NolocoSettings, OverlapSettings
 from megatron_noloco.transport.loopback import loopback_world
 
 pytestmark = pytest.mark.gpu
@@ -17,18 +17,15 @@ pytestmark = pytest.mark.gpu
 REPLICAS, LENGTH, ROUNDS, LOCAL_STEPS = 4, 3_000_001, 4, 3
 
 
-def after_rounds(device: str, group_size: int, settings: dict[str, Any]) -> list[Tensor]:
-    """All replicas' fast and slow weights and momenta, after local steps that add noise, the same anywhere."""
+def after_rounds(device: str, delay_steps: int, **method: Any) -> list[Tensor]:
+    """Return fast and slow weights and momenta of all replicas after the same local steps on any device."""
+    overlap = OverlapSettings("delayed" if delay_steps else "none", delay_steps)
+    settings = NolocoSettings(local_steps=LOCAL_STEPS, deadline_seconds=60.0, overlap=overlap, **method)
     start = torch.randn(LENGTH, generator=torch.Generator().manual_seed(0))
 
     def replica(transport: Any) -> list[Tensor]:
         own = start.to(device, copy=True)
-        outer = OuterOptimizer(
-            TorchWeights([own]),
-            transport,
-            Place(transport.rank, REPLICAS),
-            NolocoSettings(local_steps=LOCAL_STEPS, group_size=group_size, deadline_seconds=60.0, **settings),
-        )
+        outer = OuterOptimizer(TorchWeights([own]), transport, Place(transport.rank, REPLICAS), settings)
         draw = torch.Generator().manual_seed(transport.rank + 1)
         for step in range(ROUNDS * LOCAL_STEPS + 1):
             own.add_(torch.randn(LENGTH, generator=draw).to(device), alpha=0.01)
@@ -51,8 +48,8 @@ def after_rounds(device: str, group_size: int, settings: dict[str, Any]) -> list
 def test_with_slow_weights_on_the_host_rounds_are_those_of_a_cpu_bit_for_bit(
     delay_steps: int, group_size: int, payload: str
 ) -> None:
-    settings = {"delay_steps": delay_steps, "payload": payload}
-    on_gpu, on_cpu = (after_rounds(device, group_size, settings) for device in ("cuda", "cpu"))
+    method = {"group_size": group_size, "payload": payload}
+    on_gpu, on_cpu = (after_rounds(device, delay_steps, **method) for device in ("cuda", "cpu"))
     assert not torch.equal(on_cpu[0], on_cpu[3]), "replicas differ"
     assert all(map(torch.equal, on_gpu, on_cpu))
 
@@ -61,7 +58,7 @@ def test_with_slow_weights_on_the_host_rounds_are_those_of_a_cpu_bit_for_bit(
 @pytest.mark.parametrize("group_size", [2, 4])
 def test_with_slow_weights_on_the_device_they_differ_by_rounding(delay_steps: int, group_size: int) -> None:
     """A GPU rounds a * b + c once where a CPU may round twice."""
-    settings = {"delay_steps": delay_steps, "slow_weights": "device"}
-    on_gpu, on_cpu = (after_rounds(device, group_size, settings) for device in ("cuda", "cpu"))
+    method = {"group_size": group_size, "slow_weights": "device"}
+    on_gpu, on_cpu = (after_rounds(device, delay_steps, **method) for device in ("cuda", "cpu"))
     for found, expected in zip(on_gpu, on_cpu, strict=True):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)

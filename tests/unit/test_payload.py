@@ -2,8 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
@@ -11,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from megatron_noloco.config.summary import outer_state
-from megatron_noloco.outer import CodedExchange, Coding, Exchange, ExchangeReport, Weights
+from megatron_noloco.outer import ExchangeReport
 from megatron_noloco.outer.payload import (
     BLOCK,
     CELLS,
@@ -25,38 +22,15 @@ from megatron_noloco.outer.payload import (
 )
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.stability import PULL_ERRORS
-from megatron_noloco.plans.topology import Place
-from megatron_noloco.settings import NolocoSettings
-from megatron_noloco.transport.loopback import LoopbackTransport, loopback_world
-from tests.unit.test_outer import Fleet, Listening, assert_mean_follows_diloco, noise
+from tests.unit.fleet import CODED_CHUNK_BYTES, Fleet, average, fleet_of, noise
 
-CHUNK_BYTES = 1000  # no multiple of a block's bytes
 BITS = (16, 8, 4)
-CODED = [f"int{bits}" for bits in BITS]
-ERRORS = {"int16": 1e-3, "int8": 0.05, "int4": 0.6}  # of the pull towards the group's mean; generous
-
-
-def exchanges(
-    vectors: Tensor, group: Group, coding: Coding, exact: Sequence[tuple[int, int]] = ()
-) -> list[tuple[CodedExchange, Tensor]]:
-    """What the members of `group` take for the mean of their rows of `vectors`."""
-
-    def member(transport: LoopbackTransport) -> tuple[CodedExchange, Tensor]:
-        exchange = CodedExchange(Listening(transport), Place(transport.rank, len(vectors)), 5, 20.0, coding)
-        exchange.begin(vectors[transport.rank].clone(), group, 3, "a test", exact)
-        mean = torch.empty_like(vectors[0])
-        for piece in exchange.finish():
-            mean[piece.start : piece.stop] = piece.mean
-        return exchange, mean
-
-    transports = loopback_world(len(vectors), CHUNK_BYTES)
-    with ThreadPoolExecutor(len(group)) as threads:
-        return list(threads.map(member, [transports[replica] for replica in group]))
+ERRORS = {16: 1e-3, 8: 0.05, 4: 0.6}  # of the pull towards the group's mean; generous
 
 
 def means(vectors: Tensor, group: Group, bits: int) -> tuple[Tensor, list[ExchangeReport]]:
-    found = exchanges(vectors, group, Coding(bits))
-    return torch.stack([mean for _, mean in found]), [exchange.report for exchange, _ in found]
+    found, exchanges = average(vectors, group, bits)
+    return found, [exchange.report for exchange in exchanges]
 
 
 def alike(replicas: int, elements: int, apart: float = 0.01, seed: int = 0) -> Tensor:
@@ -77,64 +51,34 @@ def test_the_mean_of_the_group_is_kept_and_each_is_near_it(bits: int, group: Gro
     one_rounding = 2**-23 * float(true.abs().max())
     torch.testing.assert_close(found.double().mean(0), true.mean(0), rtol=0, atol=one_rounding)
     pull = (true - true.mean(0)).norm()
-    assert (found.double() - true.mean(0)).norm() <= ERRORS[f"int{bits}"] * pull + len(true) * one_rounding
+    assert (found.double() - true.mean(0)).norm() <= ERRORS[bits] * pull + len(true) * one_rounding
     assert sum(report.compared_elements for report in reports) == elements * (2 if len(group) == 2 else 1)
 
 
-@settings(max_examples=20)
-@given(
-    st.integers(1, 6),
-    st.integers(1, 6),
-    st.integers(0, 10_000),
-    st.sampled_from([0.0, 0.3, 0.7, 1.1]),
-    st.sampled_from(CODED),
-)
-def test_the_mean_follows_diloco_for_any_grouping_and_payload(
-    replicas: int, group_size: int, seed: int, consensus_weight: float, payload: str
-) -> None:
-    """Fact 3, although the weights of the replicas are of size 1 and the outer gradients of 0.01."""
-    start, size = noise(replicas, 24, seed=seed), min(group_size, replicas)
-    fleet = Fleet(start, size, seed=seed, consensus_weight=consensus_weight, payload=payload)
-    assert_mean_follows_diloco(fleet, seed, outer_gradient=0.01)
-
-
-@pytest.mark.parametrize("payload", CODED)
+@pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("replicas", [2, 3])
-def test_replicas_in_one_group_stay_together_to_a_part_of_a_step(payload: str, replicas: int) -> None:
+def test_replicas_in_one_group_stay_together_to_a_part_of_a_step(bits: int, replicas: int) -> None:
     """Facts 1 and 4, but not bitwise; what the code leaves is forgotten like any other spread."""
-    fleet = Fleet(noise(2000, seed=1).expand(replicas, -1), replicas, payload=payload)
+    fleet = fleet_of(replicas, replicas, elements=2000, payload=f"int{bits}")
     for round_index in range(5):
         theta = fleet.phi + 0.01 * noise(replicas, 2000, seed=round_index)
         fleet.train(theta)
-        fleet.meet(round_index)
-        assert float(fleet.phi.std(dim=0).norm()) < 2 * ERRORS[payload] * float(
-            (0.7 * theta).std(dim=0).norm()
-        )
+        fleet.exchange(round_index)
+        apart = float((0.7 * theta).std(dim=0).norm())
+        assert float(fleet.phi.std(dim=0).norm()) < 2 * ERRORS[bits] * apart
     spread = float(fleet.phi.std(dim=0).norm())
     for round_index in range(5, 25):
-        fleet.meet(round_index)
+        fleet.exchange(round_index)
     assert float(fleet.phi.std(dim=0).norm()) < spread / 30 + 1e-5
 
 
-@pytest.mark.parametrize("payload", CODED)
-def test_equal_replicas_with_equal_gradients_stay_bitwise_equal(payload: str) -> None:
-    fleet = Fleet(noise(1000, seed=1).expand(3, -1), 3, payload=payload)
+@pytest.mark.parametrize("bits", BITS)
+def test_equal_replicas_with_equal_gradients_stay_bitwise_equal(bits: int) -> None:
+    fleet = fleet_of(3, 3, elements=1000, payload=f"int{bits}")
     for round_index in range(3):
         fleet.train(fleet.phi + noise(1000, seed=round_index))
-        fleet.meet(round_index)
+        fleet.exchange(round_index)
         assert torch.equal(fleet.phi, fleet.phi[:1].expand(3, -1))
-
-
-@pytest.mark.parametrize("payload", CODED)
-def test_a_bye_takes_the_same_step_with_any_payload(payload: str) -> None:
-    coded, plain = (Fleet(noise(1, 700, seed=2), 1, payload=name) for name in (payload, "fp32"))
-    for fleet in (coded, plain):
-        fleet.train(noise(1, 700, seed=3))
-        (report,) = fleet.meet(0)
-        assert report.exchange.bytes_sent == 0
-        assert math.isnan(report.spread)
-        assert math.isnan(report.exchange.payload_error)
-    assert torch.equal(coded.phi, plain.phi)
 
 
 # Errors
@@ -161,8 +105,8 @@ def test_the_error_is_that_reported_and_does_not_grow_with_the_weights(bits: int
 
 
 def test_a_payload_of_fp32_has_no_error() -> None:
-    fleet = Fleet(noise(2, 40, seed=6), 2)
-    for report in fleet.meet(0):
+    fleet = Fleet(noise(2, 40, seed=6))
+    for report in fleet.exchange(0):
         assert report.exchange.payload_error == report.exchange.resent_elements == 0
 
 
@@ -226,15 +170,8 @@ def test_several_differences_that_do_not_fit_are_found_as_well(bits: int) -> Non
 
 
 def plain_means(vectors: Tensor, group: Group) -> Tensor:
-    """What the members take for the mean where fp32 travels."""
-    transports = loopback_world(len(vectors), CHUNK_BYTES)
-
-    def member(replica: int) -> Tensor:
-        exchange = Exchange(transports[replica], Place(replica, len(vectors)), 5, 20.0)
-        return exchange.whole_mean(vectors[replica].clone(), group, 3, "a test")
-
-    with ThreadPoolExecutor(len(group)) as threads:
-        return torch.stack(list(threads.map(member, group)))
+    """Return what the members take for the mean where fp32 travels."""
+    return average(vectors, group, chunk_bytes=CODED_CHUNK_BYTES)[0]
 
 
 @pytest.mark.parametrize("bits", [8, 4])
@@ -272,9 +209,9 @@ def test_exact_ranges_have_the_mean_of_fp32_bitwise(group: Group) -> None:
     """So do copies of them elsewhere in another rank's vector, whatever is around them."""
     vectors = alike(3, 4000)
     exact = [(100, 101), (2000, 2100), (3999, 4000)]
-    found = exchanges(vectors, group, Coding(4, stretch=2048), exact)
+    found, _ = average(vectors, group, 4, stretch=2048, exact=exact)
     plain = plain_means(vectors, group)
-    for _, mean in found:
+    for mean in found:
         for blocks in (slice(0, 512), slice(1536, 2560), slice(3584, 4000)):
             assert torch.equal(mean[blocks], plain[0, blocks])
         assert not torch.equal(mean, plain[0])
@@ -333,8 +270,7 @@ def test_sums_fit(bits: int, members: int, type_: torch.dtype) -> None:
 @pytest.mark.parametrize(("bits", "per_block"), [(16, 1044), (8, 532), (4, 276)])
 @pytest.mark.parametrize("elements", [1, 512, 513, 5000])
 def test_bytes_of_a_pair(bits: int, per_block: int, elements: int) -> None:
-    for exchange, _ in exchanges(alike(2, elements), (0, 1), Coding(bits, stretch=1024)):
-        assert isinstance(exchange.transport, Listening)
+    for exchange in average(alike(2, elements), (0, 1), bits, stretch=1024)[1]:
         on_the_wire = sum(buffer.nbytes for _, buffer in exchange.transport.sent)
         expected = message_bytes(elements, bits) + 4 * exchange.report.resent_elements
         assert exchange.report.bytes_sent == on_the_wire == expected
@@ -345,110 +281,10 @@ def test_bytes_of_a_pair(bits: int, per_block: int, elements: int) -> None:
 def test_bytes_of_a_group(bits: int, wide_bytes: int) -> None:
     """Seven blocks among three: the parts have 2, 2 and 3."""
     vectors = noise(7 * BLOCK, seed=0) + 0.01 * noise(3, 7 * BLOCK, seed=1).sign()  # every difference fits
-    found = exchanges(vectors, (0, 1, 2), Coding(bits))
-    for (exchange, _), own in zip(found, (2, 2, 3), strict=True):
-        assert exchange.report.resent_elements == 0
+    for report, own in zip(means(vectors, (0, 1, 2), bits)[1], (2, 2, 3), strict=True):
+        assert report.resent_elements == 0
         to_owners = (7 - own) * (16 + BLOCK * bits // 8 + 4)
-        assert exchange.report.bytes_sent == to_owners + 2 * own * (4 + BLOCK * wide_bytes + 1)
-
-
-@pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize("group", [(0,), (0, 1), (0, 1, 2)])
-@pytest.mark.parametrize("computing", [True, False])
-def test_pieces_cover_every_element_once(bits: int, group: Group, computing: bool) -> None:
-    """Also where some come while this rank still computes."""
-    vectors = alike(3, 5000)
-    vectors[0, [3, 2000, 4999]] += 50.0
-    transports = loopback_world(3, CHUNK_BYTES)
-
-    def times(replica: int) -> Tensor:
-        exchange = CodedExchange(transports[replica], Place(replica, 3), 5, 20.0, Coding(bits, stretch=2000))
-        times, mean = torch.zeros(5000), torch.zeros(5000)
-        exchange.begin(vectors[replica].clone(), group, 3, "a test")
-        ways = [*[exchange.progress] * (1000 if computing else 0), exchange.finish]
-        for way in ways:
-            for start, stop, piece in way():
-                times[start:stop] += 1
-                mean[start:stop] = piece
-        assert (mean - vectors[list(group)].mean(0)).abs().max() < 0.05
-        return times
-
-    with ThreadPoolExecutor(len(group)) as threads:
-        assert all(torch.equal(found, torch.ones(5000)) for found in threads.map(times, group))
-
-
-def without_left_over(held: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What does not depend on how many blocks are sent again in fp32."""
-    return {name: vector for name, vector in held.items() if name not in ("left over", "inbox", "slices")}
-
-
-@pytest.mark.parametrize("payload", CODED)
-@pytest.mark.parametrize("group_size", [2, 3])
-def test_memory_is_kept_from_round_to_round(payload: str, group_size: int) -> None:
-    fleet = Fleet(noise(9000, seed=1).expand(group_size, -1), group_size, payload=payload)
-
-    def memory() -> list[int]:
-        return [v.data_ptr() for of_round in fleet.memory for v in without_left_over(of_round).values()]
-
-    seen = []
-    for round_index in range(4):
-        theta = fleet.phi + 0.01 * noise(group_size, 9000, seed=round_index)
-        fleet.train(theta)
-        fleet.meet(round_index)
-        seen.append(memory())
-    assert seen[0] == seen[1] == seen[2] == seen[3]
-    assert seen[0]
-
-
-@pytest.mark.parametrize(("payload", "told"), [("int16", 4), ("int8", 2), ("int4", 1)])
-def test_config_tells_the_bytes_of_the_codes(payload: Any, told: float) -> None:
-    line = outer_state(NolocoSettings(payload=payload), replicas=2)
-    parts = "slow weights 4, outer momentum 4, combined vector 4"
-    assert line == f"{12.1 + told:g} bytes per parameter ({parts}, codes {told}, sketches and steps 0.1)"
-    elements = 100 * BLOCK
-    for exchange, _ in exchanges(alike(2, elements), (0, 1), Coding(int(payload[3:]))):
-        held = without_left_over(exchange._buffers._held).values()
-        assert sum(vector.nbytes for vector in held) / elements == pytest.approx(told + 0.1, abs=0.05)
-
-
-def test_an_exchange_that_fails_leaves_its_memory_to_what_comes_late() -> None:
-    here, there = loopback_world(2)
-    exchange = CodedExchange(here, Place(0, 2), 0, 0.05, Coding(8))
-    exchange.begin(torch.zeros(3), (0, 1), 0, "round 0")
-    with pytest.raises(RuntimeError, match=r"replica 0: no answer from partner 1 \(rank 1\) in round 0"):
-        list(exchange.finish())
-    late = CodedExchange(there, Place(1, 2), 0, 0.05, Coding(8))
-    late.begin(torch.ones(3), (0, 1), 0, "round 0")
-    exchange.begin(torch.zeros(3), (0,), 1, "round 1")
-    with pytest.raises(RuntimeError, match="round 1 is still under way"):
-        exchange.begin(torch.zeros(3), (0,), 2, "round 2")
-    assert [mean.tolist() for _, _, mean in exchange.finish()] == [[0.0, 0.0, 0.0]]
-
-
-# Settings
-
-
-class Copied(Weights):
-    """One flat vector of which elements 0 to 9 have copies elsewhere."""
-
-    def __init__(self, flat: Tensor) -> None:
-        self.flat = flat
-
-    def parts(self) -> list[Tensor]:
-        return [self.flat]
-
-    def refresh(self) -> None:
-        pass
-
-    def copied(self) -> list[tuple[int, int]]:
-        return [(0, 10)]
-
-
-def test_the_outer_optimizer_exchanges_copies_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.unit.test_outer.TorchWeights", lambda parts: Copied(torch.cat(list(parts))))
-    fleet = Fleet(noise(2, 2000, seed=3), 2, payload="int4")
-    (report, _) = fleet.meet(0)
-    assert report.exchange.resent_elements == BLOCK
+        assert report.bytes_sent == to_owners + 2 * own * (4 + BLOCK * wide_bytes + 1)
 
 
 def test_other_codes_are_refused() -> None:

@@ -1,0 +1,177 @@
+"""Replicas for tests: threads that hold nothing but weights and exchange them through a loopback."""
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron_noloco.outer import CodedExchange, Coding, Exchange, OuterOptimizer, RoundReport, TorchWeights
+from megatron_noloco.outer.exchange import STRETCH
+from megatron_noloco.outer.vectors import Ranges
+from megatron_noloco.plans.grouping import Group, Grouping
+from megatron_noloco.plans.topology import Place
+from megatron_noloco.settings import NolocoSettings, OverlapSettings
+from megatron_noloco.transport.loopback import LoopbackTransport, loopback_world
+from megatron_noloco.transport.protocol import Flight, Message
+
+K = 4  # local steps between two rounds
+ELEMENTS = 37
+CHUNK_BYTES = 64  # 16 elements: every vector travels in several pieces
+CODED_CHUNK_BYTES = 1000  # no multiple of a block's bytes
+SECONDS = 60.0  # a deadline that no test reaches
+
+
+def noise(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_close(found: Tensor, expected: Tensor, tolerance: float = 2e-6) -> None:
+    torch.testing.assert_close(found.double(), expected.double(), rtol=tolerance, atol=tolerance)
+
+
+class Listening:
+    """A loopback transport that remembers what was sent, and to whom."""
+
+    connects_lazily = False
+    device_buffers = False
+
+    def __init__(self, inner: LoopbackTransport) -> None:
+        self.rank, self.world_size, self.inner = inner.rank, inner.world_size, inner
+        self.sent: list[tuple[int, Tensor]] = []
+
+    def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Flight:
+        self.sent += [(message.rank, message.buffer.clone()) for message in sends]
+        return self.inner.post(sends, receives, tag)
+
+
+class Fleet:
+    """Replicas, each with its weights in two tensors; the updates of their local steps are given from outside."""
+
+    def __init__(
+        self, start: Tensor, group_size: int = 2, *, seed: int = 0, delay_steps: int = 0, **method: Any
+    ) -> None:
+        """Make them from the weights of each, shape [replicas, elements]."""
+        self.replicas = len(start)
+        self.done = 0  # local steps
+        self.settings = NolocoSettings(
+            **{"local_steps": K, "deadline_seconds": SECONDS, "group_size": max(2, group_size), **method},
+            overlap=OverlapSettings("delayed" if delay_steps else "none", delay_steps),
+        )
+        self.grouping = Grouping(self.replicas, group_size, seed)
+        self.transports = [Listening(inner) for inner in loopback_world(self.replicas, CHUNK_BYTES)]
+        self.parameters = [[part.clone() for part in row.tensor_split([5])] for row in start]
+        self.outer = [
+            OuterOptimizer(TorchWeights(own), transport, Place(rank, self.replicas), self.settings, seed)
+            for rank, (own, transport) in enumerate(zip(self.parameters, self.transports, strict=True))
+        ]
+        for outer in self.outer:
+            outer.grouping = self.grouping  # also groups of 1, which no setting asks for
+
+    def train(self, theta: Tensor) -> None:
+        """Set the fast weights, shape [replicas, elements]."""
+        for own, row in zip(self.parameters, theta, strict=True):
+            for part, value in zip(own, row.tensor_split([5]), strict=True):
+                part.copy_(value)
+
+    def each(self, call: Callable[[OuterOptimizer], Any]) -> list[Any]:
+        """Call a function with the outer optimizer of each replica, all at once."""
+        with ThreadPoolExecutor(self.replicas) as threads:
+            return list(threads.map(call, self.outer))
+
+    def exchange(self, round_index: int) -> list[RoundReport]:
+        """Run one round, whatever the local step."""
+        return self.each(lambda outer: outer.run_round(round_index))
+
+    def step(self, updates: Tensor) -> list[list[RoundReport]]:
+        """Take a local step that adds `updates`, shape [replicas, elements]; returns the reports of each."""
+        self.train(self.theta + updates)
+        self.done += 1
+        return self.each(lambda outer: outer.after_local_step(self.done))
+
+    def run(self, steps: int) -> list[list[list[RoundReport]]]:
+        """Take local steps whose updates depend on the step alone."""
+        return [self.step(0.1 * noise(*self.theta.shape, seed=self.done)) for _ in range(steps)]
+
+    def wait(self) -> None:
+        """Complete the exchanges that are under way, without merging their rounds."""
+        self.each(OuterOptimizer.wait)
+
+    def states(self) -> list[dict[str, Tensor]]:
+        """Return what a checkpoint would hold now."""
+        found = self.each(OuterOptimizer.state)
+        return [{name: tensor.clone() for name, tensor in state.items()} for state in found]
+
+    @property
+    def theta(self) -> Tensor:
+        return torch.stack([torch.cat(own) for own in self.parameters])
+
+    @property
+    def phi(self) -> Tensor:
+        return torch.stack([outer.slow_weights for outer in self.outer])
+
+    @property
+    def delta(self) -> Tensor:
+        return torch.stack([outer.momentum for outer in self.outer])
+
+    @property
+    def memory(self) -> list[Tensor]:
+        """What the outer optimizers keep, but not what depends on how many codes did not fit."""
+        varies = () if self.settings.payload == "fp32" else ("left over", "inbox", "slices")
+        rounds = [one for outer in self.outer for one in (*outer._idle, *outer._under_way)]
+        kept = [one._buffers._held | one._exchange._buffers._held for one in rounds]
+        vectors = [tensor for buffers in kept for name, tensor in buffers.items() if name not in varies]
+        return vectors + [one for outer in self.outer for one in (outer.slow_weights, outer.momentum)]
+
+
+def fleet_of(replicas: int, group_size: int = 2, elements: int = ELEMENTS, **method: Any) -> Fleet:
+    """Return replicas that start from equal weights."""
+    return Fleet(noise(elements, seed=1).expand(replicas, -1), group_size, **method)
+
+
+def assert_equal(one: Fleet, other: Fleet) -> None:
+    """Compare all weights of two fleets bit by bit."""
+    for name in ("theta", "phi", "delta"):
+        assert torch.equal(getattr(one, name), getattr(other, name)), name
+
+
+def finish(exchange: Exchange, elements: int) -> Tensor:
+    """Return the mean of an exchange that has begun."""
+    mean = torch.full((elements,), torch.nan)
+    for start, stop, piece in exchange.finish():
+        mean[start:stop] = piece
+    return mean
+
+
+def made(
+    transport: Any, replicas: int, bits: int | None = None, seconds: float = SECONDS, stretch: int = STRETCH
+) -> Any:
+    """Return an exchange in fp32, or in codes of so many bits."""
+    place = Place(transport.rank, replicas)
+    if bits is None:
+        return Exchange(transport, place, 5, seconds, stretch)
+    return CodedExchange(transport, place, 5, seconds, Coding(bits, stretch))
+
+
+def average(
+    vectors: Tensor,
+    group: Group,
+    bits: int | None = None,
+    *,
+    stretch: int = STRETCH,
+    exact: Ranges = (),
+    chunk_bytes: int | None = None,
+) -> tuple[Tensor, list[Exchange]]:
+    """Return what each member of the group takes for the mean of their rows of `vectors`, and their exchanges."""
+    chunk_bytes = chunk_bytes or (CHUNK_BYTES if bits is None else CODED_CHUNK_BYTES)
+    transports = [Listening(inner) for inner in loopback_world(len(vectors), chunk_bytes)]
+
+    def member(replica: int) -> tuple[Tensor, Exchange]:
+        exchange = made(transports[replica], len(vectors), bits, stretch=stretch)
+        exchange.begin(vectors[replica].clone(), group, 3, "a test", exact)
+        return finish(exchange, vectors.shape[1]), exchange
+
+    with ThreadPoolExecutor(len(group)) as threads:
+        means, exchanges = zip(*threads.map(member, group), strict=True)
+    return torch.stack(means), list(exchanges)

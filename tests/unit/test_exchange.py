@@ -1,0 +1,330 @@
+"""The exchange of one vector: pairs and groups, with and without waiting, what is poisoned, late or lost."""
+
+import re
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_noloco.job import activity
+from megatron_noloco.outer import Exchange, OuterOptimizer, PartnerTimeoutError, TorchWeights, messages
+from megatron_noloco.outer.messages import CHANNELS, Contacts
+from megatron_noloco.plans.grouping import Group
+from megatron_noloco.plans.topology import Place, Topology
+from megatron_noloco.settings import NolocoSettings, OverlapSettings
+from megatron_noloco.transport.loopback import loopback_world
+from tests.unit.fleet import (
+    CHUNK_BYTES,
+    CODED_CHUNK_BYTES,
+    SECONDS,
+    Fleet,
+    K,
+    Listening,
+    assert_close,
+    assert_equal,
+    average,
+    finish,
+    fleet_of,
+    made,
+    noise,
+)
+
+SHORT_SECONDS = 0.05  # only where no answer comes
+
+in_any_payload = pytest.mark.parametrize("bits", [None, 16, 8, 4])
+
+
+# The mean
+
+
+@pytest.mark.parametrize("group", [(0, 1), (1, 4), (0, 2, 4), (0, 1, 2, 3), (0, 1, 2, 3, 4)])
+@pytest.mark.parametrize("elements", [3, 101])
+def test_members_use_bitwise_the_same_mean(group: Group, elements: int) -> None:
+    vectors = noise(5, elements, seed=13) * 10 ** noise(5, elements, seed=14)
+    means, _ = average(vectors, group)
+    assert all(torch.equal(mean, means[0]) for mean in means)
+    assert_close(means[0], vectors[list(group)].double().mean(dim=0))
+
+
+def some_apart(members: int) -> Tensor:
+    """Return vectors that are close to each other but for three elements, which codes do not hold."""
+    vectors = noise(5000, seed=0) + 0.01 * noise(members, 5000, seed=1)
+    vectors[0, [3, 2000, 4999]] += 50.0
+    return vectors
+
+
+@in_any_payload
+@pytest.mark.parametrize("group", [(0,), (0, 1), (0, 1, 2), (0, 1, 2, 3)])
+@pytest.mark.parametrize("stretch", [600, 10_000])
+def test_every_element_comes_once_whether_the_members_wait_or_not(
+    bits: int | None, group: Group, stretch: int
+) -> None:
+    """First in threads that wait; then by progress alone, in one thread, which could wait for no other."""
+    vectors = some_apart(len(group))
+    chunk_bytes = CHUNK_BYTES if bits is None else CODED_CHUNK_BYTES
+    exchanges = [made(t, len(group), bits, stretch=stretch) for t in loopback_world(len(group), chunk_bytes)]
+    times, means = torch.zeros(2, len(group), 5000)
+
+    def use(member: int, pieces: Any) -> None:
+        for start, stop, mean in pieces:
+            times[member, start:stop] += 1
+            means[member, start:stop] = mean
+
+    def begin(number: int) -> None:
+        for exchange, vector in zip(exchanges, vectors, strict=True):
+            exchange.begin(vector.clone(), group, number, "a test")
+
+    def check() -> None:
+        assert torch.equal(times, torch.ones_like(times))
+        assert float((means - vectors.mean(0)).abs().max()) < (1e-5 if bits is None else 0.05)
+
+    begin(0)
+    with ThreadPoolExecutor(len(group)) as threads:
+        list(threads.map(lambda member: use(member, exchanges[member].finish()), group))
+    check()
+    waited = means.clone()
+    times.zero_()
+    begin(1)
+    for _ in range(1000):
+        for member in group:
+            use(member, exchanges[member].progress())
+    check()
+    for exchange in exchanges:
+        assert list(exchange.finish()) == []
+        assert exchange.report.wait_seconds == 0
+    assert bits is not None or torch.equal(means, waited)
+
+
+@pytest.mark.parametrize(("members", "sent_vectors"), [(1, 0), (2, 1), (3, 4 / 3), (4, 6 / 4), (6, 10 / 6)])
+def test_a_pair_sends_one_vector_each_and_no_member_of_a_group_sends_two(
+    members: int, sent_vectors: float
+) -> None:
+    _, exchanges = average(noise(members, 120, seed=16), tuple(range(members)))  # divides by every group
+    for exchange in exchanges:
+        on_the_wire = sum(buffer.nbytes for _, buffer in exchange.transport.sent)
+        assert exchange.report.bytes_sent == on_the_wire == round(sent_vectors * 120 * 4)
+
+
+# Poison
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_poisoned_replica_does_not_poison_its_partner(poison: float) -> None:
+    fleet = fleet_of(2, elements=40)
+    before, theta = fleet.phi.double(), fleet.phi + 0.1 * noise(2, 40, seed=18)
+    theta[0, 20] = poison  # in the second chunk: elements 16..31
+    fleet.train(theta)
+    reports = fleet.exchange(0)
+    expected = 0.7 * (theta.double().mean(dim=0) - before[0])
+    expected[16:32] = 0.7 * (theta[1].double() - before[1])[16:32]
+    assert_close(fleet.delta, expected.expand(2, -1))
+    difference = torch.cat([theta[:, :16], theta[:, 32:]], dim=1).diff(dim=0)
+    for report in reports:
+        assert report.exchange.poisoned_elements == 16
+        assert report.exchange.compared_elements == 24
+        assert report.spread == pytest.approx(float(difference.square().mean() / 2) ** 0.5, rel=1e-5)
+
+
+def test_a_poisoned_replica_does_not_poison_a_larger_group() -> None:
+    vectors = noise(3, 30, seed=19)
+    clean = vectors.clone()
+    vectors[2, 4] = float("nan")  # in the slice of the first member: elements 0..9
+    means, exchanges = average(vectors, (0, 1, 2))
+    assert_close(means, torch.cat([clean[:2, :10].mean(0), clean[:, 10:].mean(0)]).expand(3, -1))
+    assert sum(exchange.report.poisoned_elements for exchange in exchanges) == 10
+    assert sum(exchange.report.compared_elements for exchange in exchanges) == 20
+
+
+# Deadlines
+
+
+@pytest.mark.parametrize("delay_steps", [0, 1])
+@pytest.mark.parametrize("group_size", [2, 3])
+def test_a_missing_partner_is_named_when_a_rank_waits_for_it(group_size: int, delay_steps: int) -> None:
+    topology = Topology(replicas=group_size, pp=2)
+    transport = loopback_world(topology.world_size)[1]  # replica 0, stage 1
+    settings = NolocoSettings(
+        local_steps=2,
+        group_size=group_size,
+        deadline_seconds=SHORT_SECONDS,
+        overlap=OverlapSettings("delayed" if delay_steps else "none", delay_steps),
+    )
+    outer = OuterOptimizer(TorchWeights([torch.ones(4)]), transport, topology.place(1), settings)
+    for done in range(1, 2 + delay_steps):
+        assert outer.after_local_step(done) == []
+        outer.progress()
+    with pytest.raises(PartnerTimeoutError) as caught:
+        outer.after_local_step(2 + delay_steps)
+    message = (
+        r"replica 0: no answer from partner 1 \(rank 3\) in round 0 after [0-9.]+ s \(deadline_seconds\)"
+    )
+    assert re.fullmatch(message, str(caught.value))
+    others = ["rank 3 (replica 1)", "rank 5 (replica 2)"][: group_size - 1]
+    assert activity.now.state.part == f"waiting for {' and '.join(others)} in round 0"
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_what_arrives_after_the_deadline_changes_no_later_exchange(bits: int | None) -> None:
+    here, there = loopback_world(2)
+    exchange, late = made(here, 2, bits, SHORT_SECONDS), made(there, 2, bits)
+    exchange.begin(torch.zeros(3), (0, 1), 0, "round 0")
+    with pytest.raises(PartnerTimeoutError, match=r"no answer from partner 1 \(rank 1\) in round 0"):
+        list(exchange.finish())
+    exchange.begin(torch.zeros(3), (0,), 1, "round 1")
+    late.begin(torch.ones(3), (0, 1), 0, "round 0")
+    list(late.progress())
+    assert finish(exchange, 3).tolist() == [0.0, 0.0, 0.0]
+
+
+class Clock:
+    def __init__(self, *times: float) -> None:
+        self.times = list(times)
+
+    def monotonic(self) -> float:
+        return self.times.pop(0)
+
+
+class Silent:
+    """A flight on which nothing arrives; remembers for how long it is waited for."""
+
+    wait_seconds = 0.0
+    deadline_seconds = 0.0
+
+    def arrived(self) -> list[Any]:
+        return []
+
+    def done(self) -> bool:
+        return bool(self.deadline_seconds)
+
+    def arrivals(self, deadline_seconds: float) -> Any:
+        self.deadline_seconds = deadline_seconds
+        return iter(())
+
+    def finish(self, deadline_seconds: float) -> None:
+        assert deadline_seconds == self.deadline_seconds
+
+
+def test_the_deadline_counts_from_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Flights are waited for since their posting: 100 s of local steps between must not use the deadline up."""
+    monkeypatch.setattr(messages, "time", Clock(5.0, 105.0))
+    waiting, flight = messages.Waiting(10.0), Silent()
+    arrivals = waiting.collect(flight)
+    assert next(arrivals) is None
+    waiting.start("waiting for rank 1")
+    assert list(arrivals) == []
+    assert flight.deadline_seconds == 110.0
+
+
+# Several exchanges
+
+
+@pytest.mark.parametrize("group", [(0, 1), (0, 1, 2)])
+def test_two_exchanges_under_way_do_not_mix(group: Group) -> None:
+    """Same ranks, same number, different channels; the one begun first is finished last."""
+    vectors = [noise(3, 101, seed=20), noise(3, 60, seed=21)]
+    transports = loopback_world(3, CHUNK_BYTES)
+
+    def both(replica: int) -> list[Tensor]:
+        place = Place(replica, 3)
+        exchanges = [Exchange(transports[replica], place, channel, SECONDS) for channel in (5, 6)]
+        for exchange, of_all in zip(exchanges, vectors, strict=True):
+            exchange.begin(of_all[replica].clone(), group, 3, "a test")
+        second = finish(exchanges[1], 60)
+        return [finish(exchanges[0], 101), second]
+
+    with ThreadPoolExecutor(3) as threads:
+        for found in threads.map(both, group):
+            for mean, of_all in zip(found, vectors, strict=True):
+                assert torch.equal(mean, average(of_all, group)[0][0])
+
+
+def test_every_exchange_has_tags_of_its_own() -> None:
+    tags: list[int] = []
+    (here, _) = loopback_world(2)
+    here.post = lambda sends, receives, tag: tags.append(tag)  # type: ignore[method-assign, assignment, misc]
+    for channel in range(CHANNELS):
+        for number in range(3):
+            Exchange(here, Place(0, 2), channel).begin(torch.ones(2), (0, 1), number, "a test")
+    assert len({tag + phase for tag in tags for phase in range(6)}) == 6 * 3 * CHANNELS
+
+
+@pytest.mark.parametrize("bits", [None, 8])
+def test_an_exchange_is_begun_and_finished_in_turn(bits: int | None) -> None:
+    exchange = made(loopback_world(2)[0], 2, bits)
+    assert list(exchange.progress()) == []
+    with pytest.raises(RuntimeError, match="begin comes before finish"):
+        next(exchange.finish())
+    exchange.begin(torch.ones(3), (0,), 0, "round 0")
+    with pytest.raises(RuntimeError, match="round 0 is still under way: finish it before round 1 begins"):
+        exchange.begin(torch.ones(3), (0,), 1, "round 1")
+    assert finish(exchange, 3).tolist() == [1.0, 1.0, 1.0]
+    with pytest.raises(ValueError, match=r"replica 0 is not in group \[1\]"):
+        exchange.begin(torch.ones(3), (1,), 1, "round 1")
+
+
+# Connections to the next group
+
+
+def connecting_lazily(replicas: int, group_size: int, lazily: bool, **method: Any) -> Fleet:
+    fleet = fleet_of(replicas, group_size, **method)
+    for transport in fleet.transports:
+        transport.connects_lazily = lazily
+    return fleet
+
+
+def greeted(fleet: Fleet) -> set[tuple[int, int]]:
+    """Return each (sender, receiver) of an empty message since the last call; fails for one greeted twice."""
+    found = [(t.rank, rank) for t in fleet.transports for rank, buffer in t.sent if not len(buffer)]
+    assert len(set(found)) == len(found)
+    for transport in fleet.transports:
+        transport.sent.clear()
+    return set(found)
+
+
+@pytest.mark.parametrize(("replicas", "group_size"), [(6, 2), (7, 2), (6, 3), (5, 4)])
+@pytest.mark.parametrize("delay_steps", [0, 2, K])
+def test_connections_to_the_next_group_are_opened_in_the_local_phase_and_once(
+    replicas: int, group_size: int, delay_steps: int
+) -> None:
+    """The lower of two ranks sends; a replica that skips the round opens none, nor does the round itself."""
+    fleet = connecting_lazily(replicas, group_size, lazily=True, delay_steps=delay_steps)
+    known: set[tuple[int, int]] = set()
+    for round_index in range(8):
+        fleet.run(K - 1)
+        groups = fleet.grouping.groups(round_index)
+        pairs = {(low, high) for group in groups for low in group for high in group if low < high}
+        assert greeted(fleet) == pairs - known
+        known |= pairs
+        fleet.run(1)
+        assert greeted(fleet) == set()
+
+
+@pytest.mark.parametrize(
+    "method",
+    [{}, {"payload": "int8"}, {"delay_steps": 2}, {"consensus_weight": 0.3}, {"fragments": 2}],
+)
+def test_opening_connections_changes_no_bit_of_training_and_no_bytes_of_a_round(
+    method: dict[str, Any],
+) -> None:
+    fleets = [connecting_lazily(5, 2, lazily, **method) for lazily in (False, True)]
+    steps = [fleet.run(3 * K + 2) for fleet in fleets]
+    assert_equal(*fleets)
+    there, lazily = (
+        [(one.exchange.group, one.exchange.bytes_sent) for step in of_fleet for own in step for one in own]
+        for of_fleet in steps
+    )
+    assert there == lazily
+    assert greeted(fleets[0]) == set()
+    assert greeted(fleets[1]) != set()
+
+
+def test_opening_a_connection_waits_for_no_answer() -> None:
+    transport = Listening(loopback_world(2)[1])
+    transport.connects_lazily = True
+    contacts = Contacts(transport, Place(1, 2))
+    contacts.open((0, 1), 0)
+    for _ in range(3):
+        contacts.progress()
+    assert transport.sent == []

@@ -1,0 +1,82 @@
+"""Weights as one flat vector, read and written in pieces."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_noloco.outer import TorchWeights
+from megatron_noloco.outer.mean import MeanPiece, gathered
+from tests.unit.fleet import noise
+
+
+def test_torch_weights_are_one_vector_in_the_order_of_the_parameters() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1).to(torch.bfloat16))
+    weights = TorchWeights(model.parameters())
+    flat = torch.cat([parameter.detach().flatten().float() for parameter in model.parameters()])
+    assert weights.length == len(flat) == 11
+    assert torch.equal(weights.read(), flat)
+    middle = torch.empty(5)
+    weights.read_into(middle, 4)
+    assert torch.equal(middle, flat[4:9])
+    with weights.writing() as write:
+        write(5, torch.arange(5.0))
+    flat[5:10] = torch.arange(5.0)
+    assert torch.equal(weights.read(), flat)
+    assert model[1].weight.dtype == torch.bfloat16
+    outside = pytest.raises(ValueError, match="elements 9 to 12 lie outside a vector of 11")
+    with outside, weights.writing() as write:
+        write(9, torch.ones(3))
+
+
+@pytest.mark.parametrize("wrong", [[], [torch.ones(2, dtype=torch.int64)], [torch.ones(2, 3).t()]])
+def test_torch_weights_refuse_what_they_cannot_hold(wrong: list[Tensor]) -> None:
+    with pytest.raises(ValueError):
+        TorchWeights(wrong)
+
+
+class Refreshed(TorchWeights):
+    times = 0
+
+    def refresh(self) -> None:
+        self.times += 1
+
+
+def test_leaving_refreshes_what_depends_on_the_weights_but_not_after_an_exception() -> None:
+    weights, kept = Refreshed([torch.ones(3)]), torch.empty(3)
+    with weights.kept_in(kept):
+        with weights.writing() as write:
+            write(0, torch.zeros(3))
+        assert (weights.times, weights.read().tolist()) == (1, [0.0] * 3)
+    assert (weights.times, weights.read().tolist()) == (2, [1.0] * 3)
+    with pytest.raises(ValueError, match="outside"), weights.kept_in(kept), weights.writing() as write:
+        write(0, torch.zeros(4))
+    assert (weights.times, weights.read().tolist()) == (2, [1.0] * 3)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [
+        ([(0, 3), (3, 5), (5, 9)], [(0, 3), (3, 5), (5, 9)]),
+        ([(0, 1), (1, 2), (2, 3), (3, 4), (4, 5), (5, 6)], [(0, 4), (4, 6)]),
+        ([(0, 2), (4, 6), (6, 7)], [(0, 2), (4, 7)]),
+        ([(6, 7), (0, 9)], [(6, 7), (0, 4), (4, 8), (8, 9)]),
+        ([], []),
+    ],
+)
+def test_pieces_are_gathered_into_longer_ones(
+    pieces: list[tuple[int, int]], expected: list[tuple[int, int]]
+) -> None:
+    vector, scratch = noise(9, seed=30), torch.empty(9)
+
+    def arriving() -> Iterator[MeanPiece]:
+        for start, stop in pieces:
+            scratch[: stop - start] = vector[start:stop]  # a piece is overwritten by the next
+            yield MeanPiece(start, stop, scratch[: stop - start])
+
+    found = []
+    for start, stop, mean in gathered(arriving(), torch.empty(4)):
+        assert torch.equal(mean, vector[start:stop])
+        found.append((start, stop))
+    assert found == expected
