@@ -35,6 +35,14 @@ def test_a_message_is_one_that_the_code_writes(message: str, sources: str) -> No
     assert message in sources
 
 
+def test_the_library_page_imports_what_is_there() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/library.md").read_text(), re.DOTALL)
+    imports = [line for block in blocks for line in block.splitlines() if line.startswith("from ")]
+    assert len(imports) > 5
+    for line in imports:
+        exec(line, {})
+
+
 def test_the_configuration_of_two_machines_is_valid() -> None:
     """The blocks of docs/internet.md in the place of those of configs/federation.json."""
     (block,) = re.findall(r"```json\n(.*?)```", (ROOT / "docs/internet.md").read_text(), re.DOTALL)
