@@ -96,9 +96,8 @@ def _norm_of_all_groups(optimizer: DeepSpeedZeroOptimizer) -> float:
 
     DeepSpeed itself sums group by group over the stages, which never ends where stages have different groups.
     """
-    optimizer.scale_of_gradients = (
-        optimizer.loss_scale
-    )  # the step may raise `loss_scale` before it divides by it
+    # Kept, since the step may raise `loss_scale` before `_unscale_and_clip` divides by it.
+    optimizer.scale_of_gradients = optimizer.loss_scale
     groups = range(len(optimizer.bit16_groups))
     gradients = [gradient for group in groups for gradient in optimizer.averaged_gradients[group]]
     parameters = [parameter for group in groups for parameter in optimizer.params_in_partition[group]]

@@ -53,9 +53,8 @@ class Muon(torch.optim.AdamW):
     ) -> None:
         self._rows = linear
         sizes = (math.prod(row.slice_shape(groups.topology.tp)) for row in linear)
-        self._ranges = list(
-            pairwise(accumulate(sizes, initial=0))
-        )  # of each row in the vector of all dp ranks
+        # First and last + 1 element of each row in the vector that the dp ranks share.
+        self._ranges = list(pairwise(accumulate(sizes, initial=0)))
         self._groups = groups
         muon = {"lr": params["muon_lr"], "momentum": params["momentum"]}
         super().__init__(

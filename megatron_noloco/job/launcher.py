@@ -26,7 +26,7 @@ class World:
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """The three numbers in the order of `_Names`."""
+        """Rank, local rank and world size, in the order of `_Names`."""
         return self.rank, self.local_rank, self.world_size
 
 
@@ -43,38 +43,40 @@ _OPEN_MPI = _Names("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_C
 _HYDRA = _Names("PMI_RANK", "MPI_LOCALRANKID", "PMI_SIZE")  # MPICH and Intel MPI
 _SLURM = _Names("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
 _LAST_PORT = 65535
+# Launcher, its variables, and those whose presence identifies it. Launchers nest (srun starts mpirun's daemons,
+# mpirun may start torchrun), so the order is from the innermost to the outermost.
+_LAUNCHERS: tuple[tuple[Launcher, _Names, tuple[str, ...]], ...] = (
+    ("torchrun", _TORCH, ("TORCHELASTIC_RUN_ID",)),
+    ("deepspeed", _TORCH, ("CROSS_RANK", "LOCAL_SIZE")),  # only its own launcher sets these
+    ("mpirun", _OPEN_MPI, (_OPEN_MPI.rank,)),
+    ("mpirun", _HYDRA, (_HYDRA.rank, _HYDRA.local_rank)),
+    # A batch script has SLURM_PROCID as well; only srun counts the tasks of a step.
+    ("srun", _SLURM, (_SLURM.rank, _SLURM.world_size)),
+    ("mpirun", _HYDRA, (_HYDRA.rank,)),
+    *(("environment", _TORCH, (name,)) for name in _TORCH),
+)
 
 
 def read_world(environ: Environ) -> World:
     """Return the place that the launcher's variables give this process; without any, that of a single process.
 
-    Launchers nest (srun starts mpirun's daemons, mpirun may start torchrun), so the order below is from the
-    innermost to the outermost. Raises ValueError when variables are missing or contradict one another.
+    Raises ValueError when variables are missing or contradict one another.
     """
-    if _by_torchrun(environ):
-        return _read("torchrun", _TORCH, environ)
-    if _by_deepspeed(environ):
-        return _read("deepspeed", _TORCH, environ)
-    if _OPEN_MPI.rank in environ:
-        return _agreeing_with_torch(_read("mpirun", _OPEN_MPI, environ), _OPEN_MPI, environ)
-    if _HYDRA.rank in environ and _HYDRA.local_rank in environ:
-        return _agreeing_with_torch(_read("mpirun", _HYDRA, environ), _HYDRA, environ)
-    if _SLURM.rank in environ and _SLURM.world_size in environ:
-        # A batch script has SLURM_PROCID as well; only srun counts the tasks of a step.
-        return _agreeing_with_torch(_read("srun", _SLURM, environ), _SLURM, environ)
-    if _HYDRA.rank in environ:
-        return _agreeing_with_torch(_read("mpirun", _HYDRA, environ), _HYDRA, environ)
-    if any(name in environ for name in _TORCH):
-        return _read("environment", _TORCH, environ)
-    return World(rank=0, local_rank=0, world_size=1, launcher="single")
+    launcher, names = _innermost(environ)
+    if launcher == "single":
+        return World(rank=0, local_rank=0, world_size=1, launcher=launcher)
+    world = _read(launcher, names, environ)
+    if names is not _TORCH:
+        _check_torch(world, names, environ)
+    return world
 
 
-def _by_torchrun(environ: Environ) -> bool:
-    return "TORCHELASTIC_RUN_ID" in environ
-
-
-def _by_deepspeed(environ: Environ) -> bool:
-    return "CROSS_RANK" in environ and "LOCAL_SIZE" in environ  # only DeepSpeed's own launcher sets these
+def _innermost(environ: Environ) -> tuple[Launcher, _Names]:
+    """Return the launcher that started this process, and its variables."""
+    for launcher, names, identifying in _LAUNCHERS:
+        if all(name in environ for name in identifying):
+            return launcher, names
+    return "single", _TORCH
 
 
 def _read(launcher: Launcher, names: _Names, environ: Environ) -> World:
@@ -102,15 +104,14 @@ def _read(launcher: Launcher, names: _Names, environ: Environ) -> World:
     return World(values[names.rank], values[names.local_rank], size, launcher)
 
 
-def _agreeing_with_torch(world: World, names: _Names, environ: Environ) -> World:
-    """Return `world`; raise ValueError where torch's variables contradict it, left over from another launch."""
+def _check_torch(world: World, names: _Names, environ: Environ) -> None:
+    """Raise ValueError where torch's variables contradict `world`, left over from another launch."""
     for theirs, ours, value in zip(_TORCH, names, world.place, strict=True):
         if environ.get(theirs, str(value)) != str(value):
             raise ValueError(
                 f"environment: {theirs}={environ[theirs]} but {ours}={value} under {world.launcher}; "
                 f"unset {theirs} (it is set for you)"
             )
-    return world
 
 
 def export(world: World, environ: MutableMapping[str, str]) -> None:
@@ -123,7 +124,7 @@ def mpi_world_size(environ: Environ) -> int | None:
 
     Returns None for a PMIx launcher (`srun --mpi=pmix`), whose variables do not give the number.
     """
-    if _by_torchrun(environ) or _by_deepspeed(environ):
+    if _innermost(environ)[0] in ("torchrun", "deepspeed"):
         return 1  # mpirun may have started the launcher; its variables then do not describe this process
     for names in (_OPEN_MPI, _HYDRA):
         if names.world_size in environ:

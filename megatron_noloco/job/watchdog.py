@@ -40,8 +40,8 @@ class Watchdog:
         self._failure: Failure | None = None  # of another rank
         self._left = threading.Event()
         # The store and the file system may block, so each has a thread of its own.
-        runs = (self._watch, self._poll_failure)
-        self._threads = [threading.Thread(target=run, daemon=True) for run in runs]
+        targets = (self._watch, self._poll_failure)
+        self._threads = [threading.Thread(target=target, daemon=True) for target in targets]
         if path is not None:
             file = WaitFile(path, min(_FILE_SECONDS, patience_seconds or _FILE_SECONDS))
             self._threads.append(threading.Thread(target=file.keep, args=(self._left,), daemon=True))
@@ -90,9 +90,7 @@ class Watchdog:
     def _poll_failure(self) -> None:
         """Poll the store until another rank has failed."""
         while self._failure is None and not self._left.wait(leaving.POLL_SECONDS):
-            with suppress(
-                RuntimeError
-            ):  # rank 0, which serves the store, has ended: the launcher ends this rank
+            with suppress(RuntimeError):  # rank 0, which serves the store, has ended
                 found = leaving.announced_failure()
                 self._failure = None if found is None or found.is_own else found
 

@@ -7,8 +7,8 @@ with the number of replicas.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -47,10 +47,6 @@ class Groups:
         return self.position.stage == self.topology.pp - 1
 
 
-def _group(ranks: list[int], timeout: timedelta) -> ProcessGroup:
-    return dist.new_group(sorted(ranks), timeout=timeout, use_local_synchronization=True)
-
-
 def _connect(groups: Sequence[ProcessGroup | None]) -> None:
     """Make NCCL connect the ranks of each group, in the order in which all ranks made the groups.
 
@@ -79,21 +75,26 @@ def build_groups(
     at = topology.position(dist.get_rank())
     grid = topology.grid
     own = grid[at.replica - topology.slot]
-    group = partial(_group, timeout=patience)
-    tp = group(own[at.stage, at.dp, :].tolist())
-    pp = group(own[:, at.dp, at.tp].tolist())
-    dp = group(own[at.stage, :, at.tp].tolist())
-    mp = group(own[:, at.dp, :].ravel().tolist())
-    replica = group(own.ravel().tolist())
-    alone = group([dist.get_rank()])
+    myself = own[at.stage, at.dp, [at.tp]]
+
+    def group(ranks: np.ndarray) -> ProcessGroup:
+        members = sorted(ranks.ravel().tolist())
+        return dist.new_group(members, timeout=patience, use_local_synchronization=True)
+
+    tp = group(own[at.stage, at.dp, :])
+    pp = group(own[:, at.dp, at.tp])
+    dp = group(own[at.stage, :, at.tp])
+    mp = group(own[:, at.dp, :])
+    replica = group(own)
+    alone = group(myself)
     tied_embedding = None
     if tied and topology.pp > 1:
         if at.stage in (0, topology.pp - 1):
-            tied_embedding = group(own[[0, -1], at.dp, at.tp].tolist())
+            tied_embedding = group(own[[0, -1], at.dp, at.tp])
         else:
-            group([dist.get_rank()])  # unused, but keeps the number of groups equal
+            group(myself)  # unused, but keeps the number of groups equal
     reachable = grid[:, :, at.dp, at.tp] if routed else own[:, at.dp, at.tp]
-    forward_hops, backward_hops = group(reachable.ravel().tolist()), group(reachable.ravel().tolist())
+    forward_hops, backward_hops = group(reachable), group(reachable)
     if torch.cuda.is_available():
         _connect([tp, dp, mp, tied_embedding, forward_hops, backward_hops])  # nothing is sent over pp
 
