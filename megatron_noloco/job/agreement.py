@@ -1,4 +1,4 @@
-"""The ranks of a job agree on small values, by one of two mechanisms.
+"""Lets the ranks of a job agree on small values, by one of two mechanisms.
 
 - Collectives, `of_all_ranks` and `of_rank_0`: for what all ranks do at the same place of the program, at the
   start and between local phases. They carry any value that can be pickled, and fail at once when a process has

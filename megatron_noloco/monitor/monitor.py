@@ -99,18 +99,18 @@ class Evaluation:
             "validation/mean_model_loss": self.mean_model_loss,
             "validation/spread": self.spread,
         }
-        for part in self.datasets:
-            row[f"validation/loss of {part.name}"] = part.replica_losses[replica]
-            row[f"validation/replica_losses of {part.name}"] = part.replica_losses
-            row[f"validation/mean_model_loss of {part.name}"] = part.mean_model_loss
+        for dataset in self.datasets:
+            row[f"validation/loss of {dataset.name}"] = dataset.replica_losses[replica]
+            row[f"validation/replica_losses of {dataset.name}"] = dataset.replica_losses
+            row[f"validation/mean_model_loss of {dataset.name}"] = dataset.mean_model_loss
         return row
 
 
 class LatePartners:
     """Finds the partners that make this replica wait, by comparing the waits for its latest partners.
 
-    Each rank compares its own measurements, without communication. A partner can be late because it is
-    slow, because it waited for its own partner before, or because the network between the two is slow.
+    Each rank compares its own measurements, without communication. A partner can be late because it is slow,
+    because it waited for its own partner before, or because the network between the two is slow.
 
     Args:
         replica: of this rank.
@@ -141,8 +141,8 @@ class LatePartners:
             del self._waits[next(iter(self._waits))]
         if last_started is None or len(others) < _FEWEST_PARTNERS:
             return None
-        late = exchange.wait_seconds - statistics.median(others)
-        return (partner, late) if late > _NOTABLE_WAIT * (started - last_started) else None
+        late_seconds = exchange.wait_seconds - statistics.median(others)
+        return (partner, late_seconds) if late_seconds > _NOTABLE_WAIT * (started - last_started) else None
 
 
 class Monitor:

@@ -13,6 +13,8 @@ from megatron_noloco.transport.protocol import Arrival, ExchangeTimeoutError, Me
 
 DEFAULT_CHUNK_BYTES = 4 * 1024 * 1024  # long enough that calls are cheap, short enough to overlap the update
 
+_Outcome = Arrival | ConnectionError  # a completed chunk, or the reason why one never will
+
 
 class Chunk(NamedTuple):
     """A piece of a message: its `Arrival`, the rank at the other end, and its bytes."""
@@ -114,12 +116,10 @@ class ReportedTransfers(Transfers):
 
     def __init__(self, chunks: Sequence[Chunk], tag: int) -> None:
         super().__init__(chunks, tag)
-        self._reports: queue.SimpleQueue[Arrival | ConnectionError] = queue.SimpleQueue()
-        self._taken: list[
-            Arrival | ConnectionError
-        ] = []  # reports taken from the queue, but not yet returned
+        self._reports: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
+        self._taken: list[_Outcome] = []  # from the queue, but not yet returned
 
-    def report(self, outcome: Arrival | ConnectionError) -> None:
+    def report(self, outcome: _Outcome) -> None:
         """Report, from any thread, that a chunk has completed, or that it never will."""
         self._reports.put(outcome)
 

@@ -1,4 +1,4 @@
-"""A thread speaks for a rank that is blocked inside a library, and ends it when another rank has failed."""
+"""A thread reports for a rank that is blocked inside a library, and ends it when another rank has failed."""
 
 import os
 import re
@@ -50,43 +50,43 @@ def test_an_exception_tells_who_was_doing_what() -> None:
     assert str(now.state) == "starting"
 
 
-def blocked(rank: int, world_size: int, told: Path, patience_seconds: float, ask: bool) -> str:
-    """Rank 0 waits inside gloo for rank 1, which answers when rank 0 has said for whom it waits."""
+def blocked(rank: int, world_size: int, path: Path, patience_seconds: float, ask: bool) -> str:
+    """Rank 0 waits inside gloo for rank 1, which sends when rank 0 has reported that it waits for rank 1."""
     activity.now.who = f"rank {rank}"
     token = torch.zeros(1)
     if rank == 1:
-        wait_until(told, "waits\n")
+        wait_until(path, "waits\n")
         if ask:
-            os.kill(int(told.read_text().split()[0]), signal.SIGUSR2)
-        wait_until(told, "waiting for rank 1\n")
+            os.kill(int(path.read_text().split()[0]), signal.SIGUSR2)
+        wait_until(path, "waiting for rank 1\n")
         dist.send(token, 0)
         return ""
     step = activity.now.doing("computing local step 7")
-    watchdog = Watchdog(patience_seconds, told.with_name("wait.json"))
-    with told.open("w", buffering=1) as log, redirect_stderr(log), watchdog, step:
+    watchdog = Watchdog(patience_seconds, path.with_name("wait.json"))
+    with path.open("w", buffering=1) as log, redirect_stderr(log), watchdog, step:
         activity.now.part("waiting for rank 1")
         log.write(f"{os.getpid()} waits\n")
         dist.recv(token, 1)
-    return told.read_text().splitlines()[-1]
+    return path.read_text().splitlines()[-1]
 
 
 @pytest.mark.parametrize(("patience_seconds", "ask"), [(0.1, False), (0.0, True)], ids=["by itself", "asked"])
-def test_a_rank_blocked_in_a_library_says_what_it_waits_for(
+def test_a_rank_blocked_in_a_library_reports_what_it_waits_for(
     patience_seconds: float, ask: bool, tmp_path: Path
 ) -> None:
-    line, _ = run_ranks(2, blocked, tmp_path / "told", patience_seconds, ask, timeout=SECONDS)
+    line, _ = run_ranks(2, blocked, tmp_path / "log", patience_seconds, ask, timeout=SECONDS)
     assert re.fullmatch(r"rank 0 has stood still for \d+ s computing local step 7: waiting for rank 1", line)
 
 
-@pytest.mark.parametrize(("goes_on", "said_after"), [(False, ["100", "200", "400"]), (True, [])])
-def test_who_stands_still_says_so_each_time_that_the_wait_has_doubled(
+@pytest.mark.parametrize(("goes_on", "reported_after"), [(False, ["100", "200", "400"]), (True, [])])
+def test_a_rank_that_stands_still_reports_it_each_time_that_the_wait_has_doubled(
     goes_on: bool,
-    said_after: list[str],
+    reported_after: list[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Looks every 50 seconds, of a clock that is set."""
+    """Checks every 50 seconds of a fake clock."""
     clock = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: clock)
     activity.now.part("waiting for rank 1")
@@ -96,11 +96,11 @@ def test_who_stands_still_says_so_each_time_that_the_wait_has_doubled(
         watchdog._report_long_wait()
         if goes_on:
             activity.now.part("waiting for rank 2")
-    assert re.findall(r"has stood still for (\d+) s", capsys.readouterr().err) == said_after
+    assert re.findall(r"has stood still for (\d+) s", capsys.readouterr().err) == reported_after
 
 
 def test_a_wait_is_in_a_file_until_it_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Looks every 4 seconds, of a clock that is set."""
+    """Updates every 4 seconds of a fake clock."""
     clock = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: clock)
     activity.now.who = "rank 3"
@@ -113,8 +113,10 @@ def test_a_wait_is_in_a_file_until_it_is_over(tmp_path: Path, monkeypatch: pytes
             activity.now.part("waiting for rank 2")
         file.update()
         written.append([str(wait) for wait in waits_of(folder)])
-    told = [[f"rank 3 has stood still for {n} s starting: waiting for rank 1"] for n in (12, 12, 12, 24, 24)]
-    assert written == [[], [], [], *told, [], []]
+    reports = [
+        [f"rank 3 has stood still for {n} s starting: waiting for rank 1"] for n in (12, 12, 12, 24, 24)
+    ]
+    assert written == [[], [], [], *reports, [], []]
 
 
 def test_a_wait_ends_when_the_rank_leaves(tmp_path: Path) -> None:
@@ -126,8 +128,8 @@ def test_a_wait_ends_when_the_rank_leaves(tmp_path: Path) -> None:
 
 def one_fails(rank: int, world_size: int, folder: Path) -> None:
     """Rank 1 announces its failure; the others wait for each other inside gloo."""
-    told = folder / f"told{rank}"
-    with told.open("w", buffering=1) as log, redirect_stderr(log), Watchdog(0.0, folder / f"wait{rank}.json"):
+    path = folder / f"log{rank}"
+    with path.open("w", buffering=1) as log, redirect_stderr(log), Watchdog(0.0, folder / f"wait{rank}.json"):
         if rank == 1:
             assert leaving.announce_failure(7) == leaving.Failure(rank=1, exit_code=7)
             time.sleep(SECONDS)
@@ -137,7 +139,7 @@ def one_fails(rank: int, world_size: int, folder: Path) -> None:
 def test_ranks_that_wait_for_ever_leave_with_the_exit_code_of_the_first_failure(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match="died with exit code 7"):
         run_ranks(3, one_fails, tmp_path, timeout=SECONDS)
-    assert [(tmp_path / f"told{rank}").read_text() for rank in range(3)] == ["", "", ""]
+    assert [(tmp_path / f"log{rank}").read_text() for rank in range(3)] == ["", "", ""]
 
 
 def announces(rank: int, world_size: int) -> leaving.Failure:
