@@ -32,7 +32,7 @@ def assert_close(found: Tensor, expected: Tensor, tolerance: float = 2e-6) -> No
 
 
 class Listening:
-    """A loopback transport that remembers what was sent, and to whom."""
+    """A loopback transport that remembers what was sent, to whom, and the tags."""
 
     connects_lazily = False
     device_buffers = False
@@ -40,8 +40,10 @@ class Listening:
     def __init__(self, inner: LoopbackTransport) -> None:
         self.rank, self.world_size, self.inner = inner.rank, inner.world_size, inner
         self.sent: list[tuple[int, Tensor]] = []
+        self.tags: list[int] = []
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> Flight:
+        self.tags.append(tag)
         self.sent += [(message.rank, message.buffer.clone()) for message in sends]
         return self.inner.post(sends, receives, tag)
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -28,8 +28,8 @@ from tests.unit.fleet import SECONDS, noise
 
 LENGTH = 5000
 SHORT_SECONDS = 0.1
-Lost = Callable[[int, int], bool]  # (rank that sends, channel) -> whether its messages get lost
-Altered = Callable[[int, Tensor], Tensor]  # (rank that sends, fp32 numbers) -> what it sends
+Fault = Callable[[int, int, Tensor], Tensor | None]
+"""fault(rank that sends, channel, what it sends): what arrives; None: nothing."""
 
 
 class FaultyTransport:
@@ -37,20 +37,24 @@ class FaultyTransport:
 
     device_buffers = False
 
-    def __init__(self, inner: LoopbackTransport, lost: Lost, altered: Altered) -> None:
-        self._inner, self._lost, self._altered = inner, lost, altered
+    def __init__(self, inner: LoopbackTransport, fault: Fault) -> None:
+        self._inner, self._fault = inner, fault
         self.rank, self.world_size = inner.rank, inner.world_size
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> ChunkFlight:
-        if self._lost(self.rank, tag // PHASES % CHANNELS):
-            return self._inner.post([], receives, tag)
-        sent = [
-            Message(message.rank, self._altered(self.rank, message.buffer))
-            if message.buffer.dtype == torch.float32
-            else message
-            for message in sends
-        ]
+        channel = tag // PHASES % CHANNELS
+        arriving = [(one.rank, self._fault(self.rank, channel, one.buffer)) for one in sends]
+        sent = [Message(rank, buffer) for rank, buffer in arriving if buffer is not None]
         return self._inner.post(sent, receives, tag)
+
+
+def no_fault(rank: int, channel: int, sent: Tensor) -> Tensor:
+    return sent
+
+
+def losing(sender: int, lost: Channel) -> Fault:
+    """Lose what one rank sends on a channel."""
+    return lambda rank, channel, sent: None if (rank, channel) == (sender, lost) else sent
 
 
 class Votes:
@@ -122,21 +126,16 @@ def mean_of(*ranks: int) -> Tensor:
     return torch.stack([vector(rank) for rank in ranks]).mean(0)
 
 
-def as_it_is(rank: int, vector: Tensor) -> Tensor:
-    return vector
-
-
 def committed_of(exchange: Exchange, partners: Partners) -> CommittedExchange:
     return CommittedExchange(exchange, partners, the_other, Guard())
 
 
 def average(
-    lost: Lost,
+    fault: Fault = no_fault,
     ranks: int = 1,
     bits: int | None = None,
     in_vain: Mapping[int, Literal["vector", "token"]] | None = None,
     refused: str = "",
-    altered: Altered = as_it_is,
 ) -> list[Outcome]:
     """Run a round of two replicas; returns outcomes by rank.
 
@@ -151,11 +150,11 @@ def average(
         waits_for = (in_vain or {}).get(rank)
         seconds = SHORT_SECONDS if waits_for == "vector" else SECONDS
         place = Place(rank // ranks, 2, rank=rank, ranks_per_replica=ranks)
-        transport = FaultyTransport(world[rank], lost, altered)
+        transport: Any = FaultyTransport(world[rank], fault)
         exchange = (
-            Exchange(transport, place, Channel.ROUNDS, seconds, LENGTH)  # type: ignore[arg-type]
+            Exchange(transport, place, Channel.ROUNDS, seconds, LENGTH)
             if bits is None
-            else CodedExchange(transport, place, Channel.ROUNDS, seconds, Coding(bits, LENGTH))  # type: ignore[arg-type]
+            else CodedExchange(transport, place, Channel.ROUNDS, seconds, Coding(bits, LENGTH))
         )
         partners = Partners(votes[rank // ranks], seconds, refused if rank == 0 else "")
         committed = committed_of(exchange, partners)
@@ -175,25 +174,16 @@ def average(
         return list(threads.map(run, range(2 * ranks)))
 
 
-def nothing(rank: int, channel: int) -> bool:
-    return False
-
-
-def loses(channels: Mapping[int, int]) -> Lost:
-    """Lose the messages of these ranks on a channel each."""
-    return lambda rank, channel: channels.get(rank) == channel
-
-
-def assert_skipped(outcome: Outcome, rank: int, missed: str, ranks: int = 1) -> None:
-    assert torch.equal(outcome.mean, vector(rank)), rank
-    assert outcome.report.group == (rank // ranks,)
-    assert outcome.report.missed == f"replica {1 - rank // ranks} {missed}"
+def assert_skipped(outcome: Outcome, rank: int, missed: str) -> None:
+    assert torch.equal(outcome.mean, vector(rank))
+    assert outcome.report.group == (rank,)
+    assert outcome.report.missed == f"replica {1 - rank} {missed}"
     assert outcome.report.compared_elements == 0
     assert outcome.partners.ended == [7]
 
 
 def test_without_faults_the_mean_is_that_of_the_exchange() -> None:
-    for rank, outcome in enumerate(average(nothing, ranks=2)):
+    for rank, outcome in enumerate(average(ranks=2)):
         assert torch.equal(outcome.mean, mean_of(rank, (rank + 2) % 4))
         assert outcome.report.group == (0, 1)
         assert outcome.partners.succeeded == 1
@@ -202,7 +192,7 @@ def test_without_faults_the_mean_is_that_of_the_exchange() -> None:
 
 
 def test_a_coded_mean_is_kept_whole() -> None:
-    first, second = average(nothing, bits=16)
+    first, second = average(bits=16)
     for outcome in (first, second):
         torch.testing.assert_close(outcome.mean, mean_of(0, 1), atol=1e-2, rtol=0)
     torch.testing.assert_close(first.mean + second.mean, vector(0) + vector(1))
@@ -210,7 +200,7 @@ def test_a_coded_mean_is_kept_whole() -> None:
 
 def test_a_partner_that_is_not_available_costs_nothing() -> None:
     """Rank 0 posts nothing; rank 1, which did, gets no answer."""
-    first, second = average(nothing, refused="is behind", in_vain={1: "vector"})
+    first, second = average(refused="is behind", in_vain={1: "vector"})
     assert_skipped(first, 0, "is behind")
     assert_skipped(second, 1, "missed the deadline")
     assert (first.partners.begun, first.partners.avoided) == ([None], [])
@@ -220,8 +210,7 @@ def test_a_partner_that_is_not_available_costs_nothing() -> None:
 
 @pytest.mark.parametrize("bits", [None, 8])
 def test_both_skip_the_round_when_a_vector_is_lost_one_way(bits: int | None) -> None:
-    lost = {1: Channel.ROUNDS}
-    first, second = average(loses(lost), bits=bits, in_vain={0: "vector", 1: "vector"})
+    first, second = average(losing(1, Channel.ROUNDS), bits=bits, in_vain={0: "vector", 1: "vector"})
     assert_skipped(first, 0, "missed the deadline")
     assert_skipped(second, 1, "missed the deadline")
     assert not first.report.in_doubt, "it never said that it was prepared"
@@ -229,7 +218,7 @@ def test_both_skip_the_round_when_a_vector_is_lost_one_way(bits: int | None) -> 
 
 def test_a_lost_token_leaves_the_rank_that_misses_it_in_doubt() -> None:
     """This cannot be excluded: one uses the mean, the other skips the round; their mean is off by this."""
-    first, second = average(loses({1: Channel.COMMITS}), in_vain={0: "token"})
+    first, second = average(losing(1, Channel.COMMITS), in_vain={0: "token"})
     assert_skipped(first, 0, "missed the deadline")
     assert first.report.in_doubt
     assert not second.report.in_doubt
@@ -240,7 +229,7 @@ def test_a_lost_token_leaves_the_rank_that_misses_it_in_doubt() -> None:
 
 def test_all_ranks_of_both_replicas_decide_alike() -> None:
     """One of two ranks of replica 1 does not send its vector: no rank uses a mean, though two have theirs."""
-    found = average(loses({3: Channel.ROUNDS}), ranks=2, in_vain={1: "vector", 3: "token"})
+    found = average(losing(3, Channel.ROUNDS), ranks=2, in_vain={1: "vector", 3: "token"})
     for rank, outcome in enumerate(found):
         assert torch.equal(outcome.mean, vector(rank)), rank
         assert outcome.report.group == (rank // 2,)
@@ -261,10 +250,10 @@ def test_all_ranks_of_both_replicas_decide_alike() -> None:
 def test_poison_is_refused_on_all_ranks_of_both_replicas(bits: int | None, factor: float, why: str) -> None:
     """Rank 2, of replica 1, sends poison; no rank uses anything of the round."""
 
-    def poisoned(rank: int, vector: Tensor) -> Tensor:
-        return vector * factor if rank == 2 else vector
+    def poisoned(rank: int, channel: int, sent: Tensor) -> Tensor:
+        return sent * factor if rank == 2 and sent.dtype == torch.float32 else sent
 
-    found = average(nothing, ranks=2, bits=bits, altered=poisoned, in_vain={2: "token"})
+    found = average(poisoned, ranks=2, bits=bits, in_vain={2: "token"})
     for rank, outcome in enumerate(found):
         assert torch.equal(outcome.mean, vector(rank)), rank
         assert outcome.report.group == (rank // 2,)

@@ -241,13 +241,14 @@ def test_two_exchanges_under_way_do_not_mix(group: Group) -> None:
 
 
 def test_every_exchange_has_tags_of_its_own() -> None:
-    tags: list[int] = []
-    (here, _) = loopback_world(2)
-    here.post = lambda sends, receives, tag: tags.append(tag)  # type: ignore[method-assign, assignment, misc]
+    here = Listening(loopback_world(2)[0])
     for channel in range(CHANNELS):
         for number in range(3):
             Exchange(here, Place(0, 2), channel).begin(torch.ones(2), (0, 1), number, "a test")
-    assert len({tag + phase for tag in tags for phase in range(6)}) == 6 * 3 * CHANNELS
+    assert len({tag + phase for tag in here.tags for phase in range(6)}) == 6 * 3 * CHANNELS
+    fleet = fleet_of(2, fragments=K, delay_steps=K)
+    fleet.run(3 * K)
+    assert all(len(set(transport.tags)) == 3 * K for transport in fleet.transports), "also of fragments"
 
 
 @pytest.mark.parametrize("bits", [None, 8])

@@ -228,9 +228,10 @@ def test_what_travels_is_a_fast_part_and_a_slow_part_known_before_the_phase(
     slow_part = 0.0 if gamma is None else (gamma - 0.7) * fleet.phi.double()
     theta = noise(2, 40, seed=9)
     fleet.train(theta)
-    fleet.exchange(0)
+    reports = fleet.exchange(0)
     for replica, transport in enumerate(fleet.transports):
         ((partner, combined),) = transport.sent
+        assert reports[replica].exchange.payload_error == reports[replica].exchange.resent_elements == 0
         assert partner == 1 - replica
         assert_close(combined, (slow_part + 0.7 * theta.double())[replica], 3e-7)
         if gamma is None:

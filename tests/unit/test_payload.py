@@ -22,7 +22,7 @@ from megatron_noloco.outer.payload import (
 )
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.stability import PULL_ERRORS
-from tests.unit.fleet import CODED_CHUNK_BYTES, Fleet, average, fleet_of, noise
+from tests.unit.fleet import CODED_CHUNK_BYTES, average, fleet_of, noise
 
 BITS = (16, 8, 4)
 ERRORS = {16: 1e-3, 8: 0.05, 4: 0.6}  # of the pull towards the group's mean; generous
@@ -34,7 +34,7 @@ def means(vectors: Tensor, group: Group, bits: int) -> tuple[Tensor, list[Exchan
 
 
 def alike(replicas: int, elements: int, apart: float = 0.01, seed: int = 0) -> Tensor:
-    """Vectors of size 1 that differ by `apart`."""
+    """Return vectors of size 1 that differ by `apart`."""
     return noise(elements, seed=seed) + apart * noise(replicas, elements, seed=seed + 1)
 
 
@@ -104,17 +104,11 @@ def test_the_error_is_that_reported_and_does_not_grow_with_the_weights(bits: int
     assert errors[0] == pytest.approx(PULL_ERRORS[f"int{bits}"], rel=0.15)
 
 
-def test_a_payload_of_fp32_has_no_error() -> None:
-    fleet = Fleet(noise(2, 40, seed=6))
-    for report in fleet.exchange(0):
-        assert report.exchange.payload_error == report.exchange.resent_elements == 0
-
-
 # What does not fit
 
 
 def both_ends(codec: Codec, mine: Tensor, theirs: Tensor, steps: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """m and the verdict, at either end."""
+    """Return m and the verdict, at either end."""
     coded = []
     for vector in (mine, theirs):
         codes = torch.empty(len(steps), codec.block_bytes, dtype=torch.uint8)
