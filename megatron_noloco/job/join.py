@@ -83,7 +83,7 @@ def join(world: World, backend: str) -> None:
         reason = str(error).splitlines()[0]
         raise ValueError(
             f"rank {world.rank} of {world.world_size} cannot join the others ({reason}); is MASTER_PORT free on "
-            "rank 0's host, and is MASTER_ADDR an address of it?"
+            "rank 0's host, and is MASTER_ADDR the address of that host?"
         ) from None
 
 

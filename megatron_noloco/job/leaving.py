@@ -25,11 +25,11 @@ from megatron_noloco.job.launcher import may_be_first, rank_here
 
 USAGE_ERROR = 2  # an error that the user can correct
 FAILURE = 1
-INTERRUPTED = 130  # 128 + SIGINT, as shells have it
-GRACE_SECONDS = 2.0  # so much later than the failed rank the others leave: launchers name the first to leave
+INTERRUPTED = 130  # 128 + SIGINT, as in shells
+GRACE_SECONDS = 2.0  # other ranks leave later than the failed one, because launchers name the first to leave
 POLL_SECONDS = 1.0  # between two reads of the store
-_ANSWER_SECONDS = 10.0  # without an answer for so long, the host of the store has failed
-_LATE_RANK_0_SECONDS = 10.0
+_ANSWER_SECONDS = 10.0  # time limit for an answer of the store, whose host may have failed
+_LATE_RANK_0_SECONDS = 10.0  # in which rank 0 reports the same usage error
 _KEY = "failure"
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 _PR_SET_PDEATHSIG = 1  # of Linux's sys/prctl.h

@@ -22,8 +22,8 @@ from megatron_noloco.files import write_text
 from megatron_noloco.job.activity import now
 
 _WRITE_SECONDS = 5.0  # between two writes of `running`
-_PATIENCE_SECONDS = 15.0  # a job on another host that writes nothing for so long has ended
-_occupied: dict[Path, int] = {}  # locked files `running`, and the process that locked each: a fork has not
+_PATIENCE_SECONDS = 15.0  # time after which a job on another host that writes nothing counts as ended
+_occupied: dict[Path, int] = {}  # files `running` by the process that locked them: a forked child has no lock
 
 
 def occupy(folder: Path) -> str:

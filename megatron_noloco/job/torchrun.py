@@ -28,7 +28,7 @@ def run(arguments: list[str]) -> int:
         if failure.exitcode > 0:
             return failure.exitcode
         sys.stderr.write(f"rank {rank} (process {failure.pid}) was ended by {failure.signal_name()}\n")
-        return 128 - failure.exitcode  # as shells have it
+        return 128 - failure.exitcode  # as in shells
     return 0
 
 

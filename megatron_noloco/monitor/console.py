@@ -16,7 +16,7 @@ from megatron_noloco.job.launcher import on_a_terminal
 from megatron_noloco.monitor import figures
 from megatron_noloco.monitor.writers import Row
 
-# The time left is estimated from the rows of so many seconds; a row can take longer than rich's 30.
+# The period from which rich estimates the time left; its default of 30 s can be shorter than one row takes.
 _SPEED_SECONDS = 86400.0
 
 

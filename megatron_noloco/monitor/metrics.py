@@ -168,7 +168,7 @@ class Metrics:
     def write_steps(self, step: int, steps: int) -> None:
         """Write one row about the last `steps` local steps, up to `step`.
 
-        Gathers over the replica's ranks, all of which must call it after the same step.
+        A collective over the replica's ranks, which must call it after the same step.
         """
         own = {
             name: (self._reductions[name], self._reductions[name].over_steps(samples, steps))

@@ -33,7 +33,7 @@ class ReplicaFiles:
     def __init__(self, folder: Path, tensorboard: bool, start_step: int) -> None:
         """Open the files, and drop rows of steps after `start_step`, which the run will write again.
 
-        A file of which no row would stay belongs to an earlier run: it is renamed instead.
+        A file without any row to keep belongs to an earlier run, and is renamed.
         """
         self._folder, self._failed = folder, False
         folder.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ from megatron_noloco.plans.topology import Position, Topology
 
 ProcessGroup = dist.ProcessGroup
 
-PATIENCE = timedelta(minutes=30)  # other ranks of a group may be saving for so long
+PATIENCE = timedelta(minutes=30)  # longest wait for another rank of a group, which may be saving
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-EXCHANGE_TAGS = 384  # so many tags belong to one exchange
+EXCHANGE_TAGS = 384  # number of tags that belong to one exchange
 
 
 @dataclass(frozen=True)

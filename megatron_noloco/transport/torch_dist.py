@@ -57,7 +57,7 @@ class TorchTransport:
 
 
 def _start(operation: Callable[..., dist.Work | None], chunk: Chunk, **arguments: Any) -> _Started:
-    """Start an operation; return a lost connection where gloo refuses it, knowing that the rank is dead."""
+    """Start an operation; return a ConnectionError where gloo refuses it, as it does for an ended rank."""
     try:
         work = operation(chunk.data, **arguments)
     except RuntimeError as error:
