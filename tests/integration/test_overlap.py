@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from megatron_noloco.training.delay import DelayChoice
+from megatron_noloco.training.rounds import DelayChoice
 
 from megatron_noloco.checkpoint.catalog import read_manifests
 from megatron_noloco.engine.replica import ReplicaEngine
