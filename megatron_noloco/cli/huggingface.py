@@ -112,12 +112,12 @@ def _generate(args: argparse.Namespace) -> int:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    from megatron_noloco.huggingface.evaluate import evaluate, open_model
+    from megatron_noloco.huggingface.evaluate import evaluate, open_weights
 
-    model = open_model(args.model, args.data, args.seq_length)
-    for figures in evaluate(model, args.samples):
+    weights = open_weights(args.model, args.data, args.seq_length)
+    for result in evaluate(weights, args.samples):
         say(
-            f"{figures.model} on {figures.dataset}: loss {figures.loss:.4f} nats per token, "
-            f"perplexity {figures.perplexity:.4f} ({figures.tokens} tokens)"
+            f"{result.model} on {result.dataset}: loss {result.loss:.4f} nats per token, "
+            f"perplexity {result.perplexity:.4f} ({result.tokens} tokens)"
         )
     return 0

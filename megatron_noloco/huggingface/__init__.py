@@ -1,1 +1,1 @@
-"""Everything Hugging Face: folders read and written, the check of an export, text, evaluation by a whole model."""
+"""Hugging Face: import and export of folders, generation, and evaluation of a checkpoint or a folder."""

@@ -1,7 +1,6 @@
 """`python -m megatron_noloco evaluate`: loss and perplexity by the trainer's own forward pass.
 
-Of a checkpoint the slow weights are evaluated, as an export has them; right after a round the fast weights are the
-same.
+Of a checkpoint the slow weights are evaluated, which an export also contains.
 """
 
 import math
@@ -25,24 +24,24 @@ from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.plans.samples import SampleOrder
 
 _BATCH_TOKENS = 1 << 12
-_LONGEST = 2048  # tokens in a sample of a Hugging Face model, whose longest context may be out of reach
+_MAX_SEQ_LENGTH = 2048  # default for a Hugging Face model, whose context may be too long for the memory
 
 Read = Callable[[str], Tensor]
 
 
 @dataclass(frozen=True)
-class Model:
-    """Sets of weights (of a checkpoint one per replica, and their mean), and the datasets to evaluate them on."""
+class WeightSets:
+    """Sets of weights of one architecture (replicas and their mean), and the datasets to evaluate them on."""
 
     architecture: Architecture
     datasets: list[SampleDataset]
-    names: list[str]  # one per set
-    open: Callable[[], AbstractContextManager[list[Read]]]  # opens the files; one reader per set
+    names: list[str]  # of the sets
+    open: Callable[[], AbstractContextManager[list[Read]]]  # opens the files; returns one reader per set
 
 
 @dataclass(frozen=True)
-class Figures:
-    """The result for one set of weights on one dataset."""
+class Result:
+    """The loss of one set of weights on one dataset."""
 
     model: str
     dataset: str
@@ -54,42 +53,42 @@ class Figures:
         return math.exp(min(self.loss, 700.0))
 
 
-def evaluate(model: Model, samples: int | None) -> Iterator[Figures]:
-    """Evaluate every set of weights on `samples` samples of every dataset; None: on all."""
-    whole = WholeModel(model.architecture)
-    with model.open() as sets:
-        for name, read in zip(model.names, sets, strict=True):
-            whole.load(read)
-            for dataset in model.datasets:
+def evaluate(weights: WeightSets, samples: int | None) -> Iterator[Result]:
+    """Evaluate every set of weights on `samples` samples of every dataset, or on all if None."""
+    model = WholeModel(weights.architecture)
+    with weights.open() as sets:
+        for name, read in zip(weights.names, sets, strict=True):
+            model.load(read)
+            for dataset in weights.datasets:
                 chosen = len(dataset) if samples is None else min(samples, len(dataset))
                 ids = SampleOrder(len(dataset), VALIDATION_SEED).ids(0, chosen)
-                yield Figures(name, dataset.name, *_mean_loss(whole, dataset, ids))
+                yield Result(name, dataset.name, *_mean_loss(model, dataset, ids))
 
 
-def _mean_loss(whole: WholeModel, dataset: SampleDataset, ids: np.ndarray) -> tuple[float, int]:
-    """Return the mean loss per token that has one, and the number of these tokens."""
+def _mean_loss(model: WholeModel, dataset: SampleDataset, ids: np.ndarray) -> tuple[float, int]:
+    """Return the mean loss, and the number of labels in the mean."""
     batch = max(1, _BATCH_TOKENS // dataset.seq_length)
     total, tokens = 0.0, 0
     for start in range(0, len(ids), batch):
         microbatch = gather(dataset, ids[start : start + batch])
         counted = microbatch.labels >= 0
-        total += float(whole.losses(*microbatch).double()[counted].sum())
+        total += float(model.losses(*microbatch).double()[counted].sum())
         tokens += int(counted.sum())
     return total / tokens, tokens
 
 
-def open_model(paths: Sequence[Path], data: str | None, seq_length: int | None) -> Model:
-    """Open what is to be evaluated: a Hugging Face folder, or a checkpoint.
+def open_weights(paths: Sequence[Path], data: str | None, seq_length: int | None) -> WeightSets:
+    """Prepare the evaluation of a Hugging Face folder or of a checkpoint.
 
     Args:
-        paths: the one folder, or see `find_ensemble`.
-        data: text, a folder of text, or a dataset's prefix; None: the run's own validation split.
+        paths: one Hugging Face folder, or the paths of a checkpoint (see `find_ensemble`).
+        data: a text file, a folder of text, or a dataset's prefix; None: the run's own validation split.
         seq_length: tokens in a sample; None: the model's.
 
     Raises ValueError when the model, or the data to evaluate it on, is missing.
     """
     first = paths[0]
-    is_run = (first / "checkpoints").is_dir()  # which may keep a config.json of its own
+    is_run = (first / "checkpoints").is_dir()  # a run's folder may have a config.json, too
     if (first / "config.json").is_file() and not is_run:
         if len(paths) > 1:
             raise ValueError(f"{first}: a Hugging Face folder is evaluated alone")
@@ -117,12 +116,14 @@ def open_model(paths: Sequence[Path], data: str | None, seq_length: int | None) 
         reader = source.reader()
         yield [partial(reader.read, replicas=replicas) for replicas in sets]
 
-    return Model(architecture, list(datasets), names, open_sets)
+    return WeightSets(architecture, list(datasets), names, open_sets)
 
 
-def _open_hugging_face(folder: Path, data: str, seq_length: int | None) -> Model:
+def _open_hugging_face(folder: Path, data: str, seq_length: int | None) -> WeightSets:
     architecture = read_architecture(folder)
-    architecture = replace(architecture, seq_length=seq_length or min(architecture.seq_length, _LONGEST))
+    architecture = replace(
+        architecture, seq_length=seq_length or min(architecture.seq_length, _MAX_SEQ_LENGTH)
+    )
     needs = Needs(architecture.vocab_size, architecture.seq_length)
     dataset = whole_dataset(data, FastTokenizer(folder), needs)
 
@@ -132,4 +133,4 @@ def _open_hugging_face(folder: Path, data: str, seq_length: int | None) -> Model
             weights.check()
             yield [weights]
 
-    return Model(architecture, [dataset], [str(folder)], open_sets)
+    return WeightSets(architecture, [dataset], [str(folder)], open_sets)

@@ -1,4 +1,4 @@
-"""`python -m megatron_noloco export`: a checkpoint becomes a Hugging Face folder, which is then checked."""
+"""`python -m megatron_noloco export`: write a checkpoint as a Hugging Face folder, and check the folder."""
 
 import json
 import math
@@ -12,18 +12,18 @@ from torch import Tensor
 
 from megatron_noloco.checkpoint.inspect import stage_spreads
 from megatron_noloco.files import writing
-from megatron_noloco.huggingface.source import Source
+from megatron_noloco.huggingface.source import ModelSource
 from megatron_noloco.huggingface.whole_model import WholeModel
 from megatron_noloco.model.families import Parameter, family_of, table_of
 
-UNFINISHED = "UNFINISHED"  # a file of this name marks a folder whose check failed or was never made
-TOLERANCE = 1e-4  # largest difference of a logit, both models in fp32
+UNFINISHED = "UNFINISHED"  # name of a file that marks a folder that was not checked, or failed the check
+TOLERANCE = 1e-4  # difference of a logit that an export must stay below, both models in fp32
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-File = dict[str, Parameter]  # Hugging Face name -> the parameter it is made from
+WeightFile = dict[str, Parameter]  # Hugging Face name -> the parameter that the tensor is made from
 
 
-def export(source: Source, output: Path, dtype: str, max_shard_bytes: int) -> None:
+def export(source: ModelSource, output: Path, dtype: str, max_shard_bytes: int) -> None:
     """Write the Hugging Face folder, marked as unfinished; `check_export` removes the mark.
 
     Peak memory is that of one weight file and a few parameters: 1.35 GB for 1.3 billion parameters in files of
@@ -46,10 +46,10 @@ def export(source: Source, output: Path, dtype: str, max_shard_bytes: int) -> No
     (output / "README.md").write_text(_model_card(source))
 
 
-def _write_weights(source: Source, output: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
-    """Write the weight files, and where there are several the index that transformers reads."""
+def _write_weights(source: ModelSource, output: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
+    """Write the weight files, and their index if there are several."""
     parameters = list(table_of(source.architecture))
-    files = distribute(parameters, dtype.itemsize, max_shard_bytes)
+    files = assign_to_files(parameters, dtype.itemsize, max_shard_bytes)
     names = [f"model-{number:05d}-of-{len(files):05d}.safetensors" for number in range(1, len(files) + 1)]
     if len(files) == 1:
         names = ["model.safetensors"]
@@ -62,9 +62,9 @@ def _write_weights(source: Source, output: Path, dtype: torch.dtype, max_shard_b
         save_file(_tensors(source, file, dtype), output / name, metadata={"format": "pt"})
 
 
-def distribute(parameters: list[Parameter], itemsize: int, max_bytes: int) -> list[File]:
-    """Distribute all Hugging Face tensors to files of at most `max_bytes`; a larger tensor gets its own."""
-    files: list[File] = []
+def assign_to_files(parameters: list[Parameter], itemsize: int, max_bytes: int) -> list[WeightFile]:
+    """Assign all Hugging Face tensors to files of at most `max_bytes`; a larger tensor gets a file of its own."""
+    files: list[WeightFile] = []
     room = 0
     for parameter in parameters:
         for name, shape in parameter.hf_shapes.items():
@@ -77,22 +77,22 @@ def distribute(parameters: list[Parameter], itemsize: int, max_bytes: int) -> li
     return files
 
 
-def _tensors(source: Source, file: File, dtype: torch.dtype) -> dict[str, Tensor]:
+def _tensors(source: ModelSource, file: WeightFile, dtype: torch.dtype) -> dict[str, Tensor]:
     """Return the tensors of one weight file by name."""
     reader = source.reader()
     tensors: dict[str, Tensor] = {}
     for parameter, names in groupby(file, key=file.__getitem__):
         parts = parameter.to_hf(reader.read(parameter.name, source.replicas))
-        # copied, because the reader uses its memory again
+        # copied, since the reader reuses its memory
         tensors |= {name: parts[name].to(dtype, copy=True) for name in names}
     return tensors
 
 
-def _model_card(source: Source) -> str:
+def _model_card(source: ModelSource) -> str:
     """Return the README.md of an export: how this model was trained, in numbers."""
     manifest, family = source.saved.manifests[0], source.architecture.family
     topology, saved = manifest.topology, len(source.saved.replicas)
-    what = (
+    model = (
         f"the mean of {saved} replicas' slow weights"
         if len(source.replicas) > 1
         else f"replica {source.replicas[0]} of {topology.ensemble}"
@@ -104,7 +104,7 @@ def _model_card(source: Source) -> str:
         "---",
         f"# A {family.capitalize()} trained with {source.config.noloco.active_method}",
         "",
-        f"This model is {what}, trained with megatron_noloco (NoLoCo, arXiv 2506.10911).",
+        f"This model is {model}, trained with megatron_noloco (NoLoCo, arXiv 2506.10911).",
         "",
         f"- local steps: {manifest.step}",
         f"- tokens, all replicas together: {manifest.consumed_samples * source.architecture.seq_length}",
@@ -125,28 +125,30 @@ def _write_json(path: Path, content: dict[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def check_export(source: Source, output: Path) -> float:
+def check_export(source: ModelSource, output: Path) -> float:
     """Compare the logits of the export under transformers with those of the trainer's own forward pass.
 
-    Returns the largest difference on the same tokens, both models in fp32; removes the mark of an unfinished
-    export when it is below the tolerance. The trainer's model is assembled from the checkpoint's own tensors, not
-    from the exported ones, rounded as the export rounds them.
+    Returns the largest difference on the same tokens, both models in fp32, and removes the mark of an unfinished
+    export if it is below TOLERANCE. The trainer's model is loaded from the checkpoint, not from the export, and
+    rounded like the export.
     """
     architecture = source.architecture
-    length = 64 + (architecture.sliding_window or 0)  # tokens outside the window, or it would not show
+    length = 64 + (architecture.sliding_window or 0)  # longer than the window, so that a wrong window shows
     tokens = torch.randint(
         architecture.vocab_size,
         (2, min(length, architecture.seq_length)),
         generator=torch.Generator().manual_seed(0),
     )
-    difference = float((_logits_there(output, tokens) - _logits_here(source, output, tokens)).abs().max())
+    difference = float(
+        (_transformers_logits(output, tokens) - _megatron_logits(source, output, tokens)).abs().max()
+    )
     if difference < TOLERANCE:
         (output / UNFINISHED).unlink()
     return difference
 
 
 @torch.no_grad()
-def _logits_there(output: Path, tokens: Tensor) -> Tensor:
+def _transformers_logits(output: Path, tokens: Tensor) -> Tensor:
     """Return the logits of the exported model under transformers, in fp32."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -156,8 +158,8 @@ def _logits_there(output: Path, tokens: Tensor) -> Tensor:
     return model.eval()(tokens).logits
 
 
-def _logits_here(source: Source, output: Path, tokens: Tensor) -> Tensor:
-    """Return the logits of Megatron-core's forward pass on the checkpoint's tensors, as one rank, in fp32."""
+def _megatron_logits(source: ModelSource, output: Path, tokens: Tensor) -> Tensor:
+    """Return the logits of the trainer's model in one process, in fp32, with the checkpoint's tensors."""
     rounding = DTYPES[json.loads((output / "config.json").read_text())["dtype"]]
     model, reader = WholeModel(source.architecture), source.reader()
     model.load(lambda name: reader.read(name, source.replicas).to(rounding))

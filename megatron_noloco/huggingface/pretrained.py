@@ -1,4 +1,4 @@
-"""A Hugging Face folder as the start of a run: its architecture, weights and tokenizer, and the config for it."""
+"""Start a run from a Hugging Face folder: read its architecture, weights and tokenizer, and write a config."""
 
 import json
 from contextlib import ExitStack
@@ -14,25 +14,25 @@ from megatron_noloco.data.tokenizer import ByteTokenizer, FastTokenizer, Tokeniz
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import architecture_of, families_with, family_of, table_of
 
-_PROBE = "Byte by byte, \n\té 中"
+_TEST_TEXT = "Byte by byte, \n\té 中"
 
 
 def import_folder(folder: Path, template: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON of a run that starts from the folder: the template's, with the folder's model and tokenizer.
+    """Return the JSON of a run that starts from the folder: the template with the folder's model and tokenizer.
 
-    Moves no weights. Raises ValueError, in one line, when no run can start from the folder.
+    No weights are copied. Raises ValueError, in one line, when no run can start from the folder.
     """
     before, architecture = RunConfig.from_dict(template), read_architecture(folder)
     dropout = _read_config(folder).get("attention_dropout")
-    kept = {
+    template_model = {
         name: value
         for name, value in template["model"].items()
         if not families_with(name) or architecture.family in families_with(name)
     }
     model = {
-        **({"attention_dropout": dropout} if dropout else {}),  # the template may say otherwise
-        **kept,
-        **model_block(architecture),
+        **({"attention_dropout": dropout} if dropout else {}),  # the template may override it
+        **template_model,
+        **model_fields(architecture),
         "seq_length": before.model.seq_length,
         "make_vocab_size_divisible_by": before.parallel.tensor_model_parallel_size,
     }
@@ -47,11 +47,11 @@ def import_folder(folder: Path, template: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_fits(folder: Path, architecture: Architecture) -> None:
-    """Raise ValueError, one line per problem, unless the folder holds the weights of this model, all of them."""
-    ours = model_block(architecture)
+    """Raise ValueError, one line per problem, unless the folder has all weights of this model."""
+    ours = model_fields(architecture)
     lines = [
         f"training.pretrained: model.{name} is {ours.get(name)!r}, but {value!r} in {folder / 'config.json'}"
-        for name, value in model_block(read_architecture(folder)).items()
+        for name, value in model_fields(read_architecture(folder)).items()
         if name != "seq_length" and ours.get(name) != value
     ]
     if lines:
@@ -60,15 +60,15 @@ def check_fits(folder: Path, architecture: Architecture) -> None:
         weights.check()
 
 
-def model_block(architecture: Architecture) -> dict[str, Any]:
-    """Return the fields of a run's `model` block that decide which weights fit, and the length of a sample."""
-    others = ("tied_embeddings", "padded_vocab_size", "init_method_std")
+def model_fields(architecture: Architecture) -> dict[str, Any]:
+    """Return the fields of a run's `model` block that determine its weights, and `seq_length`."""
+    excluded = ("tied_embeddings", "padded_vocab_size", "init_method_std")
     own = family_of(architecture).own_fields
     return {
         **{
             name: value
             for name, value in asdict(architecture).items()
-            if name not in others and (name in own or not families_with(name))
+            if name not in excluded and (name in own or not families_with(name))
         },
         "untie_embeddings_and_output_weights": not architecture.tied_embeddings,
     }
@@ -80,7 +80,7 @@ def model_block(architecture: Architecture) -> dict[str, Any]:
 def _with_tokenizer_of(folder: Path, data: dict[str, Any]) -> dict[str, Any]:
     """Return the block `data` with the folder's tokenizer.
 
-    Unchanged where it names a tokenizer itself, and where the folder has none or the byte-level one.
+    It is unchanged if it names a tokenizer, or if the folder has none or the byte-level one.
     """
     if "tokenizer_type" in data or not (folder / "tokenizer.json").exists():
         return data
@@ -90,10 +90,9 @@ def _with_tokenizer_of(folder: Path, data: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_tokenizer(folder: Path, ours: Tokenizer, vocab_size: int) -> None:
-    """Raise ValueError where the ids of a Hugging Face model are not those of the run's tokenizer.
+    """Raise ValueError when the token ids of a Hugging Face model are not those of the run's tokenizer.
 
-    A model without a tokenizer may have been trained with ours; one with another was not, and its embeddings
-    would be read under the wrong ids.
+    A folder without a tokenizer is accepted: its model may have been trained with the run's tokenizer.
     """
     if vocab_size < ours.vocab_size:
         raise ValueError(
@@ -114,7 +113,7 @@ def _check_tokenizer(folder: Path, ours: Tokenizer, vocab_size: int) -> None:
 
 
 def _same_tokens(theirs: Tokenizer, ours: Tokenizer) -> bool:
-    return theirs.encode(_PROBE).tolist() == ours.encode(_PROBE).tolist()
+    return theirs.encode(_TEST_TEXT).tolist() == ours.encode(_TEST_TEXT).tolist()
 
 
 # The files
@@ -130,13 +129,13 @@ def read_architecture(folder: Path) -> Architecture:
 
 
 class PretrainedWeights:
-    """The weights of a folder as parameters of an architecture, memory-mapped; use as a context manager."""
+    """Reads the weights of a Hugging Face folder as parameters of an architecture; a context manager."""
 
     def __init__(self, folder: Path, architecture: Architecture) -> None:
-        """Raises ValueError when there are no weights, or a file of them is missing."""
+        """Raises ValueError when there are no weights, or one of their files is missing."""
         self.folder = folder
         self._table = table_of(architecture)
-        self._where = _find_tensors(folder)
+        self._file_names = _find_tensors(folder)
         self._stack = ExitStack()
         self._open: dict[str, Any] = {}
 
@@ -154,9 +153,9 @@ class PretrainedWeights:
         return self._table.find(name).from_hf(lambda tensor: self._file_of(tensor).get_tensor(tensor))
 
     def check(self) -> None:
-        """Raise ValueError unless all tensors are there, of their shapes, in plain floating-point numbers.
+        """Raise ValueError unless all tensors are there, with the right shapes, in floating-point numbers.
 
-        Reads the headers of the files only.
+        Only the headers of the files are read.
         """
         for parameter in self._table:
             for name, shape in parameter.hf_shapes.items():
@@ -169,7 +168,7 @@ class PretrainedWeights:
 
     def _file_of(self, name: str) -> Any:
         """Return the open file that holds a tensor."""
-        if name not in self._where:
+        if name not in self._file_names:
             raise ValueError(f"{self.folder}: no tensor {name}")
         path = self._path(name)
         try:
@@ -181,7 +180,7 @@ class PretrainedWeights:
         return self._open[path.name]
 
     def _path(self, name: str) -> Path:
-        return self.folder / self._where[name]
+        return self.folder / self._file_names[name]
 
 
 def _find_tensors(folder: Path) -> dict[str, str]:

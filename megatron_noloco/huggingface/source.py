@@ -18,8 +18,8 @@ from megatron_noloco.model.architecture import Architecture
 
 
 @dataclass(frozen=True)
-class Source:
-    """A complete checkpoint, and the replicas whose mean is the model."""
+class ModelSource:
+    """A complete checkpoint, and those of its replicas whose mean is the model."""
 
     saved: Ensemble
     config: RunConfig
@@ -27,7 +27,7 @@ class Source:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """Raises ValueError when its files are gone."""
+        """The run's tokenizer; raises ValueError when its files are gone."""
         return build_tokenizer(self.config.tokenizer)
 
     @property
@@ -38,12 +38,12 @@ class Source:
         return CheckpointReader(self.saved)
 
     def losses(self) -> dict[int, dict[str, float]]:
-        """Return what the last evaluation before the checkpoint measured, by replica."""
+        """Return the losses of the last evaluation before the checkpoint, by replica."""
         counters = {replica: self.saved.last_stage(replica).counters for replica in self.saved.replicas}
         return {replica: figures for replica, figures in counters.items() if "validation_loss" in figures}
 
     def losses_report(self) -> list[str]:
-        """Return lines with the losses of the replicas and of their mean model, as last evaluated."""
+        """Return lines with the last evaluated losses of the replicas and of their mean model."""
         losses = self.losses()
         lines = [
             f"replica {replica}: validation loss {f['validation_loss']:.4f}" for replica, f in losses.items()
@@ -56,17 +56,17 @@ class Source:
         return lines
 
 
-def open_source(paths: Sequence[Path], combine: str) -> Source:
+def open_source(paths: Sequence[Path], combine: str) -> ModelSource:
     """Find a checkpoint, verify its weights, and choose replicas.
 
-    Raises ValueError when it is incomplete or damaged, or does not hold what `combine` asks for.
+    Raises ValueError when the checkpoint is incomplete or damaged, or has no replica as `combine` requires.
 
     Args:
-        paths: see `find_ensemble`.
+        paths: of the checkpoint, see `find_ensemble`.
         combine: "mean" of all replicas, the "best" one by validation loss, or "replica=K".
     """
     saved = find_ensemble(paths)
-    source = Source(saved, RunConfig.of_checkpoint(saved.manifests[0].config), saved.replicas)
+    source = ModelSource(saved, RunConfig.of_checkpoint(saved.manifests[0].config), saved.replicas)
     source = replace(source, replicas=_choose(source, combine))
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda manifest: _verify_weights(saved, manifest), saved.manifests))
@@ -74,12 +74,12 @@ def open_source(paths: Sequence[Path], combine: str) -> Source:
 
 
 def _verify_weights(saved: Ensemble, manifest: Manifest) -> None:
-    """Verify the weights only: the files that a resume needs besides may be gone."""
+    """Verify the file of weights only: the other files, which a resume needs, may be gone."""
     path = saved.file(manifest.position, catalog.WEIGHTS)
     verify(path.parent, {path.name: manifest.files[path.name]})
 
 
-def _choose(source: Source, combine: str) -> list[int]:
+def _choose(source: ModelSource, combine: str) -> list[int]:
     """Return the replicas whose mean is the model; raises ValueError."""
     if combine == "mean":
         return source.replicas
@@ -94,6 +94,6 @@ def _choose(source: Source, combine: str) -> list[int]:
     if match is None:
         raise ValueError(f'--combine: {combine!r} is not known; use "mean", "best" or "replica=K"')
     if int(match[1]) not in source.replicas:
-        there = ", ".join(map(str, source.replicas))
-        raise ValueError(f"--combine {combine}: the checkpoint has replicas {there}")
+        replicas = ", ".join(map(str, source.replicas))
+        raise ValueError(f"--combine {combine}: the checkpoint has replicas {replicas}")
     return [int(match[1])]

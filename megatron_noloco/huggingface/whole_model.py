@@ -1,4 +1,4 @@
-"""A whole model in one process: the trainer's own forward pass, and text through transformers."""
+"""Run a whole model in one process: the trainer's forward pass, and text generation by transformers."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +15,7 @@ from megatron_noloco.plans.topology import Topology
 
 
 class WholeModel:
-    """The trainer's model, unsplit, in fp32, on the GPU if there is one; it has no weights before `load`."""
+    """The trainer's model, unsplit, in fp32, on the GPU if there is one. Call `load` first."""
 
     def __init__(self, architecture: Architecture) -> None:
         before_engines()
@@ -29,14 +29,14 @@ class WholeModel:
         cpu.prepare()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         groups = build_groups(Topology(), routed=False)
-        seed_dropout(0, groups)  # nothing is dropped, but on a GPU Megatron-core needs its generators
-        # Transformer Engine multiplies fp32 as TF32, and its causal attention reads no mask.
+        seed_dropout(0, groups)  # on a GPU Megatron-core needs its generators, though nothing is dropped
+        # Not Transformer Engine: it multiplies fp32 as TF32, and its causal attention takes no mask.
         compute = Compute(transformer_impl="local")
         torch.backends.cuda.matmul.allow_tf32 = False
         self._stage = empty_stage(architecture, compute, groups).to(self.device).eval()
 
     def load(self, read: Callable[[str], Tensor]) -> None:
-        """Load the weights that `read` returns for their names in the unsplit model."""
+        """Load the weights, which `read` returns by their names in the unsplit model."""
         self._stage.fill(read)
 
     @torch.no_grad()
@@ -49,7 +49,7 @@ class WholeModel:
         """Return the loss of each label in nats, shape [batch, tokens], on the host; undefined for a label < 0.
 
         Args:
-            documents: the number of each token's document, which attends to no other; None: one document.
+            documents: the number of each token's document, int64 [batch, tokens]; None: one document.
         """
         tokens, labels = tokens.to(self.device), labels.to(self.device)
         documents = None if documents is None else documents.to(self.device)
@@ -57,24 +57,23 @@ class WholeModel:
 
 
 def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: int) -> None:
-    """Print `prompt` and up to `tokens` more tokens to standard output; temperature 0 takes the likeliest.
+    """Print `prompt` and up to `tokens` generated tokens; temperature 0 takes the most likely token.
 
     Raises ValueError when the folder cannot be loaded.
     """
-    import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    logging.set_verbosity_error()  # it warns in the middle of the text
+    logging.set_verbosity_error()  # warnings would interrupt the text
     torch.manual_seed(seed)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder).eval()
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"{folder}: {' '.join(str(error).split())}") from None
-    # Nothing to go on from: a document begins where another ended.
+    # Without a prompt, start after the end of a document.
     inputs = tokenizer(prompt or tokenizer.eos_token, return_tensors="pt", add_special_tokens=False)
     sampling = (
         {"do_sample": True, "temperature": temperature, "top_k": 50} if temperature else {"do_sample": False}

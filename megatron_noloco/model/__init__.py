@@ -1,4 +1,5 @@
-"""The model: tables of model families, and the stage that Megatron-core builds from one.
+"""The model: families with their tables of parameters, and the stage that Megatron-core builds.
 
-It never imports megatron.training (global arguments). This file imports no torch, so that `families` needs none.
+Nothing here imports megatron.training, which has global arguments. This file imports no torch, so that `families`
+can be used without.
 """

@@ -1,4 +1,4 @@
-"""The architecture of a model, and how it is computed. No torch at import."""
+"""The architecture of a model, and how it is computed; torch is not imported with this file."""
 
 import importlib.util
 from dataclasses import dataclass, field
@@ -10,9 +10,9 @@ LoadBalancing = Literal["aux_loss", "seq_aux_loss", "none"]
 
 @dataclass(frozen=True)
 class Architecture:
-    """Everything that determines the shapes and the function of a model, with all defaults filled in.
+    """All that determines the shapes and the function of a model, with defaults filled in.
 
-    Sizes have Megatron's names. Weights do not depend on parallel sizes: an architecture has one checkpoint.
+    Sizes have Megatron's names. Weights do not depend on the parallel sizes.
     """
 
     family: str  # a key of model.families.FAMILIES
@@ -29,13 +29,13 @@ class Architecture:
     norm_epsilon: float
     tied_embeddings: bool  # the output layer's weight is the embedding
     init_method_std: float
-    # Rotary frequencies that YaRN extends; None: they are as trained.
-    yarn_rotary_scaling_factor: float | None = None  # how many times longer the context became
-    yarn_original_max_position_embeddings: int | None = None  # tokens of the context before
+    # YaRN; None: rotary frequencies are not scaled by it.
+    yarn_rotary_scaling_factor: float | None = None  # by how much the context was extended
+    yarn_original_max_position_embeddings: int | None = None  # tokens in the context before that
     # Fields that only some families have (`Family.own_fields`); None elsewhere.
-    rope_scaling_factor: float | None = None  # of the frequencies of the rotary embeddings, as in Llama 3.1
+    rope_scaling_factor: float | None = None  # of rotary frequencies, as in Llama 3.1
     sliding_window: int | None = None  # tokens that a token attends to, itself included; None: all before it
-    num_moe_experts: int | None = None  # MLPs of a layer
+    num_moe_experts: int | None = None  # per layer
     moe_router_topk: int | None = None  # experts that compute each token
 
 
@@ -44,10 +44,10 @@ class PipelineSplit:
     """How the layers of a model are divided over its pipeline stages, in Megatron's terms; by default evenly.
 
     Attributes:
-        num_layers_in_first_pipeline_stage: all others have equal parts of the rest, but for the next one.
-        num_layers_in_last_pipeline_stage: likewise.
-        account_for_embedding_in_pipeline_split: the embedding takes the place of a layer in the first stage.
-        account_for_loss_in_pipeline_split: the output layer and the loss, in the last stage.
+        num_layers_in_first_pipeline_stage: layers of the first stage; the stages without a number share the rest.
+        num_layers_in_last_pipeline_stage: layers of the last stage.
+        account_for_embedding_in_pipeline_split: whether the embedding counts as a layer of the first stage.
+        account_for_loss_in_pipeline_split: whether output layer and loss count as a layer of the last stage.
     """
 
     num_layers_in_first_pipeline_stage: int | None = None
@@ -58,7 +58,7 @@ class PipelineSplit:
 
 @dataclass(frozen=True)
 class Compute:
-    """How the model is computed; nothing here changes which model it is."""
+    """How a model is computed, whatever its architecture."""
 
     precision: Precision = "fp32"
     hidden_dropout: float = 0.0
@@ -68,16 +68,16 @@ class Compute:
     recompute_num_layers: int | None = None
     recompute_modules: list[str] | None = None
     transformer_impl: Literal["auto", "local", "transformer_engine"] = "auto"
-    moe_router_load_balancing_type: LoadBalancing | None = None  # None: there are no experts
+    moe_router_load_balancing_type: LoadBalancing | None = None  # None: no experts
     moe_aux_loss_coeff: float | None = None
     z_loss_coeff: float = 0.0
     split: PipelineSplit = field(default_factory=PipelineSplit)
     separate_documents: bool = False  # documents in one sample do not attend to each other
 
     def uses_transformer_engine(self) -> bool:
-        """Whether Transformer Engine is used: it is installed, there is a GPU, and it is not declined.
+        """Return whether Transformer Engine is used: it is installed, there is a GPU, and "local" is not set.
 
-        Raises ValueError when it is demanded and cannot be had.
+        Raises ValueError when it is required but cannot be used.
         """
         import torch
 

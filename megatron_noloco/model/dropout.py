@@ -1,4 +1,4 @@
-"""The random numbers of dropout: the only ones in a run that are a state, not a function of seed and counter."""
+"""The random states of dropout: all other random numbers of a run are functions of seed and counter."""
 
 import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
@@ -9,12 +9,12 @@ from megatron_noloco.plans.draws import Stream, draw_words
 
 
 def seed_dropout(seed: int, groups: Groups, step: int = 0) -> None:
-    """Seed dropout: differently in every replica, stage and dp rank, alike in the tp ranks of a stage.
+    """Seed dropout differently in every replica, stage and dp rank, and alike in the tp ranks of a stage.
 
-    Where tp ranks must differ, core forks to a generator of its own on CUDA; on a CPU that fork is a no-op.
+    Where tp ranks must differ, Megatron-core forks to another generator on CUDA; on a CPU the fork is a no-op.
 
     Args:
-        step: local steps done. A rank that takes this place in the middle of a run draws new numbers.
+        step: local steps done, so that a rank which starts in the middle of a run draws new numbers.
     """
     at = groups.position
     words = draw_words(1, seed, Stream.DROPOUT, at.replica, at.stage, at.dp, step)
@@ -31,7 +31,7 @@ def seed_dropout(seed: int, groups: Groups, step: int = 0) -> None:
 
 
 def random_state() -> dict[str, Tensor]:
-    """Return the states of all generators, uint8, by name."""
+    """Return the states of all generators by name, uint8."""
     states = {"rng.cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["rng.cuda"] = torch.cuda.get_rng_state()
@@ -41,7 +41,7 @@ def random_state() -> dict[str, Tensor]:
 
 
 def set_random_state(states: dict[str, Tensor]) -> None:
-    """Put back what `random_state` returned; states of generators this machine lacks are ignored."""
+    """Restore what `random_state` returned, without the states of generators that this machine lacks."""
     torch.set_rng_state(states["rng.cpu"])
     if torch.cuda.is_available() and "rng.cuda" in states:
         torch.cuda.set_rng_state(states["rng.cuda"])

@@ -1,4 +1,4 @@
-"""Layers that replace Megatron-core's, on any device: attention, RMSNorm, a router of experts, a z-loss."""
+"""Replacements for layers of Megatron-core, on any device: attention, RMSNorm, expert router, z-loss."""
 
 from contextlib import nullcontext
 from functools import lru_cache
@@ -21,9 +21,9 @@ except ImportError:
 
 
 class CausalAttention(nn.Module):
-    """Causal core attention on torch's fused scaled-dot-product kernels: grouped key/value heads, sliding windows.
+    """Causal attention by torch's fused scaled-dot-product kernels, with grouped heads and sliding windows.
 
-    Takes the place of core's `DotProductAttention`, which materialises the scores and needs CUDA buffers.
+    Replaces core's `DotProductAttention`, which materialises the scores and needs CUDA buffers.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class CausalAttention(nn.Module):
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.heads_are_split = not config.sequence_parallel
         self.softmax_scale = softmax_scale
-        self.before = None if config.window_size is None else config.window_size[0]
+        self.tokens_before = None if config.window_size is None else config.window_size[0]
 
     def forward(
         self,
@@ -60,8 +60,8 @@ class CausalAttention(nn.Module):
             attention_mask: see `document_mask`; None: causal.
         """
         tokens, mask = query.size(0), attention_mask
-        if self.before is not None and self.before < tokens - 1:
-            near = window(tokens, self.before, query.device)
+        if self.tokens_before is not None and self.tokens_before < tokens - 1:
+            near = window(tokens, self.tokens_before, query.device)
             mask = near if mask is None else mask & near
         grouped = key.size(2) != query.size(2)
         if grouped and query.is_cuda and (mask is not None or query.dtype == torch.float32):
@@ -70,7 +70,7 @@ class CausalAttention(nn.Module):
             key, value = key.repeat_interleave(each, 2), value.repeat_interleave(each, 2)
             grouped = False
         dropout = self.dropout if self.training else 0.0
-        # The ranks of a stage have other heads: each draws for its own, as in core. A CPU has no such generators.
+        # Tensor-parallel ranks have different heads, so each has its own generator, as in core; not on a CPU.
         own_draws = get_cuda_rng_tracker().fork() if dropout and self.heads_are_split else nullcontext()
         with own_draws:
             context = F.scaled_dot_product_attention(
@@ -87,29 +87,29 @@ class CausalAttention(nn.Module):
 
 
 def document_mask(documents: Tensor) -> Tensor:
-    """Return which tokens a token (the third dimension) attends to: those of its document that are not later.
+    """Return the mask of causal attention within documents.
 
     Args:
         documents: the number of each token's document, shape [batch, tokens].
 
-    Returns bool of shape [batch, 1, tokens, tokens], True where a token attends: torch's convention; core's is the
-    opposite.
+    Returns bool of shape [batch, 1, tokens, tokens], True where a token (third dimension) attends to another:
+    torch's convention, and the opposite of core's.
     """
     return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
 
 
 @lru_cache(maxsize=2)
-def window(tokens: int, before: int, device: torch.device) -> Tensor:
-    """Return which tokens a token (row) attends to, `before` earlier ones and itself: bool [tokens, tokens]."""
+def window(tokens: int, tokens_before: int, device: torch.device) -> Tensor:
+    """Return the mask of a sliding window: a token (row) attends to `tokens_before` earlier ones and itself."""
     index = torch.arange(tokens, device=device)
     distance = index[:, None] - index
-    return (distance >= 0) & (distance <= before)
+    return (distance >= 0) & (distance <= tokens_before)
 
 
 class Router(TopKRouter):
-    """Core's router of tokens to experts, with logits in fp32, on any device.
+    """Core's router of tokens to experts, with logits in fp32 on any device.
 
-    Core moves its weights to a CUDA device, and computes in fp32 with Transformer Engine only.
+    Core's own method moves the weights to a CUDA device, and computes in fp32 with Transformer Engine only.
     """
 
     def gating(self, input: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ class Router(TopKRouter):
 class RMSNorm(nn.Module):
     """Root-mean-square norm in the model's precision, statistics in fp32.
 
-    Core's fallback keeps fp32 weights in a bf16 model and refuses sequence parallelism.
+    Core's version without fused kernels keeps fp32 weights in a bf16 model and refuses sequence parallelism.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object) -> None:
@@ -135,17 +135,17 @@ class RMSNorm(nn.Module):
 
 
 class CrossEntropyWithZLoss(torch.autograd.Function):
-    """The cross-entropy of each token over a vocabulary that tensor-parallel ranks share, with a z-loss.
+    """Cross-entropy over a vocabulary that is split over tensor-parallel ranks, with a z-loss.
 
     The gradient is that of cross-entropy + coefficient * logsumexp(logits)^2.
-    The z-loss (Chowdhery et al., "PaLM", arXiv 2204.02311, section 5) draws the logsumexp to 0, so that logits do
-    not drift. It is in the gradient only, so that losses in the log and in evaluations are cross-entropies.
+    The z-loss (Chowdhery et al., "PaLM", arXiv 2204.02311, section 5) pulls the logsumexp to 0, so that logits do
+    not drift. Only the gradient contains it: the returned losses are cross-entropies.
 
     Args of `apply`:
         logits: this rank's part of the vocabulary, shape [..., vocabulary / tp].
         labels: int64, shape [...]; the loss of a label < 0 is undefined, and should get no gradient.
         coefficient: of the z-loss.
-        group: the tensor-parallel ranks, in the order of their parts.
+        group: the tensor-parallel ranks, in the order of their parts of the vocabulary.
 
     Returns fp32 of shape [...].
     """
@@ -170,6 +170,6 @@ class CrossEntropyWithZLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         softmax, places, here, scale = ctx.saved_tensors
-        of_logits = softmax.mul_((gradient * scale)[..., None])  # in its place: a vocabulary is large
+        of_logits = softmax.mul_((gradient * scale)[..., None])  # in place, since a vocabulary is large
         of_logits.scatter_add_(-1, places[..., None], -(gradient * here)[..., None])
         return of_logits.to(ctx.dtype), None, None, None

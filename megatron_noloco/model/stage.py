@@ -1,4 +1,4 @@
-"""One stage of a language model, from Megatron-core's layer specs."""
+"""Build one pipeline stage of a language model from Megatron-core's layer specs."""
 
 from collections.abc import Iterator
 from copy import copy
@@ -36,10 +36,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Chunk(GPTModel):
-    """Core's model of some consecutive layers, with masks between documents, and a loss without padding.
+    """Core's model of consecutive layers, with masks between documents, and a loss without vocabulary padding.
 
-    Padded rows of the vocabulary exist for the sake of shapes; left in the softmax they would take probability
-    from real tokens, and the loss would depend on the padding and differ from the exported model's.
+    Padded rows of the vocabulary are left out of the softmax. Otherwise they would take probability from real
+    tokens, and the loss would depend on the padding and differ from that of the exported model.
     """
 
     def __init__(self, architecture: Architecture, z_loss_coeff: float, **options: Any) -> None:
@@ -57,8 +57,8 @@ class Chunk(GPTModel):
         """Return hidden states, logits, or with labels losses [batch, tokens] (overrides core's).
 
         Args:
-            tokens: int64 [batch, tokens], for the model's first chunk; other chunks have received their input.
-            positions: None; the rotary embedding depends on differences of positions only.
+            tokens: int64 [batch, tokens], for the model's first chunk; other chunks receive hidden states.
+            positions: None: rotary embeddings depend on differences of positions only.
             documents: the number of each token's document, [batch, tokens]; None: there is one document.
             labels: int64 [batch, tokens], for the last chunk; the loss of a label < 0 is undefined.
         """
@@ -68,9 +68,9 @@ class Chunk(GPTModel):
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """Return the loss [batch, tokens] of logits [tokens, batch, padded vocabulary / tp] (overrides core's)."""
         first = self.pg_collection.tp.rank() * logits.size(-1)
-        padding = max(0, self.architecture.vocab_size - first)
-        if padding < logits.size(-1):
-            logits[..., padding:] = -torch.inf
+        real = max(0, self.architecture.vocab_size - first)
+        if real < logits.size(-1):
+            logits[..., real:] = -torch.inf
         if self.z_loss_coeff == 0 or not self.training:
             return super().compute_language_model_loss(labels, logits)
         losses = CrossEntropyWithZLoss.apply(logits, labels.T, self.z_loss_coeff, self.pg_collection.tp)
@@ -80,7 +80,7 @@ class Chunk(GPTModel):
         """Yield every parameter with its row of the family's table; raises ValueError where they do not match."""
         pp_rank = self.pg_collection.pp.rank()
         first_layer = get_transformer_layer_offset(self.config, self.vp_stage, pp_rank)
-        return weights.match(self, table_of(self.architecture), first_layer)
+        return weights.match_rows(self, table_of(self.architecture), first_layer)
 
 
 class Stage(nn.Module):
@@ -108,9 +108,9 @@ class Stage(nn.Module):
             yield from cast(Chunk, chunk).named_rows()
 
     def fill(self, read: weights.Read) -> None:
-        """Fill this stage's part of the weights, which `read` returns by their names in the unsplit model.
+        """Fill this stage's weights by `read`, which returns full tensors by their names in the unsplit model.
 
-        Raises ValueError when a tensor has another shape.
+        Raises ValueError when a tensor has the wrong shape.
         """
         tp = cast(Chunk, self.chunks[0]).pg_collection.tp
         for row, parameter in self.named_rows():
@@ -118,7 +118,7 @@ class Stage(nn.Module):
 
     @property
     def tied_weight(self) -> nn.Parameter | None:
-        """This stage's copy of an embedding that the output layer shares; None where there is none."""
+        """This stage's copy of the weight that embedding and output layer share; None if it has none."""
         first, last = cast(Chunk, self.chunks[0]), cast(Chunk, self.chunks[-1])
         if not self.architecture.tied_embeddings:
             return None
@@ -133,9 +133,9 @@ def build_stage(
 
     Args:
         seed: of the initial weights and of dropout.
-        read: returns full tensors by their names in the unsplit model, in place of initial weights.
+        read: returns full tensors by their names in the unsplit model; None: initial weights are drawn.
 
-    Raises ValueError when the model that was built and the table of its family do not match.
+    Raises ValueError when the model and the table of its family do not match.
     """
     seed_dropout(seed, groups)
     stage = empty_stage(architecture, compute, groups)
@@ -155,13 +155,13 @@ def empty_stage(architecture: Architecture, compute: Compute, groups: Groups) ->
 def _empty_chunk(
     architecture: Architecture, compute: Compute, config: TransformerConfig, groups: Groups, index: int
 ) -> Chunk:
-    # Transformer Engine's attention takes no mask of ours.
+    # Transformer Engine's attention takes no mask of documents.
     transformer_engine = not compute.separate_documents and compute.uses_transformer_engine()
     layer = layer_spec(config, transformer_engine)
     vpp = groups.topology.vpp
     vp_stage = index if vpp > 1 else None
     block: ModuleSpec | TransformerBlockSubmodules = layer
-    if layer.submodules.input_layernorm is RMSNorm:  # core's own block would end with core's own norm
+    if layer.submodules.input_layernorm is RMSNorm:  # core's own block would end with core's norm
         count = get_num_layers_to_build(config, vp_stage, groups.position.stage)
         block = TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
     return Chunk(
@@ -181,7 +181,7 @@ def _empty_chunk(
 
 
 def layer_spec(config: TransformerConfig, transformer_engine: bool) -> ModuleSpec:
-    """Return core's layer with Transformer Engine's modules, or with our attention and norm; our router."""
+    """Return core's layer with our router, and Transformer Engine's modules or our attention and norm."""
     build = get_gpt_layer_with_transformer_engine_spec if transformer_engine else _local_spec
     spec = build(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm)
     if config.num_moe_experts is not None:
@@ -259,7 +259,7 @@ def transformer_config(architecture: Architecture, compute: Compute, topology: T
 
 
 def _yarn(architecture: Architecture) -> dict[str, Any]:
-    """Return what GPTModel expects as further attributes of a TransformerConfig, which has no fields for YaRN."""
+    """Return the attributes for YaRN, which GPTModel reads and TransformerConfig has no fields for."""
     if architecture.yarn_rotary_scaling_factor is None:
         return {}
     return {

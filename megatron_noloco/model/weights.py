@@ -1,8 +1,7 @@
-"""Weights of a model chunk, by the table of its family.
+"""Fill the weights of a model chunk by the table of its family.
 
-Initial weights are a plan: a function of (seed, parameter name) for any topology. Replicas draw the same weights,
-so nothing is broadcast, and a model split into stages and tensor-parallel slices starts from exactly the weights
-of the unsplit one.
+Initial weights are a plan: a function of (seed, parameter name) for any topology. All replicas draw the same
+weights without a broadcast, and a model split into stages and tensor-parallel slices has those of the unsplit one.
 """
 
 import hashlib
@@ -42,14 +41,14 @@ def _draw(shape: tuple[int, ...], name: str, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(word % 2**63))
 
 
-def match(chunk: GPTModel, table: Table, first_layer: int) -> Iterator[tuple[Parameter, nn.Parameter]]:
-    """Yield every parameter of a model chunk with its row, in the order of the table.
+def match_rows(chunk: GPTModel, table: Table, first_layer: int) -> Iterator[tuple[Parameter, nn.Parameter]]:
+    """Yield every parameter of a model chunk with its row, in the order of the table, which flat vectors have.
 
-    Flat vectors have that order, which does not depend on how the modules of a layer are built. `first_layer`
-    layers lie before the chunk.
+    Args:
+        first_layer: number of layers before the chunk.
 
-    Raises ValueError when the table describes another model than was built: a parameter has no row, or a row of
-    the chunk's layers (of the whole model, if the chunk is all of it) has no parameter.
+    Raises ValueError when a parameter has no row, or when a row of the chunk's layers (of the whole model, if the
+    chunk is all of it) has no parameter.
     """
     pairs = [(table.find(name, first_layer), parameter) for name, parameter in chunk.named_parameters()]
     found = {row.name for row, _ in pairs}
@@ -66,13 +65,13 @@ def match(chunk: GPTModel, table: Table, first_layer: int) -> Iterator[tuple[Par
 
 @torch.no_grad()
 def fill(parameter: nn.Parameter, row: Parameter, read: Read, tp: int, tp_size: int) -> None:
-    """Copy its slice of the full tensor into a parameter; raises ValueError when that has another shape."""
+    """Copy a parameter's slice of the full tensor into it; raises ValueError when the shapes differ."""
     part = row.slice(read(row.source), tp, tp_size)
     if part.shape != parameter.shape:
         raise ValueError(
             f"{row.name}: {list(part.shape)} does not fit a parameter of {list(parameter.shape)}"
         )
     parameter.copy_(part)
-    # Core and DeepSpeed must know what is cut: the gradient norm adds up its slices.
+    # Core and DeepSpeed must know which parameters are cut: the gradient norm adds up their slices.
     if row.tp_dim is not None and not hasattr(parameter, "tensor_model_parallel"):
         set_tensor_model_parallel_attributes(parameter, True, row.tp_dim, 1)

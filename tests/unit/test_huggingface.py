@@ -16,8 +16,8 @@ from torch import Tensor
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import ByteTokenizer
-from megatron_noloco.huggingface.export import distribute
-from megatron_noloco.huggingface.pretrained import check_fits, model_block, read_architecture
+from megatron_noloco.huggingface.export import assign_to_files
+from megatron_noloco.huggingface.pretrained import check_fits, model_fields, read_architecture
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import FAMILIES, Parameter, architecture_of, table_of
 from tests.harness import REPOSITORY
@@ -164,7 +164,7 @@ def test_our_config_describes_the_model(tmp_path: Path, family: str, groups: int
     model = make_model(groups, tied, multiple=1, model=family)
     (tmp_path / "config.json").write_text(json.dumps(hf_config(model)))
     assert read_architecture(tmp_path) == model
-    run = RunConfig.from_dict(CONFIG | {"model": model_block(model) | {"make_vocab_size_divisible_by": 1}})
+    run = RunConfig.from_dict(CONFIG | {"model": model_fields(model) | {"make_vocab_size_divisible_by": 1}})
     assert run.architecture(VOCABULARY) == model
 
 
@@ -313,7 +313,7 @@ def test_the_configs_that_continue_published_models(config: str, name: str, tmp_
     pytest.importorskip("transformers").AutoConfig.for_model(**keys).save_pretrained(tmp_path)
     raw = json.loads((REPOSITORY / "configs" / f"{config}.json").read_text())
     settings = {"seq_length": raw["model"]["seq_length"], "make_vocab_size_divisible_by": 1}
-    assert raw["model"] == model_block(read_architecture(tmp_path)) | settings
+    assert raw["model"] == model_fields(read_architecture(tmp_path)) | settings
     assert raw["training"]["pretrained"] == raw["data"]["tokenizer_model"] == f"models/{name}"
 
 
@@ -646,7 +646,7 @@ def test_files_hold_at_most_what_is_allowed_or_one_tensor() -> None:
     parameters = [
         Parameter(str(n), (size,), hf=(f"{n}: {size}",)) for n, size in enumerate((3, 2, 4, 9, 1, 1, 1))
     ]
-    files = distribute(parameters, itemsize=2, max_bytes=10)
+    files = assign_to_files(parameters, itemsize=2, max_bytes=10)
     sizes = [[name.split()[1] for name in file] for file in files]
     assert sizes == [["3", "2"], ["4"], ["9"], ["1", "1", "1"]]
 

@@ -1,6 +1,6 @@
-"""Model families: a class each, with a table of its parameters. A new one is added to FAMILIES.
+"""Model families: a class each, with a table of its parameters. Add a new one to FAMILIES.
 
-No torch at import: `config --check` must answer at once.
+Torch is not imported here, since that would slow down `config --check`.
 """
 
 import math
@@ -38,7 +38,7 @@ def family_of(architecture: Architecture) -> Family:
 
 
 def families_with(field: str) -> list[str]:
-    """Return the names of the families that have `field` as a field of their own; empty if all have it."""
+    """Return the names of the families in whose `own_fields` a field is; empty if all families have it."""
     return [name for name, family in FAMILIES.items() if field in family.own_fields]
 
 
@@ -62,26 +62,21 @@ def architecture_of(hf_config: Mapping[str, Any]) -> Architecture:
 
 
 def training_flops(architecture: Architecture) -> int:
-    """Return the floating-point operations of a training step on one sample of `seq_length` tokens.
-
-    These are the operations of its matrix products, forward and backward, as the model defines them.
+    """Return the floating-point operations of the matrix products in a training step on one sample.
 
     A product of [m, k] and [k, n] takes 2 m k n operations, and twice as many in the backward pass: once for the
     gradient of each factor. So a sample of s tokens takes
 
         3 * (2 * s * W  +  num_layers * 4 * num_attention_heads * kv_channels * P)
 
-    W: the weights that multiply a token, which are all matrices but the embedding, a table to look up. The output
-        layer counts, padding included, also where its weight is the embedding's. Of the experts only
-        `moe_router_topk` count.
-    P: pairs of a query and a key, for each of which a head computes a product of two vectors of `kv_channels`
-        numbers, and adds such a vector to its result. The causal mask leaves s (s + 1) / 2 pairs, fewer with a
-        sliding window.
+    W: the weights that multiply a token: all matrices but the embedding, which is looked up. The output layer
+        counts with its padding, also where its weight is the embedding's; of the experts `moe_router_topk` count.
+    P: pairs of a query and a key. For each a head multiplies two vectors of `kv_channels` numbers, and adds such
+        a vector to its result. The causal mask leaves s (s + 1) / 2 pairs, a sliding window fewer.
 
-    These are the model's own operations, which MFU is about (PaLM, arXiv 2204.02311, appendix B), by the count of
-    Narayanan et al. 2021 (arXiv 2104.04473, appendix) without what recomputation repeats. Both papers count all
-    s^2 pairs. Norms, activations and the softmax are left out. Pairs of tokens of different documents count, even
-    where they do not attend to each other.
+    MFU is defined by these operations (PaLM, arXiv 2204.02311, appendix B). The count is that of Narayanan et al.
+    (2021, arXiv 2104.04473, appendix), without recomputation; both papers count all s^2 pairs. Norms, activations
+    and softmax are left out. Pairs of tokens in different documents count, even if a mask separates them.
     """
     a = architecture
     matrices = [row for row in table_of(a) if len(row.shape) == 2 and not row.name.startswith("embedding.")]

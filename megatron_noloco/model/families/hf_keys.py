@@ -1,4 +1,4 @@
-"""Read Hugging Face's `config.json`: check its values, and refuse what no family here computes.
+"""Read values of Hugging Face's `config.json`, and refuse those that no family here supports.
 
 Every function raises ValueError, in one line.
 """
@@ -8,9 +8,9 @@ from typing import Any
 
 Keys = Mapping[str, Any]
 
-# Megatron-core fixes these in `RotaryEmbedding._apply_scaling`; they are those of Llama 3.1, 3.2 and 3.3.
+# Constants of Megatron-core's `RotaryEmbedding._apply_scaling`, which Llama 3.1, 3.2 and 3.3 have.
 LLAMA3_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-# What transformers takes for these keys of YaRN (Peng et al. 2023, arXiv 2309.00071), the paper's numbers.
+# Defaults of transformers for YaRN, from the paper (Peng et al. 2023, arXiv 2309.00071).
 YARN_DEFAULTS = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
@@ -45,18 +45,18 @@ def _value(theirs: Keys, key: str, default: float | None) -> Any:
 
 
 def refuse_flags(theirs: Keys, keys: Sequence[str], reason: str) -> None:
-    """Refuse a model that has one of these keys, with the reason."""
+    """Refuse a model in which one of these keys is set, for this reason."""
     for key in keys:
         if theirs.get(key):
             raise ValueError(f"{key} is {theirs[key]!r}; {reason}")
 
 
 def refuse_layer_types(theirs: Keys, only: str) -> None:
-    """Refuse `layer_types`, the attention of each layer, unless all layers have the kind `only`."""
-    kinds = theirs.get("layer_types") or []
-    if not isinstance(kinds, list):
-        raise ValueError(f"layer_types is {kinds!r}; it must be a list of text")
-    others = sorted({str(kind) for kind in kinds} - {only})
+    """Refuse a model unless all of its `layer_types`, the attention of each layer, are `only`."""
+    types = theirs.get("layer_types") or []
+    if not isinstance(types, list):
+        raise ValueError(f"layer_types is {types!r}; it must be a list of text")
+    others = sorted({str(layer_type) for layer_type in types} - {only})
     if others:
         raise ValueError(f'layer_types has "{others[0]}"; all layers must be "{only}" in this model')
 
@@ -67,8 +67,8 @@ def refuse_layer_types(theirs: Keys, only: str) -> None:
 def rotary(theirs: Keys) -> Keys:
     """Return the parameters of the rotary embeddings, with `rope_type` and `rope_theta` filled in.
 
-    transformers 5 has them in `rope_parameters`; before, `rope_scaling` had all but the base. Where a file has
-    both, every version takes `rope_scaling`, and `rope_theta` of the file where that has none.
+    transformers 5 writes them as `rope_parameters`; earlier versions write `rope_scaling`, and the base as a key
+    of its own. If a file has both, every version reads `rope_scaling`, and the base from the file if it has none.
     """
     for key in ("rope_scaling", "rope_parameters"):
         if not isinstance(theirs.get(key) or {}, Mapping):
@@ -87,22 +87,22 @@ def rotary(theirs: Keys) -> Keys:
     }
 
 
-def scaling(theirs: Keys, kinds: Sequence[str]) -> dict[str, Any]:
-    """Return the fields of `Architecture` that say how rotary frequencies are scaled; none if they are not.
+def scaling(theirs: Keys, rope_types: Sequence[str]) -> dict[str, Any]:
+    """Return the fields of `Architecture` for scaled rotary frequencies; empty if they are not scaled.
 
-    Refuses a type that is not in `kinds`.
+    Refuses a type of scaling that is not in `rope_types`.
     """
     rope = rotary(theirs)
-    kind = rope["rope_type"]
-    if kind == "default":
+    rope_type = rope["rope_type"]
+    if rope_type == "default":
         return {}
-    if kind not in kinds:
-        known = " and ".join(f'"{name}"' for name in kinds)
-        raise ValueError(f"rope_scaling is of type {kind!r}; this family has only {known}")
-    # A model's context before it was extended; transformers looks for it in these places, in this order.
+    if rope_type not in rope_types:
+        known = " and ".join(f'"{name}"' for name in rope_types)
+        raise ValueError(f"rope_scaling is of type {rope_type!r}; this family has only {known}")
+    # The context before it was extended, from the same keys and in the same order as in transformers.
     longest = rope.get("original_max_position_embeddings", theirs.get("max_position_embeddings"))
     before = theirs.get("original_max_position_embeddings", longest)
-    return _SCALINGS[kind]({**rope, "original_max_position_embeddings": before})
+    return _SCALINGS[rope_type]({**rope, "original_max_position_embeddings": before})
 
 
 def _llama3(rope: Keys) -> dict[str, Any]:

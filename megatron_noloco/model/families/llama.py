@@ -1,7 +1,7 @@
-"""What a model family is, and the first one: Llama.
+"""The base class of model families, and Llama.
 
-All families here descend from Llama: RMSNorm before attention and before a SwiGLU MLP, rotary embeddings, grouped
-queries. `Family` is what they share, and a subclass what makes it another one.
+All families here are like Llama: RMSNorm before attention and before a SwiGLU MLP, rotary embeddings, grouped
+queries. `Family` defines what they share, a subclass what is different.
 
 Megatron-core and Hugging Face rotate the same pairs of channels (i and i + head / 2), so rotary embeddings need no
 permutation of the rows of queries and keys.
@@ -29,24 +29,21 @@ _HF_SIZES = {  # sizes of an `Architecture`, and Hugging Face's keys for them
 
 
 class Family:
-    """One model family: its parameters, what Megatron-core is to build, and Hugging Face's config.
-
-    A subclass changes rows of a layer, options of Megatron-core and keys of Hugging Face's config.
-    """
+    """A model family: its parameters, its options for Megatron-core, and Hugging Face's config."""
 
     name: ClassVar[str]  # also Hugging Face's `model_type`
     # Fields of `Architecture` and `Compute` that not all families have, with their defaults in this one.
     own_fields: ClassVar[Mapping[str, Any]] = {}
     hf_class: ClassVar[str]  # the class in transformers
-    hf_defaults: ClassVar[Mapping[str, Any]] = {}  # what transformers takes for keys that a config.json lacks
+    hf_defaults: ClassVar[Mapping[str, Any]] = {}  # of transformers, for keys that a config.json lacks
     rope_types: ClassVar[Sequence[str]] = ("yarn",)  # Hugging Face's types of scaled rotary embeddings
 
     # Parameters
 
     def rows(self, architecture: Architecture) -> Sequence[Parameter]:
-        """Return the rows of the table in the order of the model, those of the layers next to each other."""
+        """Return the rows of the table in the order of the model; rows of layers are adjacent."""
         a = architecture
-        # Rows beyond the vocabulary exist here alone, so that the embedding divides into tensor-parallel slices.
+        # The padding, absent in Hugging Face's tensors, lets the embedding divide into tensor-parallel slices.
         vocabulary = Rows((a.vocab_size, a.padded_vocab_size - a.vocab_size))
         embedding = Parameter(
             "embedding.word_embeddings.weight",
@@ -73,9 +70,9 @@ class Family:
         a = architecture
         hidden, head = a.hidden_size, a.kv_channels
         heads_per_group = a.num_attention_heads // a.num_query_groups
-        # For each key/value group its queries, its key, its value: a slice of whole groups is then contiguous.
-        # Ours is [groups * (heads_per_group + 2) * head, hidden], q [heads * head, hidden], k and v
-        # [groups * head, hidden].
+        # For each key/value group its queries, key and value, so that a slice of whole groups is contiguous. The
+        # parameter is [groups * (heads_per_group + 2) * head, hidden]; Hugging Face's q is [heads * head, hidden],
+        # k and v are [groups * head, hidden].
         qkv = Rows((heads_per_group * head, head, head), repeats=a.num_query_groups)
         return (
             Parameter(
@@ -118,7 +115,7 @@ class Family:
     # Megatron-core
 
     def core_config(self, architecture: Architecture) -> dict[str, Any]:
-        """Return fields of core's TransformerConfig, beyond the sizes, which all families share."""
+        """Return fields of Megatron-core's TransformerConfig, without the sizes, which all families share."""
         import torch.nn.functional as F
 
         return {
@@ -129,7 +126,7 @@ class Family:
         }
 
     def core_model(self, architecture: Architecture) -> dict[str, Any]:
-        """Return arguments of core's GPTModel, likewise."""
+        """Return arguments of Megatron-core's GPTModel that depend on the family."""
         yarn = architecture.yarn_rotary_scaling_factor is not None
         return {
             "position_embedding_type": "yarn" if yarn else "rope",
@@ -149,7 +146,7 @@ class Family:
             **{theirs: getattr(a, ours) for ours, theirs in _HF_SIZES.items()},
             "hidden_act": "silu",
             "rms_norm_eps": a.norm_epsilon,
-            # Before transformers 5 the first two keys; since then the third.
+            # The first two keys before transformers 5; since then the third.
             "rope_theta": a.rotary_base,
             **({"rope_scaling": scaling} if scaling else {}),
             "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": a.rotary_base},
@@ -163,11 +160,11 @@ class Family:
         }
 
     def own_keys(self, architecture: Architecture) -> dict[str, Any]:
-        """Return the keys of Hugging Face's config that make it one of this family."""
+        """Return the keys of Hugging Face's config that only this family has."""
         return {}
 
     def hf_scaling(self, architecture: Architecture) -> dict[str, Any]:
-        """Return what Hugging Face's config says about scaled rotary embeddings; empty if they are not scaled."""
+        """Return the keys of Hugging Face's config for scaled rotary embeddings; empty if they are not scaled."""
         a = architecture
         if a.yarn_rotary_scaling_factor is None:
             return {}
@@ -180,7 +177,7 @@ class Family:
     def architecture(self, hf_config: Mapping[str, Any]) -> Architecture:
         """Return the architecture that a `config.json` describes, without padding of the vocabulary.
 
-        The inverse of `hf_config`. Raises ValueError, in one line, for what this family is not.
+        The inverse of `hf_config`. Raises ValueError, in one line, for a model that is not supported.
         """
         theirs = {**self.hf_defaults, **hf_config}
         if theirs.get("hidden_act", "silu") != "silu":
@@ -202,7 +199,7 @@ class Family:
         )
 
     def own_values(self, theirs: hf_keys.Keys) -> dict[str, Any]:
-        """Return the values of `own_fields` in Hugging Face's config, in which missing keys have their defaults.
+        """Return the values of `own_fields` from Hugging Face's config, whose missing keys have their defaults.
 
         The inverse of `own_keys`. Raises ValueError, in one line, for keys of a model that cannot be built here.
         """
@@ -213,13 +210,13 @@ def gated_mlp(architecture: Architecture, ours: str, theirs: Sequence[str]) -> S
     """Return the rows of the two matrices of a SwiGLU MLP.
 
     Args:
-        ours: what the names of both begin with.
+        ours: prefix of both names.
         theirs: Hugging Face's names of gate, up and down.
     """
     hidden, ffn = architecture.hidden_size, architecture.ffn_hidden_size
     gate, up, down = theirs
     return (
-        # The gate on top of up: [2 * ffn, hidden] <-> twice [ffn, hidden]. A slice has its part of both.
+        # Gate and up are stacked, [2 * ffn, hidden]; a tensor-parallel slice has its part of each.
         Parameter(
             ours + "linear_fc1.weight",
             (2 * ffn, hidden),

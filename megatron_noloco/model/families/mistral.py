@@ -1,4 +1,4 @@
-"""Mistral, a Llama whose attention may have a sliding window, and Mixtral, one with a mixture of experts."""
+"""Mistral: a Llama whose attention may have a sliding window; Mixtral: a Mistral with a mixture of experts."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -25,7 +25,7 @@ class Mistral(Family):
 
     def core_config(self, architecture: Architecture) -> dict[str, Any]:
         options, window = super().core_config(architecture), architecture.sliding_window
-        # Core counts the tokens before a token and those after it; Hugging Face counts the token itself, too.
+        # Core counts the tokens before and after a token; Hugging Face counts the token itself as well.
         return options if window is None else options | {"window_size": (window - 1, 0)}
 
     def own_keys(self, architecture: Architecture) -> dict[str, Any]:

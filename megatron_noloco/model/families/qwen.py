@@ -76,9 +76,9 @@ class Qwen3(Family):
 
 
 def _refuse_windows(theirs: hf_keys.Keys) -> None:
-    """Raise ValueError where Qwen's layers from `max_window_layers` on have a sliding window.
+    """Raise ValueError if the layers from `max_window_layers` on have a sliding window.
 
-    The released dense models have none, though their config.json names one.
+    The released dense models have none, though their config.json sets `sliding_window`.
     """
     hf_keys.refuse_layer_types(theirs, "full_attention")
     if theirs.get("layer_types") or not theirs.get("use_sliding_window"):

@@ -1,7 +1,6 @@
-"""The parameters of a model as a table: one row per parameter, and what follows from the rows.
+"""The parameters of a model as a table with one row per parameter: shapes, initial weights, slices, names.
 
-No torch at import, but inside the functions that make new tensors: `config --check` needs shapes and counts alone,
-and must answer at once.
+Only the functions that make tensors import torch, since that would slow down `config --check`.
 """
 
 import math
@@ -22,16 +21,16 @@ _LAYER_NUMBER = re.compile(r"(decoder\.layers\.)(\d+)")
 
 @dataclass(frozen=True)
 class Rows:
-    """How Hugging Face's tensors make up the first dimension of a parameter.
+    """How Hugging Face's tensors are combined along the first dimension of a parameter.
 
-    A parameter of shape [repeats * sum(sizes), ...] is seen as [repeats, sum(sizes), ...]. Part i of the second
-    dimension, sizes[i] rows in every repeat, is a Hugging Face tensor of shape [repeats * sizes[i], ...].
+    A parameter of shape [repeats * sum(sizes), ...] is viewed as [repeats, sum(sizes), ...]. Part i, sizes[i] rows
+    in every repeat, is a Hugging Face tensor of shape [repeats * sizes[i], ...].
 
     Args:
-        sizes: rows of each part within a repeat. Parts beyond the Hugging Face names of the parameter are padding:
+        sizes: rows of each part in a repeat. Parts for which the parameter has no Hugging Face name are padding:
             zeros here, absent there.
-        repeats: how often the sequence of parts is repeated.
-        cut_each: whether tensor parallelism cuts every part on its own; otherwise the first dimension as a whole.
+        repeats: number of repeats.
+        cut_each: whether tensor parallelism cuts each part; otherwise it cuts the first dimension as a whole.
     """
 
     sizes: tuple[int, ...]
@@ -41,7 +40,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Parameter:
-    """One row of the table: a parameter, or the parameter of that name in every layer (`{layer}` in its names).
+    """One row of the table: a parameter, or the same parameter of every layer (`{layer}` in its names).
 
     Args:
         name: Megatron-core's, in the unsplit model.
@@ -51,14 +50,14 @@ class Parameter:
             variance that all 2 * num_layers branches together add to the stream then does not grow with the depth
             (GPT-2: Radford et al. 2019, section 2.3; Megatron's default, `scaled_init_method_normal`).
         tp_dim: the dimension cut by tensor parallelism; None: every tensor-parallel rank has all of it.
-        hf: the Hugging Face tensors that make it up.
-        rows: how they make up its rows; None: it is one tensor, the same in both.
+        hf: names of the Hugging Face tensors that are combined to it.
+        rows: how they are combined; None: there is one tensor, the same in both.
         fused_name: its name where Transformer Engine fuses a norm with the matrix after it.
-        same_as: the parameter that it is a copy of (tied embeddings). A stage that holds both has that one alone.
+        same_as: the parameter of which it is a copy (tied embeddings). A stage with both keeps the original only.
         layer: the number of its layer; None outside layers, and in a row for all layers.
-        linear: whether its parts (see `split`) are linear maps inside a layer, which are what Muon is for.
-        per_head: whether it is applied to the heads of a tensor-parallel rank, though every rank has all of it: a
-            rank's gradient is then that of its own heads, and the ranks' gradients are to be summed.
+        linear: whether its parts (see `split`) are linear maps inside a layer, which Muon can optimize.
+        per_head: whether every tensor-parallel rank has all of it and applies it to its own heads, so that the
+            gradients of the ranks must be summed.
     """
 
     name: str
@@ -79,7 +78,7 @@ class Parameter:
 
     @property
     def source(self) -> str:
-        """The name of the parameter whose values it has: its own, or if it is a copy the original's."""
+        """The name of the parameter whose values it has: that of the original if it is a copy, else its own."""
         return self.same_as or self.name
 
     @property
@@ -89,12 +88,12 @@ class Parameter:
 
     @property
     def is_embedding_or_output(self) -> bool:
-        """Whether it is the matrix of an embedding or of the output layer: the only ones outside layers."""
+        """Whether it is the matrix of the embedding or the output layer: the only ones outside the layers."""
         return self.layer is None and _LAYER not in self.name and len(self.shape) > 1
 
     @property
     def is_stacked(self) -> bool:
-        """Whether the slices of all tensor-parallel ranks, one after the other, are the full parameter."""
+        """Whether the full parameter is the slices of all tensor-parallel ranks, one after the other."""
         return self.tp_dim == 0 and not (self.rows and self.rows.cut_each)
 
     def at(self, layer: int) -> "Parameter":
@@ -135,14 +134,14 @@ class Parameter:
         return full
 
     def _sections(self, tp_size: int) -> list[int]:
-        """Return the rows of each part that is cut on its own, in the slice of one of `tp_size` ranks."""
+        """Return the number of rows of each separately cut part, in the slice of one of `tp_size` ranks."""
         whole = self.rows.sizes if self.rows and self.rows.cut_each else (self.shape[0],)
         return [size // tp_size if self.tp_dim == 0 else size for size in whole]
 
     # Parts
 
     def split(self, full: "Tensor") -> "list[Tensor]":
-        """Return the parts of its rows, such as queries, keys and values; part i is [repeats * sizes[i], ...]."""
+        """Return the parts, such as queries, keys and values; part i is [repeats * sizes[i], ...]."""
         rest = self.shape[1:]
         parts = full.view(self._rows.repeats, -1, *rest).split(self._rows.sizes, dim=1)
         return [part.reshape(-1, *rest) for part in parts]
@@ -160,7 +159,7 @@ class Parameter:
 
     @property
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name and shape of the Hugging Face tensors."""
+        """The shapes of the Hugging Face tensors by name."""
         rows = self._rows
         sizes = [rows.repeats * size for size in rows.sizes]
         return {name: (size, *self.shape[1:]) for name, size in zip(self.hf, sizes, strict=False)}
@@ -195,12 +194,12 @@ class Table:
             if not in_layer:
                 yield from rows
                 continue
-            kept = list(rows)
+            layer_rows = list(rows)
             for layer in range(self.num_layers):
-                yield from (row.at(layer) for row in kept)
+                yield from (row.at(layer) for row in layer_rows)
 
     def find(self, name: str, first_layer: int = 0) -> Parameter:
-        """Return the parameter of that name in a model chunk, before which `first_layer` layers lie.
+        """Return the parameter of that name in a model chunk that begins with layer `first_layer`.
 
         Raises ValueError when the table has no such row.
         """
@@ -213,7 +212,7 @@ class Table:
 
     @property
     def parameter_count(self) -> int:
-        """Weights of the whole model, the padded vocabulary included, copies not counted."""
+        """Number of weights of the whole model, with the padded vocabulary, without copies."""
         return sum(
             math.prod(row.shape) * (self.num_layers if _LAYER in row.name else 1)
             for row in self.rows
