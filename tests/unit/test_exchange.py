@@ -1,7 +1,9 @@
 """The exchange of one vector: pairs and groups, with and without waiting, what is poisoned, late or lost."""
 
 import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -111,30 +113,23 @@ def test_a_pair_sends_one_vector_each_and_no_member_of_a_group_sends_two(
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_a_poisoned_replica_does_not_poison_its_partner(poison: float) -> None:
-    fleet = fleet_of(2, elements=40)
-    before, theta = fleet.phi.double(), fleet.phi + 0.1 * noise(2, 40, seed=18)
-    theta[0, 20] = poison  # in the second chunk: elements 16..31
-    fleet.train(theta)
-    reports = fleet.exchange(0)
-    expected = 0.7 * (theta.double().mean(dim=0) - before[0])
-    expected[16:32] = 0.7 * (theta[1].double() - before[1])[16:32]
-    assert_close(fleet.delta, expected.expand(2, -1))
-    difference = torch.cat([theta[:, :16], theta[:, 32:]], dim=1).diff(dim=0)
-    for report in reports:
-        assert report.exchange.poisoned_elements == 16
-        assert report.exchange.compared_elements == 24
-        assert report.spread == pytest.approx(float(difference.square().mean() / 2) ** 0.5, rel=1e-5)
-
-
-def test_a_poisoned_replica_does_not_poison_a_larger_group() -> None:
-    vectors = noise(3, 30, seed=19)
-    clean = vectors.clone()
-    vectors[2, 4] = float("nan")  # in the slice of the first member: elements 0..9
-    means, exchanges = average(vectors, (0, 1, 2))
-    assert_close(means, torch.cat([clean[:2, :10].mean(0), clean[:, 10:].mean(0)]).expand(3, -1))
-    assert sum(exchange.report.poisoned_elements for exchange in exchanges) == 10
-    assert sum(exchange.report.compared_elements for exchange in exchanges) == 20
+@pytest.mark.parametrize(("members", "spoiled"), [(2, slice(16, 32)), (3, slice(0, 13))])
+def test_a_poisoned_replica_does_not_poison_its_group(members: int, spoiled: slice, poison: float) -> None:
+    """Its chunk of a pair, or its part of a group's first slice, is averaged over the others."""
+    clean = noise(members, 40, seed=18)
+    vectors, others = clean.clone(), torch.ones(40, dtype=torch.bool)
+    vectors[-1, spoiled.start + 4] = poison
+    others[spoiled] = False
+    means, exchanges = average(vectors, tuple(range(members)))
+    expected = clean.mean(0)
+    expected[spoiled] = clean[:-1, spoiled].mean(0)
+    assert_close(means, expected.expand(members, -1))
+    reports = [exchange.report for exchange in exchanges]
+    seen = 2 if members == 2 else 1  # a pair sees all, at both ends
+    assert sum(report.poisoned_elements for report in reports) == seen * (spoiled.stop - spoiled.start)
+    assert sum(report.compared_elements for report in reports) == seen * int(others.sum())
+    deviation = sum(report.squared_deviation for report in reports)
+    assert deviation == pytest.approx(seen * float(clean[:, others].var(0).sum()), rel=1e-5)
 
 
 # Deadlines
@@ -178,43 +173,24 @@ def test_what_arrives_after_the_deadline_changes_no_later_exchange(bits: int | N
     assert finish(exchange, 3).tolist() == [0.0, 0.0, 0.0]
 
 
-class Clock:
-    def __init__(self, *times: float) -> None:
-        self.times = list(times)
-
-    def monotonic(self) -> float:
-        return self.times.pop(0)
-
-
-class Silent:
-    """A flight on which nothing arrives; remembers for how long it is waited for."""
-
-    wait_seconds = 0.0
-    deadline_seconds = 0.0
-
-    def arrived(self) -> list[Any]:
-        return []
-
-    def done(self) -> bool:
-        return bool(self.deadline_seconds)
-
-    def arrivals(self, deadline_seconds: float) -> Any:
-        self.deadline_seconds = deadline_seconds
-        return iter(())
-
-    def finish(self, deadline_seconds: float) -> None:
-        assert deadline_seconds == self.deadline_seconds
-
-
 def test_the_deadline_counts_from_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Flights are waited for since their posting: 100 s of local steps between must not use the deadline up."""
-    monkeypatch.setattr(messages, "time", Clock(5.0, 105.0))
-    waiting, flight = messages.Waiting(10.0), Silent()
-    arrivals = waiting.collect(flight)
-    assert next(arrivals) is None
+    waits: list[float] = []
+
+    def arrivals(deadline_seconds: float) -> Iterator[Any]:
+        waits.append(deadline_seconds)
+        return iter(())
+
+    flight: Any = SimpleNamespace(
+        arrived=list, done=lambda: len(waits) > 0, arrivals=arrivals, finish=waits.append
+    )
+    monkeypatch.setattr(messages, "time", SimpleNamespace(monotonic=iter([5.0, 105.0]).__next__))
+    waiting = messages.Waiting(10.0)
+    arriving = waiting.collect(flight)
+    assert next(arriving) is None
     waiting.start("waiting for rank 1")
-    assert list(arrivals) == []
-    assert flight.deadline_seconds == 110.0
+    assert list(arriving) == []
+    assert waits == [110.0, 110.0]
 
 
 # Several exchanges

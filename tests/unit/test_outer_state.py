@@ -28,22 +28,13 @@ def corrections(fleet: Fleet) -> Tensor:
     return torch.stack([state["correction"] for state in fleet.states()])
 
 
-def figures(steps: list[list[list[RoundReport]]]) -> Any:
-    """Return what does not depend on time."""
+def figures(steps: list[list[list[RoundReport]]]) -> list[str]:
+    """Return the reports without their times."""
+    reports = [report for step in steps for of_replica in step for report in of_replica]
+    exchanges = [replace(report.exchange, seconds=0.0, wait_seconds=0.0) for report in reports]
     return [
-        (
-            report.round_index,
-            report.fragment,
-            report.spread,
-            report.exchange.group,
-            report.exchange.bytes_sent,
-            report.exchange.compared_elements,
-            report.exchange.squared_error,
-            report.exchange.resent_elements,
-        )
-        for step in steps
-        for of_replica in step
-        for report in of_replica
+        repr(replace(report, pause_seconds=0.0, exchange=exchange))
+        for report, exchange in zip(reports, exchanges, strict=True)
     ]
 
 
