@@ -96,9 +96,8 @@ def build_datasets(source: Source, tokenizer: Tokenizer, needs: Needs) -> Datase
     """
     if isinstance(source, TextSource):
         corpus = load_corpus(source.text, source.split, tokenizer)
-        name = f"the training split of {corpus.name}"
-        training = [Part(TokenDataset(corpus.train, needs.seq_length, name, needs.documents), 1.0)]
-        validation = _validation_of_corpus(corpus, needs) if needs.evaluates else []
+        training = [_corpus_part(corpus, _TRAINING, needs)]
+        validation = [_corpus_part(corpus, _VALIDATION, needs)] if needs.evaluates else []
         summary = (
             f"{corpus.name}, {corpus.files} files, {corpus.megabytes:.1f} MB, {len(corpus.train)} training and "
             f"{len(corpus.validation)} validation tokens"
@@ -121,7 +120,7 @@ def build_datasets(source: Source, tokenizer: Tokenizer, needs: Needs) -> Datase
         summary = f"{_summary(training, 'training')}; {_summary(validation, 'validation')}"
     datasets = Datasets(training, validation, summary, needs.vocab_size)
     for part in training + validation:
-        check_tokens(part.dataset, needs.vocab_size)
+        _check_tokens(part.dataset, needs.vocab_size)
     if len(datasets.train) < needs.global_batch:
         tokens = sum(len(part.dataset.tokens) for part in training)
         raise ValueError(
@@ -136,13 +135,13 @@ def validation_datasets(
 ) -> list[TokenDataset | RecordDataset]:
     """Return a run's validation datasets without building its training datasets; raises ValueError."""
     if isinstance(source, TextSource):
-        parts = _validation_of_corpus(load_corpus(source.text, source.split, tokenizer), needs)
+        parts = [_corpus_part(load_corpus(source.text, source.split, tokenizer), _VALIDATION, needs)]
     elif isinstance(source, RecordSource):
         parts = [_record_part(source, load_records(source.path, tokenizer), _VALIDATION, tokenizer, needs)]
     else:
         parts = _indexed_validation(source, needs, IndexedTokens)
     for part in parts:
-        check_tokens(part.dataset, needs.vocab_size)
+        _check_tokens(part.dataset, needs.vocab_size)
     return [part.dataset for part in parts]
 
 
@@ -154,13 +153,16 @@ def whole_dataset(data: str, tokenizer: Tokenizer, needs: Needs) -> TokenDataset
     except ValueError as error:
         raise ValueError(f"--data: {str(error).removeprefix('data.text: ')}") from None
     dataset = TokenDataset(tokens, needs.seq_length, data, needs.documents)
-    check_tokens(dataset, needs.vocab_size)
+    _check_tokens(dataset, needs.vocab_size)
     return dataset
 
 
-def _validation_of_corpus(corpus: Corpus, needs: Needs) -> list[Part]:
-    name = f"the validation split of {corpus.name}"
-    return [Part(TokenDataset(corpus.validation, needs.seq_length, name, needs.documents), 1.0)]
+def _corpus_part(corpus: Corpus, split: int, needs: Needs) -> Part:
+    tokens, name = (
+        (corpus.train, corpus.validation)[split],
+        f"the {_SPLIT_NAMES[split]} split of {corpus.name}",
+    )
+    return Part(TokenDataset(tokens, needs.seq_length, name, needs.documents), 1.0)
 
 
 def _record_part(
@@ -242,7 +244,7 @@ def _summary(parts: list[Part], split_name: str) -> str:
 # The tokens of a dataset
 
 
-def check_tokens(dataset: TokenDataset | RecordDataset, vocab_size: int) -> None:
+def _check_tokens(dataset: TokenDataset | RecordDataset, vocab_size: int) -> None:
     """Raise ValueError for a token outside the vocabulary, or where documents are separated but none ends."""
     tokens = _excerpt(dataset)
     largest = int(tokens.max())
