@@ -50,7 +50,7 @@ done
 trap - EXIT
 for replica in 0 1 2; do
     echo "replica $replica:"
-    grep -E '^ going on at|^continuing from|^taken over' "$runs/replica_$replica.log" || true
+    grep -E '^ continuing at|^continuing from|^taken over' "$runs/replica_$replica.log" || true
     echo "  rounds skipped because of another replica: $(grep -c '^ round .* skipped |' "$runs/replica_$replica.log")"
     grep 'validation loss, replica' "$runs/replica_$replica.log"
 done
