@@ -1,4 +1,4 @@
-"""Jobs of a federation whose loops are somebody else's: each has a torch.distributed world of its own."""
+"""For tests of attach: jobs with a torch.distributed world of their own, and the rounds that they must have."""
 
 import os
 import warnings
@@ -6,16 +6,37 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.settings import FederationSettings
 from tests.harness import LAUNCH_VARIABLES, run_ranks
 
 SECONDS = 60.0
 
 
+def by_the_equations(first: Tensor, before: Tensor, seed: int) -> Tensor:
+    """Return the weights after each round, with alpha 0.5 and beta = gamma = 0.7 (see `outer.step`).
+
+    Args:
+        first: with which all replicas began, shape [elements].
+        before: each round, shape [rounds, replicas, elements].
+        seed: of the pairs.
+    """
+    replicas, after = before.shape[1], []
+    phi, delta = first.repeat(replicas, 1), torch.zeros_like(before[0])
+    for round_index, theta in enumerate(before):
+        for group in map(list, Grouping(replicas, 2, seed).groups(round_index)):
+            delta[group] = 0.5 * delta[group] + 0.7 * theta[group].mean(0) - 0.7 * phi[group]
+        phi = phi + delta
+        after.append(phi)
+    return torch.stack(after)
+
+
 def federation(folder: Path, slot: int, slots: int, **changes: Any) -> dict[str, Any]:
-    """Return arguments of `attach` with which all jobs begin together, and none gives up before a test does."""
+    """Return arguments of `attach` with which all jobs begin together, and wait for each other."""
     settings = {
         "rendezvous": f"file://{folder}/rendezvous",
         "encryption": "none",
@@ -31,7 +52,7 @@ def federation(folder: Path, slot: int, slots: int, **changes: Any) -> dict[str,
 def run_jobs(
     folder: Path, slots: int, ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 120
 ) -> list[list[Any]]:
-    """Results of `function(slot, rank, *args)` by slot and rank; a job of one rank has no torch.distributed."""
+    """Return `function(slot, rank, *args)` by slot and rank; a job of one rank has no torch.distributed."""
 
     def job(rank: int, world_size: int) -> Any:
         warnings.filterwarnings("error", "fewer jobs than")

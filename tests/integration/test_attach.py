@@ -13,10 +13,9 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_noloco.attach import ReplicaGroups, attach
-from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.settings import NolocoSettings
 from tests.harness import run_ranks
-from tests.integration.jobs import federation, run_jobs
+from tests.integration.jobs import by_the_equations, federation, run_jobs
 from tests.integration.spy import Spy
 from tests.integration.tiny import HF_SIZES
 
@@ -36,11 +35,8 @@ class AsFused(FusedAdam):
 
     def __init__(self, parameters: Iterable[Tensor], **settings: Any) -> None:
         self.inner = torch.optim.AdamW(parameters, **settings)
-        self.param_groups, self.state, self.defaults = (
-            self.inner.param_groups,
-            self.inner.state,
-            self.inner.defaults,
-        )
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self.defaults = self.inner.defaults
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         self.inner.step()
@@ -85,25 +81,25 @@ def microbatch(engine: Any, draw: torch.Generator) -> None:
 
 
 def train(rank: int, world_size: int, stage: int, block: dict[str, Any], rounds: int) -> dict[str, Any]:
-    """The weights before and after each round; the microbatches with a collective that left the replica."""
+    """The first weights, those before and after each round; microbatches with a collective outside the replica."""
     engine = engine_of(stage, ReplicaGroups(REPLICAS), **block)
     noloco = attach(engine, SETTINGS, replicas=REPLICAS, seed=SEED)
     spy = Spy()
     spy.listen_to_torch()
-    first, found = whole(engine), []
+    first, before, after = whole(engine), [], []
     draw = torch.Generator().manual_seed(rank)
     for step in range(2 * 2 * rounds):  # two microbatches to a local step
         spy.step = step
         microbatch(engine, draw)
-        before = whole(engine) if step % 4 == 3 else None
-        reports = noloco.step()
-        assert len(reports) == (step % 4 == 3)
-        if before is not None:
-            found.append((before, whole(engine)))
+        ends_phase = step % 4 == 3
+        before += [whole(engine)] * ends_phase
+        assert len(noloco.step()) == ends_phase
+        after += [whole(engine)] * ends_phase
     own = range(rank - rank % SIZE, rank - rank % SIZE + SIZE)
     left = {call.step for call in spy.calls if call.peer is None and not set(call.ranks) <= set(own)}
     messages = sum(call.peer is not None and call.peer not in own for call in spy.calls)
-    return {"first": first, "rounds": found, "left": left, "messages": messages}
+    found = {"first": first, "before": torch.stack(before), "after": torch.stack(after)}
+    return found | {"left": left, "messages": messages}
 
 
 def states(
@@ -153,18 +149,11 @@ def test_rounds_are_those_of_the_method(stage: int, precision: str) -> None:
     block |= {"fused": True} if "fused" in precision else {}
     found = run_ranks(REPLICAS * SIZE, train, stage, block, 2)
     tolerance = {"rtol": 0, "atol": 1e-6} if precision == "fp32" else {"rtol": 2**-7, "atol": 2e-4}
-    phi = [found[0]["first"].clone() for _ in range(REPLICAS)]
-    delta = [torch.zeros_like(phi[0]) for _ in range(REPLICAS)]
-    for number in range(2):
-        theta = [found[replica * SIZE]["rounds"][number][0] for replica in range(REPLICAS)]
-        assert not torch.equal(*theta), "each replica has data of its own"
-        pull = torch.stack([0.7 * t for t in theta]).mean(0)  # beta = gamma: c = beta * theta
-        for replica in range(REPLICAS):
-            delta[replica] = 0.5 * delta[replica] + pull - 0.7 * phi[replica]
-            phi[replica] = phi[replica] + delta[replica]
-            for rank in range(replica * SIZE, (replica + 1) * SIZE):
-                torch.testing.assert_close(found[rank]["rounds"][number][1], phi[replica], **tolerance)
-    assert Grouping(REPLICAS, 2, SEED).group(0, 0) == (0, 1)
+    before = torch.stack([one["before"] for one in found[::SIZE]], dim=1)
+    assert not torch.equal(before[:, 0], before[:, 1]), "each replica has data of its own"
+    expected = by_the_equations(found[0]["first"], before, SEED)
+    for rank, one in enumerate(found):
+        torch.testing.assert_close(one["after"], expected[:, rank // SIZE], **tolerance)
     # ZeRO 3 compares the order of modules, which it records in the first passes, among all ranks of a job.
     assert all(one["left"] <= ({0, 1} if stage == 3 else set()) for one in found)
     assert all(one["messages"] for one in found)
@@ -239,9 +228,9 @@ def refused(rank: int, world_size: int, what: str) -> str:
     [
         (
             "reach",
-            "rank 3: the gradient all-reduce of this model spans ranks [0, 1, 2, 3], its replica is [2, 3]; ",
+            "rank 3: the gradient all-reduce of this model spans ranks [0, 1, 2, 3], its replica is [2, 3]",
         ),
-        ("seeds", "the weights of replica 1 differ from those of replica 0; "),
+        ("seeds", "the weights of replica 1 differ from those of replica 0"),
     ],
 )
 def test_what_is_refused_in_one_line(what: str, line: str) -> None:

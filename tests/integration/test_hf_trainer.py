@@ -38,7 +38,7 @@ if find_spec("accelerate"):
 
 
 class Loop:
-    """What a callback sees of a Trainer, and the calls that it gets."""
+    """Stands for a Trainer: what a callback sees of it, and when it is called."""
 
     def __init__(self, folder: Path, slot: int) -> None:
         torch.manual_seed(0)
@@ -89,7 +89,7 @@ class Loop:
 
 
 def interrupted(slot: int, rank: int, folder: Path) -> tuple[Tensor, Tensor, list[dict[str, Any]]]:
-    """The weights after the last step and after the average; what was logged."""
+    """The weights after the last step and after the average; the lines logged."""
     loop = Loop(folder, slot)
     callback: Any = NolocoCallback(loop, settings=SETTINGS, **federation(folder / "first", slot, 2))  # type: ignore[arg-type]
     callback.on_train_begin(loop.args, loop.state, loop.control)

@@ -8,9 +8,8 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import redirect_stderr
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -20,16 +19,17 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_noloco.attach import Attached, ReplicaGroups, attach
+from megatron_noloco.federation.transport import Network, Patience
 from megatron_noloco.job import leaving
 from megatron_noloco.outer import PartnerLostError
-from megatron_noloco.plans.grouping import Grouping
-from megatron_noloco.settings import NolocoSettings, OverlapSettings
-from tests.harness import free_port, run_ranks
-from tests.integration.jobs import SECONDS, federation, run_jobs
+from megatron_noloco.plans.topology import Place
+from megatron_noloco.settings import FederationSettings, NolocoSettings, OverlapSettings
+from tests.harness import run_ranks
+from tests.integration.jobs import SECONDS, by_the_equations, federation, run_jobs
 
 SEED, K, STEPS = 5, 2, 12
-PAIRINGS: tuple[Literal["random", "cycle"], ...] = ("random", "cycle")
 SETTINGS = NolocoSettings(local_steps=K, deadline_seconds=SECONDS)
+DELAY_CHOSEN = NolocoSettings(overlap=OverlapSettings("delayed"))
 OVERLAPPED = NolocoSettings(
     local_steps=4,
     deadline_seconds=SECONDS,
@@ -118,37 +118,29 @@ def test_separate_jobs_train_as_one_job_does(
     assert torch.equal(last, closed) == (settings.delay_steps == 0)
 
 
-@pytest.mark.parametrize(("replicas", "ranks"), [(3, 1), (2, 2)])
-def test_rounds_of_a_torch_module_are_those_of_the_method(replicas: int, ranks: int) -> None:
-    found = run_ranks(replicas * ranks, by_the_formula, replicas)
-    phi = [found[0][0].clone() for _ in range(replicas)]
-    delta = [torch.zeros_like(phi[0]) for _ in range(replicas)]
-    for index in range(STEPS // K):
-        theta = [found[replica * ranks][1][index][0] for replica in range(replicas)]
-        for replica in range(replicas):
-            group = Grouping(replicas, 2, SEED).group(replica, index)
-            pull = torch.stack([0.7 * theta[member] for member in group]).mean(0)
-            delta[replica] = 0.5 * delta[replica] + pull - 0.7 * phi[replica]
-        for replica in range(replicas):
-            phi[replica] = phi[replica] + delta[replica]
-            for rank in range(replica * ranks, (replica + 1) * ranks):
-                torch.testing.assert_close(found[rank][1][index][1], phi[replica], rtol=0, atol=1e-6)
-
-
-def by_the_formula(rank: int, world_size: int, replicas: int) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+def in_rounds(rank: int, world_size: int, replicas: int) -> tuple[Tensor, Tensor, Tensor]:
     """The first weights; those before and after each round."""
     ranks = world_size // replicas
     group = ReplicaGroups(replicas).get_data_parallel_group()
     loop = Loop(rank // ranks, rank % ranks, group if ranks > 1 else None)
     noloco = attach(loop.model, SETTINGS, replicas=replicas, seed=SEED)
-    first, found = loop.weights(), []
+    first, before, after = loop.weights(), [], []
     while noloco.done < STEPS:
         loop.step(noloco.done)
-        before = loop.weights()
+        weights = loop.weights()
         if noloco.step():
-            found.append((before, loop.weights()))
+            before.append(weights)
+            after.append(loop.weights())
     dist.barrier()
-    return first, found
+    return first, torch.stack(before), torch.stack(after)
+
+
+@pytest.mark.parametrize(("replicas", "ranks"), [(3, 1), (2, 2)])
+def test_rounds_of_a_torch_module_are_those_of_the_method(replicas: int, ranks: int) -> None:
+    found = run_ranks(replicas * ranks, in_rounds, replicas)
+    expected = by_the_equations(found[0][0], torch.stack([one[1] for one in found[::ranks]], dim=1), SEED)
+    for rank, (_, _, after) in enumerate(found):
+        torch.testing.assert_close(after, expected[:, rank // ranks], rtol=0, atol=1e-6)
 
 
 def interrupted(slot: int, rank: int, folder: Path, settings: NolocoSettings) -> Tensor:
@@ -238,38 +230,6 @@ def ends_early(rank: int, world_size: int, settings: NolocoSettings) -> str:
 def test_in_one_job_a_partner_that_is_gone_is_reported(settings: NolocoSettings) -> None:
     line = run_ranks(2, ends_early, settings)[0]
     assert re.match(r"replica 0 lost a partner in round \d.*: .* rank 1 .*\(ConnectionError\)", line), line
-
-
-def falls_behind(slot: int, rank: int, folder: Path) -> tuple[list[int], Tensor]:
-    """Replica 1 stands still while replica 0 has 6 rounds; what `done` was after each step, the last weights."""
-    loop = of_job(slot, rank)
-    there = federation(folder, slot, 2, start_with=1, rounds_behind=3, shortest_deadline_seconds=0.1)
-    settings = NolocoSettings(local_steps=K, deadline_seconds=1.0)
-    noloco = attach(loop.model, settings, **there, seed=SEED)
-    assert noloco.outer.transport.wait_for(1, SECONDS)  # type: ignore[attr-defined]
-    found: list[int] = []
-    while noloco.done < 20 * K:
-        if slot == 1 and len(found) == K:
-            wait_for(folder / "far")
-        if slot == 0 and noloco.done == 8 * K:
-            (folder / "far").touch()
-            wait_for(folder / "caught up")
-        loop.step(noloco.done)
-        noloco.step()
-        found.append(noloco.done)
-        if slot == 1 and noloco.done > 6 * K:
-            (folder / "caught up").touch()
-    noloco.close()
-    return found, loop.weights()
-
-
-def test_a_job_that_falls_behind_goes_on_where_the_other_is(tmp_path: Path) -> None:
-    (ahead, _), (behind, _) = (job[0] for job in run_jobs(tmp_path, 2, 1, falls_behind, tmp_path))
-    assert ahead == list(range(1, 20 * K + 1))
-    assert len(behind) < len(ahead)
-    jumps = [(one, other) for one, other in pairwise(behind) if other != one + 1]
-    assert jumps == [(2 * K - 1, 8 * K - 1)], "to the last step before the exchange of the other"
-    assert behind[-1] == 20 * K
 
 
 def is_slow(slot: int, rank: int, folder: Path) -> tuple[int, list[str]]:
@@ -365,36 +325,36 @@ def test_at_the_end_of_one_job_there_is_one_model() -> None:
         torch.testing.assert_close(after, mean, rtol=0, atol=1e-6)
 
 
-def with_other_weights(slot: int, rank: int, folder: Path, addresses: list[str]) -> list[tuple[int, ...]]:
-    loop = of_job(slot, rank, seed=slot)
-    places = {"rendezvous": f"tcp://{','.join(addresses)}", "listen": f"tcp://{addresses[slot]}"}
-    there = federation(folder, slot, 2, start_with=1, **places)
-    noloco = attach(loop.model, SETTINGS, **there, seed=SEED)
-    deadline = time.monotonic() + SECONDS
-    while not noloco.outer.transport.service.protocol.dropped["another run"]:  # type: ignore[attr-defined]
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    (folder / f"refused_by_{slot}").touch()
-    wait_for(folder / f"refused_by_{1 - slot}")
-    groups = []
-    for step in range(2 * K):
-        loop.step(step)
-        groups += [report.exchange.group for report in noloco.step()]
-    noloco.close()
-    return groups
+class Reached(Exception):
+    """The federation that a job would join, by its number."""
 
 
-def test_jobs_that_begin_with_other_weights_refuse_each_other(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_jobs_with_other_first_weights_sizes_seeds_or_settings_are_no_federation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
-    found = run_jobs(tmp_path, 2, 1, with_other_weights, tmp_path, addresses)
-    assert found == [[[(0,), (0,)]], [[(1,), (1,)]]]
-    output = capfd.readouterr().err.splitlines()
-    assert sorted(line.partition(": its job has another seed, model")[0] for line in output) == [
-        "rank 0: rank 1 is refused",
-        "rank 1: rank 0 is refused",
+    def reached(place: Place, network: Network, patience: Patience) -> NoReturn:
+        raise Reached(network.run)
+
+    def federation_of(
+        loop: Loop, settings: NolocoSettings = SETTINGS, slot: int = 0, slots: int = 2, **options: Any
+    ) -> object:
+        with pytest.raises(Reached) as caught:
+            attach(loop.model, settings, **federation(tmp_path, slot, slots), **options)
+        return caught.value.args[0]
+
+    monkeypatch.setattr("megatron_noloco.federation.join.FederationTransport", reached)
+    wider = of_job(0, 0)
+    wider.model = nn.Linear(4, 1)
+    found = [
+        federation_of(of_job(0, 0)),
+        federation_of(of_job(0, 0, seed=1)),
+        federation_of(wider),
+        federation_of(of_job(0, 0), slots=3),
+        federation_of(of_job(0, 0), seed=1),
+        federation_of(of_job(0, 0), NolocoSettings(local_steps=K + 1)),
     ]
+    assert federation_of(of_job(1, 0), slot=1) == found[0]
+    assert len(set(found)) == len(found)
 
 
 def refusal(call: Callable[[], object]) -> str:
@@ -410,48 +370,25 @@ def what_is_refused(rank: int, world_size: int, folder: Path) -> dict[str, str]:
     alone = [dist.new_group([other]) for other in range(world_size)][rank]
     half = DistributedDataParallel(module, process_group=alone)
     whole = DistributedDataParallel(module)
-    zeros = torch.zeros(2)
     sharded = FullyShardedDataParallel(nn.Linear(2, 2), process_group=alone, device_id=torch.device("cpu"))
-    channels_last: Any = nn.Conv2d(3, 2, 4).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    saved = {"local_steps_done": torch.tensor(3), "first_weights": zeros}
-    keyed = federation(folder, 0, 2, encryption="curve", key_file=f"{folder}/no")
     return {
         "bare": refusal(lambda: attach(module, **there)),
         "half": refusal(lambda: attach(half, **there)),
         "whole": refusal(lambda: attach(whole, replicas=2)),
         "nested": refusal(lambda: attach(nn.Sequential(whole), replicas=2)),
         "flat": refusal(lambda: attach(nn.Sequential(sharded), replicas=2)),
-        "double": refusal(lambda: attach(nn.Linear(2, 2).double(), replicas=2)),
-        "channels": refusal(lambda: attach(channels_last, replicas=2)),
-        "neither": refusal(lambda: attach(whole)),
-        "both": refusal(lambda: attach(whole, **there, replicas=2)),
-        "what": refusal(lambda: attach(torch.optim.SGD(module.parameters()), **there)),
-        "state": refusal(lambda: attach(whole, **there, state=saved | {"slow_weights": zeros})),
-        "none": refusal(lambda: attach(whole, **there, state={})),
-        "key": refusal(lambda: attach(whole, **keyed)),
-        "rendezvous": refusal(lambda: attach(whole, **federation(folder, 0, 2, rendezvous="here"))),
     }
 
 
-def test_what_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_model_whose_gradients_end_elsewhere_is_refused(tmp_path: Path) -> None:
     for rank, found in enumerate(run_ranks(2, what_is_refused, tmp_path)):
         reach = f"rank {rank}: the gradient all-reduce of this model spans ranks "
-        wrap = "; wrap the model in DistributedDataParallel, with"
         expected = {
-            "bare": f"{reach}[{rank}], its replica is [0, 1]{wrap}out process_group",
-            "half": f"{reach}[{rank}], its replica is [0, 1]{wrap}out process_group",
-            "whole": f"{reach}[0, 1], its replica is [{rank}]{wrap} process_group=ReplicaGroups(2).get_data_",
-            "nested": "attach: the gradients of 0 are reduced by a DistributedDataParallel of its own; wrap the",
-            "flat": "attach: the flat parameters of FullyShardedDataParallel are not supported; use",
-            "double": "weight, of shape [2, 2] and torch.float64, must be of 32 bits or less: rounds are in",
-            "channels": "weight, of shape [2, 3, 4, 4] and torch.float32, must be floating and contiguous",
-            "neither": "attach: give replicas, where this job holds all of them, or federation, where",
-            "both": "attach: give replicas, where this job holds all of them, or federation, where",
-            "what": "attach: a SGD is none of DeepSpeed's engine, a torch module",
-            "state": "attach: the state is of 2 weights, this rank has 3; each rank needs the one",
-            "none": "attach: state has no slow_weights; it must be what Attached.state_dict returned, or None",
-            "key": f"federation.key_file: {tmp_path}/no: No such file",
-            "rendezvous": 'federation.rendezvous: "here" is neither "file://FOLDER"',
+            "bare": f"{reach}[{rank}], its replica is [0, 1]; wrap the model in DistributedDataParallel",
+            "half": f"{reach}[{rank}], its replica is [0, 1]; wrap the model in DistributedDataParallel",
+            "whole": f"{reach}[0, 1], its replica is [{rank}]; wrap the model in DistributedDataParallel",
+            "nested": "attach: the gradients of 0 are reduced by a DistributedDataParallel of its own",
+            "flat": "attach: the flat parameters of FullyShardedDataParallel are not supported",
         }
         for name, line in expected.items():
             assert found[name].startswith(line), name
@@ -476,7 +413,6 @@ def what_ranks_of_one_job_refuse(rank: int, world_size: int) -> dict[str, str]:
     return {
         "settings": try_to(NolocoSettings(local_steps=K, outer_lr=0.7 + 0.25 * rank)),
         "seed": try_to(seed=rank),
-        "pairing": try_to(NolocoSettings(local_steps=K, pairing=PAIRINGS[rank])),
         "lengths": try_to(loop=wider),
         "weights": try_to(loop=Loop(rank, 0, None, seed=rank)),
         "no state": try_to(loop=loop, state=None if rank else state),
@@ -496,7 +432,6 @@ def test_what_ranks_of_one_job_refuse_together() -> None:
     expected = {
         "settings": "attach: outer_lr is 0.7 on rank 0 and 0.95 on rank 1; it must be the same on all ranks",
         "seed": "attach: seed is 0 on rank 0 and 1 on rank 1; it must be the same on all ranks",
-        "pairing": "attach: pairing is 'random' on rank 0 and 'cycle' on rank 1; it must be",
         "lengths": "attach: rank 1 of replica 1 has 4 weights, rank 0 of replica 0 has 3; all replicas must",
         "weights": "the weights of replica 1 differ from those of replica 0; seed all replicas alike",
         "no state": "attach: rank 1 has no state, rank 0 has; give each rank its own, or none",
@@ -596,38 +531,34 @@ def test_one_replica_has_no_rounds() -> None:
     assert reports == []
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        (
-            {"replicas": 2},
-            "attach(replicas=...) needs torch.distributed.init_process_group, as ReplicaGroups does",
-        ),
-        ({"replicas": 2, "settings": {}}, "attach: settings must be NolocoSettings(...), not {}"),
-        ({"federation": "a"}, "attach: federation must be FederationSettings(...), not 'a'"),
-    ],
-)
-def test_what_is_refused_without_torch_distributed(options: dict[str, Any], line: str) -> None:
-    with pytest.raises(ValueError) as refused:
-        attach(nn.Linear(2, 2), **options)
-    assert str(refused.value) == line
+CONVOLUTION: Any = nn.Conv2d(3, 2, 4)
+SAVED = {name: torch.zeros(2) for name in ("slow_weights", "local_steps_done", "first_weights")}
+ELSEWHERE = FederationSettings(slots=2, rendezvous="file:///nowhere", encryption="none")
+SLOT: dict[str, Any] = {"federation": ELSEWHERE, "slot": 0}
 
 
 @pytest.mark.parametrize(
-    ("changes", "line"),
+    ("model", "options", "line"),
     [
-        ({"slot": "0"}, "attach: slot must be from 0 to slots - 1 = 1, not '0'"),
-        ({"slot": 2}, "attach: slot must be from 0 to slots - 1 = 1, not 2"),
-        ({"slots": 1}, "FederationSettings: slots must be an integer >= 2 or None, not 1"),
-        ({"start_with": 3}, "attach: federation.start_with 3 is more than federation.slots 2"),
-        (
-            {"encryption": "curve"},
-            "attach: federation.key_file is missing: `megatron_noloco keys FILE` makes one",
-        ),
+        (None, {"replicas": 2}, "attach(replicas=...) needs torch.distributed.init_process_group"),
+        (None, {}, "attach: give replicas, where this job holds all of them, or federation"),
+        (None, SLOT | {"replicas": 2}, "attach: give replicas, where this job holds all of them, or"),
+        (None, {"replicas": 2, "settings": {}}, "attach: settings must be NolocoSettings(...), not {}"),
+        (None, {"replicas": 2, "slot": 0}, "attach: slot is for a federation"),
+        (None, {"federation": "a"}, "attach: federation must be FederationSettings(...), not 'a'"),
+        (None, SLOT | {"slot": "0"}, "attach: slot must be from 0 to slots - 1 = 1, not '0'"),
+        (None, SLOT | {"slot": 2}, "attach: slot must be from 0 to slots - 1 = 1, not 2"),
+        (None, SLOT | {"federation": FederationSettings()}, "attach: federation.slots is missing"),
+        (None, SLOT | {"transport": "mpi"}, "attach: a federation has a transport of its own"),
+        (None, SLOT | {"settings": DELAY_CHOSEN}, 'attach: overlap.delay_steps "auto" is the trainer\'s'),
+        (None, SLOT | {"state": {}}, "attach: state has no slow_weights"),
+        (None, SLOT | {"state": SAVED}, "attach: the state is of 2 weights, this rank has 6"),
+        (torch.optim.SGD([torch.zeros(2)]), SLOT, "attach: a SGD is none of DeepSpeed's engine"),
+        (nn.Linear(2, 2).double(), SLOT, "weight, of shape [2, 2] and torch.float64, must be of 32 bits"),
+        (CONVOLUTION.to(memory_format=torch.channels_last), SLOT, "weight, of shape [2, 3, 4, 4] and"),
     ],
 )
-def test_a_federation_that_cannot_be(tmp_path: Path, changes: dict[str, Any], line: str) -> None:
-    changes = {"slot": 0, "slots": 2} | changes
+def test_what_attach_refuses_in_one_line(model: object, options: dict[str, Any], line: str) -> None:
     with pytest.raises(ValueError) as refused:
-        attach(nn.Linear(2, 2), **federation(tmp_path, **changes))
+        attach(nn.Linear(2, 2) if model is None else model, **options)
     assert str(refused.value).startswith(line)
