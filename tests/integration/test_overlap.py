@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from megatron_noloco.training.rounds import DelayChoice
 
 from megatron_noloco.checkpoint.catalog import read_manifests
 from megatron_noloco.engine.replica import ReplicaEngine
@@ -14,6 +13,7 @@ from megatron_noloco.outer import ExchangeReport, RoundReport
 from megatron_noloco.plans.fragments import fragment_after
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.settings import NolocoSettings
+from megatron_noloco.training.rounds import DelayChoice
 from tests.harness import run_ranks
 from tests.integration.chaos import Run
 from tests.integration.tiny import build, metrics, microbatch, tiny

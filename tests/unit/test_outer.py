@@ -135,6 +135,18 @@ def test_a_round_at_a_step_is_one_that_is_asked_for() -> None:
     assert_equal(at_steps, asked_for)
 
 
+def test_exchanges_are_completed_in_the_order_in_which_they_began() -> None:
+    """All ranks of a replica keep to it where they agree on each round, also when the delay gets shorter."""
+    fleet = fleet_of(2, fragments=K, delay_steps=K)
+    fleet.run(1)
+    for outer in fleet.outer:
+        outer.delay_steps = 1
+    reports = fleet.run(2)[-1]
+    for outer, own in zip(fleet.outer, reports, strict=True):
+        assert [report.fragment for report in own] == [1]
+        assert [(one.fragment.index, one.complete) for one in outer._under_way] == [(0, True), (2, False)]
+
+
 def test_local_steps_are_counted_from_1() -> None:
     with pytest.raises(ValueError, match="done counts from 1: it is 1 after the first local step, not 0"):
         fleet_of(1, 1).outer[0].after_local_step(0)
