@@ -19,7 +19,7 @@ REPLICAS, STEPS = 2, 60
 
 
 class Surface(nn.Sequential):
-    """Learns sin(x) y; gives its loss, as models of transformers do."""
+    """Learns sin(x) y. Its forward pass returns the loss, as that of a Hugging Face model does."""
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 1))
@@ -61,7 +61,7 @@ def main() -> None:
         for report in noloco.step():  # NoLoCo
             if dist.get_rank() == 0:
                 print(f"step {step + 1}: loss {loss.item():.4f}, spread {report.spread:.5f}")
-    dist.barrier()  # nobody leaves while a partner still needs it
+    dist.barrier()  # a partner may still need this process
     dist.destroy_process_group()
 
 

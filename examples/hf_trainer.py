@@ -25,7 +25,7 @@ LENGTH = 64  # bytes of a sample
 
 
 class Text(Dataset[dict[str, Tensor]]):
-    """The bytes of Python's own source files; each replica has the samples of its own slot."""
+    """The bytes of some of Python's source files; each replica has every `slots`-th sample."""
 
     def __init__(self, slot: int, slots: int) -> None:
         library = Path(argparse.__file__).parent

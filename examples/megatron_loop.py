@@ -35,7 +35,7 @@ LENGTH, VOCABULARY, BATCH = 32, 64, 4
 
 
 def build(tensor_parallel: int, bf16: bool) -> tuple[list[Any], Any]:
-    """Model and optimizer, as `setup_model_and_optimizer` of Megatron-LM makes them."""
+    """Make model and optimizer as `setup_model_and_optimizer` of Megatron-LM does."""
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
     model_parallel_cuda_manual_seed(1234)  # every replica starts from the same weights
     torch.manual_seed(1234)
@@ -65,7 +65,7 @@ def build(tensor_parallel: int, bf16: bool) -> tuple[list[Any], Any]:
 
 
 def microbatch(step: int, source: int) -> torch.Tensor:
-    """Counting from random numbers: [BATCH, LENGTH + 1] tokens, data of this replica and data-parallel rank."""
+    """Return [BATCH, LENGTH + 1] tokens that count up from random ones, different for each source and step."""
     draw = torch.Generator().manual_seed(1000 * step + source)
     tokens = torch.randint(VOCABULARY, (BATCH, 1), generator=draw) + torch.arange(LENGTH + 1)
     return (tokens % VOCABULARY).to(torch.cuda.current_device())
@@ -98,7 +98,7 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     model, optimizer = build(options.tensor_parallel, options.bf16)
-    noloco = attach(  # NoLoCo: when the checkpoint is loaded
+    noloco = attach(  # NoLoCo: last, after the checkpoint is loaded
         optimizer,
         NolocoSettings(local_steps=10, deadline_seconds=120),
         federation=FederationSettings(

@@ -19,14 +19,14 @@ STEPS, SEED = 200, 0
 
 
 def partner_of(replica: int, replicas: int, round_index: int) -> int:
-    """Everybody computes the same random pairs, so nobody has to ask; the last of an odd number is its own."""
+    """Return the partner in the same random pairs on every replica; the last of an odd number has itself."""
     order = torch.randperm(replicas, generator=torch.Generator().manual_seed(SEED + round_index)).tolist()
     place = order.index(replica)
     return order[min(place ^ 1, replicas - 1)]  # places 0 and 1 are a pair, 2 and 3, ...
 
 
 def swap(mine: Tensor, partner: int) -> Tensor:
-    """The partner's vector, for one's own: the only message of the method."""
+    """Send this replica's vector and return the partner's: the only message of the method."""
     theirs = torch.empty_like(mine)
     messages = [dist.P2POp(dist.isend, mine, partner), dist.P2POp(dist.irecv, theirs, partner)]
     for request in dist.batch_isend_irecv(messages):
@@ -45,7 +45,7 @@ class Replica:
         self.draw = torch.Generator().manual_seed(1 + replica)  # data of its own
 
     def fast(self) -> Tensor:
-        """theta, the fast weights."""
+        """Return theta, the fast weights."""
         return parameters_to_vector(self.model.parameters()).detach().clone()
 
     def local_step(self) -> float:
@@ -59,9 +59,9 @@ class Replica:
     def round(self, round_index: int) -> None:
         """delta <- alpha delta + beta mean(theta - phi) - gamma (phi - mean(phi)); phi, theta <- phi + delta.
 
-        Both means are over the pair; c has all of them: mean(c) = beta mean(theta - phi) + gamma mean(phi).
+        Both means are over the pair, and mean(c) = beta mean(theta - phi) + gamma mean(phi) contains them.
         """
-        combined = BETA * (self.fast() - self.slow) + GAMMA * self.slow  # c, all that has to travel
+        combined = BETA * (self.fast() - self.slow) + GAMMA * self.slow  # c, all that is sent
         partner = partner_of(self.replica, self.replicas, round_index)
         theirs = combined if partner == self.replica else swap(combined, partner)
         self.momentum = ALPHA * self.momentum + (combined + theirs) / 2 - GAMMA * self.slow
@@ -81,5 +81,5 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     Replica(dist.get_rank(), dist.get_world_size()).train()
-    dist.barrier()  # nobody leaves while a partner still needs it
+    dist.barrier()  # a partner may still need this process
     dist.destroy_process_group()

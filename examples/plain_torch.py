@@ -3,7 +3,7 @@
     python examples/plain_torch.py                               # starts its four processes itself
     torchrun --nproc-per-node 4 examples/plain_torch.py          # the launcher starts them
 
-Needs `pip install .` without any extra. NoLoCo adds to a loop what `train` does with `outer`, and nothing else.
+Needs `pip install .` without any extra. `train` calls `outer`: NoLoCo adds nothing else to a loop.
 """
 
 import os
@@ -39,7 +39,7 @@ def local_step(model: nn.Module, optimizer: torch.optim.Optimizer, draw: torch.G
 
 
 def train(replica: int, replicas: int) -> Tensor:
-    """One replica's training; its weights at the end. Needs torch.distributed initialised, with gloo."""
+    """Train one replica; return its weights. Needs torch.distributed initialised, with gloo."""
     model, optimizer = build()
     weights = TorchWeights(model.parameters())
     outer = OuterOptimizer(weights, TorchTransport(), Place(replica, replicas), SETTINGS, SEED)
@@ -57,7 +57,7 @@ def start(replica: int, replicas: int, init_method: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=init_method, rank=replica, world_size=replicas)
     train(replica, replicas)
-    dist.barrier()  # nobody leaves while a partner still needs it
+    dist.barrier()  # a partner may still need this process
     dist.destroy_process_group()
 
 

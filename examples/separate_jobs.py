@@ -1,4 +1,4 @@
-"""Replicas that are jobs of their own: an ordinary job in plain torch, which is one replica of two.
+"""Replicas as separate jobs: an ordinary job in plain torch, which is one replica of two.
 
     python examples/separate_jobs.py --slot 0 --folder my-run &
     python examples/separate_jobs.py --slot 1 --folder my-run
@@ -47,7 +47,7 @@ def main() -> None:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
 
-    noloco = attach(  # NoLoCo: when all else is loaded
+    noloco = attach(  # NoLoCo: last, after the checkpoint is loaded
         parallel,
         NolocoSettings(local_steps=10, deadline_seconds=60),
         federation=FederationSettings(

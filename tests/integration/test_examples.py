@@ -156,11 +156,9 @@ def test_attach_runs_where_only_its_extra_is_installed(release: Release, tmp_pat
 
 def test_the_example_runs_where_only_torch_and_numpy_are_installed(environment: Path) -> None:
     said = call(str(environment / "python"), str(EXAMPLE))
-    losses = [
-        float(loss) for loss in re.findall(r"^step \d+: loss (\S+), partner \[\d\], spread \d", said, re.M)
-    ]
+    losses = re.findall(r"^step \d+: loss (\S+), partner \[\d\], spread \d", said, re.M)
     assert len(losses) == 20
-    assert losses[-1] < 0.1 * losses[0]
+    assert float(losses[-1]) < 0.1 * float(losses[0])
 
 
 def test_the_library_imports_nothing_of_the_trainer(environment: Path) -> None:
@@ -177,14 +175,9 @@ def test_the_library_imports_nothing_of_the_trainer(environment: Path) -> None:
 
 
 def test_the_command_says_how_to_install_the_trainer(environment: Path) -> None:
-    for command in (
-        [str(environment / "megatron-noloco")],
-        [str(environment / "python"), "-m", "megatron_noloco"],
-    ):
-        (line,) = call(*command, "train", "--config", "any.json", code=2).splitlines()
-        assert line.startswith(
-            "megatron_noloco: this command needs packages that are not installed (deepspeed, megatron, pydantic, "
-        )
+    for command in ([environment / "megatron-noloco"], [environment / "python", "-m", "megatron_noloco"]):
+        (line,) = call(*map(str, command), "train", "--config", "any.json", code=2).splitlines()
+        assert "this command needs packages that are not installed (deepspeed, megatron, " in line
         assert line.endswith("; pip install 'megatron-noloco[trainer]'")
 
 
@@ -268,7 +261,7 @@ def in_production(rank: int, world_size: int) -> Tensor:
 
 @pytest.mark.parametrize("replicas", [3, 4])
 def test_the_minimal_example_has_the_weights_of_the_production_code(replicas: int) -> None:
-    """To rounding: the same sums, in another order. Each replica of three has a bye in some rounds."""
+    """To rounding: the same sums, in another order. Each replica of three skips some rounds."""
     minimal = example("minimal_noloco")
     found = torch.stack(
         run_ranks(replicas, lambda rank, world_size: minimal.Replica(rank, world_size).train())
@@ -314,7 +307,7 @@ def under_torchrun(ranks: int, *arguments: str) -> list[str]:
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_separate_jobs(tmp_path: Path, ranks: int) -> None:
-    """They meet, and end with one model; started again, they continue from their checkpoints."""
+    """They exchange, and end with one model; started again, they continue from their checkpoints."""
     for begin, end in ((0, 100), (100, 200)):
         arguments = ["--folder", str(tmp_path), "--steps", str(end)]
         if ranks == 1:
@@ -322,9 +315,9 @@ def test_separate_jobs(tmp_path: Path, ranks: int) -> None:
         else:
             said = under_torchrun(ranks, *arguments)
         for text in said:
-            met = re.findall(r"^step (\d+): loss (\S+), group \(0, 1\), spread (\S+)$", text, re.M)
-            assert [int(step) for step, *_ in met] == list(range(begin + 10, end + 1, 10))
+            rounds = re.findall(r"^step (\d+): loss (\S+), group \(0, 1\), spread (\S+)$", text, re.M)
+            assert [int(step) for step, *_ in rounds] == list(range(begin + 10, end + 1, 10))
         norms = [re.findall(r"the weights have the norm (\S+)$", text, re.M) for text in said]
         assert norms[0] == norms[1]
         assert len(norms[0]) == 1
-    assert float(met[-1][1]) < 0.2
+    assert float(rounds[-1][1]) < 0.2

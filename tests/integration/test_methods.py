@@ -143,7 +143,7 @@ def test_the_same_seed_gives_the_same_run_twice(
     assert not torch.equal(first[0]["master"], other[0]["master"])
 
 
-def test_without_a_method_replicas_never_meet(tmp_path: Path, text: str) -> None:
+def test_without_a_method_replicas_never_exchange(tmp_path: Path, text: str) -> None:
     shape = {"parallel": {"replicas": 2}}
     apart = run(tmp_path / "none", text, 2, {**shape, "noloco": {"enabled": False}})
     assert [one["momentum"] for one in apart] == [None, None]

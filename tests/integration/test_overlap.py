@@ -66,23 +66,25 @@ def test_every_fragment_counts_also_after_a_resume_within_a_round(start: int, de
     assert run_ranks(2, chooses_in_fragments, start) == [[(decided, 3)]] * 2
 
 
-def chooses_in_federation(rank: int, world_size: int, steps: list[int], byes: set[int]) -> list[Any]:
-    """When the delay is said. A round without a partner is a bye, with or without a wait for one before."""
+def chooses_in_federation(rank: int, world_size: int, steps: list[int], skipped: set[int]) -> list[Any]:
+    """When the delay is said. A round without a partner is skipped, with or without a wait for one."""
     outer: Any = SimpleNamespace(settings=NolocoSettings(local_steps=K), delay_steps=0)
     choice, said = DelayChoice(outer), {}
     for done in steps:
         if chosen := choice.before_round(done, 1.0):
             said[done] = chosen
         if done % K == 0:
-            met = done // K - 1 not in byes
-            exchange = ExchangeReport((0, 1) if met else (0,), seconds=2.5 if met else 60.0 * rank)
-            exchange.missed = "" if met or rank == 0 else "replica 1 missed the deadline"
+            has_partner = done // K - 1 not in skipped
+            exchange = ExchangeReport(
+                (0, 1) if has_partner else (0,), seconds=2.5 if has_partner else 60.0 * rank
+            )
+            exchange.missed = "" if has_partner or rank == 0 else "replica 1 missed the deadline"
             choice.after_round(RoundReport(done // K - 1, exchange, 0.0, 0.0))
     return list(said.items())
 
 
 @pytest.mark.parametrize(
-    ("steps", "byes", "said"),
+    ("steps", "skipped", "said"),
     [
         ([*range(1, K + 1), *range(3 * K, 9 * K + 1)], {}, [(5 * K, 3)]),
         ([*range(20 * K, 30 * K)], {}, [(23 * K, 3)]),
@@ -90,12 +92,12 @@ def chooses_in_federation(rank: int, world_size: int, steps: list[int], byes: se
         ([*range(1, 9 * K)], {0, 1, 4, 5}, [(8 * K, 3)]),
         ([*range(1, 9 * K)], range(9), []),
     ],
-    ids=["leaves out one round", "leaves out all before", "two byes", "byes after the choice", "alone"],
+    ids=["leaves out one round", "leaves out all before", "skips two", "skips after the choice", "alone"],
 )
 def test_in_a_federation_the_rounds_with_a_partner_count_whatever_their_numbers(
-    steps: list[int], byes: Any, said: list[Any]
+    steps: list[int], skipped: Any, said: list[Any]
 ) -> None:
-    assert run_ranks(2, chooses_in_federation, steps, set(byes)) == [said] * 2
+    assert run_ranks(2, chooses_in_federation, steps, set(skipped)) == [said] * 2
 
 
 def test_the_slow_first_step_does_not_shorten_the_delay() -> None:
