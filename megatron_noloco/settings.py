@@ -185,14 +185,14 @@ class FederationSettings:
 
     slots: int | None = setting(
         None,
-        "Number of replicas that there may be; each is a job of its own, `train --replica I`, and may be absent. "
+        "The most replicas there can be; each is a job of its own, `train --replica I`, and may be absent. "
         "null: all replicas are one job.",
         ge=2,
     )
     rendezvous: str | None = setting(
         None,
-        'How jobs find each other: "file://FOLDER", which all can write, or "tcp://HOST:PORT,...", addresses of '
-        "one or more replicas, any one of which is enough.",
+        'How jobs find each other: "file://FOLDER", a folder that all can write, or "tcp://HOST:PORT,...", the '
+        "addresses of one or more replicas, any one of which is enough.",
     )
     listen: str | None = setting(
         None,
@@ -213,14 +213,14 @@ class FederationSettings:
     key_file: str | None = setting(None, "The key of all members, made by `megatron_noloco keys FILE`.")
     shortest_deadline_seconds: float = setting(
         5.0,
-        "Seconds that a partner is waited for at least, however quick exchanges are; at most it is "
+        "The fewest seconds to wait for a partner, however quick exchanges are; the most are "
         "noloco.deadline_seconds.",
         gt=0,
     )
     rounds_behind: int = setting(
         3,
-        "Rounds after which a replica that is behind is no longer waited for: it continues where half of the "
-        "others are, whatever local_steps says; at its start it takes over a checkpoint that is further ahead.",
+        "Rounds that a replica may be behind. One further behind continues where half of the others are, whatever "
+        "local_steps says; at its start it takes over a checkpoint that is this far ahead.",
         ge=1,
     )
     local_steps: Literal["auto", "all"] = setting(
@@ -285,7 +285,7 @@ def groups_problem(noloco: NolocoSettings, replicas: int | None) -> str:
 def federation_problems(federation: FederationSettings, noloco: NolocoSettings) -> Iterator[str]:
     """Yield what a federation lacks, and what replicas that are separate jobs cannot do."""
     if federation.slots is None:
-        yield "federation.slots is missing, the number of replicas that there may be"
+        yield "federation.slots is missing: the most replicas there can be"
         return
     if federation.rendezvous is None:
         yield "federation.rendezvous is missing: how the jobs of a federation find each other"

@@ -1,4 +1,4 @@
-"""Evaluation: what the replicas send each other, what it costs, and what becomes of the figures of a blend."""
+"""Evaluation: what the replicas send each other, the memory that it takes, and the losses of a blend."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -42,7 +42,7 @@ class Refreshed(TorchWeights):
 
 
 class Replica:
-    """A replica that holds nothing but weights; its loss is what `loss` says of them."""
+    """A replica that has weights only; `loss` computes its loss from them."""
 
     def __init__(
         self,
