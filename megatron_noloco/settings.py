@@ -220,7 +220,7 @@ class FederationSettings:
     rounds_behind: int = setting(
         3,
         "Rounds that a replica may be behind. One further behind continues where half of the others are, whatever "
-        "local_steps says; at its start it takes over a checkpoint that is this far ahead.",
+        "local_steps says; at its start it takes over a checkpoint that is further ahead.",
         ge=1,
     )
     local_steps: Literal["auto", "all"] = setting(
