@@ -152,7 +152,7 @@ class RoutingSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerSettings(NolocoSettings):
-    """The JSON block `noloco`: the settings of the method, and those that only the trainer has."""
+    """The method: rounds between replicas, and routing. It is the JSON block `noloco` of the trainer."""
 
     enabled: bool = setting(True, "Whether replicas average at all; false: each trains on its own.")
     final_average: bool = setting(
@@ -178,9 +178,10 @@ class TrainerSettings(NolocoSettings):
 
 @dataclass(frozen=True, kw_only=True)
 class FederationSettings:
-    """The JSON block `federation`: replicas as separate jobs. Raises ValueError as `NolocoSettings` does.
+    """Replicas as separate jobs, and how they find each other. It is the JSON block `federation`.
 
-    Jobs of one federation must agree on `slots`; the other settings are each job's own.
+    Jobs of one federation must agree on `slots`; the other settings are each job's own. Raises ValueError as
+    `NolocoSettings` does.
     """
 
     slots: int | None = setting(

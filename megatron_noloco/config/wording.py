@@ -238,6 +238,8 @@ def _problem(entry: Any, model: type[BaseModel], path: Path, elsewhere: list[str
     if entry["type"] == "missing":
         meaning = f": {field.description}" if field.description else ""
         return Problem(path, f"{dotted(path)} is missing ({expected_value(field)}{meaning})")
+    if entry["input"] == "auto":
+        return Problem(path, f'{dotted(path)}: "auto" has no meaning here; give {expected_value(field)}')
     return Problem(path, f"{dotted(path)}: must be {expected_value(field)}, got {shown(entry['input'])}")
 
 
@@ -248,7 +250,8 @@ def _extra(path: Path, owner: type[BaseModel], elsewhere: list[str]) -> Problem:
         return unknown_key(path, owner.model_fields, elsewhere)
     if not reason:
         return Problem(path, f"{dotted(path)} has no effect here; leave it out")
-    return Problem(path, f"{dotted(path)} cannot be used here: {reason}")
+    advice = "" if "use " in reason else "; leave it out"
+    return Problem(path, f"{dotted(path)} cannot be used here: {reason}{advice}")
 
 
 def _inner_model(field: FieldInfo) -> type[BaseModel] | None:

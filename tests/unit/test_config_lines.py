@@ -47,10 +47,18 @@ LINES: list[tuple[str, Any, str]] = [
     ),
     ("cuda_graph_impl", "local", " is not a known key; not supported: a graph would freeze the routes"),
     # keys of DeepSpeed that are refused
-    ("dataloader_drop_last", True, " cannot be used here: samples are drawn by megatron_noloco"),
+    (
+        "dataloader_drop_last",
+        True,
+        " cannot be used here: samples are drawn by megatron_noloco; leave it out",
+    ),
     ("steps_per_print", 10, " has no effect here; leave it out"),
     ("zero_optimization.stage3_max_live_parameters", 5, " has no effect here; leave it out"),
-    ("zero_optimization.compute_grad_norm", 0, " cannot be used here: the norm is logged, and clipped by"),
+    (
+        "pipeline",
+        {},
+        " cannot be used here: it is Megatron-core's; use parallel.pipeline_model_parallel_size",
+    ),
     ("checkpoint.tag_validation", "FAIL", " has no effect here; leave it out"),
     # names of optimizers and schedules
     ("optimizer.type", "sgd", ": 'sgd' is not a known optimizer; did you mean SGD?"),
@@ -68,6 +76,7 @@ LINES: list[tuple[str, Any, str]] = [
     ),
     # types and bounds
     ("training.train_iters", "ten", ": must be an integer >= 1, got 'ten'"),
+    ("optimizer.params.lr", "auto", ': "auto" has no meaning here; give a number >= 0'),
     ("training.train_iters", True, ": must be an integer >= 1, got true"),
     ("training.train_iters", 1000.0, ": must be an integer >= 1, got 1000.0"),
     ("training.train_iters", 0, ": must be an integer >= 1, got 0"),
@@ -87,7 +96,6 @@ LINES: list[tuple[str, Any, str]] = [
     ("data.data_path", 3, ": must be text that is not empty or a list of text or a number or null, got 3"),
     ("optimizer", "AdamW", ": must be an object with type, got 'AdamW'"),
     ("optimizer.type", ["AdamW"], ': must be text, got ["AdamW"]'),
-    ("optimizer.params.lr", "auto", ": must be a number >= 0, got 'auto'"),
     ("optimizer.params.betas", [0.9], ": must be a list of 2, each a number >= 0 and < 1, got [0.9]"),
     ("bf16.enabled", 1, ": must be true or false, got 1"),
     ("zero_optimization.reduce_bucket_size", "1000", ": must be an integer >= 1, got '1000'"),
