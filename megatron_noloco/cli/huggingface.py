@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from megatron_noloco.cli.errors import StoppedError
-from megatron_noloco.cli.options import CHECKPOINT, Commands, at_least_one, say, size
+from megatron_noloco.cli.options import CHECKPOINT, Commands, at_least_one, at_least_zero, say, size
 from megatron_noloco.files import writing
 
 _SHARD_BYTES = 500 * 10**6
@@ -40,7 +40,12 @@ def add_commands(commands: Commands) -> None:
     generate.add_argument(
         "--tokens", type=at_least_one, default=200, help="largest number of new tokens (default: 200)"
     )
-    generate.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token")
+    generate.add_argument(
+        "--temperature",
+        type=at_least_zero,
+        default=0.8,
+        help="0: always the likeliest token (default: 0.8)",
+    )
     generate.add_argument("--seed", type=int, default=0)
     generate.set_defaults(run=_generate)
 

@@ -43,10 +43,10 @@ def share(text: str) -> float:
     return number
 
 
-def seconds(text: str) -> float:
+def at_least_zero(text: str) -> float:
     number = _number(text)
     if not 0 <= number < math.inf:
-        raise argparse.ArgumentTypeError(f'"{text}" is not a number of seconds; it must be 0 or more')
+        raise argparse.ArgumentTypeError(f'"{text}" is not a number of at least 0')
     return number
 
 

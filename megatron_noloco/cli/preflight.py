@@ -12,11 +12,11 @@ from megatron_noloco.cli.errors import naming
 from megatron_noloco.cli.options import (
     Commands,
     at_least_one,
+    at_least_zero,
     bandwidth,
     duration,
     latency,
     say,
-    seconds,
     share,
 )
 from megatron_noloco.job.leaving import FAILURE
@@ -54,7 +54,7 @@ def add_commands(commands: Commands) -> None:
     )
     add = doctor.add_argument
     add("--hostfile", type=Path, help="mpirun's: exchange between its first two hosts")
-    add("--seconds", type=seconds, default=10.0, help="of exchanges; 0: none (default: 10)")
+    add("--seconds", type=at_least_zero, default=10.0, help="of exchanges; 0: none (default: 10)")
     add("--json", action="store_true", help=_JSON)
     doctor.set_defaults(run=_doctor)
 

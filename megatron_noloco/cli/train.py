@@ -6,7 +6,7 @@ import signal
 from typing import TYPE_CHECKING
 
 from megatron_noloco.cli.errors import LostError, StoppedError, UnexpectedError
-from megatron_noloco.cli.options import Commands, seconds
+from megatron_noloco.cli.options import Commands, at_least_zero
 from megatron_noloco.job import activity
 from megatron_noloco.job.leaving import FAILURE, leave_with_parent
 from megatron_noloco.job.start_up import importing
@@ -31,7 +31,7 @@ def add_command(commands: Commands) -> None:
     )
     train.add_argument(
         "--debug-waits",
-        type=seconds,
+        type=at_least_zero,
         nargs="?",
         const=5.0,
         metavar="SECONDS",

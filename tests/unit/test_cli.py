@@ -78,8 +78,9 @@ def test_everything_else_is_a_traceback(
         ("export a --output b --max-shard-size", ("", "1TB", "big"), "is not a size; write 500MB or 2GB"),
         ("export a --output b --max-shard-size", ("0MB",), "must be more than 0, such as 500MB or 2GB"),
         ("evaluate a --samples", ("0",), "is not a whole number of at least 1"),
-        ("doctor --seconds", ("-1", "nan", "inf", "x"), "is not a number of seconds; it must be 0 or more"),
-        ("train --config a --debug-waits", ("-1", "nan"), "is not a number of seconds; it must be 0 or more"),
+        ("generate --hf a --prompt b --temperature", ("-1", "nan", "x"), "is not a number of at least 0"),
+        ("doctor --seconds", ("-1", "nan", "inf", "x"), "is not a number of at least 0"),
+        ("train --config a --debug-waits", ("-1", "nan"), "is not a number of at least 0"),
     ],
 )
 def test_a_number_out_of_bounds(
