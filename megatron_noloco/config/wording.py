@@ -39,9 +39,11 @@ ALIASES = {
     "max_position_embeddings": "model.seq_length",
     "rope_theta": "model.rotary_base",
     "rms_norm_eps": "model.norm_epsilon",
+    "max_steps": "training.train_iters",
 }
 # Where no field is the same, what to know instead.
 HINTS = {
+    "learning_rate": "the learning rate is optimizer.params.lr",
     "global_batch_size": "train_batch_size counts the samples of ONE replica; all replicas together take "
     "parallel.replicas times as many",
     "tie_word_embeddings": "model.untie_embeddings_and_output_weights says the opposite",
@@ -175,8 +177,9 @@ def _expected(annotation: Any, metadata: Iterable[Any] = ()) -> str:
         return " or ".join(_expected(option, metadata) for option in get_args(annotation))
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         required = [name for name, field in annotation.model_fields.items() if field.is_required()]
-        return "an object with " + ", ".join(required or annotation.model_fields)
-    names = {
+        names = required or list(annotation.model_fields)
+        return "an object with " + (", ".join(names) if len(names) <= 5 else f"{', '.join(names[:4])}, ...")
+    kinds = {
         list: "a list",
         dict: "an object",
         int: "an integer",
@@ -186,7 +189,7 @@ def _expected(annotation: Any, metadata: Iterable[Any] = ()) -> str:
         type(None): "null",
     }
     bounds = " and ".join(filter(None, map(_bound, metadata)))
-    return f"{names[origin or annotation]} {bounds}".rstrip()
+    return f"{kinds[origin or annotation]} {bounds}".rstrip()
 
 
 def _bound(entry: Any) -> str:
