@@ -11,8 +11,8 @@ waits. d <= k, so one exchange of a fragment is under way at a time.
 What the delay changes, for any grouping:
 
 - (phi, delta) follow the same recursions, with Delta = theta_s - phi. Each local update enters exactly one Delta.
-  If updates were independent of the weights, phi and delta would be those of d = 0. What changes is where the first
-  d gradients of each phase are taken: at weights that lack the correction phi - theta_s.
+  If updates were independent of the weights, phi and delta would be those of d = 0. What changes is where the
+  first d gradients of each phase are taken: at weights that lack the correction phi - theta_s.
 - So with all replicas in one group and equal phi it is DiLoCo's outer step, and the mean over the replicas of
   (phi, delta) follows DiLoCo's recursion; c and the spread measured on it are the same.
 - Two replicas with equal phi and delta keep them bitwise equal. Their theta differ by the d local steps.
