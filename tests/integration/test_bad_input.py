@@ -188,7 +188,7 @@ def test_one_rank_alone_fails_under_mpirun(folder: Path) -> None:
         environ = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         finished = run_mpi(2, "megatron_noloco", ["train", "--config", config], env=environ)
     assert finished.returncode == USAGE_ERROR, finished.stderr
-    assert our_lines(finished.stderr, "is taken") == [
+    assert our_lines(finished.stderr, "is in use") == [
         f"port {port} of rank 0's host is in use, perhaps by another job: set MASTER_PORT to a free one (for "
         "launch/deepspeed.sh PORT)"
     ]
