@@ -98,7 +98,7 @@ def test_the_table_fits_into_80_characters(tmp_path: Path) -> None:
     evaluation = {"kind": "evaluation", "step": 123456, "validation/loss": 2.5}
     write(tmp_path, "00", step(123456, **(meeting(1234, 12) | more)), evaluation)
     row = "00 123456 nan 1000 41.7 % 1234 12 1234.5 2.000E-03 2.5000 75s"
-    assert shown(tmp_path, 80)[2] == row, "nan: a loss that was not finite"
+    assert row in shown(tmp_path, 80), "nan: a loss that was not finite"
 
 
 def test_what_a_person_looks_for(run: Path) -> None:
