@@ -36,7 +36,7 @@ from torch import Tensor
 from megatron_noloco.federation.pairing import Others, choose
 from megatron_noloco.outer.exchange import Exchange
 from megatron_noloco.outer.mean import ExchangeReport, MeanPiece
-from megatron_noloco.outer.messages import Channel, PartnerLostError, PartnerTimeoutError, tag_of
+from megatron_noloco.outer.messages import Channel, PartnerLostError, tag_of
 from megatron_noloco.outer.vectors import Buffers, Ranges
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place
@@ -47,8 +47,7 @@ Choose = Callable[[int, Others], int | None]
 """choose(number, others): the partner in an exchange, see `pairing.choose`."""
 
 _AVOIDED_EXCHANGES = 10  # with a partner whose vector was refused
-_LATE = (PartnerTimeoutError, ExchangeTimeoutError)
-_FAILURES = (PartnerLostError, ExchangeTimeoutError, ConnectionError)
+_FAILURES = (ExchangeTimeoutError, ConnectionError)  # of messages between the two partners
 
 
 class WithdrawnError(ConnectionError):
@@ -241,7 +240,7 @@ class CommittedExchange:
                 self._guard.accept(self._ratio)
             else:
                 self._mean = None
-                if isinstance(self._failure, _LATE):
+                if isinstance(self._failure, ExchangeTimeoutError):
                     self._partners.avoid(self._rank, 1, "missed its last deadline")
                 elif isinstance(self._failure, PoisonedError) and self._failure.by_partner:
                     self._partners.avoid(self._rank, _AVOIDED_EXCHANGES, str(self._failure))
@@ -324,7 +323,7 @@ def committing(
 
 def _short(failure: BaseException | None) -> str:
     """Return the failure as the log names it."""
-    if isinstance(failure, _LATE):
+    if isinstance(failure, ExchangeTimeoutError):
         return "missed the deadline"
     if isinstance(failure, PoisonedError):
         return str(failure)
