@@ -17,7 +17,7 @@ _PREPROCESS = """Text to Megatron's indexed datasets, PREFIX_KEY_document.{bin,i
 
 Inputs are JSON lines (.jsonl, .json, .ndjson: one document per line), Parquet (.parquet: one per row) and text
 (anything else: one per file), the first and the last also as .gz or .zst; folders are searched. A run that was
-stopped continues where it was when it is started again with the same arguments.
+stopped leaves no dataset: run it again.
 """
 
 
@@ -72,7 +72,7 @@ def _preprocess(args: argparse.Namespace) -> int:
             task = progress.add_task("preprocess", total=sum(item.bytes for item in job.inputs))
             tally = preprocess(job, lambda read_bytes: progress.advance(task, read_bytes))
     except KeyboardInterrupt:
-        sys.stderr.write("stopped; the same command continues after the last finished part\n")
+        sys.stderr.write("stopped before all was written; give the command again\n")
         return INTERRUPTED
     left_out = [f"{tally.empty} empty documents"] * bool(tally.empty)
     left_out += [f"{tally.not_text} files that are not UTF-8 text"] * bool(tally.not_text)

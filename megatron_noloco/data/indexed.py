@@ -4,8 +4,6 @@ The format is that of Megatron-core's `datasets/indexed_dataset.py`; tests compa
 is not used: importing it takes seconds in every process, and its reader accepts damaged files.
 """
 
-import os
-import shutil
 import struct
 from array import array
 from collections.abc import Iterator
@@ -16,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from megatron_noloco.data.tokenizer import Tokenizer
-from megatron_noloco.files import write_whole
+from megatron_noloco.files import put_in_place, write_whole
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
@@ -25,7 +23,6 @@ _DTYPES: dict[int, type[np.generic]] = {
     1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16,
 }  # fmt: skip
 _UINT16_BELOW = 65500  # tokens in the vocabulary; Megatron's bound
-_COPY_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -116,12 +113,13 @@ def token_dtype(vocab_size: int) -> type[np.generic]:
 
 
 class IndexedWriter:
-    """Writes one dataset; only `finish` writes the index, so nobody can read half a dataset."""
+    """Writes one dataset; both files have another name until `finish`, so nobody can read half a dataset."""
 
     def __init__(self, prefix: Path, vocab_size: int) -> None:
         self.prefix = prefix
         self._dtype = token_dtype(vocab_size)
-        self._tokens = Path(f"{prefix}.bin").open("wb")  # noqa: SIM115  # closed by finish
+        self._partial = Path(f"{prefix}.bin.partial")
+        self._tokens = self._partial.open("wb")
         self._lengths, self._bounds = array("i"), array("q", [0])
 
     def add(self, tokens: np.ndarray, ends_document: bool) -> None:
@@ -131,20 +129,15 @@ class IndexedWriter:
         if ends_document:
             self._bounds.append(len(self._lengths))
 
-    def add_prefix(self, prefix: Path) -> None:
-        """Append the dataset under another prefix."""
-        index = _Index.read(Path(f"{prefix}.idx"))
-        assert index.dtype == self._dtype, "another vocabulary"
-        self._bounds.extend((index.document_bounds[1:] + len(self._lengths)).tolist())
-        self._lengths.extend(index.lengths.tolist())
-        with Path(f"{prefix}.bin").open("rb") as file:
-            shutil.copyfileobj(file, self._tokens, _COPY_BYTES)
+    def discard(self) -> None:
+        """Remove what is not finished."""
+        self._tokens.close()
+        self._partial.unlink(missing_ok=True)
 
     def finish(self) -> None:
-        """Write the index, after the tokens are synced to disk."""
-        with self._tokens as tokens:
-            tokens.flush()
-            os.fsync(tokens.fileno())
+        """Put the tokens in place, then the index, each after it is synced to disk."""
+        self._tokens.close()
+        put_in_place(self._partial, Path(f"{self.prefix}.bin"))
         code = next(code for code, dtype in _DTYPES.items() if dtype is self._dtype)
         lengths = np.array(self._lengths, dtype=np.int32)
         begins = np.cumsum(lengths, dtype=np.int64) - lengths

@@ -12,7 +12,6 @@ from typing import IO, Any, Literal
 
 from megatron_noloco.data.corpus import PIECE_BYTES, files_below, read_piece
 
-BATCH_BYTES = PIECE_BYTES  # of text in a batch
 _PARQUET_ROWS = 256  # in a batch: the size of a row is known only after reading it
 _COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 _JSON_LINES = (".jsonl", ".json", ".ndjson")
@@ -24,7 +23,6 @@ class Input:
 
     path: Path
     folder: Path | None  # the given folder in which the file was found; None: the file itself was given
-    number: int  # its index among all inputs
 
     @property
     def kind(self) -> Literal["text", "jsonl", "parquet"]:
@@ -48,11 +46,6 @@ class Batch:
     records: list[Any]  # bytes of text or of a JSON line; a dict of columns for Parquet
     ends_document: bool  # False: the last record, a long text, continues in the next batch
     read_bytes: int  # bytes of the input on disk since the batch before
-
-    @property
-    def place(self) -> tuple[int, int]:
-        """Number of the input and of its first record; batches are read in this order."""
-        return self.input.number, self.first
 
     @property
     def holds_whole_documents(self) -> bool:
@@ -115,7 +108,7 @@ def find_inputs(paths: Iterable[str]) -> list[Input]:
         if not path.exists():
             raise ValueError(f"--input {given}: no such file or folder (looked from cwd {Path.cwd()})")
         found += [(file, path) for file in files_below(path)] if path.is_dir() else [(path, None)]
-    inputs = [Input(*file, number) for number, file in enumerate(found)]
+    inputs = [Input(*file) for file in found]
     if not any(item.bytes for item in inputs):
         raise ValueError(f"--input {' '.join(paths)}: holds no files with text")
     return inputs
@@ -162,7 +155,7 @@ def _pyarrow(path: Path) -> ModuleType:
 
 def _read_lines(item: Input, raw: IO[bytes], file: IO[bytes]) -> Iterator[Batch]:
     first, before = 1, 0
-    while lines := file.readlines(BATCH_BYTES):
+    while lines := file.readlines(PIECE_BYTES):
         place = raw.tell()
         yield Batch(item, first, lines, True, place - before)
         first, before = first + len(lines), place
