@@ -9,7 +9,6 @@
 #   LAUNCHER_ARGS  more options of that launcher, such as "--mpi=pmix" of srun, with which exchanges use MPI there too
 #   PORT      rendezvous port, default 29500; two jobs on a host need different ports
 #   NIC       the network interface to use, such as eth0; without it gloo and NCCL each choose. openmpi needs it
-#   RESTARTS  how often a job that has failed is started again, default 0; see launch/wait.sh. With NODE_RANK on all hosts
 set -eu
 # shellcheck source=launch/common.sh
 . "$(dirname "$0")/common.sh"

@@ -7,7 +7,6 @@
 #   NIC       the network interface to use, such as eth0 or ib0; without it MPI, gloo and NCCL each choose
 #   LAUNCH_PROFILE  wan, ethernet or ib: settings for the network between the hosts, see launch/profile.sh
 #   MPI_OPTIONS  more options of mpirun, such as "--map-by node"
-#   RESTARTS  how often a job that has failed is started again, default 0; see launch/wait.sh
 # On several hosts the repository and the Python environment must have the same path everywhere.
 set -eu
 # shellcheck source=launch/common.sh

@@ -4,7 +4,6 @@
 #   N      processes on each host, one per GPU; N x NNODES = replicas x pipeline x data x tensor parallel sizes
 #   NNODES, RENDEZVOUS  on several hosts: their number, and HOST:PORT of one of them; start this script on each
 #   NIC    the network interface to use, such as eth0; without it gloo and NCCL each choose
-#   RESTARTS  how often a job that has failed is started again, default 0; see launch/wait.sh. On all hosts
 set -eu
 # shellcheck source=launch/common.sh
 . "$(dirname "$0")/common.sh"

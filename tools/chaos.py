@@ -11,7 +11,7 @@ a random part of a second after it, so that it falls into a step, an exchange, a
 same replicas run undisturbed, those that join from the beginning on.
 
 With `--one-job` the replicas are the ranks of one job under mpirun, with the kills and freezes of the same seed:
-a kill ends the job, and RESTARTS of launch/mpirun.sh starts it again. Nothing is lost but the local steps since
+a kill ends the job, and it is started again. Nothing is lost but the local steps since
 its last checkpoint, so that the losses at the end have to be those of the undisturbed job, to the last bit.
 
 Prints one JSON object: the faults, the exit code of every replica, the losses of both runs, and the longest pause
@@ -108,7 +108,7 @@ def one_job(options: argparse.Namespace, faults: list[Fault]) -> int:
     print(json.dumps({
         "seed": options.seed,
         "faults": [fault.__dict__ for fault in faults if fault.what in ("kill", "freeze")],
-        "exit_codes": [*disturbed.exit_codes_before(), code],
+        "exit_codes": [*disturbed.exit_codes_before, code],
         "continued_from": disturbed.continued_from(),
         "losses": losses,
         "undisturbed_losses": expected,

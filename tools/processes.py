@@ -150,6 +150,9 @@ class Federation(Written):
 class OneJob(Written):
     """Replicas as ranks of one job under mpirun. A context that leaves no process behind.
 
+    Attributes:
+        exit_codes_before: of all starts but the last.
+
     Args:
         base: the config of a federation; what only a federation has is left out.
     """
@@ -157,6 +160,7 @@ class OneJob(Written):
     def __init__(self, folder: Path, replicas: int, base: dict[str, Any]) -> None:
         self._folder, self._replicas = folder, replicas
         self._process: subprocess.Popen[bytes] | None = None
+        self.exit_codes_before: list[int] = []
         folder.mkdir(parents=True)
         self._config, self._log = write_as_one_job(folder, base, {"replicas": replicas}), folder / "job.log"
 
@@ -166,7 +170,7 @@ class OneJob(Written):
     def __exit__(self, *_: object) -> None:
         if self._process is not None and self._process.poll() is None:
             ranks = psutil.Process(self._process.pid).children(recursive=True)
-            self._process.kill()  # before its ranks: it would start the job again
+            self._process.kill()
             for rank in ranks:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     rank.kill()
@@ -178,33 +182,32 @@ class OneJob(Written):
     def run(self, faults: Sequence["Fault"], limit: float) -> int | None:
         """Run the job and return its exit code; None where it has not ended after `limit` seconds.
 
-        Only kills and freezes are inflicted: where one rank ends all do, so that none can join or return. After
-        each kill the launch script starts the job again.
+        Only kills and freezes are inflicted: where one rank ends all do, so that none can join or return. A job
+        that has failed is started again, at most once for each kill.
         """
         deadline = time.monotonic() + limit
         coming = [fault for fault in faults if fault.what in ("kill", "freeze")]
-        process = self._start(restarts=sum(fault.what == "kill" for fault in coming))
-        while process.poll() is None and time.monotonic() < deadline:
+        kills = sum(fault.what == "kill" for fault in coming)
+        process = self._start()
+        while time.monotonic() < deadline:
+            code = process.poll()
+            if code and len(self.exit_codes_before) < kills:
+                self.exit_codes_before.append(code)
+                process = self._start()
+            elif code is not None:
+                break
             if coming and self.step(range(self._replicas)) >= coming[0].step and self._apply(coming[0]):
                 del coming[0]
             time.sleep(_LOOK_SECONDS)
         return process.poll()
 
-    def exit_codes_before(self) -> list[int]:
-        """Return the exit codes of all starts but the last."""
-        found = re.findall(r"^the job has ended with exit code (\d+): start", self._output(), re.MULTILINE)
-        return [int(code) for code in found]
-
     def continued_from(self) -> list[int]:
         """Return the steps of the checkpoints from which the starts after the first continued."""
-        found = re.findall(r"^continuing from .*: step (\d+),", self._output(), re.MULTILINE)
+        found = re.findall(r"^continuing from .*: step (\d+),", self._log.read_text(), re.MULTILINE)
         return [int(step) for step in found]
 
-    def _output(self) -> str:
-        return self._log.read_text()
-
-    def _start(self, restarts: int) -> "subprocess.Popen[bytes]":
-        settings = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1", "RESTARTS": str(restarts)}
+    def _start(self) -> "subprocess.Popen[bytes]":
+        settings = {"PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
         command = ["sh", str(_LAUNCH), str(self._replicas), str(self._config)]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | settings)

@@ -2,14 +2,10 @@
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
 
 from megatron_noloco.cli.errors import naming
 from megatron_noloco.cli.options import Commands, say
 from megatron_noloco.job.start_up import importing
-
-if TYPE_CHECKING:
-    from megatron_noloco.config import RunConfig
 
 
 def add_command(commands: Commands) -> None:
@@ -19,49 +15,21 @@ def add_command(commands: Commands) -> None:
     action.add_argument(
         "--check", metavar="FILE", help="check a file, and that what it names is there; starts nothing"
     )
-    action.add_argument(
-        "--restarts",
-        metavar="FILE",
-        help="for scripts that start a run again: its output_dir; on stderr, why a new start would not continue",
-    )
     config.add_argument("--world-size", type=int, metavar="N", help="with --check: also check for N ranks")
     config.set_defaults(run=_config)
 
 
 def _config(args: argparse.Namespace) -> int:
-    from megatron_noloco.config import explain, load_config
+    from megatron_noloco.config import explain
 
     if args.explain:
         sys.stdout.write(explain())
-    elif args.restarts:
-        config = load_config(args.restarts)
-        reason = _why_it_repeats(config)
-        if reason:
-            sys.stderr.write(f"{args.restarts}: {reason}\n")
-        say(config.training.output_dir)
     elif args.check:
         with naming(args.check):
             _check(args.check, args.world_size)
     else:
-        raise ValueError("megatron_noloco config: give one of --explain, --check FILE or --restarts FILE")
+        raise ValueError("megatron_noloco config: give --explain or --check FILE")
     return 0
-
-
-def _why_it_repeats(config: "RunConfig") -> str:
-    """Return why a new start after a failure repeats all local steps; empty where it continues from a save."""
-    checkpoint = config.checkpoint
-    if checkpoint.load == "none":
-        return (
-            'checkpoint.load "none": every new start begins with step 0; "auto" continues from the last save'
-        )
-    if checkpoint.load != "auto":
-        return (
-            f'checkpoint.load "{checkpoint.load}": every new start begins there; "auto" continues from the last '
-            "save in training.output_dir"
-        )
-    if not checkpoint.save_interval:
-        return "checkpoint.save_interval 0: nothing is saved before a failure, so every new start begins anew"
-    return ""
 
 
 def _check(path: str, world_size: int | None) -> None:

@@ -9,13 +9,11 @@ import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import pytest
 
-from megatron_noloco.job.run_folder import ask_to_stop
 from tests.harness import REPOSITORY
 
 SCRIPTS = sorted(path.name for path in (REPOSITORY / "launch").glob("*.sh"))
@@ -206,123 +204,21 @@ def test_an_unknown_profile_starts_nothing(script: str) -> None:
     assert said == "LAUNCH_PROFILE=wlan is unknown: it must be wan, ethernet or ib\n"
 
 
-class Job:
-    """A launch script whose launcher and Python are a stand-in: it only ends, with one code after the other."""
-
-    STAND_IN = """case $* in
---version) echo 'mpirun (Open MPI) 5.0.11'; exit ;;
-*'config --restarts'*) echo '{folder}'; exit ;;
-*'config --check'*) exit ;;
-esac
-trap 'exit 1' {asked_by}
-echo >>'{folder}/starts'
-code=$(sed -n "$(wc -l <'{folder}/starts')p" '{folder}/codes')
-while [ "$code" = hangs ]; do sleep 0.05; done
-exit "$code"
-"""
-
-    def __init__(self, script: str, folder: Path, *codes: int | str, **environ: str) -> None:
-        self._script, self._folder = script, folder
-        (folder / "codes").write_text("".join(f"{code}\n" for code in codes))
-        stand_in = self.STAND_IN.format(folder=folder, asked_by="TERM" if script == "torchrun.sh" else "USR1")
-        write_programs(folder, {"python": stand_in, "mpirun": stand_in})
-        here = {"PYTHON": str(folder / "python"), "MPIRUN": str(folder / "mpirun")}
-        self._environ = {**os.environ, "RESTART_SECONDS": "0", **here, **environ}
-
-    @contextmanager
-    def start(self) -> "Iterator[subprocess.Popen[str]]":
-        """Where SIGHUP is ignored, as under nohup, a shell could not trap it."""
-        command = [str(REPOSITORY / "launch" / self._script), "8", CONFIG]
-        with subprocess.Popen(
-            command, env=self._environ, stderr=subprocess.PIPE, text=True,
-            preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),
-        ) as process:  # fmt: skip
-            try:
-                yield process
-            finally:
-                process.kill()
-
-    def run(self) -> tuple[int, list[str]]:
-        """The exit code, and what was said."""
-        with self.start() as process:
-            _, said = process.communicate(timeout=60)
-        return process.returncode, said.splitlines()
-
-    def starts(self) -> int:
-        path = self._folder / "starts"
-        return len(path.read_text().splitlines()) if path.exists() else 0
-
-
-def ended(code: int, what_follows: str) -> str:
-    return f"the job has ended with exit code {code}: {what_follows}"
-
-
-@pytest.mark.parametrize("script", LAUNCHERS)
-def test_a_job_that_fails_is_started_again(script: str, tmp_path: Path) -> None:
-    killed = 247 if script == "deepspeed.sh" else 137  # DeepSpeed has -9 for SIGKILL
-    job = Job(script, tmp_path, killed, 1, 14, 0, RESTARTS="3")  # 14: of Open MPI, for a host that is lost
-    code, said = job.run()
-    assert said == [ended(why, f"start {start} of 4 in 0 s") for start, why in ((2, 137), (3, 1), (4, 14))]
-    assert (code, job.starts()) == (0, 4)
-
-
-@pytest.mark.parametrize(
-    ("script", "codes", "restarts", "ends", "starts"),
-    [
-        *((script, [1, 134, 1, 0], "2", (1, ended(1, "that was start 3 of 3")), 3) for script in LAUNCHERS),
-        ("mpirun.sh", [1, 0], "", (1, ""), 1),
-        # What a new start cannot mend.
-        *(("mpirun.sh", [code, 0], "2", (code, ""), 1) for code in (0, 2, 127, 130, 143)),
-    ],
-)  # fmt: skip
-def test_how_often_a_job_is_started_again(
-    script: str, codes: list[int], restarts: str, ends: tuple[int, str], starts: int, tmp_path: Path
-) -> None:
-    job = Job(script, tmp_path, *codes, RESTARTS=restarts)
-    code, said = job.run()
-    assert ((code, "".join(said[-1:])), job.starts()) == (ends, starts)
-
-
-def test_the_pause_before_a_new_start_doubles(tmp_path: Path) -> None:
-    write_programs(tmp_path, {"sleep": ""})
-    path = f"{tmp_path}:{os.environ['PATH']}"
-    _, said = Job("mpirun.sh", tmp_path, *[1] * 9, RESTARTS="8", RESTART_SECONDS="5", PATH=path).run()
-    assert [line.split()[-2] for line in said[:-1]] == ["5", "10", "20", "40", "80", "160", "300", "300"]
-
-
-@pytest.mark.parametrize("asked_by", ["SIGTERM", "SIGHUP", "stop"])
-def test_who_is_asked_to_stop_during_the_pause_does_not_start_again(asked_by: str, tmp_path: Path) -> None:
-    ask_to_stop(tmp_path)  # an earlier request does not count
-    job = Job("mpirun.sh", tmp_path, 137, 0, RESTARTS="2", RESTART_SECONDS="1000")
-    with job.start() as process:
+def test_a_closed_terminal_asks_the_job_to_save(tmp_path: Path) -> None:
+    """SIGHUP, which where it is ignored, as under nohup, a shell could not trap."""
+    hangs = "trap 'echo asked >&2; exit 3' USR1\necho started >&2\nwhile :; do sleep 0.05; done\n"
+    write_programs(tmp_path, {"mpirun": f'[ "$1" != --version ] || exit 0\n{hangs}'})
+    with subprocess.Popen(
+        [str(REPOSITORY / "launch" / "mpirun.sh"), "8", CONFIG],
+        env={**os.environ, "PYTHON": "true", "MPIRUN": str(tmp_path / "mpirun")},
+        stderr=subprocess.PIPE, text=True,
+        preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),
+    ) as process:  # fmt: skip
         assert process.stderr is not None
-        assert process.stderr.readline().startswith("the job has ended with exit code 137: start 2 of 3")
-        if asked_by == "stop":
-            ask_to_stop(tmp_path)
-        else:
-            process.send_signal(signal.Signals[asked_by])
-        assert process.wait(60) == 137
-    assert job.starts() == 1
-
-
-@pytest.mark.parametrize("script", ["mpirun.sh", "torchrun.sh"])
-def test_a_job_that_fails_while_it_stops_is_not_started_again(script: str, tmp_path: Path) -> None:
-    job = Job(script, tmp_path, "hangs", 0, RESTARTS="2")
-    with job.start() as process:
-        deadline = time.monotonic() + 60
-        while not job.starts():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 1
-    assert job.starts() == 1
-
-
-@pytest.mark.parametrize("script", LAUNCHERS)
-def test_restarts_are_a_number(script: str, tmp_path: Path) -> None:
-    said = "RESTARTS=often RESTART_SECONDS=0: both must be whole numbers, 0 or more"
-    job = Job(script, tmp_path, 0, RESTARTS="often")
-    assert (job.run(), job.starts()) == ((2, [said]), 0)
+        assert process.stderr.readline() == "started\n"
+        process.send_signal(signal.SIGHUP)
+        assert process.communicate(timeout=60) == (None, "asked\n")
+    assert process.returncode == 3
 
 
 RECORDED = {

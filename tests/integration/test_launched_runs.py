@@ -1,4 +1,4 @@
-"""Launch scripts asked to stop, and those that start a job again: nothing is lost, and no rank trains on."""
+"""Launch scripts that are asked to stop, or killed and called again: nothing is lost, and no rank trains on."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from tests.integration.chaos import Run, assert_same_state
-from tests.integration.launched import launched
+from tests.integration.launched import PATIENCE_SECONDS, launched
 from tests.integration.tiny import tiny, write_config, write_text
 
 STEPS, RANKS = 60, 2
@@ -66,14 +66,15 @@ def test_a_kill_costs_the_steps_since_the_last_save(script: str, victim: str, tm
     clean = undisturbed.clean(tmp_path / "disturbed")
     clean.folder.mkdir()
     config = clean.arguments()[2]
-    environ = {"OMP_NUM_THREADS": "1", "RESTARTS": "1", "RESTART_SECONDS": "1"}
-    with launched(script, RANKS, config, environ, log=tmp_path / "log") as run:
+    environ = {"OMP_NUM_THREADS": "1"}
+    with launched(script, RANKS, config, environ, log=tmp_path / "killed") as run:
         run.wait_until((clean.checkpoints / "latest").exists)
         (launcher,) = psutil.Process(run.processes[0].pid).children()
         (run.ranks()[-1] if victim == "rank" else launcher).kill()
+        assert run.processes[0].wait(PATIENCE_SECONDS) == 137
+        run.wait_until(lambda: not run.ranks())
+    with launched(script, RANKS, config, environ, log=tmp_path / "log") as run:
         run.ends()
-    said = run.said.splitlines()
-    assert "the job has ended with exit code 137: start 2 of 2 in 1 s" in said
-    assert sum(line.startswith("continuing from") for line in said) == 1
+    assert sum(line.startswith("continuing from") for line in run.said.splitlines()) == 1
     assert_same_state(clean.step_folder(STEPS), undisturbed.step_folder(STEPS))
     assert clean.exact_metrics() == undisturbed.exact_metrics()

@@ -111,7 +111,7 @@ def test_quantities_with_units() -> None:
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        ("config", "megatron_noloco config: give one of --explain, --check FILE or --restarts FILE"),
+        ("config", "megatron_noloco config: give --explain or --check FILE"),
         (
             "data preprocess --input {file} --output-prefix {folder}/x --tokenizer-model y",
             "--tokenizer-model needs --tokenizer-type HuggingFaceTokenizer",

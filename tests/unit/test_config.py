@@ -403,27 +403,3 @@ def test_command_line(
     path.write_text("{")
     code, out, err = run("--check", str(path))
     assert (code, out, err.count("\n")) == (2, "", 1)
-
-
-@pytest.mark.parametrize(
-    ("checkpoint", "reason"),
-    [
-        ({"save_interval": 10}, ""),
-        ({}, "checkpoint.save_interval 0: nothing is saved before a failure"),
-        ({"save_interval": 10, "load": "none"}, 'checkpoint.load "none": every new start begins with step 0'),
-        (
-            {"save_interval": 10, "load": "runs/a/step_00000010"},
-            'checkpoint.load "runs/a/step_00000010": every',
-        ),
-    ],
-)
-def test_what_a_new_start_would_lose_is_told(
-    checkpoint: dict[str, Any], reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "run.json"
-    path.write_text(json.dumps(edited({"checkpoint": checkpoint, "training.output_dir": "runs/some where"})))
-    assert main(["config", "--restarts", str(path)]) == 0
-    out, err = capsys.readouterr()
-    assert out == "runs/some where\n"
-    assert err.startswith(f"{path}: {reason}") if reason else err == ""
-    assert err.count("\n") == bool(reason)
