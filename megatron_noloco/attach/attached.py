@@ -192,7 +192,7 @@ class Attached:
         """
         now.who = f"replica {self.outer.place.replica}, rank {self.outer.place.rank}"
         self._until_closed.enter_context(now.doing("training"))
-        self._until_closed.enter_context(Watchdog(seconds, path=None))
+        self._until_closed.enter_context(Watchdog(seconds))
 
 
 def attach(

@@ -6,7 +6,7 @@ import signal
 from typing import TYPE_CHECKING
 
 from megatron_noloco.cli.errors import LostError, StoppedError, UnexpectedError
-from megatron_noloco.cli.options import Commands, at_least_zero
+from megatron_noloco.cli.options import Commands
 from megatron_noloco.job import activity
 from megatron_noloco.job.leaving import FAILURE, leave_with_parent
 from megatron_noloco.job.start_up import importing
@@ -29,14 +29,6 @@ def add_command(commands: Commands) -> None:
     train.add_argument(
         "--replica", type=int, metavar="I", help="in a federation: which one this job is, from 0"
     )
-    train.add_argument(
-        "--debug-waits",
-        type=at_least_zero,
-        nargs="?",
-        const=5.0,
-        metavar="SECONDS",
-        help="in place of training.watchdog_seconds: report what a rank waits for after this time (default: 5)",
-    )
     train.set_defaults(run=_train)
 
 
@@ -44,7 +36,6 @@ def _train(args: argparse.Namespace) -> int:
     from megatron_noloco.config import load_config
 
     config = load_config(args.config)
-    patience = config.training.watchdog_seconds if args.debug_waits is None else args.debug_waits
 
     with importing():  # torch: only for a sound config
         from megatron_noloco.training.prepare import prepare
@@ -59,7 +50,7 @@ def _train(args: argparse.Namespace) -> int:
         leave_with_parent()  # a torchrun that is killed leaves its ranks running
     # The launchers under launch/deepspeed.sh ignore it, and so do the processes that they start.
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-    with Watchdog(patience, prepared.wait_file):
+    with Watchdog(config.training.watchdog_seconds):
         try:
             return _run(prepared, args.progress)
         except Exception as error:

@@ -2,15 +2,12 @@
 
 - `running` keeps a second job out of the folder.
 - `stop` asks the job to save and stop; the command `stop` writes it.
-- `waits_*.json` in a replica's folder, one for each rank that stands still; the command `watch` reads them.
 """
 
 import fcntl
-import json
 import os
 import socket
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_noloco.files import write_text
@@ -62,49 +59,3 @@ def stop_request(output_dir: Path) -> str:
         return (output_dir / "stop").read_text()
     except OSError:
         return ""
-
-
-@dataclass(frozen=True)
-class Wait:
-    """What a rank that stands still reports.
-
-    Attributes:
-        who: the rank, its host and its place.
-        doing: what the rank is doing, and for which other rank it waits.
-        seconds: since it began to wait.
-    """
-
-    who: str
-    doing: str
-    seconds: float
-
-    def __str__(self) -> str:
-        return f"{self.who} has stood still for {self.seconds:.0f} s {self.doing}"
-
-
-WAITS = "waits_*.json"
-
-
-def wait_file(replica_folder: Path, rank: int) -> Path:
-    """Return the file into which a rank writes its wait; it exists only while the rank stands still."""
-    return replica_folder / WAITS.replace("*", f"{rank:05d}")
-
-
-def write_wait(path: Path, wait: Wait) -> None:
-    """Write a wait. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, json.dumps(vars(wait)))
-
-
-def waits_of(replica_folder: Path) -> dict[Wait, float]:
-    """Return the waits of a replica's ranks, in rank order, and when each was written (seconds since the epoch).
-
-    The last wait of a rank that is killed stays.
-    """
-    found = {}
-    for path in sorted(replica_folder.glob(WAITS)):
-        try:
-            found[Wait(**json.loads(path.read_text()))] = path.stat().st_mtime
-        except FileNotFoundError:  # the rank no longer waits
-            continue
-    return found

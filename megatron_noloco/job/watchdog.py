@@ -7,15 +7,12 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 
 from megatron_noloco.job import activity, leaving
 from megatron_noloco.job.leaving import Failure
-from megatron_noloco.job.run_folder import Wait, write_wait
 
 _REPORT = signal.SIGUSR2
-_FILE_SECONDS = 10.0  # a wait is written to the file after each such interval
 _JOIN_SECONDS = 5.0
 
 
@@ -25,26 +22,21 @@ class Watchdog:
     - A rank that has stood still for `patience_seconds` reports in one line on stderr what it is doing and for
       which rank it waits; and again each time that the wait has doubled.
     - A rank that receives SIGUSR2 reports this at once.
-    - The file `path` has the wait from 10 seconds on, or from `patience_seconds` if that is less, until its end.
     - When another rank has failed, the process ends with that rank's exit code and without a message.
 
     Args:
         patience_seconds: with 0 a rank reports only when it receives SIGUSR2.
-        path: see `run_folder.wait_file`; None where `watch` does not show the rank.
     """
 
-    def __init__(self, patience_seconds: float, path: Path | None) -> None:
+    def __init__(self, patience_seconds: float) -> None:
         self._patience_seconds = patience_seconds
         self._reported = activity.now.state
         self._next_seconds = patience_seconds
         self._failure: Failure | None = None  # of another rank
         self._left = threading.Event()
-        # The store and the file system may block, so each has a thread of its own.
+        # The store may block, so it has a thread of its own.
         targets = (self._watch, self._poll_failure)
         self._threads = [threading.Thread(target=target, daemon=True) for target in targets]
-        if path is not None:
-            file = WaitFile(path, min(_FILE_SECONDS, patience_seconds or _FILE_SECONDS))
-            self._threads.append(threading.Thread(target=file.keep, args=(self._left,), daemon=True))
 
     def __enter__(self) -> "Watchdog":
         # Python runs handlers only between two calls into libraries, but writes a byte to this pipe at once.
@@ -96,53 +88,13 @@ class Watchdog:
 
     def _leave_after(self, failure: Failure) -> None:
         self._left.set()
-        for thread in self._threads[2:]:  # removes the file
-            thread.join(_JOIN_SECONDS)
         time.sleep(leaving.GRACE_SECONDS)
         leaving.keep_serving_store()
         sys.stdout.flush()
         os._exit(failure.exit_code)
 
 
-class WaitFile:
-    """Keeps a file with the rank's wait, as long as the rank stands still."""
-
-    def __init__(self, path: Path, interval_seconds: float) -> None:
-        self._path, self._interval_seconds = path, interval_seconds
-        self._next_seconds = interval_seconds
-        self._state = activity.now.state  # at the last update
-        self._exists = False
-
-    def keep(self, left: threading.Event) -> None:
-        """Update the file until `left` is set; then remove it."""
-        while not left.wait(leaving.POLL_SECONDS):
-            self.update()
-        self._remove()
-
-    def update(self) -> None:
-        """Write the file, write it again, or remove it, as the state of the rank requires."""
-        state = activity.now.state
-        if state is not self._state:
-            self._state, self._next_seconds = state, self._interval_seconds
-            self._remove()
-        wait = _wait(state)
-        if wait.seconds >= self._next_seconds:
-            self._next_seconds = wait.seconds + self._interval_seconds
-            self._exists = True
-            with suppress(OSError):  # such as a full disk, which others report
-                write_wait(self._path, wait)
-
-    def _remove(self) -> None:
-        if self._exists:
-            self._exists = False
-            with suppress(OSError):
-                self._path.unlink(missing_ok=True)
-
-
-def _wait(state: activity.State) -> Wait:
-    return Wait(activity.now.who, str(state), time.monotonic() - state.since)
-
-
 def _report(state: activity.State) -> None:
-    sys.stderr.write(f"{_wait(state)}\n")
+    seconds = time.monotonic() - state.since
+    sys.stderr.write(f"{activity.now.who} has stood still for {seconds:.0f} s {state}\n")
     sys.stderr.flush()

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from megatron_noloco.job.run_folder import WAITS, Wait, waits_of
 from megatron_noloco.monitor.writers import Row
 
 _METRICS = "metrics.jsonl"
@@ -19,8 +18,6 @@ class ReplicaLog:
         replica: "00" for the folder `replica_00`.
         rows: the complete rows of `metrics.jsonl`, without damaged lines.
         written: when that file was last written, in seconds since the epoch; 0 where there is none yet.
-        waits: reports of ranks that stand still, and when each was written, in seconds since the epoch; without
-            those that are older than the newest row.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -28,14 +25,12 @@ class ReplicaLog:
         self.replica = folder.name.removeprefix("replica_")
         self.rows: list[Row] = []
         self.written = 0.0
-        self.waits: dict[Wait, float] = {}
         self._file = self._read = 0
 
     def update(self) -> None:
-        """Read the rows and waits that are new since the last call."""
+        """Read the rows that are new since the last call."""
         if (path := self.folder / _METRICS).exists():
             self._update_rows(path)
-        self.waits = {wait: at for wait, at in waits_of(self.folder).items() if at > self.written}
 
     def _update_rows(self, path: Path) -> None:
         """Read the new rows, or all rows where a resumed run has replaced the file."""
@@ -90,8 +85,7 @@ class RunLog:
         if path.exists():
             self.facts = json.loads(path.read_text())
         known = {log.folder for log in self.replicas}
-        written = (self.folder.glob(f"replica_*/{name}") for name in (_METRICS, WAITS))
-        found = {path.parent for paths in written for path in paths} - known
+        found = {path.parent for path in self.folder.glob(f"replica_*/{_METRICS}")} - known
         self.replicas = sorted(
             [*self.replicas, *map(ReplicaLog, found)], key=lambda log: (len(log.replica), log.replica)
         )

@@ -12,9 +12,6 @@ from rich.text import Text
 from megatron_noloco.monitor import figures
 from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
 
-_MOST_WAITS = 8  # more are only counted
-_SILENT_SECONDS = 30.0  # a waiting rank that lives reports more often
-
 # Heading, name of the number in the newest row of steps, and its format. The table fits into 80 characters.
 _COLUMNS: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("step", "step", str),
@@ -43,7 +40,7 @@ def run_table(run: RunLog, now: float | None = None) -> Group:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in zip(*(cells for _, *cells in shown), strict=True):
         table.add_row(*row)
-    return Group(Text(_progress(run)), table, *map(Text, [*_totals(run), *_notes(run), *_waits(run, now)]))
+    return Group(Text(_progress(run)), table, *map(Text, [*_totals(run), *_notes(run)]))
 
 
 def _cells(log: ReplicaLog, now: float) -> list[str]:
@@ -96,15 +93,3 @@ def _notes(run: RunLog) -> Iterator[str]:
         notes += [f"waited for replica {partner}: {times} x" for partner, times in sorted(late.items())]
         if notes:
             yield f"replica {log.replica}: {', '.join(notes)}"
-
-
-def _waits(run: RunLog, now: float) -> Iterator[str]:
-    """Yield a line for each rank that stands still, the longest waits first."""
-    reported = {wait: at for log in run.replicas for wait, at in log.waits.items()}
-    longest = sorted(reported, key=lambda wait: -wait.seconds)
-    for wait in longest[:_MOST_WAITS]:
-        silent = now - reported[wait]
-        ended = f" (reported {figures.duration(silent)} ago: the process may have ended)"
-        yield f"{wait}{ended if silent > _SILENT_SECONDS else ''}"
-    if len(longest) > _MOST_WAITS:
-        yield f"and {len(longest) - _MOST_WAITS} more ranks stand still"

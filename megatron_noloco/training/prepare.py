@@ -22,7 +22,6 @@ from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_noloco.federation.join import network_of
 from megatron_noloco.huggingface.pretrained import check_fits
 from megatron_noloco.job.launcher import World, read_world
-from megatron_noloco.job.run_folder import wait_file
 from megatron_noloco.job.start_up import before_engines
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.plans.samples import BatchPlan
@@ -47,12 +46,6 @@ class Prepared:
         at = self.topology.position(self.world.rank)
         place = f"replica {at.replica}, stage {at.stage}, dp {at.dp}, tp {at.tp}"
         return f"rank {self.world.rank} on {socket.gethostname()} ({place})"
-
-    @property
-    def wait_file(self) -> Path:
-        """The file in which this rank's watchdog writes that it stands still."""
-        replica = self.topology.position(self.world.rank).replica
-        return wait_file(self.config.training.folder_of(replica), self.world.rank)
 
 
 def prepare(config: RunConfig, environ: Mapping[str, str], replica: int | None = None) -> Prepared:

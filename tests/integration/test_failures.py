@@ -94,30 +94,17 @@ def test_a_rank_that_is_killed_is_missed_by_one_other(script: str, tmp_path: Pat
         assert "was ended by SIGKILL" in finished.stderr
 
 
-@pytest.mark.parametrize(
-    ("options", "seconds"), [([], 7.0), (["--debug-waits"], 5.0), (["--debug-waits", "1.5"], 1.5)]
-)
 def test_how_long_a_rank_stands_still_before_it_says_so(
-    options: list[str],
-    seconds: float,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def show(patience_seconds: float, path: Path) -> None:
+    def show(patience_seconds: float) -> None:
         raise StoppedError(f"patience {patience_seconds}")
 
     monkeypatch.setattr(watchdog, "Watchdog", show)
     training = {"output_dir": str(tmp_path), "watchdog_seconds": 7.0}
     config = write_config(tmp_path, tiny({"data": {"text": write_text(tmp_path)}, "training": training}))
-    assert main(["train", "--config", config, *options]) == 1
-    assert capsys.readouterr().err == f"patience {seconds}\n"
-
-
-def watched(run: Path) -> str:
-    """What `watch` shows of a run, in one line."""
-    command = [sys.executable, "-m", "megatron_noloco", "watch", str(run), "--once"]
-    return " ".join(subprocess.check_output(command, text=True, timeout=PATIENCE_SECONDS).split())
+    assert main(["train", "--config", config]) == 1
+    assert capsys.readouterr().err == "patience 7.0\n"
 
 
 @pytest.mark.parametrize(
@@ -140,10 +127,8 @@ def test_a_rank_that_stands_still_is_named_by_those_that_wait_for_it(
                 mpirun.send_signal(signal.SIGUSR2)
                 time.sleep(1.0)
         run.wait_until(WAITING)
-        if watchdog_seconds:
-            assert f"{WAITING} (replica 0, stage 0)" in watched(tmp_path / "run")
+        assert f"{WAITING} (replica 0, stage 0)" in run.said
         (stopped,) = [rank for rank in run.ranks() if rank.status() == psutil.STATUS_STOPPED]
         stopped.send_signal(signal.SIGCONT)
         run.ends()
-    assert "has stood still" not in watched(tmp_path / "run")
     assert [row["step"] for row in metrics(tmp_path / "run")[0]] == list(range(1, 9))

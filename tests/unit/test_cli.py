@@ -80,7 +80,6 @@ def test_everything_else_is_a_traceback(
         ("evaluate a --samples", ("0",), "is not a whole number of at least 1"),
         ("generate --hf a --prompt b --temperature", ("-1", "nan", "x"), "is not a number of at least 0"),
         ("doctor --seconds", ("-1", "nan", "inf", "x"), "is not a number of at least 0"),
-        ("train --config a --debug-waits", ("-1", "nan"), "is not a number of at least 0"),
     ],
 )
 def test_a_number_out_of_bounds(

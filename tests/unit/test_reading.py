@@ -16,7 +16,7 @@ from rich.console import Console
 
 from megatron_noloco.cli.main import main
 from megatron_noloco.files import write_text
-from megatron_noloco.job.run_folder import Wait, stop_request, wait_file, write_wait
+from megatron_noloco.job.run_folder import stop_request
 from megatron_noloco.monitor.report import _pairings, _phases, write_page
 from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
 from megatron_noloco.monitor.watch import run_table
@@ -121,32 +121,8 @@ def test_a_page_that_cannot_be_written(run: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == line
 
 
-def wait(run: Path, rank: int, seconds: float, said: float) -> str:
-    """A wait of a rank of replica 1, said at this time; how it is shown."""
-    of_rank = Wait(f"rank {rank} on node2", "computing local step 5: waiting for rank 1", seconds)
-    path = wait_file(run / "replica_01", rank)
-    write_wait(path, of_rank)
-    os.utime(path, (said, said))
-    return str(of_rank)
-
-
-def test_ranks_that_stand_still(run: Path) -> None:
-    """The longest waits first; what was said before the replica's newest row is over."""
-    row = (run / "replica_01" / "metrics.jsonl").stat().st_mtime
-    wait(run, 2, 40.0, row - 1)
-    now = RunLog(run).replicas[0].written + 75
-    first, second = wait(run, 3, 50.0, now - 60), wait(run, 4, 20.0, now - 1)
-    assert shown(run)[-2:] == [f"{first} (reported 60s ago: the process may have ended)", second]
-    for rank in range(5, 15):
-        wait(run, rank, 20.0, now)
-    assert shown(run)[-1] == "and 4 more ranks stand still"
-
-
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
-    """First there is a rank that waits, then a file without rows."""
-    said = wait(tmp_path, 3, 12.0, time.time())
-    assert shown(tmp_path)[-1].startswith(said)
-    write_page(RunLog(tmp_path), tmp_path / "page.html")
+    """There is a file without rows."""
     write(tmp_path, "00")
     assert shown(tmp_path)[0] == f"{tmp_path}: step 0"
     write_page(RunLog(tmp_path), tmp_path / "page.html")

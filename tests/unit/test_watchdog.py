@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from megatron_noloco.job import activity, leaving
 from megatron_noloco.job.activity import Activity
-from megatron_noloco.job.run_folder import wait_file, waits_of
-from megatron_noloco.job.watchdog import WaitFile, Watchdog
+from megatron_noloco.job.watchdog import Watchdog
 from tests.harness import RankFailedError, run_ranks
 
 SECONDS = 60.0
@@ -62,7 +61,7 @@ def blocked(rank: int, world_size: int, path: Path, patience_seconds: float, ask
         dist.send(token, 0)
         return ""
     step = activity.now.doing("computing local step 7")
-    watchdog = Watchdog(patience_seconds, path.with_name("wait.json"))
+    watchdog = Watchdog(patience_seconds)
     with path.open("w", buffering=1) as log, redirect_stderr(log), watchdog, step:
         activity.now.part("waiting for rank 1")
         log.write(f"{os.getpid()} waits\n")
@@ -82,7 +81,6 @@ def test_a_rank_blocked_in_a_library_reports_what_it_waits_for(
 def test_a_rank_that_stands_still_reports_it_each_time_that_the_wait_has_doubled(
     goes_on: bool,
     reported_after: list[str],
-    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -90,7 +88,7 @@ def test_a_rank_that_stands_still_reports_it_each_time_that_the_wait_has_doubled
     clock = 0.0
     monkeypatch.setattr(time, "monotonic", lambda: clock)
     activity.now.part("waiting for rank 1")
-    watchdog = Watchdog(100.0, tmp_path / "wait.json")
+    watchdog = Watchdog(100.0)
     for seconds in range(0, 500, 50):
         clock = float(seconds)
         watchdog._report_long_wait()
@@ -99,37 +97,10 @@ def test_a_rank_that_stands_still_reports_it_each_time_that_the_wait_has_doubled
     assert re.findall(r"has stood still for (\d+) s", capsys.readouterr().err) == reported_after
 
 
-def test_a_wait_is_in_a_file_until_it_is_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Updates every 4 seconds of a fake clock."""
-    clock = 0.0
-    monkeypatch.setattr(time, "monotonic", lambda: clock)
-    activity.now.who = "rank 3"
-    activity.now.part("waiting for rank 1")
-    folder, written = tmp_path / "replica_01", []
-    file = WaitFile(wait_file(folder, 3), 10.0)
-    for seconds in range(0, 40, 4):
-        clock = float(seconds)
-        if seconds == 32:
-            activity.now.part("waiting for rank 2")
-        file.update()
-        written.append([str(wait) for wait in waits_of(folder)])
-    reports = [
-        [f"rank 3 has stood still for {n} s starting: waiting for rank 1"] for n in (12, 12, 12, 24, 24)
-    ]
-    assert written == [[], [], [], *reports, [], []]
-
-
-def test_a_wait_ends_when_the_rank_leaves(tmp_path: Path) -> None:
-    path = wait_file(tmp_path, 3)
-    with Watchdog(0.05, path):
-        wait_until(path, "starting")
-    assert waits_of(tmp_path) == {}
-
-
 def one_fails(rank: int, world_size: int, folder: Path) -> None:
     """Rank 1 announces its failure; the others wait for each other inside gloo."""
     path = folder / f"log{rank}"
-    with path.open("w", buffering=1) as log, redirect_stderr(log), Watchdog(0.0, folder / f"wait{rank}.json"):
+    with path.open("w", buffering=1) as log, redirect_stderr(log), Watchdog(0.0):
         if rank == 1:
             assert leaving.announce_failure(7) == leaving.Failure(rank=1, exit_code=7)
             time.sleep(SECONDS)
