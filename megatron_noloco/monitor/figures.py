@@ -92,8 +92,6 @@ def round_parts(row: Row) -> Iterator[str]:
         f"exchange (ms): {milliseconds(row['round/exchange_seconds'])} "
         f"wait (ms): {milliseconds(row['round/wait_seconds'])} sent (MB): {megabytes(row['round/sent_bytes'])}"
     )
-    if "late/partner" in row:
-        yield f"late partner: {row['late/partner']} by (ms): {milliseconds(row['late/seconds'])}"
     if not math.isnan(row["round/spread"]):
         yield f"spread: {scientific(row['round/spread'])}"
     if (error := row["round/payload_error"]) > 0:

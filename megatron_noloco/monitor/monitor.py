@@ -1,8 +1,7 @@
-"""Records the numbers of the training loop: speed, rounds, late partners, evaluations, saves."""
+"""Records the numbers of the training loop: speed, rounds, evaluations, saves."""
 
 import math
 import resource
-import statistics
 import sys
 import time
 from collections.abc import Sequence
@@ -31,9 +30,6 @@ from megatron_noloco.plans.samples import BatchPlan
 DELAY_STEPS = "delay_steps"  # counter of the chosen delay, for checkpoints
 
 _LARGEST_EXPONENT = 700.0  # exp overflows beyond
-_COMPARED_PARTNERS = 16
-_FEWEST_PARTNERS = 2  # for a median
-_NOTABLE_WAIT = 0.1  # share of the time from one exchange to the next
 
 
 @dataclass(frozen=True)
@@ -106,45 +102,6 @@ class Evaluation:
         return row
 
 
-class LatePartners:
-    """Finds the partners that make this replica wait, by comparing the waits for its latest partners.
-
-    Each rank compares its own measurements, without communication. A partner can be late because it is slow,
-    because it waited for its own partner before, or because the network between the two is slow.
-
-    Args:
-        replica: of this rank.
-    """
-
-    def __init__(self, replica: int) -> None:
-        self._replica = replica
-        self._waits: dict[int, float] = {}  # seconds by partner, the latest partner last
-        self._last_started: float | None = None
-
-    def compare(self, exchange: ExchangeReport) -> tuple[int, float] | None:
-        """Return a late partner, and the wait for it beyond the median of the waits for other partners.
-
-        Must be called after each exchange. Returns None where the difference is below a tenth of the time since
-        the last exchange began; for a group that is no pair, since its wait does not show which member is late;
-        before two other partners are known; and for an exchange of another replica, which a replica merges that
-        began as its clone.
-        """
-        started, last_started = exchange.started, self._last_started
-        self._last_started = started
-        if len(exchange.group) != 2 or self._replica not in exchange.group:
-            return None
-        (partner,) = (other for other in exchange.group if other != self._replica)
-        self._waits.pop(partner, None)
-        others = list(self._waits.values())
-        self._waits[partner] = exchange.wait_seconds
-        if len(self._waits) > _COMPARED_PARTNERS:
-            del self._waits[next(iter(self._waits))]
-        if last_started is None or len(others) < _FEWEST_PARTNERS:
-            return None
-        late_seconds = exchange.wait_seconds - statistics.median(others)
-        return (partner, late_seconds) if late_seconds > _NOTABLE_WAIT * (started - last_started) else None
-
-
 class Monitor:
     """Records what the loop reports, measures the time of local steps, and has rows written.
 
@@ -168,7 +125,6 @@ class Monitor:
         self.fragments = fragments
         self.throughput = throughput
         self.console = console
-        self._late_partners = LatePartners(metrics.replica)
         self._begin_interval()
 
     def _begin_interval(self) -> None:
@@ -216,11 +172,6 @@ class Monitor:
             if exchange.in_doubt:
                 record("total/rounds_in_doubt", 1, TOTAL_MAX)
             self.say(f" round {report.round_index} skipped | {exchange.missed} |")
-        late = self._late_partners.compare(exchange)
-        if late is not None:
-            partner, seconds = late
-            record("late/partner", partner, LAST)
-            record("late/seconds", seconds, LAST)
 
     def skipped(self, done: int, step: int, notable: bool) -> None:
         """Record local steps `done` + 1 to `step`, which the other replicas have done and this one leaves out.

@@ -1,7 +1,6 @@
 """Shows the state of a run on the terminal: a table with a row per replica, and notes below it."""
 
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -76,11 +75,10 @@ def _totals(run: RunLog) -> Iterator[str]:
 
 
 def _notes(run: RunLog) -> Iterator[str]:
-    """Yield a line for each replica that had skipped rounds, skipped steps, poisoned elements or late partners."""
+    """Yield a line for each replica that had skipped rounds, skipped steps or poisoned elements."""
     for log in run.replicas:
         steps = log.rows_of("step")
         rounds = [row["round/partners"] for row in steps if "round/partners" in row]
-        late = Counter(row["late/partner"] for row in steps if "late/partner" in row)
         skipped_steps = steps[-1].get("train/skipped_steps") if steps else 0
         poisoned = sum(row.get("round/poisoned_elements") or 0 for row in steps)
         notes = []
@@ -90,6 +88,5 @@ def _notes(run: RunLog) -> Iterator[str]:
             notes.append(f"{skipped_steps} skipped steps")
         if poisoned:
             notes.append(f"{poisoned} poisoned elements")
-        notes += [f"waited for replica {partner}: {times} x" for partner, times in sorted(late.items())]
         if notes:
             yield f"replica {log.replica}: {', '.join(notes)}"

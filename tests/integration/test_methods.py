@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.harness import run_ranks
 from tests.integration.tiny import already_joined, metrics, run_whole, tiny, trained, write_config, write_text
 
-MEASURED = ("speed/", "time/", "memory/", "late/")
+MEASURED = ("speed/", "time/", "memory/")
 TIMING = ("exchange_seconds", "wait_seconds", "pause_seconds")
 
 

@@ -33,10 +33,6 @@ SPREAD = " spread: 1.230E-03 |"
         ),
         (ROUND, f" round 1 partner 3 |{EXCHANGE}{SPREAD}"),
         (
-            ROUND | {"late/partner": 2, "late/seconds": 0.0321},
-            f" round 1 partner 3 |{EXCHANGE} late partner: 2 by (ms): 32.1 |{SPREAD}",
-        ),
-        (
             ROUND | {"round/partners": [], "round/spread": math.nan, "round/payload_error": math.nan},
             f" round 1 skipped |{EXCHANGE}",
         ),

@@ -50,7 +50,7 @@ def run(tmp_path: Path) -> Path:
         tmp_path,
         "00",
         step(2, **meeting(0, 1), **{"total/sent_bytes": 100}),
-        step(4, **meeting(1), **{"total/sent_bytes": 100, "late/partner": 1, "train/skipped_steps": 3}),
+        step(4, **meeting(1), **{"total/sent_bytes": 100, "train/skipped_steps": 3}),
         evaluation,
         {"kind": "checkpoint", "step": 4},
     )
@@ -111,7 +111,7 @@ def test_what_a_person_looks_for(run: Path) -> None:
     assert more == [
         "validation at step 4: mean model 2.4000",
         "last checkpoint: step 2",
-        "replica 00: 1 of 2 rounds in the log skipped, 3 skipped steps, waited for replica 1: 1 x",
+        "replica 00: 1 of 2 rounds in the log skipped, 3 skipped steps",
     ]
 
 
