@@ -143,7 +143,7 @@ def configure(
     params = raw["optimizer"]["params"]
     if learning_rate is not None:
         factor = learning_rate / params["lr"]
-        rates = ("lr", "muon_lr", "adam_lr", "decoupled_lr")
+        rates = ("lr", "muon_lr", "adam_lr")
         params |= {field: params[field] * factor for field in rates if field in params}
     return raw
 

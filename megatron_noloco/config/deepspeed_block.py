@@ -267,8 +267,8 @@ def resolve(values: dict[str, Any], dp_size: int, train_iters: int) -> tuple[dic
         dp_size: DeepSpeed's world size, since a replica is a whole DeepSpeed world.
         train_iters: local steps of the run.
     """
-    problems = list(optimizer_block.check_weight_decay(values["optimizer"].get("params", {})))
     optimizer_block.complete(values, train_iters)
+    problems: list[Problem] = []
     optimizer, scheduler = values["optimizer"], values.get("scheduler")
     if optimizer["type"] == "SGD":
         problems += optimizer_block.check_nesterov(optimizer["params"])

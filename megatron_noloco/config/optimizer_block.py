@@ -7,8 +7,7 @@ from pydantic import Field
 
 from megatron_noloco.config.blocks import Block, NonNegative, Positive, Size, field
 from megatron_noloco.config.wording import Problem
-from megatron_noloco.engine.schedules import SCHEDULES as OURS
-from megatron_noloco.engine.schedules import WSD, DecayType, InverseSquareRoot
+from megatron_noloco.engine.schedules import WSD, DecayType
 
 Share = Annotated[float, Field(ge=0, le=1)]
 Momentum = Annotated[float, Field(ge=0, lt=1)]
@@ -27,19 +26,6 @@ class OptimizerParams(Block):
     weight_decay: Size = field(
         0.0, "Of all weights but norms and biases; 0 unless it is given, whatever the type."
     )
-    decoupled_lr: Size | None = field(
-        None, "Learning rate of embedding and output layer; null: that of the others."
-    )
-    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = field(
-        "constant",
-        "How weight decay changes; other than constant it goes from start_weight_decay to end_weight_decay, "
-        "which take the place of weight_decay.",
-    )
-    start_weight_decay: Size | None = field(None, "Weight decay of the first local step.")
-    end_weight_decay: Size | None = field(None, "Weight decay after weight_decay_incr_steps.")
-    weight_decay_incr_steps: Positive | None = field(
-        None, "Local steps that the change takes; null: training.train_iters."
-    )
 
 
 class AdamParams(OptimizerParams):
@@ -48,7 +34,6 @@ class AdamParams(OptimizerParams):
     lr: Size = field(1e-3, _PEAK)
     betas: Betas = field([0.9, 0.999], _BETAS)
     eps: Size = field(1e-8, _EPS)
-    amsgrad: bool = field(False, "Whether to divide by the largest second moment so far.")
     adam_w_mode: bool = field(True, 'With "Adam": whether weight decay is decoupled, as in AdamW.')
     torch_adam: bool | None = field(
         None, "Whether torch's kernel is used; null: only where DeepSpeed's cannot be had."
@@ -80,7 +65,6 @@ class SgdParams(OptimizerParams):
 
     lr: Size = field(1e-3, _PEAK)
     momentum: Momentum = field(0.0, _MOMENTUM)
-    dampening: Momentum = field(0.0, "Share of the gradient that is left out of the momentum.")
     nesterov: bool = field(False, "Whether the momentum is Nesterov's.")
 
 
@@ -137,17 +121,9 @@ class WsdParams(Block):
     min_ratio: Share = field(WSD.min_ratio, "Rate at the end of the decay, to the peak.")
 
 
-class InverseSquareRootParams(Block):
-    """A linear warm-up of W steps, then sqrt(W / n) of the peak at step n; it scales the optimizer's rates."""
-
-    warmup_num_steps: NonNegative = field(..., _WARM_UP)
-    min_ratio: Share = field(InverseSquareRoot.min_ratio, "Lowest rate, to the peak.")
-
-
 # Torch's schedules are no choice: they do not accept the optimizer that ZeRO wraps.
 SCHEDULES: dict[str, type[Block]] = {
     "WSD": WsdParams,
-    "InverseSquareRoot": InverseSquareRootParams,
     "WarmupLR": WarmupParams,
     "WarmupDecayLR": WarmupDecayParams,
     "WarmupCosineLR": WarmupCosineParams,
@@ -169,11 +145,7 @@ def complete(values: dict[str, Any], train_iters: int) -> None:
                 values[block]["params"]["total_num_steps"] = train_iters
     optimizer = values["optimizer"]
     params = optimizer["params"]
-    if params.get("weight_decay_incr_style", "constant") == "constant":  # Megatron's default
-        params.pop("weight_decay_incr_style", None)
-        params.setdefault("weight_decay", 0.0)  # as in DeepSpeed's own; torch's AdamW would take 0.01
-    else:
-        params.setdefault("weight_decay_incr_steps", train_iters)
+    params.setdefault("weight_decay", 0.0)  # as in DeepSpeed's own; torch's AdamW would take 0.01
     if is_muon(optimizer):
         defaults = MuonParams().model_dump(exclude={"lr", *OptimizerParams.model_fields})
         rates = dict.fromkeys(("muon_lr", "adam_lr"), params.pop("lr")) if "lr" in params else {}
@@ -182,54 +154,30 @@ def complete(values: dict[str, Any], train_iters: int) -> None:
         values["zero_allow_untested_optimizer"] = True  # as DeepSpeed calls all but Adam and Lion
 
 
-def check_weight_decay(params: Mapping[str, Any]) -> Iterator[Problem]:
-    """Refuse a weight decay that is constant and changes, or changes from or to an unknown value."""
-    style = params.get("weight_decay_incr_style", "constant")
-    changing = ("start_weight_decay", "end_weight_decay")
-    if style == "constant":
-        given = [name for name in (*changing, "weight_decay_incr_steps") if params.get(name) is not None]
-        if given:
-            yield _problem(f'params.{given[0]} needs weight_decay_incr_style "linear" or "cosine"')
-        return
-    for name in changing:
-        if params.get(name) is None:
-            yield _problem(
-                f'params.{name} is missing (weight_decay_incr_style "{style}" goes from {changing[0]} to '
-                f"{changing[1]})"
-            )
-    if params.get("weight_decay") is not None:
-        yield _problem(
-            f'params.weight_decay and weight_decay_incr_style "{style}" exclude each other; leave one out'
-        )
-
-
 def check_nesterov(params: Mapping[str, Any]) -> Iterator[Problem]:
     """Refuse what torch's SGD refuses."""
-    if params.get("nesterov") and (not params.get("momentum") or params.get("dampening")):
-        yield _problem("params.nesterov needs a momentum > 0, and no dampening")
+    if params.get("nesterov") and not params.get("momentum"):
+        yield Problem(("optimizer",), "optimizer.params.nesterov needs a momentum > 0")
 
 
 def check_one_rate(optimizer: Mapping[str, Any], schedule: str) -> Iterator[Problem]:
-    """Refuse several learning rates where the schedule sets one; the others scale those of the optimizer."""
-    if schedule not in ("WarmupLR", "WarmupDecayLR"):
+    """Refuse Muon's two learning rates where the schedule sets one; the others scale those of the optimizer."""
+    if schedule not in ("WarmupLR", "WarmupDecayLR") or not is_muon(optimizer):
         return
-    params = optimizer["params"]
-    first, *others = ("muon_lr", "adam_lr", "decoupled_lr") if is_muon(optimizer) else ("lr", "decoupled_lr")
-    rate = params.get(first, "(by default)")
-    for other in others:
-        if params.get(other, rate) != rate:
-            yield Problem(
-                ("scheduler",),
-                f"scheduler.type {schedule} sets one learning rate for all weights, but optimizer.params.{first} "
-                f"{rate} is not {other} {params[other]}; use WarmupCosineLR or WSD, which keep their ratio",
-            )
+    muon, adam = (optimizer["params"][name] for name in ("muon_lr", "adam_lr"))
+    if muon != adam:
+        yield Problem(
+            ("scheduler",),
+            f"scheduler.type {schedule} sets one learning rate for all weights, but optimizer.params.muon_lr "
+            f"{muon} is not adam_lr {adam}; use WarmupCosineLR or WSD, which keep their ratio",
+        )
 
 
 def check_warm_up(schedule: str, params: Mapping[str, Any]) -> Iterator[Problem]:
     """Refuse phases of a schedule that are longer than the whole."""
-    if schedule in OURS:
+    if schedule == "WSD":
         try:
-            OURS[schedule](**params)
+            WSD(**params)
         except ValueError as error:
             yield Problem(("scheduler",), f"scheduler.params: {error}")
         return
@@ -242,7 +190,3 @@ def check_warm_up(schedule: str, params: Mapping[str, Any]) -> Iterator[Problem]
             f"scheduler.params.warmup_num_steps {warm_up}{by_default} is more than "
             f"scheduler.params.total_num_steps {total}",
         )
-
-
-def _problem(text: str) -> Problem:
-    return Problem(("optimizer",), f"optimizer.{text}")

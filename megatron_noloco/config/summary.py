@@ -9,7 +9,7 @@ from megatron_noloco.config.optimizer_block import is_muon
 from megatron_noloco.config.parallel_block import in_words, layers_of_chunks
 from megatron_noloco.config.run_config import RunConfig
 from megatron_noloco.config.wording import count
-from megatron_noloco.engine.schedules import SCHEDULES
+from megatron_noloco.engine.schedules import WSD
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.fragments import most_under_way
@@ -129,8 +129,8 @@ def _schedule(block: dict[str, Any] | None) -> str:
     if block is None:
         return "none, the learning rate stays"
     name, params = block["type"], block.get("params", {})
-    if name in SCHEDULES:
-        return f"{name}, {SCHEDULES[name](**params)}"
+    if name == "WSD":
+        return f"{name}, {WSD(**params)}"
     return ", ".join([name, *(f"{key} {_setting(value)}" for key, value in params.items())])
 
 

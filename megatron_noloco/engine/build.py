@@ -4,7 +4,6 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,7 @@ from deepspeed.utils import logger
 from megatron_noloco.engine.gradients import read_norm_once
 from megatron_noloco.engine.layout import parameter_groups
 from megatron_noloco.engine.muon import Muon
-from megatron_noloco.engine.schedules import WeightDecay, build_schedule
+from megatron_noloco.engine.schedules import build_schedule
 from megatron_noloco.model.stage import Stage
 from megatron_noloco.pipeline.groups import Groups, ProcessGroup
 
@@ -70,22 +69,13 @@ def build_deepspeed(stage: Stage, groups: Groups, ds_config: Mapping[str, Any]) 
 def _parameters_and_optimizer(
     stage: Stage, groups: Groups, block: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], Muon | None]:
-    """Return the parameter groups, and their optimizer where DeepSpeed does not build it (Muon).
-
-    Removes params from the block that DeepSpeed's and torch's optimizers do not have.
-    """
-    params = block["params"]
-    decoupled_lr = params.pop("decoupled_lr", None)
-    if weight_decay := WeightDecay.of(params):  # `ReplicaEngine` sets the value of each step
-        for name in asdict(weight_decay):
-            del params[name]
-        params["weight_decay"] = weight_decay.start_weight_decay
+    """Return the parameter groups, and their optimizer where DeepSpeed does not build it (Muon)."""
     muon = block["type"].lower() == "muon"
-    parameters = parameter_groups(stage.named_rows(), muon, decoupled_lr)
+    parameters = parameter_groups(stage.named_rows(), muon)
     if not muon:
         return parameters, None
     linear = [row for row, _ in stage.named_rows() if row.linear]
-    return parameters, Muon(parameters, linear, params, groups)
+    return parameters, Muon(parameters, linear, block["params"], groups)
 
 
 def deepspeed_settings(ds_config: Mapping[str, Any]) -> dict[str, Any]:

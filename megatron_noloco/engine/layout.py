@@ -14,17 +14,16 @@ class GroupKey(NamedTuple):
     """The properties on which a parameter's settings depend. Groups are in descending order of their keys."""
 
     muon: bool
-    usual_lr: bool
     decays: bool
 
     @classmethod
-    def of(cls, row: Parameter, muon: bool, decoupled: bool) -> "GroupKey":
-        """Return the key of a parameter in a run with or without Muon and a `decoupled_lr`."""
-        return cls(muon and row.linear, not (decoupled and row.is_embedding_or_output), row.decays)
+    def of(cls, row: Parameter, muon: bool) -> "GroupKey":
+        """Return the key of a parameter in a run with or without Muon."""
+        return cls(muon and row.linear, row.decays)
 
 
 def parameter_groups(
-    named_rows: Iterable[tuple[Parameter, "nn.Parameter"]], muon: bool, decoupled_lr: float | None = None
+    named_rows: Iterable[tuple[Parameter, "nn.Parameter"]], muon: bool
 ) -> list[dict[str, Any]]:
     """Put the parameters of a rank into groups with the same settings, in the form of torch's optimizers.
 
@@ -34,23 +33,18 @@ def parameter_groups(
     Args:
         named_rows: every parameter of this rank with its row of the family's table.
         muon: whether Muon trains the linear maps of the layers, and AdamW all other parameters.
-        decoupled_lr: learning rate of embedding and output layer; None: that of the optimizer.
 
     Each group has, besides "params":
         muon: whether Muon trains it.
-        lr: `decoupled_lr` where this applies; elsewhere missing, so that the optimizer's own applies.
-        decays: whether weight decay applies to its parameters.
         weight_decay: 0 where it does not; elsewhere missing.
     """
     groups: dict[GroupKey, list[nn.Parameter]] = {}
     for row, parameter in named_rows:
-        groups.setdefault(GroupKey.of(row, muon, decoupled_lr is not None), []).append(parameter)
+        groups.setdefault(GroupKey.of(row, muon), []).append(parameter)
     return [
         {
             "params": parameters,
             "muon": key.muon,
-            "decays": key.decays,
-            **({} if key.usual_lr else {"lr": decoupled_lr}),
             **({} if key.decays else {"weight_decay": 0.0}),
         }
         for key, parameters in sorted(groups.items(), reverse=True)

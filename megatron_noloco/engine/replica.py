@@ -10,7 +10,6 @@ from megatron_noloco.engine import state
 from megatron_noloco.engine.build import build_deepspeed
 from megatron_noloco.engine.gradients import PartialGradients
 from megatron_noloco.engine.layout import FlatPart
-from megatron_noloco.engine.schedules import WeightDecay
 from megatron_noloco.engine.state import MasterWeights, bit16_groups
 from megatron_noloco.job.activity import now
 from megatron_noloco.model.stage import Stage
@@ -47,7 +46,6 @@ class ReplicaEngine:
         self._tied = stage.tied_weight if groups.tied_embedding is not None else None
         if self._tied is not None and not groups.first_stage:
             self._tied.ds_pipe_replicated = True  # type: ignore[attr-defined]  # counts it once in the norm
-        self._weight_decay = WeightDecay.of(ds_config["optimizer"]["params"])
         self._deepspeed = build_deepspeed(stage, groups, ds_config)
         self._gradients = PartialGradients(stage, groups, self._optimizer, self._tied)
         self.pipeline = Pipeline(stage, groups, micro_batch_size, stage.architecture.seq_length, record)
@@ -76,7 +74,6 @@ class ReplicaEngine:
         with timed(self.record, "time/forward_backward_seconds", PER_STEP):
             losses = self.pipeline.run(read, routes, self.microbatches)
         self.record("train/learning_rate", float(self._optimizer.param_groups[0]["lr"]), LAST)
-        self._schedule_weight_decay()
         now.part("reducing gradients and clipping them with the other ranks of the replica")
         with timed(self.record, "time/optimizer_seconds", PER_STEP):
             self._gradients.complete()
@@ -87,13 +84,6 @@ class ReplicaEngine:
         # `overflow`: the gradient's norm was not finite, and neither weights nor moments changed.
         self.record("train/skipped_steps", int(self._optimizer.overflow), Reduction(total, largest))
         return losses
-
-    def _schedule_weight_decay(self) -> None:
-        if self._weight_decay is not None:
-            taken = self._deepspeed.global_steps - self._deepspeed.skipped_steps
-            for group in self._optimizer.param_groups:
-                if group["decays"]:
-                    group["weight_decay"] = self._weight_decay.at(taken)
 
     @torch.no_grad()
     def evaluate(self, read: ReadMicrobatch, routes: Routes, microbatches: int) -> list[MicrobatchLoss]:

@@ -1,11 +1,11 @@
-"""Defines schedules of learning rate and weight decay, as functions of the local steps done.
+"""Defines schedules of the learning rate, as functions of the local steps done.
 
 `config` uses this file, so it imports torch and DeepSpeed only where a schedule is built.
 """
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -16,11 +16,6 @@ DECAYS: dict[DecayType, Callable[[float], float]] = {  # from 1 at x = 0 to 0 at
     "linear": lambda x: 1 - x,
     "cosine": lambda x: (1 + math.cos(math.pi * x)) / 2,
     "1-sqrt": lambda x: 1 - math.sqrt(x),
-}
-DecayStyle = Literal["linear", "cosine"]
-STYLES: dict[DecayStyle, Callable[[float], float]] = {  # from 0 at x = 0 to 1 at x = 1
-    "linear": lambda x: x,
-    "cosine": lambda x: (1 - math.cos(math.pi * x)) / 2,
 }
 
 
@@ -66,59 +61,8 @@ class WSD:
         )
 
 
-@dataclass(frozen=True)
-class InverseSquareRoot:
-    """Linear warm-up, then a decay with the square root of the local steps (Vaswani et al., arXiv 1706.03762).
-
-    The decay has no end. Megatron calls this schedule lr_decay_style "inverse-square-root".
-    """
-
-    warmup_num_steps: int
-    min_ratio: float = 0.0  # ratio of the lowest rate to the peak
-
-    def ratio(self, done: int) -> float:
-        """Return the ratio of the learning rate to its peak in the local step that follows `done` others."""
-        step, warm_up = done + 1, max(1, self.warmup_num_steps)
-        return step / warm_up if step < warm_up else max(self.min_ratio, math.sqrt(warm_up / step))
-
-    def __str__(self) -> str:
-        return (
-            f"{self.warmup_num_steps:,} local steps of warm-up, then the inverse square root of the local steps, "
-            f"at least {self.min_ratio:g} of the peak"
-        )
-
-
-# By `scheduler.type`; the fields of a class are the `params`.
-SCHEDULES: dict[str, type[WSD] | type[InverseSquareRoot]] = {
-    "WSD": WSD,
-    "InverseSquareRoot": InverseSquareRoot,
-}
-
-
-@dataclass(frozen=True)
-class WeightDecay:
-    """A weight decay that changes from one value to another, then stays; the fields have Megatron's names."""
-
-    start_weight_decay: float
-    end_weight_decay: float
-    weight_decay_incr_style: DecayStyle
-    weight_decay_incr_steps: int  # local steps, at least 1; in Megatron always the whole run
-
-    @classmethod
-    def of(cls, params: Mapping[str, Any]) -> "WeightDecay | None":
-        """Return the schedule in an optimizer's params; None where they have a constant `weight_decay`."""
-        if "start_weight_decay" not in params:
-            return None
-        return cls(**{field.name: params[field.name] for field in fields(cls)})
-
-    def at(self, done: int) -> float:
-        """Return the weight decay of the local step that follows `done` others."""
-        share = STYLES[self.weight_decay_incr_style](min(done / self.weight_decay_incr_steps, 1.0))
-        return self.start_weight_decay + share * (self.end_weight_decay - self.start_weight_decay)
-
-
 class RatioLR:
-    """Scales the learning rates of all parameter groups by the ratio that a schedule gives.
+    """Scales the learning rates of all parameter groups by the ratio that the schedule gives.
 
     Has the methods and the attribute of DeepSpeed's schedules that its engine and `engine.state` use. The only
     state is the number of local steps, so that a resumed run follows its own config.
@@ -127,7 +71,7 @@ class RatioLR:
         last_batch_iteration: local steps done, less 1.
     """
 
-    def __init__(self, optimizer: "Optimizer", schedule: WSD | InverseSquareRoot) -> None:
+    def __init__(self, optimizer: "Optimizer", schedule: WSD) -> None:
         self._optimizer, self._schedule = optimizer, schedule
         self._peaks = [group["lr"] for group in optimizer.param_groups]
         self.last_batch_iteration = -2
@@ -148,10 +92,10 @@ class RatioLR:
 
 
 def build_schedule(block: Mapping[str, Any], optimizer: "Optimizer") -> Any:
-    """Return the schedule for the block `scheduler` of a config: one of `SCHEDULES`, or DeepSpeed's."""
+    """Return the schedule for the block `scheduler` of a config: `WSD`, or one of DeepSpeed's."""
     kind, params = block["type"], block.get("params", {})
-    if kind in SCHEDULES:
-        return RatioLR(optimizer, SCHEDULES[kind](**params))
+    if kind == "WSD":
+        return RatioLR(optimizer, WSD(**params))
     from deepspeed.runtime import lr_schedules
 
     return getattr(lr_schedules, kind)(optimizer, **params)

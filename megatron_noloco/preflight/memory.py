@@ -87,12 +87,11 @@ def _parameters(
     chunks = layers_of_chunks(config.parallel.split, config.model.num_layers, topology.pp, topology.vpp)
     layers = sum(chunks[stage])
     block = config.deepspeed["optimizer"]
-    decoupled = block["params"].get("decoupled_lr") is not None
     groups: Counter[GroupKey] = Counter()
     copied = 0
     for row in _rows(architecture, topology, stage, layers):
         elements = math.prod(row.slice_shape(topology.tp))
-        groups[GroupKey.of(row, is_muon(block), decoupled)] += elements
+        groups[GroupKey.of(row, is_muon(block))] += elements
         tied = architecture.tied_embeddings and topology.pp > 1 and row.is_embedding_or_output
         if tied or (topology.tp > 1 and row.tp_dim is None):
             copied += elements

@@ -37,7 +37,10 @@ SCHEDULERS = [
     None,
     {"type": "WarmupCosineLR", "params": {"total_num_steps": "auto", "warmup_num_steps": 2}},
     {"type": "WarmupLR", "params": {"warmup_max_lr": 0.003, "warmup_num_steps": 3}},
-    {"type": "InverseSquareRoot", "params": {"warmup_num_steps": 2}},
+    {
+        "type": "WarmupDecayLR",
+        "params": {"total_num_steps": "auto", "warmup_max_lr": 0.003, "warmup_num_steps": 2},
+    },
     {"type": "WSD", "params": {"total_num_steps": 6, "warmup_num_steps": 1, "decay_num_steps": 3}},
 ]
 
@@ -207,18 +210,6 @@ def uneven(random: Random, parallel: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def of_groups(random: Random, scheduler: dict[str, Any] | None) -> dict[str, Any]:
-    """Settings of the optimizer that not all parameters have, or not in every step."""
-    params: dict[str, Any] = {}
-    if scheduler is None or scheduler["type"] in ("WarmupCosineLR", "WSD"):
-        params["decoupled_lr"] = random.choice([None, 0.001])
-    style = random.choice([None, "linear", "cosine"])
-    if style:
-        ends = {"start_weight_decay": 0.0, "end_weight_decay": 0.2}
-        params |= {"weight_decay": None, **ends, "weight_decay_incr_style": style}
-    return params
-
-
 def _full_recompute() -> list[dict[str, Any]]:
     common = {"recompute_granularity": "full", "recompute_num_layers": 1}
     return [{**common, "recompute_method": method} for method in ("uniform", "block")]
@@ -243,7 +234,6 @@ def drawn_run(seed: int, folder: Path, data: list[dict[str, Any]]) -> tuple[Run,
     run.change({"model": {"z_loss_coeff": random.choice([0.0, 1e-3])}})
     if run.raw["parallel"]["pipeline_model_parallel_size"] > 1:
         run.change(random.choice([{}, uneven(random, run.raw["parallel"])]))
-    run.change({"optimizer": {"params": of_groups(random, run.raw.get("scheduler"))}})
     RunConfig.from_dict(run.raw).topology(ranks)
     return run, ranks
 

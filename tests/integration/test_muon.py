@@ -247,15 +247,6 @@ def learning_rates(rank: int, world_size: int, raw: dict[str, Any], steps: int) 
     return seen
 
 
-def test_embedding_and_output_layer_have_a_rate_of_their_own_on_stages() -> None:
-    """On the middle stages there is no such group."""
-    changes = {"optimizer": {"params": {"decoupled_lr": 0.005}}}
-    stages = {"parallel": {"pipeline_model_parallel_size": 4}}
-    assert_same_training(run({**changes, **stages}, 4), run(changes), 1e-4 * MUON_ROUNDING)
-    (rates,) = run_ranks(1, learning_rates, tiny(changes, tiny(MUON)), 3)
-    assert all(decoupled == pytest.approx(muon / 4) for muon, _, decoupled in rates)
-
-
 def test_a_schedule_keeps_the_ratio_of_the_learning_rates() -> None:
     (rates,) = run_ranks(1, learning_rates, tiny(MUON), 5)
     assert len({muon for muon, *_ in rates}) > 2

@@ -34,17 +34,6 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 # Of the tiny config's schedule only the steps are left.
 NOT_WSD = dict.fromkeys(("warmup_min_ratio", "warmup_type", "cos_min_ratio"))
-DECOUPLED_AND_DECAYING = {
-    "optimizer": {
-        "params": {
-            "decoupled_lr": 0.002,
-            "weight_decay": None,
-            "start_weight_decay": 0.0,
-            "end_weight_decay": 5.0,
-            "weight_decay_incr_style": "linear",
-        }
-    }
-}
 MUON_WSD = {**MUON, "scheduler": {"type": "WSD", "params": {"decay_num_steps": 15, **NOT_WSD}}}
 
 
@@ -66,7 +55,6 @@ def small(
     ("name", "optimizer"),
     [
         *((name, {}) for name in METHODS if name != "cycles"),
-        ("pairs", DECOUPLED_AND_DECAYING),
         ("fragments", MUON_WSD),
         # By hand: the case "fragments" has cycles, too, and one above Muon.
         pytest.param("cycles", {}, marks=pytest.mark.slow),

@@ -19,7 +19,6 @@ from megatron_noloco.plans.topology import Place, Topology
 from megatron_noloco.training import prepare
 from tests.unit.configs import FEDERATION, GOOD, MISSING, config, edited
 
-INCREASING = {"start_weight_decay": 0.0, "end_weight_decay": 0.1, "weight_decay_incr_style": "linear"}
 COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}}
 
 
@@ -309,18 +308,6 @@ def test_what_only_a_family_has_comes_from_the_file_or_the_family() -> None:
     assert (compute.moe_router_load_balancing_type, compute.moe_aux_loss_coeff) == ("aux_loss", 0.01)
     assert RunConfig.from_dict(json.loads(json.dumps(found.to_dict()))) == found
     assert config().compute.moe_router_load_balancing_type is None
-
-
-@pytest.mark.parametrize("name", ["AdamW", "Muon"])
-def test_weight_decay_increases_over_the_run(name: str) -> None:
-    run = config(optimizer={"type": name, "params": {"lr": 0.01, **INCREASING}})
-    params = run.deepspeed["optimizer"]["params"]
-    assert params["weight_decay_incr_steps"] == run.training.train_iters
-    assert "weight_decay" not in params
-    constant = {"lr": 0.01, "weight_decay": 0.1, "weight_decay_incr_style": "constant"}
-    params = config(optimizer={"type": name, "params": constant}).deepspeed["optimizer"]["params"]
-    assert params["weight_decay"] == 0.1
-    assert "weight_decay_incr_style" not in params
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

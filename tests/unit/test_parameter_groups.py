@@ -1,6 +1,5 @@
 """Which settings of the inner optimizer a parameter has."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -29,7 +28,7 @@ def names_in_groups(rows: list[Parameter], muon: bool) -> list[tuple[bool, float
     return [
         (
             group["muon"],
-            group.get("weight_decay", None if group["decays"] else math.nan),
+            group.get("weight_decay"),
             {".".join(names[parameter].split(".")[-2:]) for parameter in group["params"]},
         )
         for group in groups
@@ -42,7 +41,6 @@ OF_FAMILY = {
     "qwen3": {"q_layernorm.weight", "k_layernorm.weight"},
 }
 LINEAR = {"linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight"}
-EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 OTHERS = {"word_embeddings.weight", "output_layer.weight"}
 
 
@@ -60,15 +58,6 @@ def test_norms_and_biases_do_not_decay(family: str) -> None:
         (False, None, OTHERS | router),
         (False, 0.0, without),
     ]
-
-
-def test_embedding_and_output_layer_come_after_all_that_have_the_usual_rate() -> None:
-    rows = rows_of("mixtral")
-    named = [(row, nn.Parameter(torch.empty(row.shape))) for row in rows]
-    groups = parameter_groups(named, muon=True, decoupled_lr=0.5)
-    assert [group.get("lr") for group in groups] == [None, None, None, 0.5]
-    ends = [parameter for row, parameter in named if row.name in (EMBEDDING, OUTPUT)]
-    assert [id(parameter) for parameter in groups[-1]["params"]] == [id(parameter) for parameter in ends]
 
 
 def test_a_stage_without_embedding_and_output_layer_lacks_their_group() -> None:

@@ -1,4 +1,4 @@
-"""The schedules of learning rate and weight decay, as functions of the local steps done."""
+"""The schedules of the learning rate, as functions of the local steps done."""
 
 import math
 
@@ -7,17 +7,13 @@ import torch
 
 from megatron_noloco.engine.schedules import (
     DECAYS,
-    STYLES,
     WSD,
-    DecayStyle,
     DecayType,
-    InverseSquareRoot,
     RatioLR,
-    WeightDecay,
 )
 
 
-def ratios(schedule: WSD | InverseSquareRoot, steps: int) -> list[float]:
+def ratios(schedule: WSD, steps: int) -> list[float]:
     return [schedule.ratio(done) for done in range(steps)]
 
 
@@ -39,15 +35,6 @@ def test_the_decays_have_their_shapes() -> None:
     assert halfway == pytest.approx(
         {"linear": 0.75, "cosine": (1 + math.cos(math.pi / 4)) / 2, "1-sqrt": 0.5}
     )
-
-
-def test_inverse_square_root_of_the_local_steps() -> None:
-    assert ratios(InverseSquareRoot(4, min_ratio=0.45), 36)[:5] == pytest.approx(
-        [0.25, 0.5, 0.75, 1, 0.8**0.5]
-    )
-    assert InverseSquareRoot(4).ratio(15) == 0.5
-    assert InverseSquareRoot(4, min_ratio=0.45).ratio(35) == 0.45
-    assert InverseSquareRoot(0).ratio(3) == 0.5
 
 
 def test_a_warm_up_and_a_decay_longer_than_the_run_are_refused() -> None:
@@ -73,25 +60,3 @@ def test_the_rates_of_all_groups_keep_their_ratio_and_the_state_is_the_step() ->
     after = schedule(10)  # resumed with another decay
     after.step(before.last_batch_iteration)
     assert rates(after) == pytest.approx([0.02 * 0.3, 0.001 * 0.3])
-
-
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize(("start", "end"), [(0.1, 0.5), (0.5, 0.0)])
-def test_weight_decay_goes_from_the_start_to_the_end_and_stays(
-    style: DecayStyle, start: float, end: float
-) -> None:
-    decay = WeightDecay(start, end, style, 10)
-    values = [decay.at(done) for done in range(13)]
-    assert values[0] == start
-    assert values[10:] == pytest.approx([end] * 3)
-    assert values[5] == pytest.approx((start + end) / 2)
-    assert values[:11] == sorted(values[:11], reverse=start > end)
-
-
-def test_the_styles_of_weight_decay() -> None:
-    assert WeightDecay(0.0, 1.0, "linear", 4).at(1) == 0.25
-    assert WeightDecay(0.0, 1.0, "cosine", 4).at(1) == pytest.approx((1 - math.sqrt(0.5)) / 2)
-
-
-def test_a_constant_weight_decay_is_no_schedule() -> None:
-    assert WeightDecay.of({"lr": 0.1, "weight_decay": 0.1}) is None

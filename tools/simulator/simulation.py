@@ -12,14 +12,13 @@ from megatron_noloco.data.datasets import Datasets, Needs, build_datasets
 from megatron_noloco.data.microbatches import Microbatch, ValidationSource, gather
 from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.engine.layout import GroupKey
-from megatron_noloco.engine.schedules import WeightDecay
 from megatron_noloco.model.families import Parameter, table_of
 from megatron_noloco.outer import Rounds, TorchWeights
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.training.rounds import build_final_average, build_outer
 from megatron_noloco.transport.loopback import loopback_world
-from tools.simulator.inner import AdamW, Directions, LearningRate, Muon, StackedOptimizer, clip, usual_rate
+from tools.simulator.inner import AdamW, Directions, LearningRate, Muon, StackedOptimizer, clip
 from tools.simulator.llama import StackedLlama
 from tools.simulator.slow import REPLICA, Slow
 
@@ -85,9 +84,8 @@ class Simulation:
 
     def _in_order(self, rows: Iterable[Parameter]) -> list[Parameter]:
         """Sort by parameter group as the trainer's vectors are, which fragments cut."""
-        block = self.config.deepspeed["optimizer"]
-        muon, decoupled = block["type"] == "Muon", "decoupled_lr" in block["params"]
-        return sorted(rows, key=lambda row: GroupKey.of(row, muon, decoupled), reverse=True)
+        muon = self.config.deepspeed["optimizer"]["type"] == "Muon"
+        return sorted(rows, key=lambda row: GroupKey.of(row, muon), reverse=True)
 
     def _inner(self) -> StackedOptimizer:
         block = self.config.deepspeed["optimizer"]
@@ -97,15 +95,7 @@ class Simulation:
             directions = AdamW(self.weights, params)
         else:
             directions = Muon(self.weights, params, self.model.matrices())
-        if "decoupled_lr" in params:
-            decoupled = self.model.of_each(lambda row: row.is_embedding_or_output).bool()
-            directions.ratios[decoupled] = params["decoupled_lr"] / usual_rate(params)
         return StackedOptimizer(self.weights, directions, self.model.of_each(lambda row: row.decays))
-
-    def _weight_decay(self, step: int) -> float:
-        params = self.config.deepspeed["optimizer"].get("params", {})
-        scheduled = WeightDecay.of(params)
-        return scheduled.at(step) if scheduled else params.get("weight_decay", 0.0)
 
     def _outer(self) -> list[Rounds]:
         """Return the trainer's outer optimizers, one per replica, over messages between threads."""
@@ -146,7 +136,8 @@ class Simulation:
         clip(gradients, float(self.config.deepspeed.get("gradient_clipping", 0.0)))
         rests = self.slow is not None and self.slow.rests(step)
         kept = [tensor[REPLICA].clone() for tensor in self.inner.tensors()] if rests else []
-        self.inner.step(gradients, self.learning_rate.next(), self._weight_decay(step))
+        weight_decay = self.config.deepspeed["optimizer"]["params"]["weight_decay"]
+        self.inner.step(gradients, self.learning_rate.next(), weight_decay)
         if rests:
             for tensor, row in zip(self.inner.tensors(), kept, strict=True):
                 tensor[REPLICA] = row
