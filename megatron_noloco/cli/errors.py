@@ -10,7 +10,7 @@ from megatron_noloco.job.leaving import FAILURE, GRACE_SECONDS, fail, usage_erro
 
 # Names of the modules that each extra installs. `pip install .` alone installs torch and numpy.
 _EXTRAS = {
-    "trainer": "deepspeed megatron packaging psutil pydantic rich safetensors tensorboard tokenizers",
+    "trainer": "deepspeed megatron psutil pydantic rich safetensors tensorboard tokenizers",
     "mpi": "mpi4py",
     "federation": "zmq",
     "huggingface": "transformers",

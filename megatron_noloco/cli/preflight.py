@@ -4,7 +4,6 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -198,13 +197,10 @@ def _doctor(args: argparse.Namespace) -> int:
 
 def _findings(hostfile: Path | None, seconds: float) -> list["Finding"]:
     from megatron_noloco.preflight import machine
-
-    findings = list(machine.check_packages())
-    if None in map(find_spec, ("torch", "psutil")):
-        return findings  # the other checks need them
     from megatron_noloco.preflight.mpi import check_mpi
 
-    findings += [*machine.check_gpus(), *machine.check_network(), *machine.check_limits()]
+    findings = [*machine.check_packages(), *machine.check_gpus(), *machine.check_network()]
+    findings += machine.check_shared_memory()
     return findings + list(check_mpi(hostfile, seconds)) if seconds else findings
 
 

