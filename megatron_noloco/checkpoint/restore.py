@@ -22,11 +22,6 @@ from megatron_noloco.model.families import Parameter, Table, table_of
 from megatron_noloco.outer import Rounds
 from megatron_noloco.plans.topology import Position, Topology
 
-_FOLDED = (
-    WEIGHTS,
-    "outer_momentum",
-)  # vectors whose mean over all saved replicas `fold` keeps
-
 
 def restore(
     folder: Path,
@@ -53,12 +48,6 @@ def restore(
     engine.restore(reader.engine_state(*PREFIXES), reader.source.engine)
     state = {name: reader.vector(name) for name in OUTER_VECTORS if reader.has_vector(name)}
     state |= reader.tensors("delayed_")
-    if settings.fold and groups.topology.ensemble < saved.replicas:
-        for name in filter(reader.has_vector, _FOLDED):
-            shift = shift_of_mean(reader, name, saved.replicas, groups.topology.ensemble)
-            state[name] += shift
-            if name == WEIGHTS:
-                engine.weights.add(shift)
     outer.restore(state, moved=reader.moved)
     if reader.moved or at != place:  # there is no saved random state for this position
         seed_dropout(settings.seed, groups, manifests[0].step)
@@ -114,7 +103,7 @@ class RankReader:
             for name, tensor in self._saved_state(group, prefixes).items():
                 if tensor is None:
                     tensor = torch.zeros(part.length)
-                    self._fill(tensor, name, group, [self._at.replica])
+                    self._fill(tensor, name, group)
                 yield f"{name}.{group}", tensor
 
     def _saved_state(self, group: int, prefixes: tuple[str, ...]) -> dict[str, Tensor | None]:
@@ -136,35 +125,35 @@ class RankReader:
     def has_vector(self, name: str) -> bool:
         return name == WEIGHTS or f"{name}.0" in self._names
 
-    def vector(self, name: str, replicas: list[int] | None = None) -> Tensor:
-        """Return a vector of this rank, fp32, of the replica that it continues, or averaged over `replicas`."""
+    def vector(self, name: str) -> Tensor:
+        """Return a vector of this rank, fp32, of the replica that it continues."""
         lengths = [part.length for part in self._layout]
         vector = torch.zeros(sum(lengths))
         for group, flat in enumerate(vector.split(lengths)):
-            self._fill(flat, name, group, replicas or [self._at.replica])
+            self._fill(flat, name, group)
         return vector
 
-    def _fill(self, flat: Tensor, name: str, group: int, replicas: list[int]) -> None:
+    def _fill(self, flat: Tensor, name: str, group: int) -> None:
         """Fill this rank's part of one group of a vector, shape [FlatPart.length]; padding is not written."""
         at, part = self._at, self._layout[group]
         start, begin = 0, at.dp * part.length
         if not self.moved:
-            self._reader.fill(flat, Place(at.stage, at.tp, group, part.length, begin), replicas, name)
+            self._reader.fill(flat, Place(at.stage, at.tp, group, part.length, begin), [at.replica], name)
             return
         for parameter, shape in part.parameters:
             stop = start + math.prod(shape)
             first, last = max(start, begin), min(stop, begin + part.length)
             if first < last:
-                weights = self._slice(self._table.find(parameter), replicas, name).reshape(-1)
+                weights = self._slice(self._table.find(parameter), name).reshape(-1)
                 flat[first - begin : last - begin] = weights[first - start : last - start]
             start = stop
 
-    def _slice(self, row: Parameter, replicas: list[int], vector: str) -> Tensor:
+    def _slice(self, row: Parameter, vector: str) -> Tensor:
         """Return this rank's slice of a parameter; read no more where the checkpoint has the same slices."""
         saved = self._reader.table.find(row.name)
         if self._tp_size == self._reader.topology.tp and saved.shape == row.shape:
-            return self._reader.read_slice(row.name, self._at.tp, replicas, vector)
-        full = self._reader.read(row.name, replicas, vector)
+            return self._reader.read_slice(row.name, self._at.tp, [self._at.replica], vector)
+        full = self._reader.read(row.name, [self._at.replica], vector)
         # Padding of the vocabulary is cut or added: no token reads these rows, and the loss leaves them out.
         rows = full[: row.shape[0]]
         missing = row.shape[0] - len(rows)
@@ -175,12 +164,3 @@ class RankReader:
     def _open(self, at: Position) -> safe_open:
         """Open the file of a saved rank that has all tensors but the slow weights."""
         return safe_open(self._reader.saved.file(at, ""), framework="pt")
-
-
-def shift_of_mean(reader: RankReader, name: str, saved_replicas: int, replicas: int) -> Tensor:
-    """Return what to add to every kept replica so that their mean becomes that of all saved replicas.
-
-    Replicas are read one by one, so memory is a few vectors for any number of replicas.
-    """
-    every, kept = (list(range(count)) for count in (saved_replicas, replicas))
-    return reader.vector(name, every).sub_(reader.vector(name, kept))

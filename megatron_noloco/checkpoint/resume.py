@@ -47,7 +47,7 @@ def find_start(settings: CheckpointSettings, topology: Topology) -> Start:
     found = [Path(settings.load)] if explicit else catalog.steps(settings.folder)
     notes: list[str] = []
     for folder in of_rank_0(found):  # other ranks may see an older state of a shared file system
-        manifests, problem = _examine(folder, topology, settings.fold)
+        manifests, problem = _examine(folder, topology)
         problems = [text for text in of_all_ranks(problem) if text]
         if not problems:
             return _continue(settings, topology, folder, manifests, notes)
@@ -57,7 +57,7 @@ def find_start(settings: CheckpointSettings, topology: Topology) -> Start:
     return _start_over(settings.folder, notes)
 
 
-def _examine(folder: Path, topology: Topology, fold: bool) -> tuple[list[Manifest], str]:
+def _examine(folder: Path, topology: Topology) -> tuple[list[Manifest], str]:
     """Return the manifests of a step, and what is wrong with this rank's share of its files ("": nothing).
 
     The files that the run will read are divided over its ranks, so that each is verified once.
@@ -65,7 +65,7 @@ def _examine(folder: Path, topology: Topology, fold: bool) -> tuple[list[Manifes
     try:
         manifests = catalog.read_manifests(folder)
         sources = {source_replica(replica, manifests[0].topology) for replica in topology.numbers}
-        needed = [manifest for manifest in manifests if fold or manifest.position.replica in sources]
+        needed = [manifest for manifest in manifests if manifest.position.replica in sources]
         for manifest in needed[dist.get_rank() :: dist.get_world_size()]:
             verify(catalog.replica_folder(folder, manifest.position.replica), manifest.files)
         return manifests, ""
@@ -85,7 +85,7 @@ def _continue(
         f"continuing from {folder}: step {saved.step}, {saved.consumed_samples} samples consumed",
         *notes,
         *(f"changed: {line}" for line in settings.changes(saved.config)),
-        *describe_replicas(saved.topology, topology, settings.fold),
+        *describe_replicas(saved.topology, topology),
     ]
     obsolete = catalog.steps(settings.folder)
     if folder.parent.resolve() == settings.folder.resolve():
@@ -123,16 +123,15 @@ def source_replica(replica: int, saved: Topology) -> int:
     return saved.slot + (replica - saved.slot) % saved.replicas
 
 
-def describe_replicas(saved: Topology, now: Topology, fold: bool) -> list[str]:
-    """Return a line for each replica that is cloned, dropped or folded."""
+def describe_replicas(saved: Topology, now: Topology) -> list[str]:
+    """Return a line for each replica that is cloned or dropped."""
     cloned = [
         f"replica {replica} is new: a clone of replica {source_replica(replica, saved)}, "
         f"with data of its own from here on"
         for replica in now.numbers
         if replica not in saved.numbers
     ]
-    fate = "folded into the mean of those kept" if fold else "dropped"
-    return cloned + [f"replica {replica} is {fate}" for replica in range(now.ensemble, saved.replicas)]
+    return cloned + [f"replica {replica} is dropped" for replica in range(now.ensemble, saved.replicas)]
 
 
 def counters_at(manifests: list[Manifest], topology: Topology, at: Position) -> dict[str, float]:

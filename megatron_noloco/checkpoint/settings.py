@@ -47,7 +47,6 @@ class CheckpointSettings:
         keep_last: number of complete checkpoints that are kept.
         async_save: whether training continues while a copy of the state is being written.
         load: "auto" (the newest intact checkpoint in `folder`), "none", or a step folder.
-        fold: with fewer replicas than were saved, whether to add the others to the mean of those kept.
     """
 
     folder: Path
@@ -56,7 +55,6 @@ class CheckpointSettings:
     keep_last: int = 2
     async_save: bool = False
     load: str = "auto"
-    fold: bool = False
 
     @property
     def seed(self) -> int:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Union, get_type_hints
+from typing import Annotated, Any, ClassVar, Union, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
 
@@ -131,9 +131,6 @@ class CheckpointConfig(Block):
         "auto",
         '"auto": continue from the newest sound checkpoint in training.output_dir; "none": start anew; or a '
         "step folder.",
-    )
-    fewer_replicas: Literal["drop", "fold"] = field(
-        "drop", "Resumed with fewer replicas: forget the others, or fold them into the mean of those kept."
     )
 
 

@@ -115,7 +115,6 @@ def checkpoint_settings(config: RunConfig, topology: Topology) -> CheckpointSett
         keep_last=checkpoint.keep_last,
         async_save=checkpoint.async_save,
         load=checkpoint.load,
-        fold=checkpoint.fewer_replicas == "fold",
     )
 
 

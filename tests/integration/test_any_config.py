@@ -263,8 +263,7 @@ def test_runs_and_continues(seed: int, data: list[dict[str, Any]], tmp_path: Pat
     assert_same_state(parts.step_folder(STEPS), whole.step_folder(STEPS))
 
     whole.change(other_ranks(Random(seed), whole.raw))
-    fewer = Random(seed).choice(["drop", "fold"])
-    told = succeed(whole, math.prod(sizes_of(whole.raw)), train_iters=STEPS + 2, fewer_replicas=fewer)
+    told = succeed(whole, math.prod(sizes_of(whole.raw)), train_iters=STEPS + 2)
     assert f"step {STEPS}, " in told
 
 

@@ -169,7 +169,7 @@ def test_a_correction_is_merged_with_another_number_of_replicas(replicas: int, t
         {
             "parallel": {"replicas": 4},
             "noloco": {"local_steps": K, "overlap": {"mode": "delayed", "delay_steps": 3}},
-            "checkpoint": {"save_interval": K + 1, "fewer_replicas": "fold"},
+            "checkpoint": {"save_interval": K + 1},
             "training": {"train_iters": K + 1},
         },
     )

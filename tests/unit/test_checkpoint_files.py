@@ -377,26 +377,18 @@ class TestOtherNumberOfReplicas:
         assert [source_replica(5, saved) for saved in (job(5), job(2), Topology(4))] == [5, 2, 1]
 
     @pytest.mark.parametrize(
-        ("saved", "now", "fold", "lines"),
+        ("saved", "now", "lines"),
         [
-            (Topology(4), Topology(4), True, []),
-            (
-                Topology(4),
-                Topology(6),
-                False,
-                ["replica 4 is new: a clone of replica 0, ", "replica 5 is new: "],
-            ),
-            (Topology(4), Topology(2), False, ["replica 2 is dropped", "replica 3 is dropped"]),
-            (Topology(4), Topology(3), True, ["replica 3 is folded into the mean of those kept"]),
-            (job(5), job(5), False, []),
-            (Topology(4), job(1), False, []),
-            (job(2), job(5), False, ["replica 5 is new: a clone of replica 2, "]),
+            (Topology(4), Topology(4), []),
+            (Topology(4), Topology(6), ["replica 4 is new: a clone of replica 0, ", "replica 5 is new: "]),
+            (Topology(4), Topology(2), ["replica 2 is dropped", "replica 3 is dropped"]),
+            (job(5), job(5), []),
+            (Topology(4), job(1), []),
+            (job(2), job(5), ["replica 5 is new: a clone of replica 2, "]),
         ],
     )
-    def test_what_changes_is_reported(
-        self, saved: Topology, now: Topology, fold: bool, lines: list[str]
-    ) -> None:
-        found = describe_replicas(saved, now, fold)
+    def test_what_changes_is_reported(self, saved: Topology, now: Topology, lines: list[str]) -> None:
+        found = describe_replicas(saved, now)
         assert [line.startswith(start) for line, start in zip(found, lines, strict=True)] == [True] * len(
             lines
         )

@@ -16,7 +16,7 @@ from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.catalog import Manifest
 from megatron_noloco.checkpoint.ensemble import Ensemble
 from megatron_noloco.checkpoint.reader import CheckpointReader
-from megatron_noloco.checkpoint.restore import RankReader, shift_of_mean
+from megatron_noloco.checkpoint.restore import RankReader
 from megatron_noloco.checkpoint.resume import counters_at
 from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.model.architecture import Architecture
@@ -139,28 +139,6 @@ def test_each_weight_keeps_its_number(layouts: tuple[Layout, Layout]) -> None:
                 assert torch.equal(tensor, expected[name]), name
             slow = torch.cat([expected[f"{catalog.WEIGHTS}.{group}"] for group in groups])
             assert torch.equal(reader.vector(catalog.WEIGHTS), slow)
-
-
-@settings(max_examples=15)
-@given(two_layouts(), st.integers(1, 2))
-def test_folding_into_another_layout_keeps_the_mean(layouts: tuple[Layout, Layout], kept: int) -> None:
-    before, after = (replace(layout, topology=replace(layout.topology, replicas=3)) for layout in layouts)
-    with tempfile.TemporaryDirectory() as folder:
-        manifests = write(Path(folder), before)
-        at = after.topology.position(after.topology.replica_size - 1)
-        reader = reader_of(Path(folder), manifests, after, at)
-        shift = shift_of_mean(reader, catalog.WEIGHTS, 3, kept)
-        saved = [
-            torch.cat(
-                [
-                    after.vector(replace(at, replica=replica), catalog.WEIGHTS, group)
-                    for group in range(len(after.parts(at)))
-                ]
-            )
-            for replica in range(3)
-        ]
-        folded = [vector + shift for vector in saved[:kept]]
-        torch.testing.assert_close(sum(folded) / kept, sum(saved) / 3, rtol=0, atol=1e-6)
 
 
 def test_a_mean_over_the_folders_of_several_jobs_is_that_of_one_job(tmp_path: Path) -> None:
