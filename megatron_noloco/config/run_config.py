@@ -96,7 +96,7 @@ class RunConfig:
     def _problems_among(self, replicas: int | None) -> Iterator[str]:
         """Yield what the method refuses with so many replicas; None: their number is not known yet."""
         if problem := groups_problem(self.noloco, replicas):
-            yield f"noloco: {problem}"
+            yield f"noloco.{problem}"
         if replicas is not None:
             yield from _check_copies(self.noloco, self.model, self.parallel, replicas)
 
@@ -117,7 +117,7 @@ class RunConfig:
                 try:
                     blocks[name] = block.settings() if isinstance(block, SettingsBlock) else block
                 except ValueError as error:  # settings that exclude each other
-                    problems += [Problem((name,), f"{name}: {line}") for line in str(error).splitlines()]
+                    problems += [Problem((name,), f"{name}.{line}") for line in str(error).splitlines()]
         if not problems:
             deepspeed, problems = deepspeed_block.resolve(
                 {key: value for key, value in values.items() if key not in BLOCKS},

@@ -47,16 +47,16 @@ class Gossip:
     def problem(self) -> str:
         """Why the replicas would not stay together, and what would be right; empty where they do."""
         if self.group_size == 1:
-            return "replicas in groups of 1 would never average; group_size must be at least 2"
+            return "group_size 1: replicas would never average; it must be at least 2"
         if self._stable:
             return ""
         n = "of all" if math.isinf(self.group_size) else self.group_size
         pairing = ', pairing "cycle"' if self.cycle else ""
         payload = "" if self.payload == "fp32" else f', payload "{self.payload}"'
         return (
-            f"replicas would drift apart: rho = {self.rho:.3f} >= 1 for outer_momentum (alpha) "
-            f"{self.outer_momentum}, consensus_weight (gamma) {self.consensus_weight}, group_size (n) {n}"
-            f"{pairing}{payload}; {self._remedy}"
+            f"outer_momentum (alpha) {self.outer_momentum}, consensus_weight (gamma) {self.consensus_weight}, "
+            f"group_size (n) {n}{pairing}{payload}: replicas would drift apart, rho = {self.rho:.3f} >= 1; "
+            f"{self._remedy}"
         )
 
     @property

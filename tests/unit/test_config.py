@@ -36,10 +36,10 @@ def test_the_error_of_a_payload_counts_for_the_drift() -> None:
         config(noloco__consensus_weight=1.4, noloco__payload=payload)
     config(noloco__method="diloco", noloco__outer_momentum=0.95)
     for changes, where in (
-        ({"consensus_weight": 1.4}, r"rho = 1\.123 >= 1 .* \(n\) 2, payload \"int4\"; outer_momentum 0\."),
+        ({"consensus_weight": 1.4}, r"\(n\) 2, payload \"int4\": .* rho = 1\.123 >= 1; outer_momentum 0\."),
         (
             {"method": "diloco", "outer_momentum": 0.95},
-            r"\(n\) of all, payload \"int4\"; outer_momentum 0\.9",
+            r"\(n\) of all, payload \"int4\": .*; outer_momentum 0\.9",
         ),
     ):
         with pytest.raises(ConfigError, match=where):

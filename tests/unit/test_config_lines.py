@@ -105,15 +105,18 @@ LINES: list[tuple[str, Any, str]] = [
 # Each rule, with a part of its line that names the field.
 RULES: list[tuple[dict[str, Any], str]] = [
     # the method
-    ({"noloco.fragments": 6}, "noloco: fragments 6 is more than local_steps 5"),
+    ({"noloco.fragments": 6}, "noloco.fragments 6 is more than local_steps 5"),
     (
         {"noloco.grouping": "stage", "model.untie_embeddings_and_output_weights": False},
         "would average their copies of it with different replicas, and these would drift apart; use",
     ),
     ({"noloco.local_steps": 11}, "noloco.local_steps 11 is more than training.train_iters 10: the run"),
-    ({"noloco.outer_momentum": 0.9}, "rho = 1.098 >= 1 for outer_momentum (alpha) 0.9, consensus_weight"),
+    (
+        {"noloco.outer_momentum": 0.9},
+        "noloco.outer_momentum (alpha) 0.9, consensus_weight (gamma) 0.7, group",
+    ),
     ({"noloco.consensus_weight": 0}, "no outer_momentum is stable with this gamma; consensus_weight 0.01 is"),
-    ({"noloco.group_size": 5}, "noloco: group_size 5 is more than the 4 replicas"),
+    ({"noloco.group_size": 5}, "noloco.group_size 5 is more than the 4 replicas"),
     ({"noloco.payload": "bf16"}, 'noloco.payload: "bf16" rounds the weights themselves'),
     # a federation
     ({"federation.rendezvous": "file://there"}, "federation.slots is missing"),

@@ -221,8 +221,8 @@ class TestStability:
 
     def test_the_problem_names_the_numbers_and_a_remedy(self) -> None:
         assert Gossip(0.9, 0.7, 2).problem.startswith(
-            "replicas would drift apart: rho = 1.098 >= 1 for outer_momentum (alpha) 0.9, consensus_weight "
-            "(gamma) 0.7, group_size (n) 2; outer_momentum 0.8"
+            "outer_momentum (alpha) 0.9, consensus_weight (gamma) 0.7, group_size (n) 2: replicas would drift "
+            "apart, rho = 1.098 >= 1; outer_momentum 0.8"
         )
 
     def test_rounds_to_halve(self) -> None:
