@@ -4,7 +4,7 @@ import re
 import resource
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -199,7 +199,8 @@ def starts(rank: int, world_size: int, arguments: list[str]) -> Outcome:
     return command(rank, world_size, arguments)
 
 
-@pytest.mark.parametrize("name", DAMAGES)
+# Every rank sees the one, one rank the other; what else is damage, tests/unit/test_checkpoint_files.py has.
+@pytest.mark.parametrize("name", ["missing replica folder", "flipped bit"])
 def test_the_checkpoint_before_a_damaged_one_is_used(name: str, finished: Run, tmp_path: Path) -> None:
     run = finished.copy(tmp_path / "run")
     damage, place, reason = DAMAGES[name]
@@ -216,10 +217,9 @@ def test_the_checkpoint_before_a_damaged_one_is_used(name: str, finished: Run, t
     assert (run.checkpoints / "latest").read_text() == "step_00000010\n"
 
 
-@pytest.mark.parametrize("name", ["flipped bit", "missing replica folder"])
-def test_a_damaged_checkpoint_asked_for_by_name_is_refused(name: str, finished: Run, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_asked_for_by_name_is_refused(finished: Run, tmp_path: Path) -> None:
     run = finished.copy(tmp_path / "run")
-    damage, place, reason = DAMAGES[name]
+    damage, place, reason = DAMAGES["flipped bit"]
     damage(run.step_folder(10))
     outcomes = run_ranks(4, starts, run.arguments({"checkpoint": {"load": str(run.step_folder(10))}}))
     assert codes(outcomes) == [2] * 4
@@ -260,40 +260,38 @@ def test_a_checkpoint_holds_no_pickle(finished: Run) -> None:
 def test_a_full_disk_is_reported_and_training_goes_on(tmp_path: Path) -> None:
     """Nothing larger than what the limit allows can be written, on one rank: its part of the step is missing."""
     run = Run(tmp_path, config(2))
-    run.change(saving(save_interval=5, keep_last=9, train_iters=15))
-    outcomes = run_ranks(2, full_disk, run.arguments(), 1, 7, 12)
-    assert codes(outcomes) == [0, 0]
-    (reported,) = outcomes[1].err.splitlines()
-    assert reported.startswith("rank 1: the checkpoint of step 10 failed, training continues: ")
-    assert [catalog.is_complete(run.step_folder(step)) for step in (5, 10, 15)] == [True, False, True]
-    assert [row["step"] for row in run.exact_metrics()[1]] == list(range(1, 16))
+    run.change(saving(save_interval=5, keep_last=9, train_iters=20))
+    outcomes = run_ranks(2, full_disk, run.arguments(), [*range(7, 12), *range(17, 20)])
+    assert codes(outcomes) == [0, 1], "the run is finished, but its last checkpoint is missing"
+    first, last = outcomes[1].err.splitlines()
+    assert first.startswith("rank 1: the checkpoint of step 10 failed, training continues: ")
+    assert "step 20" in last
+    whole = [catalog.is_complete(run.step_folder(step)) for step in (5, 10, 15, 20)]
+    assert whole == [True, False, True, False]
+    assert [row["step"] for row in run.exact_metrics()[1]] == list(range(1, 21))
     (run.checkpoints / "latest").write_text("")
     again = run_ranks(2, starts, run.arguments({"checkpoint": {"load": str(run.step_folder(5))}}))
     assert codes(again) == [0, 0], "the older checkpoint is whole"
 
 
-@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
-def test_a_disk_that_stays_full_is_reported_for_every_save(asynchronous: bool, tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_by_asynchronous_saves(tmp_path: Path) -> None:
     run = Run(tmp_path, config(2))
-    run.change(saving(save_interval=5, train_iters=15, async_save=asynchronous))
-    outcomes = run_ranks(2, full_disk, run.arguments(), 1, 2, 99)
-    assert codes(outcomes) == [0, 1], "the run is finished, but its last checkpoint is missing"
-    steps = ["step 5", "step 10", "the last checkpoint" if asynchronous else "step 15"]
-    reported = outcomes[1].err.splitlines()
+    run.change(saving(save_interval=5, train_iters=15, async_save=True))
+    outcomes = run_ranks(2, full_disk, run.arguments(), range(2, 15))
+    assert codes(outcomes) == [0, 1]
+    steps, reported = ["step 5", "step 10", "the last checkpoint"], outcomes[1].err.splitlines()
     assert [step in line for step, line in zip(steps, reported, strict=True)] == [True] * 3, reported
     assert not any(catalog.is_complete(folder) for folder in catalog.steps(run.checkpoints))
 
 
-def full_disk(
-    rank: int, world_size: int, arguments: list[str], on_rank: int, before_step: int, until_step: int
-) -> Outcome:
-    """On one rank, files end at 64 kB while some steps are made: log files fit, checkpoints do not."""
-    if rank == on_rank:
+def full_disk(rank: int, world_size: int, arguments: list[str], steps: Sequence[int]) -> Outcome:
+    """On rank 1, files end at 64 kB after so many steps and until the next: log files fit, checkpoints do not."""
+    if rank == 1:
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         original = ReplicaEngine.train_batch
 
         def limited(engine: ReplicaEngine, *args: Any) -> Any:
-            full = before_step <= engine._deepspeed.global_steps < until_step
+            full = engine._deepspeed.global_steps in steps
             _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
             resource.setrlimit(resource.RLIMIT_FSIZE, (65536 if full else hard, hard))
             return original(engine, *args)

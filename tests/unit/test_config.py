@@ -22,30 +22,6 @@ from tests.unit.configs import FEDERATION, GOOD, MISSING, config, edited
 COSINE = {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}}
 
 
-def test_the_suggested_momentum_is_the_largest_stable_one() -> None:
-    with pytest.raises(ConfigError) as caught:
-        config(noloco__outer_momentum=0.9)
-    suggested = float(str(caught.value).partition("; outer_momentum ")[2].split()[0])
-    config(noloco__outer_momentum=suggested)
-    with pytest.raises(ConfigError, match="drift apart"):
-        config(noloco__outer_momentum=suggested + 0.01)
-
-
-def test_the_error_of_a_payload_counts_for_the_drift() -> None:
-    for payload in ("fp32", "int16", "int8"):
-        config(noloco__consensus_weight=1.4, noloco__payload=payload)
-    config(noloco__method="diloco", noloco__outer_momentum=0.95)
-    for changes, where in (
-        ({"consensus_weight": 1.4}, r"\(n\) 2, payload \"int4\": .* rho = 1\.123 >= 1; outer_momentum 0\."),
-        (
-            {"method": "diloco", "outer_momentum": 0.95},
-            r"\(n\) of all, payload \"int4\": .*; outer_momentum 0\.9",
-        ),
-    ):
-        with pytest.raises(ConfigError, match=where):
-            config(noloco__payload="int4", **{f"noloco__{name}": value for name, value in changes.items()})
-
-
 def test_what_is_read() -> None:
     assert config().source == TextSource("python-stdlib", Split(0.949, 0.05, 0.001))
     assert config(data__split="3,1").source == TextSource("python-stdlib", Split(0.75, 0.25, 0.0))
@@ -145,15 +121,6 @@ def test_wandb_must_be_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     prepare.check_start(config(wandb={"enabled": False}))
 
 
-def test_method_and_gamma() -> None:
-    noloco = config(noloco__outer_lr=0.6).noloco
-    assert (noloco.gamma, config(noloco__consensus_weight=0.3).noloco.gamma) == (0.6, 0.3)
-    assert [noloco.group_size_among(replicas) for replicas in (1, 8)] == [1, 2]
-    assert config(noloco__method="diloco").noloco.group_size_among(8) == 8
-    off = config(noloco__enabled=False).noloco
-    assert (off.active_method, off.group_size_among(8)) == ("none", 1)
-
-
 def test_topology() -> None:
     assert config().topology(8) == Topology(replicas=4, pp=2)
     auto = config(parallel__replicas="auto", parallel__data_parallel_size=3)
@@ -193,11 +160,6 @@ def test_routing() -> None:
             "7 ranks do not divide into replicas of pipeline 2 x data 1 x tensor 1 = 2 ranks; start 6 or 8",
         ),
         ({"parallel.replicas": "auto"}, 0, "at least 1 rank"),
-        (
-            {"parallel.replicas": "auto", "noloco.group_size": 4},
-            6,
-            "group_size 4 is more than the 3 replicas",
-        ),
     ],
 )
 def test_ranks_that_do_not_fit(edits: dict[str, Any], world_size: int, line: str) -> None:

@@ -27,15 +27,11 @@ STEPS = {"total_num_steps": "auto", "decay_num_steps": 4}
 LINES: list[tuple[str, Any, str]] = [
     # keys that are not known: the nearest, the same name elsewhere, the name of another program
     ("noloco.local_stpes", 5, " is not a known key; did you mean noloco.local_steps?"),
-    ("trainning", {}, " is not a known key; did you mean training?"),
-    ("zero_optimization.stge", 1, " is not a known key; did you mean zero_optimization.stage?"),
-    ("optimizer.parms", {}, " is not a known key; did you mean optimizer.params?"),
     ("optimizer.params.beta", 8, " is not a known key; did you mean optimizer.params.betas?"),
     ("zzz", 1, " is not a known key"),
     ("train_iters", 5, " is not a known key; did you mean training.train_iters?"),
     ("training.eval_mean_model", True, " is not a known key; did you mean evaluation.mean_model?"),
     ("training.tensorboard", True, " is not a known key; did you mean tensorboard?"),
-    ("data.mode", 5, " is not a known key; did you mean noloco.overlap.mode?"),
     ("model.enabled", 1, " is not a known key; did you mean bf16.enabled or fp16.enabled?"),
     ("training.micro_batch_size", 8, " is not a known key; did you mean train_micro_batch_size_per_gpu?"),
     ("noloco.H", 8, " is not a known key; did you mean noloco.local_steps?"),
@@ -52,18 +48,11 @@ LINES: list[tuple[str, Any, str]] = [
         " cannot be used here: samples are drawn by megatron_noloco; leave it out",
     ),
     ("steps_per_print", 10, " has no effect here; leave it out"),
-    ("zero_optimization.stage3_max_live_parameters", 5, " has no effect here; leave it out"),
-    (
-        "pipeline",
-        {},
-        " cannot be used here: it is Megatron-core's; use parallel.pipeline_model_parallel_size",
-    ),
     ("checkpoint.tag_validation", "FAIL", " has no effect here; leave it out"),
     # names of optimizers and schedules
     ("optimizer.type", "sgd", ": 'sgd' is not a known optimizer; did you mean SGD?"),
     ("optimizer.type", "Lamb", ": 'Lamb' is not a known optimizer; known are AdamW, Adam, Muon, Lion, SGD"),
     ("optimizer.type", "RMSprop", ": 'RMSprop' is not a known optimizer; not supported: use AdamW"),
-    ("scheduler.type", "OneCycle", ": 'OneCycle' is not a known scheduler; not supported: use WSD"),
     ("scheduler.type", "wsd", ": 'wsd' is not a known scheduler; did you mean WSD?"),
     # what is missing
     ("training", MISSING, " is missing (an object with train_iters)"),
@@ -76,28 +65,17 @@ LINES: list[tuple[str, Any, str]] = [
     # types and bounds
     ("training.train_iters", "ten", ": must be an integer >= 1, got 'ten'"),
     ("optimizer.params.lr", "auto", ': "auto" has no meaning here; give a number >= 0'),
-    ("training.train_iters", True, ": must be an integer >= 1, got true"),
-    ("training.train_iters", 1000.0, ": must be an integer >= 1, got 1000.0"),
-    ("training.train_iters", 0, ": must be an integer >= 1, got 0"),
     ("noloco.outer_momentum", 1, ": must be a number >= 0 and < 1, got 1"),
     ("noloco.outer_lr", float("nan"), ": must be a number > 0, got NaN"),
     ("noloco.consensus_weight", -0.1, ": must be a number >= 0 or null, got -0.1"),
-    ("noloco.payload", ["fp16"], ': must be one of "fp32", "int16", "int8", "int4", got ["fp16"]'),
     ("noloco.method", "nolocko", ': must be one of "noloco", "diloco", got \'nolocko\''),
     ("noloco.overlap.delay_steps", -1, ': must be an integer >= 0 or "auto", got -1'),
     ("noloco.routing", "off", ": must be an object with interval, got 'off'"),
-    (
-        "model.family",
-        "bloom",
-        ': must be one of "llama", "qwen2", "qwen3", "mistral", "mixtral", got \'bloom\'',
-    ),
     ("data.text", "", ": must be text that is not empty or null, got ''"),
     ("data.data_path", 3, ": must be text that is not empty or a list of text or a number or null, got 3"),
-    ("optimizer", "AdamW", ": must be an object with type, got 'AdamW'"),
     ("optimizer.type", ["AdamW"], ': must be text, got ["AdamW"]'),
     ("optimizer.params.betas", [0.9], ": must be a list of 2, each a number >= 0 and < 1, got [0.9]"),
     ("bf16.enabled", 1, ": must be true or false, got 1"),
-    ("zero_optimization.reduce_bucket_size", "1000", ": must be an integer >= 1, got '1000'"),
     ("gradient_clipping", "x" * 80, f": must be a number >= 0, got '{'x' * 56}..."),
 ]
 
@@ -106,17 +84,12 @@ LINES: list[tuple[str, Any, str]] = [
 RULES: list[tuple[dict[str, Any], str]] = [
     # the method
     ({"noloco.fragments": 6}, "noloco.fragments 6 is more than local_steps 5"),
-    (
-        {"noloco.grouping": "stage", "model.untie_embeddings_and_output_weights": False},
-        "would average their copies of it with different replicas, and these would drift apart; use",
-    ),
     ({"noloco.local_steps": 11}, "noloco.local_steps 11 is more than training.train_iters 10: the run"),
     (
         {"noloco.outer_momentum": 0.9},
         "noloco.outer_momentum (alpha) 0.9, consensus_weight (gamma) 0.7, group",
     ),
     ({"noloco.consensus_weight": 0}, "no outer_momentum is stable with this gamma; consensus_weight 0.01 is"),
-    ({"noloco.group_size": 5}, "noloco.group_size 5 is more than the 4 replicas"),
     ({"noloco.payload": "bf16"}, 'noloco.payload: "bf16" rounds the weights themselves'),
     # a federation
     ({"federation.rendezvous": "file://there"}, "federation.slots is missing"),
@@ -216,7 +189,6 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ),
     # the parallel layout
     ({"model.num_layers": 3}, "3 layers (model.num_layers) do not divide into 2 stages"),
-    ({"parallel.virtual_pipeline_model_parallel_size": 4}, "do not divide into 2 stages x 4 virtual"),
     (
         {"parallel.pipeline_model_parallel_size": 1, "parallel.virtual_pipeline_model_parallel_size": 2},
         "size 2 needs parallel.pipeline_model_parallel_size > 1",
@@ -224,13 +196,6 @@ RULES: list[tuple[dict[str, Any], str]] = [
     (
         {"parallel.virtual_pipeline_model_parallel_size": 2, "gradient_accumulation_steps": 3},
         "3 / 2 stages = 1.50",
-    ),
-    (
-        {
-            "parallel.num_layers_in_first_pipeline_stage": 1,
-            "parallel.account_for_loss_in_pipeline_split": True,
-        },
-        "both say how many layers",
     ),
     ({"parallel.tensor_model_parallel_size": 3}, "model.num_attention_heads 4 does not divide by"),
     (

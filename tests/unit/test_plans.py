@@ -5,6 +5,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -224,6 +225,19 @@ class TestStability:
             "outer_momentum (alpha) 0.9, consensus_weight (gamma) 0.7, group_size (n) 2: replicas would drift "
             "apart, rho = 1.098 >= 1; outer_momentum 0.8"
         )
+
+    @pytest.mark.parametrize(
+        "drifts",
+        [
+            Gossip(0.9, 0.7, 2),
+            Gossip(0.5, 1.4, 2, payload="int4"),
+            Gossip(0.95, 0.7, math.inf, payload="int4"),
+        ],
+    )
+    def test_the_suggested_momentum_is_the_largest_stable_one(self, drifts: Gossip) -> None:
+        suggested = float(drifts.problem.partition("; outer_momentum ")[2].split()[0])
+        assert replace(drifts, outer_momentum=suggested).problem == ""
+        assert replace(drifts, outer_momentum=suggested + 0.01).problem != ""
 
     def test_rounds_to_halve(self) -> None:
         assert rounds_to_halve(0.25) == pytest.approx(1)  # the spread squared quarters as the spread halves
