@@ -1,23 +1,15 @@
 """`python -m megatron_noloco inspect CHECKPOINT...`: verify a checkpoint and print what it holds.
 
-It reads manifests and safetensors only, and vectors in pieces that bound its memory.
+It loads no tensors.
 """
 
-import math
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 
-import torch
-
 from megatron_noloco.checkpoint import catalog
-from megatron_noloco.checkpoint.catalog import WEIGHTS, verify
+from megatron_noloco.checkpoint.catalog import verify
 from megatron_noloco.checkpoint.ensemble import Ensemble, find_ensemble
-from megatron_noloco.checkpoint.reader import read_into
 from megatron_noloco.model.families import table_of
-from megatron_noloco.plans.topology import Position
-
-_BLOCK = 1 << 24  # elements in memory at once, all replicas together
 
 
 def inspect(paths: Sequence[Path]) -> list[str]:
@@ -52,9 +44,6 @@ def inspect(paths: Sequence[Path]) -> list[str]:
         counters = saved.last_stage(replica).counters
         if "validation_loss" in counters:
             lines.append(f"replica {replica}: validation loss {counters['validation_loss']:.4f}")
-    if replicas > 1:
-        for stage, spread in enumerate(stage_spreads(saved)):
-            lines.append(f"stage {stage}: spread {spread:.3E}")
     return lines
 
 
@@ -63,24 +52,3 @@ def _steps(saved: Ensemble) -> str:
     if len(set(steps.values())) == 1:
         return str(steps[saved.replicas[0]])
     return ", ".join(f"{step} (replica {replica})" for replica, step in steps.items())
-
-
-def stage_spreads(saved: Ensemble) -> list[float]:
-    """Return the spread of each stage: the root mean square, over its slow weights, of their std over replicas."""
-    return [_stage_spread(saved, stage) for stage in range(saved.topology.pp)]
-
-
-def _stage_spread(saved: Ensemble, stage: int) -> float:
-    topology = saved.topology
-    squares, count = 0.0, 0
-    for dp, tp in product(range(topology.dp), range(topology.tp)):
-        places = [Position(replica, stage, dp, tp) for replica in saved.replicas]
-        for group, part in enumerate(saved.manifest(places[0]).layout):
-            name, block = f"{WEIGHTS}.{group}", max(_BLOCK // len(places), 1 << 20)
-            for start in range(0, part.length, block):
-                vectors = torch.empty(len(places), min(block, part.length - start))
-                for vector, at in zip(vectors, places, strict=True):
-                    read_into(vector, saved.file(at, name), name, start)
-                squares += float(vectors.double().var(dim=0).sum())
-            count += part.length
-    return math.sqrt(squares / count)

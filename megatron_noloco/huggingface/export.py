@@ -10,7 +10,6 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_noloco.checkpoint.inspect import stage_spreads
 from megatron_noloco.files import writing
 from megatron_noloco.huggingface.source import ModelSource
 from megatron_noloco.huggingface.whole_model import WholeModel
@@ -112,11 +111,6 @@ def _model_card(source: ModelSource) -> str:
         f"{topology.dp} x {topology.tp}",
         *(f"- {line}" for line in source.losses_report()),
     ]
-    if saved > 1:
-        lines += [
-            f"- spread between the replicas, stage {stage}: {spread:.3E}"
-            for stage, spread in enumerate(stage_spreads(source.saved))
-        ]
     lines += ["", "The run's configuration:", "", "```json", json.dumps(manifest.config, indent=1), "```", ""]
     return "\n".join(lines)
 
