@@ -87,12 +87,11 @@ done
 """
 
 
-@pytest.mark.parametrize("variable", ["PBS_NODEFILE", "LSB_DJOB_HOSTFILE"])
 @pytest.mark.parametrize(
-    ("version", "lines"),
+    ("variable", "version", "lines"),
     [
-        ("mpirun (Open MPI) 5.0.11", "node1 slots=2|node2 slots=1"),
-        ("HYDRA build details", "node1:2|node2:1"),
+        ("PBS_NODEFILE", "mpirun (Open MPI) 5.0.11", "node1 slots=2|node2 slots=1"),
+        ("LSB_DJOB_HOSTFILE", "HYDRA build details", "node1:2|node2:1"),
     ],
 )
 def test_the_hosts_of_a_scheduler(variable: str, version: str, lines: str, tmp_path: Path) -> None:
@@ -172,31 +171,23 @@ def commanded(script: str, folder: Path, profile: str, **environ: str) -> tuple[
     return line, dict(variable.split("=", 1) for variable in found)
 
 
-TCP = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "tcp,self,sm", "OMPI_MCA_btl_tcp_progress_thread": "1"}
-INFINIBAND = {"OMPI_MCA_pml": "ucx", "OMPI_MCA_coll_hcoll_enable": "0", "UCX_TLS": "^tcp"}
-
-
-@pytest.mark.parametrize(
-    ("profile", "expected"), [("", {}), ("wan", TCP), ("ethernet", TCP), ("ib", INFINIBAND)]
-)
-def test_a_profile_is_what_mpirun_finds(profile: str, expected: dict[str, str], tmp_path: Path) -> None:
-    line, found = commanded("mpirun.sh", tmp_path, profile, NIC="eth7")
-    assert found == expected
-    assert "--mca btl_tcp_if_include eth7" in line
+@pytest.mark.parametrize("profile", ["", "ib"])
+def test_a_profile_is_what_mpirun_finds(profile: str, tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("node1 slots=8\n")
-    line, found = commanded("mpirun.sh", tmp_path, profile, HOSTFILE=str(hosts), UCX_NET_DEVICES="mlx5_0:1")
-    assert found == expected | {"UCX_NET_DEVICES": "mlx5_0:1"}
+    environ = {"HOSTFILE": str(hosts), "UCX_NET_DEVICES": "mlx5_0:1", "NIC": "eth7"}
+    line, found = commanded("mpirun.sh", tmp_path, profile, **environ)
+    assert (found.get("OMPI_MCA_pml") == "ucx") == (profile == "ib")
     assert ("-x UCX_TLS -x UCX_NET_DEVICES" in line) == (profile == "ib"), "ssh passes no variables"
+    assert "--mca btl_tcp_if_include eth7" in line
 
 
-@pytest.mark.parametrize(("profile", "expected"), [("wan", TCP), ("ib", INFINIBAND)])
-def test_a_profile_is_what_srun_finds(profile: str, expected: dict[str, str], tmp_path: Path) -> None:
-    _, found = commanded("slurm.sh", tmp_path, profile)
-    assert found == expected | {"OMPI_MCA_btl_tcp_progress_thread": "1"}
+@pytest.mark.parametrize("profile", ["wan", "ethernet"])
+def test_a_profile_is_what_srun_finds(profile: str, tmp_path: Path) -> None:
+    assert commanded("slurm.sh", tmp_path, profile)[1]["OMPI_MCA_btl"] == "tcp,self,sm"
 
 
-@pytest.mark.parametrize("script", [*LAUNCHERS, "slurm.sh"])
+@pytest.mark.parametrize("script", ["mpirun.sh", "slurm.sh"])
 def test_an_unknown_profile_starts_nothing(script: str) -> None:
     environ = {"LAUNCH_PROFILE": "wlan", "SLURM_SUBMIT_DIR": str(REPOSITORY)}
     code, said = launch(script, "8", CONFIG, environ=environ)
@@ -226,8 +217,6 @@ RECORDED = {
     "--world_info={world} --node_rank=%n --master_addr=node1 --master_port=29500 --no_python --no_local_rank "
     "{log} env GLOO_SOCKET_IFNAME=eth7 NCCL_SOCKET_IFNAME=eth7 "
     "{python} -u -m megatron_noloco train --config {config}",
-    "openmpi": "mpirun -n 8 -hostfile {hosts} --mca btl ^openib --bind-to none --mca btl_tcp_if_include eth7 "
-    "-x GLOO_SOCKET_IFNAME {exports} {python} -u -m megatron_noloco train --config {config}",
     "slurm": "srun -n 8 --kill-on-bad-exit=1 --mpi=pmix {exports} {python} -u {root}/launch/train.py train "
     "--config {config}",
     "mpich": "mpirun -n 8 -ppn 4 -iface eth7 {exports} -hosts node1,node2 {python} -u {helper} --launcher mpich "
@@ -235,7 +224,7 @@ RECORDED = {
 }
 
 
-SHOW = """[ "$1" != --version ] || { echo "$SAID_BY_MPIRUN"; exit; }
+SHOW = """[ "$1" != --version ] || { echo HYDRA build details; exit; }
 echo "$(basename "$0") $*"
 """
 
@@ -245,14 +234,13 @@ echo "$(basename "$0") $*"
 )
 def test_what_deepspeed_starts(launcher: str, tmp_path: Path) -> None:
     """DeepSpeed's own runner, with launchers that only show how they are called. {name}: what differs here."""
-    commands = dict.fromkeys(("srun", "sinfo", "pdsh", "ompi_info", "mpirun"), SHOW)
+    commands = dict.fromkeys(("srun", "sinfo", "pdsh", "mpirun"), SHOW)
     write_programs(tmp_path, commands | {"ssh": "echo node1\n", "scontrol": "printf 'node1\\nnode2\\n'\n"})
     hosts = tmp_path / "hosts"
     hosts.write_text("node1 slots=4\nnode2 slots=4\n")
     environ = {
         **os.environ, "PYTHON": sys.executable, "PATH": f"{tmp_path}:{os.environ['PATH']}", "NIC": "eth7",
         "MPIRUN": str(tmp_path / "mpirun"), "DS_ACCELERATOR": "cpu", "LAUNCHER": launcher,
-        "SAID_BY_MPIRUN": "HYDRA build details" if launcher == "mpich" else "mpirun (Open MPI) 5.0.11",
     }  # fmt: skip
     if launcher == "slurm":
         environ |= {"SLURM_JOB_NODELIST": "node[1-2]", "LAUNCHER_ARGS": "--mpi=pmix"}
@@ -263,7 +251,7 @@ def test_what_deepspeed_starts(launcher: str, tmp_path: Path) -> None:
         command, cwd=REPOSITORY, env=environ, capture_output=True, text=True, timeout=300
     )
     assert finished.returncode == 0, finished.stderr
-    here = {"python": sys.executable, "config": CONFIG, "root": str(REPOSITORY), "hosts": str(hosts)}
+    here = {"python": sys.executable, "config": CONFIG, "root": str(REPOSITORY)}
     parts = re.split(r"\{(\w+)\}", RECORDED[launcher])  # what is in braces has the odd places
     pattern = "".join(
         re.escape(here[part] if place % 2 else part) if part in here or not place % 2 else ".+"
