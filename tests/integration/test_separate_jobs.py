@@ -83,47 +83,24 @@ def train(loop: Loop, noloco: Attached, steps: int = STEPS) -> list[Tensor]:
     return found
 
 
-def separate(slot: int, rank: int, folder: Path, slots: int, settings: NolocoSettings) -> list[Tensor]:
-    loop = of_job(slot, rank)
-    noloco = attach(loop.model, settings, **federation(folder, slot, slots), seed=SEED)
-    found = train(loop, noloco)
-    noloco.close()
-    return [*found, loop.weights()]
+def in_one_job(rank: int) -> Loop:
+    """Of two replicas of two ranks."""
+    return Loop(rank // 2, rank % 2, ReplicaGroups(2).get_data_parallel_group())
 
 
-def together(rank: int, world_size: int, replicas: int, settings: NolocoSettings) -> list[Tensor]:
-    ranks = world_size // replicas
-    group = ReplicaGroups(replicas).get_data_parallel_group()
-    loop = Loop(rank // ranks, rank % ranks, group if ranks > 1 else None)
-    noloco = attach(loop.model, settings, replicas=replicas, seed=SEED)
+def together(rank: int, world_size: int, settings: NolocoSettings) -> list[Tensor]:
+    loop = in_one_job(rank)
+    noloco = attach(loop.model, settings, replicas=2, seed=SEED)
     found = train(loop, noloco)
     noloco.close()
     dist.barrier()
     return [*found, loop.weights()]
 
 
-@pytest.mark.parametrize("settings", [SETTINGS, OVERLAPPED], ids=["plain", "overlap, fragments, int8"])
-@pytest.mark.parametrize(("slots", "ranks"), [(3, 1), (2, 2)])
-def test_separate_jobs_train_as_one_job_does(
-    tmp_path: Path, slots: int, ranks: int, settings: NolocoSettings
-) -> None:
-    """To the last bit, after every step and at the end, where a round that is under way is merged."""
-    found = run_jobs(tmp_path, slots, ranks, separate, tmp_path, slots, settings)
-    expected = run_ranks(slots * ranks, together, slots, settings)
-    for slot in range(slots):
-        for rank in range(ranks):
-            assert torch.equal(torch.stack(found[slot][rank]), torch.stack(expected[slot * ranks + rank]))
-    assert not torch.equal(found[0][0][0], found[1][0][0]), "each replica has data of its own"
-    last, closed = found[0][0][-2:]
-    assert torch.equal(last, closed) == (settings.delay_steps == 0)
-
-
-def in_rounds(rank: int, world_size: int, replicas: int) -> tuple[Tensor, Tensor, Tensor]:
+def in_rounds(rank: int, world_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """The first weights; those before and after each round."""
-    ranks = world_size // replicas
-    group = ReplicaGroups(replicas).get_data_parallel_group()
-    loop = Loop(rank // ranks, rank % ranks, group if ranks > 1 else None)
-    noloco = attach(loop.model, SETTINGS, replicas=replicas, seed=SEED)
+    loop = in_one_job(rank)
+    noloco = attach(loop.model, SETTINGS, replicas=2, seed=SEED)
     first, before, after = loop.weights(), [], []
     while noloco.done < STEPS:
         loop.step(noloco.done)
@@ -135,12 +112,12 @@ def in_rounds(rank: int, world_size: int, replicas: int) -> tuple[Tensor, Tensor
     return first, torch.stack(before), torch.stack(after)
 
 
-@pytest.mark.parametrize(("replicas", "ranks"), [(3, 1), (2, 2)])
-def test_rounds_of_a_torch_module_are_those_of_the_method(replicas: int, ranks: int) -> None:
-    found = run_ranks(replicas * ranks, in_rounds, replicas)
-    expected = by_the_equations(found[0][0], torch.stack([one[1] for one in found[::ranks]], dim=1), SEED)
+def test_rounds_of_a_torch_module_are_those_of_the_method() -> None:
+    found = run_ranks(4, in_rounds)
+    expected = by_the_equations(found[0][0], torch.stack([one[1] for one in found[::2]], dim=1), SEED)
+    assert not torch.equal(found[0][1], found[2][1]), "each replica has data of its own"
     for rank, (_, _, after) in enumerate(found):
-        torch.testing.assert_close(after, expected[:, rank // ranks], rtol=0, atol=1e-6)
+        torch.testing.assert_close(after, expected[:, rank // 2], rtol=0, atol=1e-6)
 
 
 def interrupted(slot: int, rank: int, folder: Path, settings: NolocoSettings) -> Tensor:
@@ -168,10 +145,12 @@ def interrupted(slot: int, rank: int, folder: Path, settings: NolocoSettings) ->
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, OVERLAPPED], ids=["plain", "overlap, fragments, int8"])
-def test_a_job_continues_from_what_it_saved(tmp_path: Path, settings: NolocoSettings) -> None:
-    """To the last bit."""
+def test_jobs_that_continue_train_as_one_job_does(tmp_path: Path, settings: NolocoSettings) -> None:
+    """To the last bit, also where a round that is under way is merged at the end."""
     found = run_jobs(tmp_path, 2, 2, interrupted, tmp_path, settings)
-    expected = run_ranks(4, together, 2, settings)
+    expected = run_ranks(4, together, settings)
+    *_, last, closed = expected[0]
+    assert torch.equal(last, closed) == (settings.delay_steps == 0)
     for slot in range(2):
         for rank in range(2):
             assert torch.equal(found[slot][rank], expected[2 * slot + rank][-1])
