@@ -89,28 +89,21 @@ def losses(run: Run) -> Tensor:
     return torch.tensor([[row["train/loss"] for row in rows] for rows in metrics(run.folder)])
 
 
-# name: (of both runs, saved with, continued with)
+# name: (of both runs, saved with, continued with); all other pairs of layouts are in tests/unit/test_layouts.py
 CASES: dict[str, tuple[list[Changes], Changes, Changes]] = {
     "tp 1 to 2": ([], padded(3, layout()), padded(32, layout(tp=2))),
     "pp 2 to dp 2, tied, under way": ([TIED, LATE], layout(pp=2), layout(dp=2)),
     "dp 2 to pp 2 x vpp 2, Muon": ([MUON], layout(dp=2), layout(pp=2, vpp=2)),
-    "tp 2 to pp 2, Muon, bf16, under way": ([MUON, BF16, LATE], layout(tp=2), layout(pp=2)),
     "tp 2 x dp 2 to pp 2 x sequence parallel tp 2, bf16": (
         [BF16],
         layout(tp=2, dp=2),
         layout(pp=2, tp=2, sequence_parallel=True),
     ),
-    "dp 2 to tp 2, without rounds": (
-        [{"noloco": {"enabled": False}}],
-        layout(dp=2, replicas=1),
-        layout(tp=2, replicas=1),
-    ),
 }
-QUICK = ("tp 1 to 2", "pp 2 to dp 2, tied, under way", "dp 2 to pp 2 x vpp 2, Muon")
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * ("bf16" in name)) for name in CASES]
 )
 def test_the_losses_are_those_without_the_change(name: str, tmp_path: Path) -> None:
     both, before, after = CASES[name]
