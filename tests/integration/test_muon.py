@@ -190,7 +190,7 @@ def test_tied_embeddings_with_two_stages_stay_one() -> None:
 
 @pytest.mark.parametrize(
     ("name", "accumulation"),
-    [("TP2 x PP2 with sequence parallelism", "fp32"), ("DP2", "fp32"), ("DP2 x PP2", "bf16")],
+    [("TP2 x PP2 with sequence parallelism", "fp32"), ("DP2 x PP2", "fp32"), ("DP2 x PP2", "bf16")],
 )
 def test_bf16_stays_close_to_fp32(name: str, accumulation: str) -> None:
     """DeepSpeed has another optimizer for each of the two."""
