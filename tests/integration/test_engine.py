@@ -17,7 +17,6 @@ from megatron_noloco.plans.routing import Routing
 from tests.harness import run_ranks
 from tests.integration.tiny import (
     MUON,
-    TINY,
     VOCABULARY,
     Recorded,
     build,
@@ -28,7 +27,6 @@ from tests.integration.tiny import (
 )
 
 STEPS = 5
-PEAK = TINY["optimizer"]["params"]["lr"]
 BF16 = {"bf16": {"enabled": True}}
 RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"

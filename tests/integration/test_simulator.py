@@ -25,9 +25,7 @@ DELAYED = {"mode": "delayed", "delay_steps": 1}
 METHODS: dict[str, dict[str, Any]] = {
     "pairs": {"group_size": 2},
     "groups of 3 of 4": {"group_size": 3, "consensus_weight": 0.4},
-    "cycles": {"pairing": "cycle"},
     "DiLoCo": {"method": "diloco"},
-    "final average": {"final_average": True},
     "final average of a delayed round": {"final_average": True, "overlap": DELAYED},
     "fragments": {"fragments": 2, "pairing": "cycle"},
     "no rounds": {"enabled": False, "fragments": 2},
@@ -54,11 +52,8 @@ def small(
 @pytest.mark.parametrize(
     ("name", "optimizer"),
     [
-        *((name, {}) for name in METHODS if name != "cycles"),
+        *((name, {}) for name in METHODS),
         ("fragments", MUON_WSD),
-        # By hand: the case "fragments" has cycles, too, and one above Muon.
-        pytest.param("cycles", {}, marks=pytest.mark.slow),
-        pytest.param("DiLoCo", MUON, marks=pytest.mark.slow),
     ],
 )
 def test_four_replicas_learn_as_in_the_trainer(name: str, optimizer: dict[str, Any], tmp_path: Path) -> None:
