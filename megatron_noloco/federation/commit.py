@@ -79,6 +79,10 @@ class Partners(Protocol):
         """Return how available a counterpart is for an exchange, and why if it is not."""
         ...
 
+    def reachable(self, rank: int) -> bool:
+        """Whether others can connect to a rank, which may be this one; True if nothing is known of it."""
+        ...
+
     def begin(self, number: int, rank: int | None) -> None:
         """Announce that this rank begins an exchange with `rank`; None: that it skips it.
 
@@ -199,12 +203,15 @@ class CommittedExchange:
         place = self._exchange.place
         others = [replica for replica in range(place.replicas) if replica != self._replica]
         seen = [self._partners.standing(number, place.rank_of(other)) for other in others]
-        standings = dict(zip(others, self._partners.agree([standing for standing, _ in seen]), strict=True))
+        reachable = [self._partners.reachable(place.rank_of(replica)) for replica in range(place.replicas)]
+        votes = self._partners.agree([standing for standing, _ in seen] + reachable)
+        standings = dict(zip(others, votes, strict=False))
+        hidden = {replica for replica, vote in enumerate(votes[len(others) :]) if not vote}
         available = (
             {other for other in others if standings[other] >= least}
             for least in (Standing.BUSY, Standing.FREE, Standing.WAITING)
         )
-        partner = self._choose(number, Others(*available))
+        partner = self._choose(number, Others(*available, hidden))
         if partner is None:
             self._partners.begin(number, None)
             self._exchange.report = ExchangeReport((self._replica,))

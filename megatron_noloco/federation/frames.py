@@ -7,10 +7,13 @@ A frame is a header of fixed size. Bytes follow the header of a DATA, ADDRESSES 
 | HELLO | every rank, twice a second | the sender runs | its latest exchange | first exchange that is open | 0 |
 | WANT | receiver of a message | a receive is posted under `tag` | its ticket | 0 | bytes of the message |
 | DATA | sender of a message | one chunk | the ticket | of the first byte | bytes of the chunk |
-| DONE | receiver of a message | the message has arrived | the ticket | 0 | 0 |
+| GOT | receiver of DATA | one chunk has come, wanted or not | the ticket | 1: the message is complete | 0 |
 | ADDRESSES | every rank | addresses it knows, see `rendezvous` | 1: asks for ours | 0 | bytes that follow |
 | ASK | rank that starts | asks for an OFFER under `tag` | 0 | 0 | 0 |
 | OFFER | rank that was asked | state it can send under `tag`, see `handover` | 0 | 0 | bytes that follow |
+
+A frame whose `receiver` is another rank is passed on by a rank that relays. A `relayed` frame is sent that way;
+the bytes that follow its header are then encrypted for its receiver, where the federation has keys.
 
 `offset` of a HELLO is the first exchange in which its sender may exchange with its receiver. Whatever is under
 way between the two for earlier exchanges is void. So a HELLO also answers a WANT for an exchange in which the
@@ -36,10 +39,11 @@ import torch
 from megatron_noloco.transport.chunks import Chunk, ReportedTransfers, cut
 from megatron_noloco.transport.protocol import Message
 
-_HEADER = struct.Struct("!4sBBBxIQQQQQQQI")
-_MAGIC, _VERSION = b"nlco", 3
+_HEADER = struct.Struct("!4sBBBBIIQQQQQQQI")
+_MAGIC, _VERSION = b"nlco", 4
 SIZE = _HEADER.size + 4  # the last four bytes are a checksum of those before
 LARGEST = 2**63 - 1
+ANYONE = 2**32 - 1  # the receiver, where its rank is not known
 HANDOVER_TAG = 2**62  # the first tag of handovers, which no exchange makes void
 _COLUMNS = 512  # 64-bit words; with fewer, numpy takes longer than reading the memory
 
@@ -55,7 +59,7 @@ class Kind(IntEnum):
     HELLO = 0
     WANT = 1
     DATA = 2
-    DONE = 3
+    GOT = 3
     ADDRESSES = 4
     ASK = 5
     OFFER = 6
@@ -67,6 +71,7 @@ class Frame(NamedTuple):
     kind: Kind
     run: int  # see `run_number`
     sender: int  # its rank
+    receiver: int
     epoch: int  # of the sender's process
     to_epoch: int = 0  # of the receiver's process; 0 in HELLO, WANT, ADDRESSES and ASK
     tag: int = 0
@@ -74,11 +79,12 @@ class Frame(NamedTuple):
     offset: int = 0
     length: int = 0
     dtype: int = 0  # in WANT and DATA
-    checksum: int = 0  # of the bytes that follow
+    checksum: int = 0  # of the bytes that follow, before they are encrypted
+    relayed: bool = False
 
     def pack(self) -> bytes:
         numbers = self.epoch, self.to_epoch, self.tag, self.number, self.offset, self.length
-        start = _MAGIC, _VERSION, self.kind, self.dtype, self.sender, self.run
+        start = _MAGIC, _VERSION, self.kind, self.dtype, self.relayed, self.sender, self.receiver, self.run
         head = _HEADER.pack(*start, *numbers, self.checksum)
         return head + zlib.crc32(head).to_bytes(4, "big")
 
@@ -103,14 +109,11 @@ class Member:
     epoch: int
     ranks: int
 
-    def frame(self, kind: Kind, **fields: int) -> Frame:
-        """Return a frame from this process."""
-        return Frame(kind, self.run, self.rank, self.epoch, **fields)
-
-    def frame_with(self, data: np.ndarray, kind: Kind, **fields: int) -> tuple[bytes, np.ndarray]:
-        """Return the packed header of a frame from this process, and the data that follow it."""
-        frame = self.frame(kind, length=len(data), checksum=checksum_of(data), **fields)
-        return frame.pack(), data
+    def frame(self, kind: Kind, receiver: int, data: np.ndarray | None = None, **fields: Any) -> Frame:
+        """Return a frame from this process, of the length and checksum of the data that will follow it, if any."""
+        if data is not None:
+            fields |= {"length": len(data), "checksum": checksum_of(data)}
+        return Frame(kind, self.run, self.rank, receiver, self.epoch, **fields)
 
 
 def run_number(alike: Mapping[str, Any]) -> int:
@@ -123,13 +126,16 @@ def read(header: bytes) -> Frame | None:
     """Parse a header; returns None for anything that is not a valid one."""
     if len(header) != SIZE or zlib.crc32(header[:-4]) != int.from_bytes(header[-4:], "big"):
         return None
-    magic, version, kind, dtype, sender, run, *numbers, checksum = _HEADER.unpack(header[:-4])
-    if (magic, version) != (_MAGIC, _VERSION) or kind >= len(Kind) or dtype >= len(_DTYPES):
+    magic, version, kind, dtype, relayed, sender, receiver, run, *numbers, checksum = _HEADER.unpack(
+        header[:-4]
+    )
+    if (magic, version) != (_MAGIC, _VERSION) or kind >= len(Kind) or dtype >= len(_DTYPES) or relayed > 1:
         return None
     if max(numbers) > LARGEST:
         return None
     epoch, to_epoch, tag, number, offset, length = numbers
-    return Frame(Kind(kind), run, sender, epoch, to_epoch, tag, number, offset, length, dtype, checksum)
+    rest = to_epoch, tag, number, offset, length, dtype, checksum, bool(relayed)
+    return Frame(Kind(kind), run, sender, receiver, epoch, *rest)
 
 
 def checksum_of(data: np.ndarray) -> int:
@@ -174,12 +180,12 @@ class Send:
 
         return cls(tag, message.buffer.nbytes, DTYPE_CODES[message.buffer.dtype], chunks, report)
 
-    def frames(self, want: Frame, member: Member) -> Iterator[tuple[bytes, np.ndarray]]:
+    def frames(self, want: Frame, member: Member) -> Iterator[tuple[Frame, np.ndarray]]:
         """Yield header and bytes of each chunk."""
         fields = {"to_epoch": want.epoch, "tag": self.tag, "number": want.number, "dtype": self.dtype}
         offset = 0
         for data in self.chunks():
-            yield member.frame_with(data, Kind.DATA, offset=offset, **fields)
+            yield member.frame(Kind.DATA, want.sender, data, offset=offset, **fields), data
             offset += len(data)
 
 

@@ -92,5 +92,5 @@ def network_of(federation: FederationSettings, noloco: NolocoSettings, alike: Ma
     if federation.encryption == "curve":
         assert federation.key_file is not None
         keys = Keys.read(Path(federation.key_file))
-    listen = federation.listen or rendezvous.listen
-    return Network(rendezvous, run, listen, keys, reachable_address, federation.advertise)
+    listen = None if federation.listen == "off" else federation.listen or rendezvous.listen
+    return Network(rendezvous, run, listen, keys, reachable_address, federation.advertise, federation.relay)

@@ -5,9 +5,13 @@ candidate pairs, drawn from the seed: replicas get random labels, and in row a l
 R are a pair. So every two replicas are a pair in exactly one row. The rows are taken in order; two replicas that
 are both still left over are partners. Replicas that know the same others compute the same pairs, without any
 message, and at most one replica is left without a partner.
+
+Two replicas that no other can connect to ("hidden") are not a pair while another choice is left: where the plan
+pairs them, they change partners with a planned pair of which both can be reached, and a hidden replica left over is
+first given one that can be reached.
 """
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 from megatron_noloco.plans.draws import Stream, draw_permutation
@@ -22,11 +26,13 @@ class Others:
         present: those that take part in the round, or will.
         free: those of them that have no other partner in it.
         waiting: those of the free ones that have begun the round with this replica.
+        hidden: those of all replicas, this one included, that no other can connect to.
     """
 
     present: Set[int]
     free: Set[int]
     waiting: Set[int]
+    hidden: Set[int] = frozenset()
 
 
 def choose(grouping: Grouping, replica: int, at: tuple[int, int], others: Others) -> int | None:
@@ -38,27 +44,49 @@ def choose(grouping: Grouping, replica: int, at: tuple[int, int], others: Others
         grouping: of pairs.
         at: round and fragment.
     """
-    planned: dict[int, int] = {}
-    for group in grouping.groups(at[0], fragment=at[1]):
-        if len(group) == 2:
-            planned |= {group[0]: group[1], group[1]: group[0]}
+    labels = draw_permutation(grouping.replicas, grouping.seed, Stream.CHOICES, *at).tolist()
+    pairs = [group for group in grouping.groups(at[0], fragment=at[1]) if len(group) == 2]
+    planned = _partners(_exchanged(pairs, labels, {replica, *others.present}, others.hidden))
     if planned.get(replica) in others.free:
         return planned[replica]
-    labels = draw_permutation(grouping.replicas, grouping.seed, Stream.CHOICES, *at).tolist()
     if others.waiting:
         return min(others.waiting, key=lambda other: (labels[replica] + labels[other]) % len(labels))
     left_over = {other for other in others.free if planned.get(other) not in others.present}
-    return _pairs(labels, {replica, *left_over}).get(replica)
+    return _left_over_pairs(labels, {replica, *left_over}, others.hidden).get(replica)
 
 
-def _pairs(labels: list[int], left_over: Set[int]) -> dict[int, int]:
-    """Return the partner of each replica that has one, taking the rows in order."""
+def _exchanged(
+    pairs: list[tuple[int, ...]], labels: list[int], present: Set[int], hidden: Set[int]
+) -> list[tuple[int, ...]]:
+    """Return the pairs without those of two hidden replicas, which change partners with a pair of none, if any."""
+    pairs = sorted(pairs, key=lambda pair: min(labels[pair[0]], labels[pair[1]]))
+    whole = [pair for pair in pairs if present.issuperset(pair)]
+    both = [pair for pair in whole if hidden.issuperset(pair)]
+    none = [pair for pair in whole if hidden.isdisjoint(pair)]
+    exchanged = {
+        pair: new
+        for (one, two), (three, four) in zip(both, none, strict=False)
+        for pair, new in (((one, two), (one, three)), ((three, four), (two, four)))
+    }
+    return [new for pair in pairs if not hidden.issuperset(new := exchanged.get(pair, pair))]
+
+
+def _partners(pairs: Iterable[tuple[int, ...]]) -> dict[int, int]:
+    return {one: two for pair in pairs for one, two in (pair, pair[::-1])}
+
+
+def _left_over_pairs(labels: list[int], left_over: Set[int], hidden: Set[int]) -> dict[int, int]:
+    """Return the partner of each replica that has one, taking the rows in order: hidden replicas first."""
     by_label = {labels[replica]: replica for replica in left_over}
     pairs: dict[int, int] = {}
-    for row in range(len(labels)):
-        for label in list(by_label):
-            other = (row - label) % len(labels)
-            if label != other and label in by_label and other in by_label:
-                one, two = by_label.pop(label), by_label.pop(other)
-                pairs |= {one: two, two: one}
+    for hidden_members in (1, 0, 2):
+        for row in range(len(labels)):
+            for label in list(by_label):
+                other = (row - label) % len(labels)
+                if label == other or label not in by_label or other not in by_label:
+                    continue
+                pair = by_label[label], by_label[other]
+                if len(hidden.intersection(pair)) == hidden_members:
+                    pairs |= _partners([pair])
+                    del by_label[label], by_label[other]
     return pairs

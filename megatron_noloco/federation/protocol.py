@@ -10,24 +10,39 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron_noloco.federation.commit import WithdrawnError
-from megatron_noloco.federation.connection import Connection
-from megatron_noloco.federation.frames import HANDOVER_TAG, LARGEST, Frame, Kind, Member, Receive, Send, read
-from megatron_noloco.federation.rendezvous import Directory
+from megatron_noloco.federation.frames import (
+    ANYONE,
+    HANDOVER_TAG,
+    LARGEST,
+    SIZE,
+    Frame,
+    Kind,
+    Member,
+    Receive,
+    Send,
+    read,
+)
+from megatron_noloco.federation.keys import Sealing
+from megatron_noloco.federation.links import Link
+from megatron_noloco.federation.outbox import Outbox
+from megatron_noloco.federation.rendezvous import Address, Directory
 from megatron_noloco.transport.protocol import EXCHANGE_TAGS
 
+SILENCE_SECONDS = 10.0  # after which a rank counts as absent
+_RELAY_SECONDS = 10.0  # after which a rank that should be reachable, and is not, is tried over a relay
 _MOST_WANTS = 1024  # of one rank, for messages that are not posted yet; further ones are dropped
 _HANDOVERS = range(HANDOVER_TAG, LARGEST + 1)  # their tags
 _ALL_TAGS = range(LARGEST + 1)
 
 
-@dataclass
-class Counterpart:
-    """What this rank knows about the rank at the same place in another replica, and has under way with it.
+class Seen(NamedTuple):
+    """What this rank knows of a counterpart. It is replaced as a whole, so other threads read one moment of it.
 
     Attributes:
         epoch: of its process; 0: it was never heard of.
@@ -35,6 +50,30 @@ class Counterpart:
         open_from: the first exchange in which it may exchange with this rank.
         heard: the time of its last frame, on the monotonic clock; -inf: never.
         connected: whether our frames can reach it.
+    """
+
+    epoch: int = 0
+    begun: int = -1
+    open_from: int = 0
+    heard: float = float("-inf")
+    connected: bool = False
+
+    @property
+    def present(self) -> bool:
+        """Whether it is connected, and has said something in the last ten seconds."""
+        return self.connected and time.monotonic() - self.heard <= SILENCE_SECONDS
+
+
+@dataclass
+class Counterpart:
+    """The rank at the same place in another replica: what is known of it, and under way with it.
+
+    Attributes:
+        seen: for other threads as well; the rest is used by the thread of the service only.
+        direct: the connection to it, up or not; None: there was none.
+        outbox: sends to it; its link is `direct` or leads to a rank that relays.
+        address: its latest; None: not known.
+        apart: when it became known or was lost, on the monotonic clock.
         informed: the version of our directory that it was sent last; -1: none.
         offer: its last answer to an ASK, tag and description; None: none yet.
         posted: our messages that it has not asked for, oldest first, by tag.
@@ -43,27 +82,32 @@ class Counterpart:
     """
 
     rank: int
-    epoch: int = 0
-    begun: int = -1
-    open_from: int = 0
-    heard: float = float("-inf")
-    connected: bool = False
+    seen: Seen = Seen()
+    direct: Link | None = None
+    outbox: Outbox = field(default_factory=Outbox)
+    address: Address | None = None
+    apart: float = float("-inf")
     informed: int = -1
     offer: tuple[int, bytes] | None = None
     posted: defaultdict[int, deque[Send]] = field(default_factory=lambda: defaultdict(deque))
     wants: defaultdict[int, deque[Frame]] = field(default_factory=lambda: defaultdict(deque))
     unconfirmed: dict[int, Send] = field(default_factory=dict)
 
+    def update(self, **changes: Any) -> None:
+        """Replace some of `seen`."""
+        self.seen = self.seen._replace(**changes)
+
     def wants_waiting(self) -> int:
         return sum(map(len, self.wants.values()))
 
 
 class FederationProtocol:
-    """Runs the protocol of one rank. Used by one thread; other threads may read `counterparts`.
+    """Runs the protocol of one rank. Used by one thread; other threads may read `Counterpart.seen`.
 
     Args:
         counterparts: the ranks at the same place in other replicas.
-        connections: to the counterparts whose address is known, by rank; the caller adds to it.
+        relays: whether this rank passes frames on between counterparts.
+        sealing: encrypts what is relayed; None: nothing is encrypted.
 
     Attributes:
         counterparts: by rank.
@@ -73,14 +117,18 @@ class FederationProtocol:
     """
 
     def __init__(
-        self, member: Member, counterparts: Iterable[int], connections: Mapping[int, Connection]
+        self,
+        member: Member,
+        counterparts: Iterable[int],
+        relays: bool = False,
+        sealing: Sealing | None = None,
     ) -> None:
         self.member = member
         self.counterparts: Mapping[int, Counterpart] = {rank: Counterpart(rank) for rank in counterparts}
         self.dropped: Counter[str] = Counter()
         self.directory = Directory(member)
         self.when_asked: Callable[[int, int], None] = lambda rank, tag: self.offer(rank, tag, b"", [])
-        self._connections = connections
+        self._relays, self._sealing = relays, sealing
         self._receives: dict[int, Receive] = {}  # by ticket
         self._tickets = 0
         self._begun = -1
@@ -90,7 +138,7 @@ class FederationProtocol:
             Kind.HELLO: self._take_hello,
             Kind.WANT: self._take_want,
             Kind.DATA: self._take_data,
-            Kind.DONE: self._take_done,
+            Kind.GOT: self._take_got,
             Kind.ASK: self._take_ask,
             Kind.OFFER: self._take_offer,
         }
@@ -101,26 +149,82 @@ class FederationProtocol:
             self._warnings.add(line)
             sys.stderr.write(f"rank {self.member.rank}: {line}\n")
 
+    # Paths
+
+    def linked(self, counterpart: Counterpart, link: Link) -> None:
+        """Use a connection to a counterpart, unless there is one already."""
+        if counterpart.direct is None or not counterpart.direct.up:
+            counterpart.direct = link
+            self.check_path(counterpart)
+
+    def check_paths(self) -> None:
+        """Find another path to each counterpart whose link is down, and a path to those that have none."""
+        for counterpart in self.counterparts.values():
+            self.check_path(counterpart)
+
+    def check_path(self, counterpart: Counterpart) -> None:
+        """Send to a counterpart directly, else over a relay, else not at all; see `check_paths`."""
+        direct = counterpart.direct if counterpart.direct and counterpart.direct.up else None
+        link = direct or self._relay_to(counterpart)
+        silent = counterpart.outbox.relayed and counterpart.seen.connected and not counterpart.seen.present
+        if link is counterpart.outbox.link and not silent:
+            return
+        if counterpart.outbox.link is not None:
+            self.lost(counterpart, "has gone: the connection was lost")
+        if link is not None:
+            counterpart.outbox.take_path(link, direct is None, partial(self._sealed, counterpart.rank))
+            counterpart.update(connected=direct is not None)
+            self.send_hello(counterpart.rank)
+
+    def _relay_to(self, counterpart: Counterpart) -> Link | None:
+        """Return the link to a rank that can pass frames on to a counterpart which cannot be reached."""
+        own = self.directory.addresses.get(self.member.rank)
+        if counterpart.address is None or own is None:
+            return None
+        reachable = counterpart.address.endpoint or own.endpoint
+        if reachable and time.monotonic() - counterpart.apart < _RELAY_SECONDS:
+            return None
+        others = (other for other in self.counterparts.values() if other is not counterpart)
+        links = (other.direct for other in others if other.address is not None and other.address.relay)
+        return next((link for link in links if link is not None and link.up), None)
+
+    def _sealed(self, rank: int, data: np.ndarray) -> np.ndarray:
+        return data if self._sealing is None else self._sealing.seal(data, self.directory.addresses[rank].key)
+
+    def lost(self, counterpart: Counterpart, why: str) -> None:
+        """End whatever is under way with a counterpart."""
+        counterpart.update(connected=False)
+        counterpart.informed, counterpart.apart = -1, time.monotonic()
+        self.cancel(counterpart, failure=ConnectionError(f"rank {counterpart.rank} {why}"))
+        counterpart.outbox.take_path(None)
+
     # Messages that this rank posts
 
     def send(self, rank: int, send: Send) -> None:
         """Send a message to a counterpart as soon as it asks for it."""
-        if rank not in self._connections:
-            send.report(_unknown(rank))
+        if self.counterparts[rank].outbox.link is None:
+            send.report(_away(rank))
             return
         self.counterparts[rank].posted[send.tag].append(send)
         self._match(self.counterparts[rank], send.tag)
 
     def receive(self, receive: Receive) -> None:
         """Ask a counterpart for a message."""
-        if receive.message.rank not in self._connections:
-            receive.transfers.report(_unknown(receive.message.rank))
+        rank = receive.message.rank
+        if self.counterparts[rank].outbox.link is None:
+            receive.transfers.report(_away(rank))
             return
         self._tickets += 1
         self._receives[self._tickets] = receive
-        fields = {"length": receive.message.buffer.nbytes, "dtype": receive.dtype}
-        want = self.member.frame(Kind.WANT, tag=receive.tag, number=self._tickets, **fields)
-        self._connections[receive.message.rank].control(want.pack())
+        want = self.member.frame(
+            Kind.WANT,
+            rank,
+            tag=receive.tag,
+            number=self._tickets,
+            length=receive.message.buffer.nbytes,
+            dtype=receive.dtype,
+        )
+        self.counterparts[rank].outbox.control(want)
 
     def _match(self, counterpart: Counterpart, tag: int) -> None:
         """Start what both sides have posted under a tag, in the order in which they did."""
@@ -137,7 +241,7 @@ class FederationProtocol:
             elif want.number not in counterpart.unconfirmed:  # no ticket is given twice
                 counterpart.unconfirmed[want.number] = send
                 frames = send.frames(want, self.member)
-                self._connections[counterpart.rank].chunks(want.number, frames)
+                counterpart.outbox.chunks(want.number, frames)
         if not posted:
             del counterpart.posted[tag]
         if not wants:
@@ -164,7 +268,7 @@ class FederationProtocol:
             del wants[tag]
         if tickets := {ticket for ticket, send in unconfirmed.items() if send.tag in tags}:
             sends += [unconfirmed.pop(ticket) for ticket in sorted(tickets)]
-            self._connections[counterpart.rank].drop(tickets)
+            counterpart.outbox.drop(tickets)
         if failure is not None:
             for send in sends:
                 send.report(failure)
@@ -188,16 +292,16 @@ class FederationProtocol:
         self._cancel_void()
 
     def send_hello(self, *ranks: int) -> None:
-        """Send a HELLO, and the addresses if they have changed, to these ranks or to all that are connected."""
-        for rank, connection in self._connections.items():
-            if rank in ranks or (not ranks and self.counterparts[rank].connected):
-                open_from = self._open_from(rank)
-                connection.hello(
-                    self.member.frame(Kind.HELLO, number=self._begun + 1, offset=open_from).pack()
-                )
-                if self.counterparts[rank].informed != self.directory.version:
-                    connection.control(*self.directory.frame())
-                    self.counterparts[rank].informed = self.directory.version
+        """Send a HELLO, and the addresses if they have changed, to these ranks or to all that have a path."""
+        for rank in ranks or self.counterparts:
+            counterpart = self.counterparts[rank]
+            outbox, open_from = counterpart.outbox, self._open_from(rank)
+            if outbox.link is None:
+                continue
+            outbox.hello(self.member.frame(Kind.HELLO, rank, number=self._begun + 1, offset=open_from))
+            if counterpart.informed != self.directory.version and not outbox.relayed:
+                outbox.control(*self.directory.frame(rank))
+                counterpart.informed = self.directory.version
 
     def _open_from(self, rank: int) -> int:
         """Return the first exchange in which this rank may exchange with that one: under way, or the next."""
@@ -214,7 +318,7 @@ class FederationProtocol:
 
     def ask(self, rank: int, tag: int) -> None:
         """Ask a connected counterpart which state it can send."""
-        self._connections[rank].control(self.member.frame(Kind.ASK, tag=tag).pack())
+        self.counterparts[rank].outbox.control(self.member.frame(Kind.ASK, rank, tag=tag))
 
     def offer(self, rank: int, tag: int, description: bytes, sends: Sequence[Send]) -> None:
         """Answer an ASK, and post the messages that the description is about; earlier ones are cancelled."""
@@ -223,44 +327,68 @@ class FederationProtocol:
         self._cancel_sends(counterpart, _HANDOVERS, again)
         for send in sends:
             self.send(rank, send)
-        if rank in self._connections:
-            data = np.frombuffer(description, np.uint8)
-            frame = self.member.frame_with(data, Kind.OFFER, to_epoch=counterpart.epoch, tag=tag)
-            self._connections[rank].control(*frame)
+        data = np.frombuffer(description, np.uint8)
+        frame = self.member.frame(Kind.OFFER, rank, data, to_epoch=counterpart.seen.epoch, tag=tag)
+        if counterpart.outbox.link is not None:
+            counterpart.outbox.control(frame, data)
 
     # Frames that arrive
 
-    def take(self, header: bytes, data: Sequence[Any]) -> None:
-        """Act on the parts of a message; those after the header have a `buffer`."""
-        reason = self._take(header, data)
+    def take(self, link: Link, parts: Sequence[Any]) -> None:
+        """Act on the parts of a message that came over a link."""
+        header = parts[0].bytes if len(parts[0]) == SIZE else b""
+        reason = self._take(link, header, parts[1:])
         if reason:
             self.dropped[reason] += 1
 
-    def _take(self, header: bytes, parts: Sequence[Any]) -> str:
+    def _take(self, link: Link, header: bytes, parts: Sequence[Any]) -> str:
         """Act on a frame; returns why it is dropped, or an empty string."""
         frame = read(header)
         if frame is None:
             return "no frame"
-        if frame.sender >= self.member.ranks:
-            return "unknown sender"
         if frame.run != self.member.run:
             other = (
                 "its job has another seed, model, layout, method or number of slots, or other first weights"
             )
             self.warn(f"rank {frame.sender} is refused: {other}")
             return "another run"
+        if frame.sender >= self.member.ranks:
+            return "unknown sender"
         if len(parts) != (frame.kind in (Kind.DATA, Kind.ADDRESSES, Kind.OFFER)):
             return "wrong parts"
+        if frame.receiver not in (self.member.rank, ANYONE):
+            return self._pass_on(frame, header, parts)
         data = np.frombuffer(parts[0].buffer if parts else b"", np.uint8)
         if frame.kind == Kind.ADDRESSES:
-            return self.directory.take(frame, data)
+            reason = self.directory.take(frame, data)
+            if frame.number and not reason:
+                answer, addresses = self.directory.frame(frame.sender)
+                link.send(answer.pack(), addresses)
+            return reason
         counterpart = self.counterparts.get(frame.sender)
         if counterpart is None:
             return "unknown sender"
         if not self._admit(counterpart, frame):
             return "earlier process"
-        counterpart.heard = time.monotonic()
+        if not frame.relayed:
+            self.linked(counterpart, link)
+        elif parts and self._sealing is not None:
+            address = self.directory.addresses.get(frame.sender)
+            opened = self._sealing.open(data, address.key) if address else None
+            if opened is None:
+                return "cannot be decrypted"
+            data = opened
+        counterpart.update(heard=time.monotonic(), connected=counterpart.outbox.link is not None)
         return self._actions[frame.kind](counterpart, frame, data)
+
+    def _pass_on(self, frame: Frame, header: bytes, parts: Sequence[Any]) -> str:
+        """Pass a frame on between two counterparts that cannot reach each other."""
+        to = self.counterparts.get(frame.receiver)
+        if not self._relays or frame.sender not in self.counterparts or not frame.relayed:
+            return "for another rank"
+        if to is None or to.direct is None or not to.direct.send(header, *parts):
+            return "no way on"
+        return ""
 
     def _admit(self, counterpart: Counterpart, frame: Frame) -> bool:
         """Whether a frame is from the counterpart's latest process and, if it answers us, meant for this process.
@@ -268,18 +396,18 @@ class FederationProtocol:
         The first frame of a later process ends what is under way with the one before.
         """
         if frame.kind not in (Kind.HELLO, Kind.WANT, Kind.ASK):
-            return (frame.epoch, frame.to_epoch) == (counterpart.epoch, self.member.epoch)
-        if frame.epoch > counterpart.epoch:
-            restarted = ConnectionError(f"rank {counterpart.rank} was started anew")
-            self.cancel(counterpart, failure=restarted)
-            counterpart.epoch, counterpart.begun, counterpart.open_from = frame.epoch, -1, 0
-        return frame.epoch == counterpart.epoch
+            return (frame.epoch, frame.to_epoch) == (counterpart.seen.epoch, self.member.epoch)
+        if frame.epoch > counterpart.seen.epoch:
+            self.lost(counterpart, "was started anew")
+            counterpart.direct = None
+            counterpart.update(epoch=frame.epoch, begun=-1, open_from=0)
+        return frame.epoch == counterpart.seen.epoch
 
     def _take_hello(self, counterpart: Counterpart, hello: Frame, _: np.ndarray) -> str:
-        counterpart.begun, counterpart.open_from = hello.number - 1, hello.offset
+        counterpart.update(begun=hello.number - 1, open_from=hello.offset)
         withdrawn = WithdrawnError(f"rank {counterpart.rank} has no part in this exchange")
         self.cancel(counterpart, _before(hello.offset), withdrawn)
-        if counterpart.begun >= 0:  # it trains, and takes nothing over any more
+        if counterpart.seen.begun >= 0:  # it trains, and takes nothing over any more
             trains = ConnectionError(f"rank {counterpart.rank} trains")
             self._cancel_sends(counterpart, _HANDOVERS, trains)
         return ""
@@ -287,7 +415,7 @@ class FederationProtocol:
     def _take_want(self, counterpart: Counterpart, want: Frame, _: np.ndarray) -> str:
         if want.tag in _before(self._open_from(counterpart.rank)):
             return "void"
-        if want.sender not in self._connections:
+        if counterpart.outbox.link is None:
             return "no way back"
         if counterpart.wants_waiting() >= _MOST_WANTS:
             return "too many wants"
@@ -295,23 +423,32 @@ class FederationProtocol:
         self._match(counterpart, want.tag)
         return ""
 
-    def _take_data(self, _: Counterpart, frame: Frame, data: np.ndarray) -> str:
+    def _take_data(self, counterpart: Counterpart, frame: Frame, data: np.ndarray) -> str:
         receive = self._receives.get(frame.number)
+        came = receive is not None and receive.take(frame, data)
+        complete = came and receive is not None and receive.complete
+        if complete:
+            del self._receives[frame.number]
+        got = self.member.frame(
+            Kind.GOT,
+            frame.sender,
+            tag=frame.tag,
+            number=frame.number,
+            to_epoch=frame.epoch,
+            offset=int(complete),
+        )
+        counterpart.outbox.control(got)
         if receive is None:
             return "unknown ticket"
-        if not receive.take(frame, data):
-            return "wrong chunk"
-        if receive.complete:
-            del self._receives[frame.number]
-            done = self.member.frame(Kind.DONE, tag=frame.tag, number=frame.number, to_epoch=frame.epoch)
-            self._connections[frame.sender].control(done.pack())
-        return ""
+        return "" if came else "wrong chunk"
 
-    def _take_done(self, counterpart: Counterpart, frame: Frame, _: np.ndarray) -> str:
-        send = counterpart.unconfirmed.pop(frame.number, None)
-        if send is None:
-            return "unknown ticket"
-        send.report(None)
+    def _take_got(self, counterpart: Counterpart, frame: Frame, _: np.ndarray) -> str:
+        counterpart.outbox.confirm()
+        if frame.offset:
+            send = counterpart.unconfirmed.pop(frame.number, None)
+            if send is None:
+                return "unknown ticket"
+            send.report(None)
         return ""
 
     def _take_ask(self, counterpart: Counterpart, frame: Frame, _: np.ndarray) -> str:
@@ -330,5 +467,5 @@ def _before(number: int) -> range:
     return range(number * EXCHANGE_TAGS)
 
 
-def _unknown(rank: int) -> ConnectionError:
-    return ConnectionError(f"rank {rank} has not been heard of: its address is not known")
+def _away(rank: int) -> ConnectionError:
+    return ConnectionError(f"rank {rank} is not connected")

@@ -11,17 +11,17 @@ import re
 import socket
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from megatron_noloco.federation.frames import LARGEST, Frame, Kind, Member
+from megatron_noloco.federation.frames import ANYONE, LARGEST, Frame, Kind, Member
 from megatron_noloco.files import write_text
 
-_ENTRY = struct.Struct("!IQB")  # rank, epoch, length of the endpoint that follows
+_ENTRY = struct.Struct("!IQ32sBB")  # rank, epoch, key, whether it relays, length of the endpoint that follows
 _LONGEST_ENDPOINT = 255  # bytes
 _ENDPOINT = re.compile(r"tcp://[A-Za-z0-9_.-]+:([0-9]{1,5})")
 _FOLDER, _SEEDS = "file://", "tcp://"
@@ -32,10 +32,18 @@ _SELDOM = (
 
 @dataclass(frozen=True)
 class Address:
-    """Where a rank is reached; a later process of the rank has a larger epoch."""
+    """Where a rank is reached; a later process of the rank has a larger epoch.
+
+    Attributes:
+        endpoint: "" where no other rank can connect to it.
+        key: its public key, 32 bytes, see `keys.Sealing`; zeros where nothing is encrypted.
+        relay: whether it passes frames on between two ranks that cannot be reached.
+    """
 
     endpoint: str
     epoch: int
+    key: bytes = bytes(32)
+    relay: bool = False
 
 
 def is_endpoint(text: str) -> bool:
@@ -64,13 +72,11 @@ class Directory:
     Attributes:
         addresses: by rank.
         version: grows with each change.
-        asked: ranks that have asked for the addresses and wait for an answer.
     """
 
     def __init__(self, member: Member) -> None:
         self.addresses: dict[int, Address] = {}
         self.version = 0
-        self.asked: set[int] = set()
         self._member = member
 
     def merge(self, addresses: Mapping[int, Address]) -> None:
@@ -81,10 +87,10 @@ class Directory:
                 self.addresses[rank] = address
                 self.version += 1
 
-    def frame(self, asks: bool = False) -> tuple[bytes, np.ndarray]:
+    def frame(self, receiver: int = ANYONE, asks: bool = False) -> tuple[Frame, np.ndarray]:
         """Return header and content of the frame that sends all addresses, and may ask for the receiver's."""
         data = np.frombuffer(self.pack(), np.uint8)
-        return self._member.frame_with(data, Kind.ADDRESSES, number=asks)
+        return self._member.frame(Kind.ADDRESSES, receiver, data, number=asks), data
 
     def take(self, frame: Frame, data: np.ndarray) -> str:
         """Merge the addresses that another rank has sent; returns why they are dropped, or an empty string."""
@@ -96,8 +102,6 @@ class Directory:
         if addresses is None:
             return "no addresses"
         self.merge(addresses)
-        if frame.number:
-            self.asked.add(frame.sender)
         return ""
 
     def pack(self) -> bytes:
@@ -105,7 +109,9 @@ class Directory:
         entries = []
         for rank, address in sorted(self.addresses.items()):
             endpoint = address.endpoint.encode()
-            entries.append(_ENTRY.pack(rank, address.epoch, len(endpoint)) + endpoint)
+            entries.append(
+                _ENTRY.pack(rank, address.epoch, address.key, address.relay, len(endpoint)) + endpoint
+            )
         return b"".join(entries)
 
     def unpack(self, data: bytes) -> dict[int, Address] | None:
@@ -116,9 +122,9 @@ class Directory:
             stop = start + _ENTRY.size
             if stop > len(data):
                 return None
-            rank, epoch, length = _ENTRY.unpack(data[start:stop])
+            rank, epoch, key, relay, length = _ENTRY.unpack(data[start:stop])
             start = stop + length
-            address = Address(data[stop:start].decode("ascii", "replace"), epoch)
+            address = Address(data[stop:start].decode("ascii", "replace"), epoch, key, bool(relay))
             if start > len(data) or rank <= last or not self._is_valid(rank, address):
                 return None
             found[rank], last = address, rank
@@ -131,7 +137,8 @@ class Directory:
 
     def _is_valid(self, rank: int, address: Address) -> bool:
         known_rank = 0 <= rank < self._member.ranks
-        return known_rank and 0 < address.epoch <= LARGEST and is_endpoint(address.endpoint)
+        valid = is_endpoint(address.endpoint) or not address.endpoint
+        return known_rank and 0 < address.epoch <= LARGEST and valid and len(address.key) == 32
 
 
 class AddressBook(Protocol):
@@ -156,7 +163,7 @@ class SharedFolder:
 
     def publish(self, rank: int, address: Address) -> None:
         """Write the file of a rank, over that of an earlier process. Raises OSError."""
-        content = {"endpoint": address.endpoint, "epoch": address.epoch}
+        content = asdict(address) | {"key": address.key.hex()}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_text(self.folder / f"rank_{rank:05d}{self._ending}", json.dumps(content) + "\n")
@@ -170,7 +177,8 @@ class SharedFolder:
         for path in sorted(self.folder.glob(f"rank_*{self._ending}")):
             try:
                 content = json.loads(path.read_text())
-                address = Address(str(content["endpoint"]), int(content["epoch"]))
+                key, relay = bytes.fromhex(content["key"]), bool(content["relay"])
+                address = Address(str(content["endpoint"]), int(content["epoch"]), key, relay)
                 found[int(path.name.removeprefix("rank_").removesuffix(self._ending))] = address
             except (ValueError, KeyError, TypeError):
                 continue

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_noloco.federation.commit import Standing
 from megatron_noloco.federation.frames import DTYPE_CODES, LARGEST, Member, Receive, Send
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.protocol import Counterpart
+from megatron_noloco.federation.protocol import Seen
 from megatron_noloco.federation.rendezvous import (
     Address,
     Rendezvous,
@@ -24,7 +24,7 @@ from megatron_noloco.federation.rendezvous import (
     listen_at,
     reachable,
 )
-from megatron_noloco.federation.service import HELLO_SECONDS, Service
+from megatron_noloco.federation.service import Service, ServiceFailedError
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.chunks import (
     DEFAULT_CHUNK_BYTES,
@@ -38,7 +38,6 @@ from megatron_noloco.transport.protocol import Arrival, Message
 Agree = Callable[[Sequence[int]], list[int]]
 """agree(votes): the smallest vote of all ranks of a replica, place by place; see `Partners.agree`."""
 
-_SILENCE_SECONDS = 20 * HELLO_SECONDS  # after which a rank counts as absent
 _REMEMBERED = 32  # exchanges
 _FEWEST = 4  # of them, to have a median
 _DEVIATIONS = 8  # median absolute deviations beyond the median; a normal distribution's 5 sigma
@@ -52,10 +51,12 @@ class Network:
     Attributes:
         run: the number of the run; see `Member`.
         listen: where the first rank of a replica listens, its other ranks at the ports that follow; port 0: any.
+            None: no other job can connect to this one.
         keys: None: nothing is authenticated or encrypted.
         host: returns the address of this host; needed where ranks listen on all interfaces.
         advertise: where the others reach the first rank of a replica, its other ranks at the ports that follow;
             None: where it listens.
+        relays: whether ranks pass on what two others, which cannot connect to each other, send each other.
         chunk_bytes: the same on all ranks.
 
     Raises ValueError for an address to advertise that is not one, or leads to no known port.
@@ -63,14 +64,15 @@ class Network:
 
     rendezvous: Rendezvous
     run: int
-    listen: str = "tcp://*:0"
+    listen: str | None = "tcp://*:0"
     keys: Keys | None = None
     host: Callable[[], str] = socket.gethostname
     advertise: str | None = None
+    relays: bool = False
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
 
     def __post_init__(self) -> None:
-        if self.advertise is None:
+        if self.advertise is None or self.listen is None:
             return
         if not is_endpoint(self.advertise):
             raise ValueError(f'federation.advertise: "{self.advertise}" is not "tcp://HOST:PORT"')
@@ -126,26 +128,31 @@ class FederationPartners:
         self._waits.append(seconds)
 
     def standing(self, number: int, rank: int) -> tuple[Standing, str]:
-        counterpart = self._protocol.counterparts[rank]
-        reason = self._why_away(counterpart, number)
+        self._service.check()
+        seen = self._protocol.counterparts[rank].seen
+        reason = self._why_away(rank, seen, number)
         if reason:
             return Standing.AWAY, reason
-        if counterpart.open_from > number:
-            return Standing.BUSY, "is ahead" if counterpart.begun > number else "is not free"
-        waits = counterpart.begun >= number and counterpart.open_from == number
+        if seen.open_from > number:
+            return Standing.BUSY, "is ahead" if seen.begun > number else "is not free"
+        waits = seen.begun >= number and seen.open_from == number
         return (Standing.WAITING if waits else Standing.FREE), ""
 
-    def _why_away(self, counterpart: Counterpart, number: int) -> str:
-        if not counterpart.connected or time.monotonic() - counterpart.heard > _SILENCE_SECONDS:
+    def reachable(self, rank: int) -> bool:
+        address = self._protocol.directory.addresses.get(rank)
+        return address is None or bool(address.endpoint)
+
+    def _why_away(self, rank: int, seen: Seen, number: int) -> str:
+        if not seen.present:
             return "is not there"
-        epoch, until, why = self._avoided.get(counterpart.rank, (-1, 0, ""))
-        if epoch == counterpart.epoch and counterpart.begun < until:
+        epoch, until, why = self._avoided.get(rank, (-1, 0, ""))
+        if epoch == seen.epoch and seen.begun < until:
             return why
-        return "is behind" if number - counterpart.begun > self._patience.behind else ""
+        return "is behind" if number - seen.begun > self._patience.behind else ""
 
     def avoid(self, rank: int, exchanges: int, why: str) -> None:
-        counterpart = self._protocol.counterparts[rank]
-        self._avoided[rank] = counterpart.epoch, counterpart.begun + exchanges, why
+        seen = self._protocol.counterparts[rank].seen
+        self._avoided[rank] = seen.epoch, seen.begun + exchanges, why
 
     def begin(self, number: int, rank: int | None) -> None:
         self._service.do(self._protocol.begin, number, rank)
@@ -194,20 +201,33 @@ class FederationTransport:
         self.chunk_bytes = network.chunk_bytes
         self._others = [place.rank_of(slot) for slot in range(place.replicas) if slot != place.replica]
         member = Member(self.rank, network.run, time.time_ns(), self.world_size)
-        listen = listen_at(network.listen, self.rank % place.ranks_per_replica)
-        self.service = Service(member, self._others, listen, network.chunk_bytes, network.keys)
+        at = self.rank % place.ranks_per_replica
+        listen = None if network.listen is None else listen_at(network.listen, at)
+        self.service = Service(
+            member, self._others, listen, network.chunk_bytes, network.keys, network.relays
+        )
         self._protocol = self.service.protocol
         self.partners = FederationPartners(self.service, patience, agree)
-        endpoint = reachable(self.service.endpoint, network.host)
-        if network.advertise is not None:
-            endpoint = listen_at(network.advertise, self.rank % place.ranks_per_replica)
-        self.address = Address(endpoint, member.epoch)
-        self.service.learn({self.rank: self.address})
-        network.rendezvous.publish(self.rank, self.address)
+        try:
+            self.address = self._announce(network, at, member.epoch)
+        except BaseException:
+            self.service.close()
+            raise
         self._closing = threading.Event()
         self._looking = threading.Thread(target=self._look, name="rendezvous", daemon=True)
         self._looking.start()
         atexit.register(self.close)
+
+    def _announce(self, network: Network, at: int, epoch: int) -> Address:
+        """Publish the address of this rank, number `at` of its replica; raises OSError."""
+        endpoint = reachable(self.service.endpoint, network.host)
+        if network.advertise is not None:
+            endpoint = listen_at(network.advertise, at)
+        key = self.service.sealing.public if self.service.sealing else bytes(32)
+        address = Address(endpoint, epoch, key, network.relays)
+        self.service.learn({self.rank: address})
+        network.rendezvous.publish(self.rank, address)
+        return address
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> ChunkFlight:
         check_messages([*sends, *receives], self.rank, self.world_size)
@@ -228,11 +248,12 @@ class FederationTransport:
 
     def present(self) -> list[int]:
         """Return the counterparts that are connected, in ascending order."""
-        return [rank for rank, at in self._protocol.counterparts.items() if at.connected and at.epoch]
+        self.service.check()
+        return [rank for rank, at in self._protocol.counterparts.items() if at.seen.present]
 
     def begun(self) -> list[int]:
         """Return the exchange that each connected counterpart began last."""
-        return [self._protocol.counterparts[rank].begun for rank in self.present()]
+        return [self._protocol.counterparts[rank].seen.begun for rank in self.present()]
 
     def wait_for(self, others: int, seconds: float) -> bool:
         """Wait until this many counterparts are connected; returns False when time is up."""
@@ -255,7 +276,9 @@ class FederationTransport:
             try:
                 self._network.rendezvous.look(self.service, alone=not self.present())
             except OSError as error:  # known addresses stay in use
-                self.service.do(self._protocol.warn, f"federation.rendezvous: {error}")
+                self._protocol.warn(f"federation.rendezvous: {error}")
+            except ServiceFailedError:  # the main thread learns of it, too
+                return
             self._closing.wait(_LOOK_SECONDS)
 
 

@@ -10,8 +10,13 @@ from megatron_noloco.federation.pairing import Others, choose
 from megatron_noloco.plans.grouping import Grouping
 
 
-def known(free: Set[int], waiting: Set[int] = frozenset(), busy: Set[int] = frozenset()) -> Others:
-    return Others(free | busy, free, waiting)
+def known(
+    free: Set[int],
+    waiting: Set[int] = frozenset(),
+    busy: Set[int] = frozenset(),
+    hidden: Set[int] = frozenset(),
+) -> Others:
+    return Others(free | busy, free, waiting, hidden)
 
 
 @settings(max_examples=60)
@@ -32,6 +37,29 @@ def test_at_most_one_replica_is_left_without_a_partner(
     for group in grouping.groups(round_index, fragment=fragment):
         if len(group) == 2 and set(group) <= present:
             assert partners[group[0]] == group[1]
+
+
+@settings(max_examples=100)
+@given(st.integers(2, 17), st.integers(0, 5), st.booleans(), st.data())
+def test_hidden_replicas_are_a_pair_only_where_no_other_choice_is_left(
+    replicas: int, round_index: int, relayed: bool, data: st.DataObject
+) -> None:
+    """Without a relay they do not see each other, and the others get as many pairs."""
+    grouping = Grouping(replicas, 2, seed=3)
+    slots = st.integers(0, replicas - 1)
+    present, hidden = data.draw(st.sets(slots, min_size=1)), data.draw(st.sets(slots))
+    partners = {}
+    for replica in present:
+        apart = hidden if replica in hidden and not relayed else set()
+        others = known(present - {replica} - apart, hidden=hidden)
+        partners[replica] = choose(grouping, replica, (round_index, 0), others)
+    pairs = {
+        frozenset((one, two)) for one, two in partners.items() if two is not None and partners[two] == one
+    }
+    public, behind = len(present - hidden), len(present & hidden)
+    directly = min(public, behind) + (max(0, public - behind) // 2)
+    assert sum(not pair <= hidden for pair in pairs) == directly
+    assert len(pairs) == (len(present) // 2 if relayed else directly)
 
 
 def test_a_replica_that_waits_is_preferred_to_all_but_the_planned_partner() -> None:

@@ -264,7 +264,7 @@ def test_members_are_reached_where_they_advertise(tmp_path: Path) -> None:
         )
         assert first.address.endpoint == outside
         until(lambda: (first.present(), second.present()) == ([1], [0]))
-        assert second.service._connections[0].endpoint == outside
+        assert second.service._dialled[0].endpoint == outside
         swap(first, second, tag=1)
 
 
@@ -272,12 +272,12 @@ def test_ranks_that_ask_and_are_gone_leave_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not even when very many do."""
-    monkeypatch.setattr(service, "_ANNOUNCEMENT_SECONDS", 0.5)
+    monkeypatch.setattr(service, "_ANSWER_SECONDS", 0.5)
     with transport(tmp_path, 0) as one:
         for port in range(1, 201):
             one.service.ask(f"tcp://127.0.0.1:{port}")
-        until(lambda: 0 < len(one.service._announcements) <= 64)
-        until(lambda: one.service._announcements == {})
+        until(lambda: 0 < len(one.service._asking) <= 64)
+        until(lambda: one.service._asking == {})
 
 
 def test_the_same_replica_twice_is_reported_by_the_one_that_no_longer_counts(tmp_path: Path) -> None:

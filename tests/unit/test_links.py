@@ -1,0 +1,152 @@
+"""Ranks that no other rank can connect to, ranks that relay, and a thread that fails."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_noloco.federation import protocol, service
+from megatron_noloco.federation.frames import Frame, Kind
+from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.rendezvous import SharedFolder
+from megatron_noloco.federation.service import ServiceFailedError
+from megatron_noloco.federation.transport import FederationTransport, Network
+from megatron_noloco.plans.topology import Place
+from megatron_noloco.transport.protocol import Message
+from tests.unit.federated import LOCAL, PATIENCE, RUN, SECONDS, connected, swap, transport, until
+
+
+@contextmanager
+def members(
+    folder: Path, listens: str, relays: int | None = None, keys: Keys | None = None
+) -> Iterator[list[FederationTransport]]:
+    """Replicas that others can connect to ("p") or not ("h"), of which one may relay."""
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(closing(FederationTransport(Place(slot, len(listens)), network, PATIENCE)))
+            for slot, listen in enumerate(listens)
+            for network in [
+                Network(
+                    SharedFolder(folder, RUN),
+                    RUN,
+                    LOCAL if listen == "p" else None,
+                    keys,
+                    relays=slot == relays,
+                )
+            ]
+        ]
+
+
+def present(ranks: list[FederationTransport]) -> list[list[int]]:
+    return [rank.present() for rank in ranks]
+
+
+@pytest.mark.parametrize(("hidden", "port"), ["hp", "ph"])
+def test_one_side_that_can_be_reached_is_enough(tmp_path: Path, hidden: str, port: str) -> None:
+    with members(tmp_path, hidden + port) as ranks:
+        until(lambda: present(ranks) == [[1], [0]])
+        swap(ranks[0], ranks[1], tag=1)
+
+
+def test_a_pair_has_one_connection(tmp_path: Path) -> None:
+    """The rank with the higher number opens it."""
+    with connected(tmp_path, 3) as ranks:
+        assert [sorted(rank.service._dialled) for rank in ranks] == [[], [0], [0, 1]]
+
+
+def test_a_rank_that_cannot_be_reached_where_it_says_connects_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_BACK_SECONDS", 0.5)
+    folder = SharedFolder(tmp_path, RUN)
+    nowhere = Network(folder, RUN, "tcp://127.0.0.1:29999", advertise="tcp://127.0.0.2:1")
+    with (
+        closing(FederationTransport(Place(0, 2), nowhere, PATIENCE)) as first,
+        closing(FederationTransport(Place(1, 2), Network(folder, RUN, LOCAL), PATIENCE)) as second,
+    ):
+        until(lambda: present([first, second]) == [[1], [0]])
+        swap(first, second, tag=1)
+        assert list(first.service._dialled) == [1]
+
+
+def test_without_a_relay_two_hidden_ranks_never_meet(tmp_path: Path) -> None:
+    with members(tmp_path, "phh") as ranks:
+        until(lambda: present(ranks) == [[1, 2], [0], [0]])
+        assert not ranks[1].wait_for(2, 1.0)
+        assert [ranks[1].partners.reachable(rank) for rank in range(3)] == [True, False, False]
+        flight = ranks[1].post([], [Message(2, torch.zeros(1))], tag=1)
+        with pytest.raises(ConnectionError, match="rank 2 is not connected"):
+            list(flight.arrivals(SECONDS))
+
+
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_a_relay_passes_on_what_it_cannot_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encrypted: bool
+) -> None:
+    """Messages of several chunks, both ways, while the relay exchanges as well."""
+    passed: list[np.ndarray] = []
+    pass_on = protocol.FederationProtocol._pass_on
+
+    def noted(self: protocol.FederationProtocol, frame: Frame, header: bytes, parts: list) -> str:
+        if frame.kind == Kind.DATA:
+            passed.append(np.frombuffer(parts[0].bytes, np.uint8))
+        return pass_on(self, frame, header, parts)
+
+    monkeypatch.setattr(protocol.FederationProtocol, "_pass_on", noted)
+    keys = Keys.make(tmp_path / "key") if encrypted else None
+    with members(tmp_path, "phh", relays=0, keys=keys) as ranks:
+        until(lambda: present(ranks) == [[1, 2], [0, 2], [0, 1]])
+        one, other = ranks[1:]
+        length = 3 * one.chunk_bytes + 5
+        sent = [torch.arange(length, dtype=torch.int64).to(torch.uint8) + rank for rank in (1, 2)]
+        came = [torch.zeros(length, dtype=torch.uint8) for _ in sent]
+        flights = [
+            one.post([Message(2, sent[0])], [Message(2, came[1])], tag=1),
+            other.post([Message(1, sent[1])], [Message(1, came[0])], tag=1),
+        ]
+        swap(ranks[0], one, tag=2)
+        for flight in flights:
+            list(flight.arrivals(SECONDS))
+            flight.finish(SECONDS)
+        assert all(torch.equal(*pair) for pair in zip(sent, came, strict=True))
+        readable = [any(np.array_equal(part, chunk) for chunk in sent[0].numpy().reshape(1, -1)[:, : len(part)])
+                    for part in passed]  # fmt: skip
+        assert any(readable) != encrypted
+        assert {len(part) - one.chunk_bytes for part in passed} >= ({40} if encrypted else {0})
+    assert sum(ranks[0].service.protocol.dropped.values()) == 0
+
+
+def test_two_that_lose_their_relay_are_apart_until_there_is_another(tmp_path: Path) -> None:
+    folder = SharedFolder(tmp_path, RUN)
+    relay = Network(folder, RUN, LOCAL, relays=True)
+    with ExitStack() as stack:
+        one, other = (
+            stack.enter_context(
+                closing(FederationTransport(Place(slot, 4), Network(folder, RUN, None), PATIENCE))
+            )
+            for slot in (0, 1)
+        )
+        with closing(FederationTransport(Place(2, 4), relay, PATIENCE)):
+            until(lambda: present([one, other]) == [[1, 2], [0, 2]])
+            flight = one.post([], [Message(1, torch.zeros(1))], tag=1)
+        with pytest.raises(ConnectionError, match="rank 1 has gone"):
+            list(flight.arrivals(SECONDS))
+        until(lambda: present([one, other]) == [[], []])
+        stack.enter_context(closing(FederationTransport(Place(3, 4), relay, PATIENCE)))
+        until(lambda: present([one, other]) == [[1, 3], [0, 3]])
+        swap(one, other, tag=2)
+
+
+def test_a_failure_of_the_thread_ends_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with transport(tmp_path, 0) as one:
+        monkeypatch.setattr(one.service.protocol, "check_paths", lambda: 1 / 0)
+        until(lambda: not one.service._thread.is_alive())
+        for use in (one.present, lambda: one.partners.begin(1, None), lambda: one.partners.standing(1, 1)):
+            with pytest.raises(ServiceFailedError, match="has failed: ZeroDivisionError"):
+                use()
+    assert "the federation's thread has failed" in capfd.readouterr().err
