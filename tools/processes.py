@@ -47,7 +47,7 @@ class Written:
 
     def last(self, replica: int, name: str) -> Any:
         """Return the newest value of a metric."""
-        return next((row[name] for row in reversed(self._rows(replica)) if name in row), None)
+        return next((row[name] for row in reversed(self.rows(replica)) if name in row), None)
 
     def total(self, replica: int, name: str) -> int:
         """Return a counter; it is 0 where the log leaves it out."""
@@ -55,9 +55,10 @@ class Written:
 
     def longest_pause(self, replica: int) -> float:
         """Return the longest time, in seconds, for which a round stopped training."""
-        return max((row.get("round/pause_seconds", 0.0) for row in self._rows(replica)), default=0.0)
+        return max((row.get("round/pause_seconds", 0.0) for row in self.rows(replica)), default=0.0)
 
-    def _rows(self, replica: int) -> list[Row]:
+    def rows(self, replica: int) -> list[Row]:
+        """Return all rows of a replica's metrics, those of earlier starts included."""
         logs = [ReplicaLog(folder) for folder in self.folders(replica)]
         for log in logs:
             log.update()
@@ -71,13 +72,19 @@ class Federation(Written):
         folder: for a folder and a log of each replica.
         settings: changes of the block `federation`.
         there: the hosts of the replicas; None: all run on this one.
+        homes: replicas behind a router, with the host's name (`Lab.behind`); no other can connect to them.
     """
 
     def __init__(
-        self, folder: Path, base: Mapping[str, Any], settings: Mapping[str, Any], there: Lab | None = None
+        self,
+        folder: Path,
+        base: Mapping[str, Any],
+        settings: Mapping[str, Any],
+        there: Lab | None = None,
+        homes: Mapping[int, str] | None = None,
     ) -> None:
         self.folder = folder
-        self._there = there
+        self._there, self._homes = there, homes or {}
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         slots = settings["slots"]
         self._addresses = [f"{address_of(slot)}:{_PORT}" for slot in range(slots)]
@@ -100,9 +107,11 @@ class Federation(Written):
         """
         folder = self.host(replica)
         folder.mkdir(parents=True, exist_ok=True)
+        seeds = [address for slot, address in enumerate(self._addresses) if slot not in self._homes]
         here = {
-            "listen": f"tcp://{self._addresses[replica]}",
-            "rendezvous": "tcp://" + ",".join(self._addresses),
+            "listen": "off" if replica in self._homes else f"tcp://{self._addresses[replica]}",
+            "rendezvous": "tcp://" + ",".join(seeds),
+            "relay": self._base["federation"].get("relay", False) and replica not in self._homes,
         }
         config = self._base | {"federation": self._base["federation"] | here}
         config["training"] = config["training"] | {"output_dir": str(folder.resolve())}
@@ -111,7 +120,8 @@ class Federation(Written):
         command = [sys.executable, "-m", *(through or ["megatron_noloco"]), "train", "--config", str(file)]
         command += ["--replica", str(replica), "--progress", "lines"]
         if self._there is not None:
-            command = self._there.on(self._there.names[replica], *command)
+            host = self._homes.get(replica, self._there.names[replica])
+            command = self._there.on(host, *command)
         environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
         with (self.folder / f"replica_{replica}.log").open("ab") as log:
             self._processes[replica] = subprocess.Popen(command, stdout=log, stderr=log, env=environment)

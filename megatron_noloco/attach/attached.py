@@ -259,7 +259,7 @@ def attach(
     commit = membership.commit(seed)
     outer = OuterOptimizer(trained.weights, membership.transport, place, settings, seed, commit)
     attached = Attached(trained, outer, first_weights, state, membership.keeping_up)
-    if not membership.wait_for_start():
+    if not membership.wait_for_start(continues=attached.done > 0):
         warnings.warn("fewer jobs than federation.start_with are there; starting without", stacklevel=2)
     return attached
 

@@ -204,14 +204,14 @@ class CommittedExchange:
         others = [replica for replica in range(place.replicas) if replica != self._replica]
         seen = [self._partners.standing(number, place.rank_of(other)) for other in others]
         reachable = [self._partners.reachable(place.rank_of(replica)) for replica in range(place.replicas)]
-        votes = self._partners.agree([standing for standing, _ in seen] + reachable)
+        votes = self._partners.agree([*(int(standing) for standing, _ in seen), *map(int, reachable)])
         standings = dict(zip(others, votes, strict=False))
-        hidden = {replica for replica, vote in enumerate(votes[len(others) :]) if not vote}
-        available = (
+        present, free, waiting = (
             {other for other in others if standings[other] >= least}
             for least in (Standing.BUSY, Standing.FREE, Standing.WAITING)
         )
-        partner = self._choose(number, Others(*available, hidden))
+        hidden = {replica for replica, vote in enumerate(votes[len(others) :]) if not vote}
+        partner = self._choose(number, Others(present, free, waiting, hidden))
         if partner is None:
             self._partners.begin(number, None)
             self._exchange.report = ExchangeReport((self._replica,))

@@ -158,7 +158,7 @@ class Takeover:
         handover = Handover(self.transport, self._newest)
         if self.settings.load != "auto":
             return []
-        own, notes, given_up = of_rank_0(self._newest_step()), list[str](), set[int]()
+        own, notes, given_up = of_rank_0(catalog.newest_step(self.settings.folder)), list[str](), set[int]()
         for _ in range(_ATTEMPTS):
             tag, offered = handover.offers(_ANSWER_SECONDS)
             manifests: dict[int, Manifest] = {}  # by slot
@@ -189,10 +189,6 @@ class Takeover:
 
     def _newest(self) -> tuple[bytes, list[Path]] | None:
         return newest_saved(self.settings.folder, self._at(self.topology.slot))
-
-    def _newest_step(self) -> int:
-        complete = filter(catalog.is_complete, catalog.steps(self.settings.folder))
-        return max((catalog.step_of(folder) or 0 for folder in complete), default=0)
 
     def _choose(self, found: list[dict[int, int]], own: int) -> int | None:
         """Return the slot that offers the newest step to all ranks; of several, the next one after this job's.

@@ -43,9 +43,13 @@ class Membership:
         """Return what makes the exchanges of rounds count for both partners or for neither; see `committing`."""
         return committing(self.transport.partners, self.transport.place, self.noloco, seed)
 
-    def wait_for_start(self) -> bool:
-        """Wait for `start_with` jobs, `deadline_seconds` at most; return whether they came. A collective."""
-        came = self.transport.wait_for(self.federation.start_with - 1, self.noloco.deadline_seconds)
+    def wait_for_start(self, continues: bool) -> bool:
+        """Wait for `start_with` jobs, `deadline_seconds` at most; return whether they came. A collective.
+
+        A job that continues from a checkpoint, or that finds others past their first round, waits for no more.
+        """
+        others = 0 if continues else self.federation.start_with - 1
+        came = self.transport.wait_for(others, self.noloco.deadline_seconds, trained=True)
         return self.transport.partners.agree([came]) == [True]
 
 

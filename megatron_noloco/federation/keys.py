@@ -77,8 +77,8 @@ class Keys:
 class Sealing:
     """Encrypts what a rank relays, so that it cannot be read there: X25519, XSalsa20, Poly1305.
 
-    Every process draws a pair of keys; the directory of addresses tells the others its public key. All members hold
-    the key of the federation, so a relay that forges the directory could still read: it is a member, and trusted.
+    Every process draws a pair of keys; the directory of addresses tells the others its public key. All members
+    hold the key of the federation, and are trusted: a relay that forged the directory could read what it relays.
 
     Attributes:
         public: this process's public key, 32 bytes.

@@ -1,7 +1,7 @@
 """The connections of a rank: one for each pair of ranks, both ways, opened by a side that can reach the other.
 
-A rank listens with one ROUTER socket, unless nobody can reach it, and connects to others with a DEALER socket each.
-A `Link` hides the difference.
+A rank listens with one ROUTER socket, unless no other can reach it, and connects to others with a DEALER socket
+each. A `Link` hides the difference.
 """
 
 from collections.abc import Callable, Iterator, Sequence

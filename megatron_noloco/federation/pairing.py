@@ -7,8 +7,8 @@ are both still left over are partners. Replicas that know the same others comput
 message, and at most one replica is left without a partner.
 
 Two replicas that no other can connect to ("hidden") are not a pair while another choice is left: where the plan
-pairs them, they change partners with a planned pair of which both can be reached, and a hidden replica left over is
-first given one that can be reached.
+pairs them, they change partners with a planned pair of which both can be reached, and a hidden replica left over
+is first given one that can be reached.
 """
 
 from collections.abc import Iterable, Set
@@ -45,34 +45,36 @@ def choose(grouping: Grouping, replica: int, at: tuple[int, int], others: Others
         at: round and fragment.
     """
     labels = draw_permutation(grouping.replicas, grouping.seed, Stream.CHOICES, *at).tolist()
-    pairs = [group for group in grouping.groups(at[0], fragment=at[1]) if len(group) == 2]
+    pairs = [frozenset(group) for group in grouping.groups(at[0], fragment=at[1]) if len(group) == 2]
     planned = _partners(_exchanged(pairs, labels, {replica, *others.present}, others.hidden))
     if planned.get(replica) in others.free:
         return planned[replica]
     if others.waiting:
         return min(others.waiting, key=lambda other: (labels[replica] + labels[other]) % len(labels))
-    left_over = {other for other in others.free if planned.get(other) not in others.present}
+    unseen = others.hidden if replica in others.hidden else set()  # present, for all that this replica knows
+    left_over = {other for other in others.free if planned.get(other) not in {*others.present, *unseen}}
     return _left_over_pairs(labels, {replica, *left_over}, others.hidden).get(replica)
 
 
 def _exchanged(
-    pairs: list[tuple[int, ...]], labels: list[int], present: Set[int], hidden: Set[int]
-) -> list[tuple[int, ...]]:
+    pairs: list[frozenset[int]], labels: list[int], present: Set[int], hidden: Set[int]
+) -> list[frozenset[int]]:
     """Return the pairs without those of two hidden replicas, which change partners with a pair of none, if any."""
-    pairs = sorted(pairs, key=lambda pair: min(labels[pair[0]], labels[pair[1]]))
-    whole = [pair for pair in pairs if present.issuperset(pair)]
-    both = [pair for pair in whole if hidden.issuperset(pair)]
-    none = [pair for pair in whole if hidden.isdisjoint(pair)]
-    exchanged = {
-        pair: new
-        for (one, two), (three, four) in zip(both, none, strict=False)
-        for pair, new in (((one, two), (one, three)), ((three, four), (two, four)))
-    }
-    return [new for pair in pairs if not hidden.issuperset(new := exchanged.get(pair, pair))]
+
+    def by_label(pair: Set[int]) -> list[int]:
+        return sorted(pair, key=labels.__getitem__)
+
+    both = [pair for pair in pairs if pair <= hidden]  # present or not: they do not see each other
+    none = [pair for pair in pairs if not pair & hidden and pair <= present]
+    found = [pair for pair in pairs if pair not in both]
+    for two, others in zip(*(sorted(some, key=by_label) for some in (both, none)), strict=False):
+        found.remove(others)
+        found += map(frozenset, zip(by_label(two), by_label(others), strict=True))
+    return found
 
 
-def _partners(pairs: Iterable[tuple[int, ...]]) -> dict[int, int]:
-    return {one: two for pair in pairs for one, two in (pair, pair[::-1])}
+def _partners(pairs: Iterable[Set[int]]) -> dict[int, int]:
+    return {one: two for pair in pairs for one in pair for two in pair - {one}}
 
 
 def _left_over_pairs(labels: list[int], left_over: Set[int], hidden: Set[int]) -> dict[int, int]:
@@ -85,8 +87,8 @@ def _left_over_pairs(labels: list[int], left_over: Set[int], hidden: Set[int]) -
                 other = (row - label) % len(labels)
                 if label == other or label not in by_label or other not in by_label:
                     continue
-                pair = by_label[label], by_label[other]
-                if len(hidden.intersection(pair)) == hidden_members:
+                pair = {by_label[label], by_label[other]}
+                if len(pair & hidden) == hidden_members:
                     pairs |= _partners([pair])
                     del by_label[label], by_label[other]
     return pairs

@@ -25,6 +25,7 @@ from megatron_noloco.federation.rendezvous import (
     reachable,
 )
 from megatron_noloco.federation.service import Service, ServiceFailedError
+from megatron_noloco.job.activity import now
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.chunks import (
     DEFAULT_CHUNK_BYTES,
@@ -42,6 +43,7 @@ _REMEMBERED = 32  # exchanges
 _FEWEST = 4  # of them, to have a median
 _DEVIATIONS = 8  # median absolute deviations beyond the median; a normal distribution's 5 sigma
 _LOOK_SECONDS = 1.0  # between two looks for addresses
+_WAIT_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -255,14 +257,28 @@ class FederationTransport:
         """Return the exchange that each connected counterpart began last."""
         return [self._protocol.counterparts[rank].seen.begun for rank in self.present()]
 
-    def wait_for(self, others: int, seconds: float) -> bool:
-        """Wait until this many counterparts are connected; returns False when time is up."""
+    def wait_for(self, others: int, seconds: float, trained: bool = False) -> bool:
+        """Wait until this many counterparts are there; returns False when time is up.
+
+        Those count that are connected, and those that announced themselves but cannot connect to this one, as
+        both only connect to others.
+
+        Args:
+            trained: whether one that is past its first exchange ends the wait as well.
+        """
         deadline = time.monotonic() + seconds
-        while len(self.present()) < others:
+        while (there := self._there()) < others:
+            if trained and any(begun > 0 for begun in self.begun()):
+                return True
             if time.monotonic() > deadline:
                 return False
-            time.sleep(0.05)
+            now.part(f"{there + 1} of {others + 1} replicas are there")
+            time.sleep(_WAIT_SECONDS)
         return True
+
+    def _there(self) -> int:
+        present, hidden = self.present(), not self.partners.reachable(self.rank)
+        return sum(rank in present or (hidden and not self.partners.reachable(rank)) for rank in self._others)
 
     def close(self) -> None:
         """Leave the federation; what was posted before is still sent, for two seconds at most."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.resume import Start, find_start
 from megatron_noloco.checkpoint.settings import CheckpointSettings
 from megatron_noloco.config import ConfigError, RunConfig
@@ -64,7 +65,7 @@ def join_job(prepared: Prepared) -> Joined:
         membership = join_federation(config.federation, config.noloco, place, alike(config), steps)
         transport: Transport = (federated := membership.transport)
         federated.wait_for(1, _FIRST_SECONDS)
-        if not membership.wait_for_start():
+        if not membership.wait_for_start(continues=of_rank_0(_continues(settings))):
             notes.append("fewer replicas than federation.start_with are there; starting without")
         margin = config.federation.rounds_behind * config.noloco.local_steps
         notes += Takeover(federated, settings, topology, prepared.architecture, margin)()
@@ -115,6 +116,13 @@ def checkpoint_settings(config: RunConfig, topology: Topology) -> CheckpointSett
         keep_last=checkpoint.keep_last,
         async_save=checkpoint.async_save,
         load=checkpoint.load,
+    )
+
+
+def _continues(settings: CheckpointSettings) -> bool:
+    """Return whether there is a checkpoint to continue from."""
+    return settings.load not in ("auto", "none") or (
+        settings.load == "auto" and catalog.newest_step(settings.folder) > 0
     )
 
 

@@ -1,13 +1,10 @@
 """Where a replica of a federation goes on, and from what."""
 
 from types import SimpleNamespace
-from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
 from megatron_noloco.federation import keeping_up as module
-from megatron_noloco.federation.join import Membership
 from megatron_noloco.federation.keeping_up import KeepingUp, UntrainedError
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 
@@ -94,13 +91,6 @@ def test_a_replica_announces_where_it_begins_and_goes_on(done: int, left_out: in
     others.numbers = [7]
     assert own.next_step(50) == 79
     assert others.left_out == [left_out, 6], "it takes part in exchange 7"
-
-
-@pytest.mark.parametrize(("begun", "came"), [([-1, 4], True), ([4], False)])
-def test_those_to_start_with_are_waited_for(begun: list[int], came: bool) -> None:
-    transport: Any = Others(begun)
-    membership = Membership(transport, Mock(), NolocoSettings(), FederationSettings(slots=3, start_with=3))
-    assert membership.wait_for_start() == came
 
 
 @pytest.mark.parametrize(

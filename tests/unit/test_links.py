@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -10,11 +11,14 @@ import torch
 
 from megatron_noloco.federation import protocol, service
 from megatron_noloco.federation.frames import Frame, Kind
+from megatron_noloco.federation.join import Membership
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.rendezvous import SharedFolder
 from megatron_noloco.federation.service import ServiceFailedError
 from megatron_noloco.federation.transport import FederationTransport, Network
+from megatron_noloco.job.activity import now
 from megatron_noloco.plans.topology import Place
+from megatron_noloco.settings import FederationSettings, NolocoSettings
 from megatron_noloco.transport.protocol import Message
 from tests.unit.federated import LOCAL, PATIENCE, RUN, SECONDS, connected, swap, transport, until
 
@@ -75,7 +79,8 @@ def test_a_rank_that_cannot_be_reached_where_it_says_connects_itself(
 def test_without_a_relay_two_hidden_ranks_never_meet(tmp_path: Path) -> None:
     with members(tmp_path, "phh") as ranks:
         until(lambda: present(ranks) == [[1, 2], [0], [0]])
-        assert not ranks[1].wait_for(2, 1.0)
+        assert ranks[1].wait_for(2, SECONDS)
+        assert not ranks[1].wait_for(3, 0.5)
         assert [ranks[1].partners.reachable(rank) for rank in range(3)] == [True, False, False]
         flight = ranks[1].post([], [Message(2, torch.zeros(1))], tag=1)
         with pytest.raises(ConnectionError, match="rank 2 is not connected"):
@@ -117,6 +122,24 @@ def test_a_relay_passes_on_what_it_cannot_read(
         assert any(readable) != encrypted
         assert {len(part) - one.chunk_bytes for part in passed} >= ({40} if encrypted else {0})
     assert sum(ranks[0].service.protocol.dropped.values()) == 0
+
+
+@pytest.mark.parametrize("continues", [False, True])
+def test_a_job_that_continues_or_finds_trained_ones_waits_for_no_more(
+    tmp_path: Path, continues: bool
+) -> None:
+    settings = FederationSettings(slots=3, start_with=3)
+    with members(tmp_path, "ph") as (first, second):
+        noloco = NolocoSettings(deadline_seconds=0.3)
+        membership = Membership(second, Mock(), noloco, settings)
+        assert second.wait_for(1, SECONDS)
+        assert membership.wait_for_start(continues) == continues
+        assert (now.state.part == "2 of 3 replicas are there") != continues
+        first.partners.begin(1, None)
+        until(lambda: second.begun() == [1])
+        assert membership.wait_for_start(continues=False)
+    with members(tmp_path / "hidden", "hhp") as ranks:  # two of them never see each other
+        assert all(rank.wait_for(2, SECONDS) for rank in ranks)
 
 
 def test_two_that_lose_their_relay_are_apart_until_there_is_another(tmp_path: Path) -> None:

@@ -12,6 +12,10 @@ the same vector: MPI's own choice, Open MPI's ring, recursive doubling and tree,
 
 check: the lab itself. Every second host sends to the next one, over a plain TCP connection.
 
+nat: four jobs of the trainer, of which two, and then three, are behind routers: their `federation.listen` is
+"off", and no other host can connect to them. Needs nft. Counts for each replica the rounds with each partner, and
+the bytes that each host sent.
+
 run: `--module MODULE ARGUMENTS`, the last options, under MPI, a rank on each host. Prints what that prints.
 
 MPI is that of the mpirun beside this Python: Open MPI, MPICH or Intel MPI.
@@ -20,9 +24,10 @@ MPI is that of the mpirun beside this Python: Open MPI, MPICH or Intel MPI.
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
-from tools.netlab import check, rounds
+from tools.netlab import check, nat, rounds
 from tools.netlab.lab import LabUnavailableError, Tcp, lab
 from tools.netlab.network import Link
 from tools.options import command_line
@@ -75,7 +80,7 @@ def run(hosts: list[int], link: Link, tcp: Tcp, options: list[str], command: lis
 
 def main() -> None:
     parser = command_line(__doc__, "python -m tools.netlab")
-    parser.add_argument("measurement", choices=("rounds", "check", "run"))
+    parser.add_argument("measurement", choices=("rounds", "check", "nat", "run"))
     parser.add_argument("--hosts", default="2,16", help="their numbers, one measurement each")
     parser.add_argument("--rate", default="10Mbit", help="of each link, in both directions")
     parser.add_argument("--delay", default="25ms", help="each way")
@@ -105,7 +110,9 @@ def main() -> None:
         if options.measurement == "run":
             print(*run(hosts, link, tcp, options.mpi_options.split(), options.module), sep="", end="")
             return
-        if options.measurement == "check":
+        if options.measurement == "nat":
+            rows: Iterable[dict[str, Any]] = nat.measure(link, tcp)
+        elif options.measurement == "check":
             rows = check.measure(hosts, link, tcp)
         else:
             rows = rounds.measure(

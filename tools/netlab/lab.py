@@ -73,7 +73,7 @@ class Lab:
 
     def __init__(self, folder: Path, holders: dict[str, int], slots: int) -> None:
         self.folder = folder
-        self._holders = holders  # of the namespaces: process ids by name
+        self._holders = dict(holders)  # of the namespaces: process ids by name
         self.names, self.pids = list(holders), list(holders.values())
         self.orders: IO[bytes] | None = None
         self.launcher = Launcher.beside_python()
@@ -116,6 +116,32 @@ class Lab:
         if finished.returncode:
             raise RuntimeError(f"{module} ended with exit code {finished.returncode}:\n{finished.stderr}")
         return finished.stdout
+
+    @contextmanager
+    def behind(self, name: str) -> Iterator[str]:
+        """Make a host behind a host of the lab, which becomes its router and translates its address (NAT).
+
+        Nobody can connect to it from the lab. Yields its name. Needs nft. Raises LabUnavailableError.
+        """
+        home, router = f"home-{name}", self._holders[name]
+        subnet = f"192.168.{self.names.index(name)}"
+        with _holder(home, self.folder / "hosts") as holder:
+            self._holders[home] = holder
+            run_in(router, f"ip link add lan0 type veth peer name {NIC} netns {holder}")
+            run_in(router, f"ip address add {subnet}.1/24 dev lan0")
+            run_in(router, "ip link set lan0 up")
+            run_in(router, "sysctl -qw net.ipv4.ip_forward=1")
+            run_in(holder, f"ip address add {subnet}.2/24 dev {NIC}")
+            run_in(holder, f"ip link set {NIC} up")
+            run_in(holder, f"ip route add default via {subnet}.1")
+            try:
+                run_in(router, "nft add table ip nat")
+                run_in(router, "nft add chain ip nat out { type nat hook postrouting priority 100 ; }")
+                run_in(router, f"nft add rule ip nat out oif {NIC} masquerade")
+            except (FileNotFoundError, subprocess.CalledProcessError):
+                raise LabUnavailableError("a router needs nft, of the package nftables") from None
+            yield home
+            del self._holders[home]
 
     def cut(self, name: str) -> None:
         """Lose all packets from and to this host from now on; no connection is closed."""

@@ -1,0 +1,63 @@
+"""Jobs behind routers that translate addresses: who exchanges with whom, and over which hosts the bytes go."""
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from megatron_noloco.federation.keys import Keys
+from tools.netlab.lab import Lab, Tcp, lab
+from tools.netlab.network import Link
+from tools.processes import Federation, base_config
+
+_REPLICAS = 4
+_STEPS = 60
+_SECONDS = 600.0
+
+
+def measure(link: Link, tcp: Tcp) -> Iterator[dict[str, Any]]:
+    """Yield a row for two replicas behind routers, and for three, where the one that can be reached relays."""
+    for homes in (2, 3):
+        with (
+            lab([link] * _REPLICAS, tcp) as there,
+            ExitStack() as stack,
+            tempfile.TemporaryDirectory() as folder,
+        ):
+            hidden = range(_REPLICAS - homes, _REPLICAS)
+            names = {replica: stack.enter_context(there.behind(there.names[replica])) for replica in hidden}
+            yield _run(there, names, Path(folder))
+
+
+def _run(there: Lab, names: dict[int, str], folder: Path) -> dict[str, Any]:
+    Keys.make(folder / "key")
+    settings = {
+        "slots": _REPLICAS, "start_with": _REPLICAS, "local_steps": "all", "rounds_behind": 1000,
+        "encryption": "curve", "key_file": str(folder / "key"),
+    }  # fmt: skip
+    relays = len(names) > _REPLICAS // 2
+    base = base_config(_STEPS)
+    base["noloco"] |= {"payload": "int8"}
+    with Federation(folder, base, settings | {"relay": relays}, there, names) as federation:
+        for replica in range(_REPLICAS):
+            federation.start(replica)
+        federation.wait(_SECONDS)
+        return {
+            "behind_routers": sorted(names),
+            "relay": relays,
+            "exit_codes": federation.exit_codes(),
+            "partners": {replica: _partners(federation, replica) for replica in range(_REPLICAS)},
+            "missed_rounds": {one: federation.total(one, "missed_rounds") for one in range(_REPLICAS)},
+            "losses": {one: federation.loss(one) for one in range(_REPLICAS)},
+            "sent_bytes": {name: there.sent_bytes(name) for name in there.names},
+        }
+
+
+def _partners(federation: Federation, replica: int) -> dict[str, int]:
+    """Return how many rounds a replica had with each partner."""
+    rounds = Counter[str]()
+    for row in federation.rows(replica):
+        if row.get("round/partners"):
+            rounds[",".join(map(str, row["round/partners"]))] += 1
+    return dict(sorted(rounds.items()))
