@@ -35,7 +35,8 @@ class SaveReport:
 class Checkpointer:
     """Writes this rank's files; never waits for another rank.
 
-    Training continues after a failed save (disk full, folder gone): the last complete checkpoint is still there.
+    Training continues after an error of the system (disk full, folder gone): the last complete checkpoint is
+    still there. Any other error of a save is raised.
 
     Attributes:
         saved_step: the step of the last save; before it, the step at which the run started.
@@ -82,7 +83,9 @@ class Checkpointer:
             return None
         try:
             writing.result()
-        except (OSError, RuntimeError, SafetensorError) as error:  # the latter two wrap system errors
+        except (OSError, SafetensorError) as error:
+            if isinstance(error, SafetensorError) and "os error" not in str(error):  # not the disk's
+                raise
             self.last_save_failed = True
             return " ".join(str(error).split())
         self.last_save_failed = False

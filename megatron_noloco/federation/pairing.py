@@ -51,7 +51,8 @@ def choose(grouping: Grouping, replica: int, at: tuple[int, int], others: Others
         return planned[replica]
     if others.waiting:
         return min(others.waiting, key=lambda other: (labels[replica] + labels[other]) % len(labels))
-    unseen = others.hidden if replica in others.hidden else set()  # present, for all that this replica knows
+    seen = others.present & others.hidden
+    unseen = others.hidden if replica in others.hidden and not seen else set()  # they may be there
     left_over = {other for other in others.free if planned.get(other) not in {*others.present, *unseen}}
     return _left_over_pairs(labels, {replica, *left_over}, others.hidden).get(replica)
 

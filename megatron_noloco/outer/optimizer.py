@@ -204,6 +204,8 @@ class OuterOptimizer:
     def restore(self, state: dict[str, Tensor], moved: bool = False) -> None:
         """Continue from what `state` returned. The fast weights are not in it: restore them before.
 
+        Exchanges under way are waited for first, and not used; it raises as `run_round` does.
+
         A correction is merged at its step, also with another number of replicas; with another number of local
         steps or fragments it is merged now. A state without "outer_momentum" (written with alpha = 0, or without
         rounds) starts the momentum at zero.
@@ -212,10 +214,12 @@ class OuterOptimizer:
             moved: whether the vectors were put together from those of ranks with other weights. Fragments are then
                 cut elsewhere, so a correction of one of several is merged now.
         """
+        self.wait()
+        self._idle += self._under_way
+        self._under_way = []
         self.slow_weights.copy_(state["slow_weights"])
         if self.momentum is not None:
             self.momentum.copy_(state.get("outer_momentum", torch.zeros(())))
-        self._under_way = []  # messages that still arrive write to memory that these rounds keep
         if "correction" not in state:
             return
         cut_elsewhere = moved and len(self._fragments) > 1

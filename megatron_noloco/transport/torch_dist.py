@@ -9,6 +9,8 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
 import torch.distributed as dist
@@ -43,6 +45,7 @@ class TorchTransport:
     def __init__(self, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> None:
         self._group = dist.new_group(backend="gloo", timeout=_NEVER)
         self._chunk_bytes = chunk_bytes
+        self._threads = _Threads()
         self.rank = dist.get_rank(self._group)
         self.world_size = dist.get_world_size(self._group)
 
@@ -53,7 +56,39 @@ class TorchTransport:
         common: dict[str, Any] = {"group": self._group, "tag": tag}
         receiving = [(c, _start(dist.irecv, c, group_src=c.rank, **common)) for c in incoming]
         sending = [(c, _start(dist.isend, c, group_dst=c.rank, **common)) for c in outgoing]
-        return ChunkFlight(_watch(receiving, tag), _watch(sending, tag))
+        return ChunkFlight(self._watch(receiving, tag), self._watch(sending, tag))
+
+    def _watch(self, begun: list[tuple[Chunk, _Started]], tag: int) -> ReportedTransfers:
+        """Let a thread per partner report its chunks, so that a late partner delays no other.
+
+        After a time-out the thread of a partner that does not answer goes on, and keeps its operations and their
+        buffers, so that a late chunk arrives in memory that still exists.
+        """
+        transfers = ReportedTransfers([chunk for chunk, _ in begun], tag)
+        by_rank: defaultdict[int, list[tuple[Chunk, _Started]]] = defaultdict(list)
+        for chunk, started in begun:
+            by_rank[chunk.rank].append((chunk, started))
+        for of_partner in by_rank.values():
+            self._threads.run(partial(_report, of_partner, transfers))
+        return transfers
+
+
+class _Threads:
+    """Threads that are used again, and one more where all are busy. They do not keep the process from ending."""
+
+    def __init__(self) -> None:
+        self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._idle = threading.Semaphore(0)
+
+    def run(self, work: Callable[[], None]) -> None:
+        self._work.put(work)
+        if not self._idle.acquire(blocking=False):
+            threading.Thread(target=self._serve, name="noloco-flight", daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            self._work.get()()
+            self._idle.release()
 
 
 def _start(operation: Callable[..., dist.Work | None], chunk: Chunk, **arguments: Any) -> _Started:
@@ -68,23 +103,6 @@ def _start(operation: Callable[..., dist.Work | None], chunk: Chunk, **arguments
 
 def _lost(rank: int, error: RuntimeError) -> ConnectionError:
     return ConnectionError(f"the connection to rank {rank} was lost: {str(error).partition(chr(10))[0]}")
-
-
-def _watch(begun: list[tuple[Chunk, _Started]], tag: int) -> ReportedTransfers:
-    """Start a daemon thread per partner that reports its chunks, so that a late partner delays no other.
-
-    After a time-out the thread of a partner that does not answer goes on, and keeps its operations and their
-    buffers, so that a late chunk arrives in memory that still exists. It ends with the partner or the process.
-    """
-    transfers = ReportedTransfers([chunk for chunk, _ in begun], tag)
-    by_rank: defaultdict[int, list[tuple[Chunk, _Started]]] = defaultdict(list)
-    for chunk, started in begun:
-        by_rank[chunk.rank].append((chunk, started))
-    for of_partner in by_rank.values():
-        threading.Thread(
-            target=_report, args=(of_partner, transfers), name="noloco-flight", daemon=True
-        ).start()
-    return transfers
 
 
 def _report(begun: list[tuple[Chunk, _Started]], transfers: ReportedTransfers) -> None:
