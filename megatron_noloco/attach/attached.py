@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from megatron_noloco.attach.checks import (
     tensor_of,
 )
 from megatron_noloco.attach.torch_module import trained_by_torch
-from megatron_noloco.attach.trained import Trained, this_rank, topology_of
+from megatron_noloco.attach.trained import Stateful, Trained, this_rank, topology_of
 from megatron_noloco.federation.pairing import Others
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import of_all_ranks
@@ -44,7 +45,8 @@ from megatron_noloco.transport.protocol import Transport
 from megatron_noloco.transport.torch_dist import TorchTransport
 
 if TYPE_CHECKING:
-    from megatron_noloco.federation.keeping_up import KeepingUp
+    from megatron_noloco.federation.handover import Snapshot
+    from megatron_noloco.federation.join import Membership
 
 _ATTACHED: WeakSet["Attached"] = WeakSet()  # and not closed
 _FINAL_PAIRS = 10  # of random pairs, where no cycle of pairs gives all replicas the mean
@@ -66,13 +68,14 @@ class Attached:
         outer: OuterOptimizer,
         first_weights: bytes,
         state: dict[str, Tensor] | None,
-        keeping_up: "KeepingUp | None" = None,
+        membership: "Membership | None" = None,
+        inner: Stateful | None = None,
     ) -> None:
         self.outer = outer
         self.done = 0
         self._trained = trained
         self._first_weights = first_weights
-        self._keeping_up = keeping_up
+        self._membership, self._inner = membership, inner
         self._compared = False
         self._until_closed = ExitStack()
         self._until_closed.enter_context(trained.while_attached())
@@ -81,8 +84,8 @@ class Attached:
         if state is not None:
             self.done = int(state["local_steps_done"])
             outer.restore(state)
-        if keeping_up is not None:
-            keeping_up.start(self.done)
+        if membership is not None:
+            membership.keeping_up.start(self.done)
 
     def step(self) -> list[RoundReport]:
         """Count a local step, and run the round that is due, if any. Call it after each step of the optimizer.
@@ -109,10 +112,16 @@ class Attached:
             with now.doing(f"in the round after local step {self.done}"):
                 reports = self.outer.after_local_step(self.done)
         self._compare(reports)
-        if self._keeping_up is not None:
-            self.done = self._keeping_up.next_step(self.done)
+        if self._membership is not None:
+            self._membership.handover.between_steps(self.done, self._copy)
+            self.done = self._membership.keeping_up.next_step(self.done)
         now.part(f"local step {self.done + 1}")
         return reports
+
+    def _copy(self) -> "Callable[[], Snapshot]":
+        from megatron_noloco.attach.takeover import copy_state
+
+        return copy_state(self.outer, self.done, self._inner)
 
     def _compare(self, reports: list[RoundReport]) -> None:
         """Warn where the first round with a partner finds equal weights."""
@@ -152,9 +161,9 @@ class Attached:
         seed = self.outer.grouping.seed
         exchange = Exchange(transport, place, Channel.FINAL, settings.deadline_seconds)
         groups = averaging_cycle(place.replica, place.replicas, seed)
-        if self._keeping_up is None:
+        if self._membership is None:
             return self.outer.settle(exchange, groups, self.done * len(groups))
-        self._keeping_up.wait_at_end(self.done)
+        self._membership.keeping_up.wait_at_end(self.done)
         if any(len(group) != 2 for group in groups):  # jobs exchange in pairs
             pairs = Grouping(place.replicas, 2, seed)
             groups = [pairs.group(place.replica, index) for index in range(_FINAL_PAIRS)]
@@ -166,7 +175,7 @@ class Attached:
 
         from megatron_noloco.federation.commit import CommittedExchange, Guard
 
-        committed = CommittedExchange(exchange, self._keeping_up.partners, planned, Guard())
+        committed = CommittedExchange(exchange, self._membership.transport.partners, planned, Guard())
         return self.outer.settle(committed, groups, number)
 
     def close(self) -> None:
@@ -180,8 +189,8 @@ class Attached:
                 self.outer.finish()
             else:
                 self.outer.wait()
-            if self._keeping_up is not None:
-                self._keeping_up.leave()
+            if self._membership is not None:
+                self._membership.leave()
 
     def watch(self, seconds: float) -> None:
         """Until `close`, report on stderr when this rank has stood still for `seconds`.
@@ -205,6 +214,7 @@ def attach(
     seed: int = 0,
     transport: Transport | None = None,
     state: dict[str, Tensor] | None = None,
+    inner: Stateful | None = None,
 ) -> Attached:
     """Add rounds between replicas to a loop. Call it last before the loop, after a checkpoint is loaded.
 
@@ -221,7 +231,10 @@ def attach(
         seed: of the groups.
         transport: for the exchanges inside one job; by default torch.distributed's messages between two ranks.
         state: of this rank, saved with `Attached.state_dict` together with the present weights. Without it,
-            training begins, and the weights of all replicas must be equal bit for bit.
+            training begins, and the weights of all replicas must be equal bit for bit; in a federation that has
+            trained already, the weights and the outer state of the replica that is furthest are taken over.
+        inner: the inner optimizer, or what else has its `state_dict` and `load_state_dict`: its state is given to
+            jobs of the federation that begin later, and taken over with the weights.
 
     Raises ValueError for an argument that does not fit, where gradients are not reduced over the ranks of one
     replica, where ranks of this job have different settings, or its replicas different weights, for settings with
@@ -252,16 +265,20 @@ def attach(
         outer = OuterOptimizer(trained.weights, transport, place, settings, seed)
         return Attached(trained, outer, first_weights, state)
 
+    from megatron_noloco.attach.takeover import take_state
     from megatron_noloco.federation.join import join_federation
 
     of_ranks = [[one.lengths, one.first_weights.hex()] for one in statements]
     membership = join_federation(federation, settings, place, {"seed": seed, "ranks": of_ranks})
     commit = membership.commit(seed)
     outer = OuterOptimizer(trained.weights, membership.transport, place, settings, seed, commit)
-    attached = Attached(trained, outer, first_weights, state, membership.keeping_up)
-    if not membership.wait_for_start(continues=attached.done > 0):
+    if not membership.wait_for_start(continues=state is not None):
         warnings.warn("fewer jobs than federation.start_with are there; starting without", stacklevel=2)
-    return attached
+    if state is None:
+        least = federation.rounds_behind * settings.local_steps + 1
+        taken = take_state(membership.handover, outer, topology, least, settings.deadline_seconds, inner)
+        state = taken
+    return Attached(trained, outer, first_weights, state, membership, inner)
 
 
 def _trained_by(engine: Any) -> Trained:

@@ -4,11 +4,20 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from numbers import Integral
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
 from megatron_noloco.outer import Weights
 from megatron_noloco.plans.topology import Topology
+
+
+class Stateful(Protocol):
+    """The inner optimizer, or what else has a state that goes with the weights."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
 
 
 @dataclass(frozen=True)

@@ -100,8 +100,11 @@ class Manifest:
 
     def write(self, folder: Path) -> None:
         """Write the manifest, which commits the rank's files: files without one are ignored."""
-        content = {"format": FORMAT, **asdict(self)}
-        write_text(folder / manifest_name(self.position), json.dumps(content, indent=1))
+        write_text(folder / manifest_name(self.position), self.text())
+
+    def text(self) -> str:
+        """Return the content of the manifest's file; `parse` reads it."""
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1)
 
     @classmethod
     def read(cls, path: Path) -> "Manifest":

@@ -30,17 +30,15 @@ _OTHER_BYTES = 1 << 24  # of random states, numbers and names, at most
 _LOCAL_BLOCKS = ("data", "federation")  # blocks with the paths and addresses of a job
 
 
-def newest_saved(checkpoints: Path, at: Position) -> tuple[bytes, list[Path]] | None:
-    """Return the manifest of the newest step that the rank `at` has saved, and its files, sorted by name.
+def newest_saved(checkpoints: Path, at: Position) -> tuple[Manifest, Path] | None:
+    """Return the manifest of the newest step that the rank `at` has saved, and its file. Raises OSError.
 
-    Other ranks of the replica may not have saved that step yet. Raises OSError.
+    Other ranks of the replica may not have saved that step yet.
     """
     for folder in catalog.steps(checkpoints):
         path = replica_folder(folder, at.replica) / manifest_name(at)
         with suppress(FileNotFoundError, DamagedCheckpointError):
-            content = path.read_bytes()
-            names = Manifest.parse(content, str(path)).files
-            return content, [path.parent / name for name in sorted(names)]
+            return Manifest.parse(path.read_bytes(), str(path)), path
     return None
 
 

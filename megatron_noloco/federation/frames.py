@@ -9,8 +9,8 @@ A frame is a header of fixed size. Bytes follow the header of a DATA, ADDRESSES 
 | DATA | sender of a message | one chunk | the ticket | of the first byte | bytes of the chunk |
 | GOT | receiver of DATA | one chunk has come, wanted or not | the ticket | 1: the message is complete | 0 |
 | ADDRESSES | every rank | addresses it knows, see `rendezvous` | 1: asks for ours | 0 | bytes that follow |
-| ASK | rank that starts | asks for an OFFER under `tag` | 0 | 0 | 0 |
-| OFFER | rank that was asked | state it can send under `tag`, see `handover` | 0 | 0 | bytes that follow |
+| ASK | rank that starts | asks for an OFFER under `tag` | 1: with the state itself | 0 | 0 |
+| OFFER | rank that was asked | describes its state, see `handover` | 0 | 0 | bytes that follow |
 
 A frame whose `receiver` is another rank is passed on by a rank that relays. A `relayed` frame is sent that way;
 the bytes that follow its header are then encrypted for its receiver, where the federation has keys.

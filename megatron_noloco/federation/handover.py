@@ -1,66 +1,147 @@
-"""A job that has no checkpoint, or an old one, takes over the newest of another replica, rank by rank.
+"""State from another job: a rank that starts takes that of a rank that trains, out of its memory.
 
-    taker: ASK, to all    giver: OFFER, its manifest    taker: WANT, for each file    giver: DATA
+    taker: ASK, to all           giver: OFFER, the step that it can give
+    taker: ASK, to one of them   giver: OFFER, what the parts are; then the parts, as any messages (WANT, DATA)
 
-The giver opens the files when it offers them, so that all are of one step, and reads them chunk by chunk while
-it trains. It closes them when they have arrived, or when the taker trains without them. The taker puts the files
-in its own folder, and then continues from it as from any checkpoint (`checkpoint.handover`).
+A job that trains gives its state at the next boundary between two local steps: it copies the state, and trains on
+while the copy is sent. A job that does not train yet gives its newest checkpoint. Each rank takes from the rank at
+its own place of the other replica.
 """
 
 import itertools
-import shutil
+import json
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from dataclasses import dataclass
-from pathlib import Path
-from typing import BinaryIO
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from megatron_noloco.checkpoint import catalog
-from megatron_noloco.checkpoint.catalog import DamagedCheckpointError, Manifest
-from megatron_noloco.checkpoint.handover import check_offer, newest_saved, receive
-from megatron_noloco.checkpoint.settings import CheckpointSettings
 from megatron_noloco.federation.frames import DTYPE_CODES, HANDOVER_TAG, Send
 from megatron_noloco.federation.transport import FederationTransport
-from megatron_noloco.job.agreement import of_all_ranks, of_rank_0
-from megatron_noloco.model.architecture import Architecture
-from megatron_noloco.plans.topology import Position, Topology
+from megatron_noloco.plans.topology import Topology
 from megatron_noloco.transport.protocol import ExchangeTimeoutError, Message
 
 _LOOK_SECONDS = 0.02
-_ATTEMPTS = 3  # a giver may go, or its ranks be in the middle of a save
-_BETWEEN_SECONDS = 1.0
-_ANSWER_SECONDS = 10.0
+_ANSWER_SECONDS = 10.0  # for the step that a rank can give
 _SILENCE_SECONDS = 60.0  # after which a giver is given up
+_FRESH_SECONDS = 10.0  # in which a copy is given to another rank that asks, too
 
-Find = Callable[[], tuple[bytes, Sequence[Path]] | None]
-"""find(): what a rank can give: a description and the files that it is about. None: nothing. Raises OSError."""
+
+class Snapshot(NamedTuple):
+    """The state of a rank: what a taker needs to know before it asks for the parts, and the parts, uint8."""
+
+    description: bytes
+    parts: Sequence[np.ndarray]
+
+
+class Saved(Protocol):
+    """What a rank has on its disk. Called in a thread of its own, because a disk may take long to answer."""
+
+    def step(self) -> int:
+        """Return the step that it can give; 0: none. Raises OSError."""
+        ...
+
+    def read(self) -> Snapshot | None:
+        """Return it; None: there is nothing. Raises OSError."""
+        ...
 
 
 class Handover:
-    """Gives files to the counterparts of a rank that ask for them, and takes theirs.
+    """Gives this rank's state to the counterparts that ask for it, and takes theirs.
 
-    Args:
-        find: called in a thread of its own, because it may wait for a disk.
+    Attributes:
+        saved: what it gives while it does not train; None: nothing.
     """
 
-    def __init__(self, transport: FederationTransport, find: Find) -> None:
+    def __init__(self, transport: FederationTransport) -> None:
+        self.saved: Saved | None = None
         self._transport = transport
-        self._find = find
-        self._tags = itertools.count(HANDOVER_TAG)
         self._protocol = transport.service.protocol
-        self._answering: set[int] = set()
-        self._answers = ThreadPoolExecutor(1, "handover")
+        self._tags = itertools.count(HANDOVER_TAG)
+        self._thread = ThreadPoolExecutor(1, "handover")
+        self._lock = threading.Lock()  # for the attributes that follow
+        self._closed = False
+        self._done = -1  # local steps, while this job trains
+        self._wanted: dict[int, int] = {}  # tag of the ASK, by rank
+        self._copied = float("-inf")  # when
+        self._copy: Callable[[], Snapshot] | None = None
         self._protocol.when_asked = self._asked
 
-    def offers(self, seconds: float) -> tuple[int, dict[int, bytes]]:
-        """Ask all counterparts that are connected; returns a tag for `take`, and their descriptions by rank.
+    # To give
+
+    def between_steps(self, done: int, copy: Callable[[], Callable[[], Snapshot]]) -> bool:
+        """Give the present state to the ranks that have asked for it; return whether it was copied.
+
+        Call it between two local steps; a collective of the replica, whose ranks copy at the same boundary.
+
+        Args:
+            done: local steps so far.
+            copy: copies the state, and returns what makes a snapshot of the copy, in another thread.
+        """
+        with self._lock:
+            self._done = done
+            asked = bool(self._wanted)
+            if time.monotonic() - self._copied > _FRESH_SECONDS:
+                self._copy = None
+        if self._transport.partners.agree([not asked]) == [1]:
+            return False
+        made = copy()
+        with self._lock:
+            self._copy, self._copied = _once(made), time.monotonic()
+            wanted, self._wanted = self._wanted, {}
+        for rank, tag in wanted.items():
+            self._thread.submit(self._answer, rank, tag, self._copy)
+        return True
+
+    def close(self) -> None:
+        """Give nothing more."""
+        with self._lock:
+            self._closed = True
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _asked(self, rank: int, tag: int, chosen: bool) -> None:
+        """Have an ASK answered; called by the thread of the service."""
+        with self._lock:
+            trains, fresh = self._done >= 0, time.monotonic() - self._copied < _FRESH_SECONDS
+            if self._closed:
+                self._protocol.offer(rank, tag, b"", [])
+            elif trains and not chosen:
+                self._protocol.offer(rank, tag, _describe(self._done), [])
+            elif trains and not fresh:
+                self._wanted[rank] = tag
+            else:
+                made = self._saved_step if not chosen else self._copy if trains else self._read
+                self._thread.submit(self._answer, rank, tag, made)
+
+    def _saved_step(self) -> Snapshot:
+        return Snapshot(_describe(self.saved.step() if self.saved else 0), [])
+
+    def _read(self) -> Snapshot | None:
+        return self.saved.read() if self.saved else None
+
+    def _answer(self, rank: int, tag: int, made: Callable[[], Snapshot | None] | None) -> None:
+        description, sends = b"", list[Send]()
+        try:
+            snapshot = made() if made is not None else None
+            if snapshot is not None and len(snapshot.description) <= self._transport.chunk_bytes:
+                description = snapshot.description
+                sends = [_send_of(part, tag, self._transport.chunk_bytes) for part in snapshot.parts]
+        except Exception as error:  # the rank that asks is answered, whatever it is
+            problem = " ".join(f"{type(error).__name__}: {error}".split())
+            sys.stderr.write(
+                f"rank {self._transport.rank}: state cannot be given to rank {rank}: {problem}\n"
+            )
+        self._transport.service.do(self._protocol.offer, rank, tag, description, sends)
+
+    # To take
+
+    def steps(self, seconds: float = _ANSWER_SECONDS) -> dict[int, int]:
+        """Ask all counterparts that are connected which step they can give; returns it by rank, if it is above 0.
 
         A counterpart that does not answer in time counts as one that has nothing.
         """
@@ -71,176 +152,92 @@ class Handover:
             for rank in present - asked:
                 self._transport.service.do(self._protocol.ask, rank, tag)
             asked |= present
-            if all(self._answer(rank, tag) is not None for rank in present):
+            if all(self._offered(rank, tag) is not None for rank in present):
                 break
             time.sleep(_LOOK_SECONDS)
-        answers = {rank: self._answer(rank, tag) for rank in asked}
-        return tag, {rank: answer for rank, answer in answers.items() if answer}
+        steps = {rank: _step_in(self._offered(rank, tag) or b"") for rank in asked}
+        return {rank: step for rank, step in steps.items() if step > 0}
 
-    def take(self, rank: int, tag: int, buffers: Sequence[Tensor], seconds: float) -> None:
-        """Fill the buffers, uint8 and as long as the files, with what a counterpart has offered under the tag.
+    def ask(self, rank: int, seconds: float) -> tuple[int, bytes]:
+        """Ask a counterpart for its state; return a tag for `take`, and the description.
 
-        Raises ConnectionError when it is lost, ExchangeTimeoutError when nothing has come for `seconds`.
+        Raises ConnectionError when it is lost or has none to give, ExchangeTimeoutError after so many seconds.
+        """
+        tag, deadline = next(self._tags), time.monotonic() + seconds
+        self._transport.service.do(self._protocol.ask, rank, tag, True)
+        while (description := self._offered(rank, tag)) is None:
+            if rank not in self._transport.present():
+                raise ConnectionError(f"rank {rank} has gone")
+            if time.monotonic() > deadline:
+                raise ExchangeTimeoutError(rank, tag, seconds)
+            time.sleep(_LOOK_SECONDS)
+        if not description:
+            raise ConnectionError(f"rank {rank} has no state to give")
+        return tag, description
+
+    def take(self, rank: int, tag: int, buffers: Sequence[Tensor]) -> None:
+        """Fill the buffers, uint8 and as long as the parts, with what a counterpart has offered under the tag.
+
+        Raises ConnectionError when it is lost, ExchangeTimeoutError when nothing has come for a minute.
         """
         flight = self._transport.post([], [Message(rank, buffer) for buffer in buffers], tag)
         came = time.monotonic()
         while not flight.done():
             if flight.arrived():
                 came = time.monotonic()
-            elif time.monotonic() - came > seconds:
-                raise ExchangeTimeoutError(rank, tag, seconds)
+            elif time.monotonic() - came > _SILENCE_SECONDS:
+                raise ExchangeTimeoutError(rank, tag, _SILENCE_SECONDS)
             else:
                 time.sleep(_LOOK_SECONDS)
 
-    def _answer(self, rank: int, tag: int) -> bytes | None:
+    def _offered(self, rank: int, tag: int) -> bytes | None:
         """Return the description that a counterpart has sent under this tag; None: no answer yet."""
         offer = self._protocol.counterparts[rank].offer
         return offer[1] if offer is not None and offer[0] == tag else None
 
-    def _asked(self, rank: int, tag: int) -> None:
-        """Have an ASK answered; called by the thread of the service."""
-        if rank not in self._answering:
-            self._answering.add(rank)
-            self._answers.submit(self._offer, rank, tag)
 
-    def _offer(self, rank: int, tag: int) -> None:
-        description, sends = b"", list[Send]()
-        with ExitStack() as opened:
-            try:
-                found = self._find()
-                if found is not None and len(found[0]) <= self._transport.chunk_bytes:
-                    files = [opened.enter_context(path.open("rb")) for path in found[1]]
-                    sends = [_send_of(file, tag, self._transport.chunk_bytes) for file in files]
-                    description = found[0]
-            except OSError:  # there is nothing to give
-                sends = []
-            else:
-                opened.pop_all()
-        self._answering.discard(rank)
-        self._transport.service.do(self._protocol.offer, rank, tag, description, sends)
+def furthest(
+    steps: Mapping[int, int], topology: Topology, least: int, given_up: Collection[int] = ()
+) -> int | None:
+    """Return the slot that can give the latest step; of several, the next one after this job's. None: no slot.
 
-
-def _send_of(file: BinaryIO, tag: int, chunk_bytes: int) -> Send:
-    """Make a message of an open file, which is closed when it has arrived, or never will."""
-
-    def chunks() -> Iterator[np.ndarray]:
-        """Yield the pieces; a disk that fails, or a closed file, ends them."""
-        try:
-            while chunk := file.read(chunk_bytes):
-                yield np.frombuffer(chunk, np.uint8)
-        except (OSError, ValueError):
-            return
-
-    length = file.seek(0, 2)
-    file.seek(0)
-    return Send(tag, length, DTYPE_CODES[torch.uint8], chunks, lambda failure: file.close())
-
-
-@dataclass(frozen=True)
-class Takeover:
-    """Takes over the newest checkpoint of another replica at the start of a job, if it is far enough ahead.
-
-    Attributes:
-        margin: local steps that the other checkpoint must be ahead of this job's own.
+    Args:
+        steps: that each rank can give.
+        least: the first step that is worth taking.
+        given_up: slots not to be asked again.
     """
-
-    transport: FederationTransport
-    settings: CheckpointSettings
-    topology: Topology
-    architecture: Architecture
-    margin: int
-
-    def __call__(self) -> list[str]:
-        """Offer this job's checkpoints from now on, and take a newer one. Collective over the ranks of the job.
-
-        Returns lines for the log.
-        """
-        handover = Handover(self.transport, self._newest)
-        if self.settings.load != "auto":
-            return []
-        own, notes, given_up = of_rank_0(catalog.newest_step(self.settings.folder)), list[str](), set[int]()
-        for _ in range(_ATTEMPTS):
-            tag, offered = handover.offers(_ANSWER_SECONDS)
-            manifests: dict[int, Manifest] = {}  # by slot
-            for rank, content in offered.items():
-                at = self._at(rank // self.topology.replica_size)
-                try:
-                    if at.replica not in given_up:
-                        manifests[at.replica] = check_offer(
-                            content, at, self.topology, self.architecture, self.settings
-                        )
-                except DamagedCheckpointError as error:
-                    notes.append(f"not taken over: {error}")
-            found = of_all_ranks({slot: manifest.step for slot, manifest in manifests.items()})
-            if not any(step > own + self.margin for steps in found for step in steps.values()):
-                break
-            slot = self._choose(found, own)
-            if slot is not None:
-                started = time.monotonic()
-                notes += self._set_aside(manifests[slot].step)
-                problem = self._take(handover, tag, manifests[slot])
-                if not problem:
-                    notes.append(_describe(manifests[slot], own, time.monotonic() - started))
-                    break
-                notes.append(f"the checkpoint of replica {slot} was not taken over: {problem}")
-                given_up.add(slot)
-            time.sleep(_BETWEEN_SECONDS)
-        return notes
-
-    def _newest(self) -> tuple[bytes, list[Path]] | None:
-        return newest_saved(self.settings.folder, self._at(self.topology.slot))
-
-    def _choose(self, found: list[dict[int, int]], own: int) -> int | None:
-        """Return the slot that offers the newest step to all ranks; of several, the next one after this job's.
-
-        Args:
-            found: for each rank of the job, the step that each slot offers to it.
-        """
-        first, *others = found
-        common = {slot: step for slot, step in first.items() if all(of.get(slot) == step for of in others)}
-        ahead = [slot for slot, step in common.items() if step > own + self.margin]
-        slots = self.topology.slots
-        return min(ahead, key=lambda slot: (-common[slot], (slot - self.topology.slot) % slots), default=None)
-
-    def _set_aside(self, step: int) -> list[str]:
-        """Rename the folder of a save of this step that was never completed; rank 0 does it."""
-        folder, lines = catalog.step_folder(self.settings.folder, step), list[str]()
-        if dist.get_rank() == 0 and folder.exists():
-            lines = [f"set aside: {folder} is now {catalog.set_aside(folder).name}"]
-        dist.barrier()
-        return lines
-
-    def _take(self, handover: Handover, tag: int, manifest: Manifest) -> str:
-        """Take the files of a manifest; returns the problem of the first rank that has one, or an empty string."""
-        giver = self.topology.place(dist.get_rank()).rank_of(manifest.position.replica)
-        problem = ""
-        try:
-            receive(
-                self.settings.folder,
-                manifest,
-                lambda buffers: handover.take(giver, tag, buffers, _SILENCE_SECONDS),
-            )
-        except (OSError, DamagedCheckpointError) as error:
-            problem = " ".join(str(error).split())
-        problem = next(filter(None, of_all_ranks(problem)), "")
-        if dist.get_rank() == 0:
-            if problem:
-                folder = catalog.step_folder(self.settings.folder, manifest.step)
-                shutil.rmtree(folder, ignore_errors=True)
-            catalog.write_latest(self.settings.folder)
-        dist.barrier()
-        return problem
-
-    def _at(self, replica: int) -> Position:
-        """Return the position of this rank in another replica."""
-        own = self.topology.position(dist.get_rank())
-        return Position(replica, own.stage, own.dp, own.tp)
+    by_slot = {rank // topology.replica_size: step for rank, step in steps.items()}
+    found = [slot for slot, step in by_slot.items() if step >= least and slot not in given_up]
+    own, slots = topology.slot, topology.slots
+    return min(found, key=lambda slot: (-by_slot[slot], (slot - own) % slots), default=None)
 
 
-def _describe(manifest: Manifest, own: int, seconds: float) -> str:
-    size = sum(record.bytes for record in manifest.files.values())
-    before = f"; the own one was of step {own}, and the samples between are not read" if own else ""
-    return (
-        f"taken over from replica {manifest.position.replica}: its checkpoint of step {manifest.step}, "
-        f"{size / 1e6:.1f} MB for this rank in {seconds:.1f} s{before}"
-    )
+def _once(make: Callable[[], Snapshot]) -> Callable[[], Snapshot]:
+    """Return a function that makes a snapshot when it is first called; used by one thread."""
+    made: list[Snapshot] = []
+
+    def make_once() -> Snapshot:
+        if not made:
+            made.append(make())
+        return made[0]
+
+    return make_once
+
+
+def _describe(step: int) -> bytes:
+    return json.dumps({"step": step}).encode()
+
+
+def _step_in(description: bytes) -> int:
+    try:
+        step = json.loads(description)["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return 0
+    return step if type(step) is int else 0
+
+
+def _send_of(part: np.ndarray, tag: int, chunk_bytes: int) -> Send:
+    def chunks() -> Iterator[np.ndarray]:
+        return (part[start : start + chunk_bytes] for start in range(0, max(1, len(part)), chunk_bytes))
+
+    return Send(tag, len(part), DTYPE_CODES[torch.uint8], chunks, lambda failure: None)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megatron_noloco.federation.commit import CommittedExchange, committing
 from megatron_noloco.federation.frames import run_number
+from megatron_noloco.federation.handover import Handover
 from megatron_noloco.federation.keeping_up import KeepingUp
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.rendezvous import rendezvous_of
@@ -32,16 +33,23 @@ class Membership:
     Attributes:
         transport: to the counterparts in the other jobs.
         keeping_up: which local step comes next.
+        handover: gives this rank's state to others, and takes theirs.
     """
 
     transport: FederationTransport
     keeping_up: KeepingUp
+    handover: Handover
     noloco: NolocoSettings
     federation: FederationSettings
 
     def commit(self, seed: int) -> Callable[[Exchange], CommittedExchange]:
         """Return what makes the exchanges of rounds count for both partners or for neither; see `committing`."""
         return committing(self.transport.partners, self.transport.place, self.noloco, seed)
+
+    def leave(self) -> None:
+        """Disconnect, so that no replica waits for this one."""
+        self.handover.close()
+        self.transport.close()
 
     def wait_for_start(self, continues: bool) -> bool:
         """Wait for `start_with` jobs, `deadline_seconds` at most; return whether they came. A collective.
@@ -84,7 +92,8 @@ def join_federation(
         addresses = of_all_ranks((place.rank, transport.address))
         # Others that find one rank learn from it where all ranks of its replica are.
         transport.service.learn(dict(addresses))
-    return Membership(transport, KeepingUp(transport, noloco, federation, steps), noloco, federation)
+    keeping_up, handover = KeepingUp(transport, noloco, federation, steps), Handover(transport)
+    return Membership(transport, keeping_up, handover, noloco, federation)
 
 
 def network_of(federation: FederationSettings, noloco: NolocoSettings, alike: Mapping[str, Any]) -> Network:

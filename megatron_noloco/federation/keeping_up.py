@@ -100,10 +100,6 @@ class KeepingUp:
         while any(begun < last for begun in self._transport.begun()) and time.monotonic() < deadline:
             time.sleep(_LOOK_SECONDS)
 
-    def leave(self) -> None:
-        """Disconnect, so that no replica waits for this one."""
-        self._transport.close()
-
     def _announce(self, done: int) -> None:
         """Tell the others that this replica skips the exchanges before this step, so that none waits for it."""
         self.partners.leave_out(self._last_exchange(done))

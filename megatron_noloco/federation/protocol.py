@@ -113,7 +113,7 @@ class FederationProtocol:
         counterparts: by rank.
         dropped: how many frames were dropped, by reason.
         directory: the addresses of all ranks.
-        when_asked: called with rank and tag of each ASK; answers with `offer`, now or later.
+        when_asked: called with rank, tag and `chosen` of each ASK; answers with `offer`, now or later.
     """
 
     def __init__(
@@ -127,7 +127,9 @@ class FederationProtocol:
         self.counterparts: Mapping[int, Counterpart] = {rank: Counterpart(rank) for rank in counterparts}
         self.dropped: Counter[str] = Counter()
         self.directory = Directory(member)
-        self.when_asked: Callable[[int, int], None] = lambda rank, tag: self.offer(rank, tag, b"", [])
+        self.when_asked: Callable[[int, int, bool], None] = lambda rank, tag, _: self.offer(
+            rank, tag, b"", []
+        )
         self._relays, self._sealing = relays, sealing
         self._receives: dict[int, Receive] = {}  # by ticket
         self._tickets = 0
@@ -316,9 +318,9 @@ class FederationProtocol:
 
     # Handovers, see `handover`
 
-    def ask(self, rank: int, tag: int) -> None:
-        """Ask a connected counterpart which state it can send."""
-        self.counterparts[rank].outbox.control(self.member.frame(Kind.ASK, rank, tag=tag))
+    def ask(self, rank: int, tag: int, chosen: bool = False) -> None:
+        """Ask a connected counterpart which state it can send, or, if it is chosen, to send it."""
+        self.counterparts[rank].outbox.control(self.member.frame(Kind.ASK, rank, tag=tag, number=chosen))
 
     def offer(self, rank: int, tag: int, description: bytes, sends: Sequence[Send]) -> None:
         """Answer an ASK, and post the messages that the description is about; earlier ones are cancelled."""
@@ -452,7 +454,7 @@ class FederationProtocol:
         return ""
 
     def _take_ask(self, counterpart: Counterpart, frame: Frame, _: np.ndarray) -> str:
-        self.when_asked(counterpart.rank, frame.tag)
+        self.when_asked(counterpart.rank, frame.tag, bool(frame.number))
         return ""
 
     def _take_offer(self, counterpart: Counterpart, frame: Frame, data: np.ndarray) -> str:

@@ -185,6 +185,12 @@ class Monitor:
                 f" continuing at iteration {step + 1} with the other replicas | left out: {done + 1} to {step} |"
             )
 
+    def gave(self, done: int, pause_seconds: float) -> None:
+        """Note that the state was copied for a replica that starts."""
+        self.say(
+            f" state after iteration {done} given to a replica that starts | pause: {pause_seconds:.2f} s |"
+        )
+
     def say(self, line: str) -> None:
         """Show a line that is no row of numbers."""
         if self.console is not None:

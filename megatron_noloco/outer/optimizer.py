@@ -178,22 +178,26 @@ class OuterOptimizer:
         with self.weights.kept_in(self._spare):
             yield self.slow_weights
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self, wait: bool = True) -> dict[str, Tensor]:
         """Return what a resume needs of the outer optimizer, after waiting for the exchanges under way.
+
+        Without `wait`, rounds whose exchange is under way are left out, as if they were skipped.
 
         Live tensors "slow_weights" and, unless alpha = 0, "outer_momentum". While rounds are not merged, also
         "correction" (phi - theta_s where it is to be merged, else zero), "delayed_rounds" (a row of
         `Round.numbers` for each) and "delayed_with" (local steps to a round, and fragments).
         """
-        self.wait()
+        if wait:
+            self.wait()
         state = {"slow_weights": self.slow_weights}
         if self.momentum is not None:
             state["outer_momentum"] = self.momentum
-        if self._under_way:
+        complete = [running for running in self._under_way if running.complete]
+        if complete:
             correction = torch.zeros_like(self.slow_weights)
-            for running in self._under_way:
+            for running in complete:
                 running.fragment.scatter(running.correction, correction)
-            rows = [running.numbers() for running in self._under_way]
+            rows = [running.numbers() for running in complete]
             state |= {
                 "correction": correction,
                 "delayed_rounds": pad_sequence(rows, batch_first=True, padding_value=-1),
@@ -318,7 +322,7 @@ class NoRounds:
         with self.weights.kept_in(fast):
             yield fast
 
-    def state(self) -> dict[str, Tensor]:
+    def state(self, wait: bool = True) -> dict[str, Tensor]:
         """Return the fast weights as "slow_weights", so that readers of checkpoints need not know the method."""
         return {"slow_weights": self.weights.read()}
 

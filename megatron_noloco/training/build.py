@@ -78,7 +78,7 @@ def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
         stopping=stopping,
         final_average=build_final_average(config, outer, transport, place),
         delay=_delay(config, outer, start),
-        keeping_up=membership.keeping_up if membership else None,
+        membership=membership,
         health=health,
     )
 

@@ -14,7 +14,6 @@ from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.resume import Start, find_start
 from megatron_noloco.checkpoint.settings import CheckpointSettings
 from megatron_noloco.config import ConfigError, RunConfig
-from megatron_noloco.federation.handover import Takeover
 from megatron_noloco.federation.join import Membership, join_federation
 from megatron_noloco.job.agreement import of_rank_0
 from megatron_noloco.job.join import (
@@ -29,6 +28,7 @@ from megatron_noloco.job.run_folder import occupy
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.fit import shortage
 from megatron_noloco.training.prepare import Prepared, alike
+from megatron_noloco.training.takeover import SavedState, Takeover
 from megatron_noloco.transport.protocol import Transport
 
 _FIRST_SECONDS = 5.0  # for another job of the federation, which may have a state to offer
@@ -68,7 +68,15 @@ def join_job(prepared: Prepared) -> Joined:
         if not membership.wait_for_start(continues=of_rank_0(_continues(settings))):
             notes.append("fewer replicas than federation.start_with are there; starting without")
         margin = config.federation.rounds_behind * config.noloco.local_steps
-        notes += Takeover(federated, settings, topology, prepared.architecture, margin)()
+        membership.handover.saved = SavedState(settings.folder, topology.position(dist.get_rank()))
+        notes += Takeover(
+            membership.handover,
+            settings,
+            topology,
+            prepared.architecture,
+            margin,
+            config.noloco.deadline_seconds,
+        )()
     else:
         transport = choose_transport(config.noloco.transport, prepared.world)
     start = find_start(settings, topology)

@@ -2,14 +2,18 @@
 
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
+import numpy as np
 import torch.distributed as dist
 
 from megatron_noloco.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.data.microbatches import StepLoader
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.federation.keeping_up import Health, KeepingUp
+from megatron_noloco.federation.handover import Snapshot
+from megatron_noloco.federation.join import Membership
+from megatron_noloco.federation.keeping_up import Health
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.monitor.monitor import Monitor
@@ -62,7 +66,7 @@ class Run:
     stopping: Stopping
     final_average: FinalAverage | None = None
     delay: DelayChoice | None = None  # where the run itself chooses delay_steps
-    keeping_up: KeepingUp | None = None  # with the other jobs of a federation
+    membership: Membership | None = None  # of a federation
     health: Health | None = None  # in a federation
 
     def train(self) -> bool:
@@ -88,13 +92,14 @@ class Run:
     def _loop(self) -> int:
         """Run local steps; return how many are done since the beginning of the training."""
         done = self.start_step
-        if self.keeping_up is not None:
-            self.keeping_up.start(done)
+        if self.membership is not None:
+            self.membership.keeping_up.start(done)
         while done < self.schedule.steps:
             if self.stopping.before_step(done):
                 with now.doing(f"saving after local step {done}, at which it was asked to stop"):
                     self._leave(done)
                 return done
+            self._give(done)
             before, step = done, self._next_step(done)
             done = step + 1
             started = time.perf_counter()
@@ -120,12 +125,31 @@ class Run:
 
     def _next_step(self, done: int) -> int:
         """Return the index of the next local step, from 0: in a federation, some may be left out."""
-        step = done if self.keeping_up is None else self.keeping_up.next_step(done)
+        if self.membership is None:
+            return done
+        keeping_up = self.membership.keeping_up
+        step = keeping_up.next_step(done)
         if step > done:
-            assert self.keeping_up is not None
             self.engine.skip(step - done)
-            self.monitor.skipped(done, step, notable=step - done >= self.keeping_up.local_steps)
+            self.monitor.skipped(done, step, notable=step - done >= keeping_up.local_steps)
         return step
+
+    def _give(self, done: int) -> None:
+        """In a federation, give the present state to a job that has asked for it."""
+        if self.membership is None:
+            return
+        started = time.perf_counter()
+        if self.membership.handover.between_steps(done, lambda: self._copy(done)):
+            self.monitor.gave(done, time.perf_counter() - started)
+
+    def _copy(self, done: int) -> Callable[[], Snapshot]:
+        made = self.checkpointer.copy(done, self.monitor.metrics.counters)
+
+        def snapshot() -> Snapshot:
+            manifest, parts = made()
+            return Snapshot(manifest.text().encode(), [np.frombuffer(part, np.uint8) for part in parts])
+
+        return snapshot
 
     def _round(self, done: int, step_seconds: float) -> None:
         """Run or merge the round that is due, if any, and choose the delay where the run does."""

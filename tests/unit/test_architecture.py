@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"plans", "model", "data", "engine"},
     "checkpoint": {"plans", "outer", "job", "model", "engine"},
     "huggingface": {"plans", "job", "pipeline", "model", "data", "config", "checkpoint"},
-    "federation": {"plans", "transport", "job", "outer", "model", "checkpoint"},
+    "federation": {"plans", "transport", "job", "outer"},
     "preflight": {"plans", "transport", "outer", "model", "engine", "config"},
     "training": {
         "plans",

@@ -1,115 +1,207 @@
-"""Files that a rank hands over to its counterpart in another job, while both do other things."""
+"""State that a rank gives to its counterpart in another job, while both do other things."""
 
-import os
+import json
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
-from megatron_noloco.federation.handover import Handover
+from megatron_noloco.federation import handover as module
+from megatron_noloco.federation.handover import Handover, Snapshot, furthest
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.transport import FederationTransport
+from megatron_noloco.plans.topology import Topology
 from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES
 from megatron_noloco.transport.protocol import ExchangeTimeoutError
 from tests.unit.federated import SECONDS, connected, swap, transport, until
 
-
-@pytest.fixture
-def paths(tmp_path: Path) -> list[Path]:
-    """Two files, of more than some chunks and of less than one."""
-    found = [tmp_path / "a", tmp_path / "b"]
-    for path, length in zip(found, (3 * DEFAULT_CHUNK_BYTES + 5, 7), strict=True):
-        content = torch.randint(256, (length,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
-        path.write_bytes(content.numpy().tobytes())
-    return found
+PARTS = [
+    np.random.default_rng(length).integers(0, 256, length, np.uint8)
+    for length in (3 * DEFAULT_CHUNK_BYTES + 5, 7)  # of more than some chunks, and of less than one
+]
 
 
-def gives(transport: FederationTransport, *paths: Path) -> Handover:
-    """A handover that offers these files, or nothing."""
-    return Handover(transport, lambda: (b"files", paths) if paths else None)
+class OnDisk:
+    """What a rank has saved; `error` is raised instead."""
+
+    def __init__(self, step: int = 20, error: Exception | None = None) -> None:
+        self._step, self.error = step, error
+
+    def step(self) -> int:
+        if self.error is not None:
+            raise self.error
+        return self._step
+
+    def read(self) -> Snapshot | None:
+        return Snapshot(b"saved", PARTS) if self.step() else None
 
 
-def buffers(paths: list[Path]) -> list[torch.Tensor]:
-    return [torch.zeros(path.stat().st_size, dtype=torch.uint8) for path in paths]
+def of(transport: FederationTransport, saved: OnDisk | None = None) -> Handover:
+    made = Handover(transport)
+    made.saved = saved
+    return made
 
 
-def contents(buffers: list[torch.Tensor]) -> list[bytes]:
-    return [buffer.numpy().tobytes() for buffer in buffers]
+def taken(taker: Handover, rank: int) -> tuple[bytes, list[bytes]]:
+    """Take what a rank gives."""
+    tag, description = taker.ask(rank, SECONDS)
+    places = [torch.zeros(len(part), dtype=torch.uint8) for part in PARTS]
+    taker.take(rank, tag, places)
+    return description, [place.numpy().tobytes() for place in places]
+
+
+EXPECTED = [part.tobytes() for part in PARTS]
 
 
 @pytest.mark.parametrize("with_keys", [False, True])
-def test_files_arrive_as_they_were_offered(tmp_path: Path, paths: list[Path], with_keys: bool) -> None:
-    """Even when their owner removes them after the offer; an exchange of the same ranks goes on meanwhile."""
+def test_what_is_on_disk_arrives_as_it_was(tmp_path: Path, with_keys: bool) -> None:
+    """An exchange of the same ranks goes on meanwhile."""
     keys = Keys.make(tmp_path / "key") if with_keys else None
-    expected, places = [path.read_bytes() for path in paths], buffers(paths)
     with connected(tmp_path, 2, slots=3, keys=keys) as (giver, taker):
-        gives(giver, *paths)
-        tag, offered = gives(taker).offers(SECONDS)
-        assert offered == {0: b"files"}
-        for path in paths:
-            path.unlink()
+        of(giver, OnDisk())
+        taking = of(taker)
+        assert taking.steps(SECONDS) == {0: 20}
         giver.partners.begin(3, 1)
         giver.partners.end(3)
         swap(giver, taker, tag=2 * 10**6)
-        gives(taker).take(0, tag, places, SECONDS)
-    assert contents(places) == expected
+        assert taken(taking, 0) == (b"saved", EXPECTED)
 
 
-def test_a_rank_that_has_nothing_or_cannot_read_it_answers_at_once(tmp_path: Path) -> None:
+def test_a_rank_that_has_nothing_or_cannot_read_it_answers_at_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     with connected(tmp_path, 4) as (empty, broken, _, taker):
-        gives(empty)
-        gives(broken, tmp_path / "not there")
-        assert gives(taker).offers(SECONDS)[1] == {}
-        assert all(taker.service.protocol.counterparts[rank].offer is not None for rank in range(3))
+        of(empty, OnDisk(step=0))
+        of(broken, OnDisk(error=ZeroDivisionError("of no kind that was expected")))
+        taking = of(taker)
+        assert taking.steps(SECONDS) == {}
+        for rank in range(3):
+            with pytest.raises(ConnectionError, match=f"rank {rank} has no state to give"):
+                taking.ask(rank, SECONDS)
+        assert taking.steps(SECONDS) == {}, "asked again"
+    assert "state cannot be given to rank 3: ZeroDivisionError: of no kind" in capfd.readouterr().err
 
 
-def test_buffers_must_be_as_long_as_the_files(tmp_path: Path, paths: list[Path]) -> None:
+def live(step: int) -> Callable[[], Callable[[], Snapshot]]:
+    def copy() -> Callable[[], Snapshot]:
+        parts = [part.copy() for part in PARTS]
+        return lambda: Snapshot(str(step).encode(), parts)
+
+    return copy
+
+
+@contextmanager
+def training(giver: Handover) -> Iterator[list[int]]:
+    """Local steps of a millisecond in a thread; yields the steps at which the state was copied."""
+    copied, ends = list[int](), list[bool]()
+
+    def loop() -> None:
+        done = 0
+        while not ends:
+            if giver.between_steps(done, live(done)):
+                copied.append(done)
+            done += 1
+            time.sleep(1e-3)
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(loop)
+        try:
+            yield copied
+        finally:
+            ends.append(True)
+            running.result()
+
+
+def test_a_rank_that_trains_gives_its_state_at_the_next_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for several that ask soon after each other; its checkpoint, which is older, is not given."""
+    with connected(tmp_path, 3) as (giver, one, other), training(of(giver, OnDisk())) as copied:
+        first, second = of(one), of(other)
+        until(lambda: first.steps(SECONDS).get(0, 0) > 50)
+        step = first.steps(SECONDS)[0]
+        description, parts = taken(first, 0)
+        assert step <= int(description) <= first.steps(SECONDS)[0]
+        assert parts == EXPECTED
+        assert taken(second, 0) == (description, EXPECTED)
+        assert copied == [int(description)]
+        monkeypatch.setattr(module, "_FRESH_SECONDS", 0.0)
+        assert int(taken(second, 0)[0]) > int(description)
+        assert len(copied) == 2
+
+
+def test_without_a_question_nothing_is_copied(tmp_path: Path) -> None:
+    with connected(tmp_path) as (giver, _):
+        assert not of(giver).between_steps(5, lambda: pytest.fail("copied"))
+
+
+def test_after_its_end_a_rank_gives_nothing(tmp_path: Path) -> None:
     with connected(tmp_path) as (giver, taker):
-        gives(giver, *paths)
-        asking = gives(taker)
-        tag, _ = asking.offers(SECONDS)
+        giving, taking = of(giver, OnDisk()), of(taker)
+        giving.between_steps(5, live(5))
+        giving.close()
+        assert taking.steps(SECONDS) == {}
+        with pytest.raises(ConnectionError, match="has no state"):
+            taking.ask(0, SECONDS)
+
+
+def test_buffers_must_be_as_long_as_the_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SILENCE_SECONDS", 0.5)
+    with connected(tmp_path) as (giver, taker):
+        of(giver, OnDisk())
+        taking = of(taker)
+        tag, _ = taking.ask(0, SECONDS)
         places = [torch.zeros(length, dtype=torch.uint8) for length in (40, 7)]
         with pytest.raises(ExchangeTimeoutError):
-            asking.take(0, tag, places, seconds=0.5)
+            taking.take(0, tag, places)
         assert not places[0].any()
 
 
-def test_a_second_offer_replaces_the_first(tmp_path: Path, paths: list[Path]) -> None:
+def test_a_second_offer_replaces_the_first_and_one_that_trains_takes_none(tmp_path: Path) -> None:
     with connected(tmp_path) as (giver, taker):
-        gives(giver, *paths)
-        asking, posted = gives(taker), giver.service.protocol.counterparts[1].posted
+        of(giver, OnDisk())
+        taking, posted = of(taker), giver.service.protocol.counterparts[1].posted
         for _ in range(5):
-            tag, _ = asking.offers(SECONDS)
+            tag, _ = taking.ask(0, SECONDS)
             assert {name: len(sends) for name, sends in posted.items()} == {tag: 2}
-        places = buffers(paths)
-        asking.take(0, tag, places, SECONDS)
-        assert contents(places) == [path.read_bytes() for path in paths]
-
-
-def test_files_that_are_not_taken_are_closed_when_the_taker_trains(tmp_path: Path, paths: list[Path]) -> None:
-    def held_open() -> set[Path]:
-        """By this process."""
-        names = (Path("/proc/self/fd") / name for name in os.listdir("/proc/self/fd"))
-        return {Path(os.path.realpath(name)) for name in names} & {path.resolve() for path in paths}
-
-    with connected(tmp_path) as (giver, taker):
-        gives(giver, *paths)
-        assert gives(taker).offers(SECONDS)[1] == {0: b"files"}
-        assert len(held_open()) == 2
         taker.partners.begin(0, 0)
-        until(lambda: not held_open())
+        until(lambda: not posted)
 
 
-def test_a_giver_that_goes_ends_the_handover(tmp_path: Path, paths: list[Path]) -> None:
+def test_a_giver_that_goes_ends_the_handover(tmp_path: Path) -> None:
     with transport(tmp_path, 1) as taker, ThreadPoolExecutor(1) as pool:
         with transport(tmp_path, 0) as giver:
             assert all(one.wait_for(1, SECONDS) for one in (giver, taker))
-            gives(giver, paths[0])
-            asking = gives(taker)
-            tag, _ = asking.offers(SECONDS)
-            longer = torch.zeros(9, dtype=torch.uint8)  # never comes
-            taking = pool.submit(asking.take, 0, tag, [longer], SECONDS)
+            of(giver, OnDisk())
+            taking = of(taker)
+            tag, _ = taking.ask(0, SECONDS)
+            longer = [torch.zeros(9, dtype=torch.uint8) for _ in PARTS]  # never come
+            result = pool.submit(taking.take, 0, tag, longer)
             until(lambda: giver.service.protocol.counterparts[1].posted.keys() == set())
         with pytest.raises(ConnectionError, match="rank 0 has gone"):
-            taking.result()
+            result.result()
+        with pytest.raises(ConnectionError, match="rank 0 has gone"):
+            taking.ask(0, SECONDS)
+
+
+@pytest.mark.parametrize("answer", [b"", b"\xff", b"[1]", b'{"step": "20"}', b'{"step": true}', b"[" * 9000])
+def test_an_answer_that_is_no_step_counts_as_nothing(tmp_path: Path, answer: bytes) -> None:
+    with connected(tmp_path) as (giver, taker):
+        protocol = giver.service.protocol
+        protocol.when_asked = lambda rank, tag, _: protocol.offer(rank, tag, answer, [])
+        assert of(taker).steps(SECONDS) == {}
+
+
+def test_the_furthest_slot_is_chosen_and_of_equal_ones_the_next() -> None:
+    topology = Topology(pp=2, slot=2, slots=4)
+    steps = {0: 30, 1: 30, 2: 40, 6: 40}
+    assert furthest(steps, topology, least=20) == 3, "the next after slot 2"
+    assert furthest(steps, topology, 20, {3}) == 1
+    assert furthest(steps, topology, 20, {1, 3}) == 0
+    assert furthest(steps, topology, least=41) is None
+    assert json.loads(json.dumps(steps))

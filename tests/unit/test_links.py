@@ -131,7 +131,7 @@ def test_a_job_that_continues_or_finds_trained_ones_waits_for_no_more(
     settings = FederationSettings(slots=3, start_with=3)
     with members(tmp_path, "ph") as (first, second):
         noloco = NolocoSettings(deadline_seconds=0.3)
-        membership = Membership(second, Mock(), noloco, settings)
+        membership = Membership(second, Mock(), Mock(), noloco, settings)
         assert second.wait_for(1, SECONDS)
         assert membership.wait_for_start(continues) == continues
         assert (now.state.part == "2 of 3 replicas are there") != continues

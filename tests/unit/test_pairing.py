@@ -44,7 +44,7 @@ def test_at_most_one_replica_is_left_without_a_partner(
 def test_hidden_replicas_are_a_pair_only_where_no_other_choice_is_left(
     replicas: int, round_index: int, relayed: bool, data: st.DataObject
 ) -> None:
-    """Without a relay they do not see each other. While none of them has gone there are as many pairs as can be."""
+    """Without a relay they do not see each other. While none has gone there are as many pairs as can be."""
     grouping = Grouping(replicas, 2, seed=3)
     gone, hidden = (data.draw(st.sets(st.integers(0, replicas - 1), max_size=most)) for most in (2, replicas))
     present = set(range(replicas)) - gone

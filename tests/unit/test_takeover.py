@@ -20,11 +20,12 @@ from megatron_noloco.checkpoint.handover import check_offer, newest_saved, recei
 from megatron_noloco.checkpoint.resume import Start
 from megatron_noloco.checkpoint.settings import CheckpointSettings
 from megatron_noloco.config import RunConfig
-from megatron_noloco.federation import handover
-from megatron_noloco.federation.handover import Takeover
+from megatron_noloco.federation.handover import Handover
 from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.plans.topology import Position
-from tests.unit.federated import connected
+from megatron_noloco.training import takeover
+from megatron_noloco.training.takeover import SavedState, Takeover
+from tests.unit.federated import SECONDS, connected
 from tests.unit.test_checkpoint_files import CONFIG, job, write_checkpoint
 
 GIVER, TAKER = replace(job(2), pp=2), replace(job(5), pp=2)
@@ -37,9 +38,14 @@ SETTINGS = CheckpointSettings(Path("checkpoints"), RUN, with_defaults=dict)
 def offered(folder: Path) -> tuple[bytes, list[Path]]:
     write_checkpoint(folder, 10, GIVER)
     write_checkpoint(folder, 20, GIVER)
-    found = newest_saved(folder, AT)
+    return contents_of(folder, AT)
+
+
+def contents_of(folder: Path, at: Position) -> tuple[bytes, list[Path]]:
+    """The newest manifest of a rank, and its files."""
+    found = newest_saved(folder, at)
     assert found is not None
-    return found
+    return found[1].read_bytes(), [found[1].parent / name for name in sorted(found[0].files)]
 
 
 def accept(content: bytes) -> Manifest:
@@ -68,9 +74,12 @@ def test_the_newest_step_that_the_rank_has_saved_is_given(tmp_path: Path) -> Non
     assert newest_saved(tmp_path, replace(AT, replica=3)) is None, "of another replica"
     damaged = catalog.replica_folder(catalog.step_folder(tmp_path, 20), 2) / catalog.manifest_name(AT)
     damaged.write_text("{")
-    older = newest_saved(tmp_path, AT)
-    assert older is not None
-    assert Manifest.parse(older[0], "").step == 10
+    assert Manifest.parse(contents_of(tmp_path, AT)[0], "").step == 10
+    snapshot = SavedState(tmp_path, AT).read()
+    assert snapshot is not None
+    assert [part.tobytes() for part in snapshot.parts] == [
+        path.read_bytes() for path in contents_of(tmp_path, AT)[1]
+    ]
 
 
 def test_what_is_taken_over_is_a_checkpoint_of_the_other_replica(tmp_path: Path) -> None:
@@ -78,7 +87,7 @@ def test_what_is_taken_over_is_a_checkpoint_of_the_other_replica(tmp_path: Path)
     for stage in range(2):
         at = replace(AT, stage=stage)
         write_checkpoint(tmp_path / "theirs", 20, GIVER)
-        content, files = newest_saved(tmp_path / "theirs", at) or (b"", [])
+        content, files = contents_of(tmp_path / "theirs", at)
         manifest = check_offer(content, at, TAKER, ARCHITECTURE, SETTINGS)
         receive(tmp_path / "ours", manifest, copy_of(files))
     found, expected = (catalog.step_folder(tmp_path / name, 20) for name in ("ours", "theirs"))
@@ -183,14 +192,15 @@ def test_the_next_takeover_removes_what_a_killed_job_left(tmp_path: Path) -> Non
 
 def start_of(own: FederationTransport, folder: Path, margin: int = 5, load: str = "auto") -> list[str]:
     """What the start of a job reports; from then on it offers its own checkpoints."""
-    settings = replace(SETTINGS, folder=folder, load=load)
-    return Takeover(own, settings, job(own.rank), ARCHITECTURE, margin)()
+    settings, handover = replace(SETTINGS, folder=folder, load=load), Handover(own)
+    handover.saved = SavedState(folder, Position(own.rank, 0, 0, 0))
+    return Takeover(handover, settings, job(own.rank), ARCHITECTURE, margin, SECONDS)()
 
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handover, "dist", SimpleNamespace(get_rank=lambda: 0, barrier=lambda: None))
-    monkeypatch.setattr(handover, "_BETWEEN_SECONDS", 0.0)
+    monkeypatch.setattr(takeover, "dist", SimpleNamespace(get_rank=lambda: 0, barrier=lambda: None))
+    monkeypatch.setattr(takeover, "_BETWEEN_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("alone")
@@ -206,9 +216,9 @@ def test_the_newest_is_taken_over_and_where_it_is_damaged_the_next(tmp_path: Pat
         for slot in range(3):
             assert start_of(ranks[slot], folders[slot], margin=100) == []
         damaged, taken = start_of(ranks[3], folders[3])
-        assert damaged.startswith("the checkpoint of replica 0 was not taken over: ")
+        assert damaged.startswith("the state of replica 0 was not taken over: ")
         assert damaged.endswith("checksum does not match its manifest")
-        assert taken.startswith("taken over from replica 1: its checkpoint of step 20, ")
+        assert taken.startswith("taken over from replica 1: its state after local step 20, ")
         assert [path.name for path in catalog.steps(folders[3])] == ["step_00000020"]
         assert catalog.is_complete(catalog.step_folder(folders[3], 20))
         assert (folders[3] / "latest").read_text() == "step_00000020\n"
