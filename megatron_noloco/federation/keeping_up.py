@@ -80,9 +80,9 @@ class KeepingUp:
         left_out = due - 1 - step
         if self._untrained and left_out >= _TRAINED_ROUNDS * self.local_steps:
             raise UntrainedError(
-                "the others have trained already, and this replica has no checkpoint: its weights would spoil "
-                "theirs; start it again when one of those that it can reach has saved a checkpoint (in a loop of "
-                "your own: from a copy of another replica's model, optimizer and state of attach)"
+                "the others have trained already, and this replica begins with fresh weights, which would spoil "
+                'theirs; start it again, with checkpoint.load "auto" where that is set: it then takes over the '
+                "state of one of them"
             )
         self._untrained = False  # the others are as little trained
         if left_out <= self._few:

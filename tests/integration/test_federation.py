@@ -146,7 +146,7 @@ def test_a_replica_that_joins_late_finds_how_long_to_overlap(tmp_path: Path, tex
 def test_a_replica_of_two_stages_that_lost_its_disk_goes_on_from_another_to_the_end(
     tmp_path: Path, text: str, encryption: str
 ) -> None:
-    """What it takes over is what the other has saved, to the last bit; its data is its own."""
+    """What it takes over is the state of the other at a step, to the last bit; its data is its own."""
     if encryption == "curve":
         Keys.make(tmp_path / "key")
     more = {
@@ -158,7 +158,7 @@ def test_a_replica_of_two_stages_that_lost_its_disk_goes_on_from_another_to_the_
         },
         "parallel": {"pipeline_model_parallel_size": 2},
         "training": {"train_iters": 60},
-        "checkpoint": {"save_interval": 5, "keep_last": 100},
+        "checkpoint": {"save_interval": 1, "keep_last": 100},
     }
     with Federation(tmp_path, changes(text, 2, **more), apart=True) as federation:
         for replica in range(2):
@@ -170,7 +170,9 @@ def test_a_replica_of_two_stages_that_lost_its_disk_goes_on_from_another_to_the_
         federation.start(1, ranks=2)
         federation.wait()
         assert federation.rows(1)[-1]["step"] == 60
-        found_step = re.search(r"taken over from replica 0: its checkpoint of step (\d+)", federation.log(1))
+        found_step = re.search(
+            r"taken over from replica 0: its state after local step (\d+)", federation.log(1)
+        )
         assert found_step is not None, federation.log(1)
         step = int(found_step[1])
         assert step >= 20
@@ -208,14 +210,21 @@ def test_any_one_replica_is_enough_to_find_all(tmp_path: Path, text: str) -> Non
 
 
 def test_a_replica_without_weights_does_not_join_those_that_have_trained(tmp_path: Path, text: str) -> None:
+    """Where it is told not to take theirs over. Else it does, though none has saved anything."""
     more = ENDLESS | {"federation": {"rounds_behind": 2}, "checkpoint": {"save_interval": 0}}
     with Federation(tmp_path, changes(text, 2, **more)) as federation:
         federation.start(0)
         federation.until(0, 40)
-        federation.start(1)
+        federation.start(1, changes={"checkpoint": {"load": "none"}})
         assert federation.exit_codes(1) == [1]
-        assert "this replica has no checkpoint: its weights would spoil theirs" in federation.log(1)
+        assert "begins with fresh weights, which would spoil theirs" in federation.log(1)
         assert "Traceback" not in federation.log(1)
+        federation.start(1)
+        federation.until_it_has_a_partner(1, after=40)
+        assert "taken over from replica 0: its state after local step" in federation.log(1)
+        assert re.search(
+            r"state after iteration \d+ given to a replica that starts \| pause", federation.log(0)
+        )
         federation.stop()
 
 

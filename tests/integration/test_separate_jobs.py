@@ -139,9 +139,50 @@ def interrupted(slot: int, rank: int, folder: Path, settings: NolocoSettings) ->
     loop.load(state)
     there = federation(folder / "second", slot, 2)
     noloco = attach(loop.model, settings, **there, seed=SEED, state=saved)
+    assert noloco.outer.transport.wait_for(1, SECONDS)  # a job that continues waits for no other
     train(loop, noloco)
     noloco.close()
     return loop.weights()
+
+
+def gives_or_takes(slot: int, rank: int, folder: Path) -> tuple[int, dict[int, list[Any]]]:
+    """Job 0 trains; job 1 comes when it has trained long. The step with which each began; states by step."""
+    loop, states = of_job(slot, rank), dict[int, list[Any]]()
+    there = federation(folder, slot, 2, start_with=1, rounds_behind=3)
+    if slot == 1:
+        wait_for(folder / "trained")
+    noloco = attach(loop.model, SETTINGS, **there, seed=SEED, inner=loop.optimizer)
+    began = noloco.done
+    states[began] = copy.deepcopy(
+        [loop.weights(), loop.optimizer.state_dict()["state"], noloco.outer.state()]
+    )
+    if slot == 1:
+        (folder / f"taken_{rank}").touch()
+    while slot == 0 and not all((folder / f"taken_{other}").exists() for other in range(2)):
+        loop.step(noloco.done)
+        noloco.step()
+        state = [loop.weights(), loop.optimizer.state_dict()["state"], noloco.outer.state()]
+        states[noloco.done] = copy.deepcopy(state)
+        if noloco.done == 10 * K:
+            (folder / "trained").touch()
+        time.sleep(0.01)
+    noloco.close()
+    return began, states
+
+
+def test_a_job_that_lost_its_disk_takes_over_the_present_state_of_another(tmp_path: Path) -> None:
+    """Weights, outer state and inner optimizer, to the last bit, of one step on all ranks."""
+    (giver, other), takers = run_jobs(tmp_path, 2, 2, gives_or_takes, tmp_path)
+    (step, _), (same, _) = takers
+    assert step == same >= 10 * K
+    for (_, given), (_, taken) in zip((giver, other), takers, strict=True):
+        (weights, inner, outer), (theirs, their_inner, their_outer) = given[step], taken[step]
+        assert torch.equal(weights, theirs)
+        assert torch.equal(outer["slow_weights"], their_outer["slow_weights"])
+        assert torch.equal(outer["outer_momentum"], their_outer["outer_momentum"])
+        assert inner[0]["exp_avg"].norm() > 0
+        for parameter, state in inner.items():
+            assert all(torch.equal(value, their_inner[parameter][name]) for name, value in state.items())
 
 
 @pytest.mark.parametrize("settings", [SETTINGS, OVERLAPPED], ids=["plain", "overlap, fragments, int8"])

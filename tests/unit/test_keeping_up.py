@@ -125,7 +125,7 @@ def test_new_weights_do_not_join_trained_ones(monkeypatch: pytest.MonkeyPatch) -
     own.start(0)
     assert own.next_step(10) == 10, "there are no others"
     others.numbers = [7]
-    with pytest.raises(UntrainedError, match="this replica has no checkpoint"):
+    with pytest.raises(UntrainedError, match="begins with fresh weights"):
         own.next_step(20)
     others.numbers = [4]
     assert own.next_step(20) == 49, "they have trained little"
