@@ -158,7 +158,7 @@ class TrainerSettings(NolocoSettings):
     final_average: bool = setting(
         False,
         "Whether the last local step is followed by plain averages that make all replicas equal to their mean: "
-        "one exchange for each prime factor of replicas.",
+        "one exchange for each prime factor of replicas; in a federation over a tree of those that are there.",
     )
     transport: Literal["auto", "mpi", "torch"] = setting(
         "auto", 'What carries the exchange; "auto" is MPI if the job was started by mpirun.', own=True

@@ -21,7 +21,6 @@ from megatron_noloco.attach.checks import (
 )
 from megatron_noloco.attach.torch_module import trained_by_torch
 from megatron_noloco.attach.trained import Stateful, Trained, this_rank, topology_of
-from megatron_noloco.federation.pairing import Others
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.job.watchdog import Watchdog
@@ -33,8 +32,8 @@ from megatron_noloco.outer import (
     RoundReport,
     Weights,
 )
-from megatron_noloco.plans.fragments import fragment_after, next_after
-from megatron_noloco.plans.grouping import Grouping, averaging_cycle
+from megatron_noloco.plans.fragments import fragment_after
+from megatron_noloco.plans.grouping import averaging_cycle
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.settings import (
     FederationSettings,
@@ -49,7 +48,6 @@ if TYPE_CHECKING:
     from megatron_noloco.federation.join import Membership
 
 _ATTACHED: WeakSet["Attached"] = WeakSet()  # and not closed
-_FINAL_PAIRS = 10  # of random pairs, where no cycle of pairs gives all replicas the mean
 
 
 class Attached:
@@ -148,35 +146,20 @@ class Attached:
         }
 
     def average(self) -> list[ExchangeReport]:
-        """Make all replicas one model: plain averages of the weights. Call it after the last step.
+        """Make all replicas one model, the mean of their weights. Call it after the last step.
 
-        In one job all replicas then have the mean of their weights, to rounding; in a federation as well if the
-        number of slots is a power of two, and all jobs are there and at the same step. With another number of
-        slots there are 10 averages in random pairs, each of which halves the squared spread. A job waits
-        `NolocoSettings.deadline_seconds` at most for the others; who does not come is left out. The reports have
-        each average's group, and how far apart its replicas were.
+        In one job all replicas then have the mean to rounding, in a federation the same bits. A job of a
+        federation waits for the others that are there, as long as they train; one that does not begin a round for
+        `NolocoSettings.deadline_seconds` is left out. The reports have the replicas averaged, and how far apart
+        they were.
         """
         self._trained.check_all()
+        if self._membership is not None:
+            return self._membership.average(self.outer)
         transport, place, settings = self.outer.transport, self.outer.place, self.outer.settings
-        seed = self.outer.grouping.seed
         exchange = Exchange(transport, place, Channel.FINAL, settings.deadline_seconds)
-        groups = averaging_cycle(place.replica, place.replicas, seed)
-        if self._membership is None:
-            return self.outer.settle(exchange, groups, self.done * len(groups))
-        self._membership.keeping_up.wait_at_end(self.done)
-        if any(len(group) != 2 for group in groups):  # jobs exchange in pairs
-            pairs = Grouping(place.replicas, 2, seed)
-            groups = [pairs.group(place.replica, index) for index in range(_FINAL_PAIRS)]
-        round_index, fragment = next_after(self.done, settings.local_steps, settings.fragments)
-        number = round_index * settings.fragments + fragment  # after those of all rounds
-
-        def planned(at: int, others: Others) -> int | None:
-            return next((other for other in groups[at - number] if other in others.free), None)
-
-        from megatron_noloco.federation.commit import CommittedExchange, Guard
-
-        committed = CommittedExchange(exchange, self._membership.transport.partners, planned, Guard())
-        return self.outer.settle(committed, groups, number)
+        groups = averaging_cycle(place.replica, place.replicas, self.outer.grouping.seed)
+        return self.outer.settle(exchange, groups, self.done * len(groups))
 
     def close(self) -> None:
         """Send what partners still need, and detach. Call it at the end, or before the process leaves otherwise.

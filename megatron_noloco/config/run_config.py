@@ -264,8 +264,6 @@ def _check_federation(
         yield "noloco.enabled false: a federation is there for rounds; set it to true"
     if parallel.replicas not in ("auto", 1):
         yield f"parallel.replicas {parallel.replicas}: a job of a federation is one replica; leave it out"
-    if noloco.final_average:
-        yield "noloco.final_average needs all replicas at the same time, which a federation does not have"
     if noloco.transport != "auto":
         yield f'noloco.transport "{noloco.transport}": a federation has a transport of its own; leave it out'
     if noloco.routing.interval != "off" and parallel.pipeline_model_parallel_size > 1:

@@ -8,9 +8,10 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_noloco.federation.commit import CommittedExchange, committing
+from megatron_noloco.federation.final import FinalMean
 from megatron_noloco.federation.frames import run_number
 from megatron_noloco.federation.handover import Handover
-from megatron_noloco.federation.keeping_up import KeepingUp
+from megatron_noloco.federation.keeping_up import FINAL, KeepingUp
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.rendezvous import rendezvous_of
 from megatron_noloco.federation.transport import (
@@ -21,7 +22,7 @@ from megatron_noloco.federation.transport import (
 )
 from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.job.join import reachable_address
-from megatron_noloco.outer import Exchange
+from megatron_noloco.outer import Exchange, ExchangeReport, OuterOptimizer
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings, shared
 
@@ -45,6 +46,11 @@ class Membership:
     def commit(self, seed: int) -> Callable[[Exchange], CommittedExchange]:
         """Return what makes the exchanges of rounds count for both partners or for neither; see `committing`."""
         return committing(self.transport.partners, self.transport.place, self.noloco, seed)
+
+    def average(self, outer: OuterOptimizer) -> list[ExchangeReport]:
+        """Make all replicas that come to their end equal to their mean; see `FinalMean`. A collective."""
+        final = FinalMean(self.transport, self.keeping_up, self.noloco.deadline_seconds)
+        return outer.settle(final, [final.members()], FINAL)
 
     def leave(self) -> None:
         """Disconnect, so that no replica waits for this one."""

@@ -13,6 +13,7 @@ from megatron_noloco.outer import Weights
 from megatron_noloco.plans.fragments import due_after, next_after
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 
+FINAL = 2**52  # the number of the exchange at the end, after those of all rounds
 _LOOK_SECONDS = 0.05
 _TRAINED_ROUNDS = 10  # from here on, weights are not to be averaged with fresh ones
 _MOST_LOST_STEPS = 10  # in a row; DeepSpeed takes no step where the gradient is not finite
@@ -90,14 +91,25 @@ class KeepingUp:
         self._announce(step + left_out)
         return step + left_out
 
-    def wait_at_end(self, done: int) -> None:
-        """Wait after the last local step until the others that are connected have begun the last round.
+    def wait_at_end(self) -> list[int]:
+        """Announce the end of this replica, and wait for that of the others; return the ranks that have come.
 
-        It takes `deadline_seconds` at most: replicas of different speed reach the end minutes apart.
+        A rank that is connected is waited for as long as it trains, and given up `deadline_seconds` after the last
+        round that it began.
         """
-        last = self._last_exchange(done)
-        deadline = time.monotonic() + self._longest_seconds
-        while any(begun < last for begun in self._transport.begun()) and time.monotonic() < deadline:
+        self.partners.leave_out(FINAL - 1)
+        latest: dict[
+            int, tuple[int, float]
+        ] = {}  # the exchange that each rank began last, and when that was seen
+        while True:
+            begun = self._transport.begun()
+            now = time.monotonic()
+            for rank, number in begun.items():
+                if rank not in latest or latest[rank][0] != number:
+                    latest[rank] = number, now
+            ended = [rank for rank, number in begun.items() if number >= FINAL - 1]
+            if all(rank in ended or now - latest[rank][1] > self._longest_seconds for rank in begun):
+                return ended
             time.sleep(_LOOK_SECONDS)
 
     def _announce(self, done: int) -> None:
@@ -111,7 +123,9 @@ class KeepingUp:
 
     def _due_of_others(self) -> int | None:
         """Return the local steps before the exchange that half of the others have begun; None: no others."""
-        begun = [number for number in self._transport.begun() if number >= 0]
+        begun = [number for number in self._transport.begun().values() if number >= 0]
+        if self._steps is None:  # where the end is is known to the caller's loop only
+            begun = [number for number in begun if number < FINAL - 1]
         if not begun:
             return None
         at = divmod(statistics.median_low(begun), self._fragments)

@@ -253,9 +253,9 @@ class FederationTransport:
         self.service.check()
         return [rank for rank, at in self._protocol.counterparts.items() if at.seen.present]
 
-    def begun(self) -> list[int]:
-        """Return the exchange that each connected counterpart began last."""
-        return [self._protocol.counterparts[rank].seen.begun for rank in self.present()]
+    def begun(self) -> dict[int, int]:
+        """Return the exchange that each connected counterpart began last, by rank."""
+        return {rank: self._protocol.counterparts[rank].seen.begun for rank in self.present()}
 
     def wait_for(self, others: int, seconds: float, trained: bool = False) -> bool:
         """Wait until this many counterparts are there; returns False when time is up.
@@ -268,7 +268,7 @@ class FederationTransport:
         """
         deadline = time.monotonic() + seconds
         while (there := self._there()) < others:
-            if trained and any(begun > 0 for begun in self.begun()):
+            if trained and any(begun > 0 for begun in self.begun().values()):
                 return True
             if time.monotonic() > deadline:
                 return False

@@ -142,7 +142,10 @@ class Monitor:
             self._round(report)
 
     def averaged(self, reports: Sequence[ExchangeReport]) -> None:
-        """Record the exchanges after the last round that made all replicas equal."""
+        """Record the exchanges after the last round that made all replicas equal, or what was missed."""
+        for report in reports:
+            if report.missed:
+                self.say(f" final average incomplete | {report.missed} |")
         self._exchanged(
             sum(report.bytes_sent for report in reports), sum(report.seconds for report in reports)
         )

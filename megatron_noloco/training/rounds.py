@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable
 
 from megatron_noloco.config import RunConfig
+from megatron_noloco.federation.join import Membership
 from megatron_noloco.job import agreement
 from megatron_noloco.outer import (
     AnyExchange,
@@ -47,11 +48,17 @@ def build_outer(
 
 
 def build_final_average(
-    config: RunConfig, outer: Rounds, transport: Transport, place: Place
+    config: RunConfig,
+    outer: Rounds,
+    transport: Transport,
+    place: Place,
+    membership: Membership | None = None,
 ) -> FinalAverage | None:
     """Return the average that follows the last local step; None where the config asks for none."""
     if not config.noloco.final_average or isinstance(outer, NoRounds):
         return None
+    if membership is not None:
+        return lambda done: membership.average(outer)
     groups = averaging_cycle(place.replica, place.replicas, config.training.seed)
     exchange = Exchange(transport, place, Channel.FINAL, config.noloco.deadline_seconds)
     return lambda done: outer.settle(exchange, groups, done * len(groups))

@@ -249,6 +249,24 @@ def test_a_stopped_replica_costs_one_deadline_and_is_skipped_then(tmp_path: Path
         assert federation.rows(1)[-1]["step"] == 40
 
 
+def test_replicas_that_finish_at_different_times_end_as_one_model(tmp_path: Path, text: str) -> None:
+    """Three of four slots, one of which is slower; the evaluation at the end is that of the one model."""
+    more = {
+        "federation": {"start_with": 3, "local_steps": "all", "rounds_behind": 1000},
+        "noloco": {"final_average": True, "local_steps": 8},
+        "training": {"train_iters": 20},
+        "evaluation": {"interval": 0, "iters": 4},
+    }
+    with Federation(tmp_path, changes(text, 4, **more)) as federation:
+        for replica in range(3):
+            federation.start(replica, disturb=partial(pause, 0.1 * replica))
+        federation.wait()
+        assert len(set(last_losses(federation, 3))) == 1
+        rows = [federation.rows(replica) for replica in range(3)]
+        assert len({of_replica[-1]["train/loss"] for of_replica in rows}) == 3, "each trained on its own data"
+        assert not any("final average incomplete" in federation.log(replica) for replica in range(3))
+
+
 def last_losses(federation: Federation, replicas: int) -> list[float]:
     """Of validation."""
     return [federation.rows(replica, "evaluation")[-1]["validation/loss"] for replica in range(replicas)]

@@ -261,7 +261,7 @@ def is_slow(slot: int, rank: int, folder: Path) -> tuple[int, list[str]]:
     steps, missed = 0, []
     for index in range(3):
         deadline = time.monotonic() + SECONDS
-        while slot == 1 and noloco.outer.transport.begun() != [index]:  # type: ignore[attr-defined]
+        while slot == 1 and noloco.outer.transport.begun() != {0: index}:  # type: ignore[attr-defined]
             assert time.monotonic() < deadline
             time.sleep(0.01)
         while noloco.done < 8 * (index + 1):
@@ -321,10 +321,7 @@ def test_at_the_end_there_is_one_model(tmp_path: Path, slots: int, ranks: int) -
     for job in found:
         assert all(torch.equal(one[1], job[0][1]) for one in job), "ranks of a replica stay alike"
     torch.testing.assert_close(after.mean(0), before.mean(0), rtol=0, atol=1e-6)
-    if slots == 3:  # in random pairs, each of which halves the squared spread
-        assert (after - after.mean(0)).norm() < 0.2 * (before - before.mean(0)).norm()
-    else:
-        assert all(torch.equal(one, after[0]) for one in after)
+    assert all(torch.equal(one, after[0]) for one in after)
     assert (before - before.mean(0)).norm() > 1e-3
 
 

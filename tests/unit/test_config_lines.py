@@ -95,7 +95,6 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"federation.rendezvous": "file://there"}, "federation.slots is missing"),
     (FEDERATION | {"parallel.replicas": 4}, "parallel.replicas 4: a job of a federation is one replica"),
     (FEDERATION | {"noloco.enabled": False}, "noloco.enabled false: a federation is there for rounds"),
-    (FEDERATION | {"noloco.final_average": True}, "noloco.final_average needs all replicas at the same time"),
     (FEDERATION | {"noloco.transport": "mpi"}, 'noloco.transport "mpi": a federation has a transport of'),
     (FEDERATION | {"noloco.routing": {}}, 'noloco.routing.interval "round": a local step would wait for'),
     (FEDERATION | {"federation.slots": 6, "noloco.pairing": "cycle"}, "takes groups of 2 and 3 for 6"),

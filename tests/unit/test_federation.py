@@ -281,7 +281,7 @@ def test_nobody_waits_for_a_rank_that_has_another_partner(tmp_path: Path) -> Non
         second.partners.begin(1, 0)
         until(lambda: first.partners.standing(1, 1) == (Standing.WAITING, ""))
         second.partners.begin(2, None)
-        until(lambda: first.begun() == [2])
+        until(lambda: first.begun() == {1: 2})
         assert first.partners.standing(1, 1) == (Standing.WAITING, "")
         send(second, 1)
         list(flights[1].arrivals(SECONDS))
@@ -295,7 +295,7 @@ def test_a_rank_that_leaves_exchanges_out_completes_those_under_way(tmp_path: Pa
         under_way, left_out = receive(first, 1), receive(first, 3)
         second.partners.begin(1, 0)
         second.partners.leave_out(3)
-        until(lambda: first.begun() == [3])
+        until(lambda: first.begun() == {1: 3})
         assert first.partners.standing(1, 1) == (Standing.WAITING, "")
         send(second, 1)
         list(under_way.arrivals(SECONDS))
@@ -311,7 +311,7 @@ def test_a_partner_that_withdraws_leaves_no_doubt(tmp_path: Path) -> None:
         ours, theirs = (Exchange(one, Place(one.rank, 2), Channel.ROUNDS, SECONDS) for one in (first, second))
         committed = CommittedExchange(ours, first.partners, lambda *_: 1, Guard())
         second.partners.begin(4, 0)
-        until(lambda: first.begun() == [4])
+        until(lambda: first.begun() == {1: 4})
         committed.begin(torch.zeros(100), (0, 1), 4, "a test")
         theirs.whole_mean(torch.ones(100), (0, 1), 4, "a test")
         second.partners.end(4)
@@ -341,14 +341,14 @@ def test_standing_of_a_counterpart(tmp_path: Path) -> None:
             assert first.partners.standing(0, 1) == (Standing.FREE, "")
             assert reason(3) == "is behind"
             second.partners.begin(1, 0)
-            until(lambda: first.begun() == [1])
+            until(lambda: first.begun() == {1: 1})
             assert first.partners.standing(1, 1) == (Standing.WAITING, "")
             assert first.partners.standing(4, 1) == (Standing.FREE, "")
             assert reason(5) == "is behind"
             first.partners.avoid(1, 1, "missed its last deadline")
             assert reason(2) == "missed its last deadline"
             second.partners.begin(2, 0)
-            until(lambda: first.begun() == [2])
+            until(lambda: first.begun() == {1: 2})
             assert reason(2) == ""
             second.partners.end(2)
             until(lambda: reason(2) == "is not free")

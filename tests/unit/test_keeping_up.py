@@ -17,11 +17,8 @@ class Others:
         self.left_out: list[int] = []
         self.partners = SimpleNamespace(leave_out=self.left_out.append, agree=list)
 
-    def begun(self) -> list[int]:
-        return self.numbers
-
-    def wait_for(self, others: int, seconds: float) -> bool:
-        return len(self.numbers) >= others
+    def begun(self) -> dict[int, int]:
+        return dict(enumerate(self.numbers))
 
 
 def keeping_up(
@@ -93,30 +90,12 @@ def test_a_replica_announces_where_it_begins_and_goes_on(done: int, left_out: in
     assert others.left_out == [left_out, 6], "it takes part in exchange 7"
 
 
-@pytest.mark.parametrize(
-    ("begun", "waits"),
-    [
-        ([[9, 8]], 0),  # of round 8, the last one before step 90
-        ([[9, 6], [9, 7], [9, 8]], 2),
-        ([[9, 6], [9]], 1),  # it has left
-        ([[9, 6]] * 100, 20),  # for a second at most
-        ([[]], 0),
-    ],
-)
-def test_the_end_waits_for_others_that_are_there(
-    monkeypatch: pytest.MonkeyPatch, begun: list[list[int]], waits: int
-) -> None:
-    own, others = keeping_up(begun[0])
-    looks = 0
-
-    def sleep(seconds: float) -> None:
-        nonlocal looks
-        looks += 1
-        others.numbers = begun[looks]
-
-    monkeypatch.setattr(module, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0501 * looks))
-    own.wait_at_end(90)
-    assert looks == waits
+def test_replicas_at_their_end_are_at_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where that is not known, they are not followed."""
+    own, _ = keeping_up([module.FINAL - 1] * 2 + [3])
+    assert own.next_step(40) == 94
+    own, _ = keeping_up([module.FINAL - 1] * 2 + [7], steps=None)
+    assert own.next_step(40) == 79
 
 
 def test_new_weights_do_not_join_trained_ones(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,7 @@ def test_a_job_that_continues_or_finds_trained_ones_waits_for_no_more(
         assert membership.wait_for_start(continues) == continues
         assert (now.state.part == "2 of 3 replicas are there") != continues
         first.partners.begin(1, None)
-        until(lambda: second.begun() == [1])
+        until(lambda: second.begun() == {0: 1})
         assert membership.wait_for_start(continues=False)
     with members(tmp_path / "hidden", "hhp") as ranks:  # two of them never see each other
         assert all(rank.wait_for(2, SECONDS) for rank in ranks)

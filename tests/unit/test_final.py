@@ -1,0 +1,130 @@
+"""One model at the end of a federation."""
+
+import math
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_noloco.federation.final import FinalMean, parent_of
+from megatron_noloco.federation.keeping_up import FINAL, KeepingUp
+from megatron_noloco.federation.transport import FederationTransport
+from megatron_noloco.outer import ExchangeReport
+from megatron_noloco.settings import FederationSettings, NolocoSettings
+from tests.unit.federated import SECONDS, connected, until
+
+LOST = "replica {} was lost, or its numbers are not finite"
+
+
+@given(st.sets(st.integers(0, 300), min_size=1))
+def test_every_member_hangs_on_the_root_by_few_others(members: set[int]) -> None:
+    for slot in members:
+        above, steps = slot, 0
+        while (parent := parent_of(above, members)) is not None:
+            assert parent in members
+            assert parent < above
+            above, steps = parent, steps + 1
+        assert above == min(members)
+        assert steps <= 9
+
+
+def final(rank: FederationTransport, seconds: float = SECONDS) -> FinalMean:
+    noloco = NolocoSettings(local_steps=2, deadline_seconds=seconds)
+    return FinalMean(rank, KeepingUp(rank, noloco, FederationSettings(slots=8), steps=10), seconds)
+
+
+def averaged(made: FinalMean, vector: Tensor, members: tuple[int, ...]) -> tuple[Tensor, ExchangeReport]:
+    made.begin(vector, members, FINAL, "the end")
+    ((_, _, mean),) = made.finish()
+    return mean, made.report
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result() for future in [pool.submit(call) for call in calls]]
+
+
+def ends(ranks: list[FederationTransport], weights: list[Tensor]) -> list[tuple[Tensor, ExchangeReport]]:
+    def end(at: int) -> tuple[Tensor, ExchangeReport]:
+        made = final(ranks[at])
+        return averaged(made, weights[at], made.members())
+
+    return together(*(lambda at=at: end(at) for at in range(len(ranks))))
+
+
+def vectors(count: int) -> list[Tensor]:
+    return [torch.randn(1000, generator=torch.Generator().manual_seed(seed)) for seed in range(count)]
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 7])
+def test_all_have_the_same_bits_of_the_mean(tmp_path: Path, count: int) -> None:
+    """Also with empty slots, and where the number of replicas is no power of two."""
+    weights = vectors(count)
+    with connected(tmp_path, count, slots=8) as ranks:
+        found = ends(ranks, weights)
+    mean = torch.stack(weights).mean(0)
+    for (one, report), own in zip(found, weights, strict=True):
+        assert torch.equal(one, found[0][0])
+        torch.testing.assert_close(one, mean)
+        assert report.group == tuple(range(count))
+        assert not report.missed
+        assert report.standard_deviation == pytest.approx(float((own - mean).square().mean().sqrt()))
+
+
+def test_one_that_comes_late_is_waited_for_as_long_as_it_trains(tmp_path: Path) -> None:
+    with connected(tmp_path, 3) as ranks, ThreadPoolExecutor(1) as pool:
+        members = pool.submit(final(ranks[0], seconds=0.5).members)
+        ranks[1].partners.leave_out(FINAL - 1)
+        for number in range(4):  # longer than the deadline
+            ranks[2].partners.begin(number, None)
+            until(lambda number=number: ranks[0].begun()[2] == number)
+            with pytest.raises(TimeoutError):
+                members.exception(timeout=0.3)
+        assert members.result(SECONDS) == (0, 1), "it trains no more, and is left out"
+
+
+def test_a_child_that_is_lost_is_left_out_and_reported(tmp_path: Path) -> None:
+    weights, members = vectors(4), (0, 1, 2, 3)
+    with connected(tmp_path, 4) as ranks:
+        for rank in ranks:
+            rank.partners.leave_out(FINAL - 1)
+        ranks[3].close()
+        calls = (lambda at=at: averaged(final(ranks[at]), weights[at], members) for at in range(3))
+        found = together(*calls)
+    assert parent_of(3, members) == 2
+    for mean, _ in found:
+        assert torch.equal(mean, found[0][0])
+        torch.testing.assert_close(mean, torch.stack(weights[:3]).mean(0))
+    assert [report.missed for _, report in found] == ["", "", LOST.format(3)]
+
+
+def test_one_that_loses_its_parent_keeps_what_it_has(tmp_path: Path) -> None:
+    weights, members = vectors(4), (0, 1, 2, 3)
+    with connected(tmp_path, 4) as ranks:
+        for rank in ranks:
+            rank.partners.leave_out(FINAL - 1)
+        ranks[0].close()
+        found = together(
+            *(lambda at=at: averaged(final(ranks[at]), weights[at], members) for at in (1, 2, 3))
+        )
+    assert torch.equal(found[0][0], weights[1])
+    assert torch.equal(found[1][0], found[2][0])
+    torch.testing.assert_close(found[1][0], (weights[2] + weights[3]) / 2)
+    assert [report.missed for _, report in found] == [LOST.format(0), LOST.format(0), ""]
+
+
+@pytest.mark.parametrize("wrong", [math.nan, 1e6])
+def test_absurd_numbers_are_left_out(tmp_path: Path, wrong: float) -> None:
+    weights = vectors(3)
+    weights[1] = weights[1] * wrong
+    with connected(tmp_path, 3) as ranks:
+        found = ends(ranks, weights)
+    assert torch.equal(found[0][0], found[2][0])
+    torch.testing.assert_close(found[0][0], (weights[0] + weights[2]) / 2)
+    assert [report.missed for _, report in found][::2] == [LOST.format(1), ""]
