@@ -4,7 +4,8 @@
 
 Each local step begins with a pause of SECONDS: one number for all, or one for each replica with commas between.
 With a sigma it is drawn from a lognormal distribution of this mean. A line of FOLDER/steps_REPLICA has the seconds
-at which a local step began and ended, of a clock that all processes of a machine share. Vectors are multiplied by
+at which a local step began and ended, of a clock that all processes of a machine share; a replica that is started
+again adds to its file. Vectors are multiplied by
 the factor before they are sent. In a job of torchrun every rank is a replica.
 """
 
@@ -36,7 +37,7 @@ def pause(seconds: float, sigma: float = 0.0, seed: int = 0, log: Path = Path(os
 
     original = ReplicaEngine.train_batch
     draw = random.Random(seed)
-    lines = log.open("w", buffering=1)
+    lines = log.open("a", buffering=1)
 
     def train_batch(self: ReplicaEngine, *arguments: Any) -> Any:
         begun = time.monotonic()
