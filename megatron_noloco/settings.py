@@ -180,14 +180,14 @@ class TrainerSettings(NolocoSettings):
 class FederationSettings:
     """Replicas as separate jobs, and how they find each other. It is the JSON block `federation`.
 
-    Jobs of one federation must agree on `slots`; the other settings are each job's own. Raises ValueError as
+    Jobs of one federation should agree on `slots`; the other settings are each job's own. Raises ValueError as
     `NolocoSettings` does.
     """
 
     slots: int | None = setting(
         None,
-        "The most replicas there can be; each is a job of its own, `train --replica I`, and may be absent. "
-        "null: all replicas are one job.",
+        "The most replicas there can be; each is a job of its own, `train --replica I`, and may be absent. It can "
+        "be raised by restarting one job after the other. null: all replicas are one job.",
         ge=2,
     )
     rendezvous: str | None = setting(

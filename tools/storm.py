@@ -7,9 +7,9 @@ killed (SIGKILL), and started again `--restart` seconds later. Each local step t
 that replicas that run do not gain what those that do not run leave of the processor. Before, the same replicas run
 undisturbed for two minutes.
 
-Prints one JSON object. A local step counts if it was followed by a round with a partner, or if its process went on:
-the steps of a process that was killed after its last such round are lost. Step efficiency: the steps that count,
-over those that as many replicas would have taken in this time without faults.
+Prints one JSON object. A local step counts if a round with a partner followed it, or if its process was not
+killed: of one that was, the steps after its last such round are lost. Step efficiency: the steps that count, over
+those that as many replicas would have taken in this time without faults.
 """
 
 import argparse

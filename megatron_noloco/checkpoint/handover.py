@@ -56,9 +56,8 @@ def check_offer(
     """
     where = f"offered by replica {at.replica}"
     manifest = Manifest.parse(content, where)
-    if (manifest.position, manifest.architecture) != (at, architecture) or manifest.topology != replace(
-        topology, slot=at.replica
-    ):
+    theirs = replace(topology, slot=at.replica, slots=manifest.topology.slots)  # of which it may have fewer
+    if (manifest.position, manifest.architecture, manifest.topology) != (at, architecture, theirs):
         raise DamagedCheckpointError(f"{where}: its rank, layout or model is another")
     expected = {catalog.file_of(Path(), at, name).name for name in (WEIGHTS, "")}
     longest = _BYTES_PER_PARAMETER * table_of(architecture).parameter_count + _OTHER_BYTES

@@ -3,8 +3,8 @@
 The parent of a slot is the slot without the lowest of its binary digits that are 1; where that one is not there,
 the parent's parent, and so on. Sums go up the tree, and the mean of the root comes down. So all get the same bits,
 a slot that is missing changes the way of its own children only, and where all slots are taken no rank exchanges
-with more than log2(slots) others. Where a child is lost its sum is left out. A slot that has lost its parent becomes the root
-of a tree of its own, and reports it.
+with more than log2(slots) others. Where a child is lost its sum is left out. A slot that has lost its parent
+becomes the root of a tree of its own, and reports it.
 """
 
 import math

@@ -101,7 +101,7 @@ class Member:
         rank: its number in the federation.
         run: the number of its run; jobs of another run, or of another model, have another number.
         epoch: of the process; a later process of the same rank has a larger one.
-        ranks: number of ranks in all slots.
+        ranks: number of ranks in all slots that its job has; another job may have more.
     """
 
     rank: int

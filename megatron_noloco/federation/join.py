@@ -105,7 +105,7 @@ def join_federation(
 def network_of(federation: FederationSettings, noloco: NolocoSettings, alike: Mapping[str, Any]) -> Network:
     """Return how this job's ranks reach the others; opens nothing. Raises ValueError as `join_federation` does."""
     assert federation.rendezvous is not None
-    run = run_number({"noloco": shared(noloco), "slots": federation.slots, **alike})
+    run = run_number({"noloco": shared(noloco), **alike})
     rendezvous = rendezvous_of(federation.rendezvous, run)
     keys = None
     if federation.encryption == "curve":

@@ -349,12 +349,13 @@ class FederationProtocol:
         if frame is None:
             return "no frame"
         if frame.run != self.member.run:
-            other = (
-                "its job has another seed, model, layout, method or number of slots, or other first weights"
-            )
+            other = "its job has another seed, model, layout or method, or other first weights"
             self.warn(f"rank {frame.sender} is refused: {other}")
             return "another run"
         if frame.sender >= self.member.ranks:
+            self.warn(
+                f"rank {frame.sender} is not exchanged with: its job has more slots; give this one as many"
+            )
             return "unknown sender"
         if len(parts) != (frame.kind in (Kind.DATA, Kind.ADDRESSES, Kind.OFFER)):
             return "wrong parts"

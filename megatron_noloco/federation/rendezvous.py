@@ -80,10 +80,12 @@ class Directory:
         self._member = member
 
     def merge(self, addresses: Mapping[int, Address]) -> None:
-        """Keep the address with the largest epoch of each rank; invalid addresses are left out."""
+        """Keep the latest address of each rank; leave out those that are invalid, or of slots not known here."""
         for rank, address in addresses.items():
             known = self.addresses.get(rank)
-            if self._is_valid(rank, address) and (known is None or known.epoch < address.epoch):
+            if not (0 <= rank < self._member.ranks and self._is_valid(address)):
+                continue
+            if known is None or known.epoch < address.epoch:
                 self.addresses[rank] = address
                 self.version += 1
 
@@ -124,10 +126,14 @@ class Directory:
                 return None
             rank, epoch, key, relay, length = _ENTRY.unpack(data[start:stop])
             start = stop + length
-            address = Address(data[stop:start].decode("ascii", "replace"), epoch, key, bool(relay))
-            if start > len(data) or rank <= last or not self._is_valid(rank, address):
+            address, last_rank = (
+                Address(data[stop:start].decode("ascii", "replace"), epoch, key, bool(relay)),
+                last,
+            )
+            last = rank
+            if start > len(data) or rank <= last_rank or not self._is_valid(address):
                 return None
-            found[rank], last = address, rank
+            found[rank] = address
         return found
 
     @property
@@ -135,10 +141,9 @@ class Directory:
         """The largest number of bytes that `pack` can return."""
         return self._member.ranks * (_ENTRY.size + _LONGEST_ENDPOINT)
 
-    def _is_valid(self, rank: int, address: Address) -> bool:
-        known_rank = 0 <= rank < self._member.ranks
+    def _is_valid(self, address: Address) -> bool:
         valid = is_endpoint(address.endpoint) or not address.endpoint
-        return known_rank and 0 < address.epoch <= LARGEST and valid and len(address.key) == 32
+        return 0 < address.epoch <= LARGEST and valid and len(address.key) == 32
 
 
 class AddressBook(Protocol):

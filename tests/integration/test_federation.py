@@ -267,6 +267,24 @@ def test_replicas_that_finish_at_different_times_end_as_one_model(tmp_path: Path
         assert not any("final average incomplete" in federation.log(replica) for replica in range(3))
 
 
+def test_slots_are_raised_by_restarting_one_job_after_the_other(tmp_path: Path, text: str) -> None:
+    with Federation(tmp_path, changes(text, 2, **ENDLESS, federation={"start_with": 2})) as federation:
+        for replica in range(2):
+            federation.start(replica)
+        more = {"federation": {"slots": 3}}
+        for replica in range(2):
+            federation.until_it_has_a_partner(replica, after=0)
+            stopped_at = federation.rows(replica)[-1]["step"]
+            federation.signal(replica, signal.SIGTERM)
+            assert federation.exit_codes(replica) == [0]
+            federation.start(replica, changes=more)
+            federation.until_log(replica, "continuing from")
+            federation.until_it_has_a_partner(replica, after=stopped_at)
+        federation.start(2, changes=more)
+        federation.until_it_has_a_partner(2, after=0)
+        federation.stop()
+
+
 def last_losses(federation: Federation, replicas: int) -> list[float]:
     """Of validation."""
     return [federation.rows(replica, "evaluation")[-1]["validation/loss"] for replica in range(replicas)]

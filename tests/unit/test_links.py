@@ -163,6 +163,22 @@ def test_two_that_lose_their_relay_are_apart_until_there_is_another(tmp_path: Pa
         swap(one, other, tag=2)
 
 
+def test_jobs_with_more_slots_exchange_with_those_that_have_fewer(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """One of a slot that the other does not have is not exchanged with, which is reported."""
+    with ExitStack() as stack:
+        few, more, new = (stack.enter_context(transport(tmp_path, *at)) for at in ((0, 2), (1, 3), (2, 3)))
+        until(lambda: present([few, more, new]) == [[1], [0, 2], [1]])
+        swap(few, more, tag=1)
+        swap(more, new, tag=1)
+        until(lambda: few.service.protocol.dropped["unknown sender"] > 0)
+    assert (
+        "rank 2 is not exchanged with: its job has more slots; give this one as many"
+        in capfd.readouterr().err
+    )
+
+
 def test_a_failure_of_the_thread_ends_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

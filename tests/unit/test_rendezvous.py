@@ -172,7 +172,6 @@ def test_the_address_of_the_latest_process_is_kept() -> None:
 @pytest.mark.parametrize(
     ("rank", "address"),
     [
-        (8, Address("tcp://a:1", 1)),  # no such rank
         (1, Address("tcp://a:0", 1)),
         (2, Address("tcp://a:65536", 1)),
         (3, Address("ipc:///tmp/x", 1)),
@@ -186,6 +185,13 @@ def test_an_invalid_address_is_refused(rank: int, address: Address) -> None:
     assert own.addresses == {}
     other.addresses[rank] = Address(address.endpoint[-255:], address.epoch)
     assert own.unpack(other.pack()) is None
+
+
+def test_ranks_of_slots_that_this_job_does_not_have_are_left_out() -> None:
+    own, other = directory(), directory()
+    other.addresses |= {7: Address("tcp://a:1", 1), 8: Address("tcp://b:1", 1)}
+    own.merge(own.unpack(other.pack()) or {})
+    assert own.addresses == {7: Address("tcp://a:1", 1)}
 
 
 @given(st.binary(max_size=200))
