@@ -12,7 +12,7 @@ from megatron_noloco.job.leaving import FAILURE, GRACE_SECONDS, fail, usage_erro
 _EXTRAS = {
     "trainer": "deepspeed megatron psutil pydantic rich safetensors tensorboard tokenizers",
     "mpi": "mpi4py",
-    "federation": "zmq",
+    "federation": "nacl zmq",
     "huggingface": "transformers",
     "report": "matplotlib",
     "data": "pyarrow",
