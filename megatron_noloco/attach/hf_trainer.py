@@ -39,6 +39,8 @@ class NolocoCallback(TrainerCallback):
     - Every checkpoint of the Trainer gets the state of the rounds as well, one file for each rank:
       `checkpoint-N/noloco_00000.pt`. `resume_from_checkpoint` continues from it if the checkpoint is in
       `output_dir`. To start a replica again from another one, copy the other's checkpoint folder there.
+    - A job that begins when others have trained takes over the present state of one: its weights, its rounds, and
+      its optimizer (with DeepSpeed that begins anew).
     - A job that has fallen behind continues at the step of the others: `global_step` and the learning rate jump.
       A log, an evaluation or a save that was due at a step in between takes place there.
     - At the end the replicas average (`Attached.average`). So `trainer.save_model()` after `trainer.train()`
@@ -99,7 +101,11 @@ class NolocoCallback(TrainerCallback):
             slot=self._slot,
             seed=self._seed,
             state=saved,
+            inner=None if hasattr(self._trainer.model_wrapped, "global_steps") else self._trainer.optimizer,
         )
+        while state.global_step < self.noloco.done:  # it has taken over the state of another job
+            state.global_step += 1
+            self._schedule.step()
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -131,13 +137,15 @@ class NolocoCallback(TrainerCallback):
 
         What is due at a step in between, such as a save, is done at the step where this job continues.
         """
-        engine = self._trainer.model_wrapped
-        schedule: Any = getattr(engine, "lr_scheduler", None)  # DeepSpeed has its own
-        schedule = schedule or self._trainer.lr_scheduler
         while state.global_step < self.noloco.done:
             state.global_step += 1
-            schedule.step()
+            self._schedule.step()
             DefaultFlowCallback().on_step_end(args, state, control)
+
+    @property
+    def _schedule(self) -> Any:
+        """The schedule of the learning rate; DeepSpeed has its own."""
+        return getattr(self._trainer.model_wrapped, "lr_scheduler", None) or self._trainer.lr_scheduler
 
 
 def _file(args: TrainingArguments, state: TrainerState) -> Path:

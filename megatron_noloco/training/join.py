@@ -31,8 +31,6 @@ from megatron_noloco.training.prepare import Prepared, alike
 from megatron_noloco.training.takeover import SavedState, Takeover
 from megatron_noloco.transport.protocol import Transport
 
-_FIRST_SECONDS = 5.0  # for another job of the federation, which may have a state to offer
-
 
 class Joined(NamedTuple):
     """What joining gives a rank.
@@ -63,8 +61,7 @@ def join_job(prepared: Prepared) -> Joined:
     if topology.slots:
         steps, place = config.training.train_iters, topology.place(dist.get_rank())
         membership = join_federation(config.federation, config.noloco, place, alike(config), steps)
-        transport: Transport = (federated := membership.transport)
-        federated.wait_for(1, _FIRST_SECONDS)
+        transport: Transport = membership.transport
         if not membership.wait_for_start(continues=of_rank_0(_continues(settings))):
             notes.append("fewer replicas than federation.start_with are there; starting without")
         margin = config.federation.rounds_behind * config.noloco.local_steps

@@ -1,6 +1,7 @@
 """For tests of attach: jobs with a torch.distributed world of their own, and the rounds that they must have."""
 
 import os
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -70,3 +71,10 @@ def run_jobs(
 
     found = run_ranks(slots * ranks, job, timeout=timeout)
     return [found[slot * ranks : (slot + 1) * ranks] for slot in range(slots)]
+
+
+def wait_for(path: Path) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not path.exists():
+        assert time.monotonic() < deadline, path
+        time.sleep(0.01)

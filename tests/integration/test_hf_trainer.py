@@ -17,7 +17,7 @@ from megatron_noloco.attach import attach
 from megatron_noloco.attach.hf_trainer import NolocoCallback
 from megatron_noloco.settings import NolocoSettings
 from tests.harness import REPOSITORY, run_script, run_torchrun
-from tests.integration.jobs import SECONDS, federation, run_jobs
+from tests.integration.jobs import SECONDS, federation, run_jobs, wait_for
 
 EXAMPLE = REPOSITORY / "examples" / "hf_trainer.py"
 ON_A_CPU = {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
@@ -100,10 +100,45 @@ def interrupted(slot: int, rank: int, folder: Path) -> tuple[Tensor, Tensor, lis
 
     callback = NolocoCallback(loop, settings=SETTINGS, **federation(folder / "second", slot, 2))  # type: ignore[arg-type]
     callback.on_train_begin(loop.args, loop.state, loop.control)
+    assert callback.noloco.outer.transport.wait_for(1, SECONDS)
     loop.steps(callback, 12)
     last = loop.weights()
     callback.on_train_end(loop.args, loop.state, loop.control)
     return last, loop.weights(), loop.logged
+
+
+def late(slot: int, rank: int, folder: Path) -> tuple[int, dict[str, Any], float]:
+    """Job 1 comes when job 0 has trained long, and has saved nothing.
+
+    The step at which a job began, and then the state of its inner optimizer and its learning rate.
+    """
+    loop = Loop(folder, slot)
+    loop.optimizer.param_groups[0]["momentum"] = 0.9
+    there = federation(folder, slot, 2, start_with=1, rounds_behind=2)
+    callback: Any = NolocoCallback(loop, settings=SETTINGS, **there)  # type: ignore[arg-type]
+    came, loop.state.max_steps = folder / "came", 10**6
+    if slot == 1:
+        wait_for(folder / "trained")
+    callback.on_train_begin(loop.args, loop.state, loop.control)
+    found = loop.state.global_step, loop.optimizer.state_dict()["state"], loop.lr_scheduler.get_last_lr()[0]
+    if slot == 1:
+        came.touch()
+    while slot == 0 and not came.exists():
+        loop.steps(callback, loop.state.global_step + 1)
+        if loop.state.global_step == 20:
+            (folder / "trained").touch()
+    callback.noloco.close()
+    return found
+
+
+def test_a_job_that_comes_late_begins_at_the_step_of_the_others(tmp_path: Path) -> None:
+    """With the state of the inner optimizer of one of them."""
+    (((first, fresh, _),), ((second, inner, rate),)) = run_jobs(tmp_path, 2, 1, late, tmp_path)
+    assert first == 0
+    assert not fresh
+    assert second >= 20
+    assert inner[0]["momentum_buffer"].norm() > 0
+    assert rate == pytest.approx(0.1 * 0.9**second)
 
 
 def uninterrupted(slot: int, rank: int, folder: Path) -> Tensor:
