@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
@@ -114,7 +115,7 @@ def late(slot: int, rank: int, folder: Path) -> tuple[int, dict[str, Any], float
     """
     loop = Loop(folder, slot)
     loop.optimizer.param_groups[0]["momentum"] = 0.9
-    there = federation(folder, slot, 2, start_with=1, rounds_behind=2)
+    there = federation(folder, slot, 2, start_with=1 + slot, rounds_behind=2)
     callback: Any = NolocoCallback(loop, settings=SETTINGS, **there)  # type: ignore[arg-type]
     came, loop.state.max_steps = folder / "came", 10**6
     if slot == 1:
@@ -127,6 +128,7 @@ def late(slot: int, rank: int, folder: Path) -> tuple[int, dict[str, Any], float
         loop.steps(callback, loop.state.global_step + 1)
         if loop.state.global_step == 20:
             (folder / "trained").touch()
+        time.sleep(0.01)
     callback.noloco.close()
     return found
 

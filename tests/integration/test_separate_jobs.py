@@ -148,7 +148,7 @@ def interrupted(slot: int, rank: int, folder: Path, settings: NolocoSettings) ->
 def gives_or_takes(slot: int, rank: int, folder: Path) -> tuple[int, dict[int, list[Any]]]:
     """Job 0 trains; job 1 comes when it has trained long. The step with which each began; states by step."""
     loop, states = of_job(slot, rank), dict[int, list[Any]]()
-    there = federation(folder, slot, 2, start_with=1, rounds_behind=3)
+    there = federation(folder, slot, 2, start_with=1 + slot, rounds_behind=3)
     if slot == 1:
         wait_for(folder / "trained")
     noloco = attach(loop.model, SETTINGS, **there, seed=SEED, inner=loop.optimizer)
