@@ -86,6 +86,7 @@ class FinalMean:
                 count += of_child
             else:
                 self._missed(child)
+                received = torch.empty_like(total)  # a late chunk still arrives where the last one was
         parent = parent_of(own, members)
         if parent is not None:
             levels = 1 + math.log2(len(members))  # each of which may wait for its own children
@@ -95,6 +96,7 @@ class FinalMean:
                 total, count = received, torch.ones(1)
             else:
                 self._missed(parent)
+                total = total.clone()  # the parent may still ask for the sum
         total /= count
         for child in children:
             self._send(child, [total])

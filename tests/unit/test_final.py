@@ -5,6 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,7 +17,9 @@ from megatron_noloco.federation.final import FinalMean, parent_of
 from megatron_noloco.federation.keeping_up import FINAL, KeepingUp
 from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.outer import ExchangeReport
+from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings
+from megatron_noloco.transport.protocol import ExchangeTimeoutError, Message
 from tests.unit.federated import SECONDS, connected, until
 
 LOST = "replica {} was lost, or its numbers are not finite"
@@ -128,3 +131,45 @@ def test_absurd_numbers_are_left_out(tmp_path: Path, wrong: float) -> None:
     assert torch.equal(found[0][0], found[2][0])
     torch.testing.assert_close(found[0][0], (weights[0] + weights[2]) / 2)
     assert [report.missed for _, report in found][::2] == [LOST.format(1), ""]
+
+
+class Late:
+    """A transport where only one slot is in time; chunks of the others come later, into the memory given them."""
+
+    def __init__(self, place: Place, in_time: int) -> None:
+        self.place, self.partners = place, Mock(agree=lambda votes: votes)
+        self._in_time, self._given_up = in_time, list[Tensor]()
+        self.sent: list[tuple[Tensor, Tensor]] = []  # what was posted, and how it was then
+
+    def post(self, sends: list[Message], receives: list[Message], tag: int) -> Mock:
+        late = ExchangeTimeoutError(0, tag, 1.0)
+        self.sent += [(message.buffer, message.buffer.clone()) for message in sends]
+
+        def arrivals(_: float) -> list[Any]:
+            if receives[0].rank != self._in_time:
+                self._given_up += [message.buffer for message in receives]
+                raise late
+            for message, value in zip(receives, (3.0, 1.0), strict=True):
+                message.buffer.fill_(value)
+            for buffer in self._given_up:
+                buffer.fill_(1e3)
+            return []
+
+        return Mock(arrivals=arrivals, finish=Mock(side_effect=late))
+
+
+def test_what_comes_after_its_deadline_changes_no_mean() -> None:
+    transport = Late(Place(0, 4), in_time=2)
+    made = FinalMean(transport, Mock(), 1.0)  # type: ignore[arg-type]
+    mean, report = averaged(made, torch.full((10,), 5.0), (0, 1, 2))
+    assert (mean == 4.0).all()
+    assert report.missed == LOST.format(1)
+
+
+def test_a_parent_that_asks_late_gets_the_sum() -> None:
+    transport = Late(Place(2, 4), in_time=3)
+    made = FinalMean(transport, Mock(), 1.0)  # type: ignore[arg-type]
+    mean, report = averaged(made, torch.full((10,), 5.0), (0, 2, 3))
+    assert (mean == 4.0).all()
+    assert report.missed == LOST.format(0)
+    assert all(torch.equal(*buffer_and_then) for buffer_and_then in transport.sent)
