@@ -23,7 +23,7 @@ from megatron_noloco.files import write_text
 
 _ENTRY = struct.Struct("!IQ32sBB")  # rank, epoch, key, whether it relays, length of the endpoint that follows
 _LONGEST_ENDPOINT = 255  # bytes
-_ENDPOINT = re.compile(r"tcp://[A-Za-z0-9_.-]+:([0-9]{1,5})")
+_ENDPOINT = re.compile(r"tcp://[A-Za-z0-9][A-Za-z0-9_.-]*:([0-9]{1,5})")  # ZeroMQ raises for others
 _FOLDER, _SEEDS = "file://", "tcp://"
 _SELDOM = (
     10  # one look in ten asks the seeds although others are there, so that two halves find each other again
@@ -177,17 +177,24 @@ class SharedFolder:
             raise OSError(f"federation.rendezvous: {reason}") from None
 
     def look(self, book: AddressBook, alone: bool) -> None:
-        """Read the files of all ranks; files with other content are ignored. Raises OSError."""
-        found = {}
+        """Read the files of all ranks; files with other content are ignored.
+
+        Raises OSError, after all others, for a file that cannot be read.
+        """
+        found, unreadable = {}, list[str]()
         for path in sorted(self.folder.glob(f"rank_*{self._ending}")):
             try:
                 content = json.loads(path.read_text())
                 key, relay = bytes.fromhex(content["key"]), bool(content["relay"])
                 address = Address(str(content["endpoint"]), int(content["epoch"]), key, relay)
                 found[int(path.name.removeprefix("rank_").removesuffix(self._ending))] = address
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
                 continue
+            except OSError as error:
+                unreadable.append(f"{path}: {error.strerror}")
         book.learn(found)
+        if unreadable:
+            raise OSError("; ".join(unreadable))
 
     @property
     def _ending(self) -> str:
@@ -239,6 +246,8 @@ class Seeds:
                 book.ask(f"tcp://{socket.gethostbyname(host)}:{port}")
             except OSError as error:  # another one may do
                 unknown.append(f"{host}: {error.strerror}")
+            except UnicodeError as error:  # Python's, for a part of a name that is longer than 63 characters
+                unknown.append(f"{host}: {error}")
         if unknown:
             raise OSError("; ".join(unknown))
 

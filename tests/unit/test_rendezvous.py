@@ -65,6 +65,19 @@ def test_a_shared_folder_gives_what_others_published(tmp_path: Path) -> None:
     assert book.known[1] == Address("tcp://b:5", 12)
 
 
+def test_one_file_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
+    folder, book = SharedFolder(tmp_path, 1), Book()
+    for number, content in enumerate(
+        ("[" * 100_000, '{"endpoint": "", "epoch": 1e999, "key": "", "relay": 0}')
+    ):
+        (tmp_path / f"rank_0000{number}_0000000000000001.json").write_text(content)
+    (tmp_path / "rank_00002_0000000000000001.json").mkdir()
+    folder.publish(3, Address("tcp://a:1", 10))
+    with pytest.raises(OSError, match=r"rank_00002_0000000000000001.json: Is a directory$"):
+        folder.look(book, alone=True)
+    assert book.known == {3: Address("tcp://a:1", 10)}
+
+
 def test_a_folder_that_cannot_be_written_is_named() -> None:
     line = "federation.rendezvous: cannot write in /proc/x: No such file or directory"
     with pytest.raises(OSError, match=f"^{line}$"):
@@ -83,9 +96,10 @@ def test_a_rank_that_is_alone_asks_all_seeds_and_others_seldom() -> None:
     assert len(book.asked) == 2 + 2 * 2
 
 
-def test_a_seed_that_has_no_address_does_not_stop_the_others() -> None:
-    seeds, book = Seeds.of("no-such-host.invalid:10,127.0.0.1:20"), Book()
-    with pytest.raises(OSError, match=r"^no-such-host.invalid: "):
+@pytest.mark.parametrize("name", ["no-such-host.invalid", "a" * 64])
+def test_a_seed_that_has_no_address_does_not_stop_the_others(name: str) -> None:
+    seeds, book = Seeds.of(f"{name}:10,127.0.0.1:20"), Book()
+    with pytest.raises(OSError, match=f"^{name}: "):
         seeds.look(book, alone=True)
     assert book.asked == ["tcp://127.0.0.1:20"]
 
@@ -178,6 +192,7 @@ def test_the_address_of_the_latest_process_is_kept() -> None:
         (4, Address("tcp://a:1", 0)),
         (5, Address("tcp://a;tcp://b:1", 1)),
         (6, Address("tcp://" + "a" * 300 + ":1", 1)),
+        (7, Address("tcp://-a:1", 1)),  # for which ZeroMQ raises
     ],
 )
 def test_an_invalid_address_is_refused(rank: int, address: Address) -> None:
