@@ -226,7 +226,7 @@ class FederationSettings:
     rounds_behind: int = setting(
         3,
         "Rounds that a replica may be behind. One further behind continues where half of the others are, whatever "
-        "local_steps says; at its start it takes over a checkpoint that is further ahead.",
+        "local_steps says; at its start it takes over a state that is further ahead.",
         ge=1,
     )
     local_steps: Literal["auto", "all"] = setting(
