@@ -216,8 +216,8 @@ def attach(
         state: of this rank, saved with `Attached.state_dict` together with the present weights. Without it,
             training begins, and the weights of all replicas must be equal bit for bit; in a federation that has
             trained already, the weights and the outer state of the replica that is furthest are taken over.
-        inner: the inner optimizer, or what else has its `state_dict` and `load_state_dict`: its state is given to
-            jobs of the federation that begin later, and taken over with the weights.
+        inner: the inner optimizer, or an object with `state_dict` and `load_state_dict` of optimizer and schedule;
+            that state is given to jobs of the federation that begin later, and taken over with the weights.
 
     Raises ValueError for an argument that does not fit, where gradients are not reduced over the ranks of one
     replica, where ranks of this job have different settings, or its replicas different weights, for settings with

@@ -101,11 +101,9 @@ class NolocoCallback(TrainerCallback):
             slot=self._slot,
             seed=self._seed,
             state=saved,
-            inner=None if hasattr(self._trainer.model_wrapped, "global_steps") else self._trainer.optimizer,
+            inner=_Inner(self._trainer),
         )
-        while state.global_step < self.noloco.done:  # it has taken over the state of another job
-            state.global_step += 1
-            self._schedule.step()
+        state.global_step = self.noloco.done  # that of another job, if its state was taken over
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -137,15 +135,32 @@ class NolocoCallback(TrainerCallback):
 
         What is due at a step in between, such as a save, is done at the step where this job continues.
         """
+        schedule = _schedule_of(self._trainer)
         while state.global_step < self.noloco.done:
             state.global_step += 1
-            self._schedule.step()
+            schedule.step()
             DefaultFlowCallback().on_step_end(args, state, control)
 
-    @property
-    def _schedule(self) -> Any:
-        """The schedule of the learning rate; DeepSpeed has its own."""
-        return getattr(self._trainer.model_wrapped, "lr_scheduler", None) or self._trainer.lr_scheduler
+
+class _Inner:
+    """The state that goes with the weights: of the schedule, and of the optimizer, which DeepSpeed begins anew."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._parts = {"schedule": _schedule_of(trainer)}
+        if not hasattr(trainer.model_wrapped, "global_steps"):
+            self._parts["optimizer"] = trainer.optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: part.state_dict() for name, part in self._parts.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
+        for name, part in self._parts.items():
+            part.load_state_dict(state_dict[name])
+
+
+def _schedule_of(trainer: Trainer) -> Any:
+    """Return the schedule of the learning rate; DeepSpeed has its own."""
+    return getattr(trainer.model_wrapped, "lr_scheduler", None) or trainer.lr_scheduler
 
 
 def _file(args: TrainingArguments, state: TrainerState) -> Path:

@@ -26,7 +26,8 @@ from megatron_noloco.outer import Exchange, ExchangeReport, OuterOptimizer
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings, shared
 
-FIRST_SECONDS = 5.0  # for others that are started with this job
+FIRST_SECONDS = 5.0  # for another job, which may have a state to give
+TOGETHER_SECONDS = 30.0  # for others that are started again with this job
 
 
 @dataclass(frozen=True)
@@ -62,11 +63,13 @@ class Membership:
     def wait_for_start(self, continues: bool) -> bool:
         """Wait for `start_with` jobs, `deadline_seconds` at most; return whether they came. A collective.
 
-        A job that finds others past their first round waits for no more, and one that continues from a checkpoint
-        waits for five seconds, in which others that are started with it may come.
+        A job that finds others past their first round waits for no more. One that continues from a checkpoint
+        waits for half a minute at most, in which others that are started again with it may come.
         """
-        self.transport.wait_for(1, FIRST_SECONDS)  # it may have a state to give
-        seconds = FIRST_SECONDS if continues else self.noloco.deadline_seconds
+        self.transport.wait_for(1, FIRST_SECONDS)
+        seconds = self.noloco.deadline_seconds
+        if continues:
+            seconds = min(seconds, TOGETHER_SECONDS)
         came = self.transport.wait_for(self.federation.start_with - 1, seconds, trained=True)
         return self.transport.partners.agree([came or continues]) == [True]
 

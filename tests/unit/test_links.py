@@ -128,7 +128,7 @@ def test_a_relay_passes_on_what_it_cannot_read(
 def test_a_job_that_continues_or_finds_trained_ones_does_not_wait_for_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, continues: bool
 ) -> None:
-    monkeypatch.setattr(join, "FIRST_SECONDS", 0.1)
+    monkeypatch.setattr(join, "TOGETHER_SECONDS", 0.1)
     settings = FederationSettings(slots=3, start_with=3)
     with members(tmp_path, "ph") as (first, second):
         noloco = NolocoSettings(deadline_seconds=0.3)
