@@ -62,13 +62,14 @@ class Takeover:
         if self.settings.load != "auto":
             return []
         own, notes, given_up = of_rank_0(catalog.newest_step(self.settings.folder)), list[str](), set[int]()
+        least = own + self.margin + 1
         for _ in range(_ATTEMPTS):
             steps = self.handover.steps() if dist.get_rank() == 0 else {}
-            slot = of_rank_0(furthest(steps, self.topology, own + self.margin + 1, given_up))
+            slot = of_rank_0(furthest(steps, self.topology, least, given_up))
             if slot is None:
                 break
             started = time.monotonic()
-            manifest, problem = self._take(slot, notes)
+            manifest, problem = self._take(slot, least, notes)
             if manifest is not None and not problem:
                 notes.append(_describe(manifest, own, time.monotonic() - started))
                 break
@@ -77,7 +78,7 @@ class Takeover:
             time.sleep(_BETWEEN_SECONDS)
         return notes
 
-    def _take(self, slot: int, notes: list[str]) -> tuple[Manifest | None, str]:
+    def _take(self, slot: int, least: int, notes: list[str]) -> tuple[Manifest | None, str]:
         """Take the state of a slot; return this rank's manifest, and the first problem of any rank."""
         own = self.topology.position(dist.get_rank())
         at = Position(slot, own.stage, own.dp, own.tp)
@@ -92,6 +93,8 @@ class Takeover:
         problem = next((text for text, _ in steps if text), "")
         if not problem and len(set(steps)) > 1:
             problem = f"its ranks offer the steps {sorted({step for _, step in steps})}"
+        if manifest is not None and not problem and manifest.step < least:
+            problem = f"it is at local step {manifest.step} by now, as it was started anew"
         if problem or manifest is None:
             return None, problem
         notes += self._set_aside(manifest.step)

@@ -242,3 +242,22 @@ def test_a_save_that_was_never_completed_is_out_of_the_way(tmp_path: Path) -> No
     assert taken.endswith("; the own one was of step 4, and the samples between are not read")
     assert names_in(catalog.step_folder(folders[1], 20)) == names_in(catalog.step_folder(folders[0], 20))
     assert (folders[1] / "step_00000020.set_aside" / "replica_01" / "file").exists()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_giver_that_was_started_anew_takes_no_checkpoint_from_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It trained at step 50 when it was asked, and then continued from its checkpoint of step 20."""
+    folders = [tmp_path / str(slot) for slot in range(2)]
+    write_checkpoint(folders[0], 20, job(0))
+    for step in (20, 40):
+        write_checkpoint(folders[1], step, job(1))
+    before = names_in(folders[1])
+    with connected(tmp_path / "there", 2, slots=8) as (giver, taker):
+        assert start_of(giver, folders[0]) == []
+        steps = iter([{0: 50}, {0: 20}])
+        monkeypatch.setattr(Handover, "steps", lambda _: next(steps))
+        (line,) = start_of(taker, folders[1])
+    assert line.endswith("not taken over: it is at local step 20 by now, as it was started anew")
+    assert names_in(folders[1]) == before
