@@ -17,7 +17,7 @@ from megatron_noloco.job.agreement import of_all_ranks, of_rank_0
 from megatron_noloco.outer import OuterOptimizer
 from megatron_noloco.plans.topology import Topology
 
-_MOST_BYTES_PER_WEIGHT = 64
+_MOST_BYTES_PER_WEIGHT = 64  # of the replica
 _OTHER_BYTES = 1 << 24
 
 
@@ -61,7 +61,7 @@ def take_state(
             return None
         found, problem = None, ""
         try:
-            found = _fetch(handover, outer, outer.place.rank_of(slot), seconds)
+            found = _fetch(handover, outer, outer.place.rank_of(slot), least, seconds)
         except (OSError, ValueError) as error:
             problem = " ".join(str(error).split())
         told = of_all_ranks((problem, found and found["step"]))
@@ -70,16 +70,18 @@ def take_state(
             break
         warnings.warn(f"the state of replica {slot} was not taken over: {problem or told}", stacklevel=3)
         given_up.add(slot)
-    with outer.weights.writing() as write:
-        write(0, found["weights"])
     if inner is not None and found["inner"] is not None:
-        inner.load_state_dict(found["inner"])
+        inner.load_state_dict(found["inner"])  # before the weights, which some optimizers load as well
     elif inner is not None:
         warnings.warn(f"replica {slot} gave no state of its inner optimizer; it begins anew", stacklevel=3)
+    with outer.weights.writing() as write:
+        write(0, found["weights"])
     return found["outer"] | {"local_steps_done": torch.tensor(found["step"])}
 
 
-def _fetch(handover: Handover, outer: OuterOptimizer, giver: int, seconds: float) -> dict[str, Any]:
+def _fetch(
+    handover: Handover, outer: OuterOptimizer, giver: int, least: int, seconds: float
+) -> dict[str, Any]:
     """Return the state of a rank; raises OSError where it does not come, ValueError where it is none."""
     tag, content = handover.ask(giver, seconds)
     try:
@@ -89,7 +91,10 @@ def _fetch(handover: Handover, outer: OuterOptimizer, giver: int, seconds: float
             raise TypeError
     except (ValueError, KeyError, TypeError, RecursionError):
         raise ValueError("its description is not that of a state") from None
-    if not 0 < size <= _MOST_BYTES_PER_WEIGHT * outer.weights.length + _OTHER_BYTES:
+    if step < least:
+        raise ValueError(f"it is at local step {step} by now, as it was started anew")
+    weights = outer.weights.length * outer.place.ranks_per_replica  # `inner` may hold the state of them all
+    if not 0 < size <= _MOST_BYTES_PER_WEIGHT * weights + _OTHER_BYTES:
         raise ValueError(f"its state has {size} bytes")
     buffer = torch.zeros(size, dtype=torch.uint8)
     handover.take(giver, tag, [buffer])
@@ -97,7 +102,7 @@ def _fetch(handover: Handover, outer: OuterOptimizer, giver: int, seconds: float
     if hashlib.sha256(received).hexdigest() != digest:
         raise ValueError("its checksum does not match")
     try:
-        state = torch.load(io.BytesIO(received), weights_only=True)
+        state = torch.load(io.BytesIO(received), map_location="cpu", weights_only=True)
         vectors = [state["weights"], state["outer"]["slow_weights"]]
         sound = all(vector.shape == (outer.weights.length,) for vector in vectors)
         sound = sound and all(bool(vector.isfinite().all()) for vector in vectors) and "inner" in state

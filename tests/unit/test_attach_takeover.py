@@ -1,0 +1,87 @@
+"""What a job that is attached accepts as the state of another, and what it does with it."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron_noloco.attach import takeover
+from megatron_noloco.attach.takeover import copy_state, take_state
+from megatron_noloco.federation.handover import Snapshot
+from megatron_noloco.outer.weights import TorchWeights
+from megatron_noloco.plans.topology import Topology
+
+RANKS, ELEMENTS = 8, 100  # of the replica; weights of each rank
+TOPOLOGY = Topology(dp=RANKS, slot=1, slots=2)
+
+
+class Gives:
+    """A `Handover` that takes what one replica gives."""
+
+    def __init__(self, snapshot: Snapshot, step: int) -> None:
+        self._snapshot, self._step = snapshot, step
+
+    def steps(self) -> dict[int, int]:
+        return {0: self._step}
+
+    def ask(self, rank: int, seconds: float) -> tuple[int, bytes]:
+        return 1, self._snapshot.description
+
+    def take(self, rank: int, tag: int, buffers: Sequence[Tensor]) -> None:
+        for buffer, part in zip(buffers, self._snapshot.parts, strict=True):
+            buffer.copy_(torch.tensor(part))
+
+
+class Inner:
+    """An inner optimizer of all weights of the replica, which loads weights as well."""
+
+    def __init__(self, value: float, weight: Tensor) -> None:
+        self.moments, self._weight = torch.full((2, RANKS * ELEMENTS), value), weight
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"moments": self.moments, "masters": torch.full((ELEMENTS,), 7.0)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.moments = state["moments"]
+        self._weight.copy_(state["masters"])
+
+
+def rank(value: float) -> tuple[Any, Inner]:
+    """The first rank of a replica: what is read of its outer optimizer, and its inner one."""
+    weight = torch.full((ELEMENTS,), value)
+    outer = SimpleNamespace(
+        weights=TorchWeights([weight]),
+        place=TOPOLOGY.place(0),
+        state=lambda wait: {"slow_weights": torch.full((ELEMENTS,), value + 1)},
+    )
+    return outer, Inner(value, weight)
+
+
+def taken(step: int, told: int, least: int = 1) -> tuple[dict[str, Tensor] | None, Any, Inner]:
+    """Take the state of `step` from one that told another step before."""
+    outer, inner = rank(0.0)
+    handover: Any = Gives(copy_state(*rank(2.0)[:1], step, rank(2.0)[1])(), told)
+    return take_state(handover, outer, TOPOLOGY, least, 1.0, inner), outer, inner
+
+
+def test_the_inner_state_may_be_that_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with DistributedDataParallel: each rank exchanges a part of the weights, and steps with all of them."""
+    monkeypatch.setattr(takeover, "_OTHER_BYTES", 4096)  # of names; the rest is a small part of a real state
+    state, outer, inner = taken(step=20, told=20)
+    assert state is not None
+    assert int(state["local_steps_done"]) == 20
+    assert (state["slow_weights"] == 3.0).all()
+    assert (inner.moments == 2.0).all()
+    assert (outer.weights.read() == 2.0).all(), "not what the inner optimizer loads"
+
+
+def test_a_state_that_is_not_far_enough_is_not_taken() -> None:
+    """The giver was started anew, from an earlier step, after it was asked."""
+    with pytest.warns(UserWarning, match="replica 0 was not taken over: it is at local step 10 by now"):
+        state, outer, inner = taken(step=10, told=50, least=40)
+    assert state is None
+    assert not outer.weights.read().any()
+    assert not inner.moments.any()
