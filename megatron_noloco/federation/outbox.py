@@ -14,6 +14,8 @@ Seal = Callable[[np.ndarray], np.ndarray]
 
 _FEWEST_CHUNKS, _MOST_CHUNKS = 4, 32  # under way at a time
 _SOON_SECONDS, _LATE_SECONDS = 0.5, 1.0  # for a confirmation
+_LOST_SECONDS = 60.0  # without any confirmation, after which chunks under way count as lost
+_MOST_CONTROL = 4096  # small frames that wait; a rank that reads none gets no more
 
 
 class Outbox:
@@ -21,7 +23,8 @@ class Outbox:
 
     A chunk is under way until the receiver has confirmed it. 4 may be at a time at first, one more for each
     confirmation that took less than half a second, one less for each that took more than a second. So a fast
-    connection is kept busy, and little waits in front of a slow one, or in a rank that relays.
+    connection is kept busy, and little waits in front of a slow one, or in a rank that relays. Chunks may be lost on
+    the way, since a relay drops what it cannot pass on: after a minute without a confirmation others are sent.
 
     Attributes:
         link: to the rank, or to the one that relays; None: there is no path.
@@ -37,6 +40,7 @@ class Outbox:
         self._chunks: deque[tuple[int, Chunks]] = deque()
         self._next: tuple[Frame, np.ndarray] | None = None
         self._under_way: deque[float] = deque()  # when they were sent
+        self._confirmed = 0.0  # when the last confirmation came, or the first chunk under way was sent
         self._most = _FEWEST_CHUNKS
 
     def take_path(self, link: Link | None, relayed: bool = False, seal: Seal = lambda data: data) -> None:
@@ -54,7 +58,8 @@ class Outbox:
 
     def control(self, frame: Frame, data: np.ndarray | None = None) -> None:
         """Send a small frame, before all chunks."""
-        self._control.append((frame, data))
+        if len(self._control) < _MOST_CONTROL:
+            self._control.append((frame, data))
         self.flush()
 
     def chunks(self, ticket: int, frames: Chunks) -> None:
@@ -65,7 +70,8 @@ class Outbox:
     def confirm(self) -> None:
         """Note that the receiver has one chunk more."""
         if self._under_way:  # else it was sent before `take_path`
-            seconds = time.monotonic() - self._under_way.popleft()
+            self._confirmed = time.monotonic()
+            seconds = self._confirmed - self._under_way.popleft()
             self._most += (seconds < _SOON_SECONDS) - (seconds > _LATE_SECONDS)
             self._most = min(max(_FEWEST_CHUNKS, self._most), _MOST_CHUNKS)
         self.flush()
@@ -84,8 +90,13 @@ class Outbox:
             return
         if self._hello is not None and self._send(self._hello):  # after the frames that it may declare void
             self._hello = None
+        now = time.monotonic()
+        if now - self._confirmed > _LOST_SECONDS:
+            self._under_way.clear()
         while len(self._under_way) < self._most and self._send_chunk():
-            self._under_way.append(time.monotonic())
+            if not self._under_way:
+                self._confirmed = now
+            self._under_way.append(now)
 
     def _send_chunk(self) -> bool:
         while self._next is None:

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from megatron_noloco.federation import join, protocol, service
-from megatron_noloco.federation.frames import Frame, Kind
+from megatron_noloco.federation.frames import Frame, Kind, read
 from megatron_noloco.federation.join import Membership
 from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.outbox import Outbox
 from megatron_noloco.federation.rendezvous import SharedFolder
 from megatron_noloco.federation.service import ServiceFailedError
 from megatron_noloco.federation.transport import FederationTransport, Network
@@ -141,6 +142,55 @@ def test_a_job_that_continues_or_finds_trained_ones_does_not_wait_for_all(
         assert membership.wait_for_start(continues=False)
     with members(tmp_path / "hidden", "hhp") as ranks:  # two of them never see each other
         assert all(rank.wait_for(2, SECONDS) for rank in ranks)
+
+
+class Lossy:
+    """A link that takes all frames; notes their kinds."""
+
+    up = True
+
+    def __init__(self) -> None:
+        self.taken: list[Kind] = []
+        self.full = False
+
+    def send(self, header: bytes, *_: np.ndarray) -> bool:
+        frame = read(header)
+        assert frame is not None
+        self.taken += [] if self.full else [frame.kind]
+        return not self.full
+
+
+def test_chunks_that_a_relay_lost_keep_no_later_ones_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as confirmations come, however seldom, no more are sent."""
+    clock = 1000.0
+    monkeypatch.setattr("megatron_noloco.federation.outbox.time.monotonic", lambda: clock)
+    link, outbox = Lossy(), Outbox()
+    outbox.take_path(link, relayed=True)  # type: ignore[arg-type]
+    chunk = Frame(Kind.DATA, RUN, 0, 1, 1), np.zeros(1, np.uint8)
+    outbox.chunks(1, iter([chunk] * 5))
+    outbox.drop({1})
+    outbox.chunks(2, iter([chunk] * 5))
+    assert len(link.taken) == 4
+    clock = 1050.0
+    outbox.confirm()
+    clock = 1100.0
+    outbox.confirm()
+    assert len(link.taken) == 6
+    clock = 1159.0
+    outbox.flush()
+    assert len(link.taken) == 6
+    clock = 1161.0
+    outbox.flush()
+    assert len(link.taken) == 4 + 5
+
+
+def test_a_rank_that_reads_nothing_costs_no_memory() -> None:
+    link, outbox = Lossy(), Outbox()
+    outbox.take_path(link)  # type: ignore[arg-type]
+    link.full = True
+    for _ in range(5000):
+        outbox.control(Frame(Kind.GOT, RUN, 0, 1, 1))
+    assert len(outbox._control) < 5000
 
 
 def test_two_that_lose_their_relay_are_apart_until_there_is_another(tmp_path: Path) -> None:
