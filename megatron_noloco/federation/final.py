@@ -5,11 +5,13 @@ the parent's parent, and so on. Sums go up the tree, and the mean of the root co
 a slot that is missing changes the way of its own children only, and where all slots are taken no rank exchanges
 with more than log2(slots) others. Where a child is lost its sum is left out. A slot that has lost its parent
 becomes the root of a tree of its own, and reports it.
+
+Slots that no other can connect to are leaves: they are not connected to each other.
 """
 
 import math
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator, Set
 
 import torch
 from torch import Tensor
@@ -26,14 +28,22 @@ from megatron_noloco.transport.protocol import ExchangeTimeoutError, Message
 _FAILURES = (ExchangeTimeoutError, ConnectionError)
 
 
-def parent_of(slot: int, members: Collection[int]) -> int | None:
-    """Return the parent of a slot in the tree; None for the root."""
+def parent_of(slot: int, members: Set[int], hidden: Set[int] = frozenset()) -> int | None:
+    """Return the parent of a slot in the tree; None for the root.
+
+    Args:
+        members: all slots that average; of one that is hidden, those that it is connected to.
+        hidden: slots that no other can connect to.
+    """
+    inner = members - hidden or members
+    if slot not in inner:
+        return sorted(inner)[slot % len(inner)]
     above = slot
     while above:
         above &= above - 1
-        if above in members:
+        if above in inner:
             return above
-    root = min(members)
+    root = min(inner)
     return None if slot == root else root
 
 
@@ -55,15 +65,18 @@ class FinalMean:
         self._place = transport.place
         self._keeping_up = keeping_up
         self._deadline_seconds = deadline_seconds
+        self._hidden: Set[int] = frozenset()
         self._vector = torch.empty(0)
         self.report = ExchangeReport(())
 
     def members(self) -> Group:
         """Wait until the others have come to their end, too; return their slots and this one's. A collective."""
-        there = self._keeping_up.wait_at_end()
-        slots = range(self._place.replicas)
-        votes = self._transport.partners.agree([self._place.rank_of(slot) in there for slot in slots])
-        return tuple(slot for slot in slots if votes[slot] or slot == self._place.replica)
+        there, partners = self._keeping_up.wait_at_end(), self._transport.partners
+        ranks = [self._place.rank_of(slot) for slot in range(self._place.replicas)]
+        votes = partners.agree([*(rank in there for rank in ranks), *map(partners.reachable, ranks)])
+        ended, reachable = votes[: len(ranks)], votes[len(ranks) :]
+        self._hidden = {slot for slot, vote in enumerate(reachable) if not vote}
+        return tuple(slot for slot, vote in enumerate(ended) if vote or slot == self._place.replica)
 
     def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
         """Note what to average; `finish` does it. The arguments are those of `Exchange.begin`."""
@@ -74,10 +87,11 @@ class FinalMean:
 
     def finish(self) -> Iterator[MeanPiece]:
         """Yield the mean, whole. A collective of the replica. Raises nothing where others are lost."""
-        members, own = self.report.group, self._place.replica
+        members, own = set(self.report.group), self._place.replica
         total = self._vector.clone()
         received, count = torch.empty_like(total), torch.ones(1)
-        children = [slot for slot in members if slot != own and parent_of(slot, members) == own]
+        parents = {slot: parent_of(slot, members, self._hidden) for slot in sorted(members)}
+        children = [slot for slot, parent in parents.items() if parent == own]
         for child in children:
             of_child = torch.zeros(1)
             came = self._receive(child, [received, of_child]) and self._is_sound(received / of_child)
@@ -87,9 +101,9 @@ class FinalMean:
             else:
                 self._missed(child)
                 received = torch.empty_like(total)  # a late chunk still arrives where the last one was
-        parent = parent_of(own, members)
+        parent = parents[own]
         if parent is not None:
-            levels = 1 + math.log2(len(members))  # each of which may wait for its own children
+            levels = 1 + math.log2(self._place.replicas)  # each of which may wait for its own children
             came = self._send(parent, [total, count], levels) and self._receive(parent, [received], levels)
             came = came and self._is_sound(received)
             if self._transport.partners.agree([came]) == [1]:

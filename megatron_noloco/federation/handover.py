@@ -98,6 +98,14 @@ class Handover:
             self._thread.submit(self._answer, rank, tag, self._copy)
         return True
 
+    def ended(self) -> None:
+        """Give what is on disk from now on: the local steps are over, and there is no boundary between two."""
+        with self._lock:
+            self._done = -1
+            wanted, self._wanted = self._wanted, {}
+        for rank, tag in wanted.items():
+            self._asked(rank, tag, chosen=True)
+
     def close(self) -> None:
         """Give nothing more."""
         with self._lock:

@@ -52,6 +52,7 @@ class Membership:
 
     def average(self, outer: OuterOptimizer) -> list[ExchangeReport]:
         """Make all replicas that come to their end equal to their mean; see `FinalMean`. A collective."""
+        self.handover.ended()
         final = FinalMean(self.transport, self.keeping_up, self.noloco.deadline_seconds)
         return outer.settle(final, [final.members()], FINAL)
 

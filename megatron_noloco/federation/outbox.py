@@ -23,8 +23,8 @@ class Outbox:
 
     A chunk is under way until the receiver has confirmed it. 4 may be at a time at first, one more for each
     confirmation that took less than half a second, one less for each that took more than a second. So a fast
-    connection is kept busy, and little waits in front of a slow one, or in a rank that relays. Chunks may be lost on
-    the way, since a relay drops what it cannot pass on: after a minute without a confirmation others are sent.
+    connection is kept busy, and little waits in front of a slow one, or in a rank that relays. Chunks may be lost
+    on the way, since a relay drops what it cannot pass on: after a minute without a confirmation others are sent.
 
     Attributes:
         link: to the rank, or to the one that relays; None: there is no path.

@@ -41,6 +41,27 @@ def connected(
         yield found
 
 
+@contextmanager
+def members(
+    folder: Path, listens: str, relays: int | None = None, keys: Keys | None = None
+) -> Iterator[list[FederationTransport]]:
+    """Replicas that others can connect to ("p") or not ("h"), of which one may relay."""
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(closing(FederationTransport(Place(slot, len(listens)), network, PATIENCE)))
+            for slot, listen in enumerate(listens)
+            for network in [
+                Network(
+                    SharedFolder(folder, RUN),
+                    RUN,
+                    LOCAL if listen == "p" else None,
+                    keys,
+                    relays=slot == relays,
+                )
+            ]
+        ]
+
+
 def until(condition: Callable[[], bool]) -> None:
     """Wait for something that another thread does."""
     deadline = time.monotonic() + SECONDS

@@ -20,7 +20,7 @@ from megatron_noloco.outer import ExchangeReport
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 from megatron_noloco.transport.protocol import ExchangeTimeoutError, Message
-from tests.unit.federated import SECONDS, connected, until
+from tests.unit.federated import SECONDS, connected, members, until
 
 LOST = "replica {} was lost, or its numbers are not finite"
 
@@ -65,6 +65,20 @@ def vectors(count: int) -> list[Tensor]:
     return [torch.randn(1000, generator=torch.Generator().manual_seed(seed)) for seed in range(count)]
 
 
+@pytest.mark.parametrize("listens", ["hph", "hphp", "phhh"])
+def test_those_that_no_other_can_connect_to_get_the_same_mean(tmp_path: Path, listens: str) -> None:
+    """They do not see each other."""
+    weights = vectors(len(listens))
+    with members(tmp_path, listens) as ranks:
+        others = {"p": len(listens) - 1, "h": listens.count("p")}
+        until(lambda: [len(rank.present()) for rank in ranks] == [others[kind] for kind in listens])
+        found = ends(ranks, weights)
+    for one, report in found:
+        assert torch.equal(one, found[0][0])
+        torch.testing.assert_close(one, torch.stack(weights).mean(0))
+        assert not report.missed
+
+
 @pytest.mark.parametrize("count", [2, 3, 5, 7])
 def test_all_have_the_same_bits_of_the_mean(tmp_path: Path, count: int) -> None:
     """Also with empty slots, and where the number of replicas is no power of two."""
@@ -100,7 +114,7 @@ def test_a_child_that_is_lost_is_left_out_and_reported(tmp_path: Path) -> None:
         ranks[3].close()
         calls = (lambda at=at: averaged(final(ranks[at]), weights[at], members) for at in range(3))
         found = together(*calls)
-    assert parent_of(3, members) == 2
+    assert parent_of(3, set(members)) == 2
     for mean, _ in found:
         assert torch.equal(mean, found[0][0])
         torch.testing.assert_close(mean, torch.stack(weights[:3]).mean(0))

@@ -140,6 +140,19 @@ def test_without_a_question_nothing_is_copied(tmp_path: Path) -> None:
         assert not of(giver).between_steps(5, lambda: pytest.fail("copied"))
 
 
+def test_a_rank_whose_steps_are_over_gives_what_is_on_disk(tmp_path: Path) -> None:
+    """Also to one that asked before."""
+    with connected(tmp_path) as (giver, taker), ThreadPoolExecutor(1) as pool:
+        giving, taking = of(giver, OnDisk()), of(taker)
+        giving.between_steps(50, live(50))
+        assert taking.steps(SECONDS) == {0: 50}
+        asking = pool.submit(taken, taking, 0)
+        until(lambda: bool(giving._wanted))
+        giving.ended()
+        assert asking.result(SECONDS) == (b"saved", EXPECTED)
+        assert taking.steps(SECONDS) == {0: 20}
+
+
 def test_after_its_end_a_rank_gives_nothing(tmp_path: Path) -> None:
     with connected(tmp_path) as (giver, taker):
         giving, taking = of(giver, OnDisk()), of(taker)

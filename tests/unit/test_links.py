@@ -1,7 +1,6 @@
 """Ranks that no other rank can connect to, ranks that relay, and a thread that fails."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -21,28 +20,7 @@ from megatron_noloco.job.activity import now
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 from megatron_noloco.transport.protocol import Message
-from tests.unit.federated import LOCAL, PATIENCE, RUN, SECONDS, connected, swap, transport, until
-
-
-@contextmanager
-def members(
-    folder: Path, listens: str, relays: int | None = None, keys: Keys | None = None
-) -> Iterator[list[FederationTransport]]:
-    """Replicas that others can connect to ("p") or not ("h"), of which one may relay."""
-    with ExitStack() as stack:
-        yield [
-            stack.enter_context(closing(FederationTransport(Place(slot, len(listens)), network, PATIENCE)))
-            for slot, listen in enumerate(listens)
-            for network in [
-                Network(
-                    SharedFolder(folder, RUN),
-                    RUN,
-                    LOCAL if listen == "p" else None,
-                    keys,
-                    relays=slot == relays,
-                )
-            ]
-        ]
+from tests.unit.federated import LOCAL, PATIENCE, RUN, SECONDS, connected, members, swap, transport, until
 
 
 def present(ranks: list[FederationTransport]) -> list[list[int]]:
