@@ -1,5 +1,5 @@
 #!/bin/sh
-# Three replicas as separate jobs on this machine: one is killed, and comes back.
+# Three replicas as separate jobs on this machine: one is killed, and comes back. At the end all are one model.
 #   usage: launch/federation.sh      (or: make federation)
 # They find each other in runs/federation/rendezvous, and send over the loopback interface without encryption.
 set -eu
@@ -38,7 +38,8 @@ start 2
 reach 2 60
 kill -9 "$job"
 wait "$job" 2>/dev/null || true
-echo "replica 2 was killed at step $(steps 2)"
+killed=$(steps 2)
+echo "replica 2 was killed at step $killed"
 job=$first
 reach 0 120
 start 2
@@ -50,7 +51,18 @@ done
 trap - EXIT
 for replica in 0 1 2; do
     echo "replica $replica:"
-    grep -E '^ continuing at|^continuing from|^taken over' "$runs/replica_$replica.log" || true
+    grep -E '^ continuing at|^continuing from|^taken over|^ state after' "$runs/replica_$replica.log" || true
     echo "  rounds skipped because of another replica: $(grep -c '^ round .* skipped |' "$runs/replica_$replica.log")"
     grep 'validation loss, replica' "$runs/replica_$replica.log"
 done
+# A step counts that was taken, and of replica 2 not those from its last row before it was killed to where it continued.
+# Rows are written after rounds, so that others have what came before.
+all=$(steps 0)
+from=$(sed -n 's/^continuing from .*: step \([0-9]*\),.*/\1/p' "$runs/replica_2.log" | tail -n 1)
+lost=$((from - killed))
+for replica in 0 1 2; do
+    left_out=$(sed -n 's/.*"total\/skipped_ahead": \([0-9]*\).*/\1/p' "$runs/replica_0$replica/metrics.jsonl" | tail -n 1)
+    lost=$((lost + ${left_out:-0}))
+done
+awk -v all="$((3 * all))" -v lost="$lost" 'BEGIN {
+    printf "step efficiency: %d of the %d local steps without a fault, %.1f %%\n", all - lost, all, 100 * (1 - lost / all) }'
