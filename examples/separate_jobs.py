@@ -59,6 +59,7 @@ def main() -> None:
         ),
         slot=options.slot,
         state=saved.get("noloco"),
+        inner=optimizer,  # a job that begins late, or has lost its checkpoint, takes over the state of another
     )
     # NoLoCo: `done` also counts the steps that this job was away for.
     while noloco.done < options.steps:
