@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.federation.frames import DTYPE_CODES, HANDOVER_TAG, Send
+from megatron_noloco.federation.service import ServiceFailedError
 from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.transport.protocol import ExchangeTimeoutError, Message
@@ -90,27 +92,35 @@ class Handover:
                 self._copy = None
         if self._transport.partners.agree([not asked]) == [1]:
             return False
-        made = copy()
+        try:
+            made: Callable[[], Snapshot] | None = _once(copy())
+        except Exception as error:  # the training goes on, and the ranks that ask are answered
+            made = None
+            self._complain(f"this rank's state cannot be given: {_in_a_line(error)}")
         with self._lock:
-            self._copy, self._copied = _once(made), time.monotonic()
+            self._copy, self._copied = made, time.monotonic()
             wanted, self._wanted = self._wanted, {}
         for rank, tag in wanted.items():
-            self._thread.submit(self._answer, rank, tag, self._copy)
-        return True
+            self._thread.submit(self._answer, rank, tag, made)
+        return made is not None
 
     def ended(self) -> None:
         """Give what is on disk from now on: the local steps are over, and there is no boundary between two."""
         with self._lock:
-            self._done = -1
+            self._done, self._copy = -1, None
             wanted, self._wanted = self._wanted, {}
         for rank, tag in wanted.items():
             self._asked(rank, tag, chosen=True)
 
     def close(self) -> None:
-        """Give nothing more."""
+        """Give nothing more; ranks that wait for the next boundary between two steps are told so."""
         with self._lock:
-            self._closed = True
+            self._closed, self._copy = True, None
+            wanted, self._wanted = self._wanted, {}
         self._thread.shutdown(wait=False, cancel_futures=True)
+        for rank, tag in wanted.items():
+            with suppress(ServiceFailedError):  # then the connection is lost, which answers as well
+                self._transport.service.do(self._protocol.offer, rank, tag, b"", [])
 
     def _asked(self, rank: int, tag: int, chosen: bool) -> None:
         """Have an ASK answered; called by the thread of the service."""
@@ -140,11 +150,11 @@ class Handover:
                 description = snapshot.description
                 sends = [_send_of(part, tag, self._transport.chunk_bytes) for part in snapshot.parts]
         except Exception as error:  # the rank that asks is answered, whatever it is
-            problem = " ".join(f"{type(error).__name__}: {error}".split())
-            sys.stderr.write(
-                f"rank {self._transport.rank}: state cannot be given to rank {rank}: {problem}\n"
-            )
+            self._complain(f"state cannot be given to rank {rank}: {_in_a_line(error)}")
         self._transport.service.do(self._protocol.offer, rank, tag, description, sends)
+
+    def _complain(self, line: str) -> None:
+        sys.stderr.write(f"rank {self._transport.rank}: {line}\n")
 
     # To take
 
@@ -230,6 +240,10 @@ def _once(make: Callable[[], Snapshot]) -> Callable[[], Snapshot]:
         return made[0]
 
     return make_once
+
+
+def _in_a_line(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _describe(step: int) -> bytes:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -161,6 +162,35 @@ def test_after_its_end_a_rank_gives_nothing(tmp_path: Path) -> None:
         assert taking.steps(SECONDS) == {}
         with pytest.raises(ConnectionError, match="has no state"):
             taking.ask(0, SECONDS)
+
+
+def test_a_rank_that_closes_answers_those_that_wait_for_its_next_step(tmp_path: Path) -> None:
+    with connected(tmp_path) as (giver, taker), ThreadPoolExecutor(1) as pool:
+        giving, taking = of(giver), of(taker)
+        giving.between_steps(5, live(5))
+        asked = pool.submit(taking.ask, 0, SECONDS)
+        until(lambda: bool(giving._wanted))
+        giving.close()
+        with pytest.raises(ConnectionError, match="has no state"):
+            asked.result(SECONDS / 2)
+
+
+def test_a_state_that_cannot_be_copied_stops_no_training(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with connected(tmp_path) as (giver, taker), ThreadPoolExecutor(1) as pool:
+        giving, taking = of(giver), of(taker)
+        giving.between_steps(5, live(5))
+        asked = pool.submit(taking.ask, 0, SECONDS)
+        until(lambda: bool(giving._wanted))
+        giving.between_steps(6, lambda: raised(MemoryError("no memory for a copy")))
+        with pytest.raises(ConnectionError, match="has no state"):
+            asked.result(SECONDS / 2)
+    assert "rank 0: this rank's state cannot be given: MemoryError: no memory" in capfd.readouterr().err
+
+
+def raised(error: Exception) -> NoReturn:
+    raise error
 
 
 def test_buffers_must_be_as_long_as_the_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
