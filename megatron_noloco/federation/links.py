@@ -18,6 +18,7 @@ _RECEIVE_QUEUE = 4  # messages that ZeroMQ holds for each link; then TCP holds b
 _AT_ONCE = 8  # messages received before other work has its turn
 _THREADS = 2  # of ZeroMQ, which encrypt and decrypt
 _RECONNECT_MILLISECONDS = (100, 2000)
+_MOST_SOCKETS = 65_536  # three for each link; ZeroMQ's default of 1023 would do for 340 of them
 _UNACKNOWLEDGED_MILLISECONDS = 10_000  # after which TCP gives a connection up
 _LINGER_MILLISECONDS = 2000
 _ENCRYPTED_MORE = 128  # bytes, at least those that encryption adds to a message
@@ -81,6 +82,7 @@ class Links:
         self._keys, self._warn = keys, warn
         self._longest = longest + _ENCRYPTED_MORE
         self._context: zmq.Context[Any] = zmq.Context(_THREADS)
+        self._context.max_sockets = _MOST_SOCKETS
         self._poller = zmq.Poller()
         self._zap = self._context.socket(zmq.REP)  # asks whether a key is admitted; unused without keys
         self._zap.linger = 0

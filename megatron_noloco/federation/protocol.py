@@ -37,6 +37,7 @@ from megatron_noloco.transport.protocol import EXCHANGE_TAGS
 SILENCE_SECONDS = 10.0  # after which a rank counts as absent
 _RELAY_SECONDS = 10.0  # after which a rank that should be reachable, and is not, is tried over a relay
 _MOST_WANTS = 1024  # of one rank, for messages that are not posted yet; further ones are dropped
+_MOST_WARNINGS = 1000  # others may cause them
 _HANDOVERS = range(HANDOVER_TAG, LARGEST + 1)  # their tags
 _ALL_TAGS = range(LARGEST + 1)
 
@@ -146,8 +147,8 @@ class FederationProtocol:
         }
 
     def warn(self, line: str) -> None:
-        """Write a line to stderr, once."""
-        if line not in self._warnings:
+        """Write a line to stderr, once; no more after many."""
+        if line not in self._warnings and len(self._warnings) < _MOST_WARNINGS:
             self._warnings.add(line)
             sys.stderr.write(f"rank {self.member.rank}: {line}\n")
 

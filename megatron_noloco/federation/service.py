@@ -169,7 +169,9 @@ class Service:
                 self._hang_up(rank)
 
     def _hang_up(self, rank: int) -> None:
-        link = self._dialled.pop(rank)
+        link, counterpart = self._dialled.pop(rank), self.protocol.counterparts[rank]
+        if counterpart.direct is link:  # which may lead to another rank, and stay
+            counterpart.direct = None
         if link not in self._dialled.values():
             self._asking.pop(link, None)
             self._links.hang_up(link)

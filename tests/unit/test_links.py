@@ -12,6 +12,7 @@ from megatron_noloco.federation import join, protocol, service
 from megatron_noloco.federation.frames import Frame, Kind, read
 from megatron_noloco.federation.join import Membership
 from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.links import Links
 from megatron_noloco.federation.outbox import Outbox
 from megatron_noloco.federation.rendezvous import SharedFolder
 from megatron_noloco.federation.service import ServiceFailedError
@@ -20,6 +21,7 @@ from megatron_noloco.job.activity import now
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 from megatron_noloco.transport.protocol import Message
+from tests.harness import free_port
 from tests.unit.federated import LOCAL, PATIENCE, RUN, SECONDS, connected, members, swap, transport, until
 
 
@@ -53,6 +55,39 @@ def test_a_rank_that_cannot_be_reached_where_it_says_connects_itself(
         until(lambda: present([first, second]) == [[1], [0]])
         swap(first, second, tag=1)
         assert list(first.service._dialled) == [1]
+
+
+def test_a_rank_that_moves_is_found_although_another_took_its_place(tmp_path: Path) -> None:
+    """The one that finds it cannot be reached, so it is the one that connects."""
+    folder = SharedFolder(tmp_path, RUN)
+    port = free_port()
+    place = Network(folder, RUN, f"tcp://127.0.0.1:{port}")
+    with ExitStack() as stack:
+        hidden = stack.enter_context(
+            closing(FederationTransport(Place(2, 3), Network(folder, RUN, None), PATIENCE))
+        )
+        with closing(FederationTransport(Place(0, 3), place, PATIENCE)):
+            until(lambda: hidden.present() == [0])
+        stack.enter_context(closing(FederationTransport(Place(1, 3), place, PATIENCE)))
+        until(lambda: hidden.present() == [1])
+        moved = stack.enter_context(
+            closing(FederationTransport(Place(0, 3), Network(folder, RUN, LOCAL), PATIENCE))
+        )
+        until(lambda: hidden.present() == [0, 1])
+        swap(moved, hidden, tag=1)
+
+
+def test_lines_that_others_cause_end(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with transport(tmp_path, 0) as one:
+        for number in range(2000):
+            one.service.protocol.warn(f"line {number}")
+    assert capfd.readouterr().err.count("line") < 2000
+
+
+def test_a_rank_connects_to_more_than_a_thousand(tmp_path: Path) -> None:
+    links = Links(None, 1, None, Mock())
+    assert links._context.max_sockets > 3 * 1000
+    links.close(linger=False)
 
 
 def test_without_a_relay_two_hidden_ranks_never_meet(tmp_path: Path) -> None:
