@@ -29,11 +29,12 @@ class Outbox:
     Attributes:
         link: to the rank, or to the one that relays; None: there is no path.
         relayed: whether that is a relay.
+        since: when it was taken, on the monotonic clock.
     """
 
     def __init__(self) -> None:
         self.link: Link | None = None
-        self.relayed = False
+        self.relayed, self.since = False, 0.0
         self._seal: Seal = lambda data: data
         self._hello: Frame | None = None
         self._control: deque[tuple[Frame, np.ndarray | None]] = deque()
@@ -46,6 +47,7 @@ class Outbox:
     def take_path(self, link: Link | None, relayed: bool = False, seal: Seal = lambda data: data) -> None:
         """Send over another link from now on; what waits is dropped. `seal` encrypts what is relayed."""
         self.link, self.relayed, self._seal = link, relayed, seal
+        self.since = time.monotonic()
         self._control.clear()
         self._chunks.clear()
         self._under_way.clear()

@@ -75,6 +75,7 @@ class Counterpart:
         outbox: sends to it; its link is `direct` or leads to a rank that relays.
         address: its latest; None: not known.
         apart: when it became known or was lost, on the monotonic clock.
+        silences: how often it was not heard of over a relay.
         informed: the version of our directory that it was sent last; -1: none.
         offer: its last answer to an ASK, tag and description; None: none yet.
         posted: our messages that it has not asked for, oldest first, by tag.
@@ -88,6 +89,7 @@ class Counterpart:
     outbox: Outbox = field(default_factory=Outbox)
     address: Address | None = None
     apart: float = float("-inf")
+    silences: int = 0
     informed: int = -1
     offer: tuple[int, bytes] | None = None
     posted: defaultdict[int, deque[Send]] = field(default_factory=lambda: defaultdict(deque))
@@ -168,10 +170,15 @@ class FederationProtocol:
     def check_path(self, counterpart: Counterpart) -> None:
         """Send to a counterpart directly, else over a relay, else not at all; see `check_paths`."""
         direct = counterpart.direct if counterpart.direct and counterpart.direct.up else None
-        link = direct or self._relay_to(counterpart)
-        silent = counterpart.outbox.relayed and counterpart.seen.connected and not counterpart.seen.present
-        if link is counterpart.outbox.link and not silent:
-            return
+        outbox = counterpart.outbox
+        waited = time.monotonic() - outbox.since > SILENCE_SECONDS
+        silent = outbox.relayed and waited and not counterpart.seen.present
+        counterpart.silences += silent
+        link = direct or self._relay_to(counterpart, None if silent else outbox.link)
+        if link is not outbox.link or silent:
+            self._take_path(counterpart, link, direct)
+
+    def _take_path(self, counterpart: Counterpart, link: Link | None, direct: Link | None) -> None:
         if counterpart.outbox.link is not None:
             self.lost(counterpart, "has gone: the connection was lost")
         if link is not None:
@@ -179,17 +186,23 @@ class FederationProtocol:
             counterpart.update(connected=direct is not None)
             self.send_hello(counterpart.rank)
 
-    def _relay_to(self, counterpart: Counterpart) -> Link | None:
-        """Return the link to a rank that can pass frames on to a counterpart which cannot be reached."""
+    def _relay_to(self, counterpart: Counterpart, used: Link | None) -> Link | None:
+        """Return the link to a rank that can pass frames on to a counterpart which cannot be reached.
+
+        That is the one `used`, if it still can; after each silence another one.
+        """
         own = self.directory.addresses.get(self.member.rank)
         if counterpart.address is None or own is None:
             return None
+        others = (other for other in self.counterparts.values() if other is not counterpart)
+        direct = (other.direct for other in others if other.address is not None and other.address.relay)
+        links = [link for link in direct if link is not None and link.up]
+        if counterpart.outbox.relayed and used in links:
+            return used
         reachable = counterpart.address.endpoint or own.endpoint
         if reachable and time.monotonic() - counterpart.apart < _RELAY_SECONDS:
             return None
-        others = (other for other in self.counterparts.values() if other is not counterpart)
-        links = (other.direct for other in others if other.address is not None and other.address.relay)
-        return next((link for link in links if link is not None and link.up), None)
+        return links[counterpart.silences % len(links)] if links else None
 
     def _sealed(self, rank: int, data: np.ndarray) -> np.ndarray:
         return data if self._sealing is None else self._sealing.seal(data, self.directory.addresses[rank].key)
@@ -376,7 +389,9 @@ class FederationProtocol:
             return "earlier process"
         if not frame.relayed:
             self.linked(counterpart, link)
-        elif parts and self._sealing is not None:
+        elif counterpart.outbox.relayed and counterpart.outbox.link is not link:
+            self._follow(counterpart, link)
+        if frame.relayed and parts and self._sealing is not None:
             address = self.directory.addresses.get(frame.sender)
             opened = self._sealing.open(data, address.key) if address else None
             if opened is None:
@@ -384,6 +399,12 @@ class FederationProtocol:
             data = opened
         counterpart.update(heard=time.monotonic(), connected=counterpart.outbox.link is not None)
         return self._actions[frame.kind](counterpart, frame, data)
+
+    def _follow(self, counterpart: Counterpart, link: Link) -> None:
+        """Answer over the relay that the counterpart uses, if that has the lower number: it chooses for both."""
+        relays = (other.direct for other in self.counterparts.values())
+        if counterpart.rank < self.member.rank and any(link is relay for relay in relays):
+            self._take_path(counterpart, link, None)
 
     def _pass_on(self, frame: Frame, header: bytes, parts: Sequence[Any]) -> str:
         """Pass a frame on between two counterparts that cannot reach each other."""

@@ -253,3 +253,20 @@ def test_a_failure_of_the_thread_ends_the_job(
             with pytest.raises(ServiceFailedError, match="has failed: ZeroDivisionError"):
                 use()
     assert "the federation's thread has failed" in capfd.readouterr().err
+
+
+def test_a_relay_that_does_not_reach_the_other_is_replaced_by_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr(protocol, "_RELAY_SECONDS", 1.0)
+    folder = SharedFolder(tmp_path, RUN)
+    relay, hidden = Network(folder, RUN, LOCAL, relays=True), Network(folder, RUN, None)
+    with ExitStack() as stack:
+        first, _, one, other = (
+            stack.enter_context(closing(FederationTransport(Place(slot, 4), network, PATIENCE)))
+            for slot, network in enumerate((relay, relay, hidden, hidden))
+        )
+        monkeypatch.setattr(first.service.protocol, "_pass_on", lambda *_: "no way on")
+        until(lambda: present([one, other]) == [[0, 1, 3], [0, 1, 2]])
+        swap(one, other, tag=1)
