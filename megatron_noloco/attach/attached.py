@@ -167,13 +167,14 @@ class Attached:
         With a delay, the rounds under way are merged, except while an exception is handled.
         """
         _ATTACHED.discard(self)
+        raising = sys.exception() is not None
         with self._until_closed:
-            if sys.exception() is None:
-                self.outer.finish()
-            else:
-                self.outer.wait()
             if self._membership is not None:
-                self._membership.leave()
+                self._until_closed.callback(self._membership.leave)
+            if raising:
+                self.outer.wait()
+            else:
+                self.outer.finish()
 
     def watch(self, seconds: float) -> None:
         """Until `close`, report on stderr when this rank has stood still for `seconds`.
@@ -253,15 +254,19 @@ def attach(
 
     of_ranks = [[one.lengths, one.first_weights.hex()] for one in statements]
     membership = join_federation(federation, settings, place, {"seed": seed, "ranks": of_ranks})
-    commit = membership.commit(seed)
-    outer = OuterOptimizer(trained.weights, membership.transport, place, settings, seed, commit)
-    if not membership.wait_for_start(continues=state is not None):
-        warnings.warn("fewer jobs than federation.start_with are there; starting without", stacklevel=2)
-    if state is None:
-        least = federation.rounds_behind * settings.local_steps + 1
-        taken = take_state(membership.handover, outer, topology, least, settings.deadline_seconds, inner)
-        state = taken
-    return Attached(trained, outer, first_weights, state, membership, inner)
+    try:
+        commit = membership.commit(seed)
+        outer = OuterOptimizer(trained.weights, membership.transport, place, settings, seed, commit)
+        if not membership.wait_for_start(continues=state is not None):
+            warnings.warn("fewer jobs than federation.start_with are there; starting without", stacklevel=2)
+        if state is None:
+            least = federation.rounds_behind * settings.local_steps + 1
+            seconds = settings.deadline_seconds
+            state = take_state(membership.handover, outer, topology, least, seconds, inner)
+        return Attached(trained, outer, first_weights, state, membership, inner)
+    except BaseException:
+        membership.leave()  # or others would wait for this process, whose port would stay taken
+        raise
 
 
 def _trained_by(engine: Any) -> Trained:

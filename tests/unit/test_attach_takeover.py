@@ -1,18 +1,22 @@
 """What a job that is attached accepts as the state of another, and what it does with it."""
 
+import threading
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron_noloco.attach import takeover
+from megatron_noloco.attach import attach, takeover
 from megatron_noloco.attach.takeover import copy_state, take_state
 from megatron_noloco.federation.handover import Snapshot
 from megatron_noloco.outer.weights import TorchWeights
 from megatron_noloco.plans.topology import Topology
+from megatron_noloco.settings import FederationSettings, NolocoSettings
 
 RANKS, ELEMENTS = 8, 100  # of the replica; weights of each rank
 TOPOLOGY = Topology(dp=RANKS, slot=1, slots=2)
@@ -85,3 +89,13 @@ def test_a_state_that_is_not_far_enough_is_not_taken() -> None:
     assert state is None
     assert not outer.weights.read().any()
     assert not inner.moments.any()
+
+
+def test_an_attach_that_fails_leaves_the_federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the state of the inner optimizer that was taken does not fit."""
+    monkeypatch.setattr(takeover, "take_state", Mock(side_effect=KeyError("moments")))
+    monkeypatch.setattr("megatron_noloco.federation.join.FIRST_SECONDS", 0.0)
+    where = FederationSettings(slots=2, rendezvous=f"file://{tmp_path}", encryption="none")
+    with pytest.raises(KeyError, match="moments"):
+        attach(torch.nn.Linear(2, 2), NolocoSettings(deadline_seconds=0.1), federation=where, slot=0)
+    assert "federation" not in {thread.name for thread in threading.enumerate()}
