@@ -13,6 +13,7 @@ import json
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -31,6 +32,7 @@ from megatron_noloco.transport.protocol import ExchangeTimeoutError, Message
 _LOOK_SECONDS = 0.02
 _ANSWER_SECONDS = 10.0  # for the step that a rank can give
 _SILENCE_SECONDS = 60.0  # after which a giver is given up
+_MOST_WAITING = 8  # answers to one rank; further questions are dropped
 _FRESH_SECONDS = 10.0  # in which a copy is given to another rank that asks, too
 
 
@@ -70,6 +72,7 @@ class Handover:
         self._closed = False
         self._done = -1  # local steps, while this job trains
         self._wanted: dict[int, int] = {}  # tag of the ASK, by rank
+        self._waiting: Counter[int] = Counter()  # answers that the thread has not begun, by rank
         self._copied = float("-inf")  # when
         self._copy: Callable[[], Snapshot] | None = None
         self._protocol.when_asked = self._asked
@@ -100,8 +103,8 @@ class Handover:
         with self._lock:
             self._copy, self._copied = made, time.monotonic()
             wanted, self._wanted = self._wanted, {}
-        for rank, tag in wanted.items():
-            self._thread.submit(self._answer, rank, tag, made)
+            for rank, tag in wanted.items():
+                self._submit(rank, tag, made)
         return made is not None
 
     def ended(self) -> None:
@@ -134,7 +137,13 @@ class Handover:
                 self._wanted[rank] = tag
             else:
                 made = self._saved_step if not chosen else self._copy if trains else self._read
-                self._thread.submit(self._answer, rank, tag, made)
+                self._submit(rank, tag, made)
+
+    def _submit(self, rank: int, tag: int, made: Callable[[], Snapshot | None] | None) -> None:
+        """Have an ASK answered by the thread; needs the lock. One that asks for ever is answered now and then."""
+        if self._waiting[rank] < _MOST_WAITING:
+            self._waiting[rank] += 1
+            self._thread.submit(self._answer, rank, tag, made)
 
     def _saved_step(self) -> Snapshot:
         return Snapshot(_describe(self.saved.step() if self.saved else 0), [])
@@ -144,6 +153,8 @@ class Handover:
 
     def _answer(self, rank: int, tag: int, made: Callable[[], Snapshot | None] | None) -> None:
         description, sends = b"", list[Send]()
+        with self._lock:
+            self._waiting[rank] -= 1
         try:
             snapshot = made() if made is not None else None
             if snapshot is not None and len(snapshot.description) <= self._transport.chunk_bytes:

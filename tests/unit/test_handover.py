@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import NoReturn
 
 import numpy as np
@@ -173,6 +174,26 @@ def test_a_rank_that_closes_answers_those_that_wait_for_its_next_step(tmp_path: 
         giving.close()
         with pytest.raises(ConnectionError, match="has no state"):
             asked.result(SECONDS / 2)
+
+
+def test_one_that_asks_for_ever_costs_no_memory(tmp_path: Path) -> None:
+    """While the disk does not answer; then it is answered again."""
+    disk, answers = Event(), list[int]()
+
+    class Slow(OnDisk):
+        def step(self) -> int:
+            disk.wait(SECONDS)
+            answers.append(1)
+            return super().step()
+
+    with connected(tmp_path) as (giver, taker):
+        giving, taking = of(giver, Slow()), of(taker)
+        for _ in range(100):
+            giving._asked(1, 0, False)
+        disk.set()
+        until(lambda: not giving._waiting[1])
+        assert taking.steps(SECONDS) == {0: 20}
+        assert len(answers) < 20
 
 
 def test_a_state_that_cannot_be_copied_stops_no_training(
