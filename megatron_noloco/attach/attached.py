@@ -258,8 +258,8 @@ def attach(
         commit = membership.commit(seed)
         outer = OuterOptimizer(trained.weights, membership.transport, place, settings, seed, commit)
         if state is not None:  # others that wait for this job must not find it behind
-        membership.keeping_up.start(int(state["local_steps_done"]))
-    if not membership.wait_for_start(continues=state is not None):
+            membership.keeping_up.start(int(state["local_steps_done"]))
+        if not membership.wait_for_start(continues=state is not None):
             warnings.warn("fewer jobs than federation.start_with are there; starting without", stacklevel=2)
         if state is None:
             least = federation.rounds_behind * settings.local_steps + 1
