@@ -84,6 +84,8 @@ class Run:
             self.monitor.close()
         if failed_save is not None:
             sys.stderr.write(f"rank {dist.get_rank()}: the last checkpoint failed: {failed_save}\n")
+        if self.membership is not None:
+            self.membership.leave()
         self.stopping.close(done)
         stopped_early = done < self.schedule.steps
         self.monitor.summary(done, self.stopping.reason if stopped_early else None)
@@ -110,6 +112,8 @@ class Run:
             with now.doing(f"in the round after local step {done}"):
                 self._round(done, time.perf_counter() - started)
                 if done == self.schedule.steps and self.final_average is not None:
+                    if self.membership is not None and self.schedule.saves(before, done):
+                        self._save(done)  # it may wait long for the others, and be stopped meanwhile
                     self.monitor.averaged(self.final_average(done))
             with now.doing(f"writing, evaluating or saving after local step {done}"):
                 self._after_round(before, done)
