@@ -90,8 +90,12 @@ class Partners(Protocol):
         """
         ...
 
-    def end(self, number: int) -> None:
-        """Announce that the exchange is over; its messages still under way become void on both sides."""
+    def end(self, number: int, counts: bool = False) -> None:
+        """Announce that the exchange is over; its messages still under way become void on both sides.
+
+        Args:
+            counts: whether this rank uses the mean. The partner's messages then do not fail with a WithdrawnError.
+        """
         ...
 
     def record(self, seconds: float) -> None:
@@ -251,7 +255,7 @@ class CommittedExchange:
                     self._partners.avoid(self._rank, 1, "missed its last deadline")
                 elif isinstance(self._failure, PoisonedError) and self._failure.by_partner:
                     self._partners.avoid(self._rank, _AVOIDED_EXCHANGES, str(self._failure))
-        self._partners.end(self._number)
+        self._partners.end(self._number, self._mean is not None)
         mean = self._vector if self._mean is None else self._mean
         yield MeanPiece(0, len(mean), mean)
 

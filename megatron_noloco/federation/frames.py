@@ -15,11 +15,13 @@ A frame is a header of fixed size. Bytes follow the header of a DATA, ADDRESSES 
 A frame whose `receiver` is another rank is passed on by a rank that relays. A `relayed` frame is sent that way;
 the bytes that follow its header are then encrypted for its receiver, where the federation has keys.
 
-`offset` of a HELLO is the first exchange in which its sender may exchange with its receiver. Whatever is under
-way between the two for earlier exchanges is void. So a HELLO also answers a WANT for an exchange in which the
-sender has another partner. Numbers of exchanges are sent plus 1 where they can be -1. A ticket is a number that a
-process gives to one of its receives and never uses again. `to_epoch` is the epoch of the process that gave the
-ticket, so a frame for a process that has ended never reaches the next one.
+`offset` of a HELLO is the first exchange in which its sender may exchange with its receiver. Whatever is under way
+between the two for earlier exchanges is void. So a HELLO also answers a WANT for an exchange in which the sender
+has another partner. `tag` of a HELLO is the latest exchange with its receiver that counts for its sender. A
+receiver that misses a token of that exchange is then in doubt, as the sender did not skip it. Numbers of exchanges
+are sent plus 1 where they can be -1. A ticket is a number that a process gives to one of its receives and never
+uses again. `to_epoch` is the epoch of the process that gave the ticket, so a frame for a process that has ended
+never reaches the next one.
 
 Nothing received is unpickled or evaluated. `read` checks every field before any other code looks at one.
 """

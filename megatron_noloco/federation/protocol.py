@@ -81,6 +81,7 @@ class Counterpart:
         posted: our messages that it has not asked for, oldest first, by tag.
         wants: what it has asked for and we have not posted, likewise.
         unconfirmed: our messages that it has asked for and not confirmed, by its ticket.
+        counted: the latest exchange with it that counts here; -1: none.
     """
 
     rank: int
@@ -95,6 +96,7 @@ class Counterpart:
     posted: defaultdict[int, deque[Send]] = field(default_factory=lambda: defaultdict(deque))
     wants: defaultdict[int, deque[Frame]] = field(default_factory=lambda: defaultdict(deque))
     unconfirmed: dict[int, Send] = field(default_factory=dict)
+    counted: int = -1
 
     def update(self, **changes: Any) -> None:
         """Replace some of `seen`."""
@@ -302,8 +304,11 @@ class FederationProtocol:
         self._begun = max(self._begun, number)
         self._cancel_void()
 
-    def end(self, number: int) -> None:
-        """Tell all counterparts that this exchange is over here, and its messages void."""
+    def end(self, number: int, counts: bool = False) -> None:
+        """Tell all counterparts that this exchange is over here, and its messages void; and whether it counts."""
+        partner = self._under_way.get(number)
+        if counts and partner is not None:
+            self.counterparts[partner].counted = number
         self._under_way = {later: rank for later, rank in self._under_way.items() if later > number}
         self._cancel_void()
 
@@ -314,7 +319,8 @@ class FederationProtocol:
             outbox, open_from = counterpart.outbox, self._open_from(rank)
             if outbox.link is None:
                 continue
-            outbox.hello(self.member.frame(Kind.HELLO, rank, number=self._begun + 1, offset=open_from))
+            begun, counted = self._begun + 1, counterpart.counted + 1
+            outbox.hello(self.member.frame(Kind.HELLO, rank, number=begun, offset=open_from, tag=counted))
             if counterpart.informed != self.directory.version and not outbox.relayed:
                 outbox.control(*self.directory.frame(rank))
                 counterpart.informed = self.directory.version
@@ -430,6 +436,8 @@ class FederationProtocol:
 
     def _take_hello(self, counterpart: Counterpart, hello: Frame, _: np.ndarray) -> str:
         counterpart.update(begun=hello.number - 1, open_from=hello.offset)
+        counts = ConnectionError(f"rank {counterpart.rank} has used the mean, and this rank missed its token")
+        self.cancel(counterpart, _before(min(hello.tag, hello.offset)), counts)
         withdrawn = WithdrawnError(f"rank {counterpart.rank} has no part in this exchange")
         self.cancel(counterpart, _before(hello.offset), withdrawn)
         if counterpart.seen.begun >= 0:  # it trains, and takes nothing over any more

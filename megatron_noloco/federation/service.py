@@ -167,6 +167,8 @@ class Service:
                         self.protocol.linked(counterpart, self._dialled[rank])
             elif linked and not self._dialled[rank].up:  # the other side has connected
                 self._hang_up(rank)
+            elif self._dialled[rank].up:  # the one that the other side has opened is lost
+                self.protocol.linked(counterpart, self._dialled[rank])
 
     def _hang_up(self, rank: int) -> None:
         link, counterpart = self._dialled.pop(rank), self.protocol.counterparts[rank]

@@ -159,8 +159,8 @@ class FederationPartners:
     def begin(self, number: int, rank: int | None) -> None:
         self._service.do(self._protocol.begin, number, rank)
 
-    def end(self, number: int) -> None:
-        self._service.do(self._protocol.end, number)
+    def end(self, number: int, counts: bool = False) -> None:
+        self._service.do(self._protocol.end, number, counts)
 
     def leave_out(self, number: int) -> None:
         """Tell the others that this rank skips the exchanges up to this one; those under way go on."""

@@ -96,7 +96,7 @@ class Partners:
     def begin(self, number: int, rank: int | None) -> None:
         self.begun.append(rank)
 
-    def end(self, number: int) -> None:
+    def end(self, number: int, counts: bool = False) -> None:
         self.ended.append(number)
 
     def record(self, seconds: float) -> None:

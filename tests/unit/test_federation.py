@@ -140,6 +140,29 @@ def test_a_connection_that_is_closed_early_is_not_reported_as_a_wrong_key(tmp_pa
         assert reported() == {"rank 0: a connection to this rank failed", joined}
 
 
+def test_a_second_connection_is_used_when_the_first_is_lost(tmp_path: Path) -> None:
+    """Rank 1 has opened the first, rank 0 the second, over which nothing was sent; rank 1 cannot connect again."""
+    with connected(tmp_path) as (first, second):
+        services = first.service, second.service
+
+        def dial() -> None:
+            services[0]._dialled[1] = services[0]._links.dial(services[1].endpoint)
+
+        def hang_up() -> None:
+            services[1].protocol.directory.addresses.pop(0)
+            services[1]._hang_up(0)
+            services[1].protocol.check_paths()
+
+        services[0].do(dial)
+        until(lambda: 1 in services[0]._dialled and services[0]._dialled[1].up)
+        second._closing.set()  # it looks for no addresses
+        second._looking.join()
+        services[1].do(hang_up)
+        until(lambda: services[0].protocol.counterparts[1].direct is services[0]._dialled.get(1))
+        until(lambda: bool(first.present() and second.present()))
+        swap(first, second, tag=1)
+
+
 def test_another_run_is_refused_on_both_sides(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with transport(tmp_path / "one", 0) as first, transport(tmp_path / "two", 1, run=RUN + 1) as second:
         for one, other in ((first, second), (second, first)):
