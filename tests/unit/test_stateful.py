@@ -494,7 +494,7 @@ def _frame(message: list[zmq.Frame]) -> Frame:
 
 
 TestFaults = Faults.TestCase
-TestFaults.settings = settings(max_examples=300, stateful_step_count=40, deadline=None, print_blob=True)
+TestFaults.settings = settings(max_examples=400, stateful_step_count=40, deadline=None, print_blob=True)
 
 
 # What was found
