@@ -7,15 +7,15 @@ was asked for. A frame that does not fit is dropped and counted; it never raises
 
 import sys
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from megatron_noloco.federation.commit import WithdrawnError
+from megatron_noloco.federation.counterpart import Counterpart
 from megatron_noloco.federation.frames import (
     ANYONE,
     HANDOVER_TAG,
@@ -30,80 +30,14 @@ from megatron_noloco.federation.frames import (
 )
 from megatron_noloco.federation.keys import Sealing
 from megatron_noloco.federation.links import Link
-from megatron_noloco.federation.outbox import Outbox
-from megatron_noloco.federation.rendezvous import Address, Directory
+from megatron_noloco.federation.rendezvous import Directory
 from megatron_noloco.transport.protocol import EXCHANGE_TAGS
 
-SILENCE_SECONDS = 10.0  # after which a rank counts as absent
 _RELAY_SECONDS = 10.0  # after which a rank that should be reachable, and is not, is tried over a relay
 _MOST_WANTS = 1024  # of one rank, for messages that are not posted yet; further ones are dropped
 _MOST_WARNINGS = 1000  # others may cause them
 _HANDOVERS = range(HANDOVER_TAG, LARGEST + 1)  # their tags
 _ALL_TAGS = range(LARGEST + 1)
-
-
-class Seen(NamedTuple):
-    """What this rank knows of a counterpart. It is replaced as a whole, so other threads read one moment of it.
-
-    Attributes:
-        epoch: of its process; 0: it was never heard of.
-        begun: the exchange that it began last; -1: none.
-        open_from: the first exchange in which it may exchange with this rank.
-        heard: the time of its last frame, on the monotonic clock; -inf: never.
-        connected: whether our frames can reach it.
-    """
-
-    epoch: int = 0
-    begun: int = -1
-    open_from: int = 0
-    heard: float = float("-inf")
-    connected: bool = False
-
-    @property
-    def present(self) -> bool:
-        """Whether it is connected, and has said something in the last ten seconds."""
-        return self.connected and time.monotonic() - self.heard <= SILENCE_SECONDS
-
-
-@dataclass
-class Counterpart:
-    """The rank at the same place in another replica: what is known of it, and under way with it.
-
-    Attributes:
-        seen: for other threads as well; the rest is used by the thread of the service only.
-        direct: the connection to it, up or not; None: there was none.
-        outbox: sends to it; its link is `direct` or leads to a rank that relays.
-        address: its latest; None: not known.
-        apart: when it became known or was lost, on the monotonic clock.
-        silences: how often it was not heard of over a relay.
-        informed: the version of our directory that it was sent last; -1: none.
-        offer: its last answer to an ASK, tag and description; None: none yet.
-        posted: our messages that it has not asked for, oldest first, by tag.
-        wants: what it has asked for and we have not posted, likewise.
-        unconfirmed: our messages that it has asked for and not confirmed, by its ticket.
-        counted: the latest exchange with it that counts here; -1: none.
-    """
-
-    rank: int
-    seen: Seen = Seen()
-    direct: Link | None = None
-    outbox: Outbox = field(default_factory=Outbox)
-    address: Address | None = None
-    apart: float = float("-inf")
-    silences: int = 0
-    informed: int = -1
-    offer: tuple[int, bytes] | None = None
-    posted: defaultdict[int, deque[Send]] = field(default_factory=lambda: defaultdict(deque))
-    wants: defaultdict[int, deque[Frame]] = field(default_factory=lambda: defaultdict(deque))
-    unconfirmed: dict[int, Send] = field(default_factory=dict)
-    counted: int = -1
-
-    def update(self, **changes: Any) -> None:
-        """Replace some of `seen`."""
-        self.seen = self.seen._replace(**changes)
-
-    def wants_waiting(self) -> int:
-        return sum(map(len, self.wants.values()))
 
 
 class FederationProtocol:
@@ -173,8 +107,7 @@ class FederationProtocol:
         """Send to a counterpart directly, else over a relay, else not at all; see `check_paths`."""
         direct = counterpart.direct if counterpart.direct and counterpart.direct.up else None
         outbox = counterpart.outbox
-        waited = time.monotonic() - outbox.since > SILENCE_SECONDS
-        silent = outbox.relayed and waited and not counterpart.seen.present
+        silent = counterpart.silent
         counterpart.silences += silent
         link = direct or self._relay_to(counterpart, None if silent else outbox.link)
         if link is not outbox.link or silent:

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_noloco.federation.commit import Standing
+from megatron_noloco.federation.counterpart import Seen
 from megatron_noloco.federation.frames import DTYPE_CODES, LARGEST, Member, Receive, Send
 from megatron_noloco.federation.keys import Keys
-from megatron_noloco.federation.protocol import Seen
 from megatron_noloco.federation.rendezvous import (
     Address,
     Rendezvous,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_noloco.federation import join, protocol, service
+from megatron_noloco.federation import counterpart, join, protocol, service
 from megatron_noloco.federation.frames import Frame, Kind, read
 from megatron_noloco.federation.join import Membership
 from megatron_noloco.federation.keys import Keys
@@ -258,7 +258,7 @@ def test_a_failure_of_the_thread_ends_the_job(
 def test_a_relay_that_does_not_reach_the_other_is_replaced_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(protocol, "SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr(counterpart, "_SILENCE_SECONDS", 1.0)
     monkeypatch.setattr(protocol, "_RELAY_SECONDS", 1.0)
     folder = SharedFolder(tmp_path, RUN)
     relay, hidden = Network(folder, RUN, LOCAL, relays=True), Network(folder, RUN, None)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import Tensor
 
-from megatron_noloco.federation import outbox, protocol
+from megatron_noloco.federation import counterpart, outbox, protocol
 from megatron_noloco.federation.commit import CommittedExchange, Guard
 from megatron_noloco.federation.frames import Frame, Kind, Member, read
 from megatron_noloco.federation.links import Link
@@ -174,7 +174,9 @@ class Faults(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
-        self.patches = [patch.object(module, "time", self.clock) for module in (protocol, outbox)]
+        self.patches = [
+            patch.object(module, "time", self.clock) for module in (counterpart, outbox, protocol)
+        ]
         for one in self.patches:
             one.start()
         self.ends: list[End] = []

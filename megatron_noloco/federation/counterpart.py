@@ -1,0 +1,83 @@
+"""The rank at the same place in another replica: what is known of it, and what is under way with it."""
+
+import time
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from megatron_noloco.federation.frames import Frame, Send
+from megatron_noloco.federation.links import Link
+from megatron_noloco.federation.outbox import Outbox
+from megatron_noloco.federation.rendezvous import Address
+
+_SILENCE_SECONDS = 10.0  # after which a rank counts as absent
+
+
+class Seen(NamedTuple):
+    """What this rank knows of a counterpart. It is replaced as a whole, so other threads read one moment of it.
+
+    Attributes:
+        epoch: of its process; 0: it was never heard of.
+        begun: the exchange that it began last; -1: none.
+        open_from: the first exchange in which it may exchange with this rank.
+        heard: the time of its last frame, on the monotonic clock; -inf: never.
+        connected: whether our frames can reach it.
+    """
+
+    epoch: int = 0
+    begun: int = -1
+    open_from: int = 0
+    heard: float = float("-inf")
+    connected: bool = False
+
+    @property
+    def present(self) -> bool:
+        """Whether it is connected, and has said something in the last ten seconds."""
+        return self.connected and time.monotonic() - self.heard <= _SILENCE_SECONDS
+
+
+@dataclass
+class Counterpart:
+    """A counterpart, as this rank sees it.
+
+    Attributes:
+        seen: for other threads as well; the rest is used by the thread of the service only.
+        direct: the connection to it, up or not; None: there was none.
+        outbox: sends to it; its link is `direct` or leads to a rank that relays.
+        address: its latest; None: not known.
+        apart: when it became known or was lost, on the monotonic clock.
+        silences: how often it was not heard of over a relay.
+        informed: the version of our directory that it was sent last; -1: none.
+        offer: its last answer to an ASK, tag and description; None: none yet.
+        posted: our messages that it has not asked for, oldest first, by tag.
+        wants: what it has asked for and we have not posted, likewise.
+        unconfirmed: our messages that it has asked for and not confirmed, by its ticket.
+        counted: the latest exchange with it that counts here; -1: none.
+    """
+
+    rank: int
+    seen: Seen = Seen()
+    direct: Link | None = None
+    outbox: Outbox = field(default_factory=Outbox)
+    address: Address | None = None
+    apart: float = float("-inf")
+    silences: int = 0
+    informed: int = -1
+    offer: tuple[int, bytes] | None = None
+    posted: defaultdict[int, deque[Send]] = field(default_factory=lambda: defaultdict(deque))
+    wants: defaultdict[int, deque[Frame]] = field(default_factory=lambda: defaultdict(deque))
+    unconfirmed: dict[int, Send] = field(default_factory=dict)
+    counted: int = -1
+
+    def update(self, **changes: Any) -> None:
+        """Replace some of `seen`."""
+        self.seen = self.seen._replace(**changes)
+
+    @property
+    def silent(self) -> bool:
+        """Whether it is tried over a relay, and nothing has come for ten seconds."""
+        waited = time.monotonic() - self.outbox.since > _SILENCE_SECONDS
+        return self.outbox.relayed and waited and not self.seen.present
+
+    def wants_waiting(self) -> int:
+        return sum(map(len, self.wants.values()))
