@@ -174,9 +174,7 @@ class Faults(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
-        self.patches = [
-            patch.object(module, "time", self.clock) for module in (counterpart, outbox, protocol)
-        ]
+        self.patches = [patch.object(module, "time", self.clock) for module in (known, outbox, protocol)]
         for one in self.patches:
             one.start()
         self.ends: list[End] = []
