@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import Tensor
 
+from megatron_noloco.federation import counterpart as known
 from megatron_noloco.federation import outbox, protocol
 from megatron_noloco.federation.commit import CommittedExchange, Guard
 from megatron_noloco.federation.frames import Frame, Kind, Member, read
