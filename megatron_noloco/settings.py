@@ -237,7 +237,7 @@ class FederationSettings:
     start_with: int = setting(
         1,
         "Number of replicas, this one included, to wait for before the first local step; "
-        "noloco.deadline_seconds at most.",
+        "noloco.deadline_seconds at most, half a minute where the job continues from a checkpoint.",
         ge=1,
     )
 
