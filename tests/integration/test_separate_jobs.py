@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_noloco.attach import Attached, ReplicaGroups, attach
 from megatron_noloco.federation.transport import Network, Patience
 from megatron_noloco.job import leaving
+from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.outer import PartnerLostError
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings, OverlapSettings
@@ -158,7 +159,9 @@ def gives_or_takes(slot: int, rank: int, folder: Path) -> tuple[int, dict[int, l
     )
     if slot == 1:
         (folder / f"taken_{rank}").touch()
-    while slot == 0 and not all((folder / f"taken_{other}").exists() for other in range(2)):
+    while slot == 0 and not any(
+        of_all_ranks((folder / "taken_0").exists() and (folder / "taken_1").exists())
+    ):
         loop.step(noloco.done)
         noloco.step()
         state = [loop.weights(), loop.optimizer.state_dict()["state"], noloco.outer.state()]
