@@ -126,14 +126,10 @@ class Directory:
                 return None
             rank, epoch, key, relay, length = _ENTRY.unpack(data[start:stop])
             start = stop + length
-            address, last_rank = (
-                Address(data[stop:start].decode("ascii", "replace"), epoch, key, bool(relay)),
-                last,
-            )
-            last = rank
-            if start > len(data) or rank <= last_rank or not self._is_valid(address):
+            address = Address(data[stop:start].decode("ascii", "replace"), epoch, key, bool(relay))
+            if start > len(data) or rank <= last or not self._is_valid(address):
                 return None
-            found[rank] = address
+            found[rank], last = address, rank
         return found
 
     @property

@@ -106,15 +106,23 @@ def test_one_that_comes_late_is_waited_for_as_long_as_it_trains(tmp_path: Path) 
         assert members.result(SECONDS) == (0, 1), "it trains no more, and is left out"
 
 
-def test_a_child_that_is_lost_is_left_out_and_reported(tmp_path: Path) -> None:
-    weights, members = vectors(4), (0, 1, 2, 3)
-    with connected(tmp_path, 4) as ranks:
+def ends_without(folder: Path, lost: int, weights: list[Tensor]) -> list[tuple[Tensor, ExchangeReport]]:
+    """What all but one of the replicas get, which is gone when they have agreed who averages."""
+    members = tuple(range(len(weights)))
+    with connected(folder, len(weights)) as ranks:
         for rank in ranks:
             rank.partners.leave_out(FINAL - 1)
-        ranks[3].close()
-        calls = (lambda at=at: averaged(final(ranks[at]), weights[at], members) for at in range(3))
-        found = together(*calls)
-    assert parent_of(3, set(members)) == 2
+        ranks[lost].close()
+        calls = (
+            lambda at=at: averaged(final(ranks[at]), weights[at], members) for at in members if at != lost
+        )
+        return together(*calls)
+
+
+def test_a_child_that_is_lost_is_left_out_and_reported(tmp_path: Path) -> None:
+    weights = vectors(4)
+    found = ends_without(tmp_path, 3, weights)
+    assert parent_of(3, {0, 1, 2, 3}) == 2
     for mean, _ in found:
         assert torch.equal(mean, found[0][0])
         torch.testing.assert_close(mean, torch.stack(weights[:3]).mean(0))
@@ -122,14 +130,8 @@ def test_a_child_that_is_lost_is_left_out_and_reported(tmp_path: Path) -> None:
 
 
 def test_one_that_loses_its_parent_keeps_what_it_has(tmp_path: Path) -> None:
-    weights, members = vectors(4), (0, 1, 2, 3)
-    with connected(tmp_path, 4) as ranks:
-        for rank in ranks:
-            rank.partners.leave_out(FINAL - 1)
-        ranks[0].close()
-        found = together(
-            *(lambda at=at: averaged(final(ranks[at]), weights[at], members) for at in (1, 2, 3))
-        )
+    weights = vectors(4)
+    found = ends_without(tmp_path, 0, weights)
     assert torch.equal(found[0][0], weights[1])
     assert torch.equal(found[1][0], found[2][0])
     torch.testing.assert_close(found[1][0], (weights[2] + weights[3]) / 2)
