@@ -25,6 +25,12 @@ def _only(field: str) -> str:
     return f"Family {names} only: "
 
 
+def _null(field: str) -> str:
+    """Return the end of the description of such a field: what null stands for in each family."""
+    defaults = (f"{FAMILIES[name].own_fields[field]} in {name}" for name in families_with(field))
+    return f"; null: {', '.join(defaults)}."
+
+
 class ModelConfig(Block):
     """The model, with Megatron's names."""
 
@@ -65,9 +71,11 @@ class ModelConfig(Block):
         None,
         _only("sliding_window") + "tokens that a token attends to, itself included; null: all before it.",
     )
-    num_moe_experts: Positive | None = field(None, _only("num_moe_experts") + "experts of a layer; null: 8.")
+    num_moe_experts: Positive | None = field(
+        None, _only("num_moe_experts") + "experts of a layer" + _null("num_moe_experts")
+    )
     moe_router_topk: Annotated[int, Field(ge=2)] | None = field(
-        None, _only("moe_router_topk") + "experts that compute a token; null: 2."
+        None, _only("moe_router_topk") + "experts that compute a token" + _null("moe_router_topk")
     )
     moe_router_load_balancing_type: LoadBalancing | None = field(
         None,

@@ -18,7 +18,7 @@ from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.model.architecture import PipelineSplit
 from tests.integration.chaos import Run, assert_same_state
 from tests.integration.federation import Federation, assert_same, state_of
-from tests.integration.tiny import FAMILY_MODELS, metrics, tiny, write_text
+from tests.integration.tiny import FAMILY_MODELS, MIXTURES, metrics, tiny, write_text
 
 STEPS = 6
 MOST_RANKS = 8
@@ -170,7 +170,7 @@ def other_ranks(random: Random, raw: dict[str, Any]) -> dict[str, Any]:
             "tensor_model_parallel_size": tp_size,
             "virtual_pipeline_model_parallel_size": 1,
             "sequence_parallel": tp_size > 1
-            and (raw["model"]["family"] == "mixtral" or random.choice([True, False])),
+            and (raw["model"]["family"] in MIXTURES or random.choice([True, False])),
             **asdict(PipelineSplit()),
         }
         changes["model"] = {"make_vocab_size_divisible_by": tp_size * random.choice([1, 7])}
@@ -226,7 +226,7 @@ def drawn_run(seed: int, folder: Path, data: list[dict[str, Any]]) -> tuple[Run,
     run.change({"model": random.choice(list(FAMILY_MODELS.values()))})
     if "rope_scaling_factor" in run.raw["model"]:  # refused with YaRN: they scale the same frequencies
         run.change({"model": dict.fromkeys(YARN)})
-    if run.raw["model"]["family"] == "mixtral" and run.raw["parallel"]["tensor_model_parallel_size"] > 1:
+    if run.raw["model"]["family"] in MIXTURES and run.raw["parallel"]["tensor_model_parallel_size"] > 1:
         run.change({"parallel": {"sequence_parallel": True}})  # refused without
     apart: dict[str, Any] = {"reset_attention_mask": True, "eod_mask_loss": True}
     records = {**dict.fromkeys(("text", "data_path", "train_data_path", "valid_data_path")), **data[-1]}

@@ -20,7 +20,7 @@ from megatron_noloco.model.families import FAMILIES
 from tests.harness import run_ranks
 from tests.integration.test_engine import assert_same_training
 from tests.integration.test_publish import assert_equal, exported, imported, load, logits_there, save
-from tests.integration.tiny import FAMILY_MODELS, HF_SIZES, tiny, train
+from tests.integration.tiny import FAMILY_MODELS, HF_SIZES, MIXTURES, tiny, train
 
 
 def llama3(factor: float) -> dict[str, Any]:
@@ -59,6 +59,14 @@ THEIRS: dict[str, dict[str, Any]] = {
     "Mistral": {"model_type": "mistral", "sliding_window": None},
     "Mistral with a window": {"model_type": "mistral", "sliding_window": 5},
     "Mixtral": {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+    "Qwen3-MoE": {
+        "model_type": "qwen3_moe",
+        "head_dim": 12,
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
 }
 PARALLEL = {
     f"{'tied' if tied else 'untied'}, pp {pp}, tp {tp}": (
@@ -92,7 +100,7 @@ def test_there_is_a_model_of_every_family() -> None:
 
 def sequence_parallel(family: str, sizes: dict[str, int]) -> dict[str, bool]:
     """Core trains experts on several tensor-parallel ranks no other way."""
-    needed = family == "mixtral" and sizes.get("tensor_model_parallel_size", 1) > 1
+    needed = family in MIXTURES and sizes.get("tensor_model_parallel_size", 1) > 1
     return {"sequence_parallel": True} if needed else {}
 
 
@@ -175,7 +183,7 @@ TRAINED = [
     for name, parallel, quick in (
         ("PP2", PP2, False),
         ("TP2", TP2, model in ("qwen2", "qwen3")),
-        ("TP2 x PP2, sequence parallel", SEQUENCE, model in ("qwen3", "mistral", "mixtral")),
+        ("TP2 x PP2, sequence parallel", SEQUENCE, model in ("qwen3", "mistral", "mixtral", "qwen3_moe")),
     )
 ]
 

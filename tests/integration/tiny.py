@@ -19,6 +19,7 @@ from megatron_noloco.config import RunConfig, load_config
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.huggingface.pretrained import PretrainedWeights
+from megatron_noloco.model.families import families_with
 from megatron_noloco.model.stage import Stage, build_stage
 from megatron_noloco.monitor.metrics import Reduction
 from megatron_noloco.pipeline import cpu
@@ -81,7 +82,15 @@ FAMILY_MODELS: dict[str, dict[str, Any]] = {
     },
     "mistral": {"family": "mistral", "sliding_window": 5},
     "mixtral": {"family": "mixtral", "num_moe_experts": 4, "moe_aux_loss_coeff": 0.1},
+    "qwen3_moe": {
+        "family": "qwen3_moe",
+        "kv_channels": 12,
+        "num_moe_experts": 6,
+        "moe_router_topk": 3,
+        "moe_aux_loss_coeff": 0.1,
+    },
 }
+MIXTURES = families_with("num_moe_experts")
 # Of models that transformers makes, in its words; the vocabulary is each test's own.
 HF_SIZES = {
     "hidden_size": 32,

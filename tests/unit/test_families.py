@@ -17,6 +17,7 @@ from megatron_noloco.model.families import (
     Rows,
     Table,
     architecture_of,
+    families_with,
     table_of,
 )
 from megatron_noloco.model.families.llama import Llama
@@ -164,7 +165,7 @@ def test_rows_that_do_not_make_up_a_parameter_are_refused() -> None:
 
 
 def of_family(name: str) -> Architecture:
-    experts = {"num_moe_experts": 3, "moe_router_topk": 2} if name == "mixtral" else {}
+    experts = {"num_moe_experts": 3, "moe_router_topk": 2} if name in families_with("num_moe_experts") else {}
     return replace(SMALL, family=name, **experts)
 
 
@@ -194,7 +195,7 @@ def test_muon_gets_the_same_maps_in_every_family(family: str) -> None:
     down of each MLP: neither biases, nor norms, nor a router."""
     linear = [row for row in table_of(of_family(family)) if row.linear]
     shapes = [tuple(part.shape) for row in linear for part in row.split(torch.empty(row.shape))]
-    experts = 3 if family == "mixtral" else 1
+    experts = 3 if family in families_with("num_moe_experts") else 1
     attention = [(24, 16), (12, 16), (12, 16), (16, 24)]
     assert shapes == [*attention, *[(24, 16), (24, 16), (16, 24)] * experts] * SMALL.num_layers
     others = {row.name.split(".")[-2] for row in table_of(of_family(family)) if not row.linear}
@@ -208,7 +209,7 @@ def test_what_each_rank_has_whole_is_a_vector_or_a_router(family: str) -> None:
     whole = [row for row in table_of(of_family(family)) if row.tp_dim is None]
     assert {row.name.split(".")[-2] for row in whole if len(row.shape) > 1} <= {"router"}
     assert {row.name.split(".")[-2] for row in whole if row.per_head} == (
-        {"q_layernorm", "k_layernorm"} if family == "qwen3" else set()
+        {"q_layernorm", "k_layernorm"} if "qwen3" in family else set()
     )
 
 

@@ -39,6 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": {"family": "mistral"},
     "mistral with a window": {"family": "mistral", "sliding_window": 9},
     "mixtral": {"family": "mixtral", "num_moe_experts": 3, "moe_router_topk": 2, "sliding_window": 9},
+    "qwen3_moe": {"family": "qwen3_moe", "num_moe_experts": 5, "moe_router_topk": 3},
 }
 
 
@@ -201,6 +202,20 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
         },
         46_702_792_704,
     ),
+    "Qwen3-30B-A3B": (
+        {
+            "model_type": "qwen3_moe", "attention_bias": False, "attention_dropout": 0.0,
+            "decoder_sparse_step": 1, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+            "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48,
+            "mlp_only_layers": [], "moe_intermediate_size": 768, "norm_topk_prob": True,
+            "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8,
+            "num_hidden_layers": 48, "num_key_value_heads": 4, "output_router_logits": False,
+            "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000.0,
+            "router_aux_loss_coef": 0.001, "sliding_window": None, "tie_word_embeddings": False,
+            "use_sliding_window": False, "vocab_size": 151936,
+        },
+        30_532_122_624,
+    ),
 }  # fmt: skip
 
 
@@ -255,6 +270,10 @@ READ_AS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("qwen2", {"use_sliding_window": True, "layer_types": ["full_attention"] * 2}, {}),
     ("qwen2", {"head_dim": MISSING}, {"kv_channels": 5}),
     ("qwen3", {"head_dim": MISSING}, {"kv_channels": 128}),
+    ("qwen3_moe", {"head_dim": MISSING}, {"kv_channels": 5}),
+    ("qwen3_moe", {"num_local_experts": MISSING, "num_experts": 7}, {"num_moe_experts": 7}),  # as published
+    ("qwen3_moe", {"num_local_experts": MISSING, "num_experts": MISSING}, {"num_moe_experts": 128}),
+    ("qwen3_moe", {"moe_intermediate_size": MISSING}, {"ffn_hidden_size": 768}),
     ("llama", {"rms_norm_eps": MISSING, "tie_word_embeddings": MISSING}, {"norm_epsilon": 1e-6}),
     ("llama", {"max_position_embeddings": MISSING}, {"seq_length": 2048}),
 ]
@@ -275,6 +294,12 @@ def test_keys_that_are_missing_or_make_no_difference(
     assert theirs.rope_parameters["rope_theta"] == found.rotary_base
     if family in ("mistral", "mixtral"):
         assert theirs.sliding_window == found.sliding_window
+    elif family == "qwen3_moe":
+        assert (theirs.num_local_experts, theirs.num_experts_per_tok) == (
+            found.num_moe_experts,
+            found.moe_router_topk,
+        )
+        assert theirs.moe_intermediate_size == found.ffn_hidden_size
     elif family != "llama":
         assert set(theirs.layer_types) == {"full_attention"}
 
@@ -371,6 +396,10 @@ NOT_READ: list[tuple[str, dict[str, Any], str]] = [
     ("mistral", {"sliding_window": 9, "layer_types": ["full_attention"]}, 'must be "sliding_attention"'),
     ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
     ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok is 1; it must be at least 2"),
+    ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob is false"),
+    ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers is [1]; every layer must have experts"),
+    ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2; every layer must have experts"),
+    ("qwen3_moe", WINDOWS | {"max_window_layers": 2}, "use_sliding_window is True"),
 ]
 
 

@@ -7,13 +7,13 @@ import torch
 from torch import nn
 
 from megatron_noloco.engine.layout import parameter_groups
-from megatron_noloco.model.families import FAMILIES, Parameter, table_of
+from megatron_noloco.model.families import FAMILIES, Parameter, families_with, table_of
 from tests.unit.test_families import SMALL
 
 
 def rows_of(family: str, layers_only: bool = False) -> list[Parameter]:
-    fields = FAMILIES[family].own_fields
-    experts = {"num_moe_experts": 2, "moe_router_topk": 2} if "num_moe_experts" in fields else {}
+    mixture = family in families_with("num_moe_experts")
+    experts = {"num_moe_experts": 2, "moe_router_topk": 2} if mixture else {}
     rows = table_of(replace(SMALL, family=family, **experts))
     return [row for row in rows if not layers_only or row.layer is not None]
 
@@ -39,6 +39,7 @@ NOT_DECAYING = {"input_layernorm.weight", "pre_mlp_layernorm.weight", "final_lay
 OF_FAMILY = {
     "qwen2": {"linear_qkv.bias"},
     "qwen3": {"q_layernorm.weight", "k_layernorm.weight"},
+    "qwen3_moe": {"q_layernorm.weight", "k_layernorm.weight"},
 }
 LINEAR = {"linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight"}
 OTHERS = {"word_embeddings.weight", "output_layer.weight"}
@@ -46,7 +47,7 @@ OTHERS = {"word_embeddings.weight", "output_layer.weight"}
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_norms_and_biases_do_not_decay(family: str) -> None:
-    router = {"router.weight"} if family == "mixtral" else set()
+    router = {"router.weight"} if family in families_with("num_moe_experts") else set()
     without = NOT_DECAYING | OF_FAMILY.get(family, set())
     rows = rows_of(family)
     assert names_in_groups(rows, muon=False) == [

@@ -11,11 +11,11 @@ from typing import Any
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families.llama import Family, Llama
 from megatron_noloco.model.families.mistral import Mistral, Mixtral
-from megatron_noloco.model.families.qwen import Qwen2, Qwen3
+from megatron_noloco.model.families.qwen import Qwen2, Qwen3, Qwen3Moe
 from megatron_noloco.model.families.table import Parameter, Rows, Table
 
 FAMILIES: dict[str, Family] = {
-    family.name: family for family in (Llama(), Qwen2(), Qwen3(), Mistral(), Mixtral())
+    family.name: family for family in (Llama(), Qwen2(), Qwen3(), Qwen3Moe(), Mistral(), Mixtral())
 }
 
 __all__ = [

@@ -16,17 +16,6 @@ from megatron_noloco.model.families.table import Parameter, Rows
 
 OURS, THEIRS = "decoder.layers.{layer}.", "model.layers.{layer}."
 
-_HF_SIZES = {  # sizes of an `Architecture`, and Hugging Face's keys for them
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "intermediate_size",
-    "num_layers": "num_hidden_layers",
-    "num_attention_heads": "num_attention_heads",
-    "num_query_groups": "num_key_value_heads",
-    "kv_channels": "head_dim",
-    "seq_length": "max_position_embeddings",
-    "vocab_size": "vocab_size",
-}
-
 
 class Family:
     """A model family: its parameters, its options for Megatron-core, and Hugging Face's config."""
@@ -37,6 +26,16 @@ class Family:
     hf_class: ClassVar[str]  # the class in transformers
     hf_defaults: ClassVar[Mapping[str, Any]] = {}  # of transformers, for keys that a config.json lacks
     rope_types: ClassVar[Sequence[str]] = ("yarn",)  # Hugging Face's types of scaled rotary embeddings
+    hf_sizes: ClassVar[Mapping[str, str]] = {  # sizes of an `Architecture`, and Hugging Face's keys for them
+        "hidden_size": "hidden_size",
+        "ffn_hidden_size": "intermediate_size",
+        "num_layers": "num_hidden_layers",
+        "num_attention_heads": "num_attention_heads",
+        "num_query_groups": "num_key_value_heads",
+        "kv_channels": "head_dim",
+        "seq_length": "max_position_embeddings",
+        "vocab_size": "vocab_size",
+    }
 
     # Parameters
 
@@ -143,7 +142,7 @@ class Family:
         return {
             "architectures": [self.hf_class],
             "model_type": self.name,
-            **{theirs: getattr(a, ours) for ours, theirs in _HF_SIZES.items()},
+            **{theirs: getattr(a, ours) for ours, theirs in self.hf_sizes.items()},
             "hidden_act": "silu",
             "rms_norm_eps": a.norm_epsilon,
             # The first two keys before transformers 5; since then the third.
@@ -185,7 +184,7 @@ class Family:
         own = self.own_values(theirs)
         heads, hidden = (hf_keys.size(theirs, key) for key in ("num_attention_heads", "hidden_size"))
         defaults = {"num_query_groups": heads, "kv_channels": hidden // heads}
-        sizes = {ours: hf_keys.size(theirs, key, defaults.get(ours)) for ours, key in _HF_SIZES.items()}
+        sizes = {ours: hf_keys.size(theirs, key, defaults.get(ours)) for ours, key in self.hf_sizes.items()}
         return Architecture(
             family=self.name,
             **sizes,

@@ -1,4 +1,4 @@
-"""Qwen2, Qwen2.5 and Qwen3, the dense models: Llamas with biases, or with norms on the heads."""
+"""Qwen2, Qwen2.5 and Qwen3: Llamas with biases, or with norms on the heads; Qwen3-MoE has experts as well."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import hf_keys
 from megatron_noloco.model.families.llama import OURS, THEIRS, Family
+from megatron_noloco.model.families.mixture import Mixture
 from megatron_noloco.model.families.table import Parameter
 
 
@@ -72,6 +73,45 @@ class Qwen3(Family):
     def own_values(self, theirs: hf_keys.Keys) -> dict[str, Any]:
         hf_keys.refuse_flags(theirs, ("attention_bias",), "a Qwen3 with biases is not supported")
         _refuse_windows(theirs)
+        return super().own_values(theirs)
+
+
+class Qwen3Moe(Mixture, Qwen3):
+    """Qwen3-MoE (arXiv 2505.09388): a Qwen3 with a mixture of experts in place of each MLP."""
+
+    name = "qwen3_moe"
+    own_fields: ClassVar = {**Mixture.own_fields, "num_moe_experts": 128, "moe_router_topk": 8}
+    hf_class = "Qwen3MoeForCausalLM"
+    hf_defaults: ClassVar = {
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "moe_intermediate_size": 768,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+    }
+    # `intermediate_size` is the width of layers without experts, of which there are none here.
+    hf_sizes: ClassVar = {**Qwen3.hf_sizes, "ffn_hidden_size": "moe_intermediate_size"}
+    hf_router = THEIRS + "mlp.gate.weight"
+    hf_expert = THEIRS + "mlp.experts.{expert}.{part}_proj.weight"
+    hf_parts = ("gate", "up", "down")
+    hf_counts = ("num_local_experts", "num_experts")  # the first as transformers 5 writes it
+
+    def own_keys(self, architecture: Architecture) -> dict[str, Any]:
+        every_layer = {"decoder_sparse_step": 1, "mlp_only_layers": []}
+        return super().own_keys(architecture) | every_layer | {"norm_topk_prob": True}
+
+    def own_values(self, theirs: hf_keys.Keys) -> dict[str, Any]:
+        if not theirs.get("norm_topk_prob"):
+            raise ValueError(
+                "norm_topk_prob is false; the probabilities of the chosen experts must add up to 1"
+            )
+        hf_keys.refuse_flags(theirs, ("mlp_only_layers",), "every layer must have experts")
+        # Here transformers does not read `max_window_layers`.
+        hf_keys.refuse_flags(theirs, ("use_sliding_window",), "windows on layers are not supported")
+        if theirs.get("decoder_sparse_step", 1) != 1:
+            raise ValueError(
+                f"decoder_sparse_step is {theirs['decoder_sparse_step']!r}; every layer must have experts"
+            )
         return super().own_values(theirs)
 
 
