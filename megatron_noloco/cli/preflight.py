@@ -25,9 +25,10 @@ if TYPE_CHECKING:
     from megatron_noloco.model.architecture import Architecture
     from megatron_noloco.preflight.accelerators import Accelerator
     from megatron_noloco.preflight.machine import Finding
-    from megatron_noloco.preflight.plan import Plan
+    from megatron_noloco.preflight.plan import Network, Plan
 
 _JSON = "one JSON object for scripts"
+_RANKS_OF_GPU_NODE = 8
 _USABLE = 0.9  # of a GPU's memory; libraries and the allocator take the rest
 
 
@@ -43,8 +44,8 @@ def add_commands(commands: Commands) -> None:
     add("--step", type=duration, metavar="TIME", help="of a local step, where measured, such as 0.3s")
     add("--bandwidth", type=bandwidth, metavar="RATE", help="of a node's link, such as 1Gbit")
     add("--latency", type=latency, default=0.0, metavar="TIME", help="from node to node, such as 25ms")
-    per_node = "ranks that share a link (default: 1)"
-    add("--gpus-per-node", type=at_least_one, default=1, metavar="N", help=per_node)
+    per_node = "ranks that share a link (default: 8 with --gpu, else 1)"
+    add("--gpus-per-node", type=at_least_one, metavar="N", help=per_node)
     add("--json", action="store_true", help=_JSON)
     plan.set_defaults(run=_plan)
 
@@ -79,7 +80,8 @@ def _plan(args: argparse.Namespace) -> int:
         step = computing_seconds(config, architecture, accelerator.tflops, args.mfu)
     network = None
     if args.bandwidth is not None:
-        network = Network(args.bandwidth, args.latency, args.gpus_per_node)
+        per_node = args.gpus_per_node or min(ranks, _RANKS_OF_GPU_NODE if args.gpu else 1)
+        network = Network(args.bandwidth, args.latency, per_node)
     plan = plan_of(config, architecture, topology, network, step)
     if args.json:
         say(json.dumps(plan.as_json()))
@@ -87,7 +89,7 @@ def _plan(args: argparse.Namespace) -> int:
         _show_memory(plan)
         if accelerator is not None:
             _show_fit(plan, config, architecture, accelerator)
-        _show_time(plan)
+        _show_time(plan, network)
     return 0
 
 
@@ -137,19 +139,18 @@ def _show_fit(
         _table(("change", "ranks of a replica", "GB"), rows)
 
 
-def _show_time(plan: "Plan") -> None:
+def _show_time(plan: "Plan", network: "Network | None") -> None:
     from megatron_noloco.monitor.figures import percent
 
     step = plan.step_seconds
     if step is not None:
         say("", f"a local step computes for {step:.3g} s")
+    if network is not None and network.ranks_per_node > 1:
+        say(f"{network.ranks_per_node} ranks share a node's link (--gpus-per-node)")
     if plan.routed_bytes:
         say(f"routing sends {plan.routed_bytes / 1e6:,.1f} MB of each replica to others in a local step")
     if plan.routed_seconds is not None:
-        say(
-            f"    which takes {plan.routed_seconds:.3g} s here, less what computing hides of it. The table leaves",
-            '    it out; noloco.routing.interval "off" saves it',
-        )
+        say(f'    which takes {plan.routed_seconds:.3g} s here; noloco.routing.interval "off" saves it')
     if not plan.schemes:
         return
     head = ["", "every", "MB per rank", "seconds"]
@@ -160,7 +161,7 @@ def _show_time(plan: "Plan") -> None:
         row += [f"{scheme.bytes_per_exchange / 1e6:,.1f}", f"{scheme.seconds_per_exchange:.3g}"]
         if step is not None:
             enough = "" if scheme.name == "synchronous" else f"{scheme.enough_steps(step):,}"
-            row += [percent(scheme.share_lost(step)), enough]
+            row += [percent(plan.share_lost(scheme, step)), enough]
         rows.append(row)
     say("")
     _table(head, rows)

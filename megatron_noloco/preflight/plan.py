@@ -14,6 +14,8 @@ from megatron_noloco.settings import OverlapSettings, TrainerSettings
 
 _NEGLIGIBLE = 0.01  # share of the time
 _FP32 = 4
+_HEADERS = 1500 / 1448  # of IP and TCP with time stamps, in packets of 1500 bytes
+_FIRST_WINDOW = 10 * 1448  # bytes that TCP sends at first, and after a pause, before an answer (RFC 6928)
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,26 @@ class Network:
     latency: float
     ranks_per_node: int
 
-    def seconds(self, bytes_per_rank: float, trips: float) -> float:
-        """Return the seconds that `bytes_per_rank` take in `trips` messages, one after the other."""
-        return bytes_per_rank * self.ranks_per_node / self.bytes_per_second + trips * self.latency
+    def seconds(self, bytes_per_rank: float, trips: float, partners: int = 1) -> float:
+        """Return the seconds of an exchange over TCP.
+
+        Args:
+            bytes_per_rank: sent by each rank, to all its partners together.
+            trips: messages that are sent one after the other.
+            partners: ranks to which each rank sends at the same time.
+        """
+        sent = bytes_per_rank * _HEADERS
+        rate = self.bytes_per_second / self.ranks_per_node
+        return sent / rate + self._slow_start(sent, rate, partners) + trips * self.latency
+
+    def _slow_start(self, sent: float, rate: float, partners: int) -> float:
+        """Return the seconds in which TCP waits for answers, while its windows double in each round trip."""
+        window, waited, there_and_back = partners * _FIRST_WINDOW, 0.0, 2 * self.latency
+        while window < min(sent, rate * there_and_back):
+            waited += there_and_back - window / rate
+            sent -= window
+            window *= 2
+        return waited
 
 
 @dataclass(frozen=True)
@@ -110,7 +129,13 @@ class Plan:
         step = self.step_seconds
         if step is None:
             return {}
-        return {"share_lost": scheme.share_lost(step), "enough_steps": scheme.enough_steps(step)}
+        return {"share_lost": self.share_lost(scheme, step), "enough_steps": scheme.enough_steps(step)}
+
+    def share_lost(self, scheme: Scheme, step_seconds: float) -> float:
+        """Return the share of the time in which no local step computes: in exchanges, and in routing."""
+        routed = 0.0 if scheme.name == "synchronous" else self.routed_seconds or 0.0
+        waits = scheme.share_lost(step_seconds + routed)
+        return waits + (1 - waits) * routed / (step_seconds + routed)
 
 
 def plan_of(
@@ -161,11 +186,7 @@ def schemes(config: RunConfig, topology: Topology, fullest: RankParameters, netw
         return []
 
     def scheme(name: str, block: TrainerSettings) -> Scheme:
-        sent = exchange_bytes(block, fullest, replicas, topology.dp)
-        phases = 1 if block.group_size_among(replicas) <= 2 else 2
-        trips = phases + (block.payload != "fp32")  # sketches go before codes
-        hidden = block.local_steps if block.chooses_delay else block.delay_steps
-        return Scheme(name, sent, network.seconds(sent, trips), block.local_steps, hidden)
+        return scheme_of(name, block, fullest, topology, network)
 
     def variant(**fields: Any) -> TrainerSettings:
         return replace(noloco, **{"enabled": True, "overlap": OverlapSettings(), **fields})
@@ -178,10 +199,23 @@ def schemes(config: RunConfig, topology: Topology, fullest: RankParameters, netw
         scheme("NoLoCo in pairs, int8", variant(**pairs, payload="int8")),
         scheme("NoLoCo in pairs, int8, overlap", variant(**pairs, payload="int8", overlap=overlap)),
         scheme("DiLoCo, fp32", variant(method="diloco", payload="fp32")),
+        scheme("DiLoCo, int8", variant(method="diloco", payload="int8")),
     ]
     gradients = round(WORKING[config.precision] * fullest.parameters * 2 * (replicas - 1) / replicas)
     seconds = network.seconds(gradients, 2 * math.log2(replicas))
     return [*found, Scheme("synchronous", gradients, seconds, 1)]
+
+
+def scheme_of(
+    name: str, noloco: TrainerSettings, held: RankParameters, topology: Topology, network: Network
+) -> Scheme:
+    """Return the costs of one scheme for the rank that holds most."""
+    replicas = topology.ensemble
+    sent = exchange_bytes(noloco, held, replicas, topology.dp)
+    members = noloco.group_size_among(replicas)
+    trips = (1 if members <= 2 else 2) + (noloco.payload != "fp32")  # sketches go before codes
+    hidden = noloco.local_steps if noloco.chooses_delay else noloco.delay_steps
+    return Scheme(name, sent, network.seconds(sent, trips, members - 1), noloco.local_steps, hidden)
 
 
 def exchange_bytes(noloco: TrainerSettings, held: RankParameters, replicas: int, dp: int) -> int:

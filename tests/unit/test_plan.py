@@ -1,6 +1,7 @@
 """The command `plan`, and its arithmetic by hand."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +65,19 @@ def test_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
     ways = {way["name"]: way for way in plan["ways"]}
     pairs = ways["NoLoCo in pairs, fp32"]["bytes_per_exchange"]
     assert pairs == 4 * plan["weights_of_rank"]["owned"]
-    assert ways["NoLoCo in pairs, fp32"]["seconds_per_exchange"] == pytest.approx(pairs / 1e6)
+    packets = 1500 / 1448
+    assert ways["NoLoCo in pairs, fp32"]["seconds_per_exchange"] == pytest.approx(packets * pairs / 1e6)
     assert ways["DiLoCo, fp32"]["bytes_per_exchange"] == pytest.approx(2 * 7 / 8 * pairs)
+    assert ways["DiLoCo, int8"]["bytes_per_exchange"] < ways["DiLoCo, fp32"]["bytes_per_exchange"] / 2
     assert ways["synchronous"]["local_steps"] == 1
     # 4 microbatches of 8 samples of 128 tokens, 128 numbers of 4 bytes for each, both ways; 7/8 go to others
     assert plan["routed_bytes_per_step"] == 2 * (4 * 8 * 128) * 128 * 4 * 7 / 8
-    from_both_stages_at_once = plan["routed_bytes_per_step"] / 2 / 1e6
-    assert plan["routed_seconds_per_step"] == from_both_stages_at_once
+    from_both_stages_at_once = packets * plan["routed_bytes_per_step"] / 2 / 1e6
+    routed = plan["routed_seconds_per_step"]
+    assert routed == pytest.approx(from_both_stages_at_once)
+    own = ways["this config"]
+    seconds = own["seconds_per_exchange"] + own["local_steps"] * (0.5 + routed)
+    assert own["share_lost"] == pytest.approx(1 - own["local_steps"] * 0.5 / seconds)
 
 
 def test_memory_that_is_short_on_this_machine(
@@ -115,16 +122,27 @@ def test_the_limit_of_a_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert fit.available_bytes() > 1000
 
 
+def test_the_seconds_of_an_exchange() -> None:
+    """1 MB of packets by each of two ranks of a node, at 1 MB/s, two messages one after the other."""
+    payload = 1e6 * 1448 / 1500
+    near = Network(bytes_per_second=1e6, latency=0.001, ranks_per_node=2)
+    assert near.seconds(payload, trips=2) == pytest.approx(2 + 2 * 0.001), "the first window fills the link"
+    far = replace(near, latency=0.05)
+    windows = [14_480, 28_960]  # that leave a link of 0.5 MB/s idle in a round trip of 0.1 s
+    slow_start = sum(0.1 - window / 0.5e6 for window in windows)
+    assert far.seconds(payload, trips=2) == pytest.approx(2 + slow_start + 2 * 0.05)
+    assert far.seconds(payload, trips=2, partners=4) == pytest.approx(2 + 2 * 0.05), "windows of four"
+    little = far.seconds(10_000, trips=1)
+    assert little == pytest.approx(10_000 * 1500 / 1448 / 0.5e6 + 0.05), "less than a window"
+
+
 def test_the_time_lost() -> None:
-    """1 MB at 1 MB/s by two ranks of a node, two messages after each other: 2.5 s of 10 + 2.5."""
-    network = Network(bytes_per_second=1e6, latency=0.25, ranks_per_node=2)
-    seconds = network.seconds(1e6, trips=2)
-    assert seconds == 2.5
-    waits = Scheme("", 1_000_000, seconds, local_steps=10)
+    """An exchange of 2.5 s after 10 local steps: 2.5 s of 10 + 2.5."""
+    waits = Scheme("", 1_000_000, 2.5, local_steps=10)
     assert waits.share_lost(step_seconds=1) == 0.2
-    assert Scheme("", 0, seconds, waits.enough_steps(1)).share_lost(1) <= 0.01
-    assert Scheme("", 0, seconds, waits.enough_steps(1) - 1).share_lost(1) > 0.01
-    overlaps = Scheme("", 1_000_000, seconds, local_steps=10, hidden_steps=10)
+    assert Scheme("", 0, 2.5, waits.enough_steps(1)).share_lost(1) <= 0.01
+    assert Scheme("", 0, 2.5, waits.enough_steps(1) - 1).share_lost(1) > 0.01
+    overlaps = Scheme("", 1_000_000, 2.5, local_steps=10, hidden_steps=10)
     assert (overlaps.share_lost(1), overlaps.enough_steps(1)) == (0, 3)
 
 
