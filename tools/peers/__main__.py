@@ -1,0 +1,95 @@
+"""The same work with other programs, side by side. Prints one JSON object; `make peers` runs all parts.
+
+    python -m tools.peers weights faults links plan nanogpt --text input.txt --output runs/peers
+
+weights: 4 replicas of a small model on different data, under torchft and under this project's DiLoCo.
+faults: seconds and rounds that a killed replica costs the others, and a killed coordinator; torchft's DiLoCo
+    beside NoLoCo as separate jobs.
+links: seconds and bytes of a round, and the loss over time, on hosts of the network lab (root).
+plan: seconds of an exchange and share of the time lost, as `plan` says and as measured in the lab.
+nanogpt: the recipe that nanoGPT publishes for a CPU; --text is its text, tinyshakespeare.
+
+torchft is installed into OUTPUT/environment, which shares this Python's torch. A part whose results are in
+OUTPUT/results.json is not run again.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tools.netlab.network import Link
+from tools.options import command_line
+from tools.peers import nanogpt, planned
+from tools.peers.torchft import VERSION, WAYS, Environment, faults, same_weights, slow_links
+
+PARTS = ("weights", "faults", "links", "plan", "nanogpt")
+
+
+def main() -> None:
+    parser = command_line(__doc__)
+    parser.add_argument("parts", nargs="+", choices=PARTS)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--replicas", default="2,4,8", help="links: numbers of replicas")
+    parser.add_argument("--rates", default="10,100", help="links: Mbit/s")
+    parser.add_argument("--delay", type=float, default=0.01, help="links: seconds from host to host")
+    parser.add_argument("--steps", type=int, default=100, help="links: local steps")
+    parser.add_argument("--text", type=Path, help="nanogpt: a file")
+    parser.add_argument("--iterations", type=int, default=2000, help="nanogpt: local steps")
+    options = parser.parse_args()
+    if "nanogpt" in options.parts and options.text is None:
+        parser.error("nanogpt needs --text, the file of tinyshakespeare")
+    options.output.mkdir(parents=True, exist_ok=True)
+    results = Results(options.output / "results.json")
+    logs = options.output / "logs"
+    results.found["versions"] = {"torchft": VERSION, "torch": version("torch")}
+    shutil.rmtree(logs, ignore_errors=True)
+    environment = Environment(options.output / "environment")
+    if "weights" in options.parts:
+        results.once("weights", lambda: same_weights(environment, logs))
+    if "faults" in options.parts:
+        for way in ("torchft-diloco", "noloco"):
+            results.once(f"faults, {way}", partial(faults, environment, logs, way))
+    if "links" in options.parts:
+        for rate in map(float, options.rates.split(",")):
+            for replicas in map(int, options.replicas.split(",")):
+                for way in WAYS:
+                    link = Link(rate * 1e6, options.delay)
+                    results.once(
+                        f"links, {rate:g} Mbit/s, {replicas} replicas, {way}",
+                        partial(slow_links, environment, logs, link, replicas, way, options.steps),
+                    )
+    if "plan" in options.parts:
+        for number, point in enumerate(planned.POINTS):
+            results.once(f"plan, {number}", partial(planned.measure, environment, logs, point))
+        results.found["plan, relative errors"] = planned.errors(
+            [results.found[f"plan, {number}"] for number in range(len(planned.POINTS))]
+        )
+    if "nanogpt" in options.parts:
+        run = options.text, options.iterations, 1
+        results.found["nanogpt, published"] = nanogpt.PUBLISHED
+        results.once("nanogpt, plain torch", lambda: nanogpt.plain(*run))
+        results.once("nanogpt, attach, 4 replicas", lambda: nanogpt.attached(*run, logs / "attach"))
+        results.once("nanogpt, train, a Llama", lambda: nanogpt.trained(*run, logs / "train"))
+    print(json.dumps(results.found, indent=2))
+
+
+class Results:
+    """What was measured so far, in memory and in a file."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self.found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+
+    def once(self, name: str, measure: Callable[[], Any]) -> None:
+        """Measure what is not in the file yet."""
+        if name not in self.found:
+            self.found[name] = measure()
+            self._file.write_text(json.dumps(self.found, indent=2))
+
+
+if __name__ == "__main__":
+    main()

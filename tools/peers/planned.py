@@ -1,0 +1,108 @@
+"""What `plan` says of rounds on a network, against rounds in the network lab."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+from megatron_noloco.plans.topology import Topology
+from megatron_noloco.preflight.memory import RankParameters
+from megatron_noloco.preflight.plan import Network, scheme_of
+from megatron_noloco.settings import OverlapSettings, TrainerSettings
+from tools.netlab.lab import lab
+from tools.netlab.network import Link
+from tools.peers.torchft import Environment, Replicas
+
+STEP_SECONDS = 0.5  # of sleep in a local step, so that ranks which share processors take equal steps
+_ROUNDS = 12
+_LEFT_OUT = 3  # rounds at the beginning, in which connections are opened
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measurement.
+
+    Attributes:
+        megabits: rate of each host's link, per second.
+        milliseconds: from host to host.
+        hidden: width of the model; 64: 146,000 weights.
+        way: "diloco" or "groups", over gloo in one job, or "noloco", separate jobs.
+        overlap: local steps of delay; 0: none.
+    """
+
+    megabits: float
+    milliseconds: float
+    replicas: int
+    hidden: int = 64
+    way: str = "groups"
+    payload: Literal["fp32", "int16", "int8", "int4"] = "fp32"
+    local_steps: int = 4
+    group_size: int = 2
+    overlap: int = 0
+
+
+POINTS = (
+    Point(10, 25, 2),
+    Point(10, 25, 8, payload="int8"),
+    Point(10, 100, 4, hidden=128, payload="int8"),
+    Point(10, 25, 4, payload="int4", way="noloco"),
+    Point(10, 25, 4, group_size=4),
+    Point(10, 25, 4, way="diloco"),
+    Point(10, 25, 4, overlap=2),
+    Point(100, 5, 2, hidden=128),
+    Point(100, 50, 4, hidden=128, way="noloco"),
+    Point(100, 5, 8, hidden=128, way="diloco", payload="int8"),
+    Point(100, 25, 8, hidden=128),
+    Point(100, 100, 4, hidden=128, payload="int8", overlap=1),
+)
+
+
+def measure(environment: Environment, folder: Path, point: Point) -> dict[str, Any]:
+    """Train on hosts of the lab; returns seconds of an exchange and share of time lost, planned and measured."""
+    options = [
+        *["--steps", str(_ROUNDS * point.local_steps), "--local-steps", str(point.local_steps)],
+        *["--hidden", str(point.hidden), "--payload", point.payload, "--overlap", str(point.overlap)],
+        *["--group-size", str(point.group_size), "--pause", str(STEP_SECONDS), "--deadline", "120"],
+        *["--batch", "1", "--length", "16", "--outer-momentum", "0.5"],
+    ]
+    link = Link(point.megabits * 1e6, point.milliseconds / 1e3)
+    where = folder / f"plan-{abs(hash(point))}"
+    with (
+        lab([link] * point.replicas) as there,
+        Replicas(environment, where, point.way, point.replicas, options, there) as replicas,
+    ):
+        replicas.wait()
+        rows = [replicas.counted(replica)[_LEFT_OUT:] for replica in range(point.replicas)]
+        weights = replicas.events(0, event="process")[0]["weights"]
+    # A member that comes late lets the others wait; the exchange itself is the shortest of a round.
+    exchange = median(min(row["exchange_seconds"] for row in members) for members in zip(*rows, strict=False))
+    pause = median(row["pause_seconds"] for members in rows for row in members)
+    planned = scheme_of(
+        "",
+        TrainerSettings(
+            method="diloco" if point.way == "diloco" else "noloco",
+            local_steps=point.local_steps,
+            payload=point.payload,
+            group_size=point.group_size,
+            overlap=OverlapSettings("delayed", point.overlap) if point.overlap else OverlapSettings(),
+        ),
+        RankParameters(0, weights, weights, 0, 0, True),
+        Topology(point.replicas, 1, 1, 1),
+        Network(link.rate / 8, link.delay, 1),
+    )
+    return {
+        "point": vars(point),
+        "weights": weights,
+        "seconds": {"planned": planned.seconds_per_exchange, "measured": exchange},
+        "share of time lost": {
+            "planned": planned.share_lost(STEP_SECONDS),
+            "measured": pause / (pause + point.local_steps * STEP_SECONDS),
+        },
+    }
+
+
+def errors(found: list[dict[str, Any]]) -> dict[str, float]:
+    """Return the median and the worst relative error of the planned seconds."""
+    wrong = [abs(math.log(one["seconds"]["planned"] / one["seconds"]["measured"])) for one in found]
+    return {"median": math.expm1(median(wrong)), "worst": math.expm1(max(wrong))}
