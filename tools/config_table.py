@@ -14,7 +14,7 @@ from megatron_noloco.preflight.plan import Network, plan_of
 README = Path(__file__).parents[1] / "configs" / "README.md"
 BEGIN, END = "<!-- tools/config_table.py -->\n", "<!-- end -->"
 _RATES = {"100 Mbit/s": 100e6, "1 Gbit/s": 1e9, "10 Gbit/s": 10e9, "100 Gbit/s": 100e9}
-_LARGEST_NODE = 8  # ranks
+_RANKS_OF_NODE = 8  # that share a link, as `plan --gpu` has it
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def table() -> str:
 def _row(name: str, config: RunConfig) -> list[str]:
     topology = config.topology(config.world_size or config.replica_size)
     architecture = config.architecture(config.model.vocab_size or ByteTokenizer.vocab_size)
-    ranks = min(topology.replica_size, _LARGEST_NODE)
+    ranks = min(topology.world_size, _RANKS_OF_NODE)
     plans = [
         plan_of(config, architecture, topology, Network(rate / 8, 0.0, ranks)) for rate in _RATES.values()
     ]
