@@ -1,4 +1,4 @@
-"""Rounds for a torch module that a loop trains, alone or in DistributedDataParallel."""
+"""Rounds for a torch module that a loop trains: alone, in DistributedDataParallel, or divided by fully_shard."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,41 +9,49 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from megatron_noloco.attach.sharded_module import ShardedWeights, is_divided, reshard
 from megatron_noloco.attach.trained import Trained, this_rank
 from megatron_noloco.outer import Weights
 from megatron_noloco.outer.weights import check_sound
 
-_DIVIDED = (
-    "attach: {what} are not supported; use DistributedDataParallel, or DeepSpeed's engine, whose ZeRO stages 1 to "
-    "3 divide the weights likewise"
+_REMEDIES = (
+    "wrap the model in DistributedDataParallel, with "
+    "process_group=ReplicaGroups({replicas}).get_data_parallel_group()",
+    "wrap the model in DistributedDataParallel, without process_group",
+)
+_SHARDED_REMEDIES = (
+    "give fully_shard the mesh of a replica, init_device_mesh(device, ({replicas}, ranks of a replica), "
+    'mesh_dim_names=("replica", "shard"))["shard"]',
+    "give fully_shard no mesh, or one of all ranks",
 )
 
 
 def trained_by_torch(module: nn.Module) -> Trained:
     """Return the parameters of a module that are trained.
 
-    Raises ValueError for weights that torch divides among ranks, and as `check_sound` does.
+    Raises ValueError for the flat parameters of FullyShardedDataParallel (FSDP1), and as `ShardedWeights` and
+    `check_sound` do.
     """
     module = getattr(module, "_orig_mod", module)  # of torch.compile
-    group = module.process_group if isinstance(module, DistributedDataParallel) else None
-    trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
     _check_wrappers(module)
-    if any(hasattr(parameter, "to_local") for parameter in trained.values()):  # DTensors
-        raise ValueError(
-            _DIVIDED.format(what="parameters that are DTensors (FSDP, tensor parallelism of torch)")
-        )
-    for name, parameter in trained.items():
-        check_sound(name, parameter)
-    attached = {id(parameter) for parameter in trained.values()}
+    reshard(module)
+    trained = {name: one for name, one in module.named_parameters() if one.requires_grad}
+    weights: ReplicatedWeights | ShardedWeights
+    if any(is_divided(parameter) for parameter in trained.values()):
+        weights = ShardedWeights(module, trained)
+        ranks, remedies = weights.ranks, _SHARDED_REMEDIES
+    else:
+        group = module.process_group if isinstance(module, DistributedDataParallel) else None
+        for name, parameter in trained.items():
+            check_sound(name, parameter)
+        weights = ReplicatedWeights(list(trained.values()), group)
+        ranks = [this_rank()] if group is None else dist.get_process_group_ranks(group)
+        remedies = _REMEDIES
     return Trained(
-        ReplicatedWeights(list(trained.values()), group),
-        [this_rank()] if group is None else dist.get_process_group_ranks(group),
-        (
-            "wrap the model in DistributedDataParallel, with "
-            "process_group=ReplicaGroups({replicas}).get_data_parallel_group()",
-            "wrap the model in DistributedDataParallel, without process_group",
-        ),
-        check_all=partial(_check_no_others, module, attached),
+        weights,
+        ranks,
+        remedies,
+        check_all=partial(_check_no_others, module, {id(parameter) for parameter in trained.values()}),
         while_attached=partial(_refusing_loads, module),
     )
 
@@ -112,7 +120,10 @@ def _check_wrappers(module: nn.Module) -> None:
     for name, part in module.named_modules():
         # By its name, since importing FSDP takes a second.
         if any(cls.__name__ == "FullyShardedDataParallel" for cls in type(part).__mro__):
-            raise ValueError(_DIVIDED.format(what="the flat parameters of FullyShardedDataParallel"))
+            raise ValueError(
+                "attach: the flat parameters of FullyShardedDataParallel are not supported; use fully_shard "
+                "(FSDP2), or DeepSpeed's engine, whose ZeRO stages 1 to 3 divide the weights likewise"
+            )
         if name and isinstance(part, DistributedDataParallel) and part.process_group.size() > 1:
             raise ValueError(
                 f"attach: the gradients of {name} are reduced by a DistributedDataParallel of its own; wrap the "
@@ -121,6 +132,7 @@ def _check_wrappers(module: nn.Module) -> None:
 
 
 def _check_no_others(module: nn.Module, attached: set[int]) -> None:
+    reshard(module)
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and id(parameter) not in attached:
             raise ValueError(

@@ -245,6 +245,20 @@ def test_a_loop_around_deepspeeds_engine() -> None:
     assert all(float(spread) > 0 for _, _, spread in said)
 
 
+def test_a_loop_around_a_module_of_fully_shard() -> None:
+    def run(rank: int, world_size: int) -> str:
+        dist.barrier()  # all have joined
+        dist.destroy_process_group()  # the example begins one of its own
+        return run_script(EXAMPLE.with_stem("fully_shard"))
+
+    texts = run_ranks(4, run)
+    losses = re.findall(r"^step \d+: loss (\S+), spread \d", texts[0], re.M)
+    assert len(losses) == 6
+    assert float(losses[-1]) < 0.7 * float(losses[0])
+    norms = [re.findall(r"the weights have the norm (\S+)$", text, re.M) for text in texts]
+    assert norms == [norms[0]] * 4
+
+
 def of_one_rank(slot: int, rank: int, *arguments: str) -> str:
     return run_script(EXAMPLE.with_stem("separate_jobs"), "--slot", str(slot), *arguments)
 

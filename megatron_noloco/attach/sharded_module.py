@@ -1,0 +1,84 @@
+"""Weights that torch divides among ranks: DTensors, of `fully_shard` (FSDP2) or tensor parallelism.
+
+Each rank exchanges the pieces that it holds with the rank at the same place of the partner's replica. Nothing is
+gathered for a round. `fully_shard` keeps the parameters in the precision that they had before it, and its
+`MixedPrecisionPolicy` rounds what it gathers for the forward pass.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron_noloco.outer import Weights
+from megatron_noloco.outer.weights import check_sound
+
+
+def is_divided(parameter: Tensor) -> bool:
+    """Return whether a parameter is a DTensor. Asks for a method: an import of DTensor takes a second."""
+    return hasattr(parameter, "to_local")
+
+
+def reshard(module: nn.Module) -> None:
+    """Free what `fully_shard` has gathered, so that the module has its divided parameters again.
+
+    After a forward pass without backward (an evaluation) it keeps the gathered parameters of the whole model for
+    the next one, which would then not see what was written to the divided ones.
+    """
+    for part in module.modules():
+        if any(cls.__name__ == "FSDPModule" for cls in type(part).__mro__):
+            part.reshard()  # type: ignore[operator]
+
+
+class ShardedWeights(Weights):
+    """This rank's pieces of parameters that are DTensors.
+
+    Args:
+        module: that has the parameters.
+        parameters: those that are trained, by name.
+
+    Attributes:
+        ranks: of this job, that have a piece of any of the parameters.
+
+    Raises ValueError for a parameter that is no DTensor, and as `check_sound` does.
+    """
+
+    def __init__(self, module: nn.Module, parameters: Mapping[str, Tensor]) -> None:
+        self._module = module
+        self._parameters: Sequence[Any] = list(parameters.values())
+        for name, parameter in parameters.items():
+            if not is_divided(parameter):
+                raise ValueError(
+                    f"attach: {name} is no DTensor, others are: its gradient would not be reduced; apply "
+                    "fully_shard to the whole model, too"
+                )
+        for name, piece in zip(parameters, self._pieces(), strict=True):
+            check_sound(f"this rank's piece of {name}", piece)
+        meshes = (parameter.device_mesh.mesh.flatten().tolist() for parameter in self._parameters)
+        self.ranks = sorted(set(chain.from_iterable(meshes)))
+
+    def parts(self) -> list[Tensor]:
+        return [piece.view(-1) for piece in self._pieces()]
+
+    def refresh(self) -> None:
+        """Have the next forward pass gather the parameters anew."""
+        reshard(self._module)
+
+    def copied(self) -> list[tuple[int, int]]:
+        """Return the pieces that are replicated on an axis of the mesh, or lie on a part of the ranks only."""
+        ranges, start = [], 0
+        for parameter, piece in zip(self._parameters, self._pieces(), strict=True):
+            stop = start + piece.numel()
+            mesh = parameter.device_mesh
+            axes = zip(parameter.placements, mesh.shape, strict=True)
+            replicated = any(placement.is_replicate() and size > 1 for placement, size in axes)
+            if start < stop and (replicated or mesh.size() < len(self.ranks)):
+                ranges.append((start, stop))
+            start = stop
+        return ranges
+
+    @torch.no_grad()
+    def _pieces(self) -> Iterable[Tensor]:
+        return [parameter.to_local() for parameter in self._parameters]

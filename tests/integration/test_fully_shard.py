@@ -1,0 +1,249 @@
+"""NoLoCo attached to modules of torch's fully_shard (FSDP2), also with copies and with tensor parallelism."""
+
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from megatron_noloco.attach import attach
+from megatron_noloco.attach.sharded_module import reshard
+from megatron_noloco.settings import NolocoSettings
+from tests.harness import run_ranks
+from tests.integration.jobs import SECONDS, by_the_equations, federation, run_jobs, wait_for
+from tests.integration.spy import Spy
+
+REPLICAS, SEED, K = 2, 5, 2
+SETTINGS = NolocoSettings(local_steps=K, outer_momentum=0.5, outer_lr=0.7, deadline_seconds=SECONDS)
+
+
+class Model(nn.Module):
+    """Of odd sizes: two ranks have pieces of different lengths, and of the last layer one has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, 7)
+        self.block = nn.Sequential(nn.LayerNorm(7), nn.Linear(7, 12), nn.Tanh(), nn.Linear(12, 7))
+        self.last = nn.Linear(7, 1)
+
+    def forward(self, points: Tensor) -> Tensor:
+        return self.last(self.block(self.first(points)))  # type: ignore[no-any-return]
+
+
+class Loop:
+    """A model that a mesh of one replica divides, its optimizer, and data of its own."""
+
+    def __init__(
+        self, mesh: DeviceMesh, source: int, policy: MixedPrecisionPolicy | None = None, seed: int = SEED
+    ) -> None:
+        torch.manual_seed(seed)
+        self.model, self.source = Model(), source
+        if "tensor" in (mesh.mesh_dim_names or ()):
+            plan = {"1": ColwiseParallel(), "3": RowwiseParallel()}
+            parallelize_module(self.model.block, mesh["tensor"], plan)
+            mesh = mesh["shard"]
+        fully_shard(self.model.block, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
+        fully_shard(self.model, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+
+    def train_step(self, step: int) -> None:
+        points = torch.randn(4, 5, generator=torch.Generator().manual_seed(100 * step + self.source))
+        self.optimizer.zero_grad()
+        self.model(points).square().mean().backward()
+        self.optimizer.step()
+
+    def whole(self) -> Tensor:
+        """All weights of the replica, flat."""
+        reshard(self.model)
+        return torch.cat([whole(parameter).flatten() for parameter in self.model.parameters()])
+
+    @torch.no_grad()
+    def evaluate(self) -> Tensor:
+        return self.model(torch.ones(1, 5))  # type: ignore[no-any-return]
+
+
+@torch.no_grad()
+def whole(parameter: Any) -> Tensor:
+    full: Tensor = parameter.full_tensor()
+    return full.clone()
+
+
+def train(
+    rank: int, world_size: int, shape: tuple[int, ...], axes: tuple[str, ...], bf16: bool
+) -> dict[str, Any]:
+    """The first weights, those before and after each round; to which ranks messages went in rounds."""
+    mesh = init_device_mesh("cpu", (REPLICAS, *shape), mesh_dim_names=("replica", *axes))[axes]
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bf16 else None
+    loop = Loop(mesh, rank if axes[-1] != "tensor" else rank // shape[-1], policy)
+    noloco = attach(loop.model, SETTINGS, replicas=REPLICAS, seed=SEED)
+    first, before, after, spy = loop.whole(), [], [], Spy()
+    spy.listen_to_torch()
+    for step in range(3 * K):
+        loop.train_step(step)
+        ends_phase = step % K == K - 1
+        before += [loop.whole()] * ends_phase
+        spy.step = step
+        assert len(noloco.step()) == ends_phase
+        spy.step = -1
+        after += [loop.whole()] * ends_phase
+    rounds = [call for call in spy.calls if call.step >= 0]
+    weights = noloco.outer.weights
+    assert loop.evaluate() != 0  # and what is not in the block stays gathered
+    with weights.writing() as write:
+        write(0, torch.zeros(weights.length))
+    assert loop.evaluate() == 0, "the next forward pass computes with what was written"
+    found = {"first": first, "before": torch.stack(before), "after": torch.stack(after)}
+    found |= {"copied": weights.copied(), "pieces": weights.length}
+    return found | {"peers": {call.peer for call in rounds}}
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "bf16"),
+    [
+        ((2,), ("shard",), False),
+        ((2, 1), ("copy", "shard"), False),
+        ((1, 2), ("shard", "tensor"), False),
+        ((2,), ("shard",), True),
+        ((2, 2), ("copy", "shard"), True),
+        ((2, 2), ("shard", "tensor"), False),
+    ],
+)
+def test_rounds_are_those_of_the_method(shape: tuple[int, ...], axes: tuple[str, ...], bf16: bool) -> None:
+    """Against the formula, and without a collective."""
+    size = torch.Size(shape).numel()
+    found = run_ranks(REPLICAS * size, train, shape, axes, bf16)
+    before = torch.stack([one["before"] for one in found[::size]], dim=1)
+    assert not torch.equal(before[:, 0], before[:, 1]), "each replica has data of its own"
+    expected = by_the_equations(found[0]["first"], before, SEED)
+    for rank, one in enumerate(found):
+        torch.testing.assert_close(one["after"], expected[:, rank // size], rtol=0, atol=1e-6)
+        assert one["peers"] == {(rank + size) % (REPLICAS * size)}, "the same place of the other replica"
+    total, elements = sum(one["pieces"] for one in found[:size]), found[0]["first"].numel()
+    copied = sum(stop - start for one in found[:size] for start, stop in one["copied"])
+    assert (total == elements) == (not copied) == (axes == ("shard",))
+    assert total - elements <= copied
+
+
+def continued(slot: int, rank: int, folder: Path) -> list[Tensor]:
+    """The weights after five rounds and the average: without, and with another model after five steps."""
+    found = []
+    for stops in (False, True):
+        loop, there = of_job(slot, rank), federation(folder / str(stops), slot, REPLICAS)
+        noloco = attach(loop.model, SETTINGS, seed=SEED, **there)
+        while noloco.done < 10:
+            if stops and noloco.done == 5:
+                file = folder / f"{slot}_{rank}.pt"
+                model, inner = get_state_dict(loop.model, loop.optimizer)
+                torch.save({"model": model, "inner": inner, "noloco": noloco.state_dict()}, file)
+                noloco.close()
+                loop, saved = of_job(slot, rank, seed=9), torch.load(file, weights_only=True)
+                set_state_dict(
+                    loop.model,
+                    loop.optimizer,
+                    model_state_dict=saved["model"],
+                    optim_state_dict=saved["inner"],
+                )
+                there = federation(folder / "again", slot, REPLICAS)
+                noloco = attach(loop.model, SETTINGS, seed=SEED, state=saved["noloco"], **there)
+                stops = False
+            loop.train_step(noloco.done)
+            noloco.step()
+        loop.evaluate()
+        noloco.average()
+        noloco.close()
+        found.append(torch.cat([loop.whole(), loop.evaluate().flatten()]))
+    return found
+
+
+def of_job(slot: int, rank: int, seed: int = SEED) -> Loop:
+    return Loop(init_device_mesh("cpu", (2,)), 2 * slot + rank, seed=seed)
+
+
+def test_jobs_continue_from_their_checkpoints_and_end_with_one_model(tmp_path: Path) -> None:
+    """To the last bit."""
+    found = [one for job in run_jobs(tmp_path, REPLICAS, 2, continued, tmp_path) for one in job]
+    for without, with_ in found:
+        assert torch.equal(without, found[0][0])
+        assert torch.equal(with_, found[0][0])
+
+
+def late(slot: int, rank: int, folder: Path) -> tuple[int, Tensor, Tensor]:
+    """Job 1 comes when job 0 has trained long: the step at which a job began, its weights and its moments then."""
+    loop, came = of_job(slot, rank), folder / "came"
+    there = federation(folder, slot, 2, start_with=1 + slot, rounds_behind=2)
+    if slot == 1:
+        wait_for(folder / "trained")
+    noloco = attach(loop.model, SETTINGS, inner=loop.optimizer, **there)
+    begun = noloco.done
+    moments = [whole(state["exp_avg"]) for state in loop.optimizer.state.values()]
+    weights = loop.whole()
+    if slot == 1:
+        loop.train_step(noloco.done)
+        noloco.step()
+        came.touch()
+    while slot == 0 and not agreed(came.exists()):
+        loop.train_step(noloco.done)
+        noloco.step()
+        if noloco.done == 20:
+            (folder / "trained").touch()
+        time.sleep(0.01)
+    noloco.close()
+    return begun, weights, torch.cat([moment.flatten() for moment in moments]) if moments else torch.zeros(0)
+
+
+def agreed(here: bool) -> bool:
+    """Whether a file is there, as rank 0 sees it."""
+    said = [here]
+    dist.broadcast_object_list(said)
+    return said[0]
+
+
+def test_a_job_that_comes_late_takes_over_weights_and_moments(tmp_path: Path) -> None:
+    (first, _), (second, other) = run_jobs(tmp_path, 2, 2, late, tmp_path)
+    assert first[0] == 0
+    assert second[0] == other[0] >= 20
+    assert not torch.equal(first[1], second[1])
+    assert second[2].norm() > 0
+    assert len(second[2]) == len(second[1])
+
+
+def refused(rank: int, world_size: int) -> dict[str, str]:
+    mesh = init_device_mesh("cpu", (world_size,))
+    loop = Loop(mesh, rank)
+    part = Model()
+    fully_shard(part.block, mesh=mesh)
+    lines = {
+        "reach": refusal(partial(attach, loop.model, replicas=2)),
+        "a part": refusal(partial(attach, part, replicas=1)),
+    }
+    noloco = attach(loop.model, replicas=1)
+    lines["load"] = refusal(partial(loop.model.load_state_dict, loop.model.state_dict()))
+    noloco.close()
+    return lines
+
+
+def refusal(call: Any) -> str:
+    with pytest.raises(ValueError) as error:
+        call()
+    return str(error.value)
+
+
+def test_what_is_refused_in_one_line() -> None:
+    for rank, found in enumerate(run_ranks(2, refused)):
+        expected = {
+            "reach": f"rank {rank}: the gradient all-reduce of this model spans ranks [0, 1], its replica is "
+            f"[{rank}]; give fully_shard the mesh of a replica",
+            "a part": "attach: first.weight is no DTensor, others are: its gradient would not be reduced",
+            "load": "load_state_dict of a model that is attached: the next round would undo it",
+        }
+        for name, line in expected.items():
+            assert found[name].startswith(line), found[name]
+            assert "\n" not in found[name]
