@@ -70,6 +70,11 @@ class NolocoSettings:
         0.5, "alpha: the share of the outer momentum buffer kept from round to round.", ge=0, lt=1
     )
     outer_lr: float = setting(0.7, "beta: the weight of the group's mean outer gradient.", gt=0)
+    outer_nesterov: bool = setting(
+        False,
+        'Whether the outer step looks ahead by Nesterov\'s momentum. DiLoCo as most use it is method "diloco", '
+        "outer_momentum 0.9, outer_lr 0.7 and this.",
+    )
     consensus_weight: float | None = setting(
         None, "gamma: the pull towards the group's mean slow weights; null means outer_lr.", ge=0
     )
@@ -108,8 +113,8 @@ class NolocoSettings:
 
     def __post_init__(self) -> None:
         check(self)
-        problems = [problem for problem in (fragments_problem(self), delay_problem(self)) if problem]
-        if problems:
+        rules = (fragments_problem, delay_problem, nesterov_problem)
+        if problems := [problem for rule in rules if (problem := rule(self))]:
             raise ValueError("\n".join(problems))
 
     @property
@@ -271,6 +276,13 @@ def delay_problem(noloco: NolocoSettings) -> str:
     )
 
 
+def nesterov_problem(noloco: NolocoSettings) -> str:
+    """Return why there is nothing to look ahead by."""
+    if noloco.outer_nesterov and not noloco.outer_momentum:
+        return "outer_nesterov has no effect with outer_momentum 0; raise that, or leave outer_nesterov out"
+    return ""
+
+
 def groups_problem(noloco: NolocoSettings, replicas: int | None) -> str:
     """Return why groups cannot be drawn among `replicas` (None: not known), or would drift apart (rho >= 1)."""
     if noloco.group_size_among(replicas or 2) == 1 or replicas == 1:
@@ -322,7 +334,15 @@ def gossip(noloco: NolocoSettings, replicas: int | None) -> Gossip:
         cycle = prime_factors(replicas)
     everyone = noloco.method == "diloco" or (noloco.group_size == replicas and len(cycle) < 2)
     group_size = math.inf if everyone else noloco.group_size
-    return Gossip(noloco.outer_momentum, noloco.gamma, group_size, cycle, noloco.fragments, noloco.payload)
+    return Gossip(
+        noloco.outer_momentum,
+        noloco.gamma,
+        group_size,
+        cycle,
+        noloco.fragments,
+        noloco.payload,
+        noloco.outer_nesterov,
+    )
 
 
 def grouping_of(noloco: NolocoSettings, replicas: int, seed: int) -> Grouping:

@@ -23,6 +23,12 @@ Both means enter (2) only as beta * mean(Delta) + gamma * mean(phi) = mean(c), s
     c_i      =  beta * Delta_i + gamma * phi_i  =  beta * theta_i + (gamma - beta) * phi_i      `combine`
     delta_i <-  alpha * delta_i + mean_G(c) - gamma * phi_i,    phi_i <- phi_i + delta_i        `outer_step`
 
+With Nesterov's look-ahead (`outer_nesterov`) phi moves by what delta would be one round later, if that brought the
+same u = mean_G(c) - gamma * phi_i once more. It is the step of torch.optim.SGD(nesterov=True) with momentum alpha
+and lr beta, on minus the outer gradient:
+
+    phi_i   <-  phi_i + alpha * delta_i + u         with the new delta_i                        (4)
+
 Written like this, replicas with equal phi and delta take bitwise equal steps. With all replicas in one group and
 equal phi the gamma terms cancel: DiLoCo's outer step with momentum. Alone (n = 1, a skipped round) it is
 delta <- alpha * delta + beta * Delta.
@@ -52,12 +58,15 @@ def outer_step(
     mean_c: Tensor,
     alpha: float,
     gamma: float,
+    nesterov: bool = False,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return phi and delta after the round, from the mean of c over the group; all tensors have one shape."""
     new_phi, new_delta = (None, None) if out is None else out
-    new_delta = torch.mul(delta, alpha, out=new_delta).add_(mean_c).sub_(phi, alpha=gamma)
-    return torch.add(phi, new_delta, out=new_phi), new_delta
+    u = torch.sub(mean_c, phi, alpha=gamma)
+    new_delta = torch.mul(delta, alpha, out=new_delta).add_(u)
+    step = u.add_(new_delta, alpha=alpha) if nesterov else new_delta
+    return torch.add(phi, step, out=new_phi), new_delta
 
 
 def merge(theta: Tensor, correction: Tensor, out: Tensor | None = None) -> Tensor:

@@ -192,8 +192,9 @@ class OuterVectors:
                 delta = torch.zeros_like(phi) if self.momentum is None else self.momentum[place]
                 c = mean.mean[ours.start - mean.start : ours.stop - mean.start]
                 c = c.to(delta.device, non_blocking=True)
-                alpha, gamma = self.settings.outer_momentum, self.settings.gamma
-                step.outer_step(phi, delta, c, alpha, gamma, out=(phi, delta))
+                method = self.settings
+                numbers = method.outer_momentum, method.gamma, method.outer_nesterov
+                step.outer_step(phi, delta, c, *numbers, out=(phi, delta))
                 if snapshot is not None:
                     torch.sub(phi, snapshot[ours], out=snapshot[ours])
                 moved.append((place.start, phi))

@@ -9,6 +9,7 @@ import numpy as np
 
 # At the limit of stability rho is computed as 1 minus a rounding error.
 _STABLE_BELOW = 1 - 1e-9
+_Moments = tuple[np.ndarray, np.ndarray, np.ndarray]
 PULL_ERRORS = {"fp32": 0.0, "int16": 0.00045, "int8": 0.03, "int4": 0.41}  # of payloads, measured in pairs
 
 
@@ -23,6 +24,7 @@ class Gossip:
         cycle: sizes of the groups of one cycle of rounds, with pairing in cycles; empty with random groups.
         fragments: F.
         payload: of an exchange, a key of PULL_ERRORS.
+        nesterov: whether the outer step looks ahead.
     """
 
     outer_momentum: float
@@ -31,17 +33,19 @@ class Gossip:
     cycle: tuple[int, ...] = ()
     fragments: int = 1
     payload: str = "fp32"
+    nesterov: bool = False
 
     @property
     def rho(self) -> float:
         """The factor of the spread squared per round; 0 where all are one group, and the payload has no error."""
-        alpha, gamma, error = self.outer_momentum, self.consensus_weight, PULL_ERRORS[self.payload]
-        if math.isinf(self.group_size):
-            return spread_factor(alpha, gamma, math.inf, error) if error else 0.0
+        alpha, gamma = self.outer_momentum, self.consensus_weight
+        more = PULL_ERRORS[self.payload], self.nesterov
+        if math.isinf(self.group_size) and self.payload == "fp32":
+            return 0.0
         if not self.cycle:
-            return spread_factor(alpha, gamma, self.group_size, error)
+            return spread_factor(alpha, gamma, self.group_size, *more)
         orders = [self.cycle[f:] + self.cycle[:f] for f in range(min(self.fragments, len(self.cycle)))]
-        return max(cycle_spread_factor(alpha, gamma, order, error) for order in orders)
+        return max(cycle_spread_factor(alpha, gamma, order, *more) for order in orders)
 
     @property
     def problem(self) -> str:
@@ -53,10 +57,11 @@ class Gossip:
         n = "of all" if math.isinf(self.group_size) else self.group_size
         pairing = ', pairing "cycle"' if self.cycle else ""
         payload = "" if self.payload == "fp32" else f', payload "{self.payload}"'
+        nesterov = ", outer_nesterov true" if self.nesterov else ""
         return (
             f"outer_momentum (alpha) {self.outer_momentum}, consensus_weight (gamma) {self.consensus_weight}, "
-            f"group_size (n) {n}{pairing}{payload}: replicas would drift apart, rho = {self.rho:.3f} >= 1; "
-            f"{self._remedy}"
+            f"group_size (n) {n}{pairing}{payload}{nesterov}: replicas would drift apart, "
+            f"rho = {self.rho:.3f} >= 1; {self._remedy}"
         )
 
     @property
@@ -78,19 +83,23 @@ class Gossip:
 
 
 def spread_factor(
-    outer_momentum: float, consensus_weight: float, group_size: float, pull_error: float = 0.0
+    outer_momentum: float,
+    consensus_weight: float,
+    group_size: float,
+    pull_error: float = 0.0,
+    nesterov: bool = False,
 ) -> float:
     """Return rho, the factor of the spread SQUARED per round, for many randomly grouped replicas.
 
-    With zero gradients and x_i = phi_i - mean(phi), the second moments (V, C, D) = E[x^2, x*delta, delta^2]
-    follow one linear map per round, with a = (n-1)/n the share of a group's variance that its mean removes:
+    With zero gradients and x_i = phi_i - mean(phi), a round is delta' = alpha delta + u with the pull
+    u = gamma (mean_G(x) - x_i), and x moves by delta', with Nesterov's look-ahead by u + alpha delta'. The second
+    moments (V, C, D) = E[x^2, x*delta, delta^2] follow one linear map per round, by
 
-        D' = gamma^2 a (1 + epsilon^2) V - 2 alpha gamma a C + alpha^2 D
-        C' = alpha C - gamma a V + D'
-        V' = V + 2 (alpha C - gamma a V) + D'
+        E[u^2] = gamma^2 a (1 + epsilon^2) V,    E[x u] = -gamma a V,    E[u delta] = -gamma a C
 
-    The error of a coded payload is one of the pull gamma (mean_G(x) - x_i), independent of it: E[x * error] = 0.
-    rho is the spectral radius of that map. rho >= 1 means the replicas drift apart.
+    with a = (n-1)/n the share of a group's variance that its mean removes. The error of a coded payload is one of
+    the pull, independent of it: E[x * error] = 0. rho is the spectral radius of that map. rho >= 1 means the
+    replicas drift apart.
 
     Args:
         outer_momentum: alpha.
@@ -98,37 +107,53 @@ def spread_factor(
         group_size: n, at least 2 (with 1 nothing pulls replicas together: rho >= 1); infinite where all
             replicas are one group.
         pull_error: epsilon, the root mean square of the pull's error over that of the pull.
+        nesterov: whether the outer step looks ahead.
     """
-    alpha, gamma, a = outer_momentum, consensus_weight, 1 - 1 / group_size
-    momentum = np.array([gamma**2 * a * (1 + pull_error**2), -2 * alpha * gamma * a, alpha**2])
-    pull = np.array([-gamma * a, alpha, 0.0])
-    step = np.array([pull + np.array([1.0, 0.0, 0.0]) + pull + momentum, pull + momentum, momentum])
+    gamma, a = consensus_weight, 1 - 1 / group_size
+    v, c, d = np.eye(3)
+    pull = gamma**2 * a * (1 + pull_error**2) * v, -gamma * a * v, -gamma * a * c
+    step = np.array(_moved((v, c, d), pull, outer_momentum, nesterov))
     return float(max(abs(np.linalg.eigvals(step))))
 
 
+def _moved(moments: _Moments, pull: _Moments, alpha: float, nesterov: bool) -> _Moments:
+    """Return E[x^2, x*delta, delta^2] after a round, from those before and E[u^2, x*u, u*delta].
+
+    delta' = alpha delta + u, and x' = x + p u + q delta.
+    """
+    (v, c, d), (uu, xu, ud) = moments, pull
+    p, q = (1 + alpha, alpha**2) if nesterov else (1.0, alpha)
+    return (
+        v + 2 * (p * xu + q * c) + p**2 * uu + 2 * p * q * ud + q**2 * d,
+        xu + alpha * c + p * uu + (p * alpha + q) * ud + q * alpha * d,
+        uu + 2 * alpha * ud + alpha**2 * d,
+    )
+
+
 def cycle_spread_factor(
-    outer_momentum: float, consensus_weight: float, sizes: Sequence[int], pull_error: float = 0.0
+    outer_momentum: float,
+    consensus_weight: float,
+    sizes: Sequence[int],
+    pull_error: float = 0.0,
+    nesterov: bool = False,
 ) -> float:
     """Return rho for pairing in cycles: the factor of the spread SQUARED per round, for any number of replicas.
 
     Args:
         sizes: of the groups of the rounds of one cycle; their product is the number of replicas.
         pull_error: epsilon of `spread_factor`; the errors of a group's members have the sum 0 (`outer.payload`).
+        nesterov: whether the outer step looks ahead.
 
-    Expand x = phi - mean(phi), a function of the labels, in characters of the digits. The round of digit t removes
-    the group means of the characters in which digit t takes part, and leaves the others, so that a character's
-    (x, delta) becomes
-
-        delta' = alpha delta - gamma x + error    if digit t takes part, else    delta' = alpha delta
-        x'     = x + delta'
-
-    The errors have epsilon^2 gamma^2 times the second moment of the characters in which t takes part, and are
-    spread evenly over these. A cycle is a linear map of the characters' moments (E[x^2], E[x delta], E[delta^2]).
-    Labels are drawn again before each cycle, which spreads the moments evenly over all characters. rho is the
-    spectral radius of the mean map over the characters, to the power of 1 / len(sizes). For each set of digits
-    that take part there are prod(size - 1) characters, with equal moments.
+    Expand x = phi - mean(phi), a function of the labels, in characters of the digits. The round of digit t
+    removes the group means of the characters in which digit t takes part, and leaves the others: for these the u
+    of `spread_factor` is 0, for the former -gamma x + error. The errors have epsilon^2 gamma^2 times the second
+    moment of the characters in which t takes part, and are spread evenly over these. A cycle is a linear map of
+    the characters' moments (E[x^2], E[x delta], E[delta^2]). Labels are drawn again before each cycle, which
+    spreads the moments evenly over all characters. rho is the spectral radius of the mean map over the
+    characters, to the power of 1 / len(sizes). For each set of digits that take part there are prod(size - 1)
+    characters, with equal moments.
     """
-    alpha, gamma = outer_momentum, consensus_weight
+    gamma = consensus_weight
     patterns = np.array(list(product((False, True), repeat=len(sizes))))[1:]  # but that of the mean
     characters = np.where(patterns, np.array(sizes) - 1, 1).prod(axis=1)[:, None]
     replicas = math.prod(sizes)
@@ -137,8 +162,8 @@ def cycle_spread_factor(
         pull = gamma * takes
         moved = replicas - replicas // size  # characters
         error = pull_error**2 * takes * (characters * pull**2 * v).sum(axis=0) / moved
-        d_next = pull**2 * v - 2 * alpha * pull * c + alpha**2 * d + error
-        v, c, d = v + 2 * (alpha * c - pull * v) + d_next, alpha * c - pull * v + d_next, d_next
+        pulls = pull**2 * v + error, -pull * v, -pull * c
+        v, c, d = _moved((v, c, d), pulls, outer_momentum, nesterov)
     cycle = [(characters * moment).sum(axis=0) / (replicas - 1) for moment in (v, c, d)]
     largest = max(abs(np.linalg.eigvals(np.array(cycle))))
     return float(largest ** (1 / len(sizes)))

@@ -81,7 +81,7 @@ def draw(random: Random) -> tuple[dict[str, Any], int]:
     replicas, stages, dp_size, tp_size = sizes
     virtual = one_of([1, 2]) if stages > 1 else 1
     recompute = one_of([{}, {"recompute_granularity": "selective"}, *_full_recompute()])
-    bf16, local_steps = one_of([True, False]), one_of([1, 2, 3])
+    bf16, local_steps, outer_momentum = one_of([True, False]), one_of([1, 2, 3]), one_of([0.5, 0.3, 0.0])
     changes = {
         "train_micro_batch_size_per_gpu": one_of([1, 2]),
         "gradient_accumulation_steps": one_of([1, 2]) * (stages if virtual > 1 else one_of([1, 2])),
@@ -93,7 +93,8 @@ def draw(random: Random) -> tuple[dict[str, Any], int]:
             "enabled": one_of([True, True, True, False]),
             "method": one_of(["noloco", "diloco"]),
             "local_steps": local_steps,
-            "outer_momentum": one_of([0.5, 0.3, 0.0]),
+            "outer_momentum": outer_momentum,
+            "outer_nesterov": outer_momentum > 0 and one_of([True, False]),
             "consensus_weight": one_of([None, 0.3, 1.0]),
             "group_size": random.randint(2, max(2, replicas)),
             "pairing": "cycle" if replicas in (2, 4) and one_of([True, False]) else "random",

@@ -25,7 +25,7 @@ DELAYED = {"mode": "delayed", "delay_steps": 1}
 METHODS: dict[str, dict[str, Any]] = {
     "pairs": {"group_size": 2},
     "groups of 3 of 4": {"group_size": 3, "consensus_weight": 0.4},
-    "DiLoCo": {"method": "diloco"},
+    "DiLoCo": {"method": "diloco", "outer_momentum": 0.9, "outer_nesterov": True},
     "final average of a delayed round": {"final_average": True, "overlap": DELAYED},
     "fragments": {"fragments": 2, "pairing": "cycle"},
     "no rounds": {"enabled": False, "fragments": 2},

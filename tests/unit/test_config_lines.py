@@ -90,6 +90,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "noloco.outer_momentum (alpha) 0.9, consensus_weight (gamma) 0.7, group",
     ),
     ({"noloco.consensus_weight": 0}, "no outer_momentum is stable with this gamma; consensus_weight 0.01 is"),
+    ({"noloco.outer_momentum": 0, "noloco.outer_nesterov": True}, "noloco.outer_nesterov has no effect with"),
     ({"noloco.payload": "bf16"}, 'noloco.payload: "bf16" rounds the weights themselves'),
     # a federation
     ({"federation.rendezvous": "file://there"}, "federation.slots is missing"),

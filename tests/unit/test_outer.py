@@ -32,6 +32,7 @@ methods = st.fixed_dictionaries(
         "delay_steps": st.integers(0, K),
         "consensus_weight": st.sampled_from([None, 0.0, 0.3, 0.7, 1.1]),
         "outer_momentum": st.sampled_from([0.3, 0.5, 0.9]),
+        "outer_nesterov": st.booleans(),
         "outer_lr": st.sampled_from([0.7, 1.0]),
         "slow_weights": st.sampled_from(["host", "device"]),
     }
@@ -58,7 +59,7 @@ class Equations:
     def __init__(self, fleet: Fleet) -> None:
         self.fleet = fleet
         self.theta, self.phi, self.delta = (x.double() for x in (fleet.theta, fleet.phi, fleet.delta))
-        self.under_way: list[tuple[int, list[int], Tensor, Tensor]] = []
+        self.under_way: list[tuple[int, list[int], Tensor, Tensor, Tensor]] = []
 
     def step(self, updates: Tensor, done: int) -> None:
         method = self.fleet.settings
@@ -68,18 +69,20 @@ class Equations:
         if begins is not None:
             round_index, at, index = begins
             theta, phi = self.theta[:, at], self.phi[:, at]
-            delta = method.outer_momentum * self.delta[:, at]
+            change = torch.empty_like(phi)
             for group in map(list, self.fleet.grouping.groups(round_index, fragment=index)):
                 mean_gradient, mean_phi = (theta[group] - phi[group]).mean(0), phi[group].mean(0)
-                delta[group] += method.outer_lr * mean_gradient - method.gamma * (phi[group] - mean_phi)
-            self.under_way.append((done + method.delay_steps, at, delta, theta))
+                change[group] = method.outer_lr * mean_gradient - method.gamma * (phi[group] - mean_phi)
+            delta = method.outer_momentum * self.delta[:, at] + change
+            move = change + method.outer_momentum * delta if method.outer_nesterov else delta
+            self.under_way.append((done + method.delay_steps, at, delta, move, theta))
             self.merge(done)
 
     def merge(self, done: int) -> None:
         for ended in [one for one in self.under_way if one[0] <= done]:
             self.under_way.remove(ended)
-            _, at, delta, snapshot = ended
-            self.delta[:, at], self.phi[:, at] = delta, self.phi[:, at] + delta
+            _, at, delta, move, snapshot = ended
+            self.delta[:, at], self.phi[:, at] = delta, self.phi[:, at] + move
             self.theta[:, at] += self.phi[:, at] - snapshot
 
 
@@ -177,8 +180,11 @@ def test_the_mean_follows_diloco_for_any_grouping(
         begins = begun(fleet, done)
         if begins is not None:
             at = begins[1]
-            delta[at] = method["outer_momentum"] * delta[at] + method["outer_lr"] * gradient[at]
-            phi[at] += delta[at]
+            change = method["outer_lr"] * gradient[at]
+            delta[at] = method["outer_momentum"] * delta[at] + change
+            phi[at] += (
+                change + method["outer_momentum"] * delta[at] if method["outer_nesterov"] else delta[at]
+            )
             gradient[at] = 0.0
             fleet.wait()
             assert_close(fleet.phi.double().mean(0), phi, 2e-5)

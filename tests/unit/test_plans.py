@@ -168,22 +168,32 @@ class TestTopology:
             call()
 
 
-RHO = [  # the table of method.md: alpha, gamma, n, error of the pull, rho
-    (0.5, 0.7, 2, 0.0, 0.700),
-    (0.5, 0.3, 2, 0.0, 0.625),
-    (0.3, 0.7, 2, 0.0, 0.553),
-    (0.0, 1.0, 2, 0.0, 0.500),
-    (0.9, 0.7, 2, 0.0, 1.098),
-    (0.9, 0.35, 2, 0.0, 0.992),
-    (0.5, 1.4, 2, 0.0, 0.952),
-    (0.5, 0.7, 4, 0.0, 0.594),
-    (0.5, 0.7, 2, 0.41, 0.769),  # int4
-    (0.5, 1.4, 2, 0.41, 1.123),
+RHO = [  # the table of method.md: alpha, gamma, n, error of the pull, Nesterov, rho
+    (0.5, 0.7, 2, 0.0, False, 0.700),
+    (0.5, 0.3, 2, 0.0, False, 0.625),
+    (0.3, 0.7, 2, 0.0, False, 0.553),
+    (0.0, 1.0, 2, 0.0, False, 0.500),
+    (0.9, 0.7, 2, 0.0, False, 1.098),
+    (0.9, 0.35, 2, 0.0, False, 0.992),
+    (0.5, 1.4, 2, 0.0, False, 0.952),
+    (0.5, 0.7, 4, 0.0, False, 0.594),
+    (0.5, 0.7, 2, 0.41, False, 0.769),  # int4
+    (0.5, 1.4, 2, 0.41, False, 1.123),
+    (0.5, 0.7, 2, 0.0, True, 0.581),
+    (0.9, 0.7, 2, 0.0, True, 0.916),
+    (0.9, 0.35, 4, 0.0, True, 0.722),
+    (0.5, 1.4, 2, 0.0, True, 1.127),
+    (0.9, 0.35, 2, 0.41, True, 0.897),
 ]
 
 
 def measured_spread_factor(
-    alpha: float, gamma: float, group_size: int, pull_error: float = 0.0, fragment: int = 0
+    alpha: float,
+    gamma: float,
+    group_size: int,
+    pull_error: float = 0.0,
+    nesterov: bool = False,
+    fragment: int = 0,
 ) -> float:
     """Gossip itself: 256 replicas of 256 weights, zero outer gradients, groups from Grouping."""
     draw = np.random.default_rng(1)
@@ -200,18 +210,18 @@ def measured_spread_factor(
         pull = mean - phi
         pull += pull_error * np.sqrt((pull**2).mean()) * draw.standard_normal(phi.shape)
         momentum = alpha * momentum + gamma * pull
-        phi = phi + momentum
+        phi = phi + (alpha * momentum + gamma * pull if nesterov else momentum)
         spread_squared.append(phi.var(axis=0).mean())
     return (spread_squared[-1] / spread_squared[settle]) ** (1 / (rounds - 1 - settle))
 
 
 class TestStability:
-    @pytest.mark.parametrize(("alpha", "gamma", "n", "error", "rho"), RHO)
+    @pytest.mark.parametrize(("alpha", "gamma", "n", "error", "nesterov", "rho"), RHO)
     def test_rho_is_that_of_the_table_and_simulated_replicas_obey_it(
-        self, alpha: float, gamma: float, n: int, error: float, rho: float
+        self, alpha: float, gamma: float, n: int, error: float, nesterov: bool, rho: float
     ) -> None:
-        assert spread_factor(alpha, gamma, n, error) == pytest.approx(rho, abs=5.01e-4)
-        assert measured_spread_factor(alpha, gamma, n, error) == pytest.approx(rho, abs=0.005)
+        assert spread_factor(alpha, gamma, n, error, nesterov) == pytest.approx(rho, abs=5.01e-4)
+        assert measured_spread_factor(alpha, gamma, n, error, nesterov) == pytest.approx(rho, abs=0.005)
 
     @pytest.mark.parametrize("fragment", [1, 5])
     def test_so_do_their_fragments(self, fragment: int) -> None:
@@ -336,10 +346,13 @@ class TestCycles:
         """The table of method.md; 0.700 for random pairs."""
         assert cycle_spread_factor(0.5, 0.7, (2,) * digits) == pytest.approx(rho, abs=5.01e-4)
 
-    @pytest.mark.parametrize(("alpha", "gamma", "error"), [(0.5, 0.7, 0), (0.3, 0.7, 0.4), (0.8, 0.35, 1.0)])
+    @pytest.mark.parametrize(
+        ("alpha", "gamma", "error", "nesterov"),
+        [(0.5, 0.7, 0, False), (0.3, 0.7, 0.4, False), (0.8, 0.35, 1.0, False), (0.9, 0.7, 0.4, True)],
+    )
     @pytest.mark.parametrize(("replicas", "fragment"), [(8, 0), (8, 2), (12, 0), (12, 1)])
     def test_the_factor_is_that_of_a_simulation(
-        self, alpha: float, gamma: float, error: float, replicas: int, fragment: int
+        self, alpha: float, gamma: float, error: float, nesterov: bool, replicas: int, fragment: int
     ) -> None:
         factors = prime_factors(replicas)
         grouping = Grouping(replicas, max(factors), seed=1, pairing="cycle")
@@ -353,13 +366,13 @@ class TestCycles:
                 noise -= noise.mean(axis=0)
                 noise *= error * pull.std() / noise.std()
                 delta[group] = alpha * delta[group] + pull + noise
-            phi = phi + delta
+                phi[group] += alpha * delta[group] + pull + noise if nesterov else delta[group]
             scale = phi.std()
             logs.append(math.log(scale))
             phi, delta = (phi - phi.mean(axis=0)) / scale, delta / scale
         found = math.exp(2 * np.mean(logs[len(logs) // 4 :]))
         order = factors[fragment:] + factors[:fragment]
-        assert found == pytest.approx(cycle_spread_factor(alpha, gamma, order, error), abs=0.03)
+        assert found == pytest.approx(cycle_spread_factor(alpha, gamma, order, error, nesterov), abs=0.03)
 
     @pytest.mark.parametrize("replicas", [8, 16])
     def test_fragments_of_one_round_have_the_partners_of_a_whole_cycle(self, replicas: int) -> None:

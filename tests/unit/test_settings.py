@@ -106,6 +106,8 @@ def test_the_delay_of_the_first_rounds(overlap: OverlapSettings, delay_steps: in
         ({"outer_momentum": 0.9}, 4, "outer_momentum (alpha) 0.9, "),
         ({"outer_momentum": 0.9}, None, "outer_momentum (alpha) 0.9, "),
         ({"outer_momentum": 0.9, "method": "diloco"}, 4, ""),
+        ({"outer_momentum": 0.9, "outer_nesterov": True}, 4, ""),  # DiLoCo's usual numbers, in pairs
+        ({"outer_momentum": 0.9, "outer_nesterov": True, "outer_lr": 1.0}, 4, "outer_momentum (alpha) 0.9, "),
         ({"group_size": 3}, 2, "group_size 3 is more than the 2 replicas"),
         ({"pairing": "cycle"}, 6, 'pairing "cycle" takes groups of 2 and 3 for 6 replicas'),
         ({"pairing": "cycle", "group_size": 3}, 6, ""),

@@ -15,11 +15,13 @@ ELEMENTS = 7
 Numbers = Any  # numpy's, of shape [replicas, elements]
 
 
-def equations(theta: Numbers, phi: Numbers, delta: Numbers, alpha: float, beta: float, gamma: float) -> Any:
+def equations(
+    theta: Numbers, phi: Numbers, delta: Numbers, alpha: float, beta: float, gamma: float, nesterov: bool
+) -> Any:
     """Return phi and delta of each member after a round, as the paper writes it: two means, no combined vector."""
-    outer_gradient = theta - phi
-    delta = alpha * delta + beta * outer_gradient.mean(0) - gamma * (phi - phi.mean(0))
-    return phi + delta, delta
+    change = beta * (theta - phi).mean(0) - gamma * (phi - phi.mean(0))
+    delta = alpha * delta + change
+    return phi + (alpha * delta + change if nesterov else delta), delta
 
 
 def close(found: Tensor, expected: Numbers) -> None:
@@ -31,13 +33,21 @@ def close(found: Tensor, expected: Numbers) -> None:
     alpha=st.floats(0, 0.99),
     beta=st.floats(0.01, 2),
     gamma=st.one_of(st.none(), st.floats(0, 2)),
+    nesterov=st.booleans(),
     members=st.integers(1, 5),
     delay_steps=st.integers(0, 3),
     rounds=st.integers(1, 3),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_the_functions_are_the_equations(
-    alpha: float, beta: float, gamma: float | None, members: int, delay_steps: int, rounds: int, seed: int
+    alpha: float,
+    beta: float,
+    gamma: float | None,
+    nesterov: bool,
+    members: int,
+    delay_steps: int,
+    rounds: int,
+    seed: int,
 ) -> None:
     """For random numbers of the method, group sizes and delays, over several rounds; gamma None is beta."""
     gamma, draw = beta if gamma is None else gamma, np.random.default_rng(seed)
@@ -46,11 +56,11 @@ def test_the_functions_are_the_equations(
     found = [tuple(map(torch.tensor, state)) for state in zip(theta, phi, delta, strict=True)]
     for _ in range(rounds):
         noted, later = theta, 0.1 * draw.normal(size=(delay_steps, *theta.shape)).sum(0)
-        phi, delta = equations(theta, phi, delta, alpha, beta, gamma)
+        phi, delta = equations(theta, phi, delta, alpha, beta, gamma, nesterov)
         theta = theta + later + (phi - noted)  # without delay: phi
         mean_c = torch.stack([combine(fast, slow, beta, gamma) for fast, slow, _ in found]).mean(0)
         for member, (fast, slow, momentum) in enumerate(found):
-            new_slow, momentum = outer_step(slow, momentum, mean_c, alpha, gamma)
+            new_slow, momentum = outer_step(slow, momentum, mean_c, alpha, gamma, nesterov)
             fast = merge(fast + torch.tensor(later[member]), new_slow - fast)
             found[member] = (fast, new_slow, momentum)
             for ours, expected in zip(found[member], (theta, phi, delta), strict=True):
@@ -59,14 +69,33 @@ def test_the_functions_are_the_equations(
             np.testing.assert_allclose(theta, phi, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_with_all_replicas_in_one_group_it_is_torchs_sgd_on_the_mean_outer_gradient(nesterov: bool) -> None:
+    """DiLoCo: momentum 0.9 is alpha, learning rate 0.7 beta, and the gradient phi minus the mean of theta."""
+    alpha, beta, members = 0.9, 0.7, 4
+    draw = torch.Generator().manual_seed(0)
+    expected = torch.randn(ELEMENTS, generator=draw, dtype=torch.float64)
+    phi, delta = expected.clone(), torch.zeros_like(expected)
+    sgd = torch.optim.SGD([expected], lr=beta, momentum=alpha, nesterov=nesterov)
+    for _ in range(6):
+        thetas = phi + torch.randn(members, ELEMENTS, generator=draw, dtype=torch.float64)
+        expected.grad = phi - thetas.mean(0)
+        sgd.step()
+        mean_c = torch.stack([combine(theta, phi, beta, beta) for theta in thetas]).mean(0)
+        phi, delta = outer_step(phi, delta, mean_c, alpha, beta, nesterov)
+        close(phi, expected.numpy())
+
+
+@pytest.mark.parametrize("nesterov", [False, True])
 @pytest.mark.parametrize("gamma", [0.7, 0.3])
-def test_results_can_be_written_over_the_arguments(gamma: float) -> None:
+def test_results_can_be_written_over_the_arguments(gamma: float, nesterov: bool) -> None:
     theta, phi, delta, mean_c = torch.randn(4, ELEMENTS, generator=torch.Generator().manual_seed(0))
-    expected_c, expected = combine(theta, phi, 0.7, gamma), outer_step(phi, delta, mean_c, 0.5, gamma)
+    expected_c = combine(theta, phi, 0.7, gamma)
+    expected = outer_step(phi, delta, mean_c, 0.5, gamma, nesterov)
     expected_theta = merge(theta, phi)
     assert merge(theta.clone(), phi, out=(out := theta.clone())) is out
     assert torch.equal(out, expected_theta)
     assert torch.equal(combine(theta, phi, 0.7, gamma, out=theta), expected_c)
-    outer_step(phi, delta, mean_c, 0.5, gamma, out=(phi, delta))
+    outer_step(phi, delta, mean_c, 0.5, gamma, nesterov, out=(phi, delta))
     assert torch.equal(phi, expected[0])
     assert torch.equal(delta, expected[1])
