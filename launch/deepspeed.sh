@@ -47,7 +47,7 @@ mpirun_of() { # KIND NAME: DeepSpeed calls the first mpirun on PATH
         exit 2
     fi
 }
-set -- train --config "$config" "$@"
+set -- train "$config" "$@"
 ask_job() { kill -USR1 "-$job"; } # the ranks, by way of their launcher
 end_job() { kill -KILL "-$job"; }
 launcher_args=''

@@ -13,7 +13,7 @@ rm -rf "$runs"
 mkdir -p "$runs"
 
 start() { # REPLICA: starts its job in the background; sets job
-    "$PYTHON" -m megatron_noloco train --config "$config" --replica "$1" --progress lines \
+    "$PYTHON" -m megatron_noloco train "$config" --replica "$1" --progress lines \
         >>"$runs/replica_$1.log" 2>&1 </dev/null &
     job=$!
 }

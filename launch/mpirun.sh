@@ -48,5 +48,5 @@ fi
 # their step, save and end the job. A second Ctrl-C ends it at once.
 # shellcheck disable=SC2086  # several options in one variable
 run_job "$mpirun" $mpi_options ${hostfile:+"$hostfile" "$HOSTFILE"} ${MPI_OPTIONS:-} -n "$ranks" \
-    "$PYTHON" -m megatron_noloco train --config "$config" --progress "$progress" "$@"
+    "$PYTHON" -m megatron_noloco train "$config" --progress "$progress" "$@"
 exit "$code"

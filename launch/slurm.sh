@@ -41,7 +41,7 @@ export OMPI_MCA_btl_tcp_progress_thread=1
 requeue=no
 # SIGUSR1 for all ranks: they save and leave with 0.
 trap 'requeue=yes; scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
-srun --mpi=pmix --kill-on-bad-exit=1 "$python" -m megatron_noloco train --config "$config" "$@" &
+srun --mpi=pmix --kill-on-bad-exit=1 "$python" -m megatron_noloco train "$config" "$@" &
 wait_for_job $!
 if [ "$requeue" = yes ] && [ "$code" = 0 ]; then scontrol requeue "$SLURM_JOB_ID"; fi
 exit "$code"

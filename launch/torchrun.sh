@@ -25,5 +25,5 @@ fi
 ask_job() { kill -TERM "$job"; }
 # shellcheck disable=SC2086  # several options in one variable
 run_job "$PYTHON" -m megatron_noloco.job.torchrun $where --nproc-per-node "$ranks" \
-    -m megatron_noloco train --config "$config" "$@"
+    -m megatron_noloco train "$config" "$@"
 exit "$code"

@@ -4,14 +4,22 @@ import argparse
 import sys
 
 from megatron_noloco.cli.errors import naming
-from megatron_noloco.cli.options import Commands, say
+from megatron_noloco.cli.options import Commands, add_command, say
 from megatron_noloco.job.start_up import importing
 
 
-def add_command(commands: Commands) -> None:
-    config = commands.add_parser("config", help="explain or check a config file")
+def add_commands(commands: Commands) -> None:
+    config = add_command(
+        commands, "config", "explain or check a config file", "config --check my-run.json --world-size 16"
+    )
     action = config.add_mutually_exclusive_group()
-    action.add_argument("--explain", action="store_true", help="every field: type, bounds, default, meaning")
+    action.add_argument(
+        "--explain",
+        nargs="?",
+        const="",
+        metavar="BLOCK",
+        help="every field, or those of a block such as noloco: type, bounds, default, meaning",
+    )
     action.add_argument(
         "--check", metavar="FILE", help="check a file, and that what it names is there; starts nothing"
     )
@@ -22,8 +30,8 @@ def add_command(commands: Commands) -> None:
 def _config(args: argparse.Namespace) -> int:
     from megatron_noloco.config import explain
 
-    if args.explain:
-        sys.stdout.write(explain())
+    if args.explain is not None:
+        sys.stdout.write(explain(args.explain))
     elif args.check:
         with naming(args.check):
             _check(args.check, args.world_size)
@@ -37,7 +45,7 @@ def _check(path: str, world_size: int | None) -> None:
 
     When only the start would fail the banner is written all the same: on another machine it may succeed.
     """
-    from megatron_noloco.config import describe, load_config
+    from megatron_noloco.config import describe, describe_data, load_config
 
     config = load_config(path)
     world_size = config.world_size if world_size is None else world_size
@@ -55,7 +63,7 @@ def _check(path: str, world_size: int | None) -> None:
     except ValueError as error:
         problem = error
     if topology is not None:
-        say(*describe(config, topology, architecture))
+        say(*describe(config, topology, architecture), *describe_data(config, topology))
         short = None if architecture is None else shortage_of_all(config, architecture, topology)
         if short is not None:
             say(f"all on this machine: {short}")

@@ -7,28 +7,29 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_noloco.cli.options import Commands, at_least_one, say
+from megatron_noloco.cli.options import Commands, add_command, at_least_one, say
 from megatron_noloco.job.leaving import INTERRUPTED
 
 if TYPE_CHECKING:
     from megatron_noloco.data.sources import TokenizerChoice
 
-_PREPROCESS = """Text to Megatron's indexed datasets, PREFIX_KEY_document.{bin,idx}.
-
+_PREPROCESS = """\
 Inputs are JSON lines (.jsonl, .json, .ndjson: one document per line), Parquet (.parquet: one per row) and text
 (anything else: one per file), the first and the last also as .gz or .zst; folders are searched. A run that was
-stopped leaves no dataset: run it again.
-"""
+stopped leaves no dataset: run it again."""
 
 
-def add_command(commands: Commands) -> None:
-    data = commands.add_parser("data", help="make a Megatron dataset from text, or look into one")
+def add_commands(commands: Commands) -> None:
+    data = add_command(
+        commands, "data", "make a Megatron dataset from text, or look into one", "data preprocess --help"
+    )
     subcommands = data.add_subparsers(required=True)
-    preprocess = subcommands.add_parser(
+    preprocess = add_command(
+        subcommands,
         "preprocess",
-        help="text to an indexed dataset",
-        description=_PREPROCESS,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "turn text into Megatron's indexed datasets, PREFIX_KEY_document.{bin,idx}",
+        "data preprocess --input corpus --output-prefix data/corpus --append-eod",
+        _PREPROCESS,
     )
     preprocess.add_argument("--input", nargs="+", required=True, help="files or folders")
     preprocess.add_argument("--output-prefix", required=True, type=Path, help="path without suffix")
@@ -43,7 +44,12 @@ def add_command(commands: Commands) -> None:
     )
     preprocess.add_argument("--workers", type=at_least_one, default=1, help="processes that encode")
     preprocess.set_defaults(run=_preprocess)
-    inspect = subcommands.add_parser("inspect", help="documents, tokens, lengths, and the first documents")
+    inspect = add_command(
+        subcommands,
+        "inspect",
+        "print documents, tokens, lengths, and the first documents of a dataset",
+        "data inspect data/corpus_text_document",
+    )
     inspect.add_argument("prefix", help="path of the .bin and .idx files without their suffix")
     inspect.add_argument("--samples", type=at_least_one, default=3, help="documents to show (default: 3)")
     inspect.set_defaults(run=_inspect)

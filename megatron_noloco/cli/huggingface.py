@@ -6,14 +6,28 @@ import tempfile
 from pathlib import Path
 
 from megatron_noloco.cli.errors import StoppedError
-from megatron_noloco.cli.options import CHECKPOINT, Commands, at_least_one, at_least_zero, say, size
+from megatron_noloco.cli.options import (
+    CHECKPOINT,
+    Commands,
+    add_command,
+    at_least_one,
+    at_least_zero,
+    say,
+    size,
+)
 from megatron_noloco.files import writing
 
 _SHARD_BYTES = 500 * 10**6
+_MODEL = f"a Hugging Face folder, or a checkpoint: {CHECKPOINT}"
 
 
 def add_commands(commands: Commands) -> None:
-    export = commands.add_parser("export", help="checkpoint -> Hugging Face folder, checked")
+    export = add_command(
+        commands,
+        "export",
+        "write a checkpoint as a Hugging Face folder, and compare the logits",
+        "export runs/my-run --output my-model",
+    )
     export.add_argument("checkpoint", nargs="+", type=Path, help=CHECKPOINT)
     export.add_argument("--output", required=True, help="the folder to write")
     export.add_argument(
@@ -24,18 +38,24 @@ def add_commands(commands: Commands) -> None:
     export.add_argument("--max-shard-size", type=size, default=_SHARD_BYTES, help=largest)
     export.set_defaults(run=_export)
 
-    import_ = commands.add_parser(
-        "import", help="Hugging Face folder -> the config of a run that starts from it"
+    import_ = add_command(
+        commands,
+        "import",
+        "write the config of a run that starts from a Hugging Face folder",
+        "import models/Llama-3.2-1B --config configs/llama_3.2_1b.json --output my-run.json",
     )
     import_.add_argument("folder", help="a Hugging Face model with safetensors")
     import_.add_argument("--config", required=True, help="the run's JSON; its model block is replaced")
     import_.add_argument("--output", required=True, help="the JSON to write")
     import_.set_defaults(run=_import)
 
-    generate = commands.add_parser("generate", help="text from a checkpoint or a Hugging Face folder")
-    source = generate.add_mutually_exclusive_group(required=True)
-    source.add_argument("--checkpoint", nargs="+", type=Path, help=CHECKPOINT)
-    source.add_argument("--hf", help="a Hugging Face folder")
+    generate = add_command(
+        commands,
+        "generate",
+        "continue a text with a checkpoint or a Hugging Face folder",
+        'generate runs/my-run --prompt "def "',
+    )
+    generate.add_argument("model", nargs="+", type=Path, help=_MODEL)
     generate.add_argument("--prompt", required=True)
     generate.add_argument(
         "--tokens", type=at_least_one, default=200, help="largest number of new tokens (default: 200)"
@@ -49,10 +69,13 @@ def add_commands(commands: Commands) -> None:
     generate.add_argument("--seed", type=int, default=0)
     generate.set_defaults(run=_generate)
 
-    evaluate = commands.add_parser("evaluate", help="loss and perplexity of each replica and of their mean")
-    evaluate.add_argument(
-        "model", nargs="+", type=Path, help=f"a Hugging Face folder, or a checkpoint: {CHECKPOINT}"
+    evaluate = add_command(
+        commands,
+        "evaluate",
+        "print loss and perplexity of each replica and of their mean",
+        "evaluate runs/my-run --data other.txt",
     )
+    evaluate.add_argument("model", nargs="+", type=Path, help=_MODEL)
     evaluate.add_argument(
         "--data",
         help="text, a folder of text, or a dataset's prefix (default: the run's own validation split)",
@@ -101,17 +124,15 @@ def _import(args: argparse.Namespace) -> int:
 
 def _generate(args: argparse.Namespace) -> int:
     from megatron_noloco.huggingface.export import export
-    from megatron_noloco.huggingface.source import open_source
+    from megatron_noloco.huggingface.source import is_hugging_face, open_source
     from megatron_noloco.huggingface.whole_model import generate
 
     options = (args.prompt, args.tokens, args.temperature, args.seed)
-    if args.hf:
-        if not (Path(args.hf) / "config.json").exists():
-            raise ValueError(f"--hf {args.hf}: no config.json there; give the folder of a Hugging Face model")
-        generate(Path(args.hf), *options)
+    if is_hugging_face(args.model):
+        generate(args.model[0], *options)
         return 0
     with tempfile.TemporaryDirectory() as folder:
-        export(open_source(args.checkpoint, "mean"), Path(folder) / "model", "float32", _SHARD_BYTES)
+        export(open_source(args.model, "mean"), Path(folder) / "model", "float32", _SHARD_BYTES)
         generate(Path(folder) / "model", *options)
     return 0
 

@@ -1,6 +1,8 @@
 """All commands, and the handling of their errors: `python -m megatron_noloco COMMAND`."""
 
 import argparse
+import difflib
+import re
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -8,7 +10,7 @@ from typing import NoReturn
 from megatron_noloco import __version__
 from megatron_noloco.cli import config, data, huggingface, preflight, reading, train
 from megatron_noloco.cli.errors import report
-from megatron_noloco.cli.options import CHECKPOINT, say
+from megatron_noloco.cli.options import CHECKPOINT, add_command, say
 from megatron_noloco.job.leaving import INTERRUPTED, abandon_job, leave, usage_error
 
 
@@ -38,25 +40,37 @@ class _Parser(argparse.ArgumentParser):
     """Reports wrong arguments in one line, from one rank of the job."""
 
     def error(self, message: str) -> NoReturn:
-        sys.exit(usage_error(ValueError(f"{self.prog}: error: {message}")))
+        unknown = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+        near = difflib.get_close_matches(unknown[1], re.findall(r"[\w-]+", unknown[2]), 1) if unknown else []
+        hint = f"; did you mean {near[0]}?" if near else ""
+        sys.exit(usage_error(ValueError(f"{self.prog}: error: {message}{hint}")))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = _Parser(
-        prog="megatron_noloco", description="Train language models with NoLoCo."
+        prog="megatron_noloco",
+        description="Train language models with NoLoCo.",
+        epilog="`COMMAND --help` has an example of each command.",
     )
     parser.add_argument("--version", action="version", version=__version__)
     # The launcher `deepspeed` passes it to every process, before `train`; it is not used.
     parser.add_argument("--local_rank", type=int, help=argparse.SUPPRESS)
-    commands = parser.add_subparsers(required=True)
-    train.add_command(commands)
-    config.add_command(commands)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    train.add_commands(commands)
+    config.add_commands(commands)
     preflight.add_commands(commands)
-    data.add_command(commands)
-    keys = commands.add_parser("keys", help="make the key of a federation, which every member needs")
+    data.add_commands(commands)
+    keys = add_command(
+        commands, "keys", "make the key of a federation, which every member needs", "keys my-run.key"
+    )
     keys.add_argument("file", help="to write; it must not exist yet")
     keys.set_defaults(run=_keys)
-    inspect = commands.add_parser("inspect", help="what a checkpoint holds, and whether it is complete")
+    inspect = add_command(
+        commands,
+        "inspect",
+        "print what a checkpoint holds, and whether it is complete",
+        "inspect runs/my-run",
+    )
     inspect.add_argument("checkpoint", nargs="+", type=Path, help=CHECKPOINT)
     inspect.set_defaults(run=_inspect)
     reading.add_commands(commands)

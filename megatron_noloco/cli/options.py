@@ -20,6 +20,26 @@ _UNITS = {
 _EXAMPLES = {"bandwidth": "100Mbit or 1Gbit", "time": "25ms or 0.3s", "size": "500MB or 2GB"}
 
 
+def add_command(
+    commands: Commands, name: str, does: str, example: str, more: str = ""
+) -> argparse.ArgumentParser:
+    """Add a command and return its parser.
+
+    Args:
+        does: a sentence without its capital and its full stop, for the list of commands and for its own help.
+        example: a command line, without the program's name.
+        more: what its help says besides.
+    """
+    description = f"{does[0].upper()}{does[1:]}." + f"\n\n{more}" * bool(more)
+    return commands.add_parser(
+        name,
+        help=does,
+        description=description,
+        epilog=f"example:\n  python -m megatron_noloco {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
 def say(*lines: str) -> None:
     """Write lines to stdout."""
     sys.stdout.write("".join(f"{line}\n" for line in lines))

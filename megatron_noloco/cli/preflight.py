@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from megatron_noloco.cli.errors import naming
 from megatron_noloco.cli.options import (
     Commands,
+    add_command,
     at_least_one,
     at_least_zero,
     bandwidth,
@@ -33,8 +34,11 @@ _USABLE = 0.9  # of a GPU's memory; libraries and the allocator take the rest
 
 
 def add_commands(commands: Commands) -> None:
-    plan = commands.add_parser(
-        "plan", help="memory of a rank, bytes and seconds of exchanges, before a run: nothing is started"
+    plan = add_command(
+        commands,
+        "plan",
+        "print the memory of a rank, and bytes and seconds of exchanges; starts nothing",
+        "plan my-run.json --gpu A100 --bandwidth 1Gbit --latency 25ms",
     )
     add = plan.add_argument
     add("config", help="a config file")
@@ -49,8 +53,8 @@ def add_commands(commands: Commands) -> None:
     add("--json", action="store_true", help=_JSON)
     plan.set_defaults(run=_plan)
 
-    doctor = commands.add_parser(
-        "doctor", help="whether this machine is ready to train, and what to fix first"
+    doctor = add_command(
+        commands, "doctor", "say whether this machine is ready to train, and what to fix first", "doctor"
     )
     add = doctor.add_argument
     add("--hostfile", type=Path, help="mpirun's: exchange between its first two hosts")

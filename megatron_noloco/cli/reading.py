@@ -4,24 +4,28 @@ import argparse
 import time
 from pathlib import Path
 
-from megatron_noloco.cli.options import Commands, say
+from megatron_noloco.cli.options import Commands, add_command, say
 from megatron_noloco.files import writing
 
 _LOOK_SECONDS = 2.0
 
 
 def add_commands(commands: Commands) -> None:
-    watch = commands.add_parser("watch", help="show a run in the terminal, one line for each replica")
+    watch = add_command(
+        commands, "watch", "show a run in the terminal, one line for each replica", "watch runs/my-run"
+    )
     watch.add_argument("folder", metavar="RUN", type=Path, help="a run's output_dir")
     watch.add_argument("--once", action="store_true", help="show its state, and end")
     watch.set_defaults(run=_watch)
 
-    report = commands.add_parser("report", help="write a run as one HTML page with its plots")
+    report = add_command(
+        commands, "report", "write a run as one HTML page with its plots", "report runs/my-run"
+    )
     report.add_argument("folder", metavar="RUN", type=Path, help="a run's output_dir")
     report.add_argument("--output", type=Path, help="the page to write (default: RUN/report.html)")
     report.set_defaults(run=_report)
 
-    stop = commands.add_parser("stop", help="ask a run to save its state and end")
+    stop = add_command(commands, "stop", "ask a run to save its state and end", "stop runs/my-run")
     stop.add_argument("run_or_config", metavar="RUN", type=Path, help="a run's output_dir, or its config")
     stop.set_defaults(run=_stop)
 
@@ -60,7 +64,7 @@ def _report(args: argparse.Namespace) -> int:
 
 
 def _stop(args: argparse.Namespace) -> int:
-    from megatron_noloco.job.run_folder import ask_to_stop
+    from megatron_noloco.job.run_folder import ask_to_stop, is_under_way
 
     folder = args.run_or_config
     if folder.is_file():
@@ -69,6 +73,9 @@ def _stop(args: argparse.Namespace) -> int:
         folder = Path(load_config(folder).training.output_dir)
     if not (folder / "run.json").exists():
         raise ValueError(f"{folder}: no run has begun there (run.json); give its training.output_dir")
+    if not is_under_way(folder):
+        say(f"{folder}: no run is under way there")
+        return 0
     ask_to_stop(folder)
-    say(f"{folder}: asked to stop; a run that is under way there saves after its local step, and ends")
+    say(f"{folder}: asked to stop; the run saves after its local step, and ends")
     return 0

@@ -6,7 +6,7 @@ import signal
 from typing import TYPE_CHECKING
 
 from megatron_noloco.cli.errors import LostError, StoppedError, UnexpectedError
-from megatron_noloco.cli.options import Commands
+from megatron_noloco.cli.options import Commands, add_command
 from megatron_noloco.job import activity
 from megatron_noloco.job.leaving import FAILURE, leave_with_parent
 from megatron_noloco.job.start_up import importing
@@ -20,9 +20,23 @@ _LOST = (
 )
 
 
-def add_command(commands: Commands) -> None:
-    train = commands.add_parser("train", help="train from one JSON file")
-    train.add_argument("--config", required=True, help="the run's JSON")
+_LAUNCHERS = """\
+This is one process. Those of a run are started by a launcher; N is replicas x pipeline x tensor x data
+parallel sizes:
+
+  launch/mpirun.sh N my-run.json        mpirun -n N python -m megatron_noloco train my-run.json
+  launch/torchrun.sh N my-run.json      torchrun --nproc-per-node N -m megatron_noloco train my-run.json
+  launch/deepspeed.sh N my-run.json     deepspeed --num_gpus N --no_local_rank --module megatron_noloco train ...
+  sbatch launch/slurm.sh my-run.json    srun --mpi=pmix python -m megatron_noloco train my-run.json"""
+
+
+def add_commands(commands: Commands) -> None:
+    train = add_command(
+        commands, "train", "train, or continue a run that was stopped", "train my-run.json", _LAUNCHERS
+    )
+    config = train.add_mutually_exclusive_group(required=True)
+    config.add_argument("config", nargs="?", help="the run's JSON")
+    config.add_argument("--config", dest="named", help=argparse.SUPPRESS)  # as DeepSpeed's scripts have it
     train.add_argument(
         "--progress", choices=("auto", "bar", "lines"), default="auto", help="auto: a bar on a terminal"
     )
@@ -35,7 +49,7 @@ def add_command(commands: Commands) -> None:
 def _train(args: argparse.Namespace) -> int:
     from megatron_noloco.config import load_config
 
-    config = load_config(args.config)
+    config = load_config(args.config or args.named)
 
     with importing():  # torch: only for a sound config
         from megatron_noloco.training.prepare import prepare

@@ -6,7 +6,7 @@ Nothing here imports torch or an engine.
 from megatron_noloco.config.explain import explain
 from megatron_noloco.config.load import load_config
 from megatron_noloco.config.run_config import RunConfig
-from megatron_noloco.config.summary import describe
+from megatron_noloco.config.summary import describe, describe_data
 from megatron_noloco.config.wording import ConfigError
 
-__all__ = ["ConfigError", "RunConfig", "describe", "explain", "load_config"]
+__all__ = ["ConfigError", "RunConfig", "describe", "describe_data", "explain", "load_config"]

@@ -17,6 +17,8 @@ from megatron_noloco.data.sources import (
     TokenizerChoice,
 )
 
+_MOST_FOR_BYTES = 2048  # a vocabulary; a larger one is that of another tokenizer
+
 Paths = Text | list[str | float]
 
 
@@ -127,6 +129,16 @@ def check_data(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[str]:
         yield (
             f'data.split "{data.split}" leaves no text for validation, and evaluation.iters is '
             f"{evaluation.iters}; set it to 0 or give validation a weight"
+        )
+
+
+def check_tokenizer(data: DataConfig, vocab_size: int | None) -> Iterator[str]:
+    """Yield why bytes cannot be what a model with a large vocabulary reads."""
+    if data.tokenizer_type == "byte" and (vocab_size or 0) > _MOST_FOR_BYTES:
+        yield (
+            f'data.tokenizer_type "byte" has 257 tokens, model.vocab_size is {vocab_size:,}; set the type to '
+            '"HuggingFaceTokenizer" and data.tokenizer_model to the folder of its tokenizer.json, or leave '
+            "vocab_size out"
         )
 
 

@@ -30,10 +30,21 @@ class Section:
     fields: list[tuple[str, str, str]]
 
 
-def explain() -> str:
-    """Return a text with every field: dotted name, what it accepts, default, and its meaning."""
+def explain(block: str = "") -> str:
+    """Return a text with every field: dotted name, what it accepts, default, and its meaning.
+
+    Args:
+        block: leave out the fields outside of it; "": none are.
+
+    Raises ValueError for a block that there is not.
+    """
+    blocks = [*BLOCKS, "optimizer", "scheduler"]
+    if block and block not in blocks:
+        raise ValueError(f"config --explain {block}: there is no such block; there are {', '.join(blocks)}")
     parts = []
     for section in _sections():
+        if block and section.path[:1] != (block,):
+            continue
         names = [dotted((*section.path, name)) for name, _, _ in section.fields]
         column = max(map(len, names), default=0) + 2
         lines = _wrapped(f"{section.title}: {section.sentence}", "")

@@ -35,7 +35,7 @@ class ModelConfig(Block):
     """The model, with Megatron's names."""
 
     family: FamilyName = field("llama", "Which kind of model; also Hugging Face's model_type.")
-    num_layers: Positive = field(..., "Transformer layers.")
+    num_layers: Positive = field(..., "Transformer layers.", le=10_000)
     hidden_size: Positive = field(..., "Width of the residual stream.")
     ffn_hidden_size: Positive = field(..., "Width inside the gated MLP.")
     num_attention_heads: Positive = field(..., "Query heads.")

@@ -90,6 +90,7 @@ class RunConfig:
         yield from parallel_block.check_parallel(self.model, self.parallel, self.microbatches)
         yield from data_block.check_data(self.data, self.evaluation)
         yield from data_block.check_documents(self.data, self.model)
+        yield from data_block.check_tokenizer(self.data, self.model.vocab_size)
         # As many replicas as there will be ranks for: more than one.
         yield from _check_loss_scale(self._routing(replicas or 2), self.deepspeed)
 

@@ -20,6 +20,20 @@ from megatron_noloco.plans.topology import Topology
 from megatron_noloco.settings import FederationSettings, NolocoSettings, TrainerSettings, gossip
 
 
+def describe_data(config: RunConfig, topology: Topology) -> list[str]:
+    """Return the lines of data, tokenizer and length of a run, each `label: what it is`."""
+    data, iterations = config.data, config.training.train_iters
+    names = ("text", "data_path", "train_data_path", "valid_data_path", "sft_data_path")
+    given = {name: getattr(data, name) for name in names if getattr(data, name) is not None}
+    tokens = iterations * topology.ensemble * config.replica_batch * config.model.seq_length
+    tokenizer = data.tokenizer_type + f", {data.tokenizer_model}" * (data.tokenizer_model is not None)
+    return [
+        "data: " + ", ".join(f"{name} {_setting(value)}" for name, value in given.items()),
+        f"tokenizer: {tokenizer}",
+        f"length: {count(iterations, 'local step')}, {count(tokens, 'token')} of all replicas",
+    ]
+
+
 def describe(config: RunConfig, topology: Topology, architecture: Architecture | None = None) -> list[str]:
     """Return the lines of the banner, each `label: what it is`.
 

@@ -18,7 +18,7 @@ from megatron_noloco.data.microbatches import VALIDATION_SEED, gather
 from megatron_noloco.data.samples import SampleDataset
 from megatron_noloco.data.tokenizer import FastTokenizer
 from megatron_noloco.huggingface.pretrained import PretrainedWeights, read_architecture
-from megatron_noloco.huggingface.source import open_source
+from megatron_noloco.huggingface.source import is_hugging_face, open_source
 from megatron_noloco.huggingface.whole_model import WholeModel
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.plans.samples import SampleOrder
@@ -88,10 +88,7 @@ def open_weights(paths: Sequence[Path], data: str | None, seq_length: int | None
     Raises ValueError when the model, or the data to evaluate it on, is missing.
     """
     first = paths[0]
-    is_run = (first / "checkpoints").is_dir()  # a run's folder may have a config.json, too
-    if (first / "config.json").is_file() and not is_run:
-        if len(paths) > 1:
-            raise ValueError(f"{first}: a Hugging Face folder is evaluated alone")
+    if is_hugging_face(paths):
         if data is None:
             raise ValueError(f"{first}: a Hugging Face folder has no validation split; give --data")
         return _open_hugging_face(first, data, seq_length)

@@ -56,6 +56,18 @@ class ModelSource:
         return lines
 
 
+def is_hugging_face(paths: Sequence[Path]) -> bool:
+    """Return whether a model is a Hugging Face folder, not a checkpoint; raises ValueError for several folders."""
+    first = paths[0]
+    if (
+        not (first / "config.json").is_file() or (first / "checkpoints").is_dir()
+    ):  # a run may have a config.json
+        return False
+    if len(paths) > 1:
+        raise ValueError(f"{first}: a Hugging Face folder is one model; give it alone")
+    return True
+
+
 def open_source(paths: Sequence[Path], combine: str) -> ModelSource:
     """Find a checkpoint, verify its weights, and choose replicas.
 

@@ -48,6 +48,19 @@ def occupy(folder: Path) -> str:
     return ""
 
 
+def is_under_way(output_dir: Path) -> bool:
+    """Return whether a job writes there; true also where only another host can know."""
+    for path in (output_dir / "running", *output_dir.glob("replica_*/running")):
+        try:
+            with path.open("r+") as file:
+                if not file.read().endswith(f" on {socket.gethostname()}\n"):
+                    return True
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:  # locked, or not ours to open
+            return path.exists()
+    return False
+
+
 def ask_to_stop(output_dir: Path) -> None:
     """Ask the jobs that write to `output_dir` to stop; they poll every second. Raises OSError."""
     write_text(output_dir / "stop", f"{time.time()}\n")

@@ -48,7 +48,7 @@ def test_tools_take_the_folders_of_several_replicas(tmp_path: Path, text: str) -
         for name, arguments in {
             "export": [str(tmp_path), "--output", str(tmp_path / "mean")],
             "evaluate": [*map(str, folders), "--samples", "4"],
-            "generate": ["--checkpoint", *map(str, folders), "--prompt", "a", "--tokens", "2"],
+            "generate": [*map(str, folders), "--prompt", "a", "--tokens", "2"],
         }.items()
     }
     assert [outcome.code for outcome in outcomes.values()] == [0, 0, 0], outcomes

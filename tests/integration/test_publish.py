@@ -425,15 +425,15 @@ def test_generate(tmp_path: Path) -> None:
     exported(tmp_path / "run", hf)
     assert AutoTokenizer.from_pretrained(hf).decode([65, 999, 66]) == "AB"
 
-    def generate(*options: str, of: tuple[str, Path] = ("--hf", hf)) -> tuple[int, str, str]:
-        return call("generate", of[0], str(of[1]), "--prompt", "é, ", "--tokens", "40", *options)
+    def generate(*options: str, of: Path = hf) -> tuple[int, str, str]:
+        return call("generate", str(of), "--prompt", "é, ", "--tokens", "40", *options)
 
     code, text, err = generate("--temperature", "0")
     assert code == 0, err
     assert text.startswith("é, ")
     assert len(text) > 5
     assert generate("--temperature", "0", "--seed", "1")[1] == text
-    assert generate("--temperature", "0", of=("--checkpoint", tmp_path / "run"))[1] == text
+    assert generate("--temperature", "0", of=tmp_path / "run")[1] == text
     drawn = [generate("--seed", seed)[1] for seed in "112"]
     assert drawn[0] == drawn[1] != drawn[2]
     code, text, err = generate("--prompt", "")

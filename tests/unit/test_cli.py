@@ -74,11 +74,11 @@ def test_everything_else_is_a_traceback(
         ("plan a.json --bandwidth", ("0Mbit",), "must be more than 0, such as 100Mbit or 1Gbit"),
         ("plan a.json --bandwidth", ("1GB", "1"), "is not a bandwidth; write 100Mbit or 1Gbit"),
         ("plan a.json --step", ("0s", "0.0ms"), "must be more than 0, such as 25ms or 0.3s"),
-        ("generate --hf a --prompt b --tokens", ("-5", "0", "x"), "is not a whole number of at least 1"),
+        ("generate a --prompt b --tokens", ("-5", "0", "x"), "is not a whole number of at least 1"),
         ("export a --output b --max-shard-size", ("", "1TB", "big"), "is not a size; write 500MB or 2GB"),
         ("export a --output b --max-shard-size", ("0MB",), "must be more than 0, such as 500MB or 2GB"),
         ("evaluate a --samples", ("0",), "is not a whole number of at least 1"),
-        ("generate --hf a --prompt b --temperature", ("-1", "nan", "x"), "is not a number of at least 0"),
+        ("generate a --prompt b --temperature", ("-1", "nan", "x"), "is not a number of at least 0"),
         ("doctor --seconds", ("-1", "nan", "inf", "x"), "is not a number of at least 0"),
     ],
 )
@@ -98,6 +98,25 @@ def test_an_unknown_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> No
         main.main(["config", "--chek", "a"])
     assert ended.value.code == 2
     assert capsys.readouterr().err == "megatron_noloco: error: unrecognized arguments: --chek a\n"
+
+
+def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main(["trian", "a"])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("; did you mean train?")
+
+
+@pytest.mark.parametrize(
+    "command", ["train", "plan", "data preprocess", "keys", "inspect", "generate", "stop"]
+)
+def test_help_has_a_sentence_and_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main.main([*command.split(), "--help"])
+    out = capsys.readouterr().out
+    assert f"\nexample:\n  python -m megatron_noloco {command} " in out
+    assert out.split("\n\n")[1][0].isupper()
 
 
 def test_quantities_with_units() -> None:

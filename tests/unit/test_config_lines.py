@@ -223,6 +223,11 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "model.seq_length 30 does not divide by parallel.tensor_model_parallel_size 4",
     ),
     ({"parallel.sequence_parallel": True}, "sequence_parallel needs parallel.tensor_model_parallel_size > 1"),
+    (
+        {"model.vocab_size": 32000},
+        'data.tokenizer_type "byte" has 257 tokens, model.vocab_size is 32,000; set',
+    ),
+    ({"model.num_layers": 10**19}, "model.num_layers: "),
 ]
 
 
@@ -311,6 +316,19 @@ def test_all_problems_are_reported_in_the_order_of_the_file() -> None:
         "noloco.group_size",
         "training.train_iters",
     ]
+
+
+def test_explain_of_one_block() -> None:
+    text = explain("noloco")
+    assert "noloco.routing.interval" in text
+    assert not any(
+        line.startswith("  ") and not line.startswith(("  noloco.", "   ")) for line in text.splitlines()
+    )
+    assert '"Muon"' in explain("optimizer")
+    with pytest.raises(
+        ValueError, match="config --explain nolco: there is no such block; there are noloco, "
+    ):
+        explain("nolco")
 
 
 def test_explain_mentions_every_field() -> None:

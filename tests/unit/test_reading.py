@@ -223,6 +223,9 @@ def test_a_run_is_asked_to_stop_by_its_folder_or_its_config(
     raw = json.loads((ROOT / "configs/quickstart.json").read_text())
     config.write_text(json.dumps(raw | {"training": raw["training"] | {"output_dir": str(run)}}))
     requests = [stop_request(run)]
+    assert main(["stop", str(run)]) == 0
+    assert capsys.readouterr().out == f"{run}: no run is under way there\n"
+    (run / "running").write_text("process 1 on another-host\n")
     for run_or_config in (run, config):
         assert main(["stop", str(run_or_config)]) == 0
         requests.append(stop_request(run))

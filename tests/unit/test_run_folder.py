@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from megatron_noloco.job.run_folder import occupy
+from megatron_noloco.job.run_folder import is_under_way, occupy
 from tests.harness import REPOSITORY, run_ranks
 
 
@@ -43,6 +43,7 @@ def test_a_second_job_of_this_host_learns_who_was_first(
     tmp_path: Path, another: "subprocess.Popen[str]"
 ) -> None:
     assert occupy(tmp_path) == taken(tmp_path, f"process {another.pid} on {socket.gethostname()}")
+    assert is_under_way(tmp_path)
 
 
 def starts(rank: int, world_size: int, folder: Path) -> list[str]:
@@ -66,6 +67,9 @@ def test_a_job_that_has_ended_leaves_nothing_to_mend(
         another.wait()
     else:
         another.communicate("\n")
+    assert not is_under_way(tmp_path)
+    (tmp_path / "running").write_text("process 1 on another-host\n")
+    assert is_under_way(tmp_path), "only that host can know"
     assert run_ranks(1, lambda rank, world_size: occupy(tmp_path)) == [""]
 
 
