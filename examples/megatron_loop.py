@@ -36,6 +36,17 @@ LENGTH, VOCABULARY, BATCH = 32, 64, 4
 
 def build(tensor_parallel: int, bf16: bool) -> tuple[list[Any], Any]:
     """Make model and optimizer as `setup_model_and_optimizer` of Megatron-LM does."""
+    gpt = build_gpt(tensor_parallel, bf16)
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    model = [DistributedDataParallel(gpt.config, ddp, gpt)]
+    model[0].broadcast_params()
+    numbers = OptimizerConfig(
+        optimizer="adam", lr=0.003, bf16=bf16, use_distributed_optimizer=True, clip_grad=1.0
+    )
+    return model, get_megatron_optimizer(numbers, model)
+
+
+def build_gpt(tensor_parallel: int, bf16: bool) -> Any:
     parallel_state.initialize_model_parallel(tensor_model_parallel_size=tensor_parallel)
     model_parallel_cuda_manual_seed(1234)  # every replica starts from the same weights
     torch.manual_seed(1234)
@@ -53,15 +64,7 @@ def build(tensor_parallel: int, bf16: bool) -> tuple[list[Any], Any]:
     )
     gpt = GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, LENGTH)
     gpt.to(torch.cuda.current_device())
-    if bf16:
-        gpt = Float16Module(config, gpt)
-    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
-    model = [DistributedDataParallel(config, ddp, gpt)]
-    model[0].broadcast_params()
-    numbers = OptimizerConfig(
-        optimizer="adam", lr=0.003, bf16=bf16, use_distributed_optimizer=True, clip_grad=1.0
-    )
-    return model, get_megatron_optimizer(numbers, model)
+    return Float16Module(config, gpt) if bf16 else gpt
 
 
 def microbatch(step: int, source: int) -> torch.Tensor:

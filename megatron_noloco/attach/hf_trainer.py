@@ -1,4 +1,4 @@
-"""NoLoCo for the `Trainer` of Hugging Face's transformers, alone or with DeepSpeed.
+"""NoLoCo for the `Trainer` of Hugging Face's transformers, alone, with FSDP2 or with DeepSpeed.
 
     trainer = Trainer(model, args, ...)
     trainer.add_callback(NolocoCallback(trainer, FederationSettings(slots=4, ...), slot=0))

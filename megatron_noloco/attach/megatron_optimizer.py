@@ -1,6 +1,8 @@
-"""Rounds for Megatron-core's distributed optimizer, in Megatron-LM's own loop or one like it.
+"""Rounds for Megatron-core's optimizers that divide the weights, in Megatron-LM's own loop or one like it.
 
-Uses attributes of Megatron-core 0.16.1 that are not public; the tests fail when they change.
+These are its `DistributedOptimizer`, which gives each data-parallel rank a part of every bucket, and its
+`LayerWiseDistributedOptimizer` (Muon), which gives it whole parameters. Uses attributes of Megatron-core 0.16.1 to
+0.19.2 that are not public; the tests fail when they change.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,20 +15,23 @@ from megatron_noloco.outer import Weights
 
 
 def trained_by_megatron(optimizer: Any) -> Trained:
-    """Return the weights of an optimizer that `get_megatron_optimizer` made with `use_distributed_optimizer`.
+    """Return the weights of an optimizer that `get_megatron_optimizer` made, if it divides the weights.
 
     The ranks of the job are one replica, whatever its parallel sizes.
 
     Raises ValueError for an optimizer that does not divide the weights, or keeps none in fp32.
     """
-    chained = getattr(optimizer, "chained_optimizers", [optimizer])
-    for one in chained:
+    optimizers = list(_dividing(optimizer))
+    for one in optimizers:
         name = type(one).__name__
-        if not hasattr(one, "shard_fp32_from_float16_groups") or one.ddp_config.use_megatron_fsdp:
+        if not (_by_layers(one) or hasattr(one, "shard_fp32_from_float16_groups")) or any(
+            chunk.ddp_config.use_megatron_fsdp for chunk in one.model_chunks
+        ):
             raise ValueError(
-                f"attach: {name} is not supported; use --use-distributed-optimizer, without FSDP"
+                f"attach: {name} is not supported; use --use-distributed-optimizer, or with Muon the layer-wise "
+                "distributed optimizer, without FSDP"
             )
-        if any(shard is None for shard in _shards(one)):
+        if any(weight is None for weight in _owned(one)):
             raise ValueError(
                 f"attach: this {name} keeps no fp32 weights of its own; leave out "
                 "--use-precision-aware-optimizer and --optimizer-cpu-offload"
@@ -39,31 +44,37 @@ def trained_by_megatron(optimizer: Any) -> Trained:
                 "attach: leave out --overlap-param-gather-with-optimizer-step and "
                 "--reuse-grad-buf-for-mxfp8-param-ag: they gather weights before a round has moved them"
             )
-    return Trained(DistributedOptimizerWeights(chained), None, ("", ""))
+    return Trained(DividedWeights(optimizers), None, ("", ""))
 
 
-class DistributedOptimizerWeights(Weights):
-    """The weights that this rank owns: 1/dp of those of its stage and tensor-parallel rank.
+class DividedWeights(Weights):
+    """The weights that this rank owns: about 1/dp of those of its stage and tensor-parallel rank.
 
     Args:
-        optimizers: `DistributedOptimizer`s with disjoint parameters.
+        optimizers: `DistributedOptimizer`s and `LayerWiseDistributedOptimizer`s with disjoint parameters.
     """
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
         self._optimizers = optimizers
-        self._shards = [shard for optimizer in optimizers for shard in _shards(optimizer)]
+        self._owned = [weight for optimizer in optimizers for weight in _owned(optimizer)]
         self._chunks = list(dict.fromkeys(chunk for one in optimizers for chunk in one.model_chunks))
 
     def parts(self) -> list[Tensor]:
-        return [shard.detach().view(-1) for shard in self._shards]
+        return [weight.detach().view(-1) for weight in self._owned]
 
     def copied(self) -> list[tuple[int, int]]:
-        tp, pp = self._chunks[0].tp_group.size(), self._chunks[0].pp_group.size()
+        first = self._optimizers[0]
+        groups = (
+            (first.pg_collection.tp, first.pg_collection.pp)
+            if _by_layers(first)
+            else (self._chunks[0].tp_group, self._chunks[0].pp_group)
+        )
+        tp, pp = (group.size() for group in groups)
         ranges, start = [], 0
-        for shard in self._shards:
-            stop = start + shard.numel()
-            split = getattr(shard, "tensor_model_parallel", False)
-            if (tp > 1 and not split) or (pp > 1 and getattr(shard, "shared", False)):
+        for weight in self._owned:
+            stop = start + weight.numel()
+            split = getattr(weight, "tensor_model_parallel", False)
+            if (tp > 1 and not split) or (pp > 1 and getattr(weight, "shared", False)):
                 ranges.append((start, stop))
             start = stop
         return ranges
@@ -71,13 +82,36 @@ class DistributedOptimizerWeights(Weights):
     def refresh(self) -> None:
         """Round to the working precision, and gather over the data-parallel ranks as after a step."""
         for optimizer in self._optimizers:
-            optimizer._copy_main_params_to_model_params()
+            for one in optimizer.chained_optimizers if _by_layers(optimizer) else [optimizer]:
+                if hasattr(one, "_copy_main_params_to_model_params"):  # FP32Optimizer has no main weights
+                    one._copy_main_params_to_model_params()
+            if _by_layers(optimizer) and not getattr(optimizer, "use_buffer_param_sync", False):
+                optimizer.allgather_params()
         for chunk in self._chunks:
-            if not chunk.ddp_config.overlap_param_gather:  # else the next forward pass gathers
-                chunk.start_param_sync()
+            if chunk.ddp_config.use_distributed_optimizer and not chunk.ddp_config.overlap_param_gather:
+                chunk.start_param_sync()  # else the next forward pass gathers
 
 
-def _shards(optimizer: Any) -> Iterator[Any]:
+def _dividing(optimizer: Any) -> Iterator[Any]:
+    """Yield the optimizers in a chain that divide the weights among data-parallel ranks."""
+    if _by_layers(optimizer) or not hasattr(optimizer, "chained_optimizers"):
+        yield optimizer
+    else:
+        for one in optimizer.chained_optimizers:
+            yield from _dividing(one)
+
+
+def _by_layers(optimizer: Any) -> bool:
+    """Return whether this is a LayerWiseDistributedOptimizer, whose optimizers have the parameters it owns."""
+    return hasattr(optimizer, "allgather_params")
+
+
+def _owned(optimizer: Any) -> Iterator[Any]:
+    """Yield the fp32 weights that this rank owns; None where there are none in fp32."""
+    if _by_layers(optimizer):
+        for group in optimizer.param_groups:
+            yield from group["params"]
+        return
     for groups in (optimizer.shard_fp32_from_float16_groups, optimizer.shard_fp32_groups):
         for group in groups:
             yield from group

@@ -2,7 +2,8 @@
 
     torchrun ... tests/integration/megatron_on_cpu.py SCRIPT ARGUMENTS
 
-Core 0.16.1 makes tensors on "cuda" by name, and asks for the type of a parameter by that of a CUDA tensor.
+Core 0.16.1 makes tensors on "cuda" by name, asks for the type of a parameter by that of a CUDA tensor, and gathers
+tensors of different lengths.
 """
 
 import runpy
@@ -11,7 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from megatron_noloco.pipeline import cpu
@@ -32,10 +35,19 @@ class OnCpu(TorchFunctionMode):
             options["device"] = "cpu"
         if function is torch.Tensor.cuda:
             return args[0]
+        if function is dist.all_gather and len({piece.shape for piece in args[0]}) > 1:
+            return gather(*args, options["group"])
         result = function(*args, **options)
         if function is torch.Tensor.type and isinstance(result, str):
             return result.replace("torch.", "torch.cuda.")
         return result
+
+
+def gather(pieces: Sequence[Tensor], own: Tensor, group: dist.ProcessGroup) -> None:
+    """Gather pieces of different lengths, as NCCL does and gloo does not."""
+    pieces[dist.get_rank(group)].copy_(own)
+    for rank, piece in enumerate(pieces):
+        dist.broadcast(piece, group=group, group_src=rank)
 
 
 def prepare() -> OnCpu:
@@ -44,6 +56,7 @@ def prepare() -> OnCpu:
     parallel_state._GLOBAL_MEMORY_BUFFER = None  # the script makes it
     cuda: Any = torch.cuda
     cuda.current_device = lambda: "cpu"
+    cuda.current_stream = lambda: None
     cuda.get_rng_state = lambda *_: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)
     cuda.manual_seed = torch.manual_seed

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.ops.adam import FusedAdam
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_noloco.attach import ReplicaGroups, attach
@@ -42,9 +42,29 @@ class AsFused(FusedAdam):
         self.inner.step()
 
 
-def engine_of(stage: int, mpu: Any, seed: int = 0, fused: bool = False, **block: Any) -> Any:
+class Adapted(nn.Module):
+    """A linear layer that is frozen, and an adapter of rank 2 that is trained, as LoRA has it."""
+
+    def __init__(self, frozen: nn.Linear) -> None:
+        super().__init__()
+        self.frozen = frozen.requires_grad_(False)
+        self.down = nn.Linear(frozen.in_features, 2, bias=False)
+        self.up = nn.Linear(2, frozen.out_features, bias=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.frozen(inputs) + self.up(self.down(inputs))
+        return outputs
+
+
+def engine_of(
+    stage: int, mpu: Any, seed: int = 0, fused: bool = False, adapters: bool = False, **block: Any
+) -> Any:
     torch.manual_seed(seed)
     model = LlamaForCausalLM(LlamaConfig(**ODD))
+    if adapters:
+        model.requires_grad_(False)
+        for layer in model.model.layers:
+            layer.mlp.up_proj = Adapted(layer.mlp.up_proj)
     client = (lambda parameters: AsFused(parameters, lr=0.01)) if fused else None
     config = {
         "train_micro_batch_size_per_gpu": 2,
@@ -138,7 +158,9 @@ def by_hand(value: object) -> Any:
     [
         (1, "fp32"),
         (3, "fp32"),
+        (3, "bf16 adapters"),
         (0, "bf16 fused"),
+        by_hand((2, "bf16 adapters")),
         *(by_hand((stage, "fp32")) for stage in (0, 2)),
         *(by_hand((stage, "bf16")) for stage in range(4)),
     ],
@@ -147,6 +169,11 @@ def test_rounds_are_those_of_the_method(stage: int, precision: str) -> None:
     """2 replicas of 2 data-parallel ranks; against the formula, on weights gathered from the engines."""
     block: dict[str, Any] = {} if precision == "fp32" else {"bf16": {"enabled": True}}
     block |= {"fused": True} if "fused" in precision else {}
+    if "adapters" in precision:  # some of whose weights ZeRO 3 divides, and some it keeps whole on every rank
+        block |= {
+            "adapters": True,
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 80},
+        }
     found = run_ranks(REPLICAS * SIZE, train, stage, block, 2)
     tolerance = {"rtol": 0, "atol": 1e-6} if precision == "fp32" else {"rtol": 2**-7, "atol": 2e-4}
     before = torch.stack([one["before"] for one in found[::SIZE]], dim=1)

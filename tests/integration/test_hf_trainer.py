@@ -21,7 +21,14 @@ from tests.harness import REPOSITORY, run_script, run_torchrun
 from tests.integration.jobs import SECONDS, federation, run_jobs, wait_for
 
 EXAMPLE = REPOSITORY / "examples" / "hf_trainer.py"
+FSDP_ON_CPU = REPOSITORY / "tests" / "integration" / "fsdp_on_cpu.py"
 ON_A_CPU = {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
+FSDP2 = {  # as `accelerate launch --use_fsdp --fsdp_version 2` sets them
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+}
 SETTINGS = NolocoSettings(local_steps=2, deadline_seconds=SECONDS)
 ZERO_2 = {
     "train_micro_batch_size_per_gpu": "auto",
@@ -198,19 +205,17 @@ def test_what_is_refused(tmp_path: Path, args: dict[str, Any], step: int, line: 
 
 @needs_accelerate
 @pytest.mark.parametrize(
-    ("ranks", "deepspeed"),
+    ("ranks", "engine"),
     [
-        (1, False),
-        pytest.param(2, False, marks=pytest.mark.slow),
-        pytest.param(2, True, marks=pytest.mark.slow),
+        (1, "torch"),
+        pytest.param(2, "DistributedDataParallel", marks=pytest.mark.slow),
+        pytest.param(2, "FSDP2", marks=pytest.mark.slow),
+        pytest.param(2, "DeepSpeed", marks=pytest.mark.slow),
     ],
-    ids=["one rank", "DistributedDataParallel", "DeepSpeed"],
 )
-def test_the_example_trains_resumes_and_ends_with_one_model(
-    tmp_path: Path, ranks: int, deepspeed: bool
-) -> None:
+def test_the_example_trains_resumes_and_ends_with_one_model(tmp_path: Path, ranks: int, engine: str) -> None:
     more = []
-    if deepspeed:
+    if engine == "DeepSpeed":
         (tmp_path / "zero_2.json").write_text(json.dumps(ZERO_2))
         more = ["--deepspeed", str(tmp_path / "zero_2.json")]
 
@@ -219,7 +224,10 @@ def test_the_example_trains_resumes_and_ends_with_one_model(
         return run_script(EXAMPLE, *options, "--slot", str(slot))
 
     def under_torchrun(slot: int, *options: str) -> str:
-        finished = run_torchrun(ranks, str(EXAMPLE), [*options, "--slot", str(slot)], 400, ON_A_CPU)
+        script, environ = [str(EXAMPLE), *options, "--slot", str(slot)], ON_A_CPU
+        if engine == "FSDP2":
+            script, environ = [str(FSDP_ON_CPU), *script], ON_A_CPU | FSDP2
+        finished = run_torchrun(ranks, script[0], script[1:], 400, environ)
         assert finished.returncode == 0, finished.stdout + finished.stderr
         return finished.stdout
 
@@ -236,6 +244,8 @@ def test_the_example_trains_resumes_and_ends_with_one_model(
             assert re.findall(r"'noloco_partner': (\d)", text) == [str(1 - slot)] * rounds, text
             saved = tmp_path / f"replica_{slot}" / f"checkpoint-{steps}"
             assert len(list(saved.glob("noloco_*.pt"))) == ranks
+        if engine == "FSDP2":
+            continue  # the Trainer saves no whole model, nor could it on a CPU
         models = [(tmp_path / f"replica_{slot}" / "final" / "model.safetensors") for slot in range(2)]
         assert models[0].read_bytes() == models[1].read_bytes()
     losses = [float(loss) for loss in re.findall(r"'loss': '([\d.]+)'", said[0])]

@@ -3,14 +3,21 @@
 import importlib.util
 import re
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer, layer_wise_optimizer
+from megatron.core.optimizer.layer_wise_optimizer import LayerWiseDistributedOptimizer
+from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron_noloco.attach import attach
@@ -34,12 +41,50 @@ def example() -> ModuleType:
 
 
 LOOP = example()  # megatron-core is imported before ranks are forked
+BUILD: dict[str, Callable[[int], tuple[list[Any], Any]]] = {
+    "distributed, bf16": lambda tensor_parallel: LOOP.build(tensor_parallel, bf16=True),
+    "distributed, fp32": lambda tensor_parallel: LOOP.build(tensor_parallel, bf16=False),
+    "layer-wise": lambda tensor_parallel: layer_wise(tensor_parallel),
+    "Muon": lambda tensor_parallel: muon(tensor_parallel),
+}
+needs_muon = pytest.mark.skipif(
+    find_spec("emerging_optimizers") is None, reason="needs Megatron-core 0.19 and emerging-optimizers"
+)
 
 
-def train(slot: int, rank: int, folder: Path, tensor_parallel: int, bf16: bool) -> dict[str, Any]:
+def layer_wise(tensor_parallel: int) -> tuple[list[Any], Any]:
+    """A model, and an optimizer in which each rank has whole parameters; SGD in the place of Muon."""
+    gpt = LOOP.build_gpt(tensor_parallel, bf16=True)
+    model = [
+        DistributedDataParallel(gpt.config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), gpt)
+    ]
+    linear = [parameter for parameter in model[0].parameters() if parameter.dim() == 2]
+    others = [parameter for parameter in model[0].parameters() if parameter.dim() == 1]
+    two = [torch.optim.SGD(linear, lr=0.003, momentum=0.9), torch.optim.AdamW(others, lr=0.003)]
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    config = OptimizerConfig(optimizer="adam", bf16=True, clip_grad=1.0)
+    return model, LayerWiseDistributedOptimizer(two, config, groups)
+
+
+def muon(tensor_parallel: int) -> tuple[list[Any], Any]:
+    """As of core 0.19: whole matrices in buckets of their own for Muon, a distributed optimizer for the rest."""
+    gpt = LOOP.build_gpt(tensor_parallel, bf16=True)
+    ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+    layer_wise_optimizer.tag_params_for_buffer_routing([gpt])
+    layout = LayerWiseDistributedOptimizer.compute_full_param_layout(
+        list(gpt.parameters()), None, parallel_state.get_data_parallel_world_size(), ddp
+    )
+    model = [DistributedDataParallel(gpt.config, ddp, gpt, full_param_layout=layout)]
+    config = OptimizerConfig(
+        optimizer="muon", use_layer_wise_distributed_optimizer=True, lr=0.003, bf16=True, clip_grad=1.0
+    )
+    return model, get_megatron_optimizer(config, model)
+
+
+def train(slot: int, rank: int, folder: Path, tensor_parallel: int, optimizer: str) -> dict[str, Any]:
     """The fp32 weights of this rank: first, before and after each round; the working weights at the end."""
     with megatron_on_cpu.prepare():
-        model, optimizer = LOOP.build(tensor_parallel, bf16)
+        model, optimizer = BUILD[optimizer](tensor_parallel)
         noloco = attach(optimizer, SETTINGS, **federation(folder, slot, 2))
         weights = noloco.outer.weights
         first, before, after = weights.read(), [], []
@@ -57,17 +102,20 @@ def train(slot: int, rank: int, folder: Path, tensor_parallel: int, bf16: bool) 
 
 
 @pytest.mark.parametrize(
-    ("tensor_parallel", "bf16"),
+    ("tensor_parallel", "optimizer"),
     [
-        (1, True),
-        pytest.param(1, False, marks=pytest.mark.slow),
-        pytest.param(2, False, marks=pytest.mark.slow),
+        (1, "distributed, bf16"),
+        (1, "layer-wise"),
+        pytest.param(1, "distributed, fp32", marks=pytest.mark.slow),
+        pytest.param(2, "distributed, fp32", marks=pytest.mark.slow),
+        pytest.param(2, "layer-wise", marks=pytest.mark.slow),
+        pytest.param(1, "Muon", marks=needs_muon),
+        pytest.param(2, "Muon", marks=needs_muon),
     ],
-    ids=["data parallel, bf16", "data parallel, fp32", "tensor parallel"],
 )
-def test_rounds_are_those_of_the_method(tmp_path: Path, tensor_parallel: int, bf16: bool) -> None:
+def test_rounds_are_those_of_the_method(tmp_path: Path, tensor_parallel: int, optimizer: str) -> None:
     """2 jobs of 2 ranks; against the formula, on the fp32 weights that each rank owns."""
-    found = run_jobs(tmp_path, 2, 2, train, tmp_path, tensor_parallel, bf16)
+    found = run_jobs(tmp_path, 2, 2, train, tmp_path, tensor_parallel, optimizer)
     for rank in range(2):
         before, after = (
             torch.stack([job[rank][when] for job in found], dim=1) for when in ("before", "after")
@@ -99,10 +147,13 @@ def refused(slot: int, rank: int, folder: Path) -> list[str]:
         there = federation(folder, slot, 2)
         plain = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=0.003, bf16=True), model)
         lines = []
+        aware = copy(optimizer.chained_optimizers[0])  # core builds no precision-aware one on a CPU
+        aware.shard_fp32_from_float16_groups = [[None]]
         for engine, options in (
             (optimizer, {"replicas": 2}),
             (plain, there),
             (model[0], there),
+            (aware, there),
         ):
             with pytest.raises(ValueError) as error:
                 attach(engine, SETTINGS, **options)
@@ -115,6 +166,7 @@ def test_what_is_refused_in_one_line(tmp_path: Path) -> None:
     assert "each replica is a job of its own; give federation" in lines[0]
     assert lines[1].startswith("attach: Float16OptimizerWithFloat16Params is not supported; use")
     assert lines[2].startswith("attach: a DistributedDataParallel is none of")
+    assert "leave out --use-precision-aware-optimizer" in lines[3]
 
 
 @pytest.mark.slow
