@@ -10,11 +10,9 @@ from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
 )
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
 from megatron_noloco.model import weights
@@ -22,6 +20,7 @@ from megatron_noloco.model.architecture import Architecture, Compute
 from megatron_noloco.model.dropout import seed_dropout
 from megatron_noloco.model.families import Parameter, family_of, table_of
 from megatron_noloco.model.families.hf_keys import YARN_DEFAULTS
+from megatron_noloco.model.language_model import LanguageModel
 from megatron_noloco.model.layers import (
     CausalAttention,
     CrossEntropyWithZLoss,
@@ -29,13 +28,14 @@ from megatron_noloco.model.layers import (
     Router,
     document_mask,
 )
+from megatron_noloco.pipeline.core_versions import NO_CUDA_GRAPHS, submodules_of
 from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.plans.topology import Topology
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class Chunk(GPTModel):
+class Chunk(LanguageModel):
     """Core's model of consecutive layers, with masks between documents, and a loss without vocabulary padding.
 
     Padded rows of the vocabulary are left out of the softmax. Otherwise they would take probability from real
@@ -78,8 +78,7 @@ class Chunk(GPTModel):
 
     def named_rows(self) -> Iterator[tuple[Parameter, nn.Parameter]]:
         """Yield every parameter with its row of the family's table; raises ValueError where they do not match."""
-        pp_rank = self.pg_collection.pp.rank()
-        first_layer = get_transformer_layer_offset(self.config, self.vp_stage, pp_rank)
+        first_layer = self.decoder.layers[0].layer_number - 1  # core counts from 1
         return weights.match_rows(self, table_of(self.architecture), first_layer)
 
 
@@ -185,7 +184,7 @@ def layer_spec(config: TransformerConfig, transformer_engine: bool) -> ModuleSpe
     build = get_gpt_layer_with_transformer_engine_spec if transformer_engine else _local_spec
     spec = build(num_experts=config.num_moe_experts, qk_layernorm=config.qk_layernorm)
     if config.num_moe_experts is not None:
-        spec.submodules.mlp.submodules.router = Router
+        submodules_of(spec.submodules.mlp).router = Router
     return spec
 
 
@@ -249,7 +248,7 @@ def transformer_config(architecture: Architecture, compute: Compute, topology: T
         apply_rope_fusion=compute.uses_transformer_engine(),  # a kernel of Transformer Engine
         masked_softmax_fusion=False,  # attention is torch's or Transformer Engine's, both fused
         gradient_accumulation_fusion=False,  # needs Megatron's own gradient buffers
-        cuda_graph_scope=[],
+        **NO_CUDA_GRAPHS,
         **virtual,
         **family_of(architecture).core_config(architecture),
     )
@@ -259,7 +258,7 @@ def transformer_config(architecture: Architecture, compute: Compute, topology: T
 
 
 def _yarn(architecture: Architecture) -> dict[str, Any]:
-    """Return the attributes for YaRN, which GPTModel reads and TransformerConfig has no fields for."""
+    """Return the attributes for YaRN, which core's model reads and TransformerConfig has no fields for."""
     if architecture.yarn_rotary_scaling_factor is None:
         return {}
     return {

@@ -8,12 +8,12 @@ import hashlib
 from collections.abc import Callable, Iterator
 
 import torch
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import Tensor, nn
 
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import Parameter, Table, table_of
+from megatron_noloco.model.language_model import LanguageModel
 from megatron_noloco.plans.draws import Stream, draw_words
 
 Read = Callable[[str], Tensor]  # the full tensor of a parameter, by its name in the unsplit model
@@ -41,7 +41,9 @@ def _draw(shape: tuple[int, ...], name: str, seed: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(word % 2**63))
 
 
-def match_rows(chunk: GPTModel, table: Table, first_layer: int) -> Iterator[tuple[Parameter, nn.Parameter]]:
+def match_rows(
+    chunk: LanguageModel, table: Table, first_layer: int
+) -> Iterator[tuple[Parameter, nn.Parameter]]:
     """Yield every parameter of a model chunk with its row, in the order of the table, which flat vectors have.
 
     Args:

@@ -38,7 +38,7 @@ class RoutedCommunicator(P2PCommunicator):
     """Chooses for each microbatch with which replica's neighbouring stage this stage exchanges tensors.
 
     Activations and their gradients have shape [seq_length (/ tp with sequence parallelism), micro_batch_size,
-    hidden_size] and the pipeline's dtype. Overrides only `_communicate` of Megatron-core's communicator (0.16.1);
+    hidden_size] and the pipeline's dtype. Overrides only `_communicate` of Megatron-core's communicator;
     the pipeline group stays that of the replica, so that the schedules' warm-up counts do not change.
 
     Attributes:

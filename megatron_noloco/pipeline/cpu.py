@@ -1,4 +1,4 @@
-"""Makes Megatron-core 0.16.1 run on a CPU; does nothing where CUDA is available.
+"""Makes Megatron-core run on a CPU; does nothing where CUDA is available.
 
 Core writes `device="cuda"` or `torch.cuda.current_device()` into a handful of functions that offer no
 argument for the device. On a CPU the name `torch` inside those modules is rebound to a proxy that uses "cpu" for

@@ -3,17 +3,15 @@
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
-from megatron.core.transformer.moe.moe_utils import (
-    clear_aux_losses_tracker,
-    get_moe_layer_wise_logging_tracker,
-)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megatron_noloco.job.activity import now
 from megatron_noloco.monitor.metrics import MEAN, SUM, TOTAL, Record, Reduction, mean, total, unrecorded
 from megatron_noloco.pipeline.communicator import RoutedCommunicator
+from megatron_noloco.pipeline.core_versions import balancing_losses
 from megatron_noloco.pipeline.groups import Groups
 from megatron_noloco.plans.routing import Routes
 
@@ -143,6 +141,10 @@ def take_load_balancing_loss() -> Tensor | None:
     (Fedus et al. 2021, arXiv 2101.03961, equation 4, over all choices of a token). Where tensor-parallel ranks
     share the tokens, this rank's part. Core's routers keep the loss for core's log, which would all-reduce it.
     """
-    kept = [entry["values"].sum() for entry in get_moe_layer_wise_logging_tracker().values()]
-    clear_aux_losses_tracker()
-    return sum(kept[1:], kept[0]) if kept else None
+    kept = balancing_losses()
+    if not kept:
+        return None
+    summed = torch.stack(kept).sum()
+    for losses in kept:
+        losses.zero_()
+    return summed

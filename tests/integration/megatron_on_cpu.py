@@ -2,7 +2,7 @@
 
     torchrun ... tests/integration/megatron_on_cpu.py SCRIPT ARGUMENTS
 
-Core 0.16.1 makes tensors on "cuda" by name, asks for the type of a parameter by that of a CUDA tensor, and gathers
+Core makes tensors on "cuda" by name, asks for the type of a parameter by that of a CUDA tensor, and gathers
 tensors of different lengths.
 """
 

@@ -254,10 +254,7 @@ def test_parameter_count_is_that_of_llama() -> None:
     }
     assert table_of(config(model=llama2).architecture(32000)).parameter_count == 6_738_415_616
     llama3 = {**llama2, "ffn_hidden_size": 14336, "num_query_groups": 8}
-    assert (
-        table_of(config(model=llama3).architecture(128256)).parameter_count
-        == 8_030_261_248
-    )
+    assert table_of(config(model=llama3).architecture(128256)).parameter_count == 8_030_261_248
 
 
 def test_what_only_a_family_has_comes_from_the_file_or_the_family() -> None:

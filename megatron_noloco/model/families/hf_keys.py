@@ -109,7 +109,7 @@ def _llama3(rope: Keys) -> dict[str, Any]:
     for key, value in LLAMA3_SCALING.items():
         if rope.get(key) != value:
             raise ValueError(
-                f"rope_scaling has {key} {rope.get(key)!r}; Megatron-core 0.16.1 computes {value:g} only"
+                f"rope_scaling has {key} {rope.get(key)!r}; Megatron-core computes {value:g} only"
             )
     return {"rope_scaling_factor": number(rope, "factor")}
 

@@ -1,0 +1,34 @@
+"""The lists of packages agree."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+
+
+def bounds(lines: list[str]) -> dict[str, SpecifierSet]:
+    """The versions that requirements allow, by package."""
+    words = (re.split(r"\s*#", line)[0] for line in lines if not line.startswith("-r"))
+    return {found.name: found.specifier for found in map(Requirement, filter(None, words))}
+
+
+INSTALLED = bounds((ROOT / "requirements.txt").read_text().splitlines())
+
+
+@pytest.mark.parametrize("extra", ["", *EXTRAS])
+def test_pip_install_has_the_bounds_of_make_setup(extra: str) -> None:
+    found = bounds(EXTRAS[extra] if extra else PROJECT["dependencies"])
+    assert found == {name: INSTALLED[name] for name in found}
+
+
+def test_gpu_check_has_them_too() -> None:
+    listed = bounds((ROOT / "requirements-gpu-check.txt").read_text().splitlines())
+    for name, versions in listed.items():
+        assert not versions or versions == INSTALLED[name], name
