@@ -54,6 +54,7 @@ class Replicas:
         way: one of `replica.WAYS`.
         options: more options of `tools.peers.replica`.
         there: the hosts of the replicas; None: all run on this one.
+        quorum: the fewest replicas of a round under torchft; None: all.
     """
 
     def __init__(
@@ -64,8 +65,10 @@ class Replicas:
         replicas: int,
         options: Sequence[str],
         there: Lab | None = None,
+        quorum: int | None = None,
     ) -> None:
         folder.mkdir(parents=True)
+        self._quorum = quorum or replicas
         self._environment, self.folder, self.way, self.replicas = environment, folder, way, replicas
         self._options, self._there = options, there
         hosts = [address_of(replica) for replica in range(replicas)] if there else ["127.0.0.1"] * replicas
@@ -86,7 +89,12 @@ class Replicas:
 
     def start_lighthouse(self) -> None:
         """Start torchft's coordinator."""
-        options = ["--min_replicas", "2", "--bind", f"0.0.0.0:{self._addresses[0].rpartition(':')[2]}"]
+        options = [
+            "--min_replicas",
+            str(self._quorum),
+            "--bind",
+            f"0.0.0.0:{self._addresses[0].rpartition(':')[2]}",
+        ]
         self._launch(-1, [str(self._environment.lighthouse), *options])
 
     def start(self, replica: int) -> None:
@@ -191,7 +199,7 @@ def faults(environment: Environment, folder: Path, way: str) -> dict[str, Any]:
     """Kill one of 4 replicas and start it again, then kill the coordinator; returns seconds and local steps."""
     options = ["--steps", "1000000", "--pause", "0.2", "--local-steps", "5", "--deadline", "10"]
     others, lost = range(3), 3
-    with Replicas(environment, folder / way, way, 4, options) as replicas:
+    with Replicas(environment, folder / way, way, 4, options, quorum=2) as replicas:
 
         def all_count(after: float, who: Sequence[int], rounds: int = 1) -> Callable[[], bool]:
             return lambda: all(len(replicas.counted(replica, after)) >= rounds for replica in who)
