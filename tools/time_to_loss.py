@@ -23,7 +23,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
+from megatron_noloco.monitor.run_log import RunLog
 from tools.netlab.__main__ import quantity
 from tools.netlab.lab import LabUnavailableError, lab
 from tools.netlab.network import Link
@@ -95,7 +95,7 @@ def curve(run: Path, rounds: bool) -> list[Moment]:
     moments = [
         Moment(
             row["step"],
-            max(seconds_until(log, row["step"]) for log in replicas),
+            max(log.seconds_so_far()[row["step"]] for log in replicas),
             row["validation/mean_model_loss"] if rounds else row["validation/replica_losses"][0],
         )
         for row in replicas[0].rows_of("evaluation")
@@ -103,16 +103,6 @@ def curve(run: Path, rounds: bool) -> list[Moment]:
     if not moments:
         raise ValueError(f"{run}: there was no evaluation; give evaluation.interval and evaluation.iters")
     return moments
-
-
-def seconds_until(log: ReplicaLog, step: int) -> float:
-    """Return the seconds of training until a step that ends a row of one replica's log."""
-    steps = [row for row in log.rows_of("step") if row["step"] <= step]
-    before = [0, *(row["step"] for row in steps)]
-    return sum(
-        row["speed/seconds_per_step"] * (row["step"] - previous)
-        for row, previous in zip(steps, before, strict=False)
-    )
 
 
 def summary(moments: list[Moment], target: float) -> dict[str, float | None]:

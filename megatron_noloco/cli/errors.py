@@ -14,7 +14,7 @@ _EXTRAS = {
     "mpi": "mpi4py",
     "federation": "nacl zmq",
     "huggingface": "transformers",
-    "report": "matplotlib",
+    "report": "plotly",
     "data": "pyarrow",
 }
 

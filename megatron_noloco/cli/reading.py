@@ -19,10 +19,10 @@ def add_commands(commands: Commands) -> None:
     watch.set_defaults(run=_watch)
 
     report = add_command(
-        commands, "report", "write a run as one HTML page with its plots", "report runs/my-run"
+        commands, "report", "write a run, or a comparison of several, as one HTML page", "report runs/my-run"
     )
-    report.add_argument("folder", metavar="RUN", type=Path, help="a run's output_dir")
-    report.add_argument("--output", type=Path, help="the page to write (default: RUN/report.html)")
+    report.add_argument("folders", metavar="RUN", nargs="+", type=Path, help="a run's output_dir")
+    report.add_argument("--output", type=Path, help="the page to write (default: report.html of the first)")
     report.set_defaults(run=_report)
 
     stop = add_command(commands, "stop", "ask a run to save its state and end", "stop runs/my-run")
@@ -55,10 +55,10 @@ def _report(args: argparse.Namespace) -> int:
     from megatron_noloco.monitor.report import write_page
     from megatron_noloco.monitor.run_log import RunLog
 
-    path = args.output or args.folder / "report.html"
-    run = RunLog(args.folder)
+    path = args.output or args.folders[0] / "report.html"
+    runs = [RunLog(folder) for folder in args.folders]
     with writing(path, "--output"):
-        write_page(run, path)
+        write_page(runs, path)
     say(str(path))
     return 0
 

@@ -132,9 +132,9 @@ class Console:
         yield "sent per replica, in exchanges", f"{figures.megabytes(exchanged)} MB"
         if routed:
             yield "sent per replica, routed activations", f"{figures.megabytes(routed)} MB"
-        synchronous, sent = self.facts.synchronous_bytes_per_step * row["step"], exchanged + routed
-        if synchronous and sent:
-            times = f"{synchronous / sent:.1f} times as much"
+        synchronous = self.facts.synchronous_bytes_per_step * row["step"]
+        if synchronous and exchanged:
+            times = f"{synchronous / exchanged:.1f} times the exchanges"
             yield (
                 "an all-reduce of every step would have sent",
                 f"{figures.megabytes(synchronous)} MB ({times})",

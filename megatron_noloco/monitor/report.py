@@ -1,20 +1,20 @@
-"""Writes a report of a run: one HTML page that contains its plots."""
+"""Writes a report of runs: one HTML page with interactive plots, which needs no other file and no network."""
 
-import io
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from html import escape
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import matplotlib
-from matplotlib.figure import Figure
-from rich.console import Console
+from plotly import graph_objects, offline
+from plotly.colors import qualitative
 
 from megatron_noloco import __version__
-from megatron_noloco.monitor.run_log import RunLog
-from megatron_noloco.monitor.watch import run_table
+from megatron_noloco.monitor import figures
+from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
+from megatron_noloco.monitor.watch import notes
 from megatron_noloco.monitor.writers import Row
 
 _FORWARD_BACKWARD = "forward and backward"
@@ -27,71 +27,272 @@ _PHASES = {  # of a local step, in order
     "time/optimizer_seconds": "inner optimizer",
     "time/exchange_seconds": "exchanges",
 }
-_MOST_LINES = 16  # with more replicas, the plot has no legend
+_COLORS = qualitative.Plotly
+_MOST_NAMES = 16  # with more replicas, the plot has no legend
+_STYLE = """
+:root{color-scheme:light dark}
+body{font-family:sans-serif;max-width:64em;margin:2em auto;padding:0 1em;line-height:1.4}
+table{border-collapse:collapse;display:block;overflow-x:auto}
+td,th{padding:.2em 1em .2em 0;text-align:left;vertical-align:top}
+tr{border-bottom:1px solid #8884}
+@media(prefers-color-scheme:dark){.plotly-graph-div{filter:invert(.9) hue-rotate(180deg)}}
+"""
 
-Plot = Callable[[RunLog, Any], None]
+
+class Plot(NamedTuple):
+    """A plot: its title, a sentence about it, the names of its axes, and what is drawn."""
+
+    title: str
+    explanation: str
+    x: str
+    y: str
+    traces: list[Any]
+    layout: Mapping[str, Any] = {}
 
 
-def write_page(run: RunLog, path: Path) -> None:
-    """Write the page. Raises OSError."""
+def write_page(runs: Sequence[RunLog], path: Path) -> None:
+    """Write the page of a run, or one that compares several. Raises OSError."""
+    title = " and ".join(run.folder.resolve().name for run in runs)
+    plots = [plot for plot in (_of_one(runs[0]) if len(runs) == 1 else _of_several(runs)) if plot.traces]
     sections = "".join(
-        f"<section><h2>{escape(title)}</h2><p>{escape(explanation)}</p>{_svg(run, plot)}</section>\n"
-        for title, explanation, plot in _sections(run)
+        f"<section><h2>{escape(plot.title)}</h2><p>{escape(plot.explanation)}</p>{_drawn(plot, number)}</section>"
+        for number, plot in enumerate(plots)
     )
-    name = escape(str(run.folder.resolve()))
+    lines = "".join(f"<p>{escape(line)}</p>" for run in runs for line in notes(run))
     path.write_text(
-        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{name}</title>\n'
-        "<style>body{font-family:sans-serif;max-width:60em;margin:2em auto;padding:0 1em}"
-        "svg{width:100%;height:auto}pre{overflow-x:auto;font-size:80%}</style></head>\n"
-        f"<body><h1>{name}</h1>\n<pre>{escape(_text(run))}</pre>\n{sections}"
+        f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{_STYLE}</style><script>{offline.get_plotlyjs()}</script></head>\n"
+        f"<body><h1>{escape(title)}</h1>\n{_table([_facts(run) for run in runs])}\n{lines}\n{sections}"
         f"<p>megatron_noloco {__version__}</p></body></html>\n"
     )
 
 
-def _text(run: RunLog) -> str:
-    console = Console(file=io.StringIO(), width=200, record=True)
-    console.print(run_table(run))
-    return console.export_text()
+def _table(columns: Sequence[Mapping[str, str]]) -> str:
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = [[name, *(column.get(name, "") for column in columns)] for name in names]
+    cells = ("".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows)
+    return "<table>" + "".join(f"<tr>{row}</tr>" for row in cells) + "</table>"
 
 
-def _svg(run: RunLog, plot: Plot) -> str:
-    figure = Figure(figsize=(9, 4), layout="constrained")
-    plot(run, figure.subplots())
-    text = io.StringIO()
-    with matplotlib.rc_context({"svg.hashsalt": plot.__name__}):  # the same run gives the same page
-        figure.savefig(text, format="svg", metadata={"Date": None})
-    return text.getvalue()[text.getvalue().index("<svg") :]
+def _facts(run: RunLog) -> dict[str, str]:
+    """Return what the run was and what came of it, each with its name."""
+    facts, steps = run.facts, _newest(run, "step")
+    found = {"folder": str(run.folder.resolve())}
+    if written := max(log.written for log in run.replicas):
+        found["last written"] = time.strftime("%Y-%m-%d %H:%M", time.localtime(written))
+    if config := facts.get("config"):
+        found["layout"] = _layout(config["parallel"], facts["replicas"])
+        found["method"] = _method(config["noloco"])
+    if parameters := facts.get("parameters"):
+        found["weights"] = f"{parameters:,}"
+    if not steps:
+        return found
+    found["local steps"] = f"{min(row['step'] for row in steps)} of {facts.get('steps', '?')}"
+    seconds = (max(log.seconds_so_far().values(), default=0.0) for log in run.replicas)
+    found["training time"] = figures.duration(max(seconds))
+    if checkpoints := _newest(run, "checkpoint"):
+        found["last checkpoint"] = f"local step {min(row['step'] for row in checkpoints)}"
+    if evaluations := run.replicas[0].rows_of("evaluation"):
+        row = evaluations[-1]
+        found["validation loss, replica 0"] = f"{figures.loss(row['validation/loss'])} nats per token"
+        if (mean := row.get("validation/mean_model_loss")) is not None:
+            found["validation loss, mean model"] = f"{figures.loss(mean)} nats per token"
+    for name, words in (("sent", "exchanges"), ("routed", "routed activations")):
+        if size := sum(row.get(f"total/{name}_bytes") or 0 for row in steps):
+            found[f"sent in {words}, all replicas"] = f"{figures.megabytes(size)} MB"
+    return found
 
 
-def _sections(run: RunLog) -> Iterator[tuple[str, str, Plot]]:
-    """Yield title, explanation and plot of each section for which the run has numbers."""
-    yield "Loss", "Of every replica, in nats per token: training (lines) and validation (points).", _loss
-    if _has(run, "round/spread"):
-        yield (
-            "Spread",
-            "How far replicas are apart: the standard deviation of a weight over the group before its round, root "
-            "mean square over all weights. It follows the learning rate (dotted, on the right).",
-            _spread,
-        )
-    yield "Where the time goes", "Seconds in a local step, means of all replicas.", _phases
-    if _has(run, "total/sent_bytes"):
-        yield (
-            "Bytes",
-            "Sent by a replica so far, mean of the replicas, and what a ring all-reduce of the gradients in every "
-            "step would have sent.",
-            _bytes,
-        )
-    if _has(run, "round/partners"):
-        yield (
-            "Pairings",
-            "In the last round before each row of the log: a line joins replicas that exchanged, an open circle "
-            "is a skipped round.",
-            _pairings,
-        )
+def _layout(parallel: Mapping[str, Any], replicas: int) -> str:
+    sizes = {"pipeline": "pipeline_model_parallel_size", "tensor": "tensor_model_parallel_size"}
+    parts = [f"{name} {parallel[field]}" for name, field in sizes.items() if parallel.get(field, 1) > 1]
+    parts += [f"data {parallel['data_parallel_size']}"] * (parallel.get("data_parallel_size", 1) > 1)
+    return " x ".join([f"{replicas} replica{'s' * (replicas > 1)}", *parts])
 
 
-def _has(run: RunLog, name: str) -> bool:
-    return any(row.get(name) for row in _steps(run))
+def _method(noloco: Mapping[str, Any]) -> str:
+    if not noloco.get("enabled", True):
+        return "no rounds"
+    steps = noloco["local_steps"]
+    every = "after every local step" if steps == 1 else f"after every {steps} local steps"
+    return f"{noloco['method']}, a round {every}, {noloco['payload']}"
+
+
+def _newest(run: RunLog, kind: str) -> list[Row]:
+    return [rows[-1] for log in run.replicas if (rows := log.rows_of(kind))]
+
+
+def _drawn(plot: Plot, number: int) -> str:
+    figure = graph_objects.Figure(plot.traces)
+    figure.update_layout(
+        template="plotly_white",
+        margin={"l": 60, "r": 20, "t": 20, "b": 50},
+        legend={"orientation": "h", "yanchor": "top", "y": -0.2},
+        xaxis_title=plot.x,
+        yaxis_title=plot.y,
+        height=420,
+        **plot.layout,
+    )
+    options = {"responsive": True, "displaylogo": False}
+    return figure.to_html(options, include_plotlyjs=False, full_html=False, div_id=f"plot-{number}")
+
+
+def _of_one(run: RunLog) -> Iterator[Plot]:
+    """Yield the plots of a run; those for which it has no numbers have no traces."""
+    yield Plot(
+        "Loss",
+        "Of every replica: training (lines) and validation (points).",
+        "local step",
+        "loss, nats per token",
+        list(_losses(run)),
+        {"showlegend": len(run.replicas) <= _MOST_NAMES},
+    )
+    rates = _line(_curve(run.replicas[0].rows_of("step"), "train/learning_rate"), "learning rate", dash="dot")
+    rates.update(yaxis="y2")
+    spreads = [
+        _line(curve, f"replica {log.replica}", number)
+        for number, log in enumerate(run.replicas)
+        if (curve := _curve(log.rows_of("step"), "round/spread"))[0]
+    ]
+    yield Plot(
+        "Spread",
+        "How far replicas are apart: the standard deviation of a weight over the group before its round, root "
+        "mean square over all weights. It follows the learning rate (dotted, on the right).",
+        "local step",
+        "spread",
+        [*spreads, rates] if spreads else [],
+        {
+            "showlegend": len(run.replicas) <= _MOST_NAMES,
+            "yaxis_rangemode": "tozero",
+            "yaxis2": {"overlaying": "y", "side": "right", "rangemode": "tozero", "title": "learning rate"},
+        },
+    )
+    steps, phases = phases_of(run)
+    yield Plot(
+        "Where the time goes",
+        "Seconds in a local step, means of all replicas.",
+        "local step",
+        "seconds",
+        [
+            graph_objects.Scatter(x=steps, y=seconds, name=label, stackgroup="all", line={"width": 0})
+            for label, seconds in phases.items()
+        ],
+    )
+    yield Plot(
+        "Bytes",
+        "Sent by a replica so far, mean of the replicas, and what a ring all-reduce of the gradients in every "
+        "step would have sent.",
+        "local step",
+        "MB sent",
+        list(_bytes(run)),
+    )
+    yield Plot(
+        "Pairings",
+        "In the last round before each row of the log: a line joins replicas that exchanged, an open circle is a "
+        "skipped round.",
+        "local step",
+        "replica",
+        pairings_of(run),
+        {"showlegend": False, "yaxis_dtick": 1 if len(run.replicas) <= _MOST_NAMES else None},
+    )
+
+
+def _of_several(runs: Sequence[RunLog]) -> Iterator[Plot]:
+    """Yield the loss of several runs over local steps, seconds and bytes."""
+    scales: dict[str, Callable[[ReplicaLog], Iterable[tuple[int, float]]]] = {
+        "local step": lambda log: ((row["step"], row["step"]) for row in log.rows_of("step")),
+        "seconds of training": lambda log: log.seconds_so_far().items(),
+        "MB sent by replica 0": lambda log: (
+            (row["step"], (row.get("total/sent_bytes") or 0) / 1e6) for row in log.rows_of("step")
+        ),
+    }
+    for scale, of in scales.items():
+        traces = []
+        for number, run in enumerate(runs):
+            log = run.replicas[0]
+            places = dict(of(log))
+            rows = [row for row in log.rows_of("evaluation") if row["step"] in places]
+            means = [row.get("validation/mean_model_loss") for row in rows]
+            losses = [mean or row["validation/loss"] for mean, row in zip(means, rows, strict=True)]
+            curve = [places[row["step"]] for row in rows], losses
+            traces.append(_line(curve, run.folder.resolve().name, number, mode="lines+markers"))
+        title = f"Validation loss over {scale}"
+        yield Plot(title, "Of the mean model, or of replica 0.", scale, "loss, nats per token", traces)
+
+
+def _line(
+    curve: tuple[Sequence[float], Sequence[float]],
+    name: str,
+    number: int | None = None,
+    mode: str = "lines",
+    dash: str = "solid",
+) -> Any:
+    """Return a line or points; lines of the same number have one colour, those without are grey."""
+    color = "#888" if number is None else _COLORS[number % len(_COLORS)]
+    line = {"color": color, "dash": dash, "width": 1.5}
+    return graph_objects.Scatter(
+        x=curve[0], y=curve[1], name=name, mode=mode, line=line, marker={"color": color}
+    )
+
+
+def _losses(run: RunLog) -> Iterator[Any]:
+    for number, log in enumerate(run.replicas):
+        name = f"replica {log.replica}"
+        yield _line(_curve(log.rows_of("step"), "train/loss"), name, number)
+        validation = _curve(log.rows_of("evaluation"), "validation/loss")
+        if validation[0]:
+            yield _line(validation, f"{name}, validation", number, mode="markers").update(showlegend=False)
+    mean_model = _curve(run.replicas[0].rows_of("evaluation"), "validation/mean_model_loss")
+    if mean_model[0]:
+        yield _line(mean_model, "mean model, validation", mode="lines+markers", dash="dash")
+
+
+def _bytes(run: RunLog) -> Iterator[Any]:
+    names = {"total/sent_bytes": "exchanges", "total/routed_bytes": "routed activations"}
+    for number, (name, label) in enumerate(names.items()):
+        steps, sent = _means(run, name)
+        if any(sent):
+            yield _line((steps, [size / 1e6 for size in sent]), label, number)
+            per_step = run.facts.get("synchronous_bytes_per_step")
+            if number == 0 and per_step:
+                ends = [0, steps[-1]], [0, per_step * steps[-1] / 1e6]
+                yield _line(ends, "all-reduce in every step", dash="dash")
+
+
+def phases_of(run: RunLog) -> tuple[list[int], dict[str, list[float]]]:
+    """Return the steps that have rows, and the seconds of each phase of a local step; together they are all."""
+    steps, whole = _means(run, "speed/seconds_per_step")
+    phases = {label: _means(run, name)[1] for name, label in _PHASES.items()}
+    waits = {label: _means(run, name)[1] for name, label in _WAITS.items()}
+    phases["everything else"] = _remainder(whole, phases)
+    phases[_FORWARD_BACKWARD] = _remainder(phases[_FORWARD_BACKWARD], waits)
+    return steps, {label: seconds for label, seconds in (waits | phases).items() if any(seconds)}
+
+
+def _remainder(whole: Sequence[float], parts: Mapping[str, Sequence[float]]) -> list[float]:
+    """Return each number of `whole` less the same one of all `parts`."""
+    return [max(0.0, total - sum(taken)) for total, *taken in zip(whole, *parts.values(), strict=True)]
+
+
+def pairings_of(run: RunLog) -> list[Any]:
+    """Return a line for each group of the rounds in the log."""
+    groups: dict[int, set[tuple[int, ...]]] = {}
+    for log in run.replicas:
+        for row in log.rows_of("step"):
+            if "round/partners" in row:
+                group = tuple(sorted({int(log.replica), *row["round/partners"]}))
+                groups.setdefault(row["step"], set()).add(group)
+    steps = sorted({row["step"] for row in _steps(run)})
+    interval = min((after - before for before, after in pairwise(steps)), default=1)
+    traces = []
+    for step, of_round in groups.items():
+        for place, group in enumerate(sorted(of_round)):
+            # Side by side, since the lines of two groups may overlap.
+            x = step + 0.7 * interval * place / len(of_round)
+            trace = _line(([x] * len(group), list(group)), "", place, mode="lines+markers")
+            traces.append(trace if len(group) > 1 else trace.update(marker_symbol="circle-open"))
+    return traces
 
 
 def _steps(run: RunLog) -> list[Row]:
@@ -109,73 +310,3 @@ def _means(run: RunLog, name: str) -> tuple[list[int], list[float]]:
     for row in _steps(run):
         at_steps.setdefault(row["step"], []).append(row.get(name) or 0.0)
     return sorted(at_steps), [statistics.mean(at_steps[step]) for step in sorted(at_steps)]
-
-
-def _loss(run: RunLog, axes: Any) -> None:
-    for number, log in enumerate(run.replicas):
-        color, label = f"C{number % 10}", f"replica {log.replica}"
-        axes.plot(*_curve(log.rows_of("step"), "train/loss"), color=color, linewidth=0.8, label=label)
-        axes.plot(*_curve(log.rows_of("evaluation"), "validation/loss"), ".", color=color)
-    mean_model = _curve(run.replicas[0].rows_of("evaluation"), "validation/mean_model_loss")
-    if mean_model[0]:
-        axes.plot(*mean_model, "k.--", label="mean model, validation")
-    axes.set(xlabel="local step", ylabel="loss")
-    if len(run.replicas) <= _MOST_LINES:
-        axes.legend()
-
-
-def _spread(run: RunLog, axes: Any) -> None:
-    for log in run.replicas:
-        axes.plot(*_curve(log.rows_of("step"), "round/spread"), ".-", linewidth=0.8)
-    axes.set(xlabel="local step", ylabel="spread", ylim=(0, None))
-    rates = axes.twinx()
-    rates.plot(*_curve(run.replicas[0].rows_of("step"), "train/learning_rate"), "k:")
-    rates.set(ylabel="learning rate", ylim=(0, None))
-
-
-def _phases(run: RunLog, axes: Any) -> None:
-    steps, whole = _means(run, "speed/seconds_per_step")
-    phases = {label: _means(run, name)[1] for name, label in _PHASES.items()}
-    waits = {label: _means(run, name)[1] for name, label in _WAITS.items()}
-    phases["everything else"] = _remainder(whole, phases)
-    phases[_FORWARD_BACKWARD] = _remainder(phases[_FORWARD_BACKWARD], waits)
-    phases = {label: seconds for label, seconds in (waits | phases).items() if any(seconds)}
-    axes.stackplot(steps, phases.values(), labels=phases.keys())
-    axes.set(xlabel="local step", ylabel="seconds")
-    axes.legend()
-
-
-def _remainder(whole: Sequence[float], parts: Mapping[str, Sequence[float]]) -> list[float]:
-    """Return each number of `whole` less the same one of all `parts`."""
-    return [max(0.0, total - sum(taken)) for total, *taken in zip(whole, *parts.values(), strict=True)]
-
-
-def _bytes(run: RunLog, axes: Any) -> None:
-    for name, label in (("total/sent_bytes", "exchanges"), ("total/routed_bytes", "routed activations")):
-        steps, sent = _means(run, name)
-        if any(sent):
-            axes.plot(steps, [size / 1e6 for size in sent], label=label)
-    if per_step := run.facts.get("synchronous_bytes_per_step"):
-        axes.plot([0, steps[-1]], [0, per_step * steps[-1] / 1e6], "k--", label="all-reduce in every step")
-    axes.set(xlabel="local step", ylabel="MB sent")
-    axes.legend()
-
-
-def _pairings(run: RunLog, axes: Any) -> None:
-    groups: dict[int, set[tuple[int, ...]]] = {}
-    for log in run.replicas:
-        for row in log.rows_of("step"):
-            if "round/partners" in row:
-                group = tuple(sorted({int(log.replica), *row["round/partners"]}))
-                groups.setdefault(row["step"], set()).add(group)
-    steps = sorted({row["step"] for row in _steps(run)})
-    interval = min((after - before for before, after in pairwise(steps)), default=1)
-    for step, of_round in groups.items():
-        for place, group in enumerate(sorted(of_round)):
-            # Side by side, since the lines of two groups may overlap.
-            x = step + 0.7 * interval * place / len(of_round)
-            color, paired = f"C{place % 10}", len(group) > 1
-            line, face = ("o-", color) if paired else ("o", "none")
-            axes.plot([x] * len(group), group, line, color=color, markersize=4, markerfacecolor=face)
-    axes.set(xlabel="local step", ylabel="replica")
-    axes.yaxis.get_major_locator().set_params(integer=True)

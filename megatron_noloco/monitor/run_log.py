@@ -48,6 +48,15 @@ class ReplicaLog:
         """Return the rows of a kind: "step", "evaluation" or "checkpoint"."""
         return [row for row in self.rows if row["kind"] == kind]
 
+    def seconds_so_far(self) -> dict[int, float]:
+        """Return the seconds of training until each step that has a row, without evaluations and saves."""
+        found, before, seconds = {}, 0, 0.0
+        for row in self.rows_of("step"):
+            seconds += row["speed/seconds_per_step"] * (row["step"] - before)
+            before = row["step"]
+            found[before] = seconds
+        return found
+
 
 def _parsed(lines: Iterable[bytes]) -> Iterable[Row]:
     for line in lines:

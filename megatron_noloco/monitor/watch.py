@@ -39,7 +39,7 @@ def run_table(run: RunLog, now: float | None = None) -> Group:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in zip(*(cells for _, *cells in shown), strict=True):
         table.add_row(*row)
-    return Group(Text(_progress(run)), table, *map(Text, [*_totals(run), *_notes(run)]))
+    return Group(Text(_progress(run)), table, *map(Text, [*_totals(run), *notes(run)]))
 
 
 def _cells(log: ReplicaLog, now: float) -> list[str]:
@@ -74,7 +74,7 @@ def _totals(run: RunLog) -> Iterator[str]:
         yield f"last checkpoint: step {min(saved[-1]['step'] for saved in checkpoints)}"
 
 
-def _notes(run: RunLog) -> Iterator[str]:
+def notes(run: RunLog) -> Iterator[str]:
     """Yield a line for each replica that had skipped rounds, skipped steps or poisoned elements."""
     for log in run.replicas:
         steps = log.rows_of("step")
