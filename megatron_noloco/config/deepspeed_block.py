@@ -99,8 +99,9 @@ class ZeroConfig(Block):
 
     stage: NonNegative = field(
         1,
-        "0 or 1: the optimizer's state is divided over the data-parallel ranks of a replica. 0 is run as 1, "
-        "which gives the same numbers.",
+        "1: the optimizer's state is divided over the data-parallel ranks of a replica. 2: gradients are, too, "
+        "and reduced after each microbatch, without pipeline or tensor parallelism. 0 is run as 1, which gives "
+        "the same numbers.",
     )
     reduce_bucket_size: Annotated[Whole, Field(ge=1)] = field(
         500_000_000, "Gradients that are reduced at a time."
@@ -119,10 +120,10 @@ class ZeroConfig(Block):
     @field_validator("stage")
     @classmethod
     def _is_run(cls, stage: int) -> int:
-        if stage >= 2:
+        if stage > 2:
             raise ValueError(
-                f"{stage} is not supported, use 0 or 1: 2 and 3 need DeepSpeed's own backward, and "
-                "Megatron-core's schedule runs the backward outside of DeepSpeed"
+                f"{stage} is not supported, use 0, 1 or 2: 3 needs DeepSpeed's own forward and backward, and "
+                "Megatron-core's schedule runs them outside of DeepSpeed; attach has 3 (docs/library.md)"
             )
         return stage
 
@@ -276,7 +277,9 @@ def resolve(values: dict[str, Any], dp_size: int, train_iters: int) -> tuple[dic
         problems += optimizer_block.check_one_rate(optimizer, scheduler["type"])
         problems += optimizer_block.check_warm_up(scheduler["type"], scheduler["params"])
     zero = values.setdefault("zero_optimization", {})
-    zero["stage"] = 1  # DeepSpeed's stage 0 clips by a wrong norm: `deepspeed_settings` in engine/
+    zero["stage"] = max(
+        1, zero.get("stage", 1)
+    )  # DeepSpeed's stage 0 clips by a wrong norm: `deepspeed_settings` in engine/
     if values.get("bf16", {}).get("enabled") and values.get("fp16", {}).get("enabled"):
         problems.append(Problem(("fp16",), "bf16 and fp16 are both enabled; choose one of them"))
     return values, [*problems, *_batch(values, dp_size)]

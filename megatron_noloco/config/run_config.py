@@ -88,6 +88,7 @@ class RunConfig:
         yield from _check_rounds(self.noloco, self.training, replicas)
         yield from model_block.check_model(self.model)
         yield from parallel_block.check_parallel(self.model, self.parallel, self.microbatches)
+        yield from _check_zero(self.zero_stage, self.parallel)
         yield from data_block.check_data(self.data, self.evaluation)
         yield from data_block.check_documents(self.data, self.model)
         yield from data_block.check_tokenizer(self.data, self.model.vocab_size)
@@ -234,6 +235,11 @@ class RunConfig:
         return int(self.deepspeed["train_batch_size"])
 
     @property
+    def zero_stage(self) -> int:
+        """1 or 2."""
+        return int(self.deepspeed["zero_optimization"]["stage"])
+
+    @property
     def precision(self) -> Precision:
         if self.deepspeed.get("bf16", {}).get("enabled", False):
             return "bf16"
@@ -281,6 +287,16 @@ def _check_rounds(noloco: TrainerSettings, training: TrainingConfig, replicas: i
             f"noloco.local_steps {noloco.local_steps} is more than training.train_iters {training.train_iters}: "
             "the run would end before its first round; lower it, or set noloco.enabled to false"
         )
+
+
+def _check_zero(stage: int, parallel: ParallelConfig) -> Iterator[str]:
+    """Yield why gradients cannot be divided."""
+    for name in ("pipeline_model_parallel_size", "tensor_model_parallel_size"):
+        if stage == 2 and (size := getattr(parallel, name)) > 1:
+            yield (
+                f"zero_optimization.stage 2 needs parallel.{name} 1, not {size}: it reduces gradients during the "
+                "backward pass, before stages or tensor-parallel ranks could add up theirs; use 1"
+            )
 
 
 def _check_copies(

@@ -48,7 +48,7 @@ def describe(config: RunConfig, topology: Topology, architecture: Architecture |
         f"routing: {_routing(config.routing(topology))}",
         f"optimizer: {_optimizer(config, architecture)}",
         f"schedule: {_schedule(config.deepspeed.get('scheduler'))}",
-        f"precision: {config.precision}, ZeRO stage 1 over the data-parallel ranks of a replica",
+        f"precision: {config.precision}, ZeRO stage {config.zero_stage} over the data-parallel ranks of a replica",
     ]
     if topology.slots:
         lines.insert(1, f"federation: {_federation(config.federation, topology)}")

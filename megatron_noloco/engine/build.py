@@ -94,7 +94,8 @@ def deepspeed_settings(ds_config: Mapping[str, Any]) -> dict[str, Any]:
         if settings["data_types"]["grad_accum_dtype"] == "fp32":
             settings["bf16"] = {"immediate_grad_update": True, **settings["bf16"]}
             settings.setdefault("communication_data_type", "fp32")
-    settings["zero_optimization"] = {**settings.get("zero_optimization", {}), "stage": 1}
+    zero = settings.get("zero_optimization", {})
+    settings["zero_optimization"] = {**zero, "stage": max(1, zero.get("stage", 1))}
     optimizer = settings["optimizer"]
     parameters = dict(optimizer["params"])
     if optimizer["type"].lower() in ("adam", "adamw") and "torch_adam" not in parameters:

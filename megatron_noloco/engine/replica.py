@@ -72,7 +72,7 @@ class ReplicaEngine:
         """
         self._deepspeed.module.train()
         with timed(self.record, "time/forward_backward_seconds", PER_STEP):
-            losses = self.pipeline.run(read, routes, self.microbatches)
+            losses = self.pipeline.run(read, routes, self.microbatches, after_backward=self._reduce_one)
         self.record("train/learning_rate", float(self._optimizer.param_groups[0]["lr"]), LAST)
         now.part("reducing gradients and clipping them with the other ranks of the replica")
         with timed(self.record, "time/optimizer_seconds", PER_STEP):
@@ -84,6 +84,13 @@ class ReplicaEngine:
         # `overflow`: the gradient's norm was not finite, and neither weights nor moments changed.
         self.record("train/skipped_steps", int(self._optimizer.overflow), Reduction(total, largest))
         return losses
+
+    def _reduce_one(self) -> None:
+        """With ZeRO 2, reduce the gradients of one microbatch and keep this rank's part of them."""
+        if self._deepspeed.zero_optimization_partition_gradients():
+            self._deepspeed.set_gradient_accumulation_boundary(False)
+            self._deepspeed.allreduce_gradients()
+            self._deepspeed.set_gradient_accumulation_boundary(True)
 
     @torch.no_grad()
     def evaluate(self, read: ReadMicrobatch, routes: Routes, microbatches: int) -> list[MicrobatchLoss]:

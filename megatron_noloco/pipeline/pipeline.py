@@ -64,7 +64,12 @@ class Pipeline:
         self._schedule = get_forward_backward_func(groups.topology.pp, virtual if virtual > 1 else None)
 
     def run(
-        self, read: ReadMicrobatch, routes: Routes, microbatches: int, forward_only: bool = False
+        self,
+        read: ReadMicrobatch,
+        routes: Routes,
+        microbatches: int,
+        forward_only: bool = False,
+        after_backward: Callable[[], None] = lambda: None,
     ) -> list[MicrobatchLoss]:
         """Pass `microbatches` through the pipeline; gradients add up in the parameters' `.grad`.
 
@@ -72,6 +77,9 @@ class Pipeline:
         needs of the origin that the routes give: the first the tokens, the last the labels, and all of them the
         borders of documents, if attention stays inside these. Returns the losses on the last stage, an empty
         list elsewhere.
+
+        Args:
+            after_backward: called after the backward pass of each microbatch but the last, if there is one stage.
         """
         groups, device = self.groups, self.communicator.device
         at, stages = groups.position, groups.topology.pp
@@ -82,6 +90,8 @@ class Pipeline:
         def forward_step(order: Iterator[int], chunk: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             self.between_microbatches()
             microbatch = next(order)
+            if microbatch and stages == 1:
+                after_backward()
             now.part(f"microbatch {microbatch}, forward")
             origin = routes.origin((chunk.vp_stage or 0) * stages + at.stage, at.replica, microbatch)
             tokens = labels = documents = None

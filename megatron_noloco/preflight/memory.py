@@ -128,9 +128,13 @@ def memory_of(
     Args:
         held: parameters of a rank of this stage.
     """
+    gradients = _FP32 * held.parameters
+    if config.zero_stage == 2:  # this rank's part, and those that wait to be reduced
+        bucket = int(config.deepspeed["zero_optimization"].get("reduce_bucket_size", 500_000_000))
+        gradients = _FP32 * held.owned + WORKING[config.precision] * min(held.parameters, bucket)
     device = {
         "weights": WORKING[config.precision] * held.parameters,
-        "gradients": _FP32 * held.parameters,
+        "gradients": gradients,
         "master weights": _FP32 * held.owned,
         "inner optimizer": _FP32 * (2 * held.owned - held.muon),  # AdamW has two moments, Muon one
     }

@@ -88,7 +88,9 @@ def draw(random: Random) -> tuple[dict[str, Any], int]:
         "gradient_clipping": one_of([0.5, "auto", 0.0, None]),
         "bf16": {"enabled": bf16},
         "data_types": one_of([None, {"grad_accum_dtype": "bf16"}]) if bf16 else None,
-        "zero_optimization": one_of([None, {"stage": 0}, {"stage": 1, "reduce_bucket_size": 5000}]),
+        "zero_optimization": one_of(
+            [None, {"stage": 0}, {"stage": 2 if stages == tp_size == 1 else 1, "reduce_bucket_size": 5000}]
+        ),
         "noloco": {
             "enabled": one_of([True, True, True, False]),
             "method": one_of(["noloco", "diloco"]),
@@ -175,6 +177,7 @@ def other_ranks(random: Random, raw: dict[str, Any]) -> dict[str, Any]:
             **asdict(PipelineSplit()),
         }
         changes["model"] = {"make_vocab_size_divisible_by": tp_size * random.choice([1, 7])}
+        changes["zero_optimization"] = None
         changes["noloco"]["grouping"] = "replica"
     return changes
 

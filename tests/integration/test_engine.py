@@ -16,6 +16,7 @@ from megatron_noloco.model.families import Table, table_of
 from megatron_noloco.plans.routing import Routing
 from tests.harness import run_ranks
 from tests.integration.tiny import (
+    FAMILY_MODELS,
     MUON,
     VOCABULARY,
     Recorded,
@@ -155,12 +156,14 @@ TP2, PP2 = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2
 DP2 = {"data_parallel_size": 2}
 SEQUENCE = {**TP2, "sequence_parallel": True}
 HALF_THE_MICROBATCHES = {"gradient_accumulation_steps": 2}
+ZERO_2 = {"zero_optimization": {"stage": 2}}
 TOPOLOGIES: dict[str, tuple[dict[str, Any], int]] = {
     "TP2 x PP2": ({"parallel": {**TP2, **PP2}}, 4),
     "TP2 x PP2 with sequence parallelism": ({"parallel": {**SEQUENCE, **PP2}}, 4),
     "PP2 x VP2": ({"parallel": {**PP2, "virtual_pipeline_model_parallel_size": 2}}, 2),
     "PP2 of 1 and 3 layers": ({"parallel": {**PP2, "num_layers_in_first_pipeline_stage": 1}}, 2),
     "DP2 x PP2": ({"parallel": {**DP2, **PP2}, **HALF_THE_MICROBATCHES}, 4),
+    "DP2 with ZeRO 2": ({"parallel": DP2, **HALF_THE_MICROBATCHES, **ZERO_2}, 2),
 }
 
 
@@ -168,6 +171,21 @@ TOPOLOGIES: dict[str, tuple[dict[str, Any], int]] = {
 def test_topologies_train_alike(name: str) -> None:
     changes, ranks = TOPOLOGIES[name]
     assert_same_training(run(changes, ranks), single(), 1e-5)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": {**RECOMPUTE, "untie_embeddings_and_output_weights": False}},
+        {"model": FAMILY_MODELS["mixtral"]},
+        MUON,
+    ],
+    ids=["tied and recomputed", "mixture", "Muon"],
+)
+def test_zero_2_trains_as_zero_1(changes: dict[str, Any]) -> None:
+    assert_same_training(
+        run({**changes, "parallel": DP2, **ZERO_2}, 2), run({**changes, "parallel": DP2}, 2), 1e-5
+    )
 
 
 def test_with_sequence_parallelism_tp_ranks_keep_one_copy_of_the_norms() -> None:
@@ -285,7 +303,7 @@ def test_bf16_stays_close_to_fp32() -> None:
     assert ranks[0]["losses"] != single()[0]["losses"]
 
 
-@pytest.mark.parametrize("name", ["TP2 x PP2 with sequence parallelism", "DP2 x PP2"])
+@pytest.mark.parametrize("name", ["TP2 x PP2 with sequence parallelism", "DP2 x PP2", "DP2 with ZeRO 2"])
 def test_bf16_topologies(name: str) -> None:
     changes, ranks = TOPOLOGIES[name]
     assert_same_training(run(changes | BF16, ranks), single_bf16(), 0.03)

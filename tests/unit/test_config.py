@@ -96,6 +96,10 @@ def test_zero_0_is_run_as_1(zero: Any) -> None:
     assert config(zero_optimization=zero).deepspeed["zero_optimization"]["stage"] == 1
 
 
+def test_zero_2_divides_gradients() -> None:
+    assert config(zero_optimization__stage=2, parallel__pipeline_model_parallel_size=1).zero_stage == 2
+
+
 def test_precision() -> None:
     assert config(bf16__enabled=True).precision == "bf16"
     assert config(bfloat16__enabled=True).precision == "bf16"

@@ -103,7 +103,11 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"train_batch_size": 9}, "train_batch_size 9 is not train_micro_batch_size_per_gpu 4 x"),
     ({"train_batch_size": 6, "gradient_accumulation_steps": "auto"}, "train_batch_size 6 does not divide"),
     ({"train_micro_batch_size_per_gpu": MISSING}, "train_micro_batch_size_per_gpu or train_batch_size is"),
-    ({"zero_optimization.stage": 2}, "zero_optimization.stage: 2 is not supported, use 0 or 1"),
+    ({"zero_optimization.stage": 3}, "zero_optimization.stage: 3 is not supported, use 0, 1 or 2"),
+    (
+        {"zero_optimization.stage": 2},
+        "zero_optimization.stage 2 needs parallel.pipeline_model_parallel_size 1, not",
+    ),
     ({"bf16.enabled": True, **FP16}, "bf16 and fp16 are both enabled"),
     (FP16, "fp16 with a dynamic loss scale does not go together with routing"),
     ({"fp16": {"enabled": True, "loss_scale": 0}, "parallel.replicas": "auto"}, "dynamic loss scale"),
