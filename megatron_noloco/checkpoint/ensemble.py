@@ -135,7 +135,7 @@ def _newest_common_step(folders: list[Path]) -> list[Path]:
     return [folders[max(common)] for folders in complete]
 
 
-def _model_and_layout(manifest: Manifest) -> tuple[Architecture, int, int, int, int]:
+def _model_and_layout(manifest: Manifest) -> tuple[Architecture, int, int, int, int, int]:
     """Return what must be the same in all files whose weights are averaged."""
     topology = manifest.topology
-    return manifest.architecture, topology.pp, topology.dp, topology.tp, topology.vpp
+    return manifest.architecture, topology.pp, topology.dp, topology.tp, topology.vpp, topology.ep

@@ -33,8 +33,9 @@ def inspect(paths: Sequence[Path]) -> list[str]:
         f"step: {_steps(saved)} of {first.config['training']['train_iters']}",
         f"consumed by all replicas: {first.consumed_samples} samples, "
         f"{first.consumed_samples * seq_length} tokens",
-        f"parallel: {replicas} replicas x pipeline {topology.pp} x data {topology.dp} x "
-        f"tensor {topology.tp} = {len(manifests)} ranks",
+        f"parallel: {replicas} replicas x pipeline {topology.pp} x data {topology.dp}"
+        + f" (expert {topology.ep})" * (topology.ep > 1)
+        + f" x tensor {topology.tp} = {len(manifests)} ranks",
         f"method: {noloco['method'] if noloco['enabled'] else 'none'}",
         f"parameters: {parameters} per replica",
         f"size: {size / 1e6:.1f} MB, {size / (parameters * replicas):.1f} bytes per parameter",

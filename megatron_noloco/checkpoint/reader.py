@@ -1,6 +1,7 @@
 """Read the full tensor of a parameter from a checkpoint of any layout, of one replica or averaged over several."""
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,13 +50,14 @@ class Place(NamedTuple):
     tp: int
     group: int  # of the inner optimizer: which FlatPart
     length: int  # of the FlatPart
-    start: int  # offset in this FlatPart of all data-parallel ranks, one after the other
+    start: int  # offset in the FlatParts of `owners`, one after the other
+    owners: range  # the data-parallel ranks that divide the vector
 
 
 class CheckpointReader:
     """Reads a checkpoint by the names of parameters in the unsplit model, a few tensors at a time.
 
-    The vectors of a stage and tensor-parallel rank are divided over the files of its data-parallel ranks (see
+    The vectors of a stage and tensor-parallel rank are divided over the files of data-parallel ranks (see
     `FlatPart`), and a parameter may lie in several of them. In all methods, `vector` names what is read, the slow
     weights or another vector with one number for each weight, and several `replicas` are averaged.
     """
@@ -107,20 +109,28 @@ class CheckpointReader:
         places: dict[str, list[Place]] = {}
         for stage in range(self.topology.pp):
             for tp in range(self.topology.tp):
-                manifest = self.saved.manifest(Position(self.topology.slot, stage, 0, tp))
-                for group, part in enumerate(manifest.layout):
-                    start = 0
-                    for name, shape in part.parameters:
-                        if self.table.find(name).same_as is None:
-                            places.setdefault(name, []).append(Place(stage, tp, group, part.length, start))
-                        start += math.prod(shape)
+                for dp in range(self.topology.ep):  # these have all experts
+                    for name, place in self._places_of(Position(self.topology.slot, stage, dp, tp)):
+                        if place.owners[0] == dp:
+                            places.setdefault(name, []).append(place)
         return places
+
+    def _places_of(self, at: Position) -> Iterator[tuple[str, Place]]:
+        """Yield the name and place of each parameter that the rank `at` has a part of, without copies."""
+        for group, part in enumerate(self.saved.manifest(at).layout):
+            start = 0
+            for name, shape in part.parameters:
+                row = self.table.find(name)
+                if row.same_as is None:
+                    owners = self.topology.owners(at.dp, row.expert is not None)
+                    yield name, Place(at.stage, at.tp, group, part.length, start, owners)
+                start += math.prod(shape)
 
     def _read_flat(self, flat: Tensor, place: Place, replica: int, vector: str) -> None:
         start, stop = place.start, place.start + len(flat)
         name = f"{vector}.{place.group}"
-        for dp in range(self.topology.dp):
-            begin = dp * place.length
+        for index, dp in enumerate(place.owners):
+            begin = index * place.length
             first, last = max(start, begin), min(stop, begin + place.length)
             if first < last:
                 path = self.saved.file(Position(replica, place.stage, dp, place.tp), name)

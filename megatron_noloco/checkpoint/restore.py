@@ -79,7 +79,7 @@ class RankReader:
     ) -> None:
         self._reader = reader
         self._table = table
-        self._tp_size = topology.tp
+        self._topology = topology
         self._at = at
         self._layout = layout
         saved = reader.saved
@@ -111,7 +111,7 @@ class RankReader:
         at, saved_group = self._at, group
         if self.moved:
             place = self._reader.place(self._layout[group].parameters[0][0])
-            at, saved_group = Position(at.replica, place.stage, 0, place.tp), place.group
+            at, saved_group = Position(at.replica, place.stage, place.owners[0], place.tp), place.group
         state = {}
         with self._open(at) as file:
             for full_name in file.keys():  # noqa: SIM118  # not a dict
@@ -136,9 +136,12 @@ class RankReader:
     def _fill(self, flat: Tensor, name: str, group: int) -> None:
         """Fill this rank's part of one group of a vector, shape [FlatPart.length]; padding is not written."""
         at, part = self._at, self._layout[group]
-        start, begin = 0, at.dp * part.length
+        in_experts = self._table.find(part.parameters[0][0]).expert is not None
+        owners = self._topology.owners(at.dp, in_experts)
+        start, begin = 0, owners.index(at.dp) * part.length
         if not self.moved:
-            self._reader.fill(flat, Place(at.stage, at.tp, group, part.length, begin), [at.replica], name)
+            place = Place(at.stage, at.tp, group, part.length, begin, owners)
+            self._reader.fill(flat, place, [at.replica], name)
             return
         for parameter, shape in part.parameters:
             stop = start + math.prod(shape)
@@ -151,7 +154,7 @@ class RankReader:
     def _slice(self, row: Parameter, vector: str) -> Tensor:
         """Return this rank's slice of a parameter; read no more where the checkpoint has the same slices."""
         saved = self._reader.table.find(row.name)
-        if self._tp_size == self._reader.topology.tp and saved.shape == row.shape:
+        if self._topology.tp == self._reader.topology.tp and saved.shape == row.shape:
             return self._reader.read_slice(row.name, self._at.tp, [self._at.replica], vector)
         full = self._reader.read(row.name, [self._at.replica], vector)
         # Padding of the vocabulary is cut or added: no token reads these rows, and the loss leaves them out.
@@ -159,7 +162,7 @@ class RankReader:
         missing = row.shape[0] - len(rows)
         if missing:
             rows = torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
-        return row.slice(rows, self._at.tp, self._tp_size)
+        return row.slice(rows, self._at.tp, self._topology.tp)
 
     def _open(self, at: Position) -> safe_open:
         """Open the file of a saved rank that has all tensors but the slow weights."""

@@ -115,7 +115,7 @@ def _set_aside(folders: list[Path]) -> list[str]:
 
 def same_sizes(one: Topology, other: Topology) -> bool:
     """Return whether the sizes of a replica are the same; the numbers of replicas may differ."""
-    return (one.pp, one.dp, one.tp) == (other.pp, other.dp, other.tp)
+    return (one.pp, one.dp, one.tp, one.ep) == (other.pp, other.dp, other.tp, other.ep)
 
 
 def source_replica(replica: int, saved: Topology) -> int:

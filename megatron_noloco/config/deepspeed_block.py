@@ -155,7 +155,7 @@ class DeepSpeedConfig(Block):
         tensor_parallel="it is Megatron-core's; use parallel.tensor_model_parallel_size",
         sequence_parallel_size="it is Megatron-core's; use parallel.sequence_parallel",
         seq_parallel_communication_data_type="it is Megatron-core's; use parallel.sequence_parallel",
-        expert_parallel="experts are split by parallel.tensor_model_parallel_size",
+        expert_parallel="it is Megatron-core's; use parallel.expert_model_parallel_size",
         activation_checkpointing="it is Megatron-core's; use model.recompute_granularity",
         data_efficiency="samples are drawn by megatron_noloco",
         dataloader_drop_last="samples are drawn by megatron_noloco",

@@ -8,6 +8,7 @@ from megatron_noloco.config.blocks import Block, Positive, field
 from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.config.wording import count
 from megatron_noloco.model.architecture import Architecture, PipelineSplit
+from megatron_noloco.model.families import families_with
 from megatron_noloco.plans.topology import Topology
 
 
@@ -36,6 +37,11 @@ class ParallelConfig(Block):
     )
     data_parallel_size: Positive = field(
         1, "dp: synchronous data parallelism inside a replica; gradients are averaged every step."
+    )
+    expert_model_parallel_size: Positive = field(
+        1,
+        "ep: data-parallel ranks of a replica that divide the experts of each layer among them; a divisor of dp. "
+        "Of experts they hold 1 / ep, and a token visits the ranks of its experts.",
     )
     sequence_parallel: bool = field(
         False, "Split the sequence over the tensor-parallel ranks outside attention and MLP."
@@ -67,6 +73,7 @@ def lay_out(parallel: ParallelConfig, world_size: int) -> Topology:
         parallel.tensor_model_parallel_size,
         parallel.virtual_pipeline_model_parallel_size,
         parallel.sequence_parallel,
+        ep=parallel.expert_model_parallel_size,
     )
     size, inside = one.replica_size, f"pipeline {one.pp} x data {one.dp} x tensor {one.tp}"
     fitting, rest = divmod(world_size, size)
@@ -148,6 +155,7 @@ def check_parallel(model: ModelConfig, parallel: ParallelConfig, microbatches: i
     """Yield why the model and its microbatches cannot be divided over the ranks of a replica."""
     yield from _check_stages(model, parallel, microbatches)
     yield from _check_tensor_parallel(model, parallel)
+    yield from _check_expert_parallel(model, parallel)
 
 
 def _check_stages(model: ModelConfig, parallel: ParallelConfig, microbatches: int) -> Iterator[str]:
@@ -200,6 +208,24 @@ def _check_tensor_parallel(model: ModelConfig, parallel: ParallelConfig) -> Iter
         )
     if parallel.sequence_parallel and tp_size == 1:
         yield "parallel.sequence_parallel needs parallel.tensor_model_parallel_size > 1"
+
+
+def _check_expert_parallel(model: ModelConfig, parallel: ParallelConfig) -> Iterator[str]:
+    ep_size, experts = parallel.expert_model_parallel_size, model.own("num_moe_experts")
+    if ep_size == 1:
+        return
+    name = f"parallel.expert_model_parallel_size {ep_size}"
+    if experts is None:
+        families = " and ".join(f'"{family}"' for family in families_with("num_moe_experts"))
+        yield f'{name}: the family "{model.family}" has no experts, only {families}; leave it out'
+    elif experts % ep_size:
+        quotient = f"{experts} / {ep_size} = {experts / ep_size:.2f}"
+        yield f"model.num_moe_experts {experts} does not divide by {name} ({quotient})"
+    if parallel.data_parallel_size % ep_size:
+        yield (
+            f"parallel.data_parallel_size {parallel.data_parallel_size} does not divide by {name}: data-parallel "
+            "ranks of a replica divide the experts among them"
+        )
 
 
 def check_vocabulary(architecture: Architecture, parallel: ParallelConfig) -> Iterator[str]:

@@ -93,6 +93,7 @@ class RunConfig:
         yield from data_block.check_documents(self.data, self.model)
         yield from data_block.check_tokenizer(self.data, self.model.vocab_size)
         # As many replicas as there will be ranks for: more than one.
+        yield from _check_reduction(self.parallel, self.deepspeed)
         yield from _check_loss_scale(self._routing(replicas or 2), self.deepspeed)
 
     def _problems_among(self, replicas: int | None) -> Iterator[str]:
@@ -309,6 +310,15 @@ def _check_copies(
             'noloco.grouping "stage" and a tied embedding: the first and the last stage would average their '
             'copies of it with different replicas, and these would drift apart; use "replica", or set '
             "model.untie_embeddings_and_output_weights to true"
+        )
+
+
+def _check_reduction(parallel: ParallelConfig, deepspeed: dict[str, Any]) -> Iterator[str]:
+    zero, ep_size = deepspeed.get("zero_optimization", {}), parallel.expert_model_parallel_size
+    if ep_size > 1 and not zero.get("reduce_scatter", True):
+        yield (
+            f"zero_optimization.reduce_scatter false: with parallel.expert_model_parallel_size {ep_size} "
+            "DeepSpeed reduces gradients in no other way; leave it out"
         )
 
 

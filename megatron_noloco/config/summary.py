@@ -71,7 +71,7 @@ def _layout(config: RunConfig, topology: Topology) -> str:
         count(topology.replicas, "replica"),
         f"pipeline {topology.pp}{virtual}"
         + f" of {in_words(chunks)} layers" * (len(set(chain(*chunks))) > 1),
-        f"data {topology.dp}",
+        f"data {topology.dp}" + f" (expert {topology.ep})" * (topology.ep > 1),
         f"tensor {topology.tp}",
     )
     return f"{' x '.join(parts)} = {count(topology.world_size, 'rank')}"

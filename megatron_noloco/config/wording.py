@@ -23,6 +23,7 @@ ALIASES = {
     "tp": "parallel.tensor_model_parallel_size",
     "pp": "parallel.pipeline_model_parallel_size",
     "dp": "parallel.data_parallel_size",
+    "ep": "parallel.expert_model_parallel_size",
     "vpp": "parallel.virtual_pipeline_model_parallel_size",
     "noloco.k": "noloco.local_steps",
     "noloco.h": "noloco.local_steps",
@@ -34,6 +35,11 @@ ALIASES = {
     "noloco.gamma": "noloco.consensus_weight",
     "num_hidden_layers": "model.num_layers",
     "intermediate_size": "model.ffn_hidden_size",
+    "moe_intermediate_size": "model.ffn_hidden_size",
+    "moe_ffn_hidden_size": "model.ffn_hidden_size",
+    "num_experts": "model.num_moe_experts",
+    "num_local_experts": "model.num_moe_experts",
+    "num_experts_per_tok": "model.moe_router_topk",
     "num_key_value_heads": "model.num_query_groups",
     "head_dim": "model.kv_channels",
     "max_position_embeddings": "model.seq_length",
@@ -50,7 +56,7 @@ HINTS = {
 }
 NOT_SUPPORTED = {
     "context_parallel_size": "a sequence stays whole but for parallel.sequence_parallel",
-    "expert_model_parallel_size": "experts are split by parallel.tensor_model_parallel_size",
+    "expert_tensor_parallel_size": "experts are cut by parallel.tensor_model_parallel_size, as other layers",
     "fp8": 'its scales would be reduced over all replicas; use "bf16": {"enabled": true}',
     "cuda_graph_impl": "a graph would freeze the routes",
     "enable_cuda_graph": "a graph would freeze the routes",

@@ -16,10 +16,11 @@ from deepspeed.ops.op_builder import FusedAdamBuilder
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import groups as deepspeed_groups
 from deepspeed.utils import logger
 
 from megatron_noloco.engine.gradients import read_norm_once
-from megatron_noloco.engine.layout import parameter_groups
+from megatron_noloco.engine.layout import EXPERTS, parameter_groups
 from megatron_noloco.engine.muon import Muon
 from megatron_noloco.engine.schedules import build_schedule
 from megatron_noloco.model.stage import Stage
@@ -41,6 +42,8 @@ def build_deepspeed(stage: Stage, groups: Groups, ds_config: Mapping[str, Any]) 
     if deepspeed.comm.comm.cdb is None:
         deepspeed.comm.init_distributed(dist_init_required=False, verbose=False)
     mpu = ReplicaMpu(groups)
+    if groups.topology.ep > 1:
+        _announce_experts(stage, groups)
     settings = deepspeed_settings(ds_config)
     # DeepSpeed's buffer for gradients has 500 million elements, however small the model.
     elements = sum(parameter.numel() for parameter in stage.parameters())
@@ -48,7 +51,7 @@ def build_deepspeed(stage: Stage, groups: Groups, ds_config: Mapping[str, Any]) 
     parameters, optimizer = _parameters_and_optimizer(stage, groups, settings["optimizer"])
     schedule = settings.get("scheduler")
     with quiet():
-        engine = DeepSpeedEngine(
+        engine = ReplicaDeepSpeed(
             args=SimpleNamespace(device_rank=torch.cuda.current_device() if torch.cuda.is_available() else 0),
             model=stage,
             optimizer=optimizer,
@@ -71,11 +74,37 @@ def _parameters_and_optimizer(
 ) -> tuple[list[dict[str, Any]], Muon | None]:
     """Return the parameter groups, and their optimizer where DeepSpeed does not build it (Muon)."""
     muon = block["type"].lower() == "muon"
-    parameters = parameter_groups(stage.named_rows(), muon)
+    parameters = parameter_groups(stage.named_rows(), muon, groups.topology.ep)
     if not muon:
         return parameters, None
-    linear = [row for row, _ in stage.named_rows() if row.linear]
-    return parameters, Muon(parameters, linear, block["params"], groups)
+    rows = {parameter: row for row, parameter in stage.named_rows()}
+    return parameters, Muon(parameters, rows, block["params"], groups)
+
+
+class ReplicaDeepSpeed(DeepSpeedEngine):
+    """DeepSpeed's engine, which knows of itself only its own layers with experts."""
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: list[dict[str, Any]]) -> None:
+        self.has_moe_layers = any(group["moe"] for group in model_parameters)
+        super()._configure_optimizer(client_optimizer, model_parameters)
+
+
+def _announce_experts(stage: Stage, groups: Groups) -> None:
+    """Mark the experts for DeepSpeed, which then reduces and divides them over the ranks that have the same ones.
+
+    Their gradients are the sum over the tokens of all `ep` ranks, so DeepSpeed divides the sum over the
+    expert-data-parallel ranks by the number of all data-parallel ranks, as that of all other gradients. Its own
+    functions for making these groups would make groups across replicas.
+    """
+    deepspeed_groups._get_expert_parallel_group_dict()[EXPERTS] = groups.ep
+    deepspeed_groups._get_expert_data_parallel_group_dict()[EXPERTS] = groups.expert_dp
+    deepspeed_groups.expert_tensor_parallel_world_size = (
+        groups.topology.tp
+    )  # over which it adds up their norm
+    for row, parameter in stage.named_rows():
+        if row.expert is not None:
+            parameter.allreduce = False  # type: ignore[attr-defined]
+            parameter.group_name = EXPERTS  # type: ignore[attr-defined]
 
 
 def deepspeed_settings(ds_config: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,20 +10,26 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+EXPERTS = "experts"  # DeepSpeed's name for the ranks that have the same experts
+
+
 class GroupKey(NamedTuple):
-    """The properties on which a parameter's settings depend. Groups are in descending order of their keys."""
+    """The properties by which parameters are grouped. Groups are in descending order of their keys."""
 
     muon: bool
     decays: bool
+    everywhere: (
+        bool  # whether all data-parallel ranks have it; with expert parallelism not if it is in an expert
+    )
 
     @classmethod
-    def of(cls, row: Parameter, muon: bool) -> "GroupKey":
-        """Return the key of a parameter in a run with or without Muon."""
-        return cls(muon and row.linear, row.decays)
+    def of(cls, row: Parameter, muon: bool, ep: int = 1) -> "GroupKey":
+        """Return the key of a parameter in a run with or without Muon, and with this expert-parallel size."""
+        return cls(muon and row.linear, row.decays, ep == 1 or row.expert is None)
 
 
 def parameter_groups(
-    named_rows: Iterable[tuple[Parameter, "nn.Parameter"]], muon: bool
+    named_rows: Iterable[tuple[Parameter, "nn.Parameter"]], muon: bool, ep: int = 1
 ) -> list[dict[str, Any]]:
     """Put the parameters of a rank into groups with the same settings, in the form of torch's optimizers.
 
@@ -33,18 +39,22 @@ def parameter_groups(
     Args:
         named_rows: every parameter of this rank with its row of the family's table.
         muon: whether Muon trains the linear maps of the layers, and AdamW all other parameters.
+        ep: expert-parallel size.
 
     Each group has, besides "params":
         muon: whether Muon trains it.
         weight_decay: 0 where it does not; elsewhere missing.
+        moe, name: True and EXPERTS in a group of experts that not all data-parallel ranks have; else False and "".
     """
     groups: dict[GroupKey, list[nn.Parameter]] = {}
     for row, parameter in named_rows:
-        groups.setdefault(GroupKey.of(row, muon), []).append(parameter)
+        groups.setdefault(GroupKey.of(row, muon, ep), []).append(parameter)
     return [
         {
             "params": parameters,
             "muon": key.muon,
+            "moe": not key.everywhere,
+            "name": "" if key.everywhere else EXPERTS,
             **({} if key.decays else {"weight_decay": 0.0}),
         }
         for key, parameters in sorted(groups.items(), reverse=True)
@@ -55,12 +65,12 @@ def parameter_groups(
 class FlatPart:
     """The parameters of one group of the inner optimizer, as ZeRO flattens them.
 
-    ZeRO concatenates them, pads the end, and cuts the vector into equal parts, one per data-parallel rank. The
-    flat weights of a rank are its parts of all groups, in the order of the groups; slow weights, momentum and the
-    moments of the inner optimizer have the same layout.
+    ZeRO concatenates them, pads the end, and cuts the vector into equal parts, one for each data-parallel rank
+    that has them (`Topology.owners`). The flat weights of a rank are its parts of all groups, in the order of the
+    groups; slow weights, momentum and the moments of the inner optimizer have the same layout.
 
     Args:
-        length: elements of this rank's part, padding included; the same on all data-parallel ranks.
+        length: elements of this rank's part, padding included; the same on all these ranks.
         parameters: name in the unsplit model, and shape on a tensor-parallel rank, in order.
     """
 

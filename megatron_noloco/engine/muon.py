@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,13 +11,26 @@ from deepspeed.runtime.zero.muon.original_muon import (
     zeropower_via_gram_newtonschulz,
     zeropower_via_newtonschulz5,
 )
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_noloco.model.families import Parameter
-from megatron_noloco.pipeline.groups import Groups
+from megatron_noloco.pipeline.groups import Groups, ProcessGroup
 
 _NEWTON_SCHULZ = {"gram": zeropower_via_gram_newtonschulz, "standard": zeropower_via_newtonschulz5}
 _NEWTON_SCHULZ_STEPS = 5  # DeepSpeed's and Jordan's
+
+
+class _Matrices(NamedTuple):
+    """The parameters that ZeRO puts into one flat vector."""
+
+    rows: list[Parameter]
+    ranges: list[tuple[int, int]]  # first and last + 1 element of each
+    owners: ProcessGroup  # the data-parallel ranks that divide the vector
+
+    @classmethod
+    def of(cls, rows: list[Parameter], tp_size: int, owners: ProcessGroup) -> "_Matrices":
+        sizes = (math.prod(row.slice_shape(tp_size)) for row in rows)
+        return cls(rows, list(pairwise(accumulate(sizes, initial=0))), owners)
 
 
 class Muon(torch.optim.AdamW):
@@ -39,7 +52,7 @@ class Muon(torch.optim.AdamW):
 
     Args:
         parameter_groups: of this rank; see `layout.parameter_groups`.
-        linear: the rows of the parameters in Muon's group, in order.
+        rows: the row of each parameter.
         params: muon_lr, adam_lr, momentum, ns_method, betas, eps and weight_decay; all are required.
         groups: process groups of this rank.
     """
@@ -47,15 +60,20 @@ class Muon(torch.optim.AdamW):
     def __init__(
         self,
         parameter_groups: Sequence[Mapping[str, Any]],
-        linear: Sequence[Parameter],
+        rows: Mapping[nn.Parameter, Parameter],
         params: Mapping[str, Any],
         groups: Groups,
     ) -> None:
-        self._rows = linear
-        sizes = (math.prod(row.slice_shape(groups.topology.tp)) for row in linear)
-        # First and last + 1 element of each row in the vector that the dp ranks share.
-        self._ranges = list(pairwise(accumulate(sizes, initial=0)))
         self._groups = groups
+        self._matrices = {
+            group["moe"]: _Matrices.of(
+                [rows[parameter] for parameter in group["params"]],
+                groups.topology.tp,
+                groups.expert_dp if group["moe"] else groups.dp,
+            )
+            for group in parameter_groups
+            if group["muon"]
+        }
         muon = {"lr": params["muon_lr"], "momentum": params["momentum"]}
         super().__init__(
             [{**group, **muon} if group["muon"] else dict(group) for group in parameter_groups],
@@ -73,14 +91,14 @@ class Muon(torch.optim.AdamW):
         # Compiled, DeepSpeed's kernels take seconds for every new shape and need a C++ compiler. They are products
         # of matrices, for which compiling gains little.
         with torch.compiler.set_stance("force_eager"):
-            for group in groups:
+            for group in groups:  # DeepSpeed calls this once for each, with `param_groups` of one
                 if group["muon"]:
-                    self._muon_step(group)
+                    self._muon_step(group, self._matrices[group["moe"]])
         self.param_groups = [group for group in groups if not group["muon"]]
         super().step()
         self.param_groups = groups
 
-    def _muon_step(self, group: dict[str, Any]) -> None:
+    def _muon_step(self, group: dict[str, Any], matrices: "_Matrices") -> None:
         (flat,) = group["params"]
         state, momentum = self.state[flat], group["momentum"]
         if not state:
@@ -89,34 +107,34 @@ class Muon(torch.optim.AdamW):
         state["step"] += 1
         state["momentum_buffer"].lerp_(flat.grad, 1 - momentum)
         flat.grad.lerp_(state["momentum_buffer"], momentum)
-        self._orthogonalize(flat.grad)
+        self._orthogonalize(flat.grad, matrices)
         flat.mul_(1 - group["lr"] * group["weight_decay"]).sub_(flat.grad, alpha=group["lr"])
 
-    def _orthogonalize(self, partition: Tensor) -> None:
-        """Replace every matrix in this rank's partition by its update; all dp ranks have equal lengths."""
-        begin = self._groups.position.dp * len(partition)
-        cut = self._cut_by_borders(partition, begin)
-        for index, (start, stop) in enumerate(self._ranges):
+    def _orthogonalize(self, partition: Tensor, matrices: "_Matrices") -> None:
+        """Replace every matrix in this rank's partition by its update; all owners have equal lengths."""
+        begin = dist.get_rank(matrices.owners) * len(partition)
+        cut = self._cut_by_borders(partition, begin, matrices)
+        for index, (start, stop) in enumerate(matrices.ranges):
             first, last = max(start, begin), min(stop, begin + len(partition))
             if first < last:
                 piece = partition[first - begin : last - begin]
                 full = cut.get(index, piece)
-                piece.copy_(self._orthogonalized(self._rows[index], full)[first - start : last - start])
+                piece.copy_(self._orthogonalized(matrices.rows[index], full)[first - start : last - start])
 
-    def _cut_by_borders(self, partition: Tensor, begin: int) -> dict[int, Tensor]:
-        """Gather the parameters that lie on several dp ranks: at most one for each border between two ranks."""
+    def _cut_by_borders(self, partition: Tensor, begin: int, matrices: "_Matrices") -> dict[int, Tensor]:
+        """Gather the parameters that lie on several ranks: at most one for each border between two owners."""
         length = len(partition)
         cut = {
             index: partition.new_zeros(stop - start)
-            for index, (start, stop) in enumerate(self._ranges)
+            for index, (start, stop) in enumerate(matrices.ranges)
             if start // length != (stop - 1) // length
         }
         for index, full in cut.items():
-            start, stop = self._ranges[index]
+            start, stop = matrices.ranges[index]
             first, last = max(start, begin), min(stop, begin + length)
             if first < last:
                 full[first - start : last - start] = partition[first - begin : last - begin]
-            dist.all_reduce(full, group=self._groups.dp)
+            dist.all_reduce(full, group=matrices.owners)
         return cut
 
     def _orthogonalized(self, row: Parameter, flat: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ class ReplicaEngine:
         copied = [parameter for row, parameter in self.stage.named_rows() if shared and row.tp_dim is None]
         if self._tied is not None:
             copied.append(self._tied)
-        return MasterWeights(self._optimizer, self.groups.position.dp, copied)
+        return MasterWeights(self._optimizer, copied)
 
     def train_batch(self, read: ReadMicrobatch, routes: Routes) -> list[MicrobatchLoss]:
         """Take one local step: forward and backward over all microbatches, then the inner optimizer.

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch import Tensor, nn
@@ -27,19 +28,18 @@ class MasterWeights(Weights):
     Args:
         optimizer: DeepSpeed's optimizer of ZeRO stages 1 and 2 (`single_partition_of_fp32_groups`), or its
             BF16_Optimizer (`fp32_groups_flat_partition`).
-        dp_rank: data-parallel rank of this rank.
         copied: parameters that other stages or tensor-parallel ranks of the replica have as well.
     """
 
-    def __init__(self, optimizer: Any, dp_rank: int = 0, copied: Collection[nn.Parameter] = ()) -> None:
+    def __init__(self, optimizer: Any, copied: Collection[nn.Parameter] = ()) -> None:
         self._optimizer = optimizer
-        self._dp_rank = dp_rank
         self._copied = set(copied)  # parameters compare by identity
 
     def copied(self) -> list[tuple[int, int]]:
         ranges, before = [], 0
-        for parameters, part in zip(bit16_groups(self._optimizer), self.parts(), strict=True):
-            place = before - self._dp_rank * len(part)  # of the group's first parameter in this rank's vector
+        owners = self._optimizer.real_dp_process_group  # of each group, the ranks that divide its weights
+        for parameters, part, ranks in zip(bit16_groups(self._optimizer), self.parts(), owners, strict=True):
+            place = before - dist.get_rank(ranks) * len(part)  # of its first parameter in this rank's vector
             for parameter in parameters:
                 start, place = place, place + parameter.numel()
                 first, last = max(start, before), min(place, before + len(part))

@@ -42,9 +42,12 @@ class Chunk(LanguageModel):
     tokens, and the loss would depend on the padding and differ from that of the exported model.
     """
 
-    def __init__(self, architecture: Architecture, z_loss_coeff: float, **options: Any) -> None:
+    def __init__(
+        self, architecture: Architecture, experts: range, z_loss_coeff: float, **options: Any
+    ) -> None:
         super().__init__(**options)
         self.architecture = architecture
+        self.experts = experts
         self.z_loss_coeff = z_loss_coeff
 
     def forward(
@@ -79,7 +82,7 @@ class Chunk(LanguageModel):
     def named_rows(self) -> Iterator[tuple[Parameter, nn.Parameter]]:
         """Yield every parameter with its row of the family's table; raises ValueError where they do not match."""
         first_layer = self.decoder.layers[0].layer_number - 1  # core counts from 1
-        return weights.match_rows(self, table_of(self.architecture), first_layer)
+        return weights.match_rows(self, table_of(self.architecture), first_layer, self.experts)
 
 
 class Stage(nn.Module):
@@ -165,6 +168,7 @@ def _empty_chunk(
         block = TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
     return Chunk(
         architecture,
+        groups.topology.experts(groups.position.dp, architecture.num_moe_experts or 0),
         compute.z_loss_coeff,
         config=config,
         transformer_layer_spec=block,
@@ -230,6 +234,7 @@ def transformer_config(architecture: Architecture, compute: Compute, topology: T
         fp16=compute.precision == "fp16",
         tensor_model_parallel_size=topology.tp,
         pipeline_model_parallel_size=topology.pp,
+        expert_model_parallel_size=topology.ep,
         sequence_parallel=topology.sequence_parallel,
         recompute_granularity=compute.recompute_granularity,
         recompute_method=compute.recompute_method,

@@ -42,21 +42,27 @@ def _draw(shape: tuple[int, ...], name: str, seed: int) -> Tensor:
 
 
 def match_rows(
-    chunk: LanguageModel, table: Table, first_layer: int
+    chunk: LanguageModel, table: Table, first_layer: int, experts: range
 ) -> Iterator[tuple[Parameter, nn.Parameter]]:
     """Yield every parameter of a model chunk with its row, in the order of the table, which flat vectors have.
 
     Args:
         first_layer: number of layers before the chunk.
+        experts: numbers of the experts of each layer that this rank has.
 
     Raises ValueError when a parameter has no row, or when a row of the chunk's layers (of the whole model, if the
-    chunk is all of it) has no parameter.
+    chunk is all of it) has no parameter, though it is in no expert of another rank.
     """
-    pairs = [(table.find(name, first_layer), parameter) for name, parameter in chunk.named_parameters()]
+    pairs = [
+        (table.find(name, first_layer, experts.start), parameter)
+        for name, parameter in chunk.named_parameters()
+    ]
     found = {row.name for row, _ in pairs}
     whole, layers = chunk.pre_process and chunk.post_process, {row.layer for row, _ in pairs}
     for row in table:
         expected = whole or (row.layer is not None and row.layer in layers)
+        if row.expert is not None and row.expert not in experts:
+            expected = False
         if expected and row.same_as is None and row.name not in found:
             raise ValueError(
                 f"the table of the model's family has a row {row.name}, but no parameter was built"

@@ -31,6 +31,8 @@ class Groups:
     tp: ProcessGroup  # tensor parallelism: same replica, stage and dp rank
     pp: ProcessGroup  # pipeline parallelism: same replica, dp rank and tp rank
     dp: ProcessGroup  # synchronous data parallelism: same replica, stage and tp rank
+    ep: ProcessGroup  # expert parallelism: the dp ranks that together have all experts of their stage
+    expert_dp: ProcessGroup  # the dp ranks that have the same experts
     mp: ProcessGroup  # model parallelism: same replica and dp rank; gradient norm and clipping
     replica: ProcessGroup  # all ranks of the replica: statistics
     tied_embedding: ProcessGroup | None  # first and last stage, where they share one embedding
@@ -84,9 +86,15 @@ def build_groups(
     tp = group(own[at.stage, at.dp, :])
     pp = group(own[:, at.dp, at.tp])
     dp = group(own[at.stage, :, at.tp])
+    alone = group(myself)
+    ep, tp_ep, expert_dp = alone, tp, dp
+    if topology.ep > 1:
+        first = at.dp // topology.ep * topology.ep
+        together = own[at.stage, first : first + topology.ep]
+        ep, tp_ep = group(together[:, at.tp]), group(together)
+        expert_dp = group(own[at.stage, topology.owners(at.dp, experts=True), at.tp])
     mp = group(own[:, at.dp, :])
     replica = group(own)
-    alone = group(myself)
     tied_embedding = None
     if tied and topology.pp > 1:
         if at.stage in (0, topology.pp - 1):
@@ -96,21 +104,22 @@ def build_groups(
     reachable = grid[:, :, at.dp, at.tp] if routed else own[:, at.dp, at.tp]
     forward_hops, backward_hops = group(reachable), group(reachable)
     if torch.cuda.is_available():
-        _connect([tp, dp, mp, tied_embedding, forward_hops, backward_hops])  # nothing is sent over pp
+        _connect(
+            [tp, dp, tp_ep, expert_dp, mp, tied_embedding, forward_hops, backward_hops]
+        )  # nothing is sent over pp
 
     collection = ProcessGroupCollection()
     collection.tp, collection.pp, collection.mp = tp, pp, mp
     collection.dp = collection.dp_cp = dp
     collection.cp = alone
-    # Experts are split over the tensor-parallel ranks, like all other layers, and over no other ranks.
-    collection.ep = alone
-    collection.tp_cp = collection.expt_tp = collection.tp_ep = tp
-    collection.expt_dp = dp
+    collection.tp_cp = tp
+    collection.ep, collection.tp_ep, collection.expt_dp = ep, tp_ep, expert_dp
+    collection.expt_tp = tp  # each expert is cut into slices like the other layers
     collection.tp_dp_cp = None  # needed only by kinds of load balancing that are not supported
     # Core would all-reduce tied weights on CUDA inside the constructor; model.weights and engine do this instead.
     collection.embd = collection.pos_embd = None
     groups = Groups(
-        topology, at, tp, pp, dp, mp, replica, tied_embedding, forward_hops, backward_hops,
+        topology, at, tp, pp, dp, ep, expert_dp, mp, replica, tied_embedding, forward_hops, backward_hops,
         collection,
     )  # fmt: skip
     _set_parallel_state(groups, alone)

@@ -69,6 +69,7 @@ class Topology:
         sequence_parallel: whether activations are split over the tensor-parallel ranks outside attention and MLP.
         slot: the number of the first replica; in a federation, of the only one of this job.
         slots: number of replicas of the federation; 0: this job has all replicas.
+        ep: consecutive data-parallel ranks that divide the experts of each layer among them; a divisor of dp.
     """
 
     replicas: int = 1
@@ -79,11 +80,14 @@ class Topology:
     sequence_parallel: bool = False
     slot: int = 0
     slots: int = 0
+    ep: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("replicas", "pp", "dp", "tp", "vpp"):
+        for name in ("replicas", "pp", "dp", "tp", "vpp", "ep"):
             if (size := getattr(self, name)) < 1:
                 raise ValueError(f"{name} must be at least 1, not {size}")
+        if self.dp % self.ep:
+            raise ValueError(f"dp {self.dp} does not divide into groups of ep {self.ep}")
         if self.slots and not (self.replicas == 1 and 0 <= self.slot < self.slots):
             raise ValueError(f"slot {self.slot} of {self.slots} must be that of one replica, from 0")
 
@@ -111,6 +115,19 @@ class Topology:
     def grid(self) -> np.ndarray:
         """All ranks, shape [replicas, pp, dp, tp]."""
         return np.arange(self.world_size).reshape(self.replicas, self.pp, self.dp, self.tp)
+
+    def owners(self, dp: int, experts: bool) -> range:
+        """Return the data-parallel ranks that have the same weights as rank `dp`, and divide their fp32 copy.
+
+        Args:
+            experts: whether the weights are experts, which every ep-th rank has; all ranks have the others.
+        """
+        return range(dp % self.ep, self.dp, self.ep) if experts else range(self.dp)
+
+    def experts(self, dp: int, number: int) -> range:
+        """Return which of the `number` experts of a layer the data-parallel rank `dp` has."""
+        share, place = number // self.ep, dp % self.ep
+        return range(place * share, (place + 1) * share)
 
     def rank(self, position: Position) -> int:
         within = (position.stage * self.dp + position.dp) * self.tp + position.tp

@@ -1,5 +1,6 @@
 """Does a run fit: into this machine, now; and which changes of the config would save memory where it does not."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -107,6 +108,12 @@ def changes_that_save(
         {"model": recompute},
         {"train_micro_batch_size_per_gpu": config.micro_batch_size // 2},
         {"parallel": {"data_parallel_size": 2 * topology.dp}},
+        {
+            "parallel": {
+                "data_parallel_size": math.lcm(topology.dp, 2 * topology.ep),
+                "expert_model_parallel_size": 2 * topology.ep,
+            }
+        },
         {"parallel": {"pipeline_model_parallel_size": 2 * topology.pp}},
         {"parallel": {"tensor_model_parallel_size": 2 * topology.tp}},
     ]
@@ -121,6 +128,7 @@ def changes_that_save(
             pp=parallel.pipeline_model_parallel_size,
             tp=parallel.tensor_model_parallel_size,
             dp=parallel.data_parallel_size,
+            ep=parallel.expert_model_parallel_size,
         )
         needed = fullest_stage(changed, architecture, layout)[2].device_bytes
         if needed < now:

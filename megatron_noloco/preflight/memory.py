@@ -28,7 +28,8 @@ class RankParameters:
     Attributes:
         layers: number of transformer layers of its stage.
         parameters: those of its stage and tensor-parallel rank.
-        owned: its part of the flat fp32 weights, 1/dp of the parameters and padding; exchanges send these.
+        owned: its part of the flat fp32 weights, 1/dp of the parameters (of experts ep/dp), and padding; exchanges
+            send these.
         muon: the part of `owned` that Muon updates.
         copied: the part of `parameters` that other ranks of the replica have as well.
         predicts: whether its stage is the last, which computes the logits.
@@ -91,11 +92,12 @@ def _parameters(
     copied = 0
     for row in _rows(architecture, topology, stage, layers):
         elements = math.prod(row.slice_shape(topology.tp))
-        groups[GroupKey.of(row, is_muon(block))] += elements
+        groups[GroupKey.of(row, is_muon(block), topology.ep)] += elements
         tied = architecture.tied_embeddings and topology.pp > 1 and row.is_embedding_or_output
         if tied or (topology.tp > 1 and row.tp_dim is None):
             copied += elements
-    owned = {key: -(-n // (_ALIGNMENT * topology.dp)) * _ALIGNMENT for key, n in groups.items()}
+    owners = {key: len(topology.owners(0, experts=not key.everywhere)) for key in groups}
+    owned = {key: -(-n // (_ALIGNMENT * owners[key])) * _ALIGNMENT for key, n in groups.items()}
     return RankParameters(
         layers=layers,
         parameters=groups.total(),
@@ -107,9 +109,15 @@ def _parameters(
 
 
 def _rows(architecture: Architecture, topology: Topology, stage: int, layers: int) -> Iterator[Parameter]:
-    """Yield the parameters of a stage. All layers are alike, so the first `layers` stand for its own."""
+    """Yield the parameters of a rank of a stage.
+
+    All layers and experts are alike, so the first `layers` of them and the first rank's experts stand for its own.
+    """
     first, last = stage == 0, stage == topology.pp - 1
+    experts = topology.experts(0, architecture.num_moe_experts or 0)
     for row in table_of(architecture):
+        if row.expert is not None and row.expert not in experts:
+            continue
         if row.layer is not None:
             if row.layer < layers:
                 yield row
@@ -181,6 +189,12 @@ def _activations(
     tokens = config.micro_batch_size * architecture.seq_length
     split = topology.sequence_parallel
     layer = tokens * activation_bytes(architecture, config.precision, topology.tp, split)
+    gathered = (
+        0  # in a layer: the tokens of all `ep` ranks, what this rank's experts make of them, and that in fp32
+    )
+    if topology.ep > 1:
+        each = architecture.hidden_size * (2 * WORKING[config.precision] + _FP32)
+        gathered = topology.ep * tokens * each
     passing = tokens * architecture.hidden_size * WORKING[config.precision]  # from layer to layer
     if split:
         passing //= topology.tp
@@ -191,8 +205,8 @@ def _activations(
         under_way += (topology.pp - 1) / topology.vpp
     under_way = min(under_way, config.microbatches)
     if config.compute.recompute_granularity == "full":
-        return round(under_way * layers * passing + layer)
-    return round(under_way * layers * layer)
+        return round(under_way * layers * passing + layer + gathered)
+    return round(under_way * layers * layer + gathered)
 
 
 def _logits(config: RunConfig, architecture: Architecture, topology: Topology) -> int:

@@ -176,6 +176,8 @@ def other_ranks(random: Random, raw: dict[str, Any]) -> dict[str, Any]:
             and (raw["model"]["family"] in MIXTURES or random.choice([True, False])),
             **asdict(PipelineSplit()),
         }
+        mixture = raw["model"]["family"] in MIXTURES
+        changes["parallel"]["expert_model_parallel_size"] = dp_size if mixture else 1
         changes["model"] = {"make_vocab_size_divisible_by": tp_size * random.choice([1, 7])}
         changes["zero_optimization"] = None
         changes["noloco"]["grouping"] = "replica"
@@ -232,6 +234,9 @@ def drawn_run(seed: int, folder: Path, data: list[dict[str, Any]]) -> tuple[Run,
         run.change({"model": dict.fromkeys(YARN)})
     if run.raw["model"]["family"] in MIXTURES and run.raw["parallel"]["tensor_model_parallel_size"] > 1:
         run.change({"parallel": {"sequence_parallel": True}})  # refused without
+    if run.raw["model"]["family"] in MIXTURES:
+        dp_size = run.raw["parallel"]["data_parallel_size"]
+        run.change({"parallel": {"expert_model_parallel_size": random.choice([1, dp_size])}})
     apart: dict[str, Any] = {"reset_attention_mask": True, "eod_mask_loss": True}
     records = {**dict.fromkeys(("text", "data_path", "train_data_path", "valid_data_path")), **data[-1]}
     run.change({"data": random.choice([{}, apart, {**records, "sft_packing": random.choice([True, False])}])})

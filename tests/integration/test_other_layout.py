@@ -20,6 +20,7 @@ from tests.harness import run_ranks
 from tests.integration.chaos import Run
 from tests.integration.test_resume import starts
 from tests.integration.tiny import (
+    FAMILY_MODELS,
     MUON,
     MUON_ROUNDING,
     already_joined,
@@ -33,6 +34,7 @@ SAVED, STEPS = 5, 10
 K = 3  # does not divide SAVED: the checkpoint lies in the middle of a round
 FP32_LOSS, BF16_LOSS = 2e-6, 2e-3  # by which losses of about 5 may differ where sums have another order
 BF16 = {"bf16": {"enabled": True}}
+EXPERTS = {"model": FAMILY_MODELS["mixtral"]}
 TIED = {"model": {"untie_embeddings_and_output_weights": False}}
 LATE = {"noloco": {"overlap": {"mode": "delayed", "delay_steps": 3}}}  # begun at 3, merged at 6
 
@@ -94,6 +96,11 @@ CASES: dict[str, tuple[list[Changes], Changes, Changes]] = {
     "tp 1 to 2": ([], padded(3, layout()), padded(32, layout(tp=2))),
     "pp 2 to dp 2, tied, under way": ([TIED, LATE], layout(pp=2), layout(dp=2)),
     "dp 2 to pp 2 x vpp 2, Muon": ([MUON], layout(dp=2), layout(pp=2, vpp=2)),
+    "ep 2 to none": (
+        [EXPERTS],
+        layout(dp=2, expert_model_parallel_size=2),
+        layout(expert_model_parallel_size=1),
+    ),
     "tp 2 x dp 2 to pp 2 x sequence parallel tp 2, bf16": (
         [BF16],
         layout(tp=2, dp=2),
@@ -164,9 +171,14 @@ def parameters(run: Run) -> str:
     [
         ([LATE], layout(pp=2, vpp=2), layout(tp=2, dp=2)),
         ([LATE], layout(tp=2), layout(pp=2, replicas=3)),
+        (
+            [EXPERTS, MUON],
+            layout(dp=2, expert_model_parallel_size=2, sequence_parallel=False),
+            layout(tp=2, expert_model_parallel_size=1, sequence_parallel=True),
+        ),
         pytest.param([MUON, BF16, TIED], layout(dp=2, pp=2), layout(tp=2), marks=pytest.mark.slow),
     ],
-    ids=["AdamW", "more replicas", "Muon, bf16, tied"],
+    ids=["AdamW", "more replicas", "expert parallelism", "Muon, bf16, tied"],
 )
 def test_there_and_back(both: list[Changes], before: Changes, after: Changes, tmp_path: Path) -> None:
     """On the way to another layout, and to more replicas, no number is lost or rounded."""

@@ -19,6 +19,7 @@ from megatron_noloco.training.join import join_job
 from megatron_noloco.training.prepare import prepare
 from tests.harness import run_ranks
 from tests.integration.tiny import (
+    FAMILY_MODELS,
     MUON,
     VOCABULARY,
     already_joined,
@@ -46,6 +47,13 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "data and tensor parallel": (
         8,
         {"parallel": {"replicas": 2, "data_parallel_size": 2, "tensor_model_parallel_size": 2}},
+    ),
+    "expert and data parallel": (
+        4,
+        {
+            "parallel": {"replicas": 2, "data_parallel_size": 2, "expert_model_parallel_size": 2},
+            "model": FAMILY_MODELS["mixtral"],
+        },
     ),
     "tied, virtual stages, Muon, int8": (
         4,

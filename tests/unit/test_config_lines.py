@@ -20,6 +20,11 @@ ROOT = Path(__file__).parents[2]
 
 
 FP16 = {"fp16": {"enabled": True}}
+EP2 = {
+    "model.family": "mixtral",
+    "parallel.data_parallel_size": 2,
+    "parallel.expert_model_parallel_size": 2,
+}
 STEPS = {"total_num_steps": "auto", "decay_num_steps": 4}
 
 
@@ -226,6 +231,19 @@ RULES: list[tuple[dict[str, Any], str]] = [
         },
         "model.seq_length 30 does not divide by parallel.tensor_model_parallel_size 4",
     ),
+    (
+        {"parallel.expert_model_parallel_size": 2, "parallel.data_parallel_size": 2},
+        'parallel.expert_model_parallel_size 2: the family "llama" has no experts, only "qwen3_moe" and "mixtral"',
+    ),
+    (
+        EP2 | {"model.num_moe_experts": 5},
+        "model.num_moe_experts 5 does not divide by parallel.expert_model_parallel_size 2 (5 / 2 = 2.50)",
+    ),
+    (
+        EP2 | {"parallel.data_parallel_size": 1},
+        "parallel.data_parallel_size 1 does not divide by parallel.exp",
+    ),
+    (EP2 | {"zero_optimization": {"reduce_scatter": False}}, "zero_optimization.reduce_scatter false: with"),
     ({"parallel.sequence_parallel": True}, "sequence_parallel needs parallel.tensor_model_parallel_size > 1"),
     (
         {"model.vocab_size": 32000},

@@ -19,6 +19,7 @@ import pytest
 import torch
 from deepspeed.accelerator import cuda_accelerator
 from deepspeed.comm.torch import build_shm_op
+from deepspeed.moe.utils import is_moe_param
 from deepspeed.ops.adam import FusedAdam
 from deepspeed.ops.lion import FusedLion
 from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
@@ -29,6 +30,7 @@ from deepspeed.runtime.lr_schedules import WarmupCosineLR
 from deepspeed.runtime.zero import config as zero_config
 from deepspeed.runtime.zero.muon import original_muon
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import groups
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings import rotary_pos_embedding, yarn_rotary_pos_embedding
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -283,6 +285,32 @@ class TestEngine:
         source = inspect.getsource(DeepSpeedZeroOptimizer.scaled_global_norm)
         assert "self.get_grad_norm_direct(self.averaged_gradients[i], self.params_in_partition[i])" in source
         assert "self.scaled_global_norm()" in inspect.getsource(DeepSpeedZeroOptimizer.step)
+
+    def test_experts_are_reduced_over_their_own_ranks(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """engine/build.py announces their ranks and has the engine look for groups with `moe`."""
+        monkeypatch.setitem(groups._get_expert_parallel_group_dict(), "experts", "some")
+        monkeypatch.setitem(groups._get_expert_data_parallel_group_dict(), "experts", "others")
+        monkeypatch.setattr(groups, "expert_tensor_parallel_world_size", 3)
+        assert groups._get_expert_parallel_group("experts") == "some"
+        assert groups._get_expert_data_parallel_group("experts") == "others"
+        assert groups._get_expert_model_parallel_world_size() == 3
+        expert = torch.zeros(1)
+        assert not is_moe_param(expert)
+        expert.allreduce = False  # type: ignore[attr-defined]
+        assert is_moe_param(expert)
+        for function in (
+            DeepSpeedEngine._configure_optimizer,
+            DeepSpeedEngine._configure_zero_optimizer,
+            DeepSpeedEngine._configure_bf16_optimizer,
+            DeepSpeedEngine.buffered_allreduce_fallback,
+        ):
+            assert "self.has_moe_layers" in inspect.getsource(function)
+        assert "self.has_moe_layers" not in inspect.getsource(DeepSpeedEngine._broadcast_model)
+
+    @pytest.mark.parametrize("optimizer", [DeepSpeedZeroOptimizer, BF16_Optimizer])
+    def test_the_ranks_that_divide_a_group_are_known(self, optimizer: type) -> None:
+        """engine/state.py asks for them."""
+        assert "self.real_dp_process_group = [" in inspect.getsource(optimizer.__init__)
 
     def test_groups_without_parameters_are_left_out(self) -> None:
         """engine/layout.py does so, too: the numbers of groups are those of DeepSpeed."""

@@ -37,22 +37,34 @@ class Layout:
     padded: int
     groups: int  # 3: linear maps, the other matrices and norms, as with Muon; 2: matrices and norms; 1: all
     tied: bool
+    experts: int = 0  # of each layer; 0: a dense model
 
     @property
     def architecture(self) -> Architecture:
-        return replace(SMALL, num_layers=LAYERS, padded_vocab_size=self.padded, tied_embeddings=self.tied)
+        dense = replace(SMALL, num_layers=LAYERS, padded_vocab_size=self.padded, tied_embeddings=self.tied)
+        mixture = replace(dense, family="mixtral", num_moe_experts=self.experts, moe_router_topk=2)
+        return mixture if self.experts else dense
 
     def parts(self, at: Position) -> list[FlatPart]:
         """What ZeRO would make of a stage: parameters one after the other, padded, cut into equal parts."""
-        rows = [row for row in table_of(self.architecture) if self._is_here(row, at.stage)]
+        here = self.topology.experts(at.dp, self.experts)
+        rows = [
+            row
+            for row in table_of(self.architecture)
+            if self._is_here(row, at.stage) and (row.expert is None or row.expert in here)
+        ]
         kinds: list[Any] = [lambda row: (row.decays, row.linear), lambda row: row.decays, lambda row: True]
-        kind = kinds[3 - self.groups]
+
+        def kind(row: Parameter) -> tuple[Any, bool]:
+            return kinds[3 - self.groups](row), self.topology.ep > 1 and row.expert is not None
+
         parts = []
         for wanted in sorted({kind(row) for row in rows}, reverse=True):
             group = [row for row in rows if kind(row) == wanted]
             shapes = [(row.name, list(row.slice_shape(self.topology.tp))) for row in group]
             elements = sum(math.prod(shape) for _, shape in shapes)
-            parts.append(FlatPart(-(-elements // (2 * self.topology.dp)) * 2, shapes))
+            owners = len(self.topology.owners(at.dp, wanted[1]))
+            parts.append(FlatPart(-(-elements // (2 * owners)) * 2, shapes))
         return parts
 
     def _is_here(self, row: Parameter, stage: int) -> bool:
@@ -71,8 +83,9 @@ class Layout:
             for name, _ in part.parameters
         ]
         flat = torch.cat([piece.reshape(-1) for piece in slices])
-        flat = torch.cat([flat, flat.new_zeros(part.length * self.topology.dp - len(flat))])
-        return flat[at.dp * part.length : (at.dp + 1) * part.length]
+        owners = self.topology.owners(at.dp, table.find(part.parameters[0][0]).expert is not None)
+        flat = torch.cat([flat, flat.new_zeros(part.length * len(owners) - len(flat))])
+        return flat.view(len(owners), part.length)[owners.index(at.dp)]
 
 
 def numbers(row: Parameter, vector: str, replica: int) -> Tensor:
@@ -107,14 +120,16 @@ def reader_of(folder: Path, manifests: list[Manifest], layout: Layout, at: Posit
 
 @st.composite
 def two_layouts(draw: st.DrawFn) -> tuple[Layout, Layout]:
-    tied, replicas = draw(st.booleans()), draw(st.integers(1, 2))
+    tied, replicas, experts = draw(st.booleans()), draw(st.integers(1, 2)), draw(st.sampled_from((0, 6)))
 
     def layout() -> Layout:
         pp, tp = draw(st.sampled_from((1, 2, 4))), draw(st.integers(1, 2))
         vpp = draw(st.sampled_from((1, 2))) if pp == 2 else 1
         padded = draw(st.sampled_from((30, 32, 40)))
         groups = draw(st.integers(1, 3))
-        return Layout(Topology(replicas, pp, draw(st.integers(1, 3)), tp, vpp), padded, groups, tied)
+        ep = draw(st.integers(1, 3)) if experts else 1
+        dp = ep * draw(st.integers(1, 2 if ep > 1 else 3))
+        return Layout(Topology(replicas, pp, dp, tp, vpp, ep=ep), padded, groups, tied, experts)
 
     return layout(), layout()
 

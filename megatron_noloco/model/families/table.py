@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from typing import TYPE_CHECKING, Literal
 
@@ -17,6 +18,7 @@ Init = Literal["normal", "residual", "ones", "zeros"]
 
 _LAYER = "{layer}"
 _LAYER_NUMBER = re.compile(r"(decoder\.layers\.)(\d+)")
+_EXPERT_NUMBER = re.compile(r"(\.local_experts\.)(\d+)")
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,12 @@ class Parameter:
     def decays(self) -> bool:
         """Whether weight decay applies to it: as in Megatron, not to norms and biases (one dimension)."""
         return len(self.shape) > 1
+
+    @property
+    def expert(self) -> int | None:
+        """The number of its expert; None for what is not in an expert."""
+        number = _EXPERT_NUMBER.search(self.name)
+        return int(number[2]) if number else None
 
     @property
     def is_embedding_or_output(self) -> bool:
@@ -198,17 +206,24 @@ class Table:
             for layer in range(self.num_layers):
                 yield from (row.at(layer) for row in layer_rows)
 
-    def find(self, name: str, first_layer: int = 0) -> Parameter:
-        """Return the parameter of that name in a model chunk that begins with layer `first_layer`.
+    def find(self, name: str, first_layer: int = 0, first_expert: int = 0) -> Parameter:
+        """Return the parameter of that name in a model chunk that begins with these numbers of layer and expert.
 
         Raises ValueError when the table has no such row.
         """
         number = _LAYER_NUMBER.match(name)
         general = _LAYER_NUMBER.sub(rf"\g<1>{_LAYER}", name)
-        for row in self.rows:
-            if general in (row.name, row.fused_name):
-                return row.at(int(number[2]) + first_layer) if number else row
-        raise ValueError(f"the model has a parameter {name}, but the table of its family has no row for it")
+        general = _EXPERT_NUMBER.sub(lambda found: f"{found[1]}{int(found[2]) + first_expert}", general)
+        row = self._by_name.get(general)
+        if row is None:
+            raise ValueError(
+                f"the model has a parameter {name}, but the table of its family has no row for it"
+            )
+        return row.at(int(number[2]) + first_layer) if number else row
+
+    @cached_property
+    def _by_name(self) -> dict[str, Parameter]:
+        return {name: row for row in self.rows for name in (row.name, row.fused_name) if name is not None}
 
     @property
     def parameter_count(self) -> int:
