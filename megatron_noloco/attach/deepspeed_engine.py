@@ -3,6 +3,7 @@
 Uses attributes of DeepSpeed 0.19.8 that are not public; the tests fail when they change.
 """
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,14 +23,30 @@ _PARTITIONS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition")
 def trained_by_deepspeed(engine: Any) -> Trained:
     """Return the fp32 weights that this rank exchanges; with ZeRO 1 to 3, those that it owns.
 
-    Raises ValueError for weights on NVMe, and for an optimizer without fp32 weights.
+    Warns where Muon optimizes none of the weights. Raises ValueError for weights on NVMe, and for an optimizer
+    without fp32 weights.
     """
+    check_muon(engine)
     return Trained(
         _weights_of(engine),
         dist.get_process_group_ranks(engine.data_parallel_group),
         ("give deepspeed.initialize mpu=ReplicaGroups({replicas})", "give deepspeed.initialize no mpu"),
         lambda: int(engine.global_steps),
     )
+
+
+def check_muon(engine: Any) -> None:
+    """Warn where DeepSpeed's Muon optimizes none of the weights; DeepSpeed does not say that all have AdamW.
+
+    It was so with ZeRO 3 and models built under `deepspeed.zero.Init`, see its pull request 8438.
+    """
+    trained = (parameter for parameter in engine.module.parameters() if parameter.requires_grad)
+    if engine.optimizer_name() == "muon" and not any(getattr(one, "use_muon", False) for one in trained):
+        warnings.warn(
+            "DeepSpeed's Muon has no weight to optimize: use_muon is True for none that is trained, so that all "
+            "have AdamW; it is for matrices whose names have no embed and no lm_head",
+            stacklevel=5,
+        )
 
 
 def _weights_of(engine: Any) -> Weights:

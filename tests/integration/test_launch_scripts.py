@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -389,11 +388,3 @@ def test_setup_refuses_a_python_that_does_not_fit(python: str, says: str, tmp_pa
     code, said = launch("setup.sh", environ={"PYTHON": python.format(folder=tmp_path)})
     assert (code, len(said.splitlines())) == (1, 1)
     assert said.startswith(says)
-
-
-def test_requirements_and_project_metadata_agree() -> None:
-    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    declared = set(project["dependencies"]).union(*project["optional-dependencies"].values())
-    lines = (REPOSITORY / "requirements.txt").read_text().splitlines()
-    installed = {line.partition("#")[0].strip() for line in lines} - {""}
-    assert installed == declared
