@@ -197,7 +197,7 @@ def same_weights(environment: Environment, folder: Path) -> dict[str, Any]:
 
 def faults(environment: Environment, folder: Path, way: str) -> dict[str, Any]:
     """Kill one of 4 replicas and start it again, then kill the coordinator; returns seconds and local steps."""
-    options = ["--steps", "1000000", "--pause", "0.2", "--local-steps", "5", "--deadline", "10"]
+    options = ["--steps", "1000000", "--pause", "0.2", "--local-steps", "5", "--deadline", "10", "--nesterov"]
     others, lost = range(3), 3
     with Replicas(environment, folder / way, way, 4, options, quorum=2) as replicas:
 
@@ -209,7 +209,9 @@ def faults(environment: Environment, folder: Path, way: str) -> dict[str, Any]:
                 return None
             return max(replicas.counted(replica, moment)[0]["time"] for replica in who) - moment
 
-        if not until(all_count(0, range(4), rounds=4)):
+        all_begin = all_count(0, range(4), rounds=4)
+        until(lambda: all_begin() or not all(map(replicas.running, range(4))))
+        if not all_begin():
             raise RuntimeError(f"{way}: no 4 rounds; see {folder / way}")
         usual = [row["time"] for row in replicas.counted(0)]
         between = median(later - earlier for earlier, later in pairwise(usual))
@@ -255,9 +257,17 @@ def slow_links(
     environment: Environment, folder: Path, link: Link, replicas: int, way: str, steps: int
 ) -> dict[str, Any]:
     """Train on hosts of a lab; returns seconds and bytes of a round, and the first replica's loss over time."""
-    options = ["--steps", str(steps), "--hidden", "64", "--local-steps", "10", "--deadline", "60"]
-    if way == "noloco":
-        options += ["--outer-momentum", "0.5"]
+    options = [
+        "--steps",
+        str(steps),
+        "--hidden",
+        "64",
+        "--local-steps",
+        "10",
+        "--deadline",
+        "60",
+        "--nesterov",
+    ]
     with lab([link] * replicas) as there:
         before = [there.sent_bytes(name) for name in there.names]
         where = folder / f"{way}-{replicas}-{link.rate:.0f}"
