@@ -215,11 +215,11 @@ RECORDED = {
     "pdsh": "pdsh -S -f 1024 -w node1,node2 {exports} cd {cwd}; {python} -u -m deepspeed.launcher.launch "
     "--world_info={world} --node_rank=%n --master_addr=node1 --master_port=29500 --no_python --no_local_rank "
     "{log} env GLOO_SOCKET_IFNAME=eth7 NCCL_SOCKET_IFNAME=eth7 "
-    "{python} -u -m megatron_noloco train --config {config}",
+    "{python} -u -m megatron_noloco train {config}",
     "slurm": "srun -n 8 --kill-on-bad-exit=1 --mpi=pmix {exports} {python} -u {root}/launch/train.py train "
-    "--config {config}",
+    "{config}",
     "mpich": "mpirun -n 8 -ppn 4 -iface eth7 {exports} -hosts node1,node2 {python} -u {helper} --launcher mpich "
-    "{root}/launch/train.py train --config {config}",
+    "{root}/launch/train.py train {config}",
 }
 
 
@@ -344,7 +344,7 @@ def batch(tmp_path: Path) -> Iterator[Callable[[int], Batch]]:
         one.process.wait(60)
 
 
-TRAIN = f"srun --mpi=pmix --kill-on-bad-exit=1 {{python}} -m megatron_noloco train --config {CONFIG}"
+TRAIN = f"srun --mpi=pmix --kill-on-bad-exit=1 {{python}} -m megatron_noloco train {CONFIG}"
 
 
 @pytest.mark.parametrize(
