@@ -111,8 +111,7 @@ class Attached:
                 reports = self.outer.after_local_step(self.done)
         self._compare(reports)
         if self._membership is not None:
-            self._membership.handover.between_steps(self.done, self._copy)
-            self.done = self._membership.keeping_up.next_step(self.done)
+            self.done, _ = self._membership.between_steps(self.done, self._copy)
         now.part(f"local step {self.done + 1}")
         return reports
 
@@ -264,7 +263,7 @@ def attach(
         if state is None:
             least = federation.rounds_behind * settings.local_steps + 1
             seconds = settings.deadline_seconds
-            state = take_state(membership.handover, outer, topology, least, seconds, inner)
+            state = take_state(membership.handover, outer, least, seconds, inner)
         return Attached(trained, outer, first_weights, state, membership, inner)
     except BaseException:
         membership.leave()  # or others would wait for this process, whose port would stay taken

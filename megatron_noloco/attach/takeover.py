@@ -4,18 +4,17 @@ import hashlib
 import io
 import json
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megatron_noloco.attach.trained import Stateful
-from megatron_noloco.federation.handover import Handover, Snapshot, furthest
-from megatron_noloco.job.agreement import of_all_ranks, of_rank_0
+from megatron_noloco.federation.handover import Handover, Snapshot
+from megatron_noloco.federation.takeover import take_over
 from megatron_noloco.outer import OuterOptimizer
-from megatron_noloco.plans.topology import Topology
 
 _MOST_BYTES_PER_WEIGHT = 64  # of the replica
 _OTHER_BYTES = 1 << 24
@@ -43,7 +42,6 @@ def copy_state(outer: OuterOptimizer, done: int, inner: Stateful | None) -> Call
 def take_state(
     handover: Handover,
     outer: OuterOptimizer,
-    topology: Topology,
     least: int,
     seconds: float,
     inner: Stateful | None,
@@ -53,61 +51,69 @@ def take_state(
     Overwrites the weights, and the state of `inner`. Returns a state for `OuterOptimizer.restore`, with
     "local_steps_done"; None where there is none to take. Warns where the state of one could not be taken.
     """
-    rank, given_up = outer.place.rank, set[int]()
-    while True:
-        steps = handover.steps() if rank % topology.replica_size == 0 else {}
-        slot = of_rank_0(furthest(steps, topology, least, given_up))
-        if slot is None:
-            return None
-        found, problem = None, ""
+    loader, lines = StateLoader(outer, inner), list[str]()
+    found = take_over(handover, loader, least, seconds, lines.append)
+    if found is not None and inner is not None and loader.state["inner"] is None:
+        lines.append(f"replica {found[0].slot} gave no state of its inner optimizer; it begins anew")
+    for line in lines:
+        warnings.warn(line, stacklevel=3)
+    if found is None:
+        return None
+    state: dict[str, Tensor] = loader.state["outer"]
+    return state | {"local_steps_done": torch.tensor(found[1].step)}
+
+
+class Offer(NamedTuple):
+    """What a rank says of its state."""
+
+    step: int
+    bytes: int
+    sha256: str
+
+
+class StateLoader:
+    """Loads the state of another replica into this one; implements `federation.takeover.Taker`."""
+
+    def __init__(self, outer: OuterOptimizer, inner: Stateful | None) -> None:
+        self.state: dict[str, Any] = {}
+        self._outer, self._inner = outer, inner
+
+    def check(self, slot: int, description: bytes) -> Offer:
         try:
-            found = _fetch(handover, outer, outer.place.rank_of(slot), least, seconds)
-        except (OSError, ValueError) as error:
-            problem = " ".join(str(error).split())
-        told = of_all_ranks((problem, found and found["step"]))
-        problem = next((text for text, _ in told if text), "")
-        if found is not None and not problem and len(set(told)) == 1:
-            break
-        warnings.warn(f"the state of replica {slot} was not taken over: {problem or told}", stacklevel=3)
-        given_up.add(slot)
-    if inner is not None and found["inner"] is not None:
-        inner.load_state_dict(found["inner"])  # before the weights, which some optimizers load as well
-    elif inner is not None:
-        warnings.warn(f"replica {slot} gave no state of its inner optimizer; it begins anew", stacklevel=3)
-    with outer.weights.writing() as write:
-        write(0, found["weights"])
-    return found["outer"] | {"local_steps_done": torch.tensor(found["step"])}
+            offer = Offer(**json.loads(description))
+            if type(offer.step) is not int or type(offer.bytes) is not int:
+                raise TypeError
+        except (ValueError, TypeError, RecursionError):
+            raise ValueError("its description is not that of a state") from None
+        weights = (
+            self._outer.weights.length * self._outer.place.ranks_per_replica
+        )  # `inner` may be of them all
+        if not 0 < offer.bytes <= _MOST_BYTES_PER_WEIGHT * weights + _OTHER_BYTES:
+            raise ValueError(f"its state has {offer.bytes} bytes")
+        return offer
 
+    def take(self, offer: Offer, fill: Callable[[Sequence[Tensor]], None]) -> None:
+        buffer = torch.zeros(offer.bytes, dtype=torch.uint8)
+        fill([buffer])
+        received = buffer.numpy().tobytes()
+        if hashlib.sha256(received).hexdigest() != offer.sha256:
+            raise ValueError("its checksum does not match")
+        length = self._outer.weights.length
+        try:
+            state = torch.load(io.BytesIO(received), map_location="cpu", weights_only=True)
+            vectors = [state["weights"], state["outer"]["slow_weights"]]
+            sound = all(vector.shape == (length,) for vector in vectors)
+            sound = sound and all(bool(vector.isfinite().all()) for vector in vectors) and "inner" in state
+        except Exception as error:  # torch.load says neither which errors, nor always the same
+            raise ValueError(f"it is not a state: {type(error).__name__}: {error}") from None
+        if not sound:
+            raise ValueError("its weights are not finite, or not as many as here")
+        self.state = state
 
-def _fetch(
-    handover: Handover, outer: OuterOptimizer, giver: int, least: int, seconds: float
-) -> dict[str, Any]:
-    """Return the state of a rank; raises OSError where it does not come, ValueError where it is none."""
-    tag, content = handover.ask(giver, seconds)
-    try:
-        description = json.loads(content)
-        step, size, digest = (description[name] for name in ("step", "bytes", "sha256"))
-        if type(step) is not int or type(size) is not int:
-            raise TypeError
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise ValueError("its description is not that of a state") from None
-    if step < least:
-        raise ValueError(f"it is at local step {step} by now, as it was started anew")
-    weights = outer.weights.length * outer.place.ranks_per_replica  # `inner` may hold the state of them all
-    if not 0 < size <= _MOST_BYTES_PER_WEIGHT * weights + _OTHER_BYTES:
-        raise ValueError(f"its state has {size} bytes")
-    buffer = torch.zeros(size, dtype=torch.uint8)
-    handover.take(giver, tag, [buffer])
-    received = buffer.numpy().tobytes()
-    if hashlib.sha256(received).hexdigest() != digest:
-        raise ValueError("its checksum does not match")
-    try:
-        state = torch.load(io.BytesIO(received), map_location="cpu", weights_only=True)
-        vectors = [state["weights"], state["outer"]["slow_weights"]]
-        sound = all(vector.shape == (outer.weights.length,) for vector in vectors)
-        sound = sound and all(bool(vector.isfinite().all()) for vector in vectors) and "inner" in state
-    except Exception as error:  # torch.load says neither which errors, nor always the same
-        raise ValueError(f"it is not a state: {type(error).__name__}: {error}") from None
-    if not sound:
-        raise ValueError("its weights are not finite, or not as many as here")
-    return {**state, "step": step}
+    def settle(self, offer: Offer, whole: bool) -> None:
+        if not whole:
+            return
+        if self._inner is not None and self.state["inner"] is not None:
+            self._inner.load_state_dict(self.state["inner"])  # before the weights, which some load as well
+        with self._outer.weights.writing() as write:
+            write(0, self.state["weights"])

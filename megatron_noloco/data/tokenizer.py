@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from megatron_noloco.data.sources import TokenizerChoice
+from megatron_noloco.job.activity import line_of
 
 BYTES = 256
 END_OF_DOCUMENT = "<|endoftext|>"  # name of the token in an export; in a text it is encoded as bytes
@@ -196,8 +197,7 @@ class FastTokenizer:
                 messages, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False
             )
         except Exception as error:  # templates raise anything for messages that they do not expect
-            reason = " ".join(str(error).split())
-            raise ValueError(f"the chat template refuses the messages: {reason}") from None
+            raise ValueError(f"the chat template refuses the messages: {line_of(error)}") from None
 
     @cached_property
     def _with_template(self) -> Any:

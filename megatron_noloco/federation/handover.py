@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple, Protocol
@@ -26,7 +26,7 @@ from torch import Tensor
 from megatron_noloco.federation.frames import DTYPE_CODES, HANDOVER_TAG, Send
 from megatron_noloco.federation.service import ServiceFailedError
 from megatron_noloco.federation.transport import FederationTransport
-from megatron_noloco.plans.topology import Topology
+from megatron_noloco.job.activity import line_of
 from megatron_noloco.transport.protocol import ExchangeTimeoutError, Message
 
 _LOOK_SECONDS = 0.02
@@ -59,10 +59,12 @@ class Handover:
     """Gives this rank's state to the counterparts that ask for it, and takes theirs.
 
     Attributes:
+        place: of this rank.
         saved: what it gives while it does not train; None: nothing.
     """
 
     def __init__(self, transport: FederationTransport) -> None:
+        self.place = transport.place
         self.saved: Saved | None = None
         self._transport = transport
         self._protocol = transport.service.protocol
@@ -79,27 +81,27 @@ class Handover:
 
     # To give
 
-    def between_steps(self, done: int, copy: Callable[[], Callable[[], Snapshot]]) -> bool:
-        """Give the present state to the ranks that have asked for it; return whether it was copied.
-
-        Call it between two local steps; a collective of the replica, whose ranks copy at the same boundary.
-
-        Args:
-            done: local steps so far.
-            copy: copies the state, and returns what makes a snapshot of the copy, in another thread.
-        """
+    def wanted(self, done: int) -> bool:
+        """Return whether ranks wait for the present state. Call it between two local steps, `done` so far."""
         with self._lock:
             self._done = done
-            asked = bool(self._wanted)
             if time.monotonic() - self._copied > _FRESH_SECONDS:
                 self._copy = None
-        if self._transport.partners.agree([not asked]) == [1]:
-            return False
+            return bool(self._wanted)
+
+    def give(self, copy: Callable[[], Callable[[], Snapshot]]) -> bool:
+        """Give the present state to the ranks that wait for it; return whether it could be copied.
+
+        All ranks of the replica call it between the same two local steps, where it is `wanted` of one of them.
+
+        Args:
+            copy: copies the state, and returns what makes a snapshot of the copy, in another thread.
+        """
         try:
             made: Callable[[], Snapshot] | None = _once(copy())
         except Exception as error:  # the training goes on, and the ranks that ask are answered
             made = None
-            self._complain(f"this rank's state cannot be given: {_in_a_line(error)}")
+            self._complain(f"this rank's state cannot be given: {type(error).__name__}: {line_of(error)}")
         with self._lock:
             self._copy, self._copied = made, time.monotonic()
             wanted, self._wanted = self._wanted, {}
@@ -161,7 +163,7 @@ class Handover:
                 description = snapshot.description
                 sends = [_send_of(part, tag, self._transport.chunk_bytes) for part in snapshot.parts]
         except Exception as error:  # the rank that asks is answered, whatever it is
-            self._complain(f"state cannot be given to rank {rank}: {_in_a_line(error)}")
+            self._complain(f"state cannot be given to rank {rank}: {type(error).__name__}: {line_of(error)}")
         self._transport.service.do(self._protocol.offer, rank, tag, description, sends)
 
     def _complain(self, line: str) -> None:
@@ -225,22 +227,6 @@ class Handover:
         return offer[1] if offer is not None and offer[0] == tag else None
 
 
-def furthest(
-    steps: Mapping[int, int], topology: Topology, least: int, given_up: Collection[int] = ()
-) -> int | None:
-    """Return the slot that can give the latest step; of several, the next one after this job's. None: no slot.
-
-    Args:
-        steps: that each rank can give.
-        least: the first step that is worth taking.
-        given_up: slots not to be asked again.
-    """
-    by_slot = {rank // topology.replica_size: step for rank, step in steps.items()}
-    found = [slot for slot, step in by_slot.items() if step >= least and slot not in given_up]
-    own, slots = topology.slot, topology.slots
-    return min(found, key=lambda slot: (-by_slot[slot], (slot - own) % slots), default=None)
-
-
 def _once(make: Callable[[], Snapshot]) -> Callable[[], Snapshot]:
     """Return a function that makes a snapshot when it is first called; used by one thread."""
     made: list[Snapshot] = []
@@ -251,10 +237,6 @@ def _once(make: Callable[[], Snapshot]) -> Callable[[], Snapshot]:
         return made[0]
 
     return make_once
-
-
-def _in_a_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _describe(step: int) -> bytes:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron_noloco.federation.commit import CommittedExchange, committing
 from megatron_noloco.federation.final import FinalMean
 from megatron_noloco.federation.frames import run_number
-from megatron_noloco.federation.handover import Handover
+from megatron_noloco.federation.handover import Handover, Snapshot
 from megatron_noloco.federation.keeping_up import FINAL, KeepingUp
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.rendezvous import rendezvous_of
@@ -49,6 +49,20 @@ class Membership:
     def commit(self, seed: int) -> Callable[[Exchange], CommittedExchange]:
         """Return what makes the exchanges of rounds count for both partners or for neither; see `committing`."""
         return committing(self.transport.partners, self.transport.place, self.noloco, seed)
+
+    def between_steps(self, done: int, copy: Callable[[], Callable[[], Snapshot]]) -> tuple[int, bool]:
+        """Return the next local step (from 0), and whether the state was given to a job that starts.
+
+        Call it between two local steps. A collective of the replica; raises as `KeepingUp.next_step` does.
+
+        Args:
+            done: local steps so far.
+            copy: see `Handover.give`.
+        """
+        votes = [not self.handover.wanted(done), self.keeping_up.due(done)]
+        nobody_asks, due = self.transport.partners.agree(votes)
+        gave = not nobody_asks and self.handover.give(copy)
+        return self.keeping_up.next_step(done, due), gave
 
     def average(self, outer: OuterOptimizer) -> list[ExchangeReport]:
         """Make all replicas that come to their end equal to their mean; see `FinalMean`. A collective."""

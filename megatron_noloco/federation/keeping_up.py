@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.federation.transport import FederationTransport
-from megatron_noloco.job.agreement import of_rank_0
 from megatron_noloco.outer import Weights
 from megatron_noloco.plans.fragments import due_after, next_after
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 
 FINAL = 2**52  # the number of the exchange at the end, after those of all rounds
+NOT_NOW = 2**62  # later than any local step
 _LOOK_SECONDS = 0.05
 _TRAINED_ROUNDS = 10  # from here on, weights are not to be averaged with fresh ones
 _MOST_LOST_STEPS = 10  # in a row; DeepSpeed takes no step where the gradient is not finite
@@ -68,15 +68,31 @@ class KeepingUp:
         self._untrained = done == 0
         self._announce(done)
 
-    def next_step(self, step: int) -> int:
-        """Return the local step (from 0) to take in place of `step`; the same on all ranks of the replica.
+    def due(self, step: int) -> int:
+        """Return the local steps before the exchange that half of the others have begun, as this rank sees it.
+
+        `NOT_NOW` where there are no others, or this is no local step at which a replica looks at them.
+        """
+        if step % self._look_interval:
+            return NOT_NOW
+        begun = [number for number in self._transport.begun().values() if number >= 0]
+        if self._steps is None:  # where the end is is known to the caller's loop only
+            begun = [number for number in begun if number < FINAL - 1]
+        if not begun:
+            return NOT_NOW
+        at = divmod(statistics.median_low(begun), self._fragments)
+        due = due_after(*at, self.local_steps, self._fragments)
+        return due if self._steps is None else min(due, self._steps)
+
+    def next_step(self, step: int, due: int) -> int:
+        """Return the local step (from 0) to take in place of `step`.
+
+        Args:
+            due: the smallest of all ranks of the replica.
 
         Raises UntrainedError if this replica began with fresh weights and the others have trained for long.
         """
-        if step % self._look_interval:
-            return step
-        due = of_rank_0(self._due_of_others())
-        if due is None:
+        if due == NOT_NOW:
             return step
         left_out = due - 1 - step
         if self._untrained and left_out >= _TRAINED_ROUNDS * self.local_steps:
@@ -120,17 +136,6 @@ class KeepingUp:
         """Return the number of the last exchange before the next local step; -1 where there was none."""
         round_index, fragment = next_after(done, self.local_steps, self._fragments)
         return round_index * self._fragments + fragment - 1
-
-    def _due_of_others(self) -> int | None:
-        """Return the local steps before the exchange that half of the others have begun; None: no others."""
-        begun = [number for number in self._transport.begun().values() if number >= 0]
-        if self._steps is None:  # where the end is is known to the caller's loop only
-            begun = [number for number in begun if number < FINAL - 1]
-        if not begun:
-            return None
-        at = divmod(statistics.median_low(begun), self._fragments)
-        due = due_after(*at, self.local_steps, self._fragments)
-        return due if self._steps is None else min(due, self._steps)
 
 
 class Health:

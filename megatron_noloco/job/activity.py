@@ -56,3 +56,8 @@ now = Activity()
 def note_of(error: BaseException) -> str:
     """Return which rank was doing what when `error` was raised."""
     return next(iter(getattr(error, "__notes__", ())), f"{now.who} was {now.state}")
+
+
+def line_of(error: BaseException) -> str:
+    """Return the message of an error as one line."""
+    return " ".join(str(error).split())

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from megatron_noloco.files import write_text
+from megatron_noloco.job.activity import line_of
 
 Row = Mapping[str, Any]  # "kind", "step", "replica", and numbers (or lists of numbers) by name
 
@@ -122,8 +123,7 @@ class WandbRun:
             yield
         except self._error as error:
             self._run = None
-            reason = " ".join(str(error).split())
-            sys.stderr.write(f"{self._folder}: wandb: {reason}; training continues without it\n")
+            sys.stderr.write(f"{self._folder}: wandb: {line_of(error)}; training continues without it\n")
 
 
 def _scalars(row: Row) -> dict[str, float]:

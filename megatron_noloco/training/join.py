@@ -28,7 +28,7 @@ from megatron_noloco.job.run_folder import occupy
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.fit import shortage
 from megatron_noloco.training.prepare import Prepared, alike
-from megatron_noloco.training.takeover import SavedState, Takeover
+from megatron_noloco.training.takeover import SavedState, take_over_checkpoint
 from megatron_noloco.transport.protocol import Transport
 
 
@@ -66,14 +66,14 @@ def join_job(prepared: Prepared) -> Joined:
             notes.append("fewer replicas than federation.start_with are there; starting without")
         margin = config.federation.rounds_behind * config.noloco.local_steps
         membership.handover.saved = SavedState(settings.folder, topology.position(dist.get_rank()))
-        notes += Takeover(
+        notes += take_over_checkpoint(
             membership.handover,
             settings,
             topology,
             prepared.architecture,
             margin,
             config.noloco.deadline_seconds,
-        )()
+        )
     else:
         transport = choose_transport(config.noloco.transport, prepared.world)
     start = find_start(settings, topology)

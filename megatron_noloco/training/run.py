@@ -101,7 +101,6 @@ class Run:
                 with now.doing(f"saving after local step {done}, at which it was asked to stop"):
                     self._leave(done)
                 return done
-            self._give(done)
             before, step = done, self._next_step(done)
             done = step + 1
             started = time.perf_counter()
@@ -128,23 +127,21 @@ class Run:
             self._save(done)
 
     def _next_step(self, done: int) -> int:
-        """Return the index of the next local step, from 0: in a federation, some may be left out."""
+        """Return the index of the next local step, from 0. In a federation some may be left out.
+
+        A job of a federation that has asked for the present state is given it.
+        """
         if self.membership is None:
             return done
-        keeping_up = self.membership.keeping_up
-        step = keeping_up.next_step(done)
+        started = time.perf_counter()
+        step, gave = self.membership.between_steps(done, lambda: self._copy(done))
+        if gave:
+            self.monitor.gave(done, time.perf_counter() - started)
         if step > done:
             self.engine.skip(step - done)
-            self.monitor.skipped(done, step, notable=step - done >= keeping_up.local_steps)
+            notable = step - done >= self.membership.keeping_up.local_steps
+            self.monitor.skipped(done, step, notable)
         return step
-
-    def _give(self, done: int) -> None:
-        """In a federation, give the present state to a job that has asked for it."""
-        if self.membership is None:
-            return
-        started = time.perf_counter()
-        if self.membership.handover.between_steps(done, lambda: self._copy(done)):
-            self.monitor.gave(done, time.perf_counter() - started)
 
     def _copy(self, done: int) -> Callable[[], Snapshot]:
         made = self.checkpointer.copy(done, self.monitor.metrics.counters)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megatron_noloco.attach import attach, takeover
 from megatron_noloco.attach.takeover import copy_state, take_state
+from megatron_noloco.federation import takeover as taking
 from megatron_noloco.federation.handover import Snapshot
 from megatron_noloco.outer.weights import TorchWeights
 from megatron_noloco.plans.topology import Topology
@@ -24,6 +25,8 @@ TOPOLOGY = Topology(dp=RANKS, slot=1, slots=2)
 
 class Gives:
     """A `Handover` that takes what one replica gives."""
+
+    place = TOPOLOGY.place(0)
 
     def __init__(self, snapshot: Snapshot, step: int) -> None:
         self._snapshot, self._step = snapshot, step
@@ -37,6 +40,19 @@ class Gives:
     def take(self, rank: int, tag: int, buffers: Sequence[Tensor]) -> None:
         for buffer, part in zip(buffers, self._snapshot.parts, strict=True):
             buffer.copy_(torch.tensor(part))
+
+
+class Ranks:
+    """What all ranks of the taker say, where the second one was offered another step at first."""
+
+    def __init__(self, others: int) -> None:
+        self._others = others
+
+    def __call__(self, own: Any) -> list[Any]:
+        if not isinstance(own, tuple) or not self._others:
+            return [own, own]
+        self._others -= 1
+        return [own, ("", own[1] + 4)]
 
 
 class Inner:
@@ -67,8 +83,8 @@ def rank(value: float) -> tuple[Any, Inner]:
 def taken(step: int, told: int, least: int = 1) -> tuple[dict[str, Tensor] | None, Any, Inner]:
     """Take the state of `step` from one that told another step before."""
     outer, inner = rank(0.0)
-    handover: Any = Gives(copy_state(*rank(2.0)[:1], step, rank(2.0)[1])(), told)
-    return take_state(handover, outer, TOPOLOGY, least, 1.0, inner), outer, inner
+    gives: Any = Gives(copy_state(*rank(2.0)[:1], step, rank(2.0)[1])(), told)
+    return take_state(gives, outer, least, 1.0, inner), outer, inner
 
 
 def test_the_inner_state_may_be_that_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,6 +105,20 @@ def test_a_state_that_is_not_far_enough_is_not_taken() -> None:
     assert state is None
     assert not outer.weights.read().any()
     assert not inner.moments.any()
+
+
+@pytest.mark.parametrize(("others", "steps"), [(1, [20]), (2, [])])
+def test_a_giver_whose_ranks_gave_copies_of_different_steps_is_asked_again(
+    others: int, steps: list[int], monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Once: one rank of it had a copy that was made for another taker, which had expired at the other one."""
+    monkeypatch.setattr(taking, "of_all_ranks", Ranks(others))
+    state, _, _ = taken(step=20, told=20)
+    assert [int(found["local_steps_done"]) for found in (state,) if found is not None] == steps
+    told = [str(one.message) for one in recwarn]
+    assert told == ["the state of replica 0 was not taken over: its ranks offer the steps [20, 24]"] * (
+        others - 1
+    )
 
 
 def test_an_attach_that_fails_leaves_the_federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

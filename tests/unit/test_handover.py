@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from megatron_noloco.federation import handover as module
-from megatron_noloco.federation.handover import Handover, Snapshot, furthest
+from megatron_noloco.federation.handover import Handover, Snapshot
 from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.takeover import furthest
 from megatron_noloco.federation.transport import FederationTransport
-from megatron_noloco.plans.topology import Topology
+from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES
 from megatron_noloco.transport.protocol import ExchangeTimeoutError
 from tests.unit.federated import SECONDS, connected, swap, transport, until
@@ -97,6 +98,11 @@ def live(step: int) -> Callable[[], Callable[[], Snapshot]]:
     return copy
 
 
+def between_steps(giver: Handover, done: int, copy: Callable[[], Callable[[], Snapshot]]) -> bool:
+    """As in a replica of one rank."""
+    return giver.wanted(done) and giver.give(copy)
+
+
 @contextmanager
 def training(giver: Handover) -> Iterator[list[int]]:
     """Local steps of a millisecond in a thread; yields the steps at which the state was copied."""
@@ -105,7 +111,7 @@ def training(giver: Handover) -> Iterator[list[int]]:
     def loop() -> None:
         done = 0
         while not ends:
-            if giver.between_steps(done, live(done)):
+            if between_steps(giver, done, live(done)):
                 copied.append(done)
             done += 1
             time.sleep(1e-3)
@@ -139,14 +145,14 @@ def test_a_rank_that_trains_gives_its_state_at_the_next_step(
 
 def test_without_a_question_nothing_is_copied(tmp_path: Path) -> None:
     with connected(tmp_path) as (giver, _):
-        assert not of(giver).between_steps(5, lambda: pytest.fail("copied"))
+        assert not between_steps(of(giver), 5, lambda: pytest.fail("copied"))
 
 
 def test_a_rank_whose_steps_are_over_gives_what_is_on_disk(tmp_path: Path) -> None:
     """Also to one that asked before."""
     with connected(tmp_path) as (giver, taker), ThreadPoolExecutor(1) as pool:
         giving, taking = of(giver, OnDisk()), of(taker)
-        giving.between_steps(50, live(50))
+        between_steps(giving, 50, live(50))
         assert taking.steps(SECONDS) == {0: 50}
         asking = pool.submit(taken, taking, 0)
         until(lambda: bool(giving._wanted))
@@ -158,7 +164,7 @@ def test_a_rank_whose_steps_are_over_gives_what_is_on_disk(tmp_path: Path) -> No
 def test_after_its_end_a_rank_gives_nothing(tmp_path: Path) -> None:
     with connected(tmp_path) as (giver, taker):
         giving, taking = of(giver, OnDisk()), of(taker)
-        giving.between_steps(5, live(5))
+        between_steps(giving, 5, live(5))
         giving.close()
         assert taking.steps(SECONDS) == {}
         with pytest.raises(ConnectionError, match="has no state"):
@@ -168,7 +174,7 @@ def test_after_its_end_a_rank_gives_nothing(tmp_path: Path) -> None:
 def test_a_rank_that_closes_answers_those_that_wait_for_its_next_step(tmp_path: Path) -> None:
     with connected(tmp_path) as (giver, taker), ThreadPoolExecutor(1) as pool:
         giving, taking = of(giver), of(taker)
-        giving.between_steps(5, live(5))
+        between_steps(giving, 5, live(5))
         asked = pool.submit(taking.ask, 0, SECONDS)
         until(lambda: bool(giving._wanted))
         giving.close()
@@ -201,10 +207,10 @@ def test_a_state_that_cannot_be_copied_stops_no_training(
 ) -> None:
     with connected(tmp_path) as (giver, taker), ThreadPoolExecutor(1) as pool:
         giving, taking = of(giver), of(taker)
-        giving.between_steps(5, live(5))
+        between_steps(giving, 5, live(5))
         asked = pool.submit(taking.ask, 0, SECONDS)
         until(lambda: bool(giving._wanted))
-        giving.between_steps(6, lambda: raised(MemoryError("no memory for a copy")))
+        between_steps(giving, 6, lambda: raised(MemoryError("no memory for a copy")))
         with pytest.raises(ConnectionError, match="has no state"):
             asked.result(SECONDS / 2)
     assert "rank 0: this rank's state cannot be given: MemoryError: no memory" in capfd.readouterr().err
@@ -262,10 +268,10 @@ def test_an_answer_that_is_no_step_counts_as_nothing(tmp_path: Path, answer: byt
 
 
 def test_the_furthest_slot_is_chosen_and_of_equal_ones_the_next() -> None:
-    topology = Topology(pp=2, slot=2, slots=4)
+    place = Place(2, 4, ranks_per_replica=2)
     steps = {0: 30, 1: 30, 2: 40, 6: 40}
-    assert furthest(steps, topology, least=20) == 3, "the next after slot 2"
-    assert furthest(steps, topology, 20, {3}) == 1
-    assert furthest(steps, topology, 20, {1, 3}) == 0
-    assert furthest(steps, topology, least=41) is None
+    assert furthest(steps, place, least=20) == 3, "the next after slot 2"
+    assert furthest(steps, place, 20, {3}) == 1
+    assert furthest(steps, place, 20, {1, 3}) == 0
+    assert furthest(steps, place, least=41) is None
     assert json.loads(json.dumps(steps))

@@ -30,6 +30,11 @@ def keeping_up(
     return KeepingUp(others, noloco, federation, steps), others  # type: ignore[arg-type]
 
 
+def next_step(own: KeepingUp, step: int) -> int:
+    """Of a replica of one rank."""
+    return own.next_step(step, own.due(step))
+
+
 @pytest.mark.parametrize(
     ("begun", "step", "expected"),
     [
@@ -48,7 +53,7 @@ def keeping_up(
 def test_a_replica_that_is_rounds_behind_goes_on_where_half_of_the_others_are(
     begun: list[int], step: int, expected: int
 ) -> None:
-    assert keeping_up(begun)[0].next_step(step) == expected
+    assert next_step(keeping_up(begun)[0], step) == expected
 
 
 @pytest.mark.parametrize(
@@ -66,17 +71,17 @@ def test_a_replica_that_is_rounds_behind_goes_on_where_half_of_the_others_are(
     ],
 )
 def test_a_slow_replica_leaves_out_steps_of_the_phase(begun: list[int], step: int, expected: int) -> None:
-    assert keeping_up(begun, adapts=True)[0].next_step(step) == expected
+    assert next_step(keeping_up(begun, adapts=True)[0], step) == expected
 
 
 def test_without_a_known_end_no_step_is_the_last() -> None:
-    assert keeping_up([50, 50], steps=None)[0].next_step(10) == 509
+    assert next_step(keeping_up([50, 50], steps=None)[0], 10) == 509
 
 
 def test_exchanges_of_fragments_are_counted_one_by_one() -> None:
-    assert keeping_up([4 * 4 + 1], fragments=4)[0].next_step(10) == 44
-    assert keeping_up([4 * 2 + 1], fragments=4, adapts=True)[0].next_step(20) == 24
-    assert keeping_up([4 * 2], fragments=4, adapts=True)[0].next_step(21) == 21
+    assert next_step(keeping_up([4 * 4 + 1], fragments=4)[0], 10) == 44
+    assert next_step(keeping_up([4 * 2 + 1], fragments=4, adapts=True)[0], 20) == 24
+    assert next_step(keeping_up([4 * 2], fragments=4, adapts=True)[0], 21) == 21
 
 
 @pytest.mark.parametrize(("done", "left_out"), [(40, 3), (0, -1)])
@@ -86,28 +91,28 @@ def test_a_replica_announces_where_it_begins_and_goes_on(done: int, left_out: in
     own.start(done)
     assert others.left_out == [left_out]
     others.numbers = [7]
-    assert own.next_step(50) == 79
+    assert next_step(own, 50) == 79
     assert others.left_out == [left_out, 6], "it takes part in exchange 7"
 
 
 def test_replicas_at_their_end_are_at_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where that is not known, they are not followed."""
     own, _ = keeping_up([module.FINAL - 1] * 2 + [3])
-    assert own.next_step(40) == 94
+    assert next_step(own, 40) == 94
     own, _ = keeping_up([module.FINAL - 1] * 2 + [7], steps=None)
-    assert own.next_step(40) == 79
+    assert next_step(own, 40) == 79
 
 
 def test_new_weights_do_not_join_trained_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_TRAINED_ROUNDS", 5)
     own, others = keeping_up([])
     own.start(0)
-    assert own.next_step(10) == 10, "there are no others"
+    assert next_step(own, 10) == 10, "there are no others"
     others.numbers = [7]
     with pytest.raises(UntrainedError, match="begins with fresh weights"):
-        own.next_step(20)
+        next_step(own, 20)
     others.numbers = [4]
-    assert own.next_step(20) == 49, "they have trained little"
+    assert next_step(own, 20) == 49, "they have trained little"
 
 
 @pytest.mark.parametrize("start", [0, 10])
@@ -116,6 +121,6 @@ def test_a_replica_that_has_trained_may_fall_behind(start: int, monkeypatch: pyt
     monkeypatch.setattr(module, "_TRAINED_ROUNDS", 5)
     own, others = keeping_up([0])
     own.start(start)
-    assert own.next_step(10) == 10
+    assert next_step(own, 10) == 10
     others.numbers = [7]
-    assert own.next_step(20) == 79
+    assert next_step(own, 20) == 79

@@ -24,7 +24,7 @@ from megatron_noloco.federation.handover import Handover
 from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.plans.topology import Position
 from megatron_noloco.training import takeover
-from megatron_noloco.training.takeover import SavedState, Takeover
+from megatron_noloco.training.takeover import SavedState, take_over_checkpoint
 from tests.unit.federated import SECONDS, connected
 from tests.unit.test_checkpoint_files import CONFIG, job, write_checkpoint
 
@@ -194,13 +194,12 @@ def start_of(own: FederationTransport, folder: Path, margin: int = 5, load: str 
     """What the start of a job reports; from then on it offers its own checkpoints."""
     settings, handover = replace(SETTINGS, folder=folder, load=load), Handover(own)
     handover.saved = SavedState(folder, Position(own.rank, 0, 0, 0))
-    return Takeover(handover, settings, job(own.rank), ARCHITECTURE, margin, SECONDS)()
+    return take_over_checkpoint(handover, settings, job(own.rank), ARCHITECTURE, margin, SECONDS)
 
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(takeover, "dist", SimpleNamespace(get_rank=lambda: 0, barrier=lambda: None))
-    monkeypatch.setattr(takeover, "_BETWEEN_SECONDS", 0.0)
 
 
 @pytest.mark.usefixtures("alone")
