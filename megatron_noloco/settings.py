@@ -14,6 +14,8 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from megatron_noloco.plans.grouping import Grouping, prime_factors
 from megatron_noloco.plans.stability import Gossip
 
+MOST_SLOTS = 4096
+
 _ROUNDED = (
     "rounds the weights themselves, so that its error grows with |weights| / |outer gradient|: at 300 it is {} of "
     'the pull; "int16" takes the same bytes and has 0.05 % at any'  # tools/bench_payload.py
@@ -194,6 +196,7 @@ class FederationSettings:
         "The most replicas there can be; each is a job of its own, `train --replica I`, and may be absent. It can "
         "be raised by restarting one job after the other. null: all replicas are one job.",
         ge=2,
+        le=MOST_SLOTS,
     )
     rendezvous: str | None = setting(
         None,

@@ -18,8 +18,8 @@ class Seen(NamedTuple):
 
     Attributes:
         epoch: of its process; 0: it was never heard of.
-        begun: the exchange that it began last; -1: none.
-        open_from: the first exchange in which it may exchange with this rank.
+        begun: the meeting that it began last, see `frames`; -1: none.
+        open_from: the first meeting that it may have with this rank.
         heard: the time of its last frame, on the monotonic clock; -inf: never.
         connected: whether our frames can reach it.
     """
@@ -29,6 +29,11 @@ class Seen(NamedTuple):
     open_from: int = 0
     heard: float = float("-inf")
     connected: bool = False
+
+    @property
+    def exchange(self) -> int:
+        """The exchange that it began last; -1: none."""
+        return self.begun // 2
 
     @property
     def present(self) -> bool:
@@ -52,7 +57,8 @@ class Counterpart:
         posted: our messages that it has not asked for, oldest first, by tag.
         wants: what it has asked for and we have not posted, likewise.
         unconfirmed: our messages that it has asked for and not confirmed, by its ticket.
-        counted: the latest exchange with it that counts here; -1: none.
+        paths, its_paths: how many paths this rank has taken to it, and it to this rank.
+        counted: the latest meeting with it that counts here; -1: none.
     """
 
     rank: int
@@ -67,6 +73,8 @@ class Counterpart:
     posted: defaultdict[int, deque[Send]] = field(default_factory=lambda: defaultdict(deque))
     wants: defaultdict[int, deque[Frame]] = field(default_factory=lambda: defaultdict(deque))
     unconfirmed: dict[int, Send] = field(default_factory=dict)
+    paths: int = 0
+    its_paths: int = 0
     counted: int = -1
 
     def update(self, **changes: Any) -> None:
@@ -78,6 +86,11 @@ class Counterpart:
         """Whether it is tried over a relay, and nothing has come for ten seconds."""
         waited = time.monotonic() - self.outbox.since > _SILENCE_SECONDS
         return self.outbox.relayed and waited and not self.seen.present
+
+    @property
+    def both_paths(self) -> int:
+        """How many paths the two ranks have taken to each other; what belongs to fewer is void."""
+        return self.paths + self.its_paths
 
     def wants_waiting(self) -> int:
         return sum(map(len, self.wants.values()))

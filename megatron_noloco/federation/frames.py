@@ -4,8 +4,8 @@ A frame is a header of fixed size. Bytes follow the header of a DATA, ADDRESSES 
 
 | kind | sender | meaning | number | offset | length |
 |---|---|---|---|---|---|
-| HELLO | every rank, twice a second | the sender runs | its latest exchange | first exchange that is open | 0 |
-| WANT | receiver of a message | a receive is posted under `tag` | its ticket | 0 | bytes of the message |
+| HELLO | every rank, twice a second | the sender runs | latest meeting | first open meeting | paths so far |
+| WANT | receiver of a message | a receive is posted under `tag` | its ticket | both paths | bytes of the message |
 | DATA | sender of a message | one chunk | the ticket | of the first byte | bytes of the chunk |
 | GOT | receiver of DATA | one chunk has come, wanted or not | the ticket | 1: the message is complete | 0 |
 | ADDRESSES | every rank | addresses it knows, see `rendezvous` | 1: asks for ours | 0 | bytes that follow |
@@ -15,13 +15,18 @@ A frame is a header of fixed size. Bytes follow the header of a DATA, ADDRESSES 
 A frame whose `receiver` is another rank is passed on by a rank that relays. A `relayed` frame is sent that way;
 the bytes that follow its header are then encrypted for its receiver, where the federation has keys.
 
-`offset` of a HELLO is the first exchange in which its sender may exchange with its receiver. Whatever is under way
-between the two for earlier exchanges is void. So a HELLO also answers a WANT for an exchange in which the sender
-has another partner. `tag` of a HELLO is the latest exchange with its receiver that counts for its sender. A
-receiver that misses a token of that exchange is then in doubt, as the sender did not skip it. Numbers of exchanges
-are sent plus 1 where they can be -1. A ticket is a number that a process gives to one of its receives and never
-uses again. `to_epoch` is the epoch of the process that gave the ticket, so a frame for a process that has ended
-never reaches the next one.
+Exchange n is meeting 2 n of the ranks, and the evaluation that may follow it is meeting 2 n + 1. `offset` of a
+HELLO is the first meeting that its sender may have with its receiver. Whatever is under way between the two for
+earlier ones is void. So a HELLO also answers a WANT for an exchange in which the sender has another partner. `tag`
+of a HELLO is the latest exchange with its receiver that counts for its sender. A receiver that misses a token of
+that exchange is then in doubt, as the sender did not skip it. Meetings are sent plus 1 where they can be -1.
+
+`length` of a HELLO is the number of paths, direct or over a relay, that its sender has taken to its receiver. With
+each new one all that was under way is void on both sides. `offset` of a WANT is the sum for both ways; one
+that was sent before is dropped.
+
+A ticket is a number that a process gives to one of its receives and never uses again. `to_epoch` is the epoch of
+the process that gave the ticket, so a frame for a process that has ended never reaches the next one.
 
 Nothing received is unpickled or evaluated. `read` checks every field before any other code looks at one.
 """
@@ -42,7 +47,7 @@ from megatron_noloco.transport.chunks import Chunk, ReportedTransfers, cut
 from megatron_noloco.transport.protocol import Message
 
 _HEADER = struct.Struct("!4sBBBBIIQQQQQQQI")
-_MAGIC, _VERSION = b"nlco", 4
+_MAGIC, _VERSION = b"nlco", 5
 SIZE = _HEADER.size + 4  # the last four bytes are a checksum of those before
 LARGEST = 2**63 - 1
 ANYONE = 2**32 - 1  # the receiver, where its rank is not known

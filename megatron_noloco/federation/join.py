@@ -1,5 +1,6 @@
 """How a job enters a federation: the one way in, for the trainer and for `attach`."""
 
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,11 +9,12 @@ from typing import Any
 import torch.distributed as dist
 
 from megatron_noloco.federation.commit import CommittedExchange, committing
-from megatron_noloco.federation.final import FinalMean
+from megatron_noloco.federation.evaluation import MeanOfThoseThere
 from megatron_noloco.federation.frames import run_number
 from megatron_noloco.federation.handover import Handover, Snapshot
 from megatron_noloco.federation.keeping_up import FINAL, KeepingUp
 from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.mean import TreeMean
 from megatron_noloco.federation.rendezvous import rendezvous_of
 from megatron_noloco.federation.transport import (
     FederationTransport,
@@ -22,12 +24,13 @@ from megatron_noloco.federation.transport import (
 )
 from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.job.join import reachable_address
-from megatron_noloco.outer import Exchange, ExchangeReport, OuterOptimizer
+from megatron_noloco.outer import Channel, Exchange, ExchangeReport, MeanModel, OuterOptimizer, Rounds
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings, shared
 
 FIRST_SECONDS = 5.0  # for another job, which may have a state to give
 TOGETHER_SECONDS = 30.0  # for others that are started again with this job
+_FAREWELL_SECONDS = 0.5  # for the others to read it: what arrives with the end of a connection may be lost
 
 
 @dataclass(frozen=True)
@@ -64,15 +67,33 @@ class Membership:
         gave = not nobody_asks and self.handover.give(copy)
         return self.keeping_up.next_step(done, due), gave
 
-    def average(self, outer: OuterOptimizer) -> list[ExchangeReport]:
-        """Make all replicas that come to their end equal to their mean; see `FinalMean`. A collective."""
+    def average(
+        self, outer: OuterOptimizer, stopped: Callable[[], bool] = lambda: False
+    ) -> list[ExchangeReport]:
+        """Make all replicas that come to their end equal to their mean; see `TreeMean`. A collective.
+
+        Averages nothing, and returns no reports, where it is `stopped` while it waits for the others.
+        """
         self.handover.ended()
-        final = FinalMean(self.transport, self.keeping_up, self.noloco.deadline_seconds)
-        return outer.settle(final, [final.members()], FINAL)
+        members = self.keeping_up.members_at_end(stopped)
+        if members is None:
+            return []
+        at_end = self.keeping_up.is_at_its_end
+        mean = TreeMean(self.transport, Channel.FINAL, self.noloco.deadline_seconds, at_end)
+        return outer.settle(mean, [members], FINAL)
+
+    def mean_model(self, outer: Rounds) -> MeanModel:
+        """Return what evaluates the mean of those that are there."""
+        before = self.keeping_up.exchange_before
+        exchange = MeanOfThoseThere(self.transport, before, self.noloco.deadline_seconds)
+        return MeanModel(outer, exchange, self.transport.place.replicas)
 
     def leave(self) -> None:
         """Disconnect, so that no replica waits for this one."""
+        self.keeping_up.leave()
         self.handover.close()
+        if self.transport.present():
+            time.sleep(_FAREWELL_SECONDS)
         self.transport.close()
 
     def wait_for_start(self, continues: bool) -> bool:

@@ -1,5 +1,6 @@
 """What the training loop of a federation's job does beside rounds: keep up with the others, and stay finite."""
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -8,11 +9,14 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.federation.transport import FederationTransport
+from megatron_noloco.job.activity import now
 from megatron_noloco.outer import Weights
 from megatron_noloco.plans.fragments import due_after, next_after
+from megatron_noloco.plans.grouping import Group
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 
 FINAL = 2**52  # the number of the exchange at the end, after those of all rounds
+LEFT = FINAL + 1  # for the others the exchange of a replica that has left
 NOT_NOW = 2**62  # later than any local step
 _LOOK_SECONDS = 0.05
 _TRAINED_ROUNDS = 10  # from here on, weights are not to be averaged with fresh ones
@@ -61,7 +65,7 @@ class KeepingUp:
         if federation.local_steps == "auto":
             self._few = noloco.local_steps // (4 * noloco.fragments)
             self._look_interval = max(1, self._few)
-        self._untrained = False
+        self._untrained = self._ended = False
 
     def start(self, done: int) -> None:
         """Announce, before the first local step, at which step this replica begins."""
@@ -75,9 +79,8 @@ class KeepingUp:
         """
         if step % self._look_interval:
             return NOT_NOW
-        begun = [number for number in self._transport.begun().values() if number >= 0]
-        if self._steps is None:  # where the end is is known to the caller's loop only
-            begun = [number for number in begun if number < FINAL - 1]
+        end = FINAL - 1 if self._steps is None else LEFT  # where it is may be known to the caller's loop only
+        begun = [number for number in self._transport.begun().values() if 0 <= number < end]
         if not begun:
             return NOT_NOW
         at = divmod(statistics.median_low(begun), self._fragments)
@@ -107,26 +110,58 @@ class KeepingUp:
         self._announce(step + left_out)
         return step + left_out
 
-    def wait_at_end(self) -> list[int]:
-        """Announce the end of this replica, and wait for that of the others; return the ranks that have come.
+    def members_at_end(self, stopped: Callable[[], bool] = lambda: False) -> Group | None:
+        """Announce the end of this replica, and wait for that of the others. A collective of the replica.
 
-        A rank that is connected is waited for as long as it trains, and given up `deadline_seconds` after the last
-        round that it began.
+        One that trains is waited for until `deadline_seconds` after the last exchange that it began, and one whose
+        connection is lost meanwhile until `deadline_seconds` after that.
+
+        Returns the slots that have come to their end, this one included; None where it was `stopped`.
         """
         self.partners.leave_out(FINAL - 1)
-        latest: dict[
-            int, tuple[int, float]
-        ] = {}  # the exchange that each rank began last, and when that was seen
-        while True:
-            begun = self._transport.begun()
-            now = time.monotonic()
-            for rank, number in begun.items():
-                if rank not in latest or latest[rank][0] != number:
-                    latest[rank] = number, now
-            ended = [rank for rank, number in begun.items() if number >= FINAL - 1]
-            if all(rank in ended or now - latest[rank][1] > self._longest_seconds for rank in begun):
+        self._ended = True
+        ended, place = self._wait_at_end(stopped), self._transport.place
+        others = [slot for slot in range(place.replicas) if slot != place.replica]
+        goes_on, *votes = self.partners.agree(
+            [ended is not None, *(place.rank_of(slot) in (ended or ()) for slot in others)]
+        )
+        members = {slot for slot, vote in zip(others, votes, strict=True) if vote}
+        return tuple(sorted({place.replica, *members})) if goes_on else None
+
+    def _wait_at_end(self, stopped: Callable[[], bool]) -> list[int] | None:
+        """Return the ranks that have come to their end; None where it was stopped."""
+        # exchange and presence of each rank, and since when they are so
+        found: dict[int, tuple[tuple[int, bool], float]] = {}
+        now.part("waiting for the other replicas at the end")
+        while not stopped():
+            at = time.monotonic()
+            for rank, seen in self._transport.seen().items():
+                state = seen.exchange, seen.present
+                if rank not in found:
+                    found[rank] = state, at if seen.present else -math.inf
+                elif found[rank][0] != state:
+                    found[rank] = state, at
+            ended = [rank for rank, (state, _) in found.items() if state == (FINAL - 1, True)]
+            left = at - self._longest_seconds
+            if not any(
+                since > left and rank not in ended and exchange < FINAL
+                for rank, ((exchange, _), since) in found.items()
+            ):
                 return ended
             time.sleep(_LOOK_SECONDS)
+        return None
+
+    def is_at_its_end(self, rank: int) -> bool:
+        """Whether a rank averages at its end, or will as soon as its connection stands again."""
+        return self._transport.seen()[rank].exchange == FINAL - 1
+
+    def leave(self) -> None:
+        """Announce that this replica is at its end and waits for none."""
+        self.partners.leave_out(LEFT)
+
+    def exchange_before(self, done: int) -> int:
+        """Return the number of the last exchange so far; -1 where there was none."""
+        return FINAL if self._ended else self._last_exchange(done)
 
     def _announce(self, done: int) -> None:
         """Tell the others that this replica skips the exchanges before this step, so that none waits for it."""

@@ -36,6 +36,7 @@ from megatron_noloco.transport.protocol import EXCHANGE_TAGS
 _RELAY_SECONDS = 10.0  # after which a rank that should be reachable, and is not, is tried over a relay
 _MOST_WANTS = 1024  # of one rank, for messages that are not posted yet; further ones are dropped
 _MOST_WARNINGS = 1000  # others may cause them
+_CONNECTION_LOST = "has gone: the connection was lost"
 _HANDOVERS = range(HANDOVER_TAG, LARGEST + 1)  # their tags
 _ALL_TAGS = range(LARGEST + 1)
 
@@ -73,7 +74,7 @@ class FederationProtocol:
         self._receives: dict[int, Receive] = {}  # by ticket
         self._tickets = 0
         self._begun = -1
-        self._under_way: dict[int, int | None] = {}  # the partner, by the exchange's number
+        self._under_way: dict[int, int | None] = {}  # the partner, by meeting
         self._warnings: set[str] = set()
         self._actions = {
             Kind.HELLO: self._take_hello,
@@ -115,8 +116,9 @@ class FederationProtocol:
 
     def _take_path(self, counterpart: Counterpart, link: Link | None, direct: Link | None) -> None:
         if counterpart.outbox.link is not None:
-            self.lost(counterpart, "has gone: the connection was lost")
+            self.lost(counterpart, _CONNECTION_LOST)
         if link is not None:
+            counterpart.paths += 1
             counterpart.outbox.take_path(link, direct is None, partial(self._sealed, counterpart.rank))
             counterpart.update(connected=direct is not None)
             self.send_hello(counterpart.rank)
@@ -172,6 +174,7 @@ class FederationProtocol:
             rank,
             tag=receive.tag,
             number=self._tickets,
+            offset=self.counterparts[rank].both_paths,
             length=receive.message.buffer.nbytes,
             dtype=receive.dtype,
         )
@@ -224,25 +227,27 @@ class FederationProtocol:
             for send in sends:
                 send.report(failure)
 
-    # Exchanges
+    # Meetings, see `frames`
 
-    def begin(self, number: int, rank: int | None) -> None:
-        """Tell all counterparts that this exchange has begun here, with `rank`; the others have no part in it."""
-        self._begun = max(self._begun, number)
-        self._under_way[number] = rank
+    def begin(self, meeting: int, rank: int | None) -> None:
+        """Tell all counterparts that this meeting has begun here, with `rank`; ANYONE: with all of them.
+
+        The others have no part in it.
+        """
+        self._begun = max(self._begun, meeting)
+        self._under_way[meeting] = rank
         self._cancel_void()
 
-    def leave_out(self, number: int) -> None:
-        """Tell all counterparts that the exchanges up to this one, except those under way, never begin here."""
-        self._begun = max(self._begun, number)
+    def leave_out(self, meeting: int) -> None:
+        """Tell all counterparts that the meetings up to this one, except those under way, never begin here."""
+        self._begun = max(self._begun, meeting)
         self._cancel_void()
 
-    def end(self, number: int, counts: bool = False) -> None:
-        """Tell all counterparts that this exchange is over here, and its messages void; and whether it counts."""
-        partner = self._under_way.get(number)
+    def end(self, meeting: int, counts: bool = False) -> None:
+        """Tell all counterparts that this meeting is over here, and its messages void; and whether it counts."""
+        partner = self._under_way.pop(meeting, None)
         if counts and partner is not None:
-            self.counterparts[partner].counted = number
-        self._under_way = {later: rank for later, rank in self._under_way.items() if later > number}
+            self.counterparts[partner].counted = meeting
         self._cancel_void()
 
     def send_hello(self, *ranks: int) -> None:
@@ -253,18 +258,19 @@ class FederationProtocol:
             if outbox.link is None:
                 continue
             begun, counted = self._begun + 1, counterpart.counted + 1
-            outbox.hello(self.member.frame(Kind.HELLO, rank, number=begun, offset=open_from, tag=counted))
+            hello = self.member.frame(Kind.HELLO, rank, number=begun, offset=open_from, tag=counted)
+            outbox.hello(hello._replace(length=counterpart.paths))
             if counterpart.informed != self.directory.version and not outbox.relayed:
                 outbox.control(*self.directory.frame(rank))
                 counterpart.informed = self.directory.version
 
     def _open_from(self, rank: int) -> int:
-        """Return the first exchange in which this rank may exchange with that one: under way, or the next."""
-        with_it = (number for number, partner in self._under_way.items() if partner == rank)
+        """Return the first meeting that this rank may have with that one: under way, or the next."""
+        with_it = (meeting for meeting, partner in self._under_way.items() if partner in (rank, ANYONE))
         return min(with_it, default=self._begun + 1)
 
     def _cancel_void(self) -> None:
-        """Cancel what is under way for exchanges that are not open any more, and tell the counterparts."""
+        """Cancel what is under way for meetings that are not open any more, and tell the counterparts."""
         for counterpart in self.counterparts.values():
             self.cancel(counterpart, _before(self._open_from(counterpart.rank)))
         self.send_hello()
@@ -363,7 +369,7 @@ class FederationProtocol:
             return (frame.epoch, frame.to_epoch) == (counterpart.seen.epoch, self.member.epoch)
         if frame.epoch > counterpart.seen.epoch:
             self.lost(counterpart, "was started anew")
-            counterpart.direct = None
+            counterpart.direct, counterpart.its_paths = None, 0
             counterpart.update(epoch=frame.epoch, begun=-1, open_from=0)
         return frame.epoch == counterpart.seen.epoch
 
@@ -373,6 +379,9 @@ class FederationProtocol:
         self.cancel(counterpart, _before(min(hello.tag, hello.offset)), counts)
         withdrawn = WithdrawnError(f"rank {counterpart.rank} has no part in this exchange")
         self.cancel(counterpart, _before(hello.offset), withdrawn)
+        if counterpart.its_paths < hello.length:  # what was under way is void there, so it is here
+            counterpart.its_paths = hello.length
+            self.cancel(counterpart, failure=ConnectionError(f"rank {counterpart.rank} {_CONNECTION_LOST}"))
         if counterpart.seen.begun >= 0:  # it trains, and takes nothing over any more
             trains = ConnectionError(f"rank {counterpart.rank} trains")
             self._cancel_sends(counterpart, _HANDOVERS, trains)
@@ -381,6 +390,8 @@ class FederationProtocol:
     def _take_want(self, counterpart: Counterpart, want: Frame, _: np.ndarray) -> str:
         if want.tag in _before(self._open_from(counterpart.rank)):
             return "void"
+        if want.offset != counterpart.both_paths:
+            return "earlier path"
         if counterpart.outbox.link is None:
             return "no way back"
         if counterpart.wants_waiting() >= _MOST_WANTS:
@@ -428,9 +439,9 @@ class FederationProtocol:
         return ""
 
 
-def _before(number: int) -> range:
-    """Return the tags of all exchanges before this one."""
-    return range(number * EXCHANGE_TAGS)
+def _before(meeting: int) -> range:
+    """Return the tags of all meetings before this one."""
+    return range(meeting * EXCHANGE_TAGS // 2)
 
 
 def _away(rank: int) -> ConnectionError:

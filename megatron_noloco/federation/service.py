@@ -177,6 +177,7 @@ class Service:
         if link not in self._dialled.values():
             self._asking.pop(link, None)
             self._links.hang_up(link)
+            self.protocol.check_paths()  # nothing is sent over it any more
 
     def _run(self) -> None:
         try:

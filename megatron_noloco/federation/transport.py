@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron_noloco.federation.commit import Standing
 from megatron_noloco.federation.counterpart import Seen
-from megatron_noloco.federation.frames import DTYPE_CODES, LARGEST, Member, Receive, Send
+from megatron_noloco.federation.frames import ANYONE, DTYPE_CODES, LARGEST, Member, Receive, Send
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.rendezvous import (
     Address,
@@ -135,9 +135,9 @@ class FederationPartners:
         reason = self._why_away(rank, seen, number)
         if reason:
             return Standing.AWAY, reason
-        if seen.open_from > number:
-            return Standing.BUSY, "is ahead" if seen.begun > number else "is not free"
-        waits = seen.begun >= number and seen.open_from == number
+        if seen.open_from > 2 * number:
+            return Standing.BUSY, "is ahead" if seen.exchange > number else "is not free"
+        waits = seen.exchange >= number and seen.open_from == 2 * number
         return (Standing.WAITING if waits else Standing.FREE), ""
 
     def reachable(self, rank: int) -> bool:
@@ -148,23 +148,43 @@ class FederationPartners:
         if not seen.present:
             return "is not there"
         epoch, until, why = self._avoided.get(rank, (-1, 0, ""))
-        if epoch == seen.epoch and seen.begun < until:
+        if epoch == seen.epoch and seen.exchange < until:
             return why
-        return "is behind" if number - seen.begun > self._patience.behind else ""
+        return "is behind" if number - seen.exchange > self._patience.behind else ""
 
     def avoid(self, rank: int, exchanges: int, why: str) -> None:
         seen = self._protocol.counterparts[rank].seen
-        self._avoided[rank] = seen.epoch, seen.begun + exchanges, why
+        self._avoided[rank] = seen.epoch, seen.exchange + exchanges, why
 
     def begin(self, number: int, rank: int | None) -> None:
-        self._service.do(self._protocol.begin, number, rank)
+        self._service.do(self._protocol.begin, 2 * number, rank)
 
     def end(self, number: int, counts: bool = False) -> None:
-        self._service.do(self._protocol.end, number, counts)
+        self._service.do(self._protocol.end, 2 * number, counts)
 
     def leave_out(self, number: int) -> None:
         """Tell the others that this rank skips the exchanges up to this one; those under way go on."""
-        self._service.do(self._protocol.leave_out, number)
+        self._service.do(self._protocol.leave_out, 2 * number)
+
+    def begin_evaluation(self, number: int) -> None:
+        """Announce that this rank has come to the evaluation after an exchange."""
+        self._service.do(self._protocol.begin, 2 * number + 1, ANYONE)
+
+    def end_evaluation(self, number: int) -> None:
+        """Announce that the evaluation is over here; its messages still under way become void on both sides."""
+        self._service.do(self._protocol.end, 2 * number + 1)
+
+    def at_evaluation(self, number: int) -> dict[int, bool]:
+        """Return whether a rank has come to the evaluation, for those that may: not past it, nor far behind."""
+        self._service.check()
+        seen = {rank: counterpart.seen for rank, counterpart in self._protocol.counterparts.items()}
+        return {
+            rank: one.begun > 2 * number
+            for rank, one in seen.items()
+            if one.present
+            and one.open_from <= 2 * number + 1
+            and number - one.exchange <= self._patience.behind
+        }
 
     def agree(self, votes: Sequence[int]) -> list[int]:
         return list(votes) if self._agree is None else self._agree(votes)
@@ -253,9 +273,14 @@ class FederationTransport:
         self.service.check()
         return [rank for rank, at in self._protocol.counterparts.items() if at.seen.present]
 
+    def seen(self) -> dict[int, Seen]:
+        """Return what is known of the counterparts that were ever heard of, by rank."""
+        self.service.check()
+        return {rank: at.seen for rank, at in self._protocol.counterparts.items() if at.seen.epoch}
+
     def begun(self) -> dict[int, int]:
         """Return the exchange that each connected counterpart began last, by rank."""
-        return {rank: self._protocol.counterparts[rank].seen.begun for rank in self.present()}
+        return {rank: seen.exchange for rank, seen in self.seen().items() if seen.present}
 
     def wait_for(self, others: int, seconds: float, trained: bool = False) -> bool:
         """Wait until this many counterparts are there; returns False when time is up.

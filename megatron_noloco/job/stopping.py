@@ -57,6 +57,12 @@ class Stopping:
             raise KeyboardInterrupt  # the second Ctrl-C
         self._asked = signal.Signals(number).name
 
+    def is_requested(self) -> bool:
+        """Return whether this rank knows of a request to stop; the others do within a second or two."""
+        if self._asked is not None:
+            self._poll_now.set()
+        return self.reason is not None
+
     def before_step(self, done: int) -> bool:
         """Return whether the run stops here; every rank calls it before each step, with the steps done so far."""
         if self._asked is not None:
@@ -75,7 +81,7 @@ class Stopping:
 
     def _watch(self) -> None:
         try:
-            while not self._is_requested():
+            while not self._look():
                 self._poll_now.wait(_POLL_SECONDS)
                 if self._closing:
                     return
@@ -90,7 +96,7 @@ class Stopping:
         finally:
             self._agreed.set()
 
-    def _is_requested(self) -> bool:
+    def _look(self) -> bool:
         if self._deadline is not None and time.monotonic() >= self._deadline and self._asked is None:
             self._asked = "exit_duration_minutes"
         if (

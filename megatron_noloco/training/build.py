@@ -27,6 +27,7 @@ from megatron_noloco.outer import (
 )
 from megatron_noloco.pipeline import cpu
 from megatron_noloco.pipeline.groups import PATIENCE, Groups, build_groups
+from megatron_noloco.plans.topology import Place
 from megatron_noloco.training.evaluate import Evaluator
 from megatron_noloco.training.join import Joined, checkpoint_settings
 from megatron_noloco.training.monitoring import build_monitor
@@ -57,11 +58,8 @@ def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
     order = prepared.datasets.order(config.training.seed)
     source = MicrobatchSource(prepared.datasets.train, order, plan)
     reader = Reader.at(topology, at, stage.separate_documents)
-    losses, means = (
-        Exchange(transport, place, channel, config.noloco.deadline_seconds)
-        for channel in (Channel.LOSSES, Channel.MEAN_MODEL)
-    )
-    mean_model = MeanModel(outer, means) if config.evaluation.mean_model else None
+    losses = Exchange(transport, place, Channel.LOSSES, config.noloco.deadline_seconds)
+    mean_model = _mean_model(config, outer, joined, place) if config.evaluation.mean_model else None
     health = None
     if membership is not None:
         agree = membership.transport.partners.agree
@@ -76,7 +74,7 @@ def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
         checkpointer=checkpointer,
         monitor=monitor,
         stopping=stopping,
-        final_average=build_final_average(config, outer, transport, place, membership),
+        final_average=build_final_average(config, outer, transport, place, membership, stopping.is_requested),
         delay=_delay(config, outer, start),
         membership=membership,
         health=health,
@@ -93,6 +91,13 @@ def _model(prepared: Prepared) -> tuple[Groups, Stage]:
     pretrained = config.training.pretrained
     with PretrainedWeights(Path(pretrained), architecture) if pretrained else nullcontext() as read:
         return groups, build_stage(architecture, config.compute, groups, config.training.seed, read)
+
+
+def _mean_model(config: RunConfig, outer: Rounds, joined: Joined, place: Place) -> MeanModel:
+    if joined.membership is not None:
+        return joined.membership.mean_model(outer)
+    exchange = Exchange(joined.transport, place, Channel.MEAN_MODEL, config.noloco.deadline_seconds)
+    return MeanModel(outer, exchange, place.replicas)
 
 
 def _delay(config: RunConfig, outer: Rounds, start: Start) -> DelayChoice | None:

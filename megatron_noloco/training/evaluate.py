@@ -1,7 +1,8 @@
-"""Measures the loss of every replica of this job and of their mean model, on the same validation microbatches.
+"""Measures the loss of every replica of this job and of the mean model, on the same validation microbatches.
 
 An evaluation is the one thing in which all replicas communicate. Without the mean model (`evaluation.mean_model`
-false) they exchange losses only; without evaluations (`evaluation.iters` 0) nothing.
+false) those of one job exchange losses only; without evaluations (`evaluation.iters` 0) nothing. In a federation
+each evaluates itself, and the mean model of those that are there.
 """
 
 import math
@@ -22,8 +23,8 @@ class Evaluator:
 
     Args:
         sources: the validation microbatches of each dataset.
-        losses: carries the replicas' losses.
-        mean_model: None: the replicas exchange their losses, but no weights.
+        losses: carries the losses of the replicas of this job.
+        mean_model: None: the replicas exchange no weights.
     """
 
     def __init__(
@@ -47,23 +48,26 @@ class Evaluator:
     def evaluate(self, done: int) -> Evaluation:
         """Measure every replica's fast weights, then the mean of all slow weights; no weight is changed.
 
-        All ranks of all replicas call it after the same local step, the `done`-th of the training.
+        All ranks of this job call it after the same local step, the `done`-th of the training.
 
-        Raises PartnerLostError when a replica does not answer.
+        Raises PartnerLostError when a replica of this job does not answer.
         """
         own_losses = self._losses()
-        if self.replicas == 1:
-            mean_losses = own_losses if self.alone else [math.nan] * len(own_losses)
-            return self._evaluation([own_losses], mean_losses, math.nan)
-        by_replica = self._exchanged(own_losses, done)
+        if self.alone:
+            return self._evaluation([own_losses], own_losses, 1, math.nan)
+        by_replica = [own_losses] if self.replicas == 1 else self._exchanged(own_losses, done)
+        not_measured = [math.nan] * len(own_losses)
         if self.mean_model is None:
-            return self._evaluation(by_replica, [math.nan] * len(self.sources), math.nan)
-        with self.mean_model.in_place(done) as spread:
+            return self._evaluation(by_replica, not_measured, 0, math.nan)
+        with self.mean_model.in_place(done) as report:
+            count = len(report.group)
+            if count < 2:  # of a federation: no other has come
+                return self._evaluation(by_replica, not_measured, 0, math.nan)
             mean_losses = self._losses()
-        return self._evaluation(by_replica, mean_losses, spread)
+        return self._evaluation(by_replica, mean_losses, count, report.standard_deviation)
 
     def _evaluation(
-        self, by_replica: list[list[float]], mean_losses: list[float], spread: float
+        self, by_replica: list[list[float]], mean_losses: list[float], count: int, spread: float
     ) -> Evaluation:
         """Build the result from losses per dataset, which are averaged in the proportions of the blend."""
         weights = [source.weight for source in self.sources]
@@ -78,6 +82,7 @@ class Evaluator:
         return Evaluation(
             [blended(losses) for losses in by_replica],
             blended(mean_losses),
+            count,
             spread,
             datasets if len(datasets) > 1 else [],
         )

@@ -24,7 +24,10 @@ from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.protocol import Transport
 
 FinalAverage = Callable[[int], list[ExchangeReport]]
-"""final_average(done): called on all ranks after the last local step; makes all replicas equal to their mean."""
+"""final_average(done): called on all ranks after the last local step; makes all replicas equal to their mean.
+
+In a federation it returns no reports where the job was asked to stop while it waited for others.
+"""
 
 _MEASURED_ROUNDS = 2
 _SUBJECT = "overlap/delay_steps"
@@ -53,12 +56,13 @@ def build_final_average(
     transport: Transport,
     place: Place,
     membership: Membership | None = None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> FinalAverage | None:
     """Return the average that follows the last local step; None where the config asks for none."""
     if not config.noloco.final_average or isinstance(outer, NoRounds):
         return None
     if membership is not None:
-        return lambda done: membership.average(outer)
+        return lambda done: membership.average(outer, stopped)
     groups = averaging_cycle(place.replica, place.replicas, config.training.seed)
     exchange = Exchange(transport, place, Channel.FINAL, config.noloco.deadline_seconds)
     return lambda done: outer.settle(exchange, groups, done * len(groups))

@@ -17,7 +17,7 @@ from megatron_noloco.federation.keeping_up import Health
 from megatron_noloco.job.activity import now
 from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.monitor.monitor import Monitor
-from megatron_noloco.outer import Rounds
+from megatron_noloco.outer import ExchangeReport, Rounds
 from megatron_noloco.training.evaluate import Evaluator
 from megatron_noloco.training.rounds import DelayChoice, FinalAverage
 
@@ -76,7 +76,7 @@ class Run:
         can then be continued from its last checkpoint.
         """
         try:
-            done = self._loop()
+            done, stopped = self._loop()
             self.outer.wait()  # a partner may still be waiting for our messages
         finally:
             self.loader.close()
@@ -87,20 +87,19 @@ class Run:
         if self.membership is not None:
             self.membership.leave()
         self.stopping.close(done)
-        stopped_early = done < self.schedule.steps
-        self.monitor.summary(done, self.stopping.reason if stopped_early else None)
+        self.monitor.summary(done, self.stopping.reason if stopped else None)
         return not self.checkpointer.last_save_failed
 
-    def _loop(self) -> int:
-        """Run local steps; return how many are done since the beginning of the training."""
-        done = self.start_step
+    def _loop(self) -> tuple[int, bool]:
+        """Run local steps; return how many are done since the beginning, and whether the run was asked to stop."""
+        before = done = self.start_step
         if self.membership is not None:
             self.membership.keeping_up.start(done)
         while done < self.schedule.steps:
             if self.stopping.before_step(done):
                 with now.doing(f"saving after local step {done}, at which it was asked to stop"):
                     self._leave(done)
-                return done
+                return done, True
             before, step = done, self._next_step(done)
             done = step + 1
             started = time.perf_counter()
@@ -110,21 +109,41 @@ class Run:
                 self.health.after_step(done, [loss.loss for loss in losses])
             with now.doing(f"in the round after local step {done}"):
                 self._round(done, time.perf_counter() - started)
-                if done == self.schedule.steps and self.final_average is not None:
-                    if self.membership is not None and self.schedule.saves(before, done):
-                        self._save(done)  # it may wait long for the others, and be stopped meanwhile
-                    self.monitor.averaged(self.final_average(done))
-            with now.doing(f"writing, evaluating or saving after local step {done}"):
+            if done < self.schedule.steps:
                 self._after_round(before, done)
-        return done
+        return done, not self._end(before, done)
+
+    def _end(self, before: int, done: int) -> bool:
+        """Average, evaluate and save after the last local step; return False where it was asked to stop meanwhile.
+
+        A job of a federation that continues where it was at its end does so as well, if there are others.
+        """
+        reports = list[ExchangeReport]()
+        if self.final_average is not None and (before < done or self.membership is not None):
+            with now.doing(f"averaging after local step {done}"):
+                if (
+                    self.membership is not None  # it may wait long for the others, and be stopped meanwhile
+                    and self.schedule.saves(before, done)
+                    and self.checkpointer.saved_step != done
+                ):
+                    self._save(done)
+                reports = self.final_average(done)
+                if self.membership is not None and not reports:
+                    self._leave(done)
+                    return False
+                self.monitor.averaged(reports)
+        if before < done or any(len(report.group) > 1 for report in reports):
+            self._after_round(before, done)
+        return True
 
     def _after_round(self, before: int, done: int) -> None:
-        if self.schedule.logs(before, done):
-            self.monitor.log(done)
-        if self.schedule.evaluates_after(before, done):
-            self._evaluate(done)
-        if self.schedule.saves(before, done):
-            self._save(done)
+        with now.doing(f"writing, evaluating or saving after local step {done}"):
+            if self.schedule.logs(before, done):
+                self.monitor.log(done)
+            if self.schedule.evaluates_after(before, done):
+                self._evaluate(done)
+            if self.schedule.saves(before, done):
+                self._save(done)
 
     def _next_step(self, done: int) -> int:
         """Return the index of the next local step, from 0. In a federation some may be left out.

@@ -126,6 +126,12 @@ class Federation:
         """Wait until a replica has written a row about a step as late as this."""
         self._wait_until(replica, lambda: any(row["step"] >= step for row in self.rows(replica)))
 
+    def until_saved(self, replica: int, step: int) -> None:
+        """Wait until a replica has written the row of a checkpoint of this step."""
+        self._wait_until(
+            replica, lambda: any(row["step"] == step for row in self.rows(replica, "checkpoint"))
+        )
+
     def until_it_has_a_partner(self, replica: int, after: int) -> None:
         """Wait until a replica has had a round with a partner, later than a step."""
         self._wait_until(

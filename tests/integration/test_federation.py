@@ -1,9 +1,11 @@
 """Replicas as separate jobs: the same training as one job; and what becomes of it when jobs come and go."""
 
+import itertools
 import math
 import re
 import shutil
 import signal
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -127,6 +129,11 @@ def test_a_replica_is_killed_and_comes_back_and_a_new_one_joins(tmp_path: Path, 
         assert "replica 3 is new: a clone of replica" in federation.log(3)
         assert federation.missed(0) + federation.missed(1) > 0
         assert max(last_losses(federation, 3)) < 5.0, "of 5.6 at the start"
+        found = [row for replica in range(4) for row in federation.rows(replica, "evaluation")]
+        formed = [row for row in found if row["validation/mean_model_replicas"] > 1]
+        assert len(formed) > len(found) / 2
+        assert {row["validation/mean_model_replicas"] for row in formed} >= {2, 3}
+        assert all(row["validation/mean_model_loss"] < row["validation/loss"] + 0.1 for row in formed)
 
 
 def test_a_replica_that_joins_late_finds_how_long_to_overlap(tmp_path: Path, text: str) -> None:
@@ -249,8 +256,24 @@ def test_a_stopped_replica_costs_one_deadline_and_is_skipped_then(tmp_path: Path
         assert federation.rows(1)[-1]["step"] == 40
 
 
+def waits_for(path: Path) -> None:
+    """Take the 20th local step of this process when the file is there."""
+    original, steps = ReplicaEngine.train_batch, itertools.count(1)
+
+    def train_batch(self: ReplicaEngine, *arguments: Any) -> Any:
+        while next(steps) >= 20 and not path.exists():
+            time.sleep(0.05)
+        return original(self, *arguments)
+
+    ReplicaEngine.train_batch = train_batch  # type: ignore[method-assign]
+
+
 def test_replicas_that_finish_at_different_times_end_as_one_model(tmp_path: Path, text: str) -> None:
-    """Three of four slots, one of which is slower; the evaluation at the end is that of the one model."""
+    """Three of four slots. One waits for another one, is stopped, and comes back.
+
+    The evaluation at the end is that of the one model, which is the mean model, too.
+    """
+    goes_on = tmp_path / "goes_on"
     more = {
         "federation": {"start_with": 3, "local_steps": "all", "rounds_behind": 1000},
         "noloco": {"final_average": True, "local_steps": 8},
@@ -259,12 +282,22 @@ def test_replicas_that_finish_at_different_times_end_as_one_model(tmp_path: Path
     }
     with Federation(tmp_path, changes(text, 4, **more)) as federation:
         for replica in range(3):
-            federation.start(replica, disturb=partial(pause, 0.1 * replica))
+            federation.start(replica, disturb=partial(waits_for, goes_on) if replica == 2 else lambda: None)
+        federation.until_saved(0, 20)
+        federation.signal(0, signal.SIGTERM)
+        assert federation.exit_codes(0) == [0]
+        assert "stopped after iteration 20 (SIGTERM); the same command continues" in federation.log(0)
+        federation.start(0)
+        federation.until_log(0, "continuing from")
+        goes_on.touch()
         federation.wait()
-        assert len(set(last_losses(federation, 3))) == 1
         rows = [federation.rows(replica) for replica in range(3)]
         assert len({of_replica[-1]["train/loss"] for of_replica in rows}) == 3, "each trained on its own data"
         assert not any("final average incomplete" in federation.log(replica) for replica in range(3))
+        ends = [federation.rows(replica, "evaluation")[-1] for replica in range(3)]
+        assert len({end["validation/loss"] for end in ends}) == 1
+        assert [end["validation/mean_model_replicas"] for end in ends] == [3] * 3
+        assert {end["validation/mean_model_loss"] for end in ends} == {ends[0]["validation/loss"]}
 
 
 def test_slots_are_raised_by_restarting_one_job_after_the_other(tmp_path: Path, text: str) -> None:

@@ -1,8 +1,10 @@
 """Ranks of a federation in one process, for tests."""
 
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -12,6 +14,7 @@ from megatron_noloco.federation.rendezvous import SharedFolder
 from megatron_noloco.federation.transport import FederationTransport, Network, Patience
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.protocol import Message
+from tests.harness import free_port
 
 RUN = 77
 LOCAL = "tcp://127.0.0.1:0"
@@ -60,6 +63,42 @@ def members(
                 )
             ]
         ]
+
+
+class Wire:
+    """A port of the loopback interface that leads to another one; its connections can be cut."""
+
+    def __init__(self, to: int) -> None:
+        self.port, self._to = free_port(), to
+        self._ends: list[socket.socket] = []
+        self._server = socket.create_server(("127.0.0.1", self.port))
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def cut(self) -> None:
+        ends, self._ends = self._ends, []
+        for end in ends:
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+        self.cut()
+
+    def _accept(self) -> None:
+        with suppress(OSError):
+            while True:
+                pair = self._server.accept()[0], socket.create_connection(("127.0.0.1", self._to))
+                self._ends += pair
+                for one, other in (pair, pair[::-1]):
+                    threading.Thread(target=self._pass_on, args=(one, other), daemon=True).start()
+
+    def _pass_on(self, one: socket.socket, other: socket.socket) -> None:
+        with suppress(OSError):
+            while data := one.recv(1 << 16):
+                other.sendall(data)
+        for end in (one, other):
+            end.close()
 
 
 def until(condition: Callable[[], bool]) -> None:

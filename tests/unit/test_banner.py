@@ -63,7 +63,7 @@ BANNER: list[tuple[dict[str, Any], str]] = [
         MERGED
         + "as many local steps after it began as hide the exchanges of the first rounds (auto, at most 5)",
     ),
-    (FEDERATION, "federation: this job is replica 3 of at most 4; exchanges in the open; no mean model is"),
+    (FEDERATION, "federation: this job is replica 3 of at most 4; exchanges in the open"),
     (FEDERATION, "batch in total: 4 replicas x 8 = 32 samples"),
 ]
 

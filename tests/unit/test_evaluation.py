@@ -83,7 +83,7 @@ class Replica:
             SimpleNamespace(weight=weight, dataset=SimpleNamespace(name=f"dataset {place}"))
             for place, weight in enumerate(weights)
         ]
-        in_place = MeanModel(self.outer, means) if mean_model else None
+        in_place = MeanModel(self.outer, means, replicas) if mean_model else None
         self.evaluator = Evaluator(engine, Any, sources, losses, in_place)
         measured: Any = self.evaluator
         measured._loss = lambda source: sources.index(source) + loss(self.masters)

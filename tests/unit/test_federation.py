@@ -151,7 +151,6 @@ def test_a_second_connection_is_used_when_the_first_is_lost(tmp_path: Path) -> N
         def hang_up() -> None:
             services[1].protocol.directory.addresses.pop(0)
             services[1]._hang_up(0)
-            services[1].protocol.check_paths()
 
         services[0].do(dial)
         until(lambda: 1 in services[0]._dialled and services[0]._dialled[1].up)
@@ -373,6 +372,7 @@ def test_standing_of_a_counterpart(tmp_path: Path) -> None:
             second.partners.begin(2, 0)
             until(lambda: first.begun() == {1: 2})
             assert reason(2) == ""
+            second.partners.end(1)
             second.partners.end(2)
             until(lambda: reason(2) == "is not free")
             assert reason(1) == "is ahead"

@@ -96,9 +96,11 @@ def test_a_replica_announces_where_it_begins_and_goes_on(done: int, left_out: in
 
 
 def test_replicas_at_their_end_are_at_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where that is not known, they are not followed."""
+    """Where that is not known, they are not followed. Those that have left are not there."""
     own, _ = keeping_up([module.FINAL - 1] * 2 + [3])
     assert next_step(own, 40) == 94
+    own, _ = keeping_up([module.LEFT] * 2 + [7])
+    assert next_step(own, 40) == 79
     own, _ = keeping_up([module.FINAL - 1] * 2 + [7], steps=None)
     assert next_step(own, 40) == 79
 

@@ -303,6 +303,19 @@ class Faults(RuleBasedStateMachine):
         self._settle()
         self._everyone_progresses()
 
+    @rule()
+    def settle_long(self) -> None:
+        """When all is quiet, each knows what the others have under way with it, if connections are faithful."""
+        self._settle(4)
+        if not self.faithful:
+            return
+        for one, other in permutations(self.processes, 2):
+            known_there = other.protocol.counterparts[one.rank]
+            wanted = {want.number for wants in known_there.wants.values() for want in wants}
+            receives = one.protocol._receives.items()
+            tickets = {ticket for ticket, receive in receives if receive.message.rank == other.rank}
+            assert wanted | known_there.unconfirmed.keys() == tickets
+
     @rule(rank=ranks)
     def turn(self, rank: int) -> None:
         self.processes[rank].turn()

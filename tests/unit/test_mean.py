@@ -1,0 +1,369 @@
+"""The mean over replicas of a federation: at the end, and in evaluations."""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron_noloco.federation.evaluation import MeanOfThoseThere, lead_of
+from megatron_noloco.federation.keeping_up import FINAL, KeepingUp
+from megatron_noloco.federation.mean import TreeMean, parent_of
+from megatron_noloco.federation.rendezvous import SharedFolder
+from megatron_noloco.federation.transport import FederationTransport, Network, Patience
+from megatron_noloco.outer import Channel, ExchangeReport
+from megatron_noloco.plans.grouping import Group
+from megatron_noloco.plans.topology import Place
+from megatron_noloco.settings import FederationSettings, NolocoSettings
+from megatron_noloco.transport.protocol import Message
+from tests.harness import free_port
+from tests.unit.federated import PATIENCE, RUN, SECONDS, Wire, connected, members, until
+
+ELEMENTS = 1000
+
+
+@given(st.sets(st.integers(0, 300), min_size=1))
+def test_every_member_hangs_on_the_root_by_few_others(members: set[int]) -> None:
+    for slot in members:
+        above, steps = slot, 0
+        while (parent := parent_of(above, members)) is not None:
+            assert parent in members
+            assert parent < above
+            above, steps = parent, steps + 1
+        assert above == min(members)
+        assert steps <= 9
+
+
+def keeping_up(rank: FederationTransport, seconds: float = SECONDS) -> KeepingUp:
+    noloco = NolocoSettings(local_steps=2, deadline_seconds=seconds)
+    return KeepingUp(rank, noloco, FederationSettings(slots=8), steps=10)
+
+
+def averaged(mean: TreeMean, vector: Tensor, members: Group, number: int) -> tuple[Tensor, ExchangeReport]:
+    mean.begin(vector, members, number, "a test")
+    ((_, _, found),) = mean.finish()
+    return found, mean.report
+
+
+def final(
+    rank: FederationTransport, vector: Tensor, members: Group | None = None
+) -> tuple[Tensor, ExchangeReport]:
+    own = keeping_up(rank)
+    members = own.members_at_end() if members is None else members
+    assert members is not None
+    return averaged(TreeMean(rank, Channel.FINAL, SECONDS, own.is_at_its_end), vector, members, FINAL)
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result() for future in [pool.submit(call) for call in calls]]
+
+
+def ends(ranks: list[FederationTransport], weights: list[Tensor]) -> list[tuple[Tensor, ExchangeReport]]:
+    return together(*(lambda at=at: final(ranks[at], weights[at]) for at in range(len(ranks))))
+
+
+def vectors(count: int, elements: int = ELEMENTS) -> list[Tensor]:
+    return [torch.randn(elements, generator=torch.Generator().manual_seed(seed)) for seed in range(count)]
+
+
+def all_have(found: Sequence[tuple[Tensor, ExchangeReport]], weights: Sequence[Tensor]) -> None:
+    """All have the mean of these weights, to the last bit alike."""
+    for mean, _ in found:
+        assert torch.equal(mean, found[0][0])
+    torch.testing.assert_close(found[0][0], torch.stack(list(weights)).mean(0))
+
+
+# At the end
+
+
+@pytest.mark.parametrize("listens", ["hph", "hphp", "phhh"])
+def test_those_that_no_other_can_connect_to_get_the_same_mean(tmp_path: Path, listens: str) -> None:
+    """They do not see each other."""
+    weights = vectors(len(listens))
+    with members(tmp_path, listens) as ranks:
+        others = {"p": len(listens) - 1, "h": listens.count("p")}
+        until(lambda: [len(rank.present()) for rank in ranks] == [others[kind] for kind in listens])
+        found = ends(ranks, weights)
+    all_have(found, weights)
+    assert not any(report.missed for _, report in found)
+
+
+@pytest.mark.parametrize("count", [2, 3, 5, 7])
+def test_all_have_the_same_bits_of_the_mean(tmp_path: Path, count: int) -> None:
+    """Also with empty slots, and where the number of replicas is no power of two."""
+    weights = vectors(count)
+    with connected(tmp_path, count, slots=8) as ranks:
+        found = ends(ranks, weights)
+    all_have(found, weights)
+    for (mean, report), own in zip(found, weights, strict=True):
+        assert report.group == tuple(range(count))
+        assert not report.missed
+        assert report.standard_deviation == pytest.approx(float((own - mean).square().mean().sqrt()))
+
+
+def test_one_that_comes_late_is_waited_for_as_long_as_it_trains(tmp_path: Path) -> None:
+    with connected(tmp_path, 3) as ranks, ThreadPoolExecutor(1) as pool:
+        members = pool.submit(keeping_up(ranks[0], seconds=0.5).members_at_end)
+        ranks[1].partners.leave_out(FINAL - 1)
+        for number in range(4):  # longer than the deadline
+            ranks[2].partners.begin(number, None)
+            until(lambda number=number: ranks[0].begun()[2] == number)
+            with pytest.raises(TimeoutError):
+                members.exception(timeout=0.3)
+        assert members.result(SECONDS) == (0, 1), "it trains no more, and is left out"
+
+
+def test_one_that_was_asked_to_stop_waits_no_longer(tmp_path: Path) -> None:
+    with connected(tmp_path, 2) as ranks:
+        asked = iter([False, False, True])
+        assert keeping_up(ranks[0]).members_at_end(lambda: next(asked)) is None
+
+
+def test_one_that_has_left_is_not_waited_for(tmp_path: Path) -> None:
+    with connected(tmp_path, 2) as ranks, ThreadPoolExecutor(1) as pool:
+        members = pool.submit(keeping_up(ranks[0]).members_at_end)
+        until(lambda: ranks[1].begun() == {0: FINAL - 1})
+        keeping_up(ranks[1]).leave()
+        assert members.result(SECONDS / 2) == (0,)
+
+
+def blink(rank: FederationTransport, other: int) -> None:
+    """Lose the connection to another rank, which this one has opened; it opens another one."""
+
+    def stands() -> bool:
+        link = rank.service._dialled.get(other)
+        return link is not None and link.up
+
+    until(stands)
+    rank.service.do(rank.service._hang_up, other)
+
+
+def test_one_whose_connection_is_lost_for_a_moment_is_waited_for(tmp_path: Path) -> None:
+    with connected(tmp_path, 3) as ranks, ThreadPoolExecutor(1) as pool:
+        ranks[1].partners.leave_out(FINAL - 1)
+        until(lambda: ranks[0].begun() == {1: FINAL - 1, 2: -1})
+        members = pool.submit(keeping_up(ranks[0]).members_at_end)
+        until(lambda: ranks[1].begun()[0] == FINAL - 1)
+        ranks[1]._closing.set()  # it does not look for the address
+        ranks[1]._looking.join()
+        ranks[1].service.protocol.directory.addresses.pop(0)
+        blink(ranks[1], 0)
+        until(lambda: ranks[0].present() == [2])
+        ranks[2].partners.leave_out(FINAL - 1)
+        until(lambda: ranks[0].begun() == {2: FINAL - 1})
+        with pytest.raises(TimeoutError):
+            members.exception(timeout=0.3)
+        ranks[1].service.learn({0: ranks[0].address})
+        assert members.result(SECONDS) == (0, 1, 2)
+
+
+def test_a_connection_that_is_lost_while_sums_travel_is_no_loss(tmp_path: Path) -> None:
+    """Again and again; one side notices it later than the other."""
+    weights, port = vectors(2, elements=4_000_000), free_port()
+    folder = SharedFolder(tmp_path, RUN)
+    with closing(Wire(to=port)) as wire, ExitStack() as stack:
+        at = {"listen": f"tcp://127.0.0.1:{port}", "advertise": f"tcp://127.0.0.1:{wire.port}"}
+        ranks = [
+            stack.enter_context(closing(FederationTransport(Place(slot, 2), network, PATIENCE)))
+            for slot, network in enumerate((Network(folder, RUN, **at), Network(folder, RUN, None)))
+        ]
+        until(lambda: [rank.present() for rank in ranks] == [[1], [0]])
+        with ThreadPoolExecutor(1) as pool:
+            found = pool.submit(ends, ranks, weights)
+            for _ in range(4):
+                time.sleep(0.15)
+                wire.cut()
+            means = found.result(SECONDS)
+    all_have(means, weights)
+
+
+def ends_without(folder: Path, lost: int, weights: list[Tensor]) -> list[tuple[Tensor, ExchangeReport]]:
+    """What all but one of the replicas get, which has left when they have agreed who averages."""
+    slots = tuple(range(len(weights)))
+    with connected(folder, len(weights)) as ranks:
+        for rank in ranks:
+            rank.partners.leave_out(FINAL - 1)
+        others = [at for at in slots if at != lost]
+        until(lambda: all([*ranks[at].begun().values()].count(FINAL - 1) == len(others) for at in others))
+        keeping_up(ranks[lost]).leave()
+        until(lambda: all(ranks[at].begun()[lost] > FINAL for at in others))
+        ranks[lost].close()
+        return together(*(lambda at=at: final(ranks[at], weights[at], slots) for at in others))
+
+
+def test_a_child_that_is_lost_is_left_out_and_reported(tmp_path: Path) -> None:
+    weights = vectors(4)
+    found = ends_without(tmp_path, 3, weights)
+    assert parent_of(3, {0, 1, 2, 3}) == 2
+    all_have(found, weights[:3])
+    assert [report.missed for _, report in found] == ["without replica 3: lost, or not finite"] * 3
+
+
+def test_one_that_loses_its_parent_keeps_what_it_has(tmp_path: Path) -> None:
+    weights = vectors(4)
+    found = ends_without(tmp_path, 0, weights)
+    assert torch.equal(found[0][0], weights[1])
+    all_have(found[1:], weights[2:])
+    assert [report.group for _, report in found] == [(1,), (2, 3), (2, 3)]
+    assert found[0][1].missed == "without replicas 0, 2, 3: lost, or not finite"
+
+
+@pytest.mark.parametrize("wrong", [math.nan, 1e6])
+def test_absurd_numbers_are_left_out(tmp_path: Path, wrong: float) -> None:
+    weights = vectors(3)
+    weights[1] = weights[1] * wrong
+    with connected(tmp_path, 3) as ranks:
+        found = ends(ranks, weights)
+    all_have([found[0], found[2]], [weights[0], weights[2]])
+    assert [report.group for _, report in found][::2] == [(0, 2), (0, 2)]
+
+
+class Late:
+    """A transport where only one slot is in time; chunks of the others come later, into the memory given them."""
+
+    def __init__(self, place: Place, in_time: int) -> None:
+        self.place, self.partners = place, Mock(agree=lambda votes: votes, reachable=lambda rank: True)
+        self._in_time, self._given_up = in_time, list[Tensor]()
+        self.sent: list[tuple[Tensor, Tensor]] = []  # what was posted, and how it was then
+
+    def post(self, sends: list[Message], receives: list[Message], tag: int) -> Mock:
+        self.sent += [(message.buffer, message.buffer.clone()) for message in sends]
+        comes = bool(receives) and receives[0].rank == self._in_time
+        if receives and not comes:
+            self._given_up += [message.buffer for message in receives]
+        elif comes:
+            vector, included = (message.buffer for message in receives)
+            vector.fill_(3.0)
+            included.zero_()[self._in_time] = 1
+            for late in self._given_up:
+                late.fill_(100)
+        return Mock(arrived=Mock(), done=lambda: comes)
+
+
+def late(own: int, in_time: int, members: Group) -> tuple[Late, Tensor, ExchangeReport]:
+    transport: Any = Late(Place(own, 4), in_time)
+    mean = TreeMean(transport, Channel.FINAL, 0.05, lambda rank: True)
+    return transport, *averaged(mean, torch.full((10,), 5.0), members, FINAL)
+
+
+def test_what_comes_after_its_deadline_changes_no_mean() -> None:
+    _, mean, report = late(0, 2, (0, 1, 2))
+    assert (mean == 4.0).all()
+    assert report.group == (0, 2)
+
+
+def test_a_parent_that_asks_late_gets_the_sum() -> None:
+    transport, mean, report = late(2, 3, (0, 2, 3))
+    assert (mean == 4.0).all()
+    assert report.group == (2, 3)
+    assert all(torch.equal(*buffer_and_then) for buffer_and_then in transport.sent)
+
+
+# In evaluations
+
+
+def evaluation(rank: FederationTransport, exchange: int = 0) -> MeanOfThoseThere:
+    return MeanOfThoseThere(rank, lambda done: exchange, SECONDS)
+
+
+def evaluated(mean: MeanOfThoseThere, vector: Tensor) -> tuple[Tensor, ExchangeReport]:
+    return averaged(mean, vector, tuple(range(8)), 10)
+
+
+def impatient(ranks: list[FederationTransport], seconds: float = 0.5) -> None:
+    for rank in ranks:
+        rank.partners._patience = Patience(seconds, seconds)
+
+
+@pytest.mark.parametrize("listens", ["ppp", "hph", "pphp"])
+def test_all_that_come_to_an_evaluation_get_the_same_mean(tmp_path: Path, listens: str) -> None:
+    """Once for each exchange, before which there is no other mean."""
+    weights = vectors(len(listens))
+    with members(tmp_path, listens) as ranks:
+        others = {"p": len(listens) - 1, "h": listens.count("p")}
+        until(lambda: [len(rank.present()) for rank in ranks] == [others[kind] for kind in listens])
+        means = [evaluation(rank) for rank in ranks]
+        for times in range(2):
+            found = together(*(lambda at=at: evaluated(means[at], weights[at]) for at in range(len(ranks))))
+            if times == 0:
+                all_have(found, weights)
+            groups = [report.group for _, report in found]
+            everyone = tuple(range(len(ranks)))
+            assert groups == [everyone if times == 0 else (at,) for at in range(len(ranks))]
+        assert [report.group for _, report in [evaluated(evaluation(ranks[0], -1), weights[0])]] == [(0,)]
+
+
+def lead(ranks: list[FederationTransport], number: int = 0) -> int:
+    return lead_of(set(range(len(ranks))), set(), number)
+
+
+@pytest.mark.parametrize("leads", [False, True])
+def test_one_that_does_not_come_costs_a_deadline_and_later_waits_for_nobody(
+    tmp_path: Path, leads: bool
+) -> None:
+    """Where it is the one that would lead, the others have no mean."""
+    weights = vectors(4)
+    with connected(tmp_path, 4) as ranks:
+        impatient(ranks)
+        late = lead(ranks) if leads else (lead(ranks) + 1) % 4
+        others = [at for at in range(4) if at != late]
+        found = together(*(lambda at=at: evaluated(evaluation(ranks[at]), weights[at]) for at in others))
+        if leads:
+            assert [report.group for _, report in found] == [(at,) for at in others]
+        else:
+            all_have(found, [weights[at] for at in others])
+        impatient(ranks, 10 * SECONDS)
+        until(lambda: ranks[late].partners.at_evaluation(0) == {})
+        assert evaluated(evaluation(ranks[late]), weights[late])[1].group == (late,)
+
+
+def test_one_that_is_lost_in_an_evaluation_holds_nobody_up(tmp_path: Path) -> None:
+    weights = vectors(4)
+    with connected(tmp_path, 4) as ranks, ThreadPoolExecutor(4) as pool:
+        lost = next(at for at in (1, 3) if at != lead(ranks))  # a leaf of the tree
+
+        class Lost(MeanOfThoseThere):
+            def _meet(self) -> Group:
+                found = super()._meet()
+                ranks[lost].close()
+                return found
+
+        def one(at: int) -> tuple[Tensor, ExchangeReport]:
+            kind = Lost if at == lost else MeanOfThoseThere
+            return evaluated(kind(ranks[at], lambda done: 0, SECONDS), weights[at])
+
+        running = [pool.submit(one, at) for at in range(4)]
+        found = [running[at].result(SECONDS) for at in range(4) if at != lost]
+        running[lost].exception(SECONDS)
+    all_have(found, [weights[at] for at in range(4) if at != lost])
+    assert all(report.missed == f"without replica {lost}: lost, or not finite" for _, report in found)
+
+
+def test_an_exchange_under_way_outlasts_an_evaluation(tmp_path: Path) -> None:
+    """As with overlap: its messages move on meanwhile, and those of the evaluation are void after it."""
+    with connected(tmp_path) as (first, second):
+        for one, other in ((first, 1), (second, 0)):
+            one.partners.begin(3, other)
+        round_, between = (
+            first.post([], [Message(1, torch.zeros(5))], (2 * 3 + meeting) * 192) for meeting in range(2)
+        )
+        second.partners.begin_evaluation(3)
+        until(lambda: first.partners.at_evaluation(3) == {1: True})
+        second.partners.end_evaluation(3)
+        until(lambda: first.begun() == {1: 3})
+        assert round_.arrived() == between.arrived() == []
+        second.post([Message(0, torch.ones(5))], [], 2 * 3 * 192)
+        list(round_.arrivals(SECONDS))
+        second.partners.end(3)
+        with pytest.raises(ConnectionError, match="has no part"):
+            list(between.arrivals(SECONDS))
