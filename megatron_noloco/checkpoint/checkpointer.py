@@ -19,6 +19,7 @@ from megatron_noloco.checkpoint.settings import CheckpointSettings
 from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.files import write_whole
+from megatron_noloco.job.activity import line_of
 from megatron_noloco.model.dropout import random_state
 from megatron_noloco.outer import Rounds
 from megatron_noloco.plans.samples import BatchPlan
@@ -88,7 +89,7 @@ class Checkpointer:
             if isinstance(error, SafetensorError) and "os error" not in str(error):  # not the disk's
                 raise
             self.last_save_failed = True
-            return " ".join(str(error).split())
+            return line_of(error)
         self.last_save_failed = False
         return None
 

@@ -78,10 +78,8 @@ def take_over(
         told = of_all_ranks((problem, offer.step if offer else 0))
         problem, offered = next((text for text, _ in told if text), ""), sorted({step for _, step in told})
         if not problem and len(offered) > 1:
-            if (
-                slot not in asked_again
-            ):  # some of its ranks had a copy for another taker, others made a new one
-                asked_again.add(slot)
+            if slot not in asked_again:
+                asked_again.add(slot)  # some of its ranks had a copy for another taker, others made a new one
                 continue
             problem = f"its ranks offer the steps {offered}"
         elif not problem and offered[0] < least:

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_noloco.job.activity import line_of
 from megatron_noloco.job.join import join
 from megatron_noloco.job.launcher import read_world
 from megatron_noloco.job.start_up import before_engines
@@ -72,7 +73,7 @@ def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: i
         tokenizer = AutoTokenizer.from_pretrained(folder)
         model = AutoModelForCausalLM.from_pretrained(folder).eval()
     except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"{folder}: {' '.join(str(error).split())}") from None
+        raise ValueError(f"{folder}: {line_of(error)}") from None
     # Without a prompt, start after the end of a document.
     inputs = tokenizer(prompt or tokenizer.eos_token, return_tensors="pt", add_special_tokens=False)
     sampling = (
