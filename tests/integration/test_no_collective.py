@@ -29,7 +29,12 @@ def config(
         {
             "gradient_accumulation_steps": MICROBATCHES,
             "noloco": {"local_steps": LOCAL_STEPS, "routing": {"interval": interval}, **noloco},
-            "parallel": {"replicas": topology.replicas, "pipeline_model_parallel_size": topology.pp},
+            "parallel": {
+                "replicas": topology.replicas,
+                "pipeline_model_parallel_size": topology.pp,
+                "data_parallel_size": topology.dp,
+                "expert_model_parallel_size": topology.ep,
+            },
             "model": {"num_layers": 2, **model},
             "data": {"text": write_text(folder)},
             "training": {"train_iters": STEPS, "log_interval": 5, "output_dir": str(folder)},
@@ -37,9 +42,15 @@ def config(
     )
 
 
-def over_torch(folder: Path, interval: str, model: Mapping[str, Any] = NO_MORE, **noloco: Any) -> Ranks:
-    path = write_config(folder, config(folder, STAGED, interval, model, transport="torch", **noloco))
-    return run_ranks(STAGED.world_size, spied_rank, path)
+def over_torch(
+    folder: Path,
+    interval: str,
+    model: Mapping[str, Any] = NO_MORE,
+    topology: Topology = STAGED,
+    **noloco: Any,
+) -> Ranks:
+    path = write_config(folder, config(folder, topology, interval, model, transport="torch", **noloco))
+    return run_ranks(topology.world_size, spied_rank, path)
 
 
 def over_mpi(folder: Path, topology: Topology, **noloco: Any) -> Ranks:
@@ -173,12 +184,15 @@ def test_in_fragments(tmp_path: Path, overlap: dict[str, Any]) -> None:
     assert assert_hops_follow_the_routes(ranks, "round")
 
 
-def test_experts_balance_their_load_inside_a_replica(tmp_path: Path) -> None:
-    """Core keeps the loss that balances them for a log of its own, which it would all-reduce."""
-    ranks = over_torch(tmp_path, "round", FAMILY_MODELS["mixtral"])
-    assert_no_collective_spans_replicas(ranks)
-    assert_exchanges_go_to_partners(ranks)
-    assert assert_hops_follow_the_routes(ranks, "round")
+def test_experts_stay_inside_a_replica(tmp_path: Path) -> None:
+    """Tokens go to experts of the same replica, an expert is averaged with itself.
+
+    Core keeps the loss that balances experts for a log of its own, which it would all-reduce.
+    """
+    topology = Topology(replicas=4, dp=2, ep=2)
+    ranks = over_torch(tmp_path, "off", FAMILY_MODELS["mixtral"], topology)
+    assert_no_collective_spans_replicas(ranks, topology)
+    assert_exchanges_go_to_partners(ranks, topology)
     for rows in metrics(tmp_path):
         assert [row["train/load_balancing_loss"] >= 0.99 for row in rows] == [True] * (STEPS // 5)
 
