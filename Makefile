@@ -7,7 +7,7 @@ INSTALLED := .venv/.installed
 PYTEST := CUDA_VISIBLE_DEVICES= .venv/bin/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 NOT_BY_HAND := -m 'not slow and not contract'
 
-.PHONY: help setup quickstart federation test checks lint contracts docs evidence gpu-check clean
+.PHONY: help setup quickstart federation test checks lint contracts matrix docs evidence gpu-check clean
 
 help:
 	@echo 'make quickstart   train a small Llama with 4 replicas on this machine (5 minutes on 2 cores)'
@@ -16,6 +16,7 @@ help:
 	@echo 'make checks       what to run before a commit: make lint, the unit tests, make docs'
 	@echo 'make lint         ruff, its formatter and mypy'
 	@echo 'make contracts    what the code relies on in Megatron-core and DeepSpeed; after a change of versions'
+	@echo 'make matrix       the supported versions of the engines together, in environments of their own (hours, 6 GB each)'
 	@echo 'make docs         the documentation as a site, in site/; fails where a link leads nowhere'
 	@echo 'make gpu-check    what a GPU is to prove: tests, speed, a table in runs/gpu-check; goes on where it stopped'
 	@echo 'make evidence     shorter versions of the studies of docs/evidence.md, in runs/evidence (half an hour)'
@@ -47,6 +48,9 @@ lint: $(INSTALLED)
 
 contracts: $(INSTALLED)
 	.venv/bin/python -m pytest -q -m contract
+
+matrix: $(INSTALLED)
+	@.venv/bin/python -m tools.matrix
 
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 .venv/bin/python -m mkdocs build --strict --quiet

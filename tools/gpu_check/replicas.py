@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_noloco.monitor.run_log import RunLog
+from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
 from megatron_noloco.monitor.writers import Row
 from megatron_noloco.preflight.mpi import find_mpirun
 from tools.gpu_check.runner import REPOSITORY
@@ -94,6 +94,11 @@ def timed_rows(options: argparse.Namespace, block: dict[str, Any]) -> list[Row]:
 
 def rows(config: dict[str, Any], ranks: int, kind: str) -> list[Row]:
     """Run a config; returns the rows of replica 0. Raises SystemExit with the last output of a failed run."""
+    return launched(config, ranks)[0].rows_of(kind)
+
+
+def launched(config: dict[str, Any], ranks: int) -> tuple[ReplicaLog, str]:
+    """Run a config; returns the log of replica 0, and what the run said. Raises SystemExit where it failed."""
     with tempfile.TemporaryDirectory() as folder:
         config["training"] |= {"output_dir": f"{folder}/run"}
         path = Path(folder) / "config.json"
@@ -104,12 +109,13 @@ def rows(config: dict[str, Any], ranks: int, kind: str) -> list[Row]:
             [f"launch/{script}", str(ranks), str(path)],
             cwd=REPOSITORY,
             env=environ,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
         )
         if finished.returncode != 0:
-            raise SystemExit("\n".join((finished.stdout + finished.stderr).splitlines()[-30:]))
-        return RunLog(Path(folder) / "run").replicas[0].rows_of(kind)
+            raise SystemExit("\n".join(finished.stdout.splitlines()[-30:]))
+        return RunLog(Path(folder) / "run").replicas[0], finished.stdout
 
 
 WAYS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {

@@ -102,13 +102,13 @@ def table(steps: Sequence[Step], found: Mapping[str, Outcome]) -> str:
     return "\n".join([*lines, *errors]) + "\n"
 
 
-def run(step: Step, log: Path) -> Outcome:
+def run(step: Step, log: Path, python: str = sys.executable) -> Outcome:
     """Run a step, with its output in the log. No process that it started is left behind."""
     paths = [str(REPOSITORY), os.environ.get("PYTHONPATH")]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     started = time.monotonic()
     process = subprocess.Popen(
-        [sys.executable, *step.command],
+        [python, *step.command],
         cwd=REPOSITORY,
         env=environ,
         stdin=subprocess.DEVNULL,

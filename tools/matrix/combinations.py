@@ -1,0 +1,59 @@
+"""Which versions are tried together, and what is tried in each environment: `make matrix`."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+from tools.gpu_check.runner import REPOSITORY, Step
+
+
+@dataclass(frozen=True)
+class Combination:
+    """An environment: all that requirements.txt names, in the newest versions but for `constraints`."""
+
+    name: str
+    python: str
+    constraints: tuple[str, ...] = ()
+
+
+def oldest(requirements: Path = REPOSITORY / "requirements.txt") -> tuple[str, ...]:
+    """Return constraints for the oldest versions that the requirements allow."""
+    lines = (re.split(r"\s*#", line)[0] for line in requirements.read_text().splitlines())
+    found = (Requirement(line) for line in lines if line)
+    lowest = ((one.name, bound.version) for one in found for bound in one.specifier if bound.operator == ">=")
+    return tuple(f"{name}=={version}.*" for name, version in lowest)
+
+
+PACKAGES = ("torch", "megatron-core", "deepspeed", "transformers")
+COMBINATIONS = (
+    Combination("oldest", "3.11", oldest()),
+    Combination("3.11", "3.11"),
+    Combination("core-0.17", "3.12", ("megatron-core==0.17.*", "torch==2.9.*", "transformers==4.57.*")),
+    Combination("core-0.18", "3.12", ("megatron-core==0.18.*", "torch==2.12.*", "transformers==5.0.*")),
+    Combination("3.13", "3.13", ("torch==2.14.*",)),
+    Combination("newest", "3.12", ("torch==2.15.*",)),
+)
+
+_PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m")
+_QUICK = (*_PYTEST, "not slow and not contract")
+_VERSIONS = f"""
+import platform
+from importlib.metadata import version
+print(", ".join([platform.python_version(), *map(version, {PACKAGES})]))
+"""
+STEPS = (
+    Step("versions", "of Python and PACKAGES", ("-c", _VERSIONS), 60),
+    Step("contracts", "what the code relies on in the engines", (*_PYTEST, "contract"), 1200),
+    Step("quickstart", "20 steps of the quickstart", ("-m", "tools.matrix.quickstart"), 900),
+    Step(
+        "layouts", "a run continues on other ranks", (*_QUICK, "tests/integration/test_other_layout.py"), 900
+    ),
+    Step(
+        "transformers",
+        "export, import, the Trainer",
+        (*_QUICK, "tests/integration/test_publish.py", "tests/integration/test_hf_trainer.py"),
+        1200,
+    ),
+)
