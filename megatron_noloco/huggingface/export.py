@@ -148,7 +148,7 @@ def _transformers_logits(output: Path, tokens: Tensor) -> Tensor:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(output).float()  # its argument for this has had two names
     return model.eval()(tokens).logits
 
 

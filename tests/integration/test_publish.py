@@ -122,7 +122,7 @@ def logits_there(folder: Path) -> Tensor:
     """Under transformers, in a process of its own: in the one that forks, torch's threads would make it hang."""
 
     def forward(rank: int, world_size: int) -> Tensor:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(TOKENS).logits.clone()
+        return AutoModelForCausalLM.from_pretrained(folder).float().eval()(TOKENS).logits.clone()
 
     return run_ranks(1, forward)[0]
 
@@ -154,7 +154,7 @@ CASES: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     ),
     "experts, dp 2 x ep 2": (
         sizes(dp=2, expert_model_parallel_size=2),
-        {"model": FAMILY_MODELS["qwen3_moe"]},
+        {"model": FAMILY_MODELS["mixtral"]},
     ),
     "Muon, bf16, tied, 2 stages, dp 2": (sizes(2, dp=2), MUON | BF16 | {"model": TIED}),
 }
