@@ -56,6 +56,27 @@ def test_what_it_shows(
     assert [words for words in not_shown if words in out] == []
 
 
+def test_experts_divided_over_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two ranks have half the experts each, and each the fp32 weights of as many as without."""
+    experts = 2 * 8 * 3 * 4096 * 14336  # layers of a stage, experts, matrices
+    raw = json.loads((CONFIGS / "llama_6.8b.json").read_text())
+    raw["model"] |= {"family": "mixtral", "num_layers": 8, "hidden_size": 4096, "ffn_hidden_size": 14336}
+    raw["model"] |= {"num_query_groups": 8, "num_moe_experts": 8, "moe_router_topk": 2}
+    raw["parallel"] |= {"pipeline_model_parallel_size": 4, "data_parallel_size": 2}
+    found = {}
+    for ep in (1, 2):
+        raw["parallel"] |= {"expert_model_parallel_size": ep}
+        path = tmp_path / f"{ep}.json"
+        path.write_text(json.dumps(raw))
+        assert main(["plan", str(path), "--gpu", "4090", "--json"]) == 0
+        found[ep] = json.loads(capsys.readouterr().out)
+    whole, half = (found[ep]["weights_of_rank"] for ep in (1, 2))
+    assert whole["parameters"] - half["parameters"] == experts / 2
+    assert whole["owned"] == half["owned"]
+    assert main(["plan", str(tmp_path / "1.json"), "--gpu", "4090"]) == 0
+    assert "parallel.data_parallel_size 2, parallel.expert_model_parallel_size 2" in capsys.readouterr().out
+
+
 def test_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
     """8 replicas of 2 stages; pairs send each rank's weights once."""
     options = ["--json", "--bandwidth", "8Mbit", "--step", "0.5s", "--gpus", "16"]

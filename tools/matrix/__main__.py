@@ -1,11 +1,11 @@
 """Try the supported versions of the engines together: `make matrix`, or
 
-    python -m tools.matrix [--only NAME ...] [--output runs/matrix] [--cache FOLDER] [--again]
+    python -m tools.matrix [--only NAME ...] [--output runs/matrix] [--cache FOLDER]
 
 Makes an environment for each combination of `combinations.py` whose Python is on this machine, in a folder that
 the next call uses again (several GB each where torch comes with CUDA), and runs the contracts, a short quickstart,
 a change of layout, and the tests with transformers in it. table.md and results.json in the output folder have the
-outcomes; the same command goes on after the last finished step. Exit code 1: a step failed.
+outcomes; the same command goes on with the steps that have not passed. Exit code 1: a step failed.
 """
 
 import glob
@@ -32,13 +32,10 @@ def main() -> int:
     )
     parser.add_argument("--output", type=Path, default=Path("runs/matrix"), help="folder of the results")
     parser.add_argument("--cache", type=Path, default=_CACHE, help="folder of the environments")
-    parser.add_argument("--again", action="store_true", help="run finished steps again")
     options = parser.parse_args()
 
     results = Results(options.output / "results.json")
     chosen = [one for one in COMBINATIONS if one.name in options.only]
-    if options.again:
-        results.forget(name for one in chosen for name in names_of(one))
     failed = False
     for combination in chosen:
         python = interpreter(combination.python)
@@ -85,9 +82,9 @@ def environment(combination: Combination, python: str, cache: Path) -> str:
 
 
 def try_out(combination: Combination, python: str, results: Results) -> None:
-    """Run the steps that have no outcome yet."""
+    """Run the steps that have not passed yet."""
     for step, name in zip(STEPS, names_of(combination), strict=True):
-        if name not in results.found:
+        if name not in results.found or not results.found[name].passed:
             outcome = run(step, results.folder / f"{name}.log", python)
             results.add(name, outcome)
             verdict = "passed" if outcome.passed else "FAILED"

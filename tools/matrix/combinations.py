@@ -45,7 +45,12 @@ print(", ".join([platform.python_version(), *map(version, {PACKAGES})]))
 """
 STEPS = (
     Step("versions", "of Python and PACKAGES", ("-c", _VERSIONS), 60),
-    Step("contracts", "what the code relies on in the engines", (*_PYTEST, "contract"), 1200),
+    Step(
+        "contracts",
+        "what the code relies on in the engines",
+        (*_PYTEST, "contract", "tests/unit/test_contracts.py"),
+        1200,
+    ),
     Step("quickstart", "20 steps of the quickstart", ("-m", "tools.matrix.quickstart"), 900),
     Step(
         "layouts", "a run continues on other ranks", (*_QUICK, "tests/integration/test_other_layout.py"), 900
