@@ -4,10 +4,12 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron_noloco.federation.counterpart import Seen
 from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.job.activity import now
 from megatron_noloco.outer import Weights
@@ -29,6 +31,29 @@ class UntrainedError(RuntimeError):
 
 class NotFiniteError(RuntimeError):
     """The state of this replica is of no use and must not be saved; its last checkpoint is good."""
+
+
+@dataclass
+class _Awaited:
+    """Another rank, as one at its end sees it.
+
+    Attributes:
+        seen: of it, now.
+        furthest: the latest exchange that it has begun.
+        since: when it began that one; or when it was lost, or began again, for the first time after that.
+    """
+
+    seen: Seen
+    furthest: int
+    since: float
+    spared: bool = False
+
+    def look(self, seen: Seen, at: float) -> None:
+        before, self.seen = self.seen, seen
+        if seen.exchange > self.furthest:
+            self.furthest, self.since, self.spared = seen.exchange, at, False
+        elif not self.spared and (seen.exchange, seen.present) != (before.exchange, before.present):
+            self.since, self.spared = at, True  # once: one that comes and goes must not hold others up
 
 
 class KeepingUp:
@@ -114,7 +139,7 @@ class KeepingUp:
         """Announce the end of this replica, and wait for that of the others. A collective of the replica.
 
         One that trains is waited for until `deadline_seconds` after the last exchange that it began, and one whose
-        connection is lost meanwhile until `deadline_seconds` after that.
+        connection is lost meanwhile until `deadline_seconds` after that, however often it comes and goes.
 
         Returns the slots that have come to their end, this one included; None where it was `stopped`.
         """
@@ -130,22 +155,21 @@ class KeepingUp:
 
     def _wait_at_end(self, stopped: Callable[[], bool]) -> list[int] | None:
         """Return the ranks that have come to their end; None where it was stopped."""
-        # exchange and presence of each rank, and since when they are so
-        found: dict[int, tuple[tuple[int, bool], float]] = {}
+        awaited = dict[int, _Awaited]()
         now.part("waiting for the other replicas at the end")
         while not stopped():
             at = time.monotonic()
             for rank, seen in self._transport.seen().items():
-                state = seen.exchange, seen.present
-                if rank not in found:
-                    found[rank] = state, at if seen.present else -math.inf
-                elif found[rank][0] != state:
-                    found[rank] = state, at
-            ended = [rank for rank, (state, _) in found.items() if state == (FINAL - 1, True)]
+                if rank not in awaited:
+                    awaited[rank] = _Awaited(seen, seen.exchange, at if seen.present else -math.inf)
+                awaited[rank].look(seen, at)
+            ended = [
+                rank for rank, one in awaited.items() if one.seen.present and one.seen.exchange == FINAL - 1
+            ]
             left = at - self._longest_seconds
             if not any(
-                since > left and rank not in ended and exchange < FINAL
-                for rank, ((exchange, _), since) in found.items()
+                one.since > left and rank not in ended and one.seen.exchange < FINAL
+                for rank, one in awaited.items()
             ):
                 return ended
             time.sleep(_LOOK_SECONDS)

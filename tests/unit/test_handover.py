@@ -1,12 +1,13 @@
 """State that a rank gives to its counterpart in another job, while both do other things."""
 
+import itertools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from threading import Event
+from threading import Barrier, Event
 from typing import NoReturn
 
 import numpy as np
@@ -15,14 +16,19 @@ import torch
 
 from megatron_noloco.federation import handover as module
 from megatron_noloco.federation.handover import Handover, Snapshot
+from megatron_noloco.federation.join import Membership
+from megatron_noloco.federation.keeping_up import KeepingUp
 from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.rendezvous import SharedFolder
 from megatron_noloco.federation.takeover import furthest
-from megatron_noloco.federation.transport import FederationTransport
+from megatron_noloco.federation.transport import FederationTransport, Network
 from megatron_noloco.plans.topology import Place
+from megatron_noloco.settings import FederationSettings, NolocoSettings
 from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES
 from megatron_noloco.transport.protocol import ExchangeTimeoutError
-from tests.unit.federated import SECONDS, connected, swap, transport, until
+from tests.unit.federated import LOCAL, PATIENCE, RUN, SECONDS, connected, swap, transport, until
 
+NOLOCO = NolocoSettings()
 PARTS = [
     np.random.default_rng(length).integers(0, 256, length, np.uint8)
     for length in (3 * DEFAULT_CHUNK_BYTES + 5, 7)  # of more than some chunks, and of less than one
@@ -141,6 +147,61 @@ def test_a_rank_that_trains_gives_its_state_at_the_next_step(
         monkeypatch.setattr(module, "_FRESH_SECONDS", 0.0)
         assert int(taken(second, 0)[0]) > int(description)
         assert len(copied) == 2
+
+
+class Agreement:
+    """`agree` of the two ranks of a replica, which are threads."""
+
+    def __init__(self) -> None:
+        self._votes: list[Sequence[int]] = []
+        self._given = Barrier(2, timeout=SECONDS)
+
+    def __call__(self, votes: Sequence[int]) -> list[int]:
+        self._votes.append(votes)
+        self._given.wait()
+        smallest = [min(pair) for pair in zip(*self._votes[-2:], strict=True)]
+        self._given.wait()
+        return smallest
+
+
+def test_the_ranks_of_a_giver_give_their_states_of_one_step(tmp_path: Path) -> None:
+    """Though they are asked at different steps, and not at all at others."""
+    network = Network(SharedFolder(tmp_path, RUN), RUN, LOCAL)
+    settings = FederationSettings(slots=2, rendezvous="file:///x", encryption="none")
+    both, ends = Agreement(), Event()
+
+    def loop(giver: Membership) -> None:
+        for done in itertools.count():
+            giver.between_steps(done, live(done))
+            time.sleep(1e-3)
+            if giver.transport.partners.agree([not ends.is_set()]) == [0]:
+                return
+
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(
+                closing(FederationTransport(place, network, PATIENCE, both if rank < 2 else None))
+            )
+            for rank in range(4)
+            for place in [Place(rank // 2, 2, rank=rank, ranks_per_replica=2)]
+        ]
+        givers = [
+            Membership(rank, KeepingUp(rank, NOLOCO, settings), of(rank), NOLOCO, settings)
+            for rank in ranks[:2]
+        ]
+        takers = [of(rank) for rank in ranks[2:]]
+        assert all(rank.wait_for(1, SECONDS) for rank in ranks)
+        with ThreadPoolExecutor(2) as pool:
+            running = [pool.submit(loop, giver) for giver in givers]
+            try:
+                until(lambda: takers[1].steps(SECONDS).get(1, 0) > 10)
+                step, parts = taken(takers[0], 0)
+                until(lambda: takers[1].steps(SECONDS)[1] > int(step) + 10)
+                assert taken(takers[1], 1) == (step, parts)
+            finally:
+                ends.set()
+            for one in running:
+                one.result(SECONDS)
 
 
 def test_without_a_question_nothing_is_copied(tmp_path: Path) -> None:

@@ -1,11 +1,16 @@
 """Where a replica of a federation goes on, and from what."""
 
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron_noloco.federation import keeping_up as module
-from megatron_noloco.federation.keeping_up import KeepingUp, UntrainedError
+from megatron_noloco.federation.counterpart import Seen
+from megatron_noloco.federation.keeping_up import FINAL, KeepingUp, UntrainedError
+from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 
 
@@ -126,3 +131,49 @@ def test_a_replica_that_has_trained_may_fall_behind(start: int, monkeypatch: pyt
     assert next_step(own, 10) == 10
     others.numbers = [7]
     assert next_step(own, 20) == 79
+
+
+class AtTheEnd(Others):
+    """A transport of rank 0 of 2; what it sees of the other rank in one look after the other, again and again."""
+
+    place = Place(0, 2)
+
+    def __init__(self, looks: list[tuple[int, bool]]) -> None:
+        super().__init__([])
+        self._looks, self.at = looks, 0.0
+
+    def seen(self) -> dict[int, Seen]:
+        exchange, present = self._looks[round(self.at) % len(self._looks)]
+        heard = float("inf") if present else float("-inf")
+        return {1: Seen(1, 2 * exchange, heard=heard, connected=present)}
+
+    def sleep(self, seconds: float) -> None:
+        self.at += 1
+        assert self.at < 1000
+
+
+def end_with(looks: list[tuple[int, bool]], deadline_seconds: float) -> tuple[float, tuple[int, ...]]:
+    """Return for how many looks, one a second, rank 0 waits at its end, and with whom it averages."""
+    there = AtTheEnd(looks)
+    noloco = NolocoSettings(local_steps=10, deadline_seconds=deadline_seconds)
+    own = KeepingUp(there, noloco, FederationSettings(slots=2), 95)  # type: ignore[arg-type]
+    clock = SimpleNamespace(monotonic=lambda: there.at, sleep=there.sleep)
+    with patch.object(module, "time", clock):
+        members = own.members_at_end()
+    assert members is not None
+    return there.at, members
+
+
+@given(st.lists(st.tuples(st.integers(-1, 5), st.booleans()), min_size=1, max_size=20), st.integers(1, 20))
+def test_one_that_comes_and_goes_holds_no_other_up(looks: list[tuple[int, bool]], deadline: int) -> None:
+    """Each exchange that it begins for the first time is worth two deadlines at most."""
+    waited, members = end_with(looks, deadline)
+    assert waited <= 2 * deadline * len({exchange for exchange, _ in looks})
+    assert members == (0,)
+
+
+def test_one_that_is_lost_at_its_end_is_waited_for_once() -> None:
+    at_end, lost = (FINAL - 1, True), (FINAL - 1, False)
+    there = [(3, True)] * 5
+    assert end_with([*there, lost, lost, at_end], 6.0) == (7.0, (0, 1))
+    assert end_with([*there, *[lost] * 100], 6.0) == (11.0, (0,))
