@@ -2,7 +2,7 @@
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from megatron_noloco.attach.checks import (
     statement_of,
     tensor_of,
 )
+from megatron_noloco.attach.inner import OwnPart, Several
 from megatron_noloco.attach.torch_module import trained_by_torch
 from megatron_noloco.attach.trained import Stateful, Trained, this_rank, topology_of
 from megatron_noloco.job.activity import now
@@ -197,7 +198,7 @@ def attach(
     seed: int = 0,
     transport: Transport | None = None,
     state: dict[str, Tensor] | None = None,
-    inner: Stateful | None = None,
+    inner: Stateful | Sequence[Stateful] | None = None,
 ) -> Attached:
     """Add rounds between replicas to a loop. Call it last before the loop, after a checkpoint is loaded.
 
@@ -216,8 +217,9 @@ def attach(
         state: of this rank, saved with `Attached.state_dict` together with the present weights. Without it,
             training begins, and the weights of all replicas must be equal bit for bit; in a federation that has
             trained already, the weights and the outer state of the replica that is furthest are taken over.
-        inner: the inner optimizer, or an object with `state_dict` and `load_state_dict` of optimizer and schedule;
-            that state is given to jobs of the federation that begin later, and taken over with the weights.
+        inner: the inner optimizer, with DeepSpeed `engine.optimizer`; or several objects with `state_dict` and
+            `load_state_dict`, such as optimizer and schedule, the same in all jobs. Their state is given to jobs
+            of the federation that begin later, and taken over with the weights.
 
     Raises ValueError for an argument that does not fit, where gradients are not reduced over the ranks of one
     replica, where ranks of this job have different settings, or its replicas different weights, for settings with
@@ -228,6 +230,7 @@ def attach(
     settings = NolocoSettings() if settings is None else settings
     check_arguments(settings, replicas, federation, slot, transport)
     trained = _trained_by(engine)
+    own_inner = None if inner is None else own_state(inner)
     if any(_addresses(trained.weights) & _addresses(other.outer.weights) for other in _ATTACHED):
         raise ValueError("attach: this model is attached already; close() what attach returned before")
     if replicas is not None:
@@ -263,8 +266,8 @@ def attach(
         if state is None:
             least = federation.rounds_behind * settings.local_steps + 1
             seconds = settings.deadline_seconds
-            state = take_state(membership.handover, outer, least, seconds, inner)
-        return Attached(trained, outer, first_weights, state, membership, inner)
+            state = take_state(membership.handover, outer, least, seconds, own_inner)
+        return Attached(trained, outer, first_weights, state, membership, own_inner)
     except BaseException:
         membership.leave()  # or others would wait for this process, whose port would stay taken
         raise
@@ -290,6 +293,28 @@ def _trained_by(engine: Any) -> Trained:
         f"attach: a {type(engine).__name__} is none of DeepSpeed's engine, a torch module (in "
         "DistributedDataParallel where the job has several ranks), Megatron-core's distributed optimizer"
     )
+
+
+def own_state(inner: Stateful | Sequence[Stateful]) -> Stateful:
+    """Return what has this rank's state of an optimizer, or of several parts. Raises ValueError for a model."""
+    return Several([_own_state(part) for part in (inner if isinstance(inner, Sequence) else [inner])])
+
+
+def _own_state(part: Stateful) -> Stateful:
+    """DeepSpeed's ZeRO cannot load what its `state_dict` returns, and that of Megatron-core lacks the moments."""
+    if isinstance(part, nn.Module):
+        raise ValueError(f"attach: inner is a {type(part).__name__}; give its optimizer")
+    packages = {cls.__module__.partition(".")[0] for cls in type(part).__mro__}
+    if "deepspeed" in packages:
+        from megatron_noloco.attach.deepspeed_engine import state_of_optimizer
+
+        return state_of_optimizer(part)
+    if "megatron" in packages:
+        from megatron_noloco.attach.megatron_optimizer import optimizers_in
+
+        optimizers = list(optimizers_in(part))
+        return OwnPart(optimizers) if optimizers else part  # a schedule
+    return part
 
 
 def _addresses(weights: Weights) -> set[int]:

@@ -5,14 +5,17 @@ Uses attributes of DeepSpeed 0.19.8 that are not public; the tests fail when the
 
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_noloco.attach.inner import OwnPart
 from megatron_noloco.attach.torch_module import ReplicatedWeights
-from megatron_noloco.attach.trained import Trained
+from megatron_noloco.attach.trained import Stateful, Trained
 from megatron_noloco.engine.state import MasterWeights
 from megatron_noloco.outer.weights import Weights
 
@@ -47,6 +50,26 @@ def check_muon(engine: Any) -> None:
             "have AdamW; it is for matrices whose names have no embed and no lm_head",
             stacklevel=5,
         )
+
+
+def state_of_optimizer(optimizer: Any) -> Stateful:
+    """Return what has this rank's state of DeepSpeed's optimizer, without the loss scale; others as they are."""
+    if hasattr(optimizer, "fp32_partitioned_groups_flat"):
+        return OwnPart([optimizer.optimizer], partial(_with_weights_of_zero_3, optimizer))
+    if hasattr(optimizer, "refresh_fp32_params"):
+        return OwnPart([optimizer.optimizer])
+    schedule_or_of_torch: Stateful = optimizer
+    return schedule_or_of_torch
+
+
+@contextmanager
+def _with_weights_of_zero_3(optimizer: Any) -> Iterator[None]:
+    """ZeRO 3 gives its inner optimizer one flat group after the other, and none between two steps."""
+    optimizer._set_fp32_optimizer_param_groups()
+    try:
+        yield
+    finally:
+        optimizer._clear_fp32_optimizer_param_groups()
 
 
 def _weights_of(engine: Any) -> Weights:

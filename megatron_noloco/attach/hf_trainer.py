@@ -101,7 +101,7 @@ class NolocoCallback(TrainerCallback):
             slot=self._slot,
             seed=self._seed,
             state=saved,
-            inner=_Inner(self._trainer),
+            inner=[_optimizer_of(self._trainer), _schedule_of(self._trainer)],
         )
         state.global_step = self.noloco.done  # that of another job, if its state was taken over
 
@@ -142,20 +142,10 @@ class NolocoCallback(TrainerCallback):
             DefaultFlowCallback().on_step_end(args, state, control)
 
 
-class _Inner:
-    """The state that goes with the weights: of the schedule, and of the optimizer, which DeepSpeed begins anew."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._parts = {"schedule": _schedule_of(trainer)}
-        if not hasattr(trainer.model_wrapped, "global_steps"):
-            self._parts["optimizer"] = trainer.optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: part.state_dict() for name, part in self._parts.items()}
-
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> None:
-        for name, part in self._parts.items():
-            part.load_state_dict(state_dict[name])
+def _optimizer_of(trainer: Trainer) -> Any:
+    """Return the inner optimizer; of DeepSpeed's engine, as Accelerate's wrapper of that one has no state."""
+    engine = trainer.model_wrapped
+    return engine.optimizer if hasattr(engine, "global_steps") else trainer.optimizer
 
 
 def _schedule_of(trainer: Trainer) -> Any:

@@ -5,13 +5,19 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_noloco.attach.attached import own_state
+from megatron_noloco.attach.takeover import StateLoader, copy_state
+from megatron_noloco.attach.trained import Stateful
+from megatron_noloco.outer import Weights
 from megatron_noloco.plans.grouping import Grouping
+from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings
 from tests.harness import LAUNCH_VARIABLES, run_ranks
 
@@ -78,3 +84,30 @@ def wait_for(path: Path) -> None:
     while not path.exists():
         assert time.monotonic() < deadline, path
         time.sleep(0.01)
+
+
+def by_way_of_a_handover(
+    weights: Weights, optimizer: Stateful, step: Callable[[int], Tensor]
+) -> list[Tensor]:
+    """Return the weights after the fourth step, after it is taken again from the state that was given after the
+    third, and again with the weights of that state only.
+
+    Args:
+        step: takes the local step of this number, and returns the weights.
+    """
+    place = Place(0, 2)
+    outer: Any = SimpleNamespace(
+        weights=weights, place=place, state=lambda wait: {"slow_weights": weights.read()}
+    )
+    for number in range(3):
+        step(number)
+    snapshots = [copy_state(outer, 3, given)() for given in (own_state([optimizer]), None)]
+    found = [step(3)]
+    for snapshot in snapshots:
+        step(4)
+        loader = StateLoader(outer, own_state([optimizer]))
+        offer = loader.check(0, snapshot.description)
+        loader.take(offer, lambda buffers, parts=snapshot.parts: buffers[0].copy_(torch.tensor(parts[0])))
+        loader.settle(offer, whole=True)
+        found.append(step(3))
+    return found

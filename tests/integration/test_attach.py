@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_noloco.attach import ReplicaGroups, attach
-from megatron_noloco.attach.deepspeed_engine import check_muon
+from megatron_noloco.attach.deepspeed_engine import check_muon, trained_by_deepspeed
 from megatron_noloco.settings import NolocoSettings
 from tests.harness import run_ranks
-from tests.integration.jobs import by_the_equations, federation, run_jobs
+from tests.integration.jobs import by_the_equations, by_way_of_a_handover, federation, run_jobs
 from tests.integration.spy import Spy
 from tests.integration.tiny import HF_SIZES
 
@@ -243,6 +243,28 @@ def test_an_engine_continues_from_its_checkpoint(tmp_path: Path, stage: int, bf1
     """To the last bit; so the weights that a checkpoint brings back are those that the state was saved with."""
     for without, with_ in run_ranks(2, continued, tmp_path, stage, bf16):
         assert torch.equal(without, with_)
+
+
+def taken_over(rank: int, world_size: int, stage: int, block: dict[str, Any]) -> list[Tensor]:
+    engine = engine_of(stage, None, **block)
+    draw = torch.Generator()
+
+    def step(number: int) -> Tensor:
+        for part in range(2):
+            microbatch(engine, draw.manual_seed(100 * number + 10 * part + rank))
+        return whole(engine)
+
+    return by_way_of_a_handover(trained_by_deepspeed(engine).weights, engine.optimizer, step)
+
+
+@pytest.mark.parametrize(
+    ("stage", "block"), [(0, {"bf16": {"enabled": True}}), (1, {}), by_hand((2, {})), (3, {})]
+)
+def test_an_inner_optimizer_goes_on_as_the_one_whose_state_it_has(stage: int, block: dict[str, Any]) -> None:
+    """To the last bit, and not without that state."""
+    for with_state, again, without in run_ranks(2, taken_over, stage, block):
+        assert torch.equal(with_state, again)
+        assert not torch.equal(with_state, without)
 
 
 def refused(rank: int, world_size: int, what: str) -> str:

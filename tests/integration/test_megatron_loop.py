@@ -21,10 +21,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from megatron_noloco.attach import attach
+from megatron_noloco.attach.megatron_optimizer import trained_by_megatron
 from megatron_noloco.settings import NolocoSettings
-from tests.harness import REPOSITORY, run_launcher
+from tests.harness import REPOSITORY, run_launcher, run_ranks
 from tests.integration import megatron_on_cpu
-from tests.integration.jobs import SECONDS, by_the_equations, federation, run_jobs
+from tests.integration.jobs import SECONDS, by_the_equations, by_way_of_a_handover, federation, run_jobs
 
 EXAMPLE = REPOSITORY / "examples" / "megatron_loop.py"
 K, ROUNDS = 2, 3
@@ -139,6 +140,26 @@ def test_rounds_are_those_of_the_method(tmp_path: Path, tensor_parallel: int, op
 
 def sorted_values(*tensors: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     return torch.cat([tensor.to(dtype or tensor.dtype) for tensor in tensors]).sort().values
+
+
+def taken_over(rank: int, world_size: int, kind: str) -> list[Tensor]:
+    with megatron_on_cpu.prepare():
+        model, optimizer = BUILD[kind](1)
+        weights = trained_by_megatron(optimizer).weights
+
+        def step(number: int) -> Tensor:
+            LOOP.train_step(model, optimizer, LOOP.microbatch(number, rank))
+            return weights.read()
+
+        return by_way_of_a_handover(weights, optimizer, step)
+
+
+@pytest.mark.parametrize("kind", ["distributed, bf16", "layer-wise", pytest.param("Muon", marks=needs_muon)])
+def test_an_inner_optimizer_goes_on_as_the_one_whose_state_it_has(kind: str) -> None:
+    """To the last bit, and not without that state."""
+    for with_state, again, without in run_ranks(2, taken_over, kind):
+        assert torch.equal(with_state, again)
+        assert not torch.equal(with_state, without)
 
 
 def refused(slot: int, rank: int, folder: Path) -> list[str]:

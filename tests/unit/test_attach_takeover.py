@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.attach import attach, takeover
+from megatron_noloco.attach.attached import own_state
 from megatron_noloco.attach.takeover import copy_state, take_state
 from megatron_noloco.federation import takeover as taking
 from megatron_noloco.federation.handover import Snapshot
@@ -129,3 +130,15 @@ def test_an_attach_that_fails_leaves_the_federation(tmp_path: Path, monkeypatch:
     with pytest.raises(KeyError, match="moments"):
         attach(torch.nn.Linear(2, 2), NolocoSettings(deadline_seconds=0.1), federation=where, slot=0)
     assert "federation" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_states_of_other_parts_are_refused_in_one_line() -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule: Any = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    given = own_state([optimizer, schedule]).state_dict()
+    own_state((optimizer, schedule)).load_state_dict(given)
+    with pytest.raises(ValueError, match="attach: inner has 1 parts here, and 2 where the state comes from"):
+        own_state(optimizer).load_state_dict(given)
+    with pytest.raises(ValueError, match="attach: inner is a Linear; give its optimizer"):
+        own_state(model)
