@@ -1,0 +1,151 @@
+"""What one rank does with each frame of another; the frames are made by hand."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zmq
+
+from megatron_noloco.federation.frames import (
+    DTYPE_CODES,
+    Frame,
+    Kind,
+    Member,
+    Receive,
+    Send,
+    checksum_of,
+    read,
+)
+from megatron_noloco.federation.links import Link
+from megatron_noloco.federation.protocol import FederationProtocol
+from megatron_noloco.federation.rendezvous import Address
+from megatron_noloco.transport.chunks import ReportedTransfers, cut
+from megatron_noloco.transport.protocol import EXCHANGE_TAGS, Message
+
+RUN, OWN, THEIRS, TAG, CHUNK = 5, 10, 20, 4, 8
+
+
+class Sent(Link):
+    """A connection that is up, with the frames that were sent over it."""
+
+    def __init__(self) -> None:
+        self.endpoint, self.up = "", True
+        self.frames: list[Frame] = []
+
+    def send(self, *parts: Any) -> bool:
+        frame = read(bytes(parts[0]))
+        assert frame is not None
+        self.frames.append(frame)
+        return self.up
+
+    def last(self, kind: Kind) -> Frame:
+        return [frame for frame in self.frames if frame.kind == kind][-1]
+
+
+class Rank:
+    """Rank 0 of three, connected to the others, which has posted a receive of two chunks from rank 1."""
+
+    def __init__(self) -> None:
+        self.protocol = FederationProtocol(Member(0, RUN, OWN, 3), [1, 2])
+        self.protocol.directory.merge({0: Address("tcp://h:1", OWN)})
+        self.link = Sent()
+        for sender in (2, 1):
+            self.take(self.link, Frame(Kind.HELLO, RUN, sender, 0, THEIRS, length=2))
+        self.buffer = torch.zeros(2 * CHUNK, dtype=torch.uint8)
+        message = Message(1, self.buffer)
+        chunks = cut([message], CHUNK)
+        self.transfers = ReportedTransfers(chunks, TAG)
+        self.protocol.receive(Receive(TAG, message, chunks, self.transfers))
+        self.want = self.link.last(Kind.WANT)
+
+    def take(self, link: Link, frame: Frame, data: np.ndarray | None = None) -> None:
+        parts = [zmq.Frame(frame.pack())] + ([] if data is None else [zmq.Frame(data.tobytes())])
+        self.protocol.take(link, parts)
+
+    def chunk(self, index: int, **changes: Any) -> None:
+        """Take a chunk of what was asked for, with some fields that are wrong."""
+        data = np.full(CHUNK, index + 1, np.uint8)
+        right = Frame(
+            Kind.DATA, RUN, 1, 0, THEIRS, OWN, TAG, self.want.number, index * CHUNK, CHUNK,
+            DTYPE_CODES[torch.uint8], checksum_of(data),
+        )  # fmt: skip
+        self.take(self.link, right._replace(**changes), data)
+
+    def failure(self) -> str:
+        with pytest.raises(ConnectionError) as error:
+            self.transfers.completed()
+        return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"sender": 2},
+        {"tag": TAG + 1},
+        {"offset": 0},
+        {"offset": 2 * CHUNK},
+        {"length": CHUNK - 1},
+        {"dtype": DTYPE_CODES[torch.int8]},
+        {"checksum": 7},
+        {"number": 10**6},
+        {"epoch": THEIRS - 1},
+        {"to_epoch": OWN - 1},
+    ],
+    ids=str,
+)
+def test_a_chunk_is_taken_only_if_it_is_the_next_of_what_was_asked_for(wrong: dict[str, int]) -> None:
+    rank = Rank()
+    rank.chunk(0)
+    rank.chunk(1, **wrong)
+    assert rank.protocol.dropped.total() == 1
+    assert rank.buffer.tolist() == [1] * CHUNK + [0] * CHUNK
+    rank.chunk(1)
+    assert rank.buffer.tolist() == [1] * CHUNK + [2] * CHUNK
+
+
+def test_a_rank_that_was_started_anew_has_nothing_of_its_earlier_process() -> None:
+    """Its new connection is used at once, though the old one seems to stand."""
+    rank, link, reports = Rank(), Sent(), list[ConnectionError | None]()
+    rank.protocol.send(1, Send(TAG, 1, 0, lambda: iter(()), reports.append))
+    rank.take(link, Frame(Kind.HELLO, RUN, 1, 0, THEIRS + 1, length=1))
+    assert rank.failure() == "rank 1 was started anew"
+    assert rank.protocol.counterparts[1].its_paths == 1
+    assert [str(one) for one in reports] == ["rank 1 was started anew"]
+    assert rank.protocol.counterparts[1].outbox.link is link
+    assert link.last(Kind.ADDRESSES).receiver == 1
+    rank.chunk(0)
+    assert not rank.buffer.any()
+
+
+def test_addresses_are_sent_again_over_a_new_connection() -> None:
+    """What waited to be sent over the last one may be lost. Not again with each HELLO."""
+    rank, link = Rank(), Sent()
+    rank.link.up = False
+    rank.protocol.check_paths()
+    rank.take(link, Frame(Kind.HELLO, RUN, 1, 0, THEIRS, length=3))
+    rank.protocol.send_hello()
+    assert [frame.kind for frame in link.frames].count(Kind.ADDRESSES) == 1
+
+
+def test_what_was_asked_for_before_the_other_side_took_a_new_path_is_void() -> None:
+    """It has noticed that the connection was lost, and this rank has not."""
+    rank = Rank()
+    rank.take(rank.link, Frame(Kind.HELLO, RUN, 1, 0, THEIRS, length=3))
+    assert rank.failure() == "rank 1 has gone: the connection was lost"
+    both = rank.protocol.counterparts[1].both_paths
+    want = Frame(Kind.WANT, RUN, 1, 0, THEIRS, tag=TAG, number=1, length=1)
+    for offset in (both - 1, both):
+        rank.take(rank.link, want._replace(offset=offset))
+    assert rank.protocol.dropped == {"earlier path": 1}
+    assert rank.protocol.counterparts[1].wants_waiting() == 1
+
+
+def test_what_is_asked_for_an_exchange_that_is_over_is_void() -> None:
+    rank = Rank()
+    rank.protocol.leave_out(0)
+    want = Frame(Kind.WANT, RUN, 1, 0, THEIRS, offset=rank.protocol.counterparts[1].both_paths, length=1)
+    for tag in (EXCHANGE_TAGS // 2 - 1, EXCHANGE_TAGS // 2):
+        rank.take(rank.link, want._replace(tag=tag))
+    assert rank.protocol.dropped == {"void": 1}
+    assert list(rank.protocol.counterparts[1].wants) == [EXCHANGE_TAGS // 2]
