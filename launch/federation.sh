@@ -55,14 +55,4 @@ for replica in 0 1 2; do
     echo "  rounds skipped because of another replica: $(grep -c '^ round .* skipped |' "$runs/replica_$replica.log")"
     grep 'validation loss, replica' "$runs/replica_$replica.log"
 done
-# A step counts that was taken, and of replica 2 not those from its last row before it was killed to where it continued.
-# Rows are written after rounds, so that others have what came before.
-all=$(steps 0)
-from=$(sed -n 's/^continuing from .*: step \([0-9]*\),.*/\1/p' "$runs/replica_2.log" | tail -n 1)
-lost=$((from - killed))
-for replica in 0 1 2; do
-    left_out=$(sed -n 's/.*"total\/skipped_ahead": \([0-9]*\).*/\1/p' "$runs/replica_0$replica/metrics.jsonl" | tail -n 1)
-    lost=$((lost + ${left_out:-0}))
-done
-awk -v all="$((3 * all))" -v lost="$lost" 'BEGIN {
-    printf "step efficiency: %d of the %d local steps without a fault, %.1f %%\n", all - lost, all, 100 * (1 - lost / all) }'
+"$PYTHON" -m tools.efficiency "$runs"

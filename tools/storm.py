@@ -7,22 +7,20 @@ killed (SIGKILL), and started again `--restart` seconds later. Each local step t
 that replicas that run do not gain what those that do not run leave of the processor. Before, the same replicas run
 undisturbed for two minutes.
 
-Prints one JSON object. A local step counts if a round with a partner followed it, or if its process was not
-killed: of one that was, the steps after its last such round are lost. Step efficiency: the steps that count, over
-those that as many replicas would have taken in this time without faults.
+Prints one JSON object. `tools.efficiency` says which local steps count; those that as many replicas would have
+taken follow from the median time of a step in the undisturbed run.
 """
 
 import argparse
-import contextlib
 import json
 import random
 import shutil
 import statistics
 import sys
 import time
-from itertools import pairwise
 from pathlib import Path
 
+from tools.efficiency import steps_that_count
 from tools.options import command_line
 from tools.processes import Federation, base_config
 
@@ -48,34 +46,36 @@ def main() -> None:
     storm = Storm(options, options.output / "storm")
     storm.run(60 * options.minutes, kills=True)
     seconds_per_step = calm.seconds_per_step()
-    possible = options.replicas * storm.seconds / seconds_per_step
     print(json.dumps({
         "replicas": options.replicas,
         "kills": storm.kills,
         "kills_per_hour": round(3600 * storm.kills / storm.seconds, 1),
         "seconds": round(storm.seconds, 1),
         "seconds_per_step": round(seconds_per_step, 4),
-        "steps_taken": storm.taken(),
-        "steps_lost": storm.lost,
-        "step_efficiency": round((storm.taken() - storm.lost) / possible, 4),
+        "steps_that_count": storm.count,
+        "step_efficiency": round(storm.count * seconds_per_step / (options.replicas * storm.seconds), 4),
         "missed_rounds": sum(storm.federation.total(one, "missed_rounds") for one in range(options.replicas)),
         "exit_codes": storm.exit_codes,
     }))  # fmt: skip
 
 
 class Storm:
-    """A run of a federation, with or without kills."""
+    """A run of a federation, with or without kills.
+
+    Attributes:
+        seconds: since all replicas trained.
+        count: of the local steps in this time, those that count.
+    """
 
     def __init__(self, options: argparse.Namespace, folder: Path) -> None:
-        self.options, self.folder = options, folder
+        self.options = options
         base = base_config(_STEPS)
         base["evaluation"] = {"iters": 0}
-        base["noloco"]["local_steps"] = options.local_steps
+        base["noloco"]["local_steps"] = base["training"]["log_interval"] = options.local_steps
         settings = {"slots": options.replicas, "start_with": options.replicas}
         self.federation = Federation(folder, base, settings)
-        self.kills = self.lost = 0
+        self.kills = self.count = 0
         self.seconds = 0.0
-        self._lost_until = dict[int, int]()  # the last step before its last kill, by replica
         self.exit_codes: list[int] = []
         self._draws = random.Random(options.seed)
 
@@ -85,11 +85,10 @@ class Storm:
         with self.federation as federation:
             for replica in replicas:
                 self._start(replica)
-            while not all(self._times(replica) for replica in replicas):
+            while not all(federation.rows(replica) for replica in replicas):
                 self._check()
                 time.sleep(_LOOK_SECONDS)
-            self._before = self.taken()
-            started = time.monotonic()
+            before, started = self._counted(), time.monotonic()
             next_kill = started + self.options.every
             while (now := time.monotonic()) < started + seconds:
                 for replica in [one for one, when in coming.items() if when <= now]:
@@ -98,56 +97,32 @@ class Storm:
                 if kills and now >= next_kill:
                     next_kill += self.options.every
                     victim = self._draws.choice([one for one in replicas if one not in coming])
-                    self.lost += self._kill(victim)
+                    federation.kill(victim)
+                    self.kills += 1
                     coming[victim] = now + self.options.restart
                 if not coming:
                     self._check()
                 time.sleep(_LOOK_SECONDS)
-            self.seconds = time.monotonic() - started
-            self._taken = sum(len(self._times(replica)) for replica in replicas) - self._before
+            self.seconds, self.count = time.monotonic() - started, self._counted() - before
             self.exit_codes = [code for code in federation.exit_codes().values() if code is not None]
 
-    def taken(self) -> int:
-        """Return the local steps of all replicas since all have begun."""
-        if self.seconds:
-            return self._taken
-        return sum(len(self._times(replica)) for replica in range(self.options.replicas))
-
     def seconds_per_step(self) -> float:
-        """Return the median over all replicas of the time from one local step to the next."""
-        gaps = list[float]()
-        for replica in range(self.options.replicas):
-            gaps += [after - before for before, after in pairwise(begun for begun, _ in self._times(replica))]
-        return statistics.median(gaps)
+        """Return the median over the rows of all replicas."""
+        rows = [row for replica in range(self.options.replicas) for row in self.federation.rows(replica)]
+        return statistics.median(row["speed/seconds_per_step"] for row in rows if row["kind"] == "step")
+
+    def _counted(self) -> int:
+        return sum(steps_that_count(self.federation.rows(one)) for one in range(self.options.replicas))
 
     def _start(self, replica: int) -> None:
-        arguments = (str(self.options.step_seconds), "--times", str(self.folder.resolve()))
-        self.federation.start(replica, "tools.disturbed_replica", *arguments)
-
-    def _kill(self, replica: int) -> int:
-        """Kill a replica; return the local steps that are lost."""
-        self.federation.kill(replica)
-        self.kills += 1
-        steps = [row for row in self.federation.rows(replica) if row["kind"] == "step"]
-        kept = [row["step"] for row in steps if row.get("round/partners")]
-        last = max([self._lost_until.get(replica, 0), *kept])
-        self._lost_until[replica] = max((row["step"] for row in steps), default=0)
-        return sum(row["step"] > last for row in steps)
-
-    def _times(self, replica: int) -> list[tuple[float, float]]:
-        found = []
-        with contextlib.suppress(FileNotFoundError):
-            for line in (self.folder / f"steps_{replica}").read_text().splitlines():
-                begin, end = line.split()
-                found.append((float(begin), float(end)))
-        return found
+        self.federation.start(replica, "tools.disturbed_replica", str(self.options.step_seconds))
 
     def _check(self) -> None:
         """End this process where a replica has ended by itself."""
         codes = self.federation.exit_codes()
         ended = {one: code for one, code in codes.items() if code is not None}
         if ended:
-            sys.exit(f"storm: replicas have ended, with exit codes {ended}: see {self.folder}")
+            sys.exit(f"storm: replicas have ended, with exit codes {ended}: see {self.federation.folder}")
 
 
 if __name__ == "__main__":
