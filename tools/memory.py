@@ -13,7 +13,6 @@ OMP_NUM_THREADS=1 where ranks share cores.
 """
 
 import argparse
-import ctypes
 import gc
 import json
 import os
@@ -25,6 +24,7 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.job.leaving import leave
 from megatron_noloco.job.start_up import before_engines, importing
+from tools.processes import allocated_bytes
 
 
 def main() -> None:
@@ -78,20 +78,6 @@ def growth(ranks: list[dict[str, list[int]]], since: int) -> float:
         before = [size for step, size in zip(rank["steps"], sizes, strict=True) if step <= since]
         ratios.append(max(sizes) / max(before))
     return round(max(ratios), 4)
-
-
-class _Mallinfo2(ctypes.Structure):
-    """Of glibc's malloc.h: bytes in mapped blocks are the fifth number, bytes in use in arenas the eighth."""
-
-    _fields_ = (("numbers", ctypes.c_size_t * 10),)
-
-
-def allocated_bytes() -> int:
-    """What this process has taken from malloc and not given back."""
-    libc = ctypes.CDLL(None)
-    libc.mallinfo2.restype = _Mallinfo2
-    malloc = libc.mallinfo2().numbers
-    return malloc[4] + malloc[7]
 
 
 def resident_bytes() -> int:

@@ -1,6 +1,7 @@
 """Runs whose replicas are processes of this machine: as separate jobs, or as ranks of one job."""
 
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -282,3 +283,17 @@ def free_ports(count: int) -> Iterator[int]:
 def mean(losses: Iterable[float | None]) -> float | None:
     found = [loss for loss in losses if loss is not None]
     return fmean(found) if found else None
+
+
+class _Mallinfo2(ctypes.Structure):
+    """Of glibc's malloc.h: bytes in mapped blocks are the fifth number, bytes in use in arenas the eighth."""
+
+    _fields_ = (("numbers", ctypes.c_size_t * 10),)
+
+
+def allocated_bytes() -> int:
+    """What this process has taken from malloc and not given back."""
+    libc = ctypes.CDLL(None)
+    libc.mallinfo2.restype = _Mallinfo2
+    malloc = libc.mallinfo2().numbers
+    return malloc[4] + malloc[7]

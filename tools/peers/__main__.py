@@ -7,6 +7,7 @@ faults: seconds and rounds that a killed replica costs the others, and a killed 
     beside NoLoCo as separate jobs.
 links: seconds and bytes of a round, and the loss over time, on hosts of the network lab (root).
 plan: seconds of an exchange and share of the time lost, as `plan` says and as measured in the lab.
+bytes: what a card and its host keep for weights and optimizers, and what a local step sends.
 nanogpt: the recipe that nanoGPT publishes for a CPU; --text is its text, tinyshakespeare.
 
 torchft is installed into OUTPUT/environment, which shares this Python's torch. A part whose results are in
@@ -23,10 +24,10 @@ from typing import Any
 
 from tools.netlab.network import Link
 from tools.options import command_line
-from tools.peers import nanogpt, planned
+from tools.peers import card, nanogpt, planned
 from tools.peers.torchft import VERSION, WAYS, Environment, faults, same_weights, slow_links
 
-PARTS = ("weights", "faults", "links", "plan", "nanogpt")
+PARTS = ("weights", "faults", "links", "plan", "bytes", "nanogpt")
 
 
 def main() -> None:
@@ -68,12 +69,19 @@ def main() -> None:
         results.found["plan, relative errors"] = planned.errors(
             [results.found[f"plan, {number}"] for number in range(len(planned.POINTS))]
         )
+    if "bytes" in options.parts:
+        results.found["bytes, computed"] = card.computed()
+        results.once("bytes, measured", lambda: card.measured(environment, logs / "bytes"))
     if "nanogpt" in options.parts:
         run = options.text, options.iterations, 1
         results.found["nanogpt, published"] = nanogpt.PUBLISHED
-        results.once("nanogpt, plain torch", lambda: nanogpt.plain(*run))
-        results.once("nanogpt, attach, 4 replicas", lambda: nanogpt.attached(*run, logs / "attach"))
         results.once("nanogpt, train, a Llama", lambda: nanogpt.trained(*run, logs / "train"))
+        for lr in nanogpt.RATES:
+            results.once(f"nanogpt, plain torch, {lr:g}", partial(nanogpt.plain, *run, lr))
+            results.once(
+                f"nanogpt, attach, 4 replicas, {lr:g}",
+                partial(nanogpt.attached, *run, logs / f"attach-{lr:g}", lr),
+            )
     print(json.dumps(results.found, indent=2))
 
 

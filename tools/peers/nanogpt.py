@@ -24,7 +24,8 @@ from megatron_noloco.settings import NolocoSettings
 PUBLISHED = 1.88
 LAYERS, HEADS, HIDDEN, LENGTH, BATCH = 4, 4, 128, 64, 12
 LR, LEAST_LR, WARM_UP, BETAS, WEIGHT_DECAY, CLIPPING = 1e-3, 1e-4, 100, (0.9, 0.99), 0.1, 1.0
-EVALUATED = 200  # batches; nanoGPT takes 20
+EVALUATED = 140  # batches: all that the text has for validation; nanoGPT takes 20
+RATES = (1e-3, 2e-3, 4e-3)  # the published one, and above
 ROUNDS = NolocoSettings(local_steps=1, pairing="cycle", outer_momentum=0, outer_lr=1, payload="int8")
 
 
@@ -185,7 +186,7 @@ def trained(file: Path, steps: int, seed: int, folder: Path) -> float:
     }
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config))
-    command = [sys.executable, "-m", "megatron_noloco", "train", "--config", str(folder / "config.json")]
+    command = [sys.executable, "-m", "megatron_noloco", "train", str(folder / "config.json")]
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run(command, check=True, env=environ, stdout=subprocess.DEVNULL)
     rows = [json.loads(line) for line in next(folder.rglob("metrics.jsonl")).read_text().splitlines()]

@@ -30,6 +30,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tools.processes import allocated_bytes
+
 if TYPE_CHECKING:
     from megatron_noloco.outer import RoundReport
     from megatron_noloco.settings import NolocoSettings
@@ -253,6 +255,7 @@ def main() -> None:
     parser.add_argument("--hosts", action="store_true", help="whether each replica is on a host of its own")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    before = allocated_bytes()
     torch.manual_seed(0)  # every replica starts from the same weights
     model = Model(options.hidden, options.layers, options.length)
     optimizer = torch.optim.AdamW(
@@ -273,7 +276,7 @@ def main() -> None:
         say("process", weights=sum(weight.numel() for weight in model.parameters()))
         with WAYS[options.way](options, model, optimizer) as step:
             say("start")
-            done, drawn = 0, 0
+            done, drawn, held = 0, 0, 0
             while done < options.steps:
                 drawn += 1
                 batch = batch_of(
@@ -281,6 +284,7 @@ def main() -> None:
                 )
                 optimizer.zero_grad()
                 loss_of(batch).backward()
+                held = allocated_bytes() - before
                 time.sleep(options.pause)
                 began = time.perf_counter()
                 optimizer.step()  # torchft's rounds are in it
@@ -291,7 +295,7 @@ def main() -> None:
                     with torch.no_grad():
                         say("round", seconds=seconds, drawn=drawn, loss=loss_of(held_out).item(), **ended)
             torch.save(model.state_dict(), options.output / f"replica_{options.replica}.pt")
-            say("end")
+            say("end", allocated_bytes=held)
 
 
 if __name__ == "__main__":
