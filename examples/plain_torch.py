@@ -20,7 +20,7 @@ from megatron_noloco.settings import NolocoSettings
 from megatron_noloco.transport.torch_dist import TorchTransport
 
 REPLICAS, STEPS, SEED = 4, 200, 0
-SETTINGS = NolocoSettings(local_steps=10, outer_momentum=0.5, outer_lr=0.7)
+SETTINGS = NolocoSettings(local_steps=10)
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer]:

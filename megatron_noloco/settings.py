@@ -29,12 +29,17 @@ def setting(default: Any, meaning: str, **more: Any) -> Any:
         default: its value, or the class of nested settings.
         meaning: a sentence, with the setting's symbol and unit.
         more: the bounds `ge`, `gt`, `le`, `lt` of a number; `refused`, values of another type that users try, with
-            the reason against each; `own=True` where the jobs of a federation may differ.
+            the reason against each; `own=True` where the jobs of a federation may differ; `paper`, the value of
+            the authors where it is another.
     """
     metadata = {"meaning": meaning, **more}
     if is_dataclass(default):
         return field(default_factory=default, metadata=metadata)  # type: ignore[arg-type]
     return field(default=default, metadata=metadata)
+
+
+def _said(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 @dataclass(frozen=True)
@@ -67,11 +72,11 @@ class NolocoSettings:
     method: Literal["noloco", "diloco"] = setting(
         "noloco", 'Which replicas average in a round: "noloco" a random group, "diloco" all.'
     )
-    local_steps: int = setting(50, "k: inner optimizer steps between two rounds.", ge=1)
+    local_steps: int = setting(10, "k: inner optimizer steps between two rounds.", ge=1, paper=50)
     outer_momentum: float = setting(
-        0.5, "alpha: the share of the outer momentum buffer kept from round to round.", ge=0, lt=1
+        0.0, "alpha: the share of the outer momentum buffer kept from round to round.", ge=0, lt=1, paper=0.5
     )
-    outer_lr: float = setting(0.7, "beta: the weight of the group's mean outer gradient.", gt=0)
+    outer_lr: float = setting(1.0, "beta: the weight of the group's mean outer gradient.", gt=0, paper=0.7)
     outer_nesterov: bool = setting(
         False,
         'Whether the outer step looks ahead by Nesterov\'s momentum. DiLoCo as most use it is method "diloco", '
@@ -81,10 +86,12 @@ class NolocoSettings:
         None, "gamma: the pull towards the group's mean slow weights; null means outer_lr.", ge=0
     )
     group_size: int = setting(2, 'n: replicas in a group; 2 is a pair (method "noloco" only).', ge=2)
-    pairing: Literal["random", "cycle"] = setting(
-        "random",
+    pairing: Literal["auto", "random", "cycle"] = setting(
+        "auto",
         'How groups are drawn: "random", or in a "cycle" that connects all replicas; its rounds have the prime '
-        'factors of replicas as group sizes, none above n (method "noloco" only).',
+        'factors of replicas as group sizes, none above n. "auto": cycles for pairs where replicas is a power of '
+        'two, else random (method "noloco" only).',
+        paper="random",
     )
     grouping: Literal["replica", "stage"] = setting(
         "replica", "Whether groups are drawn for whole replicas or for each stage on its own."
@@ -93,10 +100,11 @@ class NolocoSettings:
         600.0, "Seconds that a replica waits for its group before the round counts as failed.", gt=0, own=True
     )
     payload: Literal["fp32", "int16", "int8", "int4"] = setting(
-        "fp32",
+        "int8",
         "What an exchange sends for each weight: fp32, or an integer that codes the difference to the partner. "
         "docs/exchange.md has bytes and errors.",
         refused={"fp16": _ROUNDED.format("6 %"), "bf16": _ROUNDED.format("50 %")},
+        paper="fp32",
     )
     slow_weights: Literal["host", "device"] = setting(
         "host",
@@ -144,26 +152,45 @@ class NolocoSettings:
         """Return how many of `replicas` average together in a round; 1: a replica trains alone."""
         return replicas if self.method == "diloco" or replicas == 1 else self.group_size
 
+    def pairing_among(self, replicas: int) -> Literal["random", "cycle"]:
+        """Return how the groups of `replicas` are drawn."""
+        if self.method != "noloco" or replicas == 1:
+            return "random"
+        if self.pairing != "auto":
+            return self.pairing
+        return "cycle" if self.group_size == 2 and set(prime_factors(replicas)) == {2} else "random"
+
 
 @dataclass(frozen=True, kw_only=True)
 class RoutingSettings:
     """Random routes of microbatches through the stages of different replicas (docs/routing.md)."""
 
     interval: Literal["round", "step", "microbatch", "off"] = setting(
-        "round", "How often the pipelines of the replicas are reshuffled among each other."
+        "off", "How often the pipelines of the replicas are reshuffled among each other."
     )
 
     def __post_init__(self) -> None:
         check(self)
 
 
+PAPER: dict[str, Any] = {
+    entry.name: entry.metadata["paper"] for entry in fields(NolocoSettings) if "paper" in entry.metadata
+}
+"""The method as its authors set it (arXiv 2506.10911): `NolocoSettings(**PAPER)`, in JSON `"recipe": "paper"`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainerSettings(NolocoSettings):
     """The method: rounds between replicas, and routing. It is the JSON block `noloco` of the trainer."""
 
+    recipe: Literal["recommended", "paper"] = setting(
+        "recommended",
+        f"What holds for fields that are not given: the defaults here, or the paper's: {_said(PAPER)}.",
+        own=True,
+    )
     enabled: bool = setting(True, "Whether replicas average at all; false: each trains on its own.")
     final_average: bool = setting(
-        False,
+        True,
         "Whether the last local step is followed by plain averages that make all replicas equal to their mean: "
         "one exchange for each prime factor of replicas; in a federation over a tree of those that are there.",
     )
@@ -293,7 +320,7 @@ def groups_problem(noloco: NolocoSettings, replicas: int | None) -> str:
     if noloco.method == "noloco" and replicas is not None:
         if noloco.group_size > replicas:
             return f"group_size {noloco.group_size} is more than the {replicas} replicas there are"
-        factors = prime_factors(replicas) if noloco.pairing == "cycle" else ()
+        factors = prime_factors(replicas) if noloco.pairing_among(replicas) == "cycle" else ()
         if max(factors, default=1) > noloco.group_size:
             return (
                 f'pairing "cycle" takes groups of {" and ".join(map(str, sorted(set(factors))))} for {replicas} '
@@ -333,7 +360,7 @@ def federation_problems(federation: FederationSettings, noloco: NolocoSettings) 
 def gossip(noloco: NolocoSettings, replicas: int | None) -> Gossip:
     """Return what decides whether the replicas stay together; `replicas` None: their number is not known."""
     cycle: tuple[int, ...] = ()
-    if noloco.method == "noloco" and noloco.pairing == "cycle" and replicas is not None:
+    if replicas is not None and noloco.pairing_among(replicas) == "cycle":
         cycle = prime_factors(replicas)
     everyone = noloco.method == "diloco" or (noloco.group_size == replicas and len(cycle) < 2)
     group_size = math.inf if everyone else noloco.group_size
@@ -350,13 +377,12 @@ def gossip(noloco: NolocoSettings, replicas: int | None) -> Gossip:
 
 def grouping_of(noloco: NolocoSettings, replicas: int, seed: int) -> Grouping:
     """Return the plan of groups among `replicas`."""
-    gossips = noloco.method == "noloco" and replicas > 1
     return Grouping(
         replicas,
         noloco.group_size_among(replicas),
         seed,
         per_stage=noloco.grouping == "stage",
-        pairing=noloco.pairing if gossips else "random",
+        pairing=noloco.pairing_among(replicas),
     )
 
 

@@ -37,7 +37,7 @@ from megatron_noloco.pipeline.groups import build_groups
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.settings import NolocoSettings
+from megatron_noloco.settings import PAPER, NolocoSettings
 from megatron_noloco.training.join import checkpoint_settings
 from megatron_noloco.transport.torch_dist import TorchTransport
 from tools.options import command_line
@@ -94,7 +94,7 @@ def build(options: argparse.Namespace, folder: Path, asynchronous: bool) -> Chec
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
             "gradient_clipping": 1.0,
             **({"bf16": {"enabled": True}} if options.precision == "bf16" else {}),
-            "noloco": {"local_steps": 2},
+            "noloco": {"recipe": "paper", "local_steps": 2},
             "parallel": {"replicas": 1},
             "model": {
                 "num_layers": options.layers,
@@ -112,7 +112,7 @@ def build(options: argparse.Namespace, folder: Path, asynchronous: bool) -> Chec
     groups = build_groups(topology, routed=False, tied=False)
     stage = build_stage(config.architecture(VOCABULARY), config.compute, groups, config.training.seed)
     engine = ReplicaEngine(stage, groups, config.deepspeed)
-    outer = OuterOptimizer(engine.weights, TorchTransport(), topology.place(0), NolocoSettings())
+    outer = OuterOptimizer(engine.weights, TorchTransport(), topology.place(0), NolocoSettings(**PAPER))
     routes = Routing(1, config.microbatches, 0, "off").straight()
     engine.train_batch(read, routes)
     return Checkpointer(checkpoint_settings(config, Topology()), engine, outer, BatchPlan(1, 1, 1, 1))

@@ -106,7 +106,9 @@ def run(options: argparse.Namespace, transport: Transport) -> None:
 
 def build_outer(options: argparse.Namespace, transport: Transport) -> OuterOptimizer:
     replicas = transport.world_size
-    settings = NolocoSettings(local_steps=options.local_steps, deadline_seconds=DEADLINE_SECONDS)
+    settings = NolocoSettings(
+        local_steps=options.local_steps, payload="fp32", deadline_seconds=DEADLINE_SECONDS
+    )
     weights = TorchWeights([torch.ones(int(options.megabytes * 1e6) // 4)])
     return OuterOptimizer(weights, transport, Place(transport.rank, replicas), settings)
 

@@ -109,7 +109,7 @@ def rounds(case: Case, together: threading.Barrier, transport: FederationTranspo
     draw = random.Random(transport.rank)
     place = Place(transport.rank, case.slots)
     weights = TorchWeights([torch.zeros(ELEMENTS)])
-    settings = NolocoSettings(local_steps=1)
+    settings = NolocoSettings(local_steps=1, payload="fp32")
     commit = committing(transport.partners, place, settings, SEED)
     outer = OuterOptimizer(weights, transport, place, settings, SEED, commit)
     together.wait()

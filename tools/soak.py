@@ -153,7 +153,7 @@ class Replica:
         place, weights = Place(replica, grouping.replicas), TorchWeights([torch.ones(elements)])
         self.transport = open_transport(place, folder)
         self.transport.partners.leave_out(number - 1)
-        settings = NolocoSettings(local_steps=1)
+        settings = NolocoSettings(local_steps=1, payload="fp32")
         commit = committing(self.transport.partners, place, settings)
         self._outer = OuterOptimizer(weights, self.transport, place, settings, commit=commit)
         self.lost = False

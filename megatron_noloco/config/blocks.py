@@ -5,9 +5,9 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Union, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
-from megatron_noloco.settings import bounds_of, options_of
+from megatron_noloco.settings import PAPER, bounds_of, options_of
 
 Text = Annotated[str, Field(min_length=1)]
 Positive = Annotated[int, Field(ge=1)]
@@ -33,6 +33,13 @@ class SettingsBlock(Block):
     """A block that is made from a dataclass of settings; see `block_of`."""
 
     SETTINGS: ClassVar[type]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _recipe(cls, given: Any) -> Any:
+        """Fill in the values of a recipe."""
+        has = "recipe" in cls.model_fields and isinstance(given, dict)
+        return PAPER | given if has and given.get("recipe") == "paper" else given
 
     def settings(self) -> Any:
         """Return the settings; raises ValueError where they exclude each other, one line for each problem."""

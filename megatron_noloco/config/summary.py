@@ -111,7 +111,7 @@ def _method(noloco: TrainerSettings, replicas: int) -> str:
     if method == "diloco":
         return f"{knobs}, n = {n} (all replicas)"
     rho, drawn = gossip(noloco, replicas).rho, f"n = {n}"
-    if noloco.pairing == "cycle":
+    if noloco.pairing_among(replicas) == "cycle":
         drawn = f"cycles of {' x '.join(map(str, prime_factors(replicas)))}"
     return (
         f"{knobs}, gamma = {noloco.gamma}, {drawn}; rho = {rho:.3f}: "

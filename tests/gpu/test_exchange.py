@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megatron_noloco.outer import OuterOptimizer, TorchWeights
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.settings import NolocoSettings, OverlapSettings
+from megatron_noloco.settings import PAPER, NolocoSettings, OverlapSettings
 from megatron_noloco.transport.loopback import loopback_world
 
 pytestmark = pytest.mark.gpu
@@ -20,7 +20,9 @@ REPLICAS, LENGTH, ROUNDS, LOCAL_STEPS = 4, 3_000_001, 4, 3
 def after_rounds(device: str, delay_steps: int, **method: Any) -> list[Tensor]:
     """Return fast and slow weights and momenta of all replicas after the same local steps on any device."""
     overlap = OverlapSettings("delayed" if delay_steps else "none", delay_steps)
-    settings = NolocoSettings(local_steps=LOCAL_STEPS, deadline_seconds=60.0, overlap=overlap, **method)
+    settings = NolocoSettings(
+        **PAPER | {"local_steps": LOCAL_STEPS, "deadline_seconds": 60.0, "overlap": overlap} | method
+    )
     start = torch.randn(LENGTH, generator=torch.Generator().manual_seed(0))
 
     def replica(transport: Any) -> list[Tensor]:

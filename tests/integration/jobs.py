@@ -18,10 +18,15 @@ from megatron_noloco.attach.trained import Stateful
 from megatron_noloco.outer import Weights
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.settings import FederationSettings
+from megatron_noloco.settings import PAPER, FederationSettings, NolocoSettings
 from tests.harness import LAUNCH_VARIABLES, run_ranks
 
 SECONDS = 60.0
+
+
+def paper(**changes: Any) -> NolocoSettings:
+    """Return the settings that `by_the_equations` has, with changes."""
+    return NolocoSettings(**PAPER | {"deadline_seconds": SECONDS} | changes)
 
 
 def by_the_equations(first: Tensor, before: Tensor, seed: int) -> Tensor:

@@ -18,14 +18,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from megatron_noloco.attach import ReplicaGroups, attach
 from megatron_noloco.attach.deepspeed_engine import check_muon, trained_by_deepspeed
-from megatron_noloco.settings import NolocoSettings
 from tests.harness import run_ranks
-from tests.integration.jobs import by_the_equations, by_way_of_a_handover, federation, run_jobs
+from tests.integration.jobs import by_the_equations, by_way_of_a_handover, federation, paper, run_jobs
 from tests.integration.spy import Spy
 from tests.integration.tiny import HF_SIZES
 
 REPLICAS, SIZE, SEED = 2, 2, 5
-SETTINGS = NolocoSettings(local_steps=2, outer_momentum=0.5, outer_lr=0.7)
+SETTINGS = paper(local_steps=2)
 
 
 # Sizes that two ranks cannot halve: their parts have padding.

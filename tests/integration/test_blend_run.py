@@ -34,7 +34,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "noloco": {"local_steps": 2},
+        "noloco": {"recipe": "paper", "local_steps": 2},
         "parallel": {"replicas": 2},
         "model": {
             "num_layers": 2,

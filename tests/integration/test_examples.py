@@ -206,6 +206,7 @@ def in_production(rank: int, world_size: int) -> Tensor:
     replica, transport = minimal.Replica(rank, world_size), TorchTransport()
     weights = TorchWeights(replica.model.parameters())
     settings = NolocoSettings(
+        payload="fp32",
         local_steps=minimal.K,
         outer_momentum=minimal.ALPHA,
         outer_lr=minimal.BETA,

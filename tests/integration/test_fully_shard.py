@@ -16,16 +16,15 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from megatron_noloco.attach import attach
 from megatron_noloco.attach.sharded_module import reshard
-from megatron_noloco.settings import NolocoSettings
 from tests.harness import run_ranks
-from tests.integration.jobs import SECONDS, by_the_equations, federation, run_jobs, wait_for
+from tests.integration.jobs import by_the_equations, federation, paper, run_jobs, wait_for
 from tests.integration.spy import Spy
 
 REPLICAS, SEED, K = 2, 5, 2
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.cpu.Stream, "record_event"), reason="fully_shard of this torch does not run on a CPU"
 )
-SETTINGS = NolocoSettings(local_steps=K, outer_momentum=0.5, outer_lr=0.7, deadline_seconds=SECONDS)
+SETTINGS = paper(local_steps=K)
 
 
 class Model(nn.Module):

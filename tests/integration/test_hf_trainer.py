@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from megatron_noloco.attach import attach
 from megatron_noloco.attach.hf_trainer import NolocoCallback
-from megatron_noloco.settings import NolocoSettings
 from tests.harness import REPOSITORY, run_script, run_torchrun
-from tests.integration.jobs import SECONDS, federation, run_jobs, wait_for
+from tests.integration.jobs import SECONDS, federation, paper, run_jobs, wait_for
 
 EXAMPLE = REPOSITORY / "examples" / "hf_trainer.py"
 FSDP_ON_CPU = REPOSITORY / "tests" / "integration" / "fsdp_on_cpu.py"
@@ -29,7 +28,7 @@ FSDP2 = {  # as `accelerate launch --use_fsdp --fsdp_version 2` sets them
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
     "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
 }
-SETTINGS = NolocoSettings(local_steps=2, deadline_seconds=SECONDS)
+SETTINGS = paper(local_steps=2)
 ZERO_2 = {
     "train_micro_batch_size_per_gpu": "auto",
     "train_batch_size": "auto",

@@ -22,14 +22,19 @@ from torch import Tensor
 
 from megatron_noloco.attach import attach
 from megatron_noloco.attach.megatron_optimizer import trained_by_megatron
-from megatron_noloco.settings import NolocoSettings
 from tests.harness import REPOSITORY, run_launcher, run_ranks
 from tests.integration import megatron_on_cpu
-from tests.integration.jobs import SECONDS, by_the_equations, by_way_of_a_handover, federation, run_jobs
+from tests.integration.jobs import (
+    by_the_equations,
+    by_way_of_a_handover,
+    federation,
+    paper,
+    run_jobs,
+)
 
 EXAMPLE = REPOSITORY / "examples" / "megatron_loop.py"
 K, ROUNDS = 2, 3
-SETTINGS = NolocoSettings(local_steps=K, deadline_seconds=SECONDS)
+SETTINGS = paper(local_steps=K)
 
 
 def example() -> ModuleType:

@@ -26,14 +26,13 @@ from megatron_noloco.outer import PartnerLostError
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings, OverlapSettings
 from tests.harness import run_ranks
-from tests.integration.jobs import SECONDS, by_the_equations, federation, run_jobs, wait_for
+from tests.integration.jobs import SECONDS, by_the_equations, federation, paper, run_jobs, wait_for
 
 SEED, K, STEPS = 5, 2, 12
-SETTINGS = NolocoSettings(local_steps=K, deadline_seconds=SECONDS)
+SETTINGS = paper(local_steps=K)
 DELAY_CHOSEN = NolocoSettings(overlap=OverlapSettings("delayed"))
-OVERLAPPED = NolocoSettings(
+OVERLAPPED = paper(
     local_steps=4,
-    deadline_seconds=SECONDS,
     overlap=OverlapSettings("delayed", 2),
     fragments=2,
     payload="int8",
@@ -252,7 +251,7 @@ def is_slow(slot: int, rank: int, folder: Path) -> tuple[int, list[str]]:
     """Return steps and missed partners; replica 1 takes no step before replica 0 is at the next exchange."""
     loop = of_job(slot, rank)
     there = federation(folder, slot, 2, local_steps="auto")
-    settings = NolocoSettings(local_steps=8, deadline_seconds=SECONDS)
+    settings = paper(local_steps=8)
     noloco = attach(loop.model, settings, **there, seed=SEED)
     steps, missed = 0, []
     for index in range(3):
@@ -363,7 +362,7 @@ def test_jobs_with_other_first_weights_sizes_seeds_or_settings_are_no_federation
         federation_of(of_job(0, 0, seed=1)),
         federation_of(wider),
         federation_of(of_job(0, 0), seed=1),
-        federation_of(of_job(0, 0), NolocoSettings(local_steps=K + 1)),
+        federation_of(of_job(0, 0), paper(local_steps=K + 1)),
     ]
     assert federation_of(of_job(1, 0), slot=1) == federation_of(of_job(0, 0), slots=3) == found[0]
     assert len(set(found)) == len(found)
@@ -423,7 +422,7 @@ def what_ranks_of_one_job_refuse(rank: int, world_size: int) -> dict[str, str]:
     wider = Loop(rank, 0, None)
     wider.model = nn.Linear(2 + rank, 1)
     return {
-        "settings": try_to(NolocoSettings(local_steps=K, outer_lr=0.7 + 0.25 * rank)),
+        "settings": try_to(paper(local_steps=K, outer_lr=0.7 + 0.25 * rank)),
         "seed": try_to(seed=rank),
         "lengths": try_to(loop=wider),
         "weights": try_to(loop=Loop(rank, 0, None, seed=rank)),
@@ -434,7 +433,7 @@ def what_ranks_of_one_job_refuse(rank: int, world_size: int) -> dict[str, str]:
         "other run": try_to(loop=loop, state=state | {"first_weights": torch.tensor([rank])}),
         "its own": try_to(loop=loop, state=state),
         "groups of 3": try_to(NolocoSettings(group_size=2 + rank)),
-        "one group": try_to(NolocoSettings(local_steps=K, outer_momentum=0.9)),
+        "one group": try_to(paper(local_steps=K, outer_momentum=0.9)),
     }
 
 

@@ -40,7 +40,7 @@ def small(
 ) -> dict[str, Any]:
     """Return the JSON of a run with rounds after every 2 local steps."""
     run = {
-        "noloco": {"local_steps": 2},
+        "noloco": {"recipe": "paper", "local_steps": 2, "final_average": False},
         "parallel": {"replicas": replicas},
         "data": {"text": write_text(folder)},
         "training": {"train_iters": steps},

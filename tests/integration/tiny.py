@@ -52,7 +52,12 @@ TINY: dict[str, Any] = {
         },
     },
     "gradient_clipping": 0.5,
-    "noloco": {"local_steps": 2},
+    "noloco": {
+        "recipe": "paper",
+        "local_steps": 2,
+        "final_average": False,
+        "routing": {"interval": "round"},
+    },
     "parallel": {},
     "model": {
         "num_layers": 4,

@@ -12,7 +12,7 @@ from megatron_noloco.outer.exchange import STRETCH
 from megatron_noloco.outer.vectors import Ranges
 from megatron_noloco.plans.grouping import Group, Grouping
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.settings import NolocoSettings, OverlapSettings
+from megatron_noloco.settings import PAPER, NolocoSettings, OverlapSettings
 from megatron_noloco.transport.loopback import LoopbackTransport, loopback_world
 from megatron_noloco.transport.protocol import Flight, Message
 
@@ -58,7 +58,8 @@ class Fleet:
         self.replicas = len(start)
         self.done = 0  # local steps
         self.settings = NolocoSettings(
-            **{"local_steps": K, "deadline_seconds": SECONDS, "group_size": max(2, group_size), **method},
+            **PAPER
+            | {"local_steps": K, "deadline_seconds": SECONDS, "group_size": max(2, group_size), **method},
             overlap=OverlapSettings("delayed" if delay_steps else "none", delay_steps),
         )
         self.grouping = Grouping(self.replicas, group_size, seed)

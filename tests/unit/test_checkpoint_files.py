@@ -30,7 +30,7 @@ CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
     "gradient_accumulation_steps": 2,
     "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
-    "noloco": {"local_steps": 5},
+    "noloco": {"recipe": "paper", "local_steps": 5},
     "parallel": {"replicas": 3, "pipeline_model_parallel_size": 2},
     "model": {
         "num_layers": 2,

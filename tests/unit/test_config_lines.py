@@ -102,7 +102,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
     (FEDERATION | {"parallel.replicas": 4}, "parallel.replicas 4: a job of a federation is one replica"),
     (FEDERATION | {"noloco.enabled": False}, "noloco.enabled false: a federation is there for rounds"),
     (FEDERATION | {"noloco.transport": "mpi"}, 'noloco.transport "mpi": a federation has a transport of'),
-    (FEDERATION | {"noloco.routing": {}}, 'noloco.routing.interval "round": a local step would wait for'),
+    (
+        FEDERATION | {"noloco.routing": {"interval": "round"}},
+        'noloco.routing.interval "round": a local step would wait for',
+    ),
     (FEDERATION | {"federation.slots": 6, "noloco.pairing": "cycle"}, "takes groups of 2 and 3 for 6"),
     # DeepSpeed's keys
     ({"train_batch_size": 9}, "train_batch_size 9 is not train_micro_batch_size_per_gpu 4 x"),

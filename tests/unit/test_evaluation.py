@@ -22,7 +22,7 @@ from megatron_noloco.outer import (
     TorchWeights,
 )
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.settings import NolocoSettings
+from megatron_noloco.settings import PAPER, NolocoSettings
 from megatron_noloco.training.evaluate import Evaluator
 from megatron_noloco.transport.loopback import LoopbackTransport, loopback_world
 
@@ -70,7 +70,7 @@ class Replica:
         self.weights = Refreshed(self.masters)
         self.outer: Any = NoRounds(self.weights)
         if method != "none":
-            self.outer = OuterOptimizer(self.weights, transport, place, NolocoSettings())
+            self.outer = OuterOptimizer(self.weights, transport, place, NolocoSettings(**PAPER))
             self.outer.slow_weights.add_(10.0)  # an evaluation between rounds: fast and slow weights differ
         engine: Any = SimpleNamespace(
             groups=SimpleNamespace(topology=topology, position=topology.position(transport.rank)),

@@ -316,7 +316,7 @@ CONFIG: dict[str, Any] = {
         "num_attention_heads": 4,
         "seq_length": 16,
     },
-    "noloco": {"local_steps": 2},
+    "noloco": {"recipe": "paper", "local_steps": 2},
     "data": {"text": "somewhere"},
     "training": {"train_iters": 2},
 }

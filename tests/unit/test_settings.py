@@ -7,6 +7,7 @@ import pytest
 
 from megatron_noloco.config.blocks import block_of
 from megatron_noloco.settings import (
+    PAPER,
     FederationSettings,
     NolocoSettings,
     OverlapSettings,
@@ -119,7 +120,7 @@ def test_the_delay_of_the_first_rounds(overlap: OverlapSettings, delay_steps: in
     ],
 )
 def test_groups_exist_and_stay_together(changes: dict[str, Any], replicas: int | None, problem: str) -> None:
-    found = groups_problem(TrainerSettings(**changes), replicas)
+    found = groups_problem(TrainerSettings(**PAPER | changes), replicas)
     assert found.startswith(problem)
     assert bool(found) == bool(problem)
 
@@ -129,6 +130,9 @@ def test_groups_exist_and_stay_together(changes: dict[str, Any], replicas: int |
     [
         ({"group_size": 4}, 8, 4, "random"),
         ({"pairing": "cycle"}, 8, 2, "cycle"),
+        ({}, 8, 2, "cycle"),
+        ({}, 6, 2, "random"),
+        ({"group_size": 4}, 4, 4, "random"),
         ({"pairing": "cycle"}, 1, 1, "random"),
         ({"method": "diloco", "pairing": "cycle"}, 6, 6, "random"),
     ],
@@ -140,9 +144,9 @@ def test_the_plan_of_groups(changes: dict[str, Any], replicas: int, group_size: 
 
 
 def test_rho_among_all_replicas_in_cycles_and_in_pairs() -> None:
-    assert gossip(NolocoSettings(), 2).rho == 0.0
-    assert gossip(NolocoSettings(), 8).rho == pytest.approx(0.7, abs=5e-4)
-    assert gossip(NolocoSettings(pairing="cycle"), 8).rho == pytest.approx(0.633, abs=5e-4)
+    assert gossip(NolocoSettings(**PAPER), 2).rho == 0.0
+    assert gossip(NolocoSettings(**PAPER), 8).rho == pytest.approx(0.7, abs=5e-4)
+    assert gossip(NolocoSettings(**PAPER | {"pairing": "cycle"}), 8).rho == pytest.approx(0.633, abs=5e-4)
 
 
 @pytest.mark.parametrize(
@@ -167,5 +171,5 @@ def test_what_the_jobs_of_a_federation_share() -> None:
     own = {"deadline_seconds": 5.0, "slow_weights": "device", "overlap": OverlapSettings("delayed", 2)}
     trainers: dict[str, Any] = {"final_average": True, "transport": "mpi"}
     assert shared(TrainerSettings(**own, **trainers)) == shared(NolocoSettings())  # type: ignore[arg-type]
-    assert shared(NolocoSettings(consensus_weight=0.7)) == shared(NolocoSettings())
-    assert shared(NolocoSettings(payload="int8")) != shared(NolocoSettings())
+    assert shared(NolocoSettings(consensus_weight=1.0)) == shared(NolocoSettings())
+    assert shared(NolocoSettings(payload="int4")) != shared(NolocoSettings())

@@ -76,7 +76,7 @@ def training_round(transport: "Transport", elements: int) -> Way:
     from megatron_noloco.settings import NolocoSettings
 
     size = transport.world_size
-    settings = NolocoSettings(local_steps=2, deadline_seconds=DEADLINE_SECONDS)
+    settings = NolocoSettings(payload="fp32", local_steps=2, deadline_seconds=DEADLINE_SECONDS)
     weights, place = TorchWeights([_ones(elements)]), Place(transport.rank, size)
     commit = None
     if isinstance(transport, FederationTransport):

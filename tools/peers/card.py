@@ -26,7 +26,7 @@ from tools.processes import allocated_bytes
 
 CARDS = 8
 LOCAL_STEPS = 50  # of torchft's DiLoCo
-RECIPE = NolocoSettings(local_steps=3, pairing="cycle", outer_momentum=0, outer_lr=1, payload="int8")
+RECIPE = NolocoSettings(local_steps=3)
 PAPER = ("125m", "1.3b", "6.8b")
 HIDDEN, LAYERS, LENGTH, RANKS, STEPS = 768, 12, 64, 2, 4  # of the measured model: the layers of 125M
 WAYS = ("torch DDP", "ZeRO 1", "ZeRO 2", "ZeRO 3", "FSDP2", "torchft DiLoCo", "NoLoCo")

@@ -26,7 +26,7 @@ LAYERS, HEADS, HIDDEN, LENGTH, BATCH = 4, 4, 128, 64, 12
 LR, LEAST_LR, WARM_UP, BETAS, WEIGHT_DECAY, CLIPPING = 1e-3, 1e-4, 100, (0.9, 0.99), 0.1, 1.0
 EVALUATED = 140  # batches: all that the text has for validation; nanoGPT takes 20
 RATES = (1e-3, 2e-3, 4e-3)  # the published one, and above
-ROUNDS = NolocoSettings(local_steps=1, pairing="cycle", outer_momentum=0, outer_lr=1, payload="int8")
+ROUNDS = NolocoSettings(local_steps=1)
 
 
 class Block(nn.Module):
