@@ -15,7 +15,8 @@ from megatron_noloco.settings import OverlapSettings, TrainerSettings
 _NEGLIGIBLE = 0.01  # share of the time
 _FP32 = 4
 _HEADERS = 1500 / 1448  # of IP and TCP with time stamps, in packets of 1500 bytes
-_FIRST_WINDOW = 10 * 1448  # bytes that TCP sends at first, and after a pause, before an answer (RFC 6928)
+_FIRST_WINDOW = 10 * 1448  # bytes that TCP sends at first, before an answer (RFC 6928)
+_LEAST_TIME_OUT = 0.2  # seconds, of Linux; after a pause of so long and a round trip TCP halves its window
 
 
 @dataclass(frozen=True)
@@ -32,21 +33,34 @@ class Network:
     latency: float
     ranks_per_node: int
 
-    def seconds(self, bytes_per_rank: float, trips: float, partners: int = 1) -> float:
-        """Return the seconds of an exchange over TCP.
+    def seconds(
+        self, bytes_per_rank: float, trips: float, partners: int = 1, pause: float = math.inf
+    ) -> float:
+        """Return the seconds of an exchange over TCP, in which all send and receive at the same time.
 
         Args:
             bytes_per_rank: sent by each rank, to all its partners together.
             trips: messages that are sent one after the other.
             partners: ranks to which each rank sends at the same time.
+            pause: seconds since the exchange before.
         """
         sent = bytes_per_rank * _HEADERS
         rate = self.bytes_per_second / self.ranks_per_node
-        return sent / rate + self._slow_start(sent, rate, partners) + trips * self.latency
+        there_and_back = 2 * self.latency
+        full = rate * there_and_back  # bytes under way that fill the link
+        # Once it is full, acknowledgements wait behind data: two round trips (python -m tools.peers plan).
+        behind = there_and_back * min(2.0, 0.25 * sent / full) if full else 0.0
+        window = self._first_window(min(sent, full), partners, pause)
+        return sent / rate + self._slow_start(window, sent, rate) + behind + trips * self.latency
 
-    def _slow_start(self, sent: float, rate: float, partners: int) -> float:
+    def _first_window(self, last: float, partners: int, pause: float) -> float:
+        """Return the bytes that TCP sends at first: half of the last window for each time-out that has passed."""
+        time_outs = pause / (_LEAST_TIME_OUT + 2 * self.latency)
+        return max(partners * _FIRST_WINDOW, last * 0.5 ** min(time_outs, 60.0))
+
+    def _slow_start(self, window: float, sent: float, rate: float) -> float:
         """Return the seconds in which TCP waits for answers, while its windows double in each round trip."""
-        window, waited, there_and_back = partners * _FIRST_WINDOW, 0.0, 2 * self.latency
+        waited, there_and_back = 0.0, 2 * self.latency
         while window < min(sent, rate * there_and_back):
             waited += there_and_back - window / rate
             sent -= window
@@ -151,7 +165,7 @@ def plan_of(
         step_seconds: seconds of a local step, if they are known.
     """
     stage, held, memory = fullest_stage(config, architecture, topology)
-    found = [] if network is None else schemes(config, topology, held, network)
+    found = [] if network is None else schemes(config, topology, held, network, step_seconds)
     sent, seconds = routed_bytes(config, topology), None
     if network is not None and sent:
         trips = 2 * (
@@ -174,7 +188,13 @@ def computing_seconds(
     return flops / (config.replica_size * tflops * 1e12 * utilisation)
 
 
-def schemes(config: RunConfig, topology: Topology, fullest: RankParameters, network: Network) -> list[Scheme]:
+def schemes(
+    config: RunConfig,
+    topology: Topology,
+    fullest: RankParameters,
+    network: Network,
+    step_seconds: float | None = None,
+) -> list[Scheme]:
     """Return the costs of the config's own scheme, of NoLoCo in pairs, of DiLoCo, and of synchronous training.
 
     The time of DiLoCo is that of this trainer's exchange among all replicas, in two phases. Synchronous training
@@ -186,7 +206,7 @@ def schemes(config: RunConfig, topology: Topology, fullest: RankParameters, netw
         return []
 
     def scheme(name: str, block: TrainerSettings) -> Scheme:
-        return scheme_of(name, block, fullest, topology, network)
+        return scheme_of(name, block, fullest, topology, network, step_seconds)
 
     def variant(**fields: Any) -> TrainerSettings:
         return replace(noloco, **{"enabled": True, "overlap": OverlapSettings(), **fields})
@@ -207,15 +227,24 @@ def schemes(config: RunConfig, topology: Topology, fullest: RankParameters, netw
 
 
 def scheme_of(
-    name: str, noloco: TrainerSettings, held: RankParameters, topology: Topology, network: Network
+    name: str,
+    noloco: TrainerSettings,
+    held: RankParameters,
+    topology: Topology,
+    network: Network,
+    step_seconds: float | None = None,
 ) -> Scheme:
-    """Return the costs of one scheme for the rank that holds most."""
+    """Return the costs of one scheme for the rank that holds most; `step_seconds` of a local step, if known."""
     replicas = topology.ensemble
     sent = exchange_bytes(noloco, held, replicas, topology.dp)
     members = noloco.group_size_among(replicas)
     trips = (1 if members <= 2 else 2) + (noloco.payload != "fp32")  # sketches go before codes
+    trips += 1  # a receiver says first that it is ready
+    trips += 3 * bool(topology.slots)  # separate jobs ask for a vector, and say that they have it
     hidden = noloco.local_steps if noloco.chooses_delay else noloco.delay_steps
-    return Scheme(name, sent, network.seconds(sent, trips, members - 1), noloco.local_steps, hidden)
+    pause = math.inf if step_seconds is None else noloco.local_steps * step_seconds
+    seconds = network.seconds(sent, trips, members - 1, pause)
+    return Scheme(name, sent, seconds, noloco.local_steps, hidden)
 
 
 def exchange_bytes(noloco: TrainerSettings, held: RankParameters, replicas: int, dp: int) -> int:

@@ -147,14 +147,22 @@ def test_the_seconds_of_an_exchange() -> None:
     """1 MB of packets by each of two ranks of a node, at 1 MB/s, two messages one after the other."""
     payload = 1e6 * 1448 / 1500
     near = Network(bytes_per_second=1e6, latency=0.001, ranks_per_node=2)
-    assert near.seconds(payload, trips=2) == pytest.approx(2 + 2 * 0.001), "the first window fills the link"
+    behind = 2 * 2 * 0.001  # two round trips in which acknowledgements wait behind data
+    assert near.seconds(payload, trips=2) == pytest.approx(2 + behind + 2 * 0.001), (
+        "one window fills the link"
+    )
     far = replace(near, latency=0.05)
     windows = [14_480, 28_960]  # that leave a link of 0.5 MB/s idle in a round trip of 0.1 s
     slow_start = sum(0.1 - window / 0.5e6 for window in windows)
-    assert far.seconds(payload, trips=2) == pytest.approx(2 + slow_start + 2 * 0.05)
-    assert far.seconds(payload, trips=2, partners=4) == pytest.approx(2 + 2 * 0.05), "windows of four"
-    little = far.seconds(10_000, trips=1)
-    assert little == pytest.approx(10_000 * 1500 / 1448 / 0.5e6 + 0.05), "less than a window"
+    behind = 2 * 0.1
+    assert far.seconds(payload, trips=2) == pytest.approx(2 + slow_start + behind + 2 * 0.05)
+    at_once = pytest.approx(2 + behind + 2 * 0.05)
+    assert far.seconds(payload, trips=2, partners=4) == at_once, "windows of four"
+    assert far.seconds(payload, trips=2, pause=0.3) == at_once, (
+        "half of the last window, which filled the link"
+    )
+    little = 10_000 * 1500 / 1448 / 0.5e6
+    assert far.seconds(10_000, trips=1) == pytest.approx(1.05 * little + 0.05), "a fifth of the link's bytes"
 
 
 def test_the_time_lost() -> None:
