@@ -47,10 +47,9 @@ class Network:
         sent = bytes_per_rank * _HEADERS
         rate = self.bytes_per_second / self.ranks_per_node
         there_and_back = 2 * self.latency
-        full = rate * there_and_back  # bytes under way that fill the link
-        # Once it is full, acknowledgements wait behind data: two round trips (python -m tools.peers plan).
-        behind = there_and_back * min(2.0, 0.25 * sent / full) if full else 0.0
-        window = self._first_window(min(sent, full), partners, pause)
+        # Acknowledgements wait behind data, up to two round trips (python -m tools.peers plan).
+        behind = min(2 * there_and_back, 0.25 * sent / rate)
+        window = self._first_window(min(sent, rate * there_and_back), partners, pause)
         return sent / rate + self._slow_start(window, sent, rate) + behind + trips * self.latency
 
     def _first_window(self, last: float, partners: int, pause: float) -> float:
@@ -238,12 +237,17 @@ def scheme_of(
     replicas = topology.ensemble
     sent = exchange_bytes(noloco, held, replicas, topology.dp)
     members = noloco.group_size_among(replicas)
-    trips = (1 if members <= 2 else 2) + (noloco.payload != "fp32")  # sketches go before codes
-    trips += 1  # a receiver says first that it is ready
-    trips += 3 * bool(topology.slots)  # separate jobs ask for a vector, and say that they have it
+    coded = noloco.payload != "fp32"
+    trips = 2.0 + coded  # a receiver says that it is ready; sketches go before codes
+    trips += (3 + 3 * coded) * bool(
+        topology.slots
+    )  # separate jobs ask for messages, and say that they have them
     hidden = noloco.local_steps if noloco.chooses_delay else noloco.delay_steps
     pause = math.inf if step_seconds is None else noloco.local_steps * step_seconds
-    seconds = network.seconds(sent, trips, members - 1, pause)
+    phases = 1 if members <= 2 else 2  # parts of the vector are added up, then the sums are sent to all
+    seconds = network.seconds(sent / phases, trips, members - 1, pause)
+    if phases == 2:
+        seconds += network.seconds(sent / phases, 2, members - 1, pause=0)
     return Scheme(name, sent, seconds, noloco.local_steps, hidden)
 
 

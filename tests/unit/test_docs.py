@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_noloco import __version__
+from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
 from megatron_noloco.config.explain import as_markdown
 from tools.config_table import BEGIN, END, README, table
@@ -49,6 +50,13 @@ def test_the_configuration_of_two_machines_is_valid() -> None:
     raw: dict[str, Any] = json.loads((ROOT / "configs/federation.json").read_text())
     config = RunConfig.from_dict(raw | json.loads("{" + block + "}"))
     assert config.topology(1, slot=3).ensemble == 4
+
+
+def test_the_config_of_the_readme_can_be_checked_and_planned(tmp_path: Path) -> None:
+    (block,) = re.findall(r"```json\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "my-run.json").write_text(block)
+    assert main(["config", "--check", str(tmp_path / "my-run.json")]) == 0
+    assert main(["plan", str(tmp_path / "my-run.json"), "--gpu", "A100", "--bandwidth", "1Gbit"]) == 0
 
 
 def test_the_reference_has_every_field() -> None:
