@@ -134,6 +134,17 @@ def test_arriving_early_changes_nothing(group_size: int, fragments: int) -> None
     assert_equal(plain, disturbed)
 
 
+@pytest.mark.parametrize("payload", ["fp32", "int8"])
+def test_a_replica_that_restores_ends_what_its_partner_waits_for(payload: str) -> None:
+    """Also an exchange of several messages, one after another."""
+    fleet = fleet_of(2, delay_steps=2, payload=payload)
+    before = fleet.states()
+    fleet.run(K)
+    fleet.each(lambda outer: outer.restore(before[0]) if outer.place.replica == 0 else outer.wait())
+    fleet.outer[1].restore(before[1])
+    assert not any(reports for step in fleet.run(K) for reports in step), "the round is not used"
+
+
 def test_without_rounds_the_weights_are_all_there_is() -> None:
     parameter = torch.arange(4.0)
     alone = NoRounds(TorchWeights([parameter]))

@@ -4,6 +4,7 @@ import io
 import json
 import re
 import socket
+import threading
 from collections.abc import Mapping
 from contextlib import ExitStack, closing, redirect_stderr
 from pathlib import Path
@@ -155,6 +156,14 @@ def test_a_port_that_is_taken_is_refused_in_one_line(tmp_path: Path) -> None:
         network = Network(SharedFolder(tmp_path, RUN), RUN, f"tcp://127.0.0.1:{taken.getsockname()[1]}")
         with pytest.raises(ValueError, match=r"federation.listen: cannot listen at tcp://127.0.0.1:\d+: "):
             FederationTransport(Place(0, 2), network, PATIENCE)
+
+
+def test_a_rank_whose_address_cannot_be_written_leaves_nothing_behind() -> None:
+    network = Network(SharedFolder(Path("/proc/x"), RUN), RUN, f"tcp://127.0.0.1:{free_port()}")
+    for _ in range(2):  # the port is free again
+        with pytest.raises(OSError, match="cannot write in /proc/x"):
+            FederationTransport(Place(0, 2), network, PATIENCE)
+    assert "federation" not in {thread.name for thread in threading.enumerate()}
 
 
 # The directory
