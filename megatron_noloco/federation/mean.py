@@ -154,17 +154,22 @@ class TreeMean:
         now.part(f"waiting for rank {rank} (replica {slot}) in {self._what}")
         messages = [[Message(rank, part) for part in parts] for parts in (sends, receives)]
         awaited = None
-        while self._may_come(rank) and time.monotonic() < until:
+        while True:
+            may_come = (
+                self._may_come(rank) and time.monotonic() < until
+            )  # before a look: it sends, then goes on
             try:
-                if awaited is None:
+                if awaited is None and may_come:
                     awaited = self._transport.post(messages[0], [], tag)
                     if receives:  # whoever answers has what was sent
                         awaited = self._transport.post([], messages[1], tag)
-                awaited.arrived()
-                if awaited.done():
-                    self.report.bytes_sent += sum(part.nbytes for part in sends)
-                    return True
+                if awaited is not None:
+                    awaited.arrived()
+                    if awaited.done():
+                        self.report.bytes_sent += sum(part.nbytes for part in sends)
+                        return True
             except ConnectionError:
                 awaited = None
+            if not may_come:
+                return False
             time.sleep(LOOK_SECONDS)
-        return False

@@ -113,13 +113,13 @@ def test_all_have_the_same_bits_of_the_mean(tmp_path: Path, count: int) -> None:
 
 def test_one_that_comes_late_is_waited_for_as_long_as_it_trains(tmp_path: Path) -> None:
     with connected(tmp_path, 3) as ranks, ThreadPoolExecutor(1) as pool:
-        members = pool.submit(keeping_up(ranks[0], seconds=0.5).members_at_end)
+        members = pool.submit(keeping_up(ranks[0], seconds=2.0).members_at_end)
         ranks[1].partners.leave_out(FINAL - 1)
         for number in range(4):  # longer than the deadline
             ranks[2].partners.begin(number, None)
             until(lambda number=number: ranks[0].begun()[2] == number)
             with pytest.raises(TimeoutError):
-                members.exception(timeout=0.3)
+                members.exception(timeout=0.6)
         assert members.result(SECONDS) == (0, 1), "it trains no more, and is left out"
 
 
@@ -162,7 +162,7 @@ def test_one_whose_connection_is_lost_for_a_moment_is_waited_for(tmp_path: Path)
         ranks[2].partners.leave_out(FINAL - 1)
         until(lambda: ranks[0].begun() == {2: FINAL - 1})
         with pytest.raises(TimeoutError):
-            members.exception(timeout=0.3)
+            members.exception(timeout=0.6)
         ranks[1].service.learn({0: ranks[0].address})
         assert members.result(SECONDS) == (0, 1, 2)
 
