@@ -143,7 +143,7 @@ class NolocoCallback(TrainerCallback):
 
 
 def _optimizer_of(trainer: Trainer) -> Any:
-    """Return the inner optimizer; of DeepSpeed's engine, as Accelerate's wrapper of that one has no state."""
+    """Return the inner optimizer; with DeepSpeed that of the engine, which Accelerate wraps."""
     engine = trainer.model_wrapped
     return engine.optimizer if hasattr(engine, "global_steps") else trainer.optimizer
 
