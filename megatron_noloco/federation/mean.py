@@ -155,9 +155,8 @@ class TreeMean:
         messages = [[Message(rank, part) for part in parts] for parts in (sends, receives)]
         awaited = None
         while True:
-            may_come = (
-                self._may_come(rank) and time.monotonic() < until
-            )  # before a look: it sends, then goes on
+            # Before the look: a rank that has sent everything goes on at once.
+            may_come = self._may_come(rank) and time.monotonic() < until
             try:
                 if awaited is None and may_come:
                     awaited = self._transport.post(messages[0], [], tag)

@@ -269,6 +269,30 @@ def test_a_parent_that_asks_late_gets_the_sum() -> None:
     assert all(torch.equal(*buffer_and_then) for buffer_and_then in transport.sent)
 
 
+class Hasty(Late):
+    """A transport where the parent sends the mean between two looks, and then leaves at once."""
+
+    def __init__(self, place: Place) -> None:
+        super().__init__(place, in_time=0)
+        self.looks = 0
+
+    def may_come(self, rank: int) -> bool:
+        self.looks += 1
+        return self.looks == 1
+
+    def post(self, sends: list[Message], receives: list[Message], tag: int) -> Mock:
+        super().post(sends, receives, tag)
+        return Mock(arrived=Mock(), done=lambda: self.looks == 2)
+
+
+def test_a_parent_that_leaves_as_soon_as_it_has_sent_the_mean_is_not_lost() -> None:
+    transport: Any = Hasty(Place(1, 2))
+    mean = TreeMean(transport, Channel.FINAL, SECONDS, transport.may_come)
+    found, report = averaged(mean, torch.full((10,), 5.0), (0, 1), FINAL)
+    assert (found == 3.0).all()
+    assert report.group == (0,), "that is what it says of itself"
+
+
 # In evaluations
 
 
