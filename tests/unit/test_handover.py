@@ -223,10 +223,15 @@ def test_a_rank_whose_steps_are_over_gives_what_is_on_disk(tmp_path: Path) -> No
 
 
 def test_after_its_end_a_rank_gives_nothing(tmp_path: Path) -> None:
+    """Its thread has ended."""
     with connected(tmp_path) as (giver, taker):
         giving, taking = of(giver, OnDisk()), of(taker)
+        assert taking.steps(SECONDS) == {0: 20}
         between_steps(giving, 5, live(5))
+        (thread,) = giving._thread._threads
         giving.close()
+        thread.join(SECONDS)
+        assert not thread.is_alive()
         assert taking.steps(SECONDS) == {}
         with pytest.raises(ConnectionError, match="has no state"):
             taking.ask(0, SECONDS)
