@@ -1,0 +1,36 @@
+"""After which failure of a save the training goes on."""
+
+from concurrent.futures import Future
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+
+from megatron_noloco.checkpoint.checkpointer import Checkpointer
+
+
+def waited(error: BaseException) -> str | None:
+    checkpointer = Checkpointer(Mock(), Mock(), Mock(), Mock(start_step=0))
+    checkpointer._writing = Future()
+    checkpointer._writing.set_exception(error)
+    found = checkpointer.close()
+    assert checkpointer.last_save_failed
+    return found
+
+
+def test_the_training_goes_on_after_a_failure_of_the_disk(tmp_path: Path) -> None:
+    assert waited(OSError(28, "No space left\non device")) == "[Errno 28] No space left on device"
+    with pytest.raises(SafetensorError) as error:
+        save_file({"a": torch.zeros(1)}, tmp_path / "missing" / "file")
+    assert "No such file" in (waited(error.value) or "")
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("CUDA error"), SafetensorError("invalid shape"), MemoryError()]
+)
+def test_any_other_failure_of_a_save_is_raised(error: Exception) -> None:
+    with pytest.raises(type(error)):
+        waited(error)
