@@ -1,5 +1,6 @@
 """One suite for all transports: threads, torch.distributed, MPI and the federation's."""
 
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,7 +18,7 @@ from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.loopback import loopback_world
 from megatron_noloco.transport.mpi import library_name, progress_of
 from megatron_noloco.transport.protocol import ExchangeTimeoutError, Message
-from megatron_noloco.transport.torch_dist import TorchTransport
+from megatron_noloco.transport.torch_dist import TorchTransport, _Threads
 from tests.distributed.transport_suite import (
     BIG_ELEMENTS,
     CASES,
@@ -140,6 +141,23 @@ def _raise_on(rank: int, world_size: int, culprit: int) -> None:
     if rank == culprit:
         raise ExchangeTimeoutError(0, 1, 2.0)
     time.sleep(60)
+
+
+def test_flights_of_torch_use_their_threads_again() -> None:
+    before, threads = set(threading.enumerate()), _Threads()
+    for _ in range(2):
+        together = threading.Barrier(4, timeout=10)  # of three that are busy at once, and this one
+
+        def busy(together: threading.Barrier = together) -> None:
+            together.wait()
+
+        for _ in range(3):
+            threads.run(busy)
+        together.wait()
+        for _ in range(3):
+            assert threads._idle.acquire(timeout=10)
+        threads._idle.release(3)
+    assert len(set(threading.enumerate()) - before) == 3
 
 
 def test_harness_raises_the_first_failure_and_reaps_the_rest() -> None:
