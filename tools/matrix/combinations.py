@@ -56,7 +56,7 @@ STEPS = (
         "layouts", "a run continues on other ranks", (*_QUICK, "tests/integration/test_other_layout.py"), 900
     ),
     Step(
-        "transformers",
+        "hugging-face",
         "export, import, the Trainer",
         (*_QUICK, "tests/integration/test_publish.py", "tests/integration/test_hf_trainer.py"),
         1200,
