@@ -3,10 +3,11 @@
     python examples/hf_trainer.py --slot 0 --slots 2 --folder my-run &
     python examples/hf_trainer.py --slot 1 --slots 2 --folder my-run
 
+On several machines `--rendezvous tcp://first:29500 --key-file my-run.key` in addition (docs/workstations.md).
 Each may be stopped and started again on its own; it continues from the Trainer's last checkpoint. Several ranks
 for each replica: torchrun --nproc-per-node 2 in place of python, for all jobs. `--deepspeed FILE`: a ds_config.
 
-Needs `pip install '.[federation]' transformers accelerate`. What NoLoCo adds is marked.
+Needs `pip install '.[federation,huggingface]'`. What NoLoCo adds is marked.
 """
 
 import argparse
@@ -44,11 +45,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--slot", type=int, required=True)
-    parser.add_argument("--slots", type=int, required=True)
-    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--slot", type=int, required=True, help="which replica this job is, from 0")
+    parser.add_argument("--slots", type=int, required=True, help="how many replicas there are")
+    parser.add_argument("--folder", type=Path, required=True, help="for checkpoints and the model")
+    parser.add_argument(
+        "--rendezvous", help="tcp://HOST:PORT of one replica or more; else a folder in FOLDER"
+    )
+    parser.add_argument("--listen", help='"off" where others cannot connect; else the port of the rendezvous')
+    parser.add_argument(
+        "--key-file", help="of all replicas, by `megatron-noloco keys FILE`; else unencrypted"
+    )
     parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--deepspeed")
+    parser.add_argument("--deepspeed", help="a ds_config")
     options = parser.parse_args()
     folder = options.folder / f"replica_{options.slot}"  # its own output_dir
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,7 +74,7 @@ def main() -> None:
         disable_tqdm=True,
         deepspeed=options.deepspeed,
     )
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # for several jobs on one machine
     torch.manual_seed(args.seed)
     config = LlamaConfig(
         vocab_size=256,
@@ -80,10 +88,12 @@ def main() -> None:
     trainer = Trainer(model, args, train_dataset=Text(options.slot, options.slots))
     federation = FederationSettings(
         slots=options.slots,
-        rendezvous=f"file://{options.folder}/rendezvous",
-        encryption="none",  # over the internet "curve", with key_file made by `megatron-noloco keys FILE`
-        local_steps="all",  # a slow job lets its partners wait
-        start_with=options.slots,
+        rendezvous=options.rendezvous or f"file://{options.folder}/rendezvous",
+        listen=options.listen,
+        encryption="curve" if options.key_file else "none",
+        key_file=options.key_file,
+        local_steps="all",  # a slow job lets its partners wait; "auto": it leaves out steps
+        start_with=options.slots,  # wait for all at the beginning, two minutes at most
     )
     settings = NolocoSettings(local_steps=10, deadline_seconds=120)
     trainer.add_callback(NolocoCallback(trainer, federation, settings, slot=options.slot))  # NoLoCo

@@ -52,6 +52,11 @@ def test_the_configuration_of_two_machines_is_valid() -> None:
     assert config.topology(1, slot=3).ensemble == 4
 
 
+def test_the_script_of_the_workstations_is_the_example() -> None:
+    script, _ = re.findall(r"```python\n(.*?)```", (ROOT / "docs/workstations.md").read_text(), re.DOTALL)
+    assert script == (ROOT / "examples/hf_trainer.py").read_text()
+
+
 def test_the_config_of_the_readme_can_be_checked_and_planned(tmp_path: Path) -> None:
     (block,) = re.findall(r"```json\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     (tmp_path / "my-run.json").write_text(block)
