@@ -1,6 +1,7 @@
 """Trajectories that other programs recorded, against our outer step: torchft's DiLoCo, and the authors' NoLoCo."""
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -105,6 +106,30 @@ def test_the_outer_optimizer_is_that_of_the_authors() -> None:
             outer.grouping = cast(Grouping, Recorded(groups))
         fleet.exchange(index)
         torch.testing.assert_close(fleet.theta, torch.tensor(one["after"]), rtol=1e-6, atol=1e-6)
+
+
+def test_sparseloco_of_the_authors() -> None:
+    """Their baseline with sparse outer gradients and error feedback (compare arXiv 2508.15706), said anew.
+
+    Each replica adds what it has not sent yet to its part of the mean outer gradient, sends the `top_k` largest
+    elements of each tensor and keeps the others. The sum goes through a heavy ball.
+    """
+    recorded = json.loads((RECORDED / "noloco_authors.json").read_text())
+    numbers, sparse = recorded["numbers"], recorded["sparseloco"]
+    phi = torch.tensor(sparse["start"])
+    kept, velocity = torch.zeros(len(sparse["rounds"][0]["before"]), len(phi)), torch.zeros_like(phi)
+    sizes = [math.prod(shape) for shape in recorded["shapes"]]
+    for one in sparse["rounds"]:
+        theta = torch.tensor(one["before"])
+        kept += (phi - theta) / len(theta)
+        sent = torch.zeros_like(kept)
+        for part, out in zip(kept.split(sizes, dim=1), sent.split(sizes, dim=1), strict=True):
+            largest = part.abs().topk(sparse["top_k"], dim=1).indices
+            out.scatter_(1, largest, part.gather(1, largest))
+        kept -= sent
+        velocity = numbers["outer_momentum"] * velocity - numbers["outer_lr"] * sent.sum(0)
+        phi = phi + velocity
+        torch.testing.assert_close(phi.expand_as(theta), torch.tensor(one["after"]), rtol=1e-6, atol=1e-6)
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ from tools.options import command_line
 RANKS, LOCAL_STEPS, ROUNDS, SHAPES = 4, 3, 5, ((2, 3), (4,))
 OPTIMIZERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "noloco": ("sparse_optimizer_c", "SparseOptimizerC", {"local_group_size": 2}),
+    "sparseloco": ("sparce_loco_optimizer", "PipelineDiLoCoOptimizer", {"device": "cpu", "top_k": 3}),
 }
 NUMBERS = {"outer_lr": 0.7, "outer_momentum": 0.5, "number_of_local_steps": LOCAL_STEPS, "lr": 0.1}
 
@@ -40,7 +41,7 @@ def main() -> None:
             mp.start_processes(record, (name, folder, Path(scratch)), nprocs=RANKS, start_method="fork")
             ranks = [json.loads((Path(scratch) / f"{rank}.json").read_text()) for rank in range(RANKS)]
         rounds = [
-            {"groups": ranks[0][index]["groups"]}
+            {name: ranks[0][index][name] for name in ("groups",) if name in ranks[0][index]}
             | {side: [one[index][side] for one in ranks] for side in ("before", "after")}
             for index in range(ROUNDS)
         ]
@@ -67,10 +68,9 @@ def record(rank: int, name: str, folder: Path, scratch: Path) -> None:
             weight.grad = draw(*weight.shape, seed=1000 * rank + 10 * step + index + 1)
         optimizer.step()
         if (step + 1) % LOCAL_STEPS == 0:
-            groups = module.batched(
-                module.create_random_permutation(RANKS, step + 1), more["local_group_size"]
-            )
-            rounds.append({"start": start, "groups": groups, "before": seen[0], "after": flat(model)})
+            rounds.append({"start": start, "before": seen[0], "after": flat(model)})
+            if size := more.get("local_group_size"):
+                rounds[-1]["groups"] = module.batched(module.create_random_permutation(RANKS, step + 1), size)
     (scratch / f"{rank}.json").write_text(json.dumps(rounds))
     dist.destroy_process_group()
 
