@@ -8,6 +8,7 @@ faults: seconds and rounds that a killed replica costs the others, and a killed 
 links: seconds and bytes of a round, and the loss over time, on hosts of the network lab (root).
 plan: seconds of an exchange and share of the time lost, as `plan` says and as measured in the lab.
 bytes: what a card and its host keep for weights and optimizers, and what a local step sends.
+here: a local step of `train`, its start and its memory, beside a bare loop around Megatron-core.
 nanogpt: the recipe that nanoGPT publishes for a CPU; --text is its text, tinyshakespeare.
 
 torchft is installed into OUTPUT/environment, which shares this Python's torch. A part whose results are in
@@ -24,10 +25,10 @@ from typing import Any
 
 from tools.netlab.network import Link
 from tools.options import command_line
-from tools.peers import card, nanogpt, planned
+from tools.peers import card, here, nanogpt, planned
 from tools.peers.torchft import VERSION, WAYS, Environment, faults, same_weights, slow_links
 
-PARTS = ("weights", "faults", "links", "plan", "bytes", "nanogpt")
+PARTS = ("weights", "faults", "links", "plan", "bytes", "here", "nanogpt")
 
 
 def main() -> None:
@@ -72,6 +73,10 @@ def main() -> None:
     if "bytes" in options.parts:
         results.found["bytes, computed"] = card.computed()
         results.once("bytes, measured", lambda: card.measured(environment, logs / "bytes"))
+    if "here" in options.parts:
+        results.once("here, start", lambda: here.start_up(logs / "here"))
+        for size in here.SIZES:
+            results.once(f"here, step, {size}", partial(here.step, size))
     if "nanogpt" in options.parts:
         run = options.text, options.iterations, 1
         results.found["nanogpt, published"] = nanogpt.PUBLISHED
