@@ -7,8 +7,8 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from tests.unit.test_requirements import INSTALLED, PROJECT
-from tools.gpu_check.runner import REPOSITORY, Outcome
-from tools.matrix.__main__ import environment, interpreter, names_of, table
+from tools.gpu_check.runner import REPOSITORY, Outcome, Results, Step
+from tools.matrix.__main__ import environment, interpreter, names_of, table, try_out
 from tools.matrix.combinations import COMBINATIONS, STEPS, Combination
 
 
@@ -48,6 +48,18 @@ def test_an_environment_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
         assert python == str(tmp_path / "cache/one/bin/python")
     made = (tmp_path / "cache/one/made").read_text().split()
     assert made == ["torch==2.6.*", "that-python", "torch==2.7.*", "that-python"]
+
+
+def test_what_has_not_passed_runs_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts = f"open(r'{tmp_path}/ran', 'a').write(%r)"
+    good = Step("good", "", ("-c", counts % "good "), 60)
+    bad = Step("bad", "", ("-c", f"{counts % 'bad '}; raise SystemExit('it is wrong')"), 60)
+    monkeypatch.setattr("tools.matrix.__main__.STEPS", (good, bad))
+    for _ in range(2):
+        results = Results(tmp_path / "results.json")
+        try_out(COMBINATIONS[0], sys.executable, results)
+    assert (tmp_path / "ran").read_text() == "good bad bad "
+    assert [outcome.passed for outcome in results.found.values()] == [True, False]
 
 
 def test_the_table_has_what_was_tried() -> None:
