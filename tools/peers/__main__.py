@@ -26,7 +26,7 @@ from typing import Any
 from tools.netlab.network import Link
 from tools.options import command_line
 from tools.peers import card, here, nanogpt, planned
-from tools.peers.torchft import VERSION, WAYS, Environment, faults, same_weights, slow_links
+from tools.peers.torchft import VERSION, WAYS, Environment, faults, plot_links, same_weights, slow_links
 
 PARTS = ("weights", "faults", "links", "plan", "bytes", "here", "nanogpt")
 
@@ -64,6 +64,8 @@ def main() -> None:
                         f"links, {rate:g} Mbit/s, {replicas} replicas, {way}",
                         partial(slow_links, environment, logs, link, replicas, way, options.steps),
                     )
+        found = {name: one for name, one in results.found.items() if name.startswith("links, ")}
+        plot_links(found, options.output / "links.png")
     if "plan" in options.parts:
         for number, point in enumerate(planned.POINTS):
             results.once(f"plan, {number}", partial(planned.measure, environment, logs, point))

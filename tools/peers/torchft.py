@@ -282,3 +282,35 @@ def slow_links(
                 "bytes of a replica and round": sum(sent) / sum(map(len, rounds)),
                 "loss": [[row["time"] - start, row["loss"]] for row in rounds[0]],
             }
+
+
+def plot_links(found: dict[str, dict[str, Any]], path: Path) -> None:
+    """Draw seconds of a round over replicas.
+
+    Args:
+        found: results of `slow_links` by "links, RATE Mbit/s, R replicas, WAY".
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    names = {"torchft-diloco": "torchft, DiLoCo", "diloco": "here, DiLoCo", "noloco": "here, NoLoCo"}
+    points = [(*name.split(", ")[1:], one["seconds of a round"]) for name, one in found.items()]
+    rates = list(dict.fromkeys(rate for rate, *_ in points))
+    figure, plots = pyplot.subplots(1, len(rates), figsize=(9, 3.2), layout="constrained", squeeze=False)
+    for axes, rate in zip(plots[0], rates, strict=True):
+        for way, label in names.items():
+            mine = [
+                (int(replicas.split()[0]), seconds)
+                for r, replicas, w, seconds in points
+                if (r, w) == (rate, way)
+            ]
+            axes.plot(*zip(*sorted(mine), strict=True), marker="o", label=label)
+        axes.set_title(f"{rate}, 10 ms")
+        axes.set_xlabel("replicas")
+        axes.set_ylim(bottom=0)
+    plots[0][0].set_ylabel("seconds of a round")
+    plots[0][0].legend(frameon=False)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
