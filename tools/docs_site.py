@@ -19,13 +19,16 @@ _PAGES = {  # outside of docs/, and what they are here
     "README.md": "index.md",
     "CONTRIBUTING.md": "contributing.md",
     "configs/README.md": "configs.md",
+    "CHANGELOG.md": "changelog.md",
 }
+
+_FIRST_FOUND = "---\nsearch:\n  boost: 3\n---\n"  # a search for a setting finds its definition first
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Add the pages that are made."""
     made = {page: (ROOT / name).read_text() for name, page in _PAGES.items()}
-    made["configuration.md"] = as_markdown()
+    made["configuration.md"] = _FIRST_FOUND + as_markdown()
     for name, content in made.items():
         files.append(File.generated(config, name, content=content))
     return files
