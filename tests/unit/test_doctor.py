@@ -30,6 +30,20 @@ def test_a_driver_whose_gpu_torch_does_not_see(monkeypatch: pytest.MonkeyPatch) 
     assert "but torch" in lines(machine.check_gpus())[0]
 
 
+def test_how_large_a_group_of_ranks_stays_on_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tensor and expert parallelism, whose collectives are inside layers."""
+    cuda = machine.torch.cuda
+    monkeypatch.setattr(cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(cuda, "get_device_name", lambda device: "H100")
+    monkeypatch.setattr(cuda, "mem_get_info", lambda device: (0, 80e9))
+    monkeypatch.setattr(cuda.nccl, "version", lambda: (2, 27))
+    monkeypatch.setattr(cuda, "is_bf16_supported", lambda **_: True)
+    gpus, layout = lines(machine.check_gpus(), "ok")
+    assert gpus.startswith("4 x H100, 80 GB")
+    assert layout == "tensor_model_parallel_size x expert_model_parallel_size up to 4 stays on this host"
+
+
 def test_a_container_with_little_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: Usage(64e6))
     assert lines(machine.check_shared_memory())[0].startswith("64 MB free in /dev/shm")
