@@ -195,7 +195,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def starts(rank: int, world_size: int, arguments: list[str]) -> Outcome:
     """The command, but the training ends where it starts."""
-    run_module.Run._loop = lambda run: run.start_step  # type: ignore[method-assign]
+    run_module.Run._loop = lambda run: (run.start_step, False)  # type: ignore[method-assign]
     return command(rank, world_size, arguments)
 
 
