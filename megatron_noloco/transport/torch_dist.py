@@ -6,6 +6,8 @@ report each completed chunk, and the caller's thread keeps the deadline.
 """
 
 import threading
+import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -28,6 +30,8 @@ from megatron_noloco.transport.protocol import Message
 _NEVER = timedelta(days=365)  # the group's time-out, which must not come before the caller's deadline
 
 _Started = dist.Work | ConnectionError  # an operation under way, or the error with which gloo refused it
+
+_Work = SimpleQueue[Callable[[], None] | None]  # None ends a thread
 
 
 class TorchTransport:
@@ -77,18 +81,37 @@ class _Threads:
     """Threads that are used again, and one more where all are busy. They do not keep the process from ending."""
 
     def __init__(self) -> None:
-        self._work: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._work: _Work = SimpleQueue()
         self._idle = threading.Semaphore(0)
+        self._all: list[threading.Thread] = []
+        weakref.finalize(self, _end, self._work, self._all)
 
     def run(self, work: Callable[[], None]) -> None:
         self._work.put(work)
         if not self._idle.acquire(blocking=False):
-            threading.Thread(target=self._serve, name="noloco-flight", daemon=True).start()
+            served = (self._work, self._idle)
+            self._all.append(threading.Thread(target=_serve, args=served, name="noloco-flight", daemon=True))
+            self._all[-1].start()
 
-    def _serve(self) -> None:
-        while True:
-            self._work.get()()
-            self._idle.release()
+
+def _serve(queue: _Work, idle: threading.Semaphore) -> None:
+    while (work := queue.get()) is not None:
+        work()
+        del work  # with torch's operations
+        idle.release()
+
+
+def _end(queue: _Work, threads: list[threading.Thread]) -> None:
+    """End the threads, and wait a second for those that are not stuck.
+
+    A thread that frees torch's objects while Python ends aborts the process.
+    """
+    for _ in threads:
+        queue.put(None)
+    until = time.monotonic() + 1.0
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 def _start(operation: Callable[..., dist.Work | None], chunk: Chunk, **arguments: Any) -> _Started:

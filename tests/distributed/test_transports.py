@@ -1,5 +1,6 @@
 """One suite for all transports: threads, torch.distributed, MPI and the federation's."""
 
+import gc
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -143,7 +144,7 @@ def _raise_on(rank: int, world_size: int, culprit: int) -> None:
     time.sleep(60)
 
 
-def test_flights_of_torch_use_their_threads_again() -> None:
+def test_flights_of_torch_use_their_threads_again_and_end_them() -> None:
     before, threads = set(threading.enumerate()), _Threads()
     for _ in range(2):
         together = threading.Barrier(4, timeout=10)  # of three that are busy at once, and this one
@@ -158,6 +159,9 @@ def test_flights_of_torch_use_their_threads_again() -> None:
             assert threads._idle.acquire(timeout=10)
         threads._idle.release(3)
     assert len(set(threading.enumerate()) - before) == 3
+    del threads
+    gc.collect()
+    assert set(threading.enumerate()) <= before
 
 
 def test_harness_raises_the_first_failure_and_reaps_the_rest() -> None:
