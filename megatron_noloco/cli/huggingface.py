@@ -31,7 +31,7 @@ def add_commands(commands: Commands) -> None:
     export.add_argument("checkpoint", nargs="+", type=Path, help=CHECKPOINT)
     export.add_argument("--output", required=True, help="the folder to write")
     export.add_argument(
-        "--combine", default="mean", metavar="mean|best|replica=K", help="which weights (default: mean)"
+        "--combine", default="mean", metavar="mean|best|replica=K", help="of the replicas (default: mean)"
     )
     export.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     largest = "largest weight file (default: 500MB)"

@@ -49,7 +49,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = _Parser(
         prog="megatron_noloco",
-        description="Train language models with NoLoCo.",
+        description="Train language models with NoLoCo on machines with slow links.",
         epilog="`COMMAND --help` has an example of each command.",
     )
     parser.add_argument("--version", action="version", version=__version__)
@@ -61,9 +61,9 @@ def _parser() -> argparse.ArgumentParser:
     preflight.add_commands(commands)
     data.add_commands(commands)
     keys = add_command(
-        commands, "keys", "make the key of a federation, which every member needs", "keys my-run.key"
+        commands, "keys", "make the key of a federation, which every replica needs", "keys my-run.key"
     )
-    keys.add_argument("file", help="to write; it must not exist yet")
+    keys.add_argument("file", help="the file to write; it must not exist yet")
     keys.set_defaults(run=_keys)
     inspect = add_command(
         commands,

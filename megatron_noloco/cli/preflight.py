@@ -42,12 +42,12 @@ def add_commands(commands: Commands) -> None:
     )
     add = plan.add_argument
     add("config", help="a config file")
-    add("--gpus", type=at_least_one, metavar="N", help="ranks (default: as the file says)")
-    add("--gpu", metavar="NAME", help="such as H100: whether it fits, and how long a step takes")
-    add("--mfu", type=share, default=0.4, help="part of its peak that is reached (default: 0.4)")
-    add("--step", type=duration, metavar="TIME", help="of a local step, where measured, such as 0.3s")
-    add("--bandwidth", type=bandwidth, metavar="RATE", help="of a node's link, such as 1Gbit")
-    add("--latency", type=latency, default=0.0, metavar="TIME", help="from node to node, such as 25ms")
+    add("--gpus", type=at_least_one, metavar="N", help="number of ranks (default: that of the file)")
+    add("--gpu", metavar="NAME", help="such as H100: say whether it fits and how long a step takes")
+    add("--mfu", type=share, default=0.4, help="part of the GPU's peak that is reached (default: 0.4)")
+    add("--step", type=duration, metavar="TIME", help="measured time of a local step, such as 0.3s")
+    add("--bandwidth", type=bandwidth, metavar="RATE", help="rate of a node's link, such as 1Gbit")
+    add("--latency", type=latency, default=0.0, metavar="TIME", help="delay from node to node, such as 25ms")
     per_node = "ranks that share a link (default: 8 with --gpu, else 1)"
     add("--gpus-per-node", type=at_least_one, metavar="N", help=per_node)
     add("--json", action="store_true", help=_JSON)
@@ -57,8 +57,8 @@ def add_commands(commands: Commands) -> None:
         commands, "doctor", "say whether this machine is ready to train, and what to fix first", "doctor"
     )
     add = doctor.add_argument
-    add("--hostfile", type=Path, help="mpirun's: exchange between its first two hosts")
-    add("--seconds", type=at_least_zero, default=10.0, help="of exchanges; 0: none (default: 10)")
+    add("--hostfile", type=Path, help="of mpirun: measure exchanges between its first two hosts")
+    add("--seconds", type=at_least_zero, default=10.0, help="to measure exchanges; 0: do not (default: 10)")
     add("--json", action="store_true", help=_JSON)
     doctor.set_defaults(run=_doctor)
 

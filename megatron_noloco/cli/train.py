@@ -38,10 +38,13 @@ def add_commands(commands: Commands) -> None:
     config.add_argument("config", nargs="?", help="the run's JSON")
     config.add_argument("--config", dest="named", help=argparse.SUPPRESS)  # as DeepSpeed's scripts have it
     train.add_argument(
-        "--progress", choices=("auto", "bar", "lines"), default="auto", help="auto: a bar on a terminal"
+        "--progress",
+        choices=("auto", "bar", "lines"),
+        default="auto",
+        help="auto: bar on a terminal, else lines",
     )
     train.add_argument(
-        "--replica", type=int, metavar="I", help="in a federation: which one this job is, from 0"
+        "--replica", type=int, metavar="I", help="in a federation: the replica that this job is, from 0"
     )
     train.set_defaults(run=_train)
 
