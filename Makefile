@@ -60,7 +60,7 @@ evidence: $(INSTALLED)
 	@PYTHON='$(CURDIR)/.venv/bin/python' sh launch/evidence.sh
 
 peers: $(INSTALLED)
-	@.venv/bin/python -m tools.peers weights faults links plan bytes here --rates 10 --output runs/peers
+	@.venv/bin/python -m tools.peers torchft plan bytes here --rates 10 --output runs/peers
 
 gpu-check: $(INSTALLED)
 	@.venv/bin/python -m tools.gpu_check

@@ -1,6 +1,6 @@
 """The same work with other programs, side by side. Prints one JSON object; `make peers` runs all parts.
 
-    python -m tools.peers weights faults links plan nanogpt --text input.txt --output runs/peers
+    python -m tools.peers torchft plan bytes here nanogpt --text input.txt --output runs/peers
 
 weights: 4 replicas of a small model on different data, under torchft and under this project's DiLoCo.
 faults: seconds and rounds that a killed replica costs the others, and a killed coordinator; torchft's DiLoCo
@@ -11,8 +11,8 @@ bytes: what a card and its host keep for weights and optimizers, and what a loca
 here: a local step of `train`, its start and its memory, beside a bare loop around Megatron-core.
 nanogpt: the recipe that nanoGPT publishes for a CPU; --text is its text, tinyshakespeare.
 
-torchft is installed into OUTPUT/environment, which shares this Python's torch. A part whose results are in
-OUTPUT/results.json is not run again.
+`torchft` stands for the first three. It is installed into OUTPUT/environment, which shares this Python's torch. What
+has results in OUTPUT/results.json is not run again.
 """
 
 import json
@@ -28,13 +28,14 @@ from tools.options import command_line
 from tools.peers import card, here, nanogpt, planned
 from tools.peers.torchft import VERSION, WAYS, Environment, faults, plot_links, same_weights, slow_links
 
+WITH_TORCHFT = ("weights", "faults", "links")
 PARTS = ("weights", "faults", "links", "plan", "bytes", "here", "nanogpt")
 
 
 def main() -> None:
     parser = command_line(__doc__)
-    parser.add_argument("parts", nargs="+", choices=PARTS)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("parts", nargs="+", choices=[*PARTS, "torchft"])
+    parser.add_argument("--output", type=Path, default=Path("runs/peers"))
     parser.add_argument("--replicas", default="2,4,8", help="links: numbers of replicas")
     parser.add_argument("--rates", default="10,100", help="links: Mbit/s")
     parser.add_argument("--delay", type=float, default=0.01, help="links: seconds from host to host")
@@ -42,6 +43,8 @@ def main() -> None:
     parser.add_argument("--text", type=Path, help="nanogpt: a file")
     parser.add_argument("--iterations", type=int, default=2000, help="nanogpt: local steps")
     options = parser.parse_args()
+    if "torchft" in options.parts:
+        options.parts += WITH_TORCHFT
     if "nanogpt" in options.parts and options.text is None:
         parser.error("nanogpt needs --text, the file of tinyshakespeare")
     options.output.mkdir(parents=True, exist_ok=True)
