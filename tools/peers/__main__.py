@@ -11,8 +11,8 @@ bytes: what a card and its host keep for weights and optimizers, and what a loca
 here: a local step of `train`, its start and its memory, beside a bare loop around Megatron-core.
 nanogpt: the recipe that nanoGPT publishes for a CPU; --text is its text, tinyshakespeare.
 
-`torchft` stands for the first three. It is installed into OUTPUT/environment, which shares this Python's torch. What
-has results in OUTPUT/results.json is not run again.
+`torchft` stands for the first three. It is installed into OUTPUT/environment, which shares this Python's torch.
+What has results in OUTPUT/results.json is not run again.
 """
 
 import json
