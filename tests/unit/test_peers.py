@@ -14,7 +14,9 @@ from torch import Tensor
 from megatron_noloco.outer.step import combine, outer_step
 from megatron_noloco.plans.fragments import fragment_after
 from megatron_noloco.plans.grouping import Group, Grouping
+from megatron_noloco.settings import NolocoSettings
 from tests.unit.fleet import Fleet
+from tools.simulator.sparse import SparseLoco, Sparsity
 
 RECORDED = Path(__file__).parent / "recorded"
 TORCHFT = json.loads((RECORDED / "torchft_diloco.json").read_text())["cases"]
@@ -108,28 +110,43 @@ def test_the_outer_optimizer_is_that_of_the_authors() -> None:
         torch.testing.assert_close(fleet.theta, torch.tensor(one["after"]), rtol=1e-6, atol=1e-6)
 
 
-def test_sparseloco_of_the_authors() -> None:
-    """Their baseline with sparse outer gradients and error feedback (compare arXiv 2508.15706), said anew.
-
-    Each replica adds what it has not sent yet to its part of the mean outer gradient, sends the `top_k` largest
-    elements of each tensor and keeps the others. The sum goes through a heavy ball.
-    """
+def test_the_simulators_sparseloco_is_the_authors_baseline() -> None:
+    """Sparse outer gradients with error feedback (compare arXiv 2508.15706), exact, nothing forgotten."""
     recorded = json.loads((RECORDED / "noloco_authors.json").read_text())
     numbers, sparse = recorded["numbers"], recorded["sparseloco"]
-    phi = torch.tensor(sparse["start"])
-    kept, velocity = torch.zeros(len(sparse["rounds"][0]["before"]), len(phi)), torch.zeros_like(phi)
     sizes = [math.prod(shape) for shape in recorded["shapes"]]
-    for one in sparse["rounds"]:
-        theta = torch.tensor(one["before"])
-        kept += (phi - theta) / len(theta)
-        sent = torch.zeros_like(kept)
-        for part, out in zip(kept.split(sizes, dim=1), sent.split(sizes, dim=1), strict=True):
-            largest = part.abs().topk(sparse["top_k"], dim=1).indices
-            out.scatter_(1, largest, part.gather(1, largest))
-        kept -= sent
-        velocity = numbers["outer_momentum"] * velocity - numbers["outer_lr"] * sent.sum(0)
-        phi = phi + velocity
-        torch.testing.assert_close(phi.expand_as(theta), torch.tensor(one["after"]), rtol=1e-6, atol=1e-6)
+
+    def largest(vectors: Tensor) -> Tensor:
+        """Return the `top_k` largest elements of each tensor, exactly."""
+        kept = [
+            part.abs() >= part.abs().topk(sparse["top_k"]).values[:, -1:] for part in vectors.split(sizes, 1)
+        ]
+        return vectors * torch.cat(kept, dim=1)
+
+    theta = torch.tensor(sparse["start"]).repeat(len(sparse["rounds"][0]["before"]), 1)
+    settings = NolocoSettings(
+        method="diloco",
+        local_steps=1,
+        outer_lr=numbers["outer_lr"],
+        outer_momentum=numbers["outer_momentum"],
+    )
+    method = SparseLoco(theta, settings, 1.0, largest)
+    for done, one in enumerate(sparse["rounds"], start=1):
+        theta.copy_(torch.tensor(one["before"]))
+        assert method.after_local_step(done)
+        torch.testing.assert_close(theta, torch.tensor(one["after"]), rtol=1e-6, atol=1e-6)
+
+
+def test_a_sparse_code_has_the_largest_elements_as_one_of_two_magnitudes() -> None:
+    vectors = torch.tensor([[0.0, -4.0, 1.0, 3.0, 0.5, -8.0], [1.0, 2.0, 3.0, 4.0, 5.0, 0.0]])
+    decoded = Sparsity(density=0.75).coded([4, 2], vectors)
+    assert decoded.tolist() == [[0.0, -3.5, 1.0, 3.5, 0.5, -8.0], [0.0, 2.5, 2.5, 4.0, 5.0, 0.0]]
+
+
+def test_the_bytes_of_a_sparse_code() -> None:
+    """Indices of 12 bits and values of 2, or a bit for each weight; two magnitudes of 16 bits in a chunk."""
+    assert Sparsity(density=1 / 32).payload_bytes([4096 + 384]) == (140 * (12 + 2) + 2 * 32) / 8
+    assert Sparsity(density=1 / 2).payload_bytes([4096]) == (4096 + 2048 * 2 + 32) / 8
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from megatron_noloco.data.microbatches import Microbatch, ValidationSource, gath
 from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.engine.layout import GroupKey
 from megatron_noloco.model.families import Parameter, table_of
-from megatron_noloco.outer import Rounds, TorchWeights
+from megatron_noloco.outer import NoRounds, Rounds, TorchWeights
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.training.rounds import build_final_average, build_outer
@@ -21,6 +22,7 @@ from megatron_noloco.transport.loopback import loopback_world
 from tools.simulator.inner import AdamW, Directions, LearningRate, Muon, StackedOptimizer, clip
 from tools.simulator.llama import StackedLlama
 from tools.simulator.slow import REPLICA, Slow
+from tools.simulator.sparse import SparseLoco, Sparsity
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,20 @@ class Simulation:
         config: a run of replicas of one rank each, without routes (one stage has none).
         compiled: local steps by `torch.compile`: a third less time, after half a minute; needs a C++ compiler.
         slow: a replica that takes fewer local steps; None: all take the same number.
+        sparse: rounds by SparseLoCo instead of those of the config, of which `local_steps`, `outer_lr` and
+            `outer_momentum` count; None: the config's.
 
     Raises ValueError for parallel sizes other than 1, `replicas` "auto", and settings of data, model and
     inner optimizer that are not simulated.
     """
 
-    def __init__(self, config: RunConfig, compiled: bool = False, slow: Slow | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        compiled: bool = False,
+        slow: Slow | None = None,
+        sparse: Sparsity | None = None,
+    ) -> None:
         if (
             not isinstance(config.parallel.replicas, int)
             or config.parallel.world_size != config.parallel.replicas
@@ -79,6 +89,8 @@ class Simulation:
         self.learning_rate = LearningRate(config.deepspeed)
         places = [Place(replica, self.replicas) for replica in range(self.replicas)]
         self._connections = list(zip(loopback_world(self.replicas), places, strict=True))
+        self.sparse = self._sparse(sparse) if sparse else None
+        self._sparse_bytes = (self.replicas - 1) * sparse.payload_bytes(self.model.sizes) if sparse else 0
         self.outer = self._outer()
         self.sent_bytes = 0
 
@@ -99,10 +111,16 @@ class Simulation:
 
     def _outer(self) -> list[Rounds]:
         """Return the trainer's outer optimizers, one per replica, over messages between threads."""
+        if self.sparse is not None:
+            return [NoRounds(TorchWeights([row])) for row in self.weights]
         return [
             build_outer(self.config, TorchWeights([row]), transport, place)
             for row, (transport, place) in zip(self.weights, self._connections, strict=True)
         ]
+
+    def _sparse(self, sparse: Sparsity) -> SparseLoco:
+        code = partial(sparse.coded, self.model.sizes)
+        return SparseLoco(self.weights, self.config.noloco, sparse.error_decay, code)
 
     def run(self) -> Iterator[Evaluation]:
         """Train to the end; yields every evaluation the trainer would make."""
@@ -113,6 +131,8 @@ class Simulation:
                 done = step + 1
                 if self.slow is not None:
                     self.slow.rescale(done, self.weights, self.outer)
+                if self.sparse is not None and self.sparse.after_local_step(done):
+                    self.sent_bytes += self._sparse_bytes  # all-gathered in a ring: as many are received
                 reports = list(threads.map(lambda outer, done=done: outer.after_local_step(done), self.outer))
                 self.sent_bytes += max(
                     sum(report.exchange.bytes_sent for report in of_replica) for of_replica in reports
@@ -160,6 +180,8 @@ class Simulation:
 
     def _slow_weights(self) -> Tensor:
         """Return the slow weights of all replicas, shape [R, elements]."""
+        if self.sparse is not None:
+            return self.sparse.slow_weights.expand(self.replicas, -1)
         return torch.stack([outer.state()["slow_weights"] for outer in self.outer])
 
     @torch.no_grad()
