@@ -5,6 +5,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import random
 import runpy
 import signal
 import socket
@@ -14,7 +15,14 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    redirect_stderr,
+    redirect_stdout,
+    suppress,
+)
 from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
@@ -35,6 +43,7 @@ torch.set_num_threads(1)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 LAUNCH_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_PORTS = random.SystemRandom()  # nobody seeds it
 _GRACE_SECONDS = 5.0  # for a launcher to end its ranks before it is killed itself
 
 
@@ -273,7 +282,9 @@ def said(finished: subprocess.CompletedProcess[str]) -> list[dict[str, Any]]:
 
 
 def free_port() -> int:
-    """Return a port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Return a port that was free a moment ago, and that the system gives to nobody who binds port 0."""
+    while True:
+        port = _PORTS.randrange(10_000, 32_768)  # where Linux's range for port 0 begins
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

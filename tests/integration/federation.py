@@ -3,6 +3,7 @@
 They are forked, so that the engines' imports are paid for once.
 """
 
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -26,6 +27,7 @@ from tests.integration.tiny import TINY, tiny, write_config
 
 LONGEST_SECONDS = 120.0
 _LOOK_SECONDS = 0.02
+_WHERE = signal.SIGRTMIN  # has a job write where its threads are
 
 
 class Federation:
@@ -124,31 +126,38 @@ class Federation:
 
     def until(self, replica: int, step: int) -> None:
         """Wait until a replica has written a row about a step as late as this."""
-        self._wait_until(replica, lambda: any(row["step"] >= step for row in self.rows(replica)))
+        self._wait_until(lambda: any(row["step"] >= step for row in self.rows(replica)))
 
     def until_saved(self, replica: int, step: int) -> None:
         """Wait until a replica has written the row of a checkpoint of this step."""
-        self._wait_until(
-            replica, lambda: any(row["step"] == step for row in self.rows(replica, "checkpoint"))
-        )
+        self._wait_until(lambda: any(row["step"] == step for row in self.rows(replica, "checkpoint")))
 
     def until_it_has_a_partner(self, replica: int, after: int) -> None:
         """Wait until a replica has had a round with a partner, later than a step."""
         self._wait_until(
-            replica,
             lambda: any(row["step"] > after and row.get("round/partners") for row in self.rows(replica)),
         )
 
     def until_log(self, replica: int, text: str) -> None:
         """Wait until the first rank of a replica has written this."""
-        self._wait_until(replica, lambda: text in self.log(replica))
+        self._wait_until(lambda: text in self.log(replica))
 
-    def _wait_until(self, replica: int, condition: Callable[[], bool]) -> None:
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + LONGEST_SECONDS
         while not condition():
-            assert time.monotonic() < deadline, self.log(replica)
-            assert all(process.is_alive() for process in self._running[replica]), self.log(replica)
+            assert time.monotonic() < deadline, self._what_all_do()
+            for other, processes in self._running.items():
+                assert all(process.is_alive() for process in processes), self.log(other)
             time.sleep(_LOOK_SECONDS)
+
+    def _what_all_do(self) -> str:
+        """Return the end of each log, with where each thread of the jobs is."""
+        for replica in self._running:
+            self.signal(replica, _WHERE)
+        time.sleep(1.0)
+        return "\n".join(
+            f"--- {path}\n{path.read_text()[-8000:]}" for path in sorted(self.folder.glob("*.log"))
+        )
 
     def state(self, replica: int, step: int) -> dict[str, Tensor]:
         """Every tensor that a replica saved."""
@@ -200,6 +209,7 @@ def _run(
     os.dup2(output, 1)
     os.dup2(output, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", 1), os.fdopen(2, "w", 1)
+    faulthandler.register(_WHERE, sys.stderr, all_threads=True)
     assert not dist.is_initialized()
     disturb()
     leaving.leave(main(["train", "--config", config, "--progress", "lines", "--replica", str(replica)]))
