@@ -3,10 +3,10 @@
     nice python -m tools.study STUDY.json --output runs/study
 
 STUDY.json has "base" (the trainer's JSON), "seeds", and "runs": a name for each method with its changes of the
-base as the simulator's `--set` takes them; "simulator.sparse.density" and "simulator.sparse.error_decay" make its
-rounds those of SparseLoCo (tools/simulator/sparse.py). "synchronous" and "alone" must be among the names: the
-benefit retained by a method with loss x is (alone - x) / (alone - synchronous), the share it keeps of what
-synchronous training of all replicas gains over one replica alone.
+base as the simulator's `--set` takes them; the block "simulator" (tools/simulator/own.py) is among them.
+"synchronous" and "alone" must be among the names: the benefit retained by a method with loss x is
+(alone - x) / (alone - synchronous), the share it keeps of what synchronous training of all replicas gains over
+one replica alone.
 
 A method's learning rate is found with the first seed: from that of its JSON it is doubled and halved until the
 best lies between two worse ones. The other seeds take the best one. With "tune": false all take that of the JSON.
@@ -172,14 +172,19 @@ def simulate(raw: dict[str, Any], compiled: bool = False) -> dict[str, Any]:
     before_engines()
 
     from megatron_noloco.config import RunConfig
+    from tools.simulator.own import take_own
     from tools.simulator.simulation import Simulation
-    from tools.simulator.sparse import take_sparsity
 
     torch.set_num_threads(1)
-    sparse = take_sparsity(raw)
-    evaluations = list(Simulation(RunConfig.from_dict(raw), compiled, sparse=sparse).run())
+    own = take_own(raw)
+    simulation = Simulation(RunConfig.from_dict(raw), compiled, **own)
+    evaluations = list(simulation.run())
     history = [[evaluation.step, evaluation.mean_model_loss] for evaluation in evaluations]
-    return {**asdict(evaluations[-1]), "history": history}
+    found = {**asdict(evaluations[-1]), "history": history}
+    if own["texts"]:  # the losses of the mean model, then of each replica
+        rows = torch.cat(simulation.losses_by_text(), dim=1).tolist()
+        found["by_text"] = dict(zip(own["texts"], rows, strict=True))
+    return found
 
 
 if __name__ == "__main__":

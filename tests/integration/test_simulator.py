@@ -116,6 +116,24 @@ def test_sparse_rounds_make_replicas_equal(tmp_path: Path) -> None:
     assert found["sent_bytes"] == 2 * 2 * Sparsity(0.1).payload_bytes(simulation.model.sizes) > 0
 
 
+def test_replicas_with_text_of_their_own(tmp_path: Path) -> None:
+    """Of equal texts the second half of the replicas reads what the first half reads; losses are of each text."""
+    texts = []
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        texts.append(write_text(tmp_path / name))
+    raw = small(tmp_path, 4, 2, {"iters": 2}, noloco={"enabled": False}, simulator={"texts": texts})
+    found = study.simulate(raw)
+    losses = found["replica_losses"]
+    assert losses[:2] == pytest.approx(losses[2:], abs=1e-6)
+    assert losses[0] != pytest.approx(losses[1], abs=1e-6)
+    for mean, *replicas in found["by_text"].values():
+        assert mean == pytest.approx(found["mean_model_loss"], abs=1e-6)
+        assert replicas == pytest.approx(losses, abs=1e-6)
+    with pytest.raises(ValueError, match="3 texts do not divide the 32 samples"):
+        Simulation(RunConfig.from_dict(raw), texts=[*texts, texts[0]])
+
+
 def with_slow(folder: Path, steps: int, weighted: bool = False, **noloco: Any) -> tuple[RunConfig, Slow]:
     config = RunConfig.from_dict(small(folder, 3, 6, {"iters": 2}, noloco={"local_steps": 3, **noloco}))
     return config, Slow(config, steps, weighted)

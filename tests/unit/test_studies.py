@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_noloco.config import RunConfig
+from tools.simulator.own import take_own
 from tools.simulator.report import BASELINES, baseline
-from tools.simulator.sparse import take_sparsity
 from tools.study import configure
 
 FILES = sorted((Path(__file__).parents[2] / "tools" / "studies").glob("*.json"))
@@ -19,7 +19,7 @@ def test_runs_are_valid_different_and_comparable(file: Path) -> None:
     study = json.loads(file.read_text())
     configurations = {name: configure(study, name) for name in study["runs"]}
     for configuration in copy.deepcopy(configurations).values():
-        take_sparsity(configuration)
+        take_own(configuration)
         RunConfig.from_dict(configuration)
     # One replica alone is the same beside any number of others.
     others = [raw for name, raw in configurations.items() if not name.startswith("alone")]

@@ -1,8 +1,8 @@
 """One simulated run: the JSON of the trainer, all replicas in this process."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.datasets import Datasets, Needs, build_datasets
 from megatron_noloco.data.microbatches import Microbatch, ValidationSource, gather
+from megatron_noloco.data.sources import Source, TextSource
 from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.engine.layout import GroupKey
 from megatron_noloco.model.families import Parameter, table_of
@@ -45,6 +46,8 @@ class Simulation:
         slow: a replica that takes fewer local steps; None: all take the same number.
         sparse: rounds by SparseLoCo instead of those of the config, of which `local_steps`, `outer_lr` and
             `outer_momentum` count; None: the config's.
+        texts: text of their own for replicas, in place of `data.text`: the first replicas (of one replica, the
+            first samples of a step) have the first text, and so on; none: one text for all.
 
     Raises ValueError for parallel sizes other than 1, `replicas` "auto", and settings of data, model and
     inner optimizer that are not simulated.
@@ -56,6 +59,7 @@ class Simulation:
         compiled: bool = False,
         slow: Slow | None = None,
         sparse: Sparsity | None = None,
+        texts: Sequence[str] = (),
     ) -> None:
         if (
             not isinstance(config.parallel.replicas, int)
@@ -79,10 +83,18 @@ class Simulation:
         self.model = StackedLlama(architecture, self._in_order(table_of(architecture)))
         self.plan = BatchPlan(self.replicas, 1, config.microbatches, config.micro_batch_size)
         seed = config.training.seed
-        needs = Needs(architecture.vocab_size, architecture.seq_length, self.plan.global_batch, seed)
-        self.datasets: Datasets = build_datasets(config.source, tokenizer, needs)
-        self.order = self.datasets.order(seed)
-        self.validation = _validation_samples(config, self.datasets)
+        sources: list[Source] = [config.source]
+        if texts and isinstance(config.source, TextSource):
+            sources = [replace(config.source, text=text) for text in texts]
+        if self.plan.global_batch % len(sources):
+            raise ValueError(
+                f"{len(sources)} texts do not divide the {self.plan.global_batch} samples of a step"
+            )
+        self._share = self.plan.global_batch // len(sources)  # of a step's samples, for each text
+        needs = Needs(architecture.vocab_size, architecture.seq_length, self._share, seed)
+        self.datasets = [build_datasets(source, tokenizer, needs) for source in sources]
+        self.orders = [datasets.order(seed) for datasets in self.datasets]
+        self.validation = [_validation_samples(config, datasets) for datasets in self.datasets]
         self._training_losses = torch.compile(self.model.losses) if compiled else self.model.losses
         self.weights = self.model.initial(seed).repeat(self.replicas, 1)
         self.inner = self._inner()
@@ -164,9 +176,11 @@ class Simulation:
 
     def _gradients(self, weights: Tensor, step: int) -> Tensor:
         """Return the gradients of the rows of `weights` on the samples of a step, counted from 0."""
-        ids = self.order.ids(self.plan.consumed(step), self.plan.global_batch)
-        samples = _whole_samples(gather(self.datasets.train, ids))
-        samples = samples.view(self.replicas, self.plan.replica_batch, -1)
+        parts = [
+            _whole_samples(gather(datasets.train, order.ids(step * self._share, self._share)))
+            for datasets, order in zip(self.datasets, self.orders, strict=True)
+        ]
+        samples = torch.cat(parts).view(self.replicas, self.plan.replica_batch, -1)
         weights.requires_grad_()
         (gradients,) = torch.autograd.grad(self._training_losses(weights, samples).sum(), weights)
         weights.requires_grad_(False)
@@ -187,16 +201,23 @@ class Simulation:
     @torch.no_grad()
     def evaluate(self, step: int) -> Evaluation:
         slow = self._slow_weights()
-        mean = slow.mean(dim=0, keepdim=True)
         spread = float(slow.double().var(dim=0).mean().sqrt()) if self.replicas > 1 else 0.0
-        losses = self._validation_losses(self.weights)
-        return Evaluation(
-            step, losses.tolist(), float(self._validation_losses(mean)), spread, self.sent_bytes
-        )
+        mean_model, replicas = (losses.mean(dim=0) for losses in self.losses_by_text())
+        return Evaluation(step, replicas.tolist(), float(mean_model), spread, self.sent_bytes)
 
-    def _validation_losses(self, weights: Tensor) -> Tensor:
-        """Return each row's mean loss over the validation microbatches, shape [rows]."""
-        batches = self.validation.expand(len(weights), -1, -1, -1).unbind(1)
+    @torch.no_grad()
+    def losses_by_text(self) -> tuple[Tensor, Tensor]:
+        """Return the mean losses over the validation microbatches: of the mean model, [texts, 1]; [texts, R]."""
+        mean = self._slow_weights().mean(dim=0, keepdim=True)
+        mean_model, replicas = (
+            torch.stack([self._validation_losses(weights, text) for text in self.validation])
+            for weights in (mean, self.weights)
+        )
+        return mean_model, replicas
+
+    def _validation_losses(self, weights: Tensor, samples: Tensor) -> Tensor:
+        """Return each row's mean loss over the microbatches of a text, shape [rows]."""
+        batches = samples.expand(len(weights), -1, -1, -1).unbind(1)
         return torch.stack([self.model.losses(weights, batch) for batch in batches]).mean(dim=0)
 
 

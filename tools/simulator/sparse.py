@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,12 +55,6 @@ class Sparsity:
 
     def _sent(self, size: int) -> int:
         return max(1, round(self.density * size))
-
-
-def take_sparsity(raw: dict[str, Any]) -> Sparsity | None:
-    """Take the block "simulator" out of a run's JSON, which is then the trainer's; None where it has none."""
-    block = raw.pop("simulator", None)
-    return block and Sparsity(**block["sparse"])
 
 
 class SparseLoco:
