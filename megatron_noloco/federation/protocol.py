@@ -9,7 +9,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,13 +29,12 @@ from megatron_noloco.federation.frames import (
 )
 from megatron_noloco.federation.keys import Sealing
 from megatron_noloco.federation.links import Link
+from megatron_noloco.federation.paths import CONNECTION_LOST, Paths
 from megatron_noloco.federation.rendezvous import Directory
 from megatron_noloco.transport.protocol import EXCHANGE_TAGS
 
-_RELAY_SECONDS = 10.0  # after which a rank that should be reachable, and is not, is tried over a relay
 _MOST_WANTS = 1024  # of one rank, for messages that are not posted yet; further ones are dropped
 _MOST_WARNINGS = 1000  # others may cause them
-_CONNECTION_LOST = "has gone: the connection was lost"
 _HANDOVERS = range(HANDOVER_TAG, LARGEST + 1)  # their tags
 _ALL_TAGS = range(LARGEST + 1)
 
@@ -53,6 +51,7 @@ class FederationProtocol:
         counterparts: by rank.
         dropped: how many frames were dropped, by reason.
         directory: the addresses of all ranks.
+        paths: to the counterparts.
         when_asked: called with rank, tag and `chosen` of each ASK; answers with `offer`, now or later.
     """
 
@@ -70,7 +69,9 @@ class FederationProtocol:
         self.when_asked: Callable[[int, int, bool], None] = lambda rank, tag, _: self.offer(
             rank, tag, b"", []
         )
-        self._relays, self._sealing = relays, sealing
+        self.paths = Paths(
+            member.rank, self.counterparts, self.directory, relays, sealing, self.lost, self.send_hello
+        )
         self._receives: dict[int, Receive] = {}  # by ticket
         self._tickets = 0
         self._begun = -1
@@ -91,58 +92,7 @@ class FederationProtocol:
             self._warnings.add(line)
             sys.stderr.write(f"rank {self.member.rank}: {line}\n")
 
-    # Paths
-
-    def linked(self, counterpart: Counterpart, link: Link) -> None:
-        """Use a connection to a counterpart, unless there is one already."""
-        if counterpart.direct is None or not counterpart.direct.up:
-            counterpart.direct = link
-            self.check_path(counterpart)
-
-    def check_paths(self) -> None:
-        """Find another path to each counterpart whose link is down, and a path to those that have none."""
-        for counterpart in self.counterparts.values():
-            self.check_path(counterpart)
-
-    def check_path(self, counterpart: Counterpart) -> None:
-        """Send to a counterpart directly, else over a relay, else not at all; see `check_paths`."""
-        direct = counterpart.direct if counterpart.direct and counterpart.direct.up else None
-        outbox = counterpart.outbox
-        silent = counterpart.silent
-        counterpart.silences += silent
-        link = direct or self._relay_to(counterpart, None if silent else outbox.link)
-        if link is not outbox.link or silent:
-            self._take_path(counterpart, link, direct)
-
-    def _take_path(self, counterpart: Counterpart, link: Link | None, direct: Link | None) -> None:
-        if counterpart.outbox.link is not None:
-            self.lost(counterpart, _CONNECTION_LOST)
-        if link is not None:
-            counterpart.paths += 1
-            counterpart.outbox.take_path(link, direct is None, partial(self._sealed, counterpart.rank))
-            counterpart.update(connected=direct is not None)
-            self.send_hello(counterpart.rank)
-
-    def _relay_to(self, counterpart: Counterpart, used: Link | None) -> Link | None:
-        """Return the link to a rank that can pass frames on to a counterpart which cannot be reached.
-
-        That is the one `used`, if it still can; after each silence another one.
-        """
-        own = self.directory.addresses.get(self.member.rank)
-        if counterpart.address is None or own is None:
-            return None
-        others = (other for other in self.counterparts.values() if other is not counterpart)
-        direct = (other.direct for other in others if other.address is not None and other.address.relay)
-        links = [link for link in direct if link is not None and link.up]
-        if counterpart.outbox.relayed and used in links:
-            return used
-        reachable = counterpart.address.endpoint or own.endpoint
-        if reachable and time.monotonic() - counterpart.apart < _RELAY_SECONDS:
-            return None
-        return links[counterpart.silences % len(links)] if links else None
-
-    def _sealed(self, rank: int, data: np.ndarray) -> np.ndarray:
-        return data if self._sealing is None else self._sealing.seal(data, self.directory.addresses[rank].key)
+    # Connections that end
 
     def lost(self, counterpart: Counterpart, why: str) -> None:
         """End whatever is under way with a counterpart."""
@@ -319,7 +269,7 @@ class FederationProtocol:
         if len(parts) != (frame.kind in (Kind.DATA, Kind.ADDRESSES, Kind.OFFER)):
             return "wrong parts"
         if frame.receiver not in (self.member.rank, ANYONE):
-            return self._pass_on(frame, header, parts)
+            return self.paths.pass_on(frame, header, parts)
         data = np.frombuffer(parts[0].buffer if parts else b"", np.uint8)
         if frame.kind == Kind.ADDRESSES:
             reason = self.directory.take(frame, data)
@@ -332,33 +282,14 @@ class FederationProtocol:
             return "unknown sender"
         if not self._admit(counterpart, frame):
             return "earlier process"
-        if not frame.relayed:
-            self.linked(counterpart, link)
-        elif counterpart.outbox.relayed and counterpart.outbox.link is not link:
-            self._follow(counterpart, link)
-        if frame.relayed and parts and self._sealing is not None:
-            address = self.directory.addresses.get(frame.sender)
-            opened = self._sealing.open(data, address.key) if address else None
+        self.paths.came(counterpart, link, frame.relayed)
+        if frame.relayed and parts:
+            opened = self.paths.open(frame.sender, data)
             if opened is None:
                 return "cannot be decrypted"
             data = opened
         counterpart.update(heard=time.monotonic(), connected=counterpart.outbox.link is not None)
         return self._actions[frame.kind](counterpart, frame, data)
-
-    def _follow(self, counterpart: Counterpart, link: Link) -> None:
-        """Answer over the relay that the counterpart uses, if that has the lower number: it chooses for both."""
-        relays = (other.direct for other in self.counterparts.values())
-        if counterpart.rank < self.member.rank and any(link is relay for relay in relays):
-            self._take_path(counterpart, link, None)
-
-    def _pass_on(self, frame: Frame, header: bytes, parts: Sequence[Any]) -> str:
-        """Pass a frame on between two counterparts that cannot reach each other."""
-        to = self.counterparts.get(frame.receiver)
-        if not self._relays or frame.sender not in self.counterparts or not frame.relayed:
-            return "for another rank"
-        if to is None or to.direct is None or not to.direct.send(header, *parts):
-            return "no way on"
-        return ""
 
     def _admit(self, counterpart: Counterpart, frame: Frame) -> bool:
         """Whether a frame is from the counterpart's latest process and, if it answers us, meant for this process.
@@ -381,7 +312,7 @@ class FederationProtocol:
         self.cancel(counterpart, _before(hello.offset), withdrawn)
         if counterpart.its_paths < hello.length:  # what was under way is void there, so it is here
             counterpart.its_paths = hello.length
-            self.cancel(counterpart, failure=ConnectionError(f"rank {counterpart.rank} {_CONNECTION_LOST}"))
+            self.cancel(counterpart, failure=ConnectionError(f"rank {counterpart.rank} {CONNECTION_LOST}"))
         if counterpart.seen.begun >= 0:  # it trains, and takes nothing over any more
             trains = ConnectionError(f"rank {counterpart.rank} trains")
             self._cancel_sends(counterpart, _HANDOVERS, trains)

@@ -164,11 +164,11 @@ class Service:
                 if not linked and (own.rank > rank or not self.endpoint or late):
                     self._dialled[rank] = self._links.dial(addresses[rank].endpoint)
                     if self._dialled[rank].up:
-                        self.protocol.linked(counterpart, self._dialled[rank])
+                        self.protocol.paths.linked(counterpart, self._dialled[rank])
             elif linked and not self._dialled[rank].up:  # the other side has connected
                 self._hang_up(rank)
             elif self._dialled[rank].up:  # the one that the other side has opened is lost
-                self.protocol.linked(counterpart, self._dialled[rank])
+                self.protocol.paths.linked(counterpart, self._dialled[rank])
 
     def _hang_up(self, rank: int) -> None:
         link, counterpart = self._dialled.pop(rank), self.protocol.counterparts[rank]
@@ -177,7 +177,7 @@ class Service:
         if link not in self._dialled.values():
             self._asking.pop(link, None)
             self._links.hang_up(link)
-            self.protocol.check_paths()  # nothing is sent over it any more
+            self.protocol.paths.check_all()  # nothing is sent over it any more
 
     def _run(self) -> None:
         try:
@@ -185,7 +185,7 @@ class Service:
             while not self._closing:
                 if (now := time.monotonic()) >= next_hello:
                     self._follow_directory()
-                    self.protocol.check_paths()
+                    self.protocol.paths.check_all()
                     self.protocol.send_hello()
                     self._end_questions()
                     next_hello = now + _HELLO_SECONDS
@@ -209,9 +209,9 @@ class Service:
             self._send_addresses(link)
             for rank in [rank for rank, dialled in self._dialled.items() if dialled is link]:
                 if link.up:
-                    self.protocol.linked(self.protocol.counterparts[rank], link)
+                    self.protocol.paths.linked(self.protocol.counterparts[rank], link)
                 else:
-                    self.protocol.check_path(self.protocol.counterparts[rank])
+                    self.protocol.paths.check(self.protocol.counterparts[rank])
         for link, parts in self._links.messages():
             self.protocol.take(link, parts)
         if self.protocol.directory.version != self._followed:

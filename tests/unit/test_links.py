@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_noloco.federation import counterpart, join, protocol, service
+from megatron_noloco.federation import counterpart, join, paths, service
 from megatron_noloco.federation.frames import Frame, Kind, read
 from megatron_noloco.federation.join import Membership
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.links import Links
 from megatron_noloco.federation.outbox import Outbox
+from megatron_noloco.federation.paths import Paths
 from megatron_noloco.federation.rendezvous import SharedFolder
 from megatron_noloco.federation.service import ServiceFailedError
 from megatron_noloco.federation.transport import FederationTransport, Network
@@ -107,14 +108,14 @@ def test_a_relay_passes_on_what_it_cannot_read(
 ) -> None:
     """Messages of several chunks, both ways, while the relay exchanges as well."""
     passed: list[np.ndarray] = []
-    pass_on = protocol.FederationProtocol._pass_on
+    pass_on = Paths.pass_on
 
-    def noted(self: protocol.FederationProtocol, frame: Frame, header: bytes, parts: list) -> str:
+    def noted(self: Paths, frame: Frame, header: bytes, parts: list) -> str:
         if frame.kind == Kind.DATA:
             passed.append(np.frombuffer(parts[0].bytes, np.uint8))
         return pass_on(self, frame, header, parts)
 
-    monkeypatch.setattr(protocol.FederationProtocol, "_pass_on", noted)
+    monkeypatch.setattr(Paths, "pass_on", noted)
     keys = Keys.make(tmp_path / "key") if encrypted else None
     with members(tmp_path, "phh", relays=0, keys=keys) as ranks:
         until(lambda: present(ranks) == [[1, 2], [0, 2], [0, 1]])
@@ -247,7 +248,7 @@ def test_a_failure_of_the_thread_ends_the_job(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with transport(tmp_path, 0) as one:
-        monkeypatch.setattr(one.service.protocol, "check_paths", lambda: 1 / 0)
+        monkeypatch.setattr(one.service.protocol.paths, "check_all", lambda: 1 / 0)
         until(lambda: not one.service._thread.is_alive())
         for use in (one.present, lambda: one.partners.begin(1, None), lambda: one.partners.standing(1, 1)):
             with pytest.raises(ServiceFailedError, match="has failed: ZeroDivisionError"):
@@ -259,7 +260,7 @@ def test_a_relay_that_does_not_reach_the_other_is_replaced_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(counterpart, "_SILENCE_SECONDS", 1.0)
-    monkeypatch.setattr(protocol, "_RELAY_SECONDS", 1.0)
+    monkeypatch.setattr(paths, "_RELAY_SECONDS", 1.0)
     folder = SharedFolder(tmp_path, RUN)
     relay, hidden = Network(folder, RUN, LOCAL, relays=True), Network(folder, RUN, None)
     with ExitStack() as stack:
@@ -267,6 +268,6 @@ def test_a_relay_that_does_not_reach_the_other_is_replaced_by_the_next(
             stack.enter_context(closing(FederationTransport(Place(slot, 4), network, PATIENCE)))
             for slot, network in enumerate((relay, relay, hidden, hidden))
         )
-        monkeypatch.setattr(first.service.protocol, "_pass_on", lambda *_: "no way on")
+        monkeypatch.setattr(first.service.protocol.paths, "pass_on", lambda *_: "no way on")
         until(lambda: present([one, other]) == [[0, 1, 3], [0, 1, 2]])
         swap(one, other, tag=1)

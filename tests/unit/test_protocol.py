@@ -122,7 +122,7 @@ def test_addresses_are_sent_again_over_a_new_connection() -> None:
     """What waited to be sent over the last one may be lost. Not again with each HELLO."""
     rank, link = Rank(), Sent()
     rank.link.up = False
-    rank.protocol.check_paths()
+    rank.protocol.paths.check_all()
     rank.take(link, Frame(Kind.HELLO, RUN, 1, 0, THEIRS, length=3))
     rank.protocol.send_hello()
     assert [frame.kind for frame in link.frames].count(Kind.ADDRESSES) == 1

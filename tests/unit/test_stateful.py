@@ -149,12 +149,12 @@ class Process(FederationTransport):
         """Do what the service does twice a second."""
         for end in self.dialled:
             if end.up and not end.broken:
-                self.protocol.linked(self.protocol.counterparts[end.other.process.rank], end)
+                self.protocol.paths.linked(self.protocol.counterparts[end.other.process.rank], end)
         for rank, counterpart in self.protocol.counterparts.items():
             address = self.protocol.directory.addresses.get(rank)
             if counterpart.address != address:
                 counterpart.address, counterpart.apart = address, protocol.time.monotonic()
-        self.protocol.check_paths()
+        self.protocol.paths.check_all()
         self.protocol.send_hello()
 
 
@@ -214,7 +214,7 @@ class Faults(RuleBasedStateMachine):
         near.other, far.other = far, near
         self.ends += [near, far]
         near.process.dialled.append(near)
-        near.process.protocol.linked(near.process.protocol.counterparts[other], near)
+        near.process.protocol.paths.linked(near.process.protocol.counterparts[other], near)
 
     def _connect_all(self) -> None:
         for one, other in combinations(range(RANKS), 2):
@@ -233,7 +233,7 @@ class Faults(RuleBasedStateMachine):
             if side.dialled and side.process.alive:
                 side.up = False
                 counterparts = side.process.protocol.counterparts
-                side.process.protocol.check_path(counterparts[side.other.process.rank])
+                side.process.protocol.paths.check(counterparts[side.other.process.rank])
 
     def _deliver(self, end: End) -> None:
         parts, to = end.queue.popleft(), end.other.process
