@@ -14,6 +14,7 @@ from plotly.colors import qualitative
 from megatron_noloco import __version__
 from megatron_noloco.monitor import figures
 from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
+from megatron_noloco.monitor.timeline import timeline_of
 from megatron_noloco.monitor.watch import notes
 from megatron_noloco.monitor.writers import Row
 
@@ -195,6 +196,14 @@ def _of_one(run: RunLog) -> Iterator[Plot]:
         "replica",
         pairings_of(run),
         {"showlegend": False, "yaxis_dtick": 1 if len(run.replicas) <= _MOST_NAMES else None},
+    )
+    yield Plot(
+        "Timeline",
+        "What each job of the federation did: where a line breaks off, the job was away.",
+        "seconds",
+        "replica",
+        timeline_of(run),
+        {"yaxis_dtick": 1 if len(run.replicas) <= _MOST_NAMES else None},
     )
 
 

@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
@@ -28,7 +29,8 @@ class Writer(Protocol):
 class ReplicaFiles:
     """Writes one replica's `metrics.jsonl`, with all rows, and TensorBoard events, with all single numbers.
 
-    A full disk does not end the run: stderr says once that rows are lost.
+    A row in `metrics.jsonl` has the time at which it was written, `unix_seconds`; one of kind "start" says where a
+    run was continued. A full disk does not end the run: stderr says once that rows are lost.
     """
 
     def __init__(self, folder: Path, tensorboard: bool, start_step: int) -> None:
@@ -50,19 +52,24 @@ class ReplicaFiles:
             write_text(path, "".join(kept))
         self._jsonl: TextIO = path.open("a", buffering=1)
         self._board: Any = None
+        if start_step:
+            self._write_row({"kind": "start", "step": start_step})
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # slow to import: only where it is used
 
             self._board = SummaryWriter(str(folder), purge_step=start_step + 1)
 
     def write(self, row: Row) -> None:
-        with self._errors_reported():
-            self._jsonl.write(json.dumps(_without_nan(row)) + "\n")
+        self._write_row(row)
         if self._board is None:
             return
         with self._errors_reported():
             for name, value in _scalars(row).items():
                 self._board.add_scalar(name, value, row["step"])
+
+    def _write_row(self, row: Row) -> None:
+        with self._errors_reported():
+            self._jsonl.write(json.dumps(_without_nan({**row, "unix_seconds": time.time()})) + "\n")
 
     def close(self) -> None:
         with self._errors_reported():

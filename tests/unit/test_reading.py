@@ -18,6 +18,7 @@ from megatron_noloco.files import write_text
 from megatron_noloco.job.run_folder import stop_request
 from megatron_noloco.monitor.report import pairings_of, phases_of, write_page
 from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
+from megatron_noloco.monitor.timeline import timeline_of
 from megatron_noloco.monitor.watch import run_table
 
 ROOT = Path(__file__).parents[2]
@@ -162,6 +163,46 @@ def test_a_replica_has_its_own_number_in_the_pairings(tmp_path: Path) -> None:
     """Also in the folder of one job of a federation, which has no other replica's."""
     write(tmp_path, "02", step(2, **meeting(0, 1)), step(4, **meeting(1)))
     assert [list(line.y) for line in pairings_of(RunLog(tmp_path))] == [[1, 2], [2]]
+
+
+def test_the_timeline_of_a_federation(tmp_path: Path) -> None:
+    """Replica 1 ends after step 2, where its partner skips a round, and is back with the state of step 6."""
+
+    def at(seconds: float, row: dict[str, Any]) -> dict[str, Any]:
+        return row | {"unix_seconds": 1000.0 + seconds}
+
+    missed = {"total/missed_rounds": 1}
+    write(
+        tmp_path,
+        "00",
+        at(4, step(2, **meeting(0, 1))),
+        at(8, step(4, **meeting(1), **missed)),
+        at(12, step(6, **meeting(2), **missed)),
+        at(16, step(8, **meeting(3, 1), **missed)),
+    )
+    write(
+        tmp_path,
+        "01",
+        at(5, step(2, **meeting(0, 0))),
+        at(13, {"kind": "start", "step": 6}),
+        at(17, step(8, **meeting(3, 0))),
+    )
+    run = RunLog(tmp_path)
+    assert timeline_of(run) == [], "no federation"
+    run.facts["config"] = {"federation": {"slots": 2}}
+    traces = {trace.name: list(zip(trace.x, trace.y, strict=True)) for trace in timeline_of(run)}
+    end = (None, None)
+    assert traces == {
+        "exchange": [(5, 1), (4, 0), end, (17, 1), (16, 0), end],
+        "local steps": [
+            *((0, 0), (4, 0), (8, 0), (12, 0), (16, 0), end),
+            *((1, 1), (5, 1), end, (13, 1), (17, 1), end),
+        ],
+        "round with a partner": [(4, 0), (16, 0), (5, 1), (17, 1)],
+        "round without one": [(12, 0)],
+        "round skipped because of the partner": [(8, 0)],
+        "start from another replica's state": [(13, 1)],
+    }
 
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")

@@ -46,9 +46,15 @@ def test_a_diverged_replica_leaves_json(tmp_path: Path) -> None:
 def test_a_resumed_run_keeps_the_rows_up_to_its_start_and_continues(tmp_path: Path) -> None:
     _write_evaluations(tmp_path, 0, [10, 20, 30])
     path = _write_evaluations(tmp_path, 20, [30, 40], loss=1.0)
-    assert [(row["step"], row["validation/loss"]) for row in _rows(path)] == [
-        (10, 2.0), (20, 2.0), (30, 1.0), (40, 1.0)
-    ]  # fmt: skip
+    assert [(row["kind"], row["step"], row.get("validation/loss")) for row in _rows(path)] == [
+        ("evaluation", 10, 2.0),
+        ("evaluation", 20, 2.0),
+        ("start", 20, None),
+        ("evaluation", 30, 1.0),
+        ("evaluation", 40, 1.0),
+    ]
+    times = [row["unix_seconds"] for row in _rows(path)]
+    assert times == sorted(times)
 
 
 def test_the_log_of_an_earlier_start_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,7 +71,7 @@ def test_rows_that_a_crash_has_damaged_are_dropped(tmp_path: Path) -> None:
     path = _write_evaluations(tmp_path, 0, [10])
     path.write_text(path.read_text() + "\0\0\0\n" + "7\n" + '{"kind": "evaluation"}\n' + '{"step": 20, "re')
     _write_evaluations(tmp_path, 20, [30])
-    assert [row["step"] for row in _rows(path)] == [10, 30]
+    assert [row["step"] for row in _rows(path)] == [10, 20, 30], "20: the row of the start"
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
