@@ -30,7 +30,7 @@ from megatron_noloco.job.activity import line_of
 from megatron_noloco.transport.protocol import ExchangeTimeoutError, Message
 
 _LOOK_SECONDS = 0.02
-_ANSWER_SECONDS = 10.0  # for the step that a rank can give
+_ANSWER_SECONDS = 10.0  # for the step that a rank can give, and for one that was lost to come back
 _SILENCE_SECONDS = 60.0  # after which a giver is given up
 _MOST_WAITING = 8  # answers to one rank; further questions are dropped
 _FRESH_SECONDS = 10.0  # in which a copy is given to another rank that asks, too
@@ -220,6 +220,12 @@ class Handover:
                 raise ExchangeTimeoutError(rank, tag, _SILENCE_SECONDS)
             else:
                 time.sleep(_LOOK_SECONDS)
+
+    def wait_for(self, rank: int) -> None:
+        """Wait until a counterpart is connected, ten seconds at most."""
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        while rank not in self._transport.present() and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
 
     def _offered(self, rank: int, tag: int) -> bytes | None:
         """Return the description that a counterpart has sent under this tag; None: no answer yet."""

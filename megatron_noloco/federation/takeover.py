@@ -55,6 +55,8 @@ def take_over(
 ) -> tuple[Taken, Offer] | None:
     """Take the state of the slot that is furthest, else of the next one. A collective of the replica.
 
+    A slot whose connection is lost meanwhile is asked once more, when it is there again.
+
     Args:
         least: local steps that a state must have.
         seconds: for a rank that trains to come to the next boundary between two local steps.
@@ -69,32 +71,63 @@ def take_over(
         if slot is None:
             return None
         started, giver = time.monotonic(), place.rank_of(slot)
-        offer, tag, problem = None, 0, ""
         try:
-            tag, description = handover.ask(giver, seconds)
-            offer = taker.check(slot, description)
-        except (OSError, ValueError) as error:
-            problem = line_of(error)
-        told = of_all_ranks((problem, offer.step if offer else 0))
-        problem, offered = next((text for text, _ in told if text), ""), sorted({step for _, step in told})
-        if not problem and len(offered) > 1:
-            if slot not in asked_again:
-                asked_again.add(slot)  # some of its ranks had a copy for another taker, others made a new one
-                continue
-            problem = f"its ranks offer the steps {offered}"
-        elif not problem and offered[0] < least:
-            problem = f"it is at local step {offered[0]} by now, as it was started anew"
-        if offer is not None and not problem:
-            try:
-                taker.take(offer, partial(handover.take, giver, tag))
-            except (OSError, ValueError) as error:
-                problem = line_of(error)
-            problem = next(filter(None, of_all_ranks(problem)), "")
-            taker.settle(offer, not problem)
-            if not problem:
-                return Taken(slot, time.monotonic() - started), offer
-        tell(f"the state of replica {slot} was not taken over: {problem}")
-        given_up.add(slot)
+            offer = _take_from(giver, handover, taker, slot, least, seconds)
+        except _NotTakenError as error:
+            if error.may_pass and slot not in asked_again:
+                asked_again.add(slot)
+                handover.wait_for(giver)
+            else:
+                tell(f"the state of replica {slot} was not taken over: {error}")
+                given_up.add(slot)
+        else:
+            return Taken(slot, time.monotonic() - started), offer
+
+
+class _NotTakenError(Exception):
+    """Why the state of a slot was not taken, and whether it may be when it is asked again."""
+
+    def __init__(self, why: str, may_pass: bool = False) -> None:
+        super().__init__(why)
+        self.may_pass = may_pass
+
+
+def _take_from(
+    giver: int, handover: Handover, taker: Taker[Offer], slot: int, least: int, seconds: float
+) -> Offer:
+    """Take the state of one slot. Raises _NotTakenError, alike on all ranks of the replica."""
+    offer, tag, problem = None, 0, None
+    try:
+        tag, description = handover.ask(giver, seconds)
+        offer = taker.check(slot, description)
+    except (OSError, ValueError) as error:
+        problem = error
+    offered = _agree(problem, offer.step if offer else 0)
+    assert offer is not None
+    if len(offered) > 1:  # some of its ranks had a copy for another taker, others made a new one
+        raise _NotTakenError(f"its ranks offer the steps {offered}", may_pass=True)
+    if offered[0] < least:
+        raise _NotTakenError(f"it is at local step {offered[0]} by now, as it was started anew")
+    try:
+        taker.take(offer, partial(handover.take, giver, tag))
+    except (OSError, ValueError) as error:
+        problem = error
+    try:
+        _agree(problem)
+    except _NotTakenError:
+        taker.settle(offer, False)
+        raise
+    taker.settle(offer, True)
+    return offer
+
+
+def _agree(problem: OSError | ValueError | None, step: int = 0) -> list[int]:
+    """Return the steps that the ranks of the replica are offered; raises _NotTakenError if one has a problem."""
+    own = line_of(problem) if problem else "", isinstance(problem, ConnectionError), step
+    told = of_all_ranks(own)
+    if problems := [text for text, _, _ in told if text]:
+        raise _NotTakenError(problems[0], may_pass=any(lost for _, lost, _ in told))
+    return sorted({step for _, _, step in told})
 
 
 def furthest(

@@ -25,12 +25,12 @@ TOPOLOGY = Topology(dp=RANKS, slot=1, slots=2)
 
 
 class Gives:
-    """A `Handover` that takes what one replica gives."""
+    """A `Handover` that takes what one replica gives, whose connection is lost so often."""
 
     place = TOPOLOGY.place(0)
 
-    def __init__(self, snapshot: Snapshot, step: int) -> None:
-        self._snapshot, self._step = snapshot, step
+    def __init__(self, snapshot: Snapshot, step: int, losses: int) -> None:
+        self._snapshot, self._step, self._losses = snapshot, step, losses
 
     def steps(self) -> dict[int, int]:
         return {0: self._step}
@@ -38,7 +38,13 @@ class Gives:
     def ask(self, rank: int, seconds: float) -> tuple[int, bytes]:
         return 1, self._snapshot.description
 
+    def wait_for(self, rank: int) -> None:
+        pass
+
     def take(self, rank: int, tag: int, buffers: Sequence[Tensor]) -> None:
+        if self._losses:
+            self._losses -= 1
+            raise ConnectionError(f"rank {rank} has gone: the connection was lost")
         for buffer, part in zip(buffers, self._snapshot.parts, strict=True):
             buffer.copy_(torch.tensor(part))
 
@@ -53,7 +59,7 @@ class Ranks:
         if not isinstance(own, tuple) or not self._others:
             return [own, own]
         self._others -= 1
-        return [own, ("", own[1] + 4)]
+        return [own, ("", False, own[2] + 4)]
 
 
 class Inner:
@@ -81,10 +87,12 @@ def rank(value: float) -> tuple[Any, Inner]:
     return outer, Inner(value, weight)
 
 
-def taken(step: int, told: int, least: int = 1) -> tuple[dict[str, Tensor] | None, Any, Inner]:
+def taken(
+    step: int, told: int, least: int = 1, losses: int = 0
+) -> tuple[dict[str, Tensor] | None, Any, Inner]:
     """Take the state of `step` from one that told another step before."""
     outer, inner = rank(0.0)
-    gives: Any = Gives(copy_state(*rank(2.0)[:1], step, rank(2.0)[1])(), told)
+    gives: Any = Gives(copy_state(*rank(2.0)[:1], step, rank(2.0)[1])(), told, losses)
     return take_state(gives, outer, least, 1.0, inner), outer, inner
 
 
@@ -120,6 +128,19 @@ def test_a_giver_whose_ranks_gave_copies_of_different_steps_is_asked_again(
     assert told == ["the state of replica 0 was not taken over: its ranks offer the steps [20, 24]"] * (
         others - 1
     )
+
+
+@pytest.mark.parametrize(("losses", "steps"), [(1, [20]), (2, [])])
+def test_a_giver_whose_connection_is_lost_is_asked_again(
+    losses: int, steps: list[int], recwarn: pytest.WarningsRecorder
+) -> None:
+    """Once, with nothing kept of the first time."""
+    state, outer, _ = taken(step=20, told=20, losses=losses)
+    assert [int(found["local_steps_done"]) for found in (state,) if found is not None] == steps
+    assert (outer.weights.read() == (2.0 if steps else 0.0)).all()
+    told = [str(one.message) for one in recwarn]
+    gone = "rank 0 has gone: the connection was lost"
+    assert told == [f"the state of replica 0 was not taken over: {gone}"] * (losses - 1)
 
 
 def test_an_attach_that_fails_leaves_the_federation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.plans.topology import Position
 from megatron_noloco.training import takeover
 from megatron_noloco.training.takeover import SavedState, take_over_checkpoint
-from tests.unit.federated import SECONDS, connected
+from tests.unit.federated import SECONDS, connected, until
 from tests.unit.test_checkpoint_files import CONFIG, job, write_checkpoint
 
 GIVER, TAKER = replace(job(2), pp=2), replace(job(5), pp=2)
@@ -260,3 +260,27 @@ def test_a_giver_that_was_started_anew_takes_no_checkpoint_from_its_place(
         (line,) = start_of(taker, folders[1])
     assert line.endswith("not taken over: it is at local step 20 by now, as it was started anew")
     assert names_in(folders[1]) == before
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_giver_whose_connection_is_lost_meanwhile_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folders = [tmp_path / str(slot) for slot in range(2)]
+    write_checkpoint(folders[0], 20, job(0))
+    with connected(tmp_path / "there", 2, slots=8) as (giver, taker):
+        protocol, tries = taker.service.protocol, list[int]()
+
+        def receive_later(*arguments: Any) -> None:
+            tries.append(len(taker.present()))
+            if len(tries) == 1:
+                taker.service.do(protocol.lost, protocol.counterparts[giver.rank], "has gone")
+                until(lambda: not taker.present())
+            receive(*arguments)
+
+        monkeypatch.setattr(takeover, "receive", receive_later)
+        assert start_of(giver, folders[0]) == []
+        (line,) = start_of(taker, folders[1])
+    assert tries == [1, 1]
+    assert line.startswith("taken over from replica 0: its state after local step 20, ")
+    assert catalog.is_complete(catalog.step_folder(folders[1], 20))
