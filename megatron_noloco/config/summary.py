@@ -104,7 +104,7 @@ def _method(noloco: TrainerSettings, replicas: int) -> str:
     if method == "none":
         return "none (no rounds" + ("; the replicas do not average)" if replicas > 1 else ")")
     momentum = f"{noloco.outer_momentum}{' (Nesterov)' if noloco.outer_nesterov else ''}"
-    knobs = f"{method}, k = {noloco.local_steps}, alpha = {momentum}, beta = {noloco.outer_lr}"
+    knobs = f"{method} in {noloco.payload}, k = {noloco.local_steps}, alpha = {momentum}, beta = {noloco.outer_lr}"
     if replicas == 1:
         return f"{knobs}; 1 replica has no partner, every round is skipped"
     n = noloco.group_size_among(replicas)

@@ -25,7 +25,7 @@ BANNER: list[tuple[dict[str, Any], str]] = [
         "batch per replica: 4 per microbatch x 2 microbatches x 1 data-parallel = 8 samples; x 32 = 256 tokens",
     ),
     ({}, "batch in total: 4 replicas x 8 = 32 samples; x 32 = 1,024 tokens per local step"),
-    ({}, "method: noloco, k = 5, alpha = 0.5, beta = 0.7, gamma = 0.7, n = 2; rho = 0.700"),
+    ({}, "method: noloco in fp32, k = 5, alpha = 0.5, beta = 0.7, gamma = 0.7, n = 2; rho = 0.700"),
     (CYCLES, "cycles of 2 x 3 x 5; rho = 0.595: "),
     (CYCLES | {"noloco.fragments": 2}, "cycles of 2 x 3 x 5; rho = 0.595: "),
     (CYCLES | {"noloco.fragments": 3}, "cycles of 2 x 3 x 5; rho = 0.602: "),
