@@ -56,8 +56,10 @@ def is_under_way(output_dir: Path) -> bool:
                 if not file.read().endswith(f" on {socket.gethostname()}\n"):
                     return True
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:  # in a federation only the folders of replicas have the file
+            continue
         except OSError:  # locked, or not ours to open
-            return path.exists()
+            return True
     return False
 
 
