@@ -1,5 +1,6 @@
 """The smallest runs that still have every part: shared by the integration tests, which fork after importing it."""
 
+import itertools
 import json
 import os
 from collections import defaultdict
@@ -229,7 +230,9 @@ def run_whole(rank: int, world_size: int, config: str) -> dict[str, Any]:
 
 
 def metrics(output_dir: Path, kind: str = "step") -> list[list[dict[str, Any]]]:
-    """What the replicas wrote about their steps (or evaluations), replica by replica."""
+    """What the replicas wrote about their steps (or evaluations), replica by replica, but when they wrote it."""
     files = sorted(output_dir.glob("replica_*/metrics.jsonl"))
     rows = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    for row in itertools.chain(*rows):
+        del row["unix_seconds"]
     return [[row for row in one if row["kind"] == kind] for one in rows]
