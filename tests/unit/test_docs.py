@@ -85,6 +85,22 @@ def test_the_reference_has_every_field() -> None:
                 assert f"| `{field}` |" in page.split(f"## {block}\n")[1].split("\n## ")[0]
 
 
+def test_defaults_on_the_pages_are_those_of_the_code() -> None:
+    """In the tables "in the block `NAME` | default | meaning"; an empty cell: none is needed to know."""
+    reference, seen = as_markdown(), 0
+    for page in (ROOT / "docs").glob("*.md"):
+        for block, rows in re.findall(
+            r"\| in the block `(\w+)` \| default \|.*\n\|[-|]+\n((?:\|.*\n)+)", page.read_text()
+        ):
+            fields = reference.split(f"## {block}\n")[1].split("\n## ")[0]
+            for field, default in re.findall(r"^\| `(\w+)` \| ?(.*?) ?\|", rows, re.MULTILINE):
+                if default:
+                    (real,) = re.findall(rf"\| `{field}` \| .*?; default (.*?) \|", fields)
+                    assert json.loads(default.strip("`")) == json.loads(real), f"{page.name}: {field}"
+                    seen += 1
+    assert seen > 10
+
+
 def test_one_version() -> None:
     """In the package, for citations, and the newest of the changelog, with the same day."""
     cited = dict(
