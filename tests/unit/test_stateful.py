@@ -20,7 +20,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch import Tensor
 
 from megatron_noloco.federation import counterpart as known
-from megatron_noloco.federation import outbox, protocol
+from megatron_noloco.federation import outbox, paths, protocol
 from megatron_noloco.federation.commit import CommittedExchange, Guard
 from megatron_noloco.federation.frames import Frame, Kind, Member, read
 from megatron_noloco.federation.links import Link
@@ -175,7 +175,9 @@ class Faults(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
-        self.patches = [patch.object(module, "time", self.clock) for module in (known, outbox, protocol)]
+        self.patches = [
+            patch.object(module, "time", self.clock) for module in (known, outbox, paths, protocol)
+        ]
         for one in self.patches:
             one.start()
         self.ends: list[End] = []
