@@ -117,7 +117,9 @@ def _method(noloco: Mapping[str, Any]) -> str:
         return "no rounds"
     steps = noloco["local_steps"]
     every = "after every local step" if steps == 1 else f"after every {steps} local steps"
-    return f"{noloco['method']}, a round {every}, {noloco['payload']}"
+    outer = f"outer momentum {noloco['outer_momentum']}, outer rate {noloco['outer_lr']}"
+    nesterov = ", Nesterov" if noloco.get("outer_nesterov") else ""
+    return f"{noloco['method']}, a round {every}, {noloco['payload']}, {outer}{nesterov}"
 
 
 def _newest(run: RunLog, kind: str) -> list[Row]:
