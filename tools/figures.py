@@ -14,7 +14,7 @@ from tools.options import command_line
 _DECAY = "weight decay 0.01"
 _ALL = "alpha 0, beta 1"
 SYNCHRONOUS = f"synchronous, 0.014 0.016, {_DECAY}"
-BYTES = {  # rows with weight decay 0.01, each method at its own learning rates
+BYTES = {  # each method at its own learning rates; a replica receives as many bytes as it sends
     "NoLoCo, int8": (
         f"every step, 0.04 0.032, {_DECAY}",
         f"every 2 steps, 0.028 0.032, {_DECAY}",
@@ -32,8 +32,26 @@ BYTES = {  # rows with weight decay 0.01, each method at its own learning rates
         f"all 8 in one group, int8, every 3 steps, 0.028 0.032, {_DECAY}",
         f"all 8 in one group, int8, every 10 steps, 0.028 0.032, {_DECAY}",
     ),
+    "NoLoCo, int4": (
+        "NoLoCo int4, every step, 0.04 0.032",
+        "NoLoCo int4, every 3 steps, 0.02 0.032",
+        "NoLoCo int4, every 7 steps, 0.02 0.023",
+        "NoLoCo int4, every 14 steps, 0.014 0.016",
+        "NoLoCo int4, every 30 steps, 0.014 0.016",
+    ),
+    "DiLoCo, int4": (
+        "DiLoCo int4, every 3 steps, 0.04 0.032",
+        "DiLoCo int4, every 9 steps, 0.028 0.032",
+        "DiLoCo int4, every 17 steps, 0.02 0.023",
+        "DiLoCo int4, every 35 steps, 0.014 0.016",
+        "DiLoCo int4, every 83 steps, 0.014 0.016",
+    ),
+    "SparseLoCo": (
+        "SparseLoCo 0.08, every 5 steps, 0.028 0.032",
+        "SparseLoCo 0.5, every 35 steps, 0.02 0.023",
+    ),
 }
-FIRST_TEXT = ("weight decay", "DiLoCo")  # their studies
+FIRST_TEXT = ("weight decay", "DiLoCo", "front")  # their studies
 STEPS = 2000  # of these rows
 DELAYS = {
     0: "fp32",
