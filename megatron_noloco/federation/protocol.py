@@ -280,7 +280,7 @@ class FederationProtocol:
         counterpart = self.counterparts.get(frame.sender)
         if counterpart is None:
             return "unknown sender"
-        if not self._admit(counterpart, frame):
+        if not self._admit(counterpart, frame, link):
             return "earlier process"
         self.paths.came(counterpart, link, frame.relayed)
         if frame.relayed and parts:
@@ -291,16 +291,18 @@ class FederationProtocol:
         counterpart.update(heard=time.monotonic(), connected=counterpart.outbox.link is not None)
         return self._actions[frame.kind](counterpart, frame, data)
 
-    def _admit(self, counterpart: Counterpart, frame: Frame) -> bool:
+    def _admit(self, counterpart: Counterpart, frame: Frame, link: Link) -> bool:
         """Whether a frame is from the counterpart's latest process and, if it answers us, meant for this process.
 
-        The first frame of a later process ends what is under way with the one before.
+        The first frame of a later process ends what is under way with the one before; there was none where the
+        frame came over the link that is used, and was the first one ever.
         """
         if frame.kind not in (Kind.HELLO, Kind.WANT, Kind.ASK):
             return (frame.epoch, frame.to_epoch) == (counterpart.seen.epoch, self.member.epoch)
         if frame.epoch > counterpart.seen.epoch:
-            self.lost(counterpart, "was started anew")
-            counterpart.direct, counterpart.its_paths = None, 0
+            if counterpart.seen.epoch or link is not counterpart.direct:
+                self.lost(counterpart, "was started anew")
+                counterpart.direct, counterpart.its_paths = None, 0
             counterpart.update(epoch=frame.epoch, begun=-1, open_from=0)
         return frame.epoch == counterpart.seen.epoch
 

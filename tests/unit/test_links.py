@@ -48,7 +48,8 @@ def test_a_rank_that_cannot_be_reached_where_it_says_connects_itself(
 ) -> None:
     monkeypatch.setattr(service, "_BACK_SECONDS", 0.5)
     folder = SharedFolder(tmp_path, RUN)
-    nowhere = Network(folder, RUN, "tcp://127.0.0.1:29999", advertise="tcp://127.0.0.2:1")
+    listen = f"tcp://127.0.0.1:{free_port()}"
+    nowhere = Network(folder, RUN, listen, advertise="tcp://127.0.0.2:1")
     with (
         closing(FederationTransport(Place(0, 2), nowhere, PATIENCE)) as first,
         closing(FederationTransport(Place(1, 2), Network(folder, RUN, LOCAL), PATIENCE)) as second,
@@ -259,7 +260,7 @@ def test_a_failure_of_the_thread_ends_the_job(
 def test_a_relay_that_does_not_reach_the_other_is_replaced_by_the_next(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(counterpart, "_SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr(counterpart, "_SILENCE_SECONDS", 3.0)  # no busy machine is silent for so long
     monkeypatch.setattr(paths, "_RELAY_SECONDS", 1.0)
     folder = SharedFolder(tmp_path, RUN)
     relay, hidden = Network(folder, RUN, LOCAL, relays=True), Network(folder, RUN, None)

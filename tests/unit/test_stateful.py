@@ -124,7 +124,9 @@ class Process(FederationTransport):
         return Outcome(partner, None if report.missed else piece.mean.clone(), report.in_doubt)
 
     def post_beside(self, channel: int, sends: bool) -> None:
-        """Post a message of the round under way, besides those of `begin`."""
+        """Post a message of the round under way with the partner, if there is one, besides those of `begin`."""
+        if self.protocol._under_way.get(2 * self.number) != self.partner:
+            return
         tag = tag_of(self.number, cast(Channel, channel))
         buffer = content(self.rank, self.epoch, tag) if sends else torch.zeros(5, dtype=torch.int64)
         messages = [Message(self.partner, buffer)]
