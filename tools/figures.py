@@ -37,7 +37,7 @@ BYTES = {  # each method at its own learning rates; a replica receives as many b
         "NoLoCo int4, every 3 steps, 0.02 0.032",
         "NoLoCo int4, every 7 steps, 0.02 0.023",
         "NoLoCo int4, every 14 steps, 0.014 0.016",
-        "NoLoCo int4, every 30 steps, 0.014 0.016",
+        "NoLoCo int4, every 33 steps, 0.014 0.016",
     ),
     "DiLoCo, int4": (
         "DiLoCo int4, every 3 steps, 0.04 0.032",
@@ -47,8 +47,10 @@ BYTES = {  # each method at its own learning rates; a replica receives as many b
         "DiLoCo int4, every 83 steps, 0.014 0.016",
     ),
     "SparseLoCo": (
-        "SparseLoCo 0.08, every 5 steps, 0.028 0.032",
+        "SparseLoCo 0.5, every 9 steps, 0.028 0.032",
+        "SparseLoCo 0.5, every 17 steps, 0.02 0.023",
         "SparseLoCo 0.5, every 35 steps, 0.02 0.023",
+        "SparseLoCo 0.5, every 83 steps, 0.014 0.016",
     ),
 }
 FIRST_TEXT = ("weight decay", "DiLoCo", "front")  # their studies
