@@ -6,7 +6,7 @@ set -eu
 . "$(dirname "$0")/common.sh"
 cd "$root"
 unset HOSTFILE NIC # use this machine only
-echo "quickstart: 8 processes are starting; on 2 cores that takes some 20 seconds, the training 5 minutes"
+echo "quickstart: 8 processes are starting; on 2 cores that takes some 20 seconds, the training 4 minutes"
 launch/mpirun.sh 8 configs/quickstart.json "$@"
 
 # Measured once on this project's machine, with Python 3.11.7: `launch/mpirun.sh 8 configs/synchronous.json`.
