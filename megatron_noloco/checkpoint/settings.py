@@ -52,9 +52,9 @@ class CheckpointSettings:
     folder: Path
     run: dict[str, Any]
     with_defaults: Callable[[dict[str, Any]], dict[str, Any]]
-    keep_last: int = 2
-    async_save: bool = False
-    load: str = "auto"
+    keep_last: int
+    async_save: bool
+    load: str
 
     @property
     def seed(self) -> int:

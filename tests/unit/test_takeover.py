@@ -32,7 +32,7 @@ GIVER, TAKER = replace(job(2), pp=2), replace(job(5), pp=2)
 AT = Position(2, 1, 0, 0)  # the giver's rank
 ARCHITECTURE = RunConfig.from_dict(CONFIG).architecture(257)
 RUN = RunConfig.from_dict({**CONFIG, "data": {"text": "elsewhere"}}).to_dict()
-SETTINGS = CheckpointSettings(Path("checkpoints"), RUN, with_defaults=dict)
+SETTINGS = CheckpointSettings(Path("checkpoints"), RUN, dict, keep_last=2, async_save=False, load="auto")
 
 
 def offered(folder: Path) -> tuple[bytes, list[Path]]:
