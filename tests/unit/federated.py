@@ -110,7 +110,9 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def swap(one: FederationTransport, other: FederationTransport, tag: int) -> None:
-    """Exchange vectors between two ranks."""
+    """Exchange vectors between two ranks, once both know of the same paths: what is of an earlier one is void."""
+    there, here = one.service.protocol.counterparts[other.rank], other.service.protocol.counterparts[one.rank]
+    until(lambda: (there.paths, there.its_paths) == (here.its_paths, here.paths))
     mine, theirs = torch.zeros(1000), torch.zeros(1000)
     flights = [
         one.post([Message(other.rank, torch.full((1000,), 1.0))], [Message(other.rank, mine)], tag),
