@@ -11,13 +11,15 @@ one replica alone.
 A method's learning rate is found with the first seed: from that of its JSON it is doubled and halved until the
 best lies between two worse ones. The other seeds take the best one. With "tune": false all take that of the JSON.
 
-Finished runs are in OUTPUT/results.jsonl and are not repeated: an interrupted study can be continued. `--jobs`
-makes several runs side by side. A run is simulated on one core; `--compiled` by `torch.compile`, which needs a C++
-compiler. With `--trainer` it is the trainer itself under mpirun, with a process for each rank: for what is not
-simulated, such as pipeline stages. A run that failed is in OUTPUT, with its log.
+Finished runs are in OUTPUT/results.jsonl and are not repeated: an interrupted study can be continued, and a
+simulated run from where it was at most five minutes before. `--jobs` makes several runs side by side. A run is
+simulated on one core; `--compiled` by `torch.compile`, which needs a C++ compiler. With `--trainer` it is the
+trainer itself under mpirun, with a process for each rank: for what is not simulated, such as pipeline stages. A
+run that failed is in OUTPUT, with its log.
 """
 
 import copy
+import hashlib
 import json
 import os
 import sys
@@ -34,7 +36,7 @@ from tools.options import add_changes, apply, command_line
 from tools.simulator.report import BASELINES, Key, as_csv, as_markdown, baseline, finite, plot, table
 from tools.simulator.trained import train
 
-Run = Callable[[dict[str, Any]], dict[str, Any]]
+Run = Callable[[dict[str, Any], Path], dict[str, Any]]
 
 
 def main() -> None:
@@ -59,11 +61,7 @@ def main() -> None:
                     f'{options.study}: "runs" lacks "{baseline(name, method)}", with which "{method}" is compared'
                 )
     options.output.mkdir(parents=True, exist_ok=True)
-    run = (
-        partial(train, folder=options.output)
-        if options.trainer
-        else partial(simulate, compiled=options.compiled)
-    )
+    run: Run = train if options.trainer else partial(simulate, compiled=options.compiled)
     results = Runs(study, options.output / "results.jsonl", options.jobs, run).all()
     rows = table(results)
     (options.output / "table.csv").write_text(as_csv(rows))
@@ -78,7 +76,7 @@ class Runs:
     Args:
         path: of the file. Runs that are in it are not repeated.
         jobs: runs side by side, each in a process of its own.
-        run: makes a run from its JSON; returns its last evaluation.
+        run: makes a run from its JSON, with files in the folder of `path`; returns its last evaluation.
     """
 
     def __init__(self, study: dict[str, Any], path: Path, jobs: int, run: Run) -> None:
@@ -113,7 +111,7 @@ class Runs:
     def _loss(self, key: Key) -> float:
         if key not in self.results:
             raw = configure(self.study, *key)
-            result = self._pool.submit(self.run, raw).result()
+            result = self._pool.submit(self.run, raw, self.path.parent).result()
             with self._writing, self.path.open("a") as file:
                 file.write(json.dumps({**key._asdict(), **result}) + "\n")
                 print(f"{key}: {result['mean_model_loss']:.4f}", file=sys.stderr)
@@ -161,8 +159,12 @@ def end_with_parent() -> None:
     Thread(target=wait, daemon=True).start()
 
 
-def simulate(raw: dict[str, Any], compiled: bool = False) -> dict[str, Any]:
-    """Return the last evaluation of a simulated run, and the mean model's loss at each."""
+def simulate(raw: dict[str, Any], folder: Path, compiled: bool = False) -> dict[str, Any]:
+    """Return the last evaluation of a simulated run, and the mean model's loss at each.
+
+    Args:
+        folder: where the run is saved meanwhile, by its JSON.
+    """
     os.environ["TORCHDYNAMO_DISABLE"] = str(int(not compiled))
 
     import torch
@@ -176,9 +178,10 @@ def simulate(raw: dict[str, Any], compiled: bool = False) -> dict[str, Any]:
     from tools.simulator.simulation import Simulation
 
     torch.set_num_threads(1)
+    saved = folder / f"{hashlib.sha256(json.dumps(raw).encode()).hexdigest()[:16]}.pt"
     own = take_own(raw)
     simulation = Simulation(RunConfig.from_dict(raw), compiled, **own)
-    evaluations = list(simulation.run())
+    evaluations = list(simulation.run(saved))
     history = [[evaluation.step, evaluation.mean_model_loss] for evaluation in evaluations]
     found = {**asdict(evaluations[-1]), "history": history}
     if own["texts"]:  # the losses of the mean model, then of each replica

@@ -15,7 +15,7 @@ from tests.harness import run_ranks
 from tests.integration.tiny import MUON, MUON_ROUNDING, metrics, run_whole, tiny, write_config, write_text
 from tools import noise_scale, study
 from tools.options import apply
-from tools.simulator import report
+from tools.simulator import report, simulation
 from tools.simulator.inner import orthogonalised
 from tools.simulator.simulation import Simulation
 from tools.simulator.slow import Slow
@@ -109,7 +109,7 @@ def test_coded_exchanges_under_way_at_an_evaluation_are_finished(tmp_path: Path)
 
 def test_sparse_rounds_make_replicas_equal(tmp_path: Path) -> None:
     raw = small(tmp_path, 3, 4, {"iters": 1}, simulator={"sparse": {"density": 0.1}})
-    found = study.simulate(raw)
+    found = study.simulate(raw, tmp_path)
     assert len(set(found["replica_losses"])) == 1
     assert found["replica_losses"][0] == pytest.approx(found["mean_model_loss"], abs=1e-6)
     simulation = Simulation(RunConfig.from_dict(raw), sparse=Sparsity(0.1))
@@ -123,7 +123,7 @@ def test_replicas_with_text_of_their_own(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         texts.append(write_text(tmp_path / name))
     raw = small(tmp_path, 4, 2, {"iters": 2}, noloco={"enabled": False}, simulator={"texts": texts})
-    found = study.simulate(raw)
+    found = study.simulate(raw, tmp_path)
     losses = found["replica_losses"]
     assert losses[:2] == pytest.approx(losses[2:], abs=1e-6)
     assert losses[0] != pytest.approx(losses[1], abs=1e-6)
@@ -132,6 +132,24 @@ def test_replicas_with_text_of_their_own(tmp_path: Path) -> None:
         assert replicas == pytest.approx(losses, abs=1e-6)
     with pytest.raises(ValueError, match="3 texts do not divide the 32 samples"):
         Simulation(RunConfig.from_dict(raw), texts=[*texts, texts[0]])
+
+
+@pytest.mark.parametrize("sparse", [None, Sparsity(0.1)], ids=["delayed", "sparse"])
+def test_an_interrupted_run_continues(
+    sparse: Sparsity | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new simulation continues from the file, to the same bits."""
+    monkeypatch.setattr(simulation, "SAVE_SECONDS", 0)
+    noloco = {} if sparse else {"overlap": DELAYED, "payload": "int8", "local_steps": 2}
+    raw = small(tmp_path, 4, 8, {"interval": 2, "iters": 1}, noloco=noloco, **MUON)
+    config, saved = RunConfig.from_dict(raw), tmp_path / "run.pt"
+    whole = list(Simulation(config, sparse=sparse).run())
+    for found in Simulation(config, sparse=sparse).run(saved):
+        if found.step == 4:
+            break
+    assert saved.exists()
+    assert list(Simulation(config, sparse=sparse).run(saved)) == whole
+    assert not saved.exists()
 
 
 def with_slow(folder: Path, steps: int, weighted: bool = False, **noloco: Any) -> tuple[RunConfig, Slow]:

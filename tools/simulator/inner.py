@@ -16,8 +16,12 @@ class Directions(Protocol):
 
     ratios: Tensor  # of each weight's learning rate to the scheduled one, fp32, shape [elements]
 
-    def of(self, gradients: Tensor) -> Tensor:
-        """Return the change at a learning rate of 1 from gradients [R, elements], which may be overwritten."""
+    def of(self, gradients: Tensor, steps: int) -> Tensor:
+        """Return the change at a learning rate of 1 from gradients [R, elements], which may be overwritten.
+
+        Args:
+            steps: taken so far, this one included.
+        """
 
     def tensors(self) -> list[Tensor]:
         """Return the live tensors of the state, a row per replica."""
@@ -33,14 +37,16 @@ class StackedOptimizer:
 
     def __init__(self, weights: Tensor, directions: Directions, decays: Tensor) -> None:
         self.weights, self.directions, self.decays = weights, directions, decays
+        self.steps = 0
 
     def step(self, gradients: Tensor, learning_rate: float, weight_decay: float) -> None:
-        directions = self.directions.of(gradients)
+        self.steps += 1
+        directions = self.directions.of(gradients, self.steps)
         rates = self.directions.ratios * learning_rate
         self.weights.mul_(1 - rates * self.decays * weight_decay).addcmul_(directions, rates, value=-1)
 
     def tensors(self) -> list[Tensor]:
-        """Return the live weights and state, a row per replica. AdamW's count of steps is one for all."""
+        """Return the live weights and state, a row per replica."""
         return [self.weights, *self.directions.tensors()]
 
 
@@ -51,12 +57,10 @@ class AdamW:
         self.ratios = torch.ones(like.shape[1])
         self.betas, self.eps = params.get("betas", (0.9, 0.999)), params.get("eps", 1e-8)
         self.first, self.second = torch.zeros_like(like), torch.zeros_like(like)
-        self.steps = 0
 
-    def of(self, gradients: Tensor) -> Tensor:
-        self.steps += 1
+    def of(self, gradients: Tensor, steps: int) -> Tensor:
         beta1, beta2 = self.betas
-        correction1, correction2 = 1 - beta1**self.steps, 1 - beta2**self.steps
+        correction1, correction2 = 1 - beta1**steps, 1 - beta2**steps
         self.first.lerp_(gradients, 1 - beta1)
         self.second.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
         denominator = (self.second.sqrt() / correction2**0.5).add_(self.eps)
@@ -85,8 +89,8 @@ class Muon:
         for stack in self._stacks:
             self.ratios[stack] = 1.0
 
-    def of(self, gradients: Tensor) -> Tensor:
-        directions = self._adam.of(gradients)
+    def of(self, gradients: Tensor, steps: int) -> Tensor:
+        directions = self._adam.of(gradients, steps)
         for stack, momentum in zip(self._stacks, self._momentum, strict=True):
             gradient = gradients[:, stack]
             momentum.lerp_(gradient, 1 - self._beta)

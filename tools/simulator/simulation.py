@@ -1,9 +1,12 @@
 """One simulated run: the JSON of the trainer, all replicas in this process."""
 
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +27,8 @@ from tools.simulator.inner import AdamW, Directions, LearningRate, Muon, Stacked
 from tools.simulator.llama import StackedLlama
 from tools.simulator.slow import REPLICA, Slow
 from tools.simulator.sparse import SparseLoco, Sparsity
+
+SAVE_SECONDS = 300  # between saves of a run that can be continued
 
 
 @dataclass(frozen=True)
@@ -134,11 +139,21 @@ class Simulation:
         code = partial(sparse.coded, self.model.sizes)
         return SparseLoco(self.weights, self.config.noloco, sparse.error_decay, code)
 
-    def run(self) -> Iterator[Evaluation]:
-        """Train to the end; yields every evaluation the trainer would make."""
+    def run(self, saved: Path | None = None) -> Iterator[Evaluation]:
+        """Train to the end; yields every evaluation the trainer would make.
+
+        Args:
+            saved: a file that is written every few minutes. A run that finds one continues from it, and yields the
+                evaluations before it again; at its end it deletes the file.
+        """
         steps, interval = self.config.training.train_iters, self.config.evaluation.interval
+        evaluations: list[Evaluation] = []
+        if saved is not None and saved.exists():
+            evaluations = self._restore(torch.load(saved, weights_only=False))
+            yield from evaluations
+        written = time.monotonic()
         with ThreadPoolExecutor(self.replicas) as threads:  # members of a group wait for each other
-            for step in range(steps):
+            for step in range(self.inner.steps, steps):
                 self._local_step(step)
                 done = step + 1
                 if self.slow is not None:
@@ -155,7 +170,41 @@ class Simulation:
                     list(
                         threads.map(lambda outer: outer.wait(), self.outer)
                     )  # members need each other for that
-                    yield self.evaluate(done)
+                    evaluations.append(self.evaluate(done))
+                    yield evaluations[-1]
+                if saved is not None and time.monotonic() - written > SAVE_SECONDS:
+                    written = time.monotonic()
+                    states = list(threads.map(lambda outer: outer.state(), self.outer))
+                    self._save(saved, states, evaluations)
+        if saved is not None:
+            saved.unlink(missing_ok=True)
+
+    def _save(
+        self, path: Path, outer: Sequence[dict[str, Tensor]], evaluations: Sequence[Evaluation]
+    ) -> None:
+        state = {
+            "steps": self.inner.steps,
+            "sent_bytes": self.sent_bytes,
+            "tensors": self._tensors(),
+            "outer": outer,
+            "evaluations": evaluations,
+        }
+        new = path.with_suffix(".new")
+        torch.save(state, new)
+        new.replace(path)
+
+    def _restore(self, state: dict[str, Any]) -> list[Evaluation]:
+        for _ in range(state["steps"]):
+            self.learning_rate.next()
+        self.inner.steps, self.sent_bytes = state["steps"], state["sent_bytes"]
+        for tensor, kept in zip(self._tensors(), state["tensors"], strict=True):
+            tensor.copy_(kept)
+        for outer, kept in zip(self.outer, state["outer"], strict=True):
+            outer.restore(kept)
+        return list(state["evaluations"])
+
+    def _tensors(self) -> list[Tensor]:
+        return [*self.inner.tensors(), *(self.sparse.tensors() if self.sparse else ())]
 
     def _final_average(self, replica: int) -> int:
         """Take part in the final average; returns the bytes that the replica sends."""

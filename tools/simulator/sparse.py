@@ -73,6 +73,10 @@ class SparseLoco:
         self._momentum = torch.zeros_like(self.slow_weights)
         self._unsent = torch.zeros_like(weights)
 
+    def tensors(self) -> list[Tensor]:
+        """Return the live tensors of the state besides the weights."""
+        return [self.slow_weights, self._momentum, self._unsent]
+
     def after_local_step(self, done: int) -> bool:
         """Return whether a round was due after `done` local steps; it was then run."""
         if done % self.settings.local_steps:
