@@ -1,15 +1,20 @@
-"""The figures of docs/evidence.md, from the rows of docs/evidence.csv: loss over bytes, and loss over delay.
+"""The figures of docs/evidence.md, from the rows of docs/evidence.csv: loss over bytes, perplexity over replicas.
 
 python -m tools.figures docs
 """
 
 import csv
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from math import exp
 from pathlib import Path
 from statistics import mean, stdev
+from typing import TYPE_CHECKING, NamedTuple
 
 from tools.options import command_line
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 _DECAY = "weight decay 0.01"
 _ALL = "alpha 0, beta 1"
@@ -53,16 +58,30 @@ BYTES = {  # each method at its own learning rates; a replica receives as many b
         "SparseLoCo 0.5, every 83 steps, 0.014 0.016",
     ),
 }
-FIRST_TEXT = ("weight decay", "DiLoCo", "front")  # their studies
+REPLICAS = {  # of each method, the number of replicas, its row and that of synchronous training
+    "pairs, int8": (
+        (4, f"every step, 0.028 0.023 @ 4 replicas, {_DECAY}", f"synchronous, 0.01 0.016 @ 4 replicas, {_DECAY}"),
+        (8, f"every step, 0.04 0.032, {_DECAY}", SYNCHRONOUS),
+        (16, f"every step, 0.04 0.032 @ 16 replicas, {_DECAY}", f"synchronous, 0.02 0.032 @ 16 replicas, {_DECAY}"),
+        (32, "pairs in cycles, int8 @ 32 replicas", "synchronous @ 32 replicas"),
+    ),
+    "groups of 8, of 16 with 64 replicas, int4": (
+        (32, "random groups of 8, int4 @ 32 replicas", "synchronous @ 32 replicas"),
+        (64, "random groups of 16, int4 @ 64 replicas", "synchronous @ 64 replicas"),
+    ),
+}
+STUDIES = ("weight decay", "DiLoCo", "front", "replicas")  # of this text, with 512 tokens per replica and step
 STEPS = 2000  # of these rows
-DELAYS = {
-    0: "fp32",
-    1: "delay of 1 step",
-    5: "delay of 5 steps",
-    10: "delay of 10 steps",
-}  # of study "exchange"
+WEIGHTS = 84_816
 
-Runs = Mapping[tuple[str, str], list[tuple[float, float]]]
+
+class Run(NamedTuple):
+    seed: int
+    sent: float  # bytes, nan: not kept
+    loss: float  # of the mean model
+
+
+Runs = Mapping[str, list[Run]]
 
 
 def main() -> None:
@@ -75,42 +94,52 @@ def main() -> None:
     from matplotlib import pyplot
 
     runs = read(folder / "evidence.csv")
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    weights = 84_816
-    left.axhline(_of(runs, SYNCHRONOUS)[1], color="black", linewidth=1, label="synchronous")
+    for name, draw in {"bytes": draw_bytes, "replicas": draw_replicas}.items():
+        figure, axes = pyplot.subplots(figsize=(6.5, 3.6), layout="constrained")
+        draw(axes, runs)
+        axes.legend(frameon=False)
+        figure.savefig(folder / f"{name}.png", dpi=120)
+
+
+def draw_bytes(axes: "Axes", runs: Runs) -> None:
+    axes.axhline(mean(run.loss for run in runs[SYNCHRONOUS]), color="black", linewidth=1, label="synchronous")
     for name, rows in BYTES.items():
-        points = [_of(runs, row) for row in rows]
-        sent = [one[0] / weights / STEPS for one in points]
-        left.errorbar(
-            sent, [one[1] for one in points], [one[2] for one in points], marker="o", capsize=3, label=name
-        )
-    left.set_xscale("log")
-    left.set_xlabel("bytes sent per weight and local step")
-    left.set_ylabel("loss of the mean model")
-    left.legend(frameon=False)
-    points = [_of(runs, row, ["exchange"]) for row in DELAYS.values()]
-    right.errorbar(
-        list(DELAYS), [one[1] for one in points], [one[2] for one in points], marker="o", capsize=3
-    )
-    right.axhline(_of(runs, "synchronous", ["exchange"])[1], color="black", linewidth=1)
-    right.set_xlabel("local steps of delay, a round every 10 (1,000 local steps)")
-    figure.savefig(folder / "loss.png", dpi=120)
+        sent = [mean(run.sent for run in runs[row]) / WEIGHTS / STEPS for row in rows]
+        losses = [[run.loss for run in runs[row]] for row in rows]
+        _line(axes, name, sent, losses)
+    axes.set_xscale("log")
+    axes.set_xlabel("bytes sent per weight and local step")
+    axes.set_ylabel("loss of the mean model")
+
+
+def draw_replicas(axes: "Axes", runs: Runs) -> None:
+    axes.axhline(0, color="black", linewidth=1, label="synchronous")
+    for name, rows in REPLICAS.items():
+        lost = []
+        for _, method, synchronous in rows:
+            least = {run.seed: run.loss for run in runs[synchronous]}
+            lost.append([100 * (exp(run.loss - least[run.seed]) - 1) for run in runs[method]])
+        _line(axes, name, [row[0] for row in rows], lost)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks := [4, 8, 16, 32, 64], [str(tick) for tick in ticks])
+    axes.set_xlabel("replicas of 512 tokens per step, a round every step")
+    axes.set_ylabel("% of perplexity lost")
+
+
+def _line(axes: "Axes", name: str, places: list[float], found: list[list[float]]) -> None:
+    """Draw means over seeds, with deviations."""
+    deviations = [stdev(values) if len(values) > 1 else 0.0 for values in found]
+    axes.errorbar(places, [mean(values) for values in found], deviations, marker="o", capsize=3, label=name)
 
 
 def read(file: Path) -> Runs:
-    """Return sent bytes and loss of each run, by study and method."""
+    """Return the runs of each method of `STUDIES`."""
     found = defaultdict(list)
     for row in csv.DictReader(file.read_text().splitlines()):
-        found[row["study"], row["method"]].append((float(row["sent_bytes"]), float(row["mean_model_loss"])))
+        if row["study"] in STUDIES:
+            run = Run(int(row["seed"]), float(row["sent_bytes"]), float(row["mean_model_loss"]))
+            found[row["method"]].append(run)
     return found
-
-
-def _of(runs: Runs, method: str, studies: Collection[str] = FIRST_TEXT) -> tuple[float, float, float]:
-    """Return mean bytes and loss over the seeds, and the deviation of losses, 0 for one seed."""
-    found = [one for study in studies for one in runs.get((study, method), [])]
-    losses = [loss for _, loss in found]
-    deviation = stdev(losses) if len(losses) > 1 else 0.0
-    return mean(sent for sent, _ in found), mean(losses), deviation
 
 
 if __name__ == "__main__":
