@@ -60,9 +60,17 @@ BYTES = {  # each method at its own learning rates; a replica receives as many b
 }
 REPLICAS = {  # of each method, the number of replicas, its row and that of synchronous training
     "pairs, int8": (
-        (4, f"every step, 0.028 0.023 @ 4 replicas, {_DECAY}", f"synchronous, 0.01 0.016 @ 4 replicas, {_DECAY}"),
+        (
+            4,
+            f"every step, 0.028 0.023 @ 4 replicas, {_DECAY}",
+            f"synchronous, 0.01 0.016 @ 4 replicas, {_DECAY}",
+        ),
         (8, f"every step, 0.04 0.032, {_DECAY}", SYNCHRONOUS),
-        (16, f"every step, 0.04 0.032 @ 16 replicas, {_DECAY}", f"synchronous, 0.02 0.032 @ 16 replicas, {_DECAY}"),
+        (
+            16,
+            f"every step, 0.04 0.032 @ 16 replicas, {_DECAY}",
+            f"synchronous, 0.02 0.032 @ 16 replicas, {_DECAY}",
+        ),
         (32, "pairs in cycles, int8 @ 32 replicas", "synchronous @ 32 replicas"),
     ),
     "groups of 8, of 16 with 64 replicas, int4": (
@@ -70,7 +78,12 @@ REPLICAS = {  # of each method, the number of replicas, its row and that of sync
         (64, "random groups of 16, int4 @ 64 replicas", "synchronous @ 64 replicas"),
     ),
 }
-STUDIES = ("weight decay", "DiLoCo", "front", "replicas")  # of this text, with 512 tokens per replica and step
+STUDIES = (
+    "weight decay",
+    "DiLoCo",
+    "front",
+    "replicas",
+)  # of this text, with 512 tokens per replica and step
 STEPS = 2000  # of these rows
 WEIGHTS = 84_816
 
