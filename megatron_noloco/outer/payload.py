@@ -82,12 +82,13 @@ def _checksum_weights() -> Tensor:
 
 
 def wide_type(bits: int, members: int) -> torch.dtype:
-    """Return the narrowest integers that hold members * n less the sum of n over the group, modulo their range.
+    """Return the integers of sums of n over the group, which are sent modulo their range.
 
-    Each n differs from the owner's by less than 2^(bits-1), so from any other by less than 2^bits.
+    They are the narrowest that hold members * n less the sum for an n that is less than 2^(bits-1) from the mean.
+    `Codec.sum_of` finds blocks with an n further away, which are rarer than differences that a code does not hold.
     """
     for wide in (torch.int8, torch.int16):
-        if (members - 1) << bits < 1 << (torch.iinfo(wide).bits - 1):
+        if members << (bits - 1) <= 1 << (torch.iinfo(wide).bits - 1):
             return wide
     return torch.int32
 
@@ -167,12 +168,18 @@ class Codec:
         members = len(coded)
         right = steps > 0
         total = self._sums[: len(steps)].zero_()
+        least, most = torch.zeros(2, len(steps), BLOCK, dtype=self._narrow)
         squares = torch.zeros(len(steps))
         for other in coded[1:]:
             m, fits = self.differences(steps, coded[0], other)
             right &= fits
             total += m
+            torch.minimum(least, m, out=least)
+            torch.maximum(most, m, out=most)
             squares += torch.square(self._floats[: len(m)].copy_(m)).sum(dim=1)
+        largest = torch.iinfo(out.dtype).max
+        right &= torch.sub(total, least.int(), alpha=members).amax(dim=1) <= largest
+        right &= torch.sub(total, most.int(), alpha=members).amin(dim=1) >= -largest
         squares -= self._floats[: len(total)].copy_(total).square_().sum(dim=1) / members
         variance = squares.mul_(steps.square()).mul_(right).sum() / (members - 1)
         torch.add(total, self._whole_steps(piece, steps), alpha=members, out=total)

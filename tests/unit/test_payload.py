@@ -247,15 +247,44 @@ def test_zeros_and_single_elements_have_steps() -> None:
     ("bits", "members", "type_"),
     [
         (4, 3, torch.int8),
-        (4, 8, torch.int8),
-        (4, 9, torch.int16),
-        (8, 128, torch.int16),
+        (4, 16, torch.int8),
+        (4, 17, torch.int16),
+        (8, 256, torch.int16),
         (16, 3, torch.int32),
     ],
 )
 def test_sums_fit(bits: int, members: int, type_: torch.dtype) -> None:
     assert wide_type(bits, members) == type_
-    assert (members - 1) * (2**bits - 2) <= torch.iinfo(type_).max
+    assert members * 2 ** (bits - 1) <= torch.iinfo(type_).max + 1
+
+
+def test_sums_that_do_not_fit_are_found() -> None:
+    """Sixteen members within 7 steps of the owner of the block; in the second block one is 11 from the mean."""
+    numbers = torch.zeros(16, 2, BLOCK)
+    numbers[1:, 0] = torch.arange(15.0)[:, None] - 7
+    numbers[1:15, 1, 9] = -5
+    numbers[15, 1, 9] = 7
+    codec, steps = Codec(4), torch.ones(2)
+    coded = [
+        (torch.empty(2, BLOCK // 2, dtype=torch.uint8), torch.empty(2, dtype=torch.int32)) for _ in numbers
+    ]
+    for member, code in zip(numbers, coded, strict=True):
+        codec.encode(member.flatten(), steps, *code)
+    sums = torch.empty(2, BLOCK, dtype=wide_type(4, 16))
+    right, _ = codec.sum_of(numbers[0].flatten(), steps, coded, sums)
+    assert right.tolist() == [True, False]
+    for member in numbers[:, 0]:
+        assert torch.equal(codec.from_sum(member, steps[:1], sums[:1], 16), numbers[:, 0].mean(0))
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_sixteen_members_keep_their_mean(bits: int) -> None:
+    vectors = alike(16, 20_000)
+    found, reports = means(vectors, tuple(range(16)), bits)
+    true = vectors.double().mean(0)
+    torch.testing.assert_close(found.double().mean(0), true, rtol=0, atol=2**-20)
+    assert (found.double() - true).norm() <= ERRORS[bits] * (vectors.double() - true).norm()
+    assert max(report.resent_elements for report in reports) < 5_000
 
 
 # Messages
