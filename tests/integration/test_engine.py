@@ -18,6 +18,7 @@ from tests.harness import run_ranks
 from tests.integration.tiny import (
     FAMILY_MODELS,
     MUON,
+    MUON_ROUNDING,
     VOCABULARY,
     Recorded,
     build,
@@ -174,17 +175,17 @@ def test_topologies_train_alike(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "tolerance"),
     [
-        {"model": {**RECOMPUTE, "untie_embeddings_and_output_weights": False}},
-        {"model": FAMILY_MODELS["mixtral"]},
-        MUON,
+        ({"model": {**RECOMPUTE, "untie_embeddings_and_output_weights": False}}, 1e-5),
+        ({"model": FAMILY_MODELS["mixtral"]}, 1e-5),
+        (MUON, 1e-4 * MUON_ROUNDING),
     ],
     ids=["tied and recomputed", "mixture", "Muon"],
 )
-def test_zero_2_trains_as_zero_1(changes: dict[str, Any]) -> None:
+def test_zero_2_trains_as_zero_1(changes: dict[str, Any], tolerance: float) -> None:
     assert_same_training(
-        run({**changes, "parallel": DP2, **ZERO_2}, 2), run({**changes, "parallel": DP2}, 2), 1e-5
+        run({**changes, "parallel": DP2, **ZERO_2}, 2), run({**changes, "parallel": DP2}, 2), tolerance
     )
 
 
