@@ -62,6 +62,24 @@ class _Channels:
             del self._channels[key]  # a long simulation uses a fresh tag every round
 
 
+class _Received(ReportedTransfers):
+    """Chunks to arrive. Gives up `turn`, if there is one, while it waits for them."""
+
+    def __init__(self, chunks: list[Chunk], tag: int, turn: "threading.Lock | None") -> None:
+        super().__init__(chunks, tag)
+        self._turn = turn
+
+    def _wait(self, waited_seconds: float, left_seconds: float) -> None:
+        if self._turn is None:
+            super()._wait(waited_seconds, left_seconds)
+            return
+        self._turn.release()
+        try:
+            super()._wait(waited_seconds, left_seconds)
+        finally:
+            self._turn.acquire()
+
+
 class LoopbackTransport:
     """The endpoint of one rank of `loopback_world`; only one thread may use it."""
 
@@ -70,16 +88,24 @@ class LoopbackTransport:
     connects_lazily = False
     progress = "the thread that sends"
 
-    def __init__(self, channels: _Channels, rank: int, world_size: int, chunk_bytes: int) -> None:
+    def __init__(
+        self,
+        channels: _Channels,
+        rank: int,
+        world_size: int,
+        chunk_bytes: int,
+        turn: "threading.Lock | None" = None,
+    ) -> None:
         self.rank = rank
         self.world_size = world_size
         self._channels = channels
         self._chunk_bytes = chunk_bytes
+        self._turn = turn
 
     def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> ChunkFlight:
         check_messages([*sends, *receives], self.rank, self.world_size)
         incoming = cut(receives, self._chunk_bytes)
-        received = ReportedTransfers(incoming, tag)
+        received = _Received(incoming, tag, self._turn)
         for chunk in incoming:
             self._channels.receive((chunk.rank, self.rank, tag), chunk, received)
         for chunk in cut(sends, self._chunk_bytes):
@@ -87,7 +113,14 @@ class LoopbackTransport:
         return ChunkFlight(received, ReportedTransfers([], tag))  # sends are copied: they need no waiting
 
 
-def loopback_world(world_size: int, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> list[LoopbackTransport]:
-    """Return the transports of a world of `world_size` threads, in rank order."""
+def loopback_world(
+    world_size: int, chunk_bytes: int = DEFAULT_CHUNK_BYTES, turn: "threading.Lock | None" = None
+) -> list[LoopbackTransport]:
+    """Return the transports of a world of `world_size` threads, in rank order.
+
+    Args:
+        turn: a lock that each thread holds when it calls a transport, and that is released while a call waits.
+            Many threads that take turns need half the time of those that compete for a core. None: no turns.
+    """
     channels = _Channels()
-    return [LoopbackTransport(channels, rank, world_size, chunk_bytes) for rank in range(world_size)]
+    return [LoopbackTransport(channels, rank, world_size, chunk_bytes, turn) for rank in range(world_size)]

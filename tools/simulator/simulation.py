@@ -1,12 +1,13 @@
 """One simulated run: the JSON of the trainer, all replicas in this process."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from threading import Lock
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from megatron_noloco.data.sources import Source, TextSource
 from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.engine.layout import GroupKey
 from megatron_noloco.model.families import Parameter, table_of
-from megatron_noloco.outer import NoRounds, Rounds, TorchWeights
+from megatron_noloco.outer import NoRounds, RoundReport, Rounds, TorchWeights
 from megatron_noloco.plans.samples import BatchPlan
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.training.rounds import build_final_average, build_outer
@@ -29,6 +30,7 @@ from tools.simulator.slow import REPLICA, Slow
 from tools.simulator.sparse import SparseLoco, Sparsity
 
 SAVE_SECONDS = 300  # between saves of a run that can be continued
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,8 @@ class Simulation:
         self.inner = self._inner()
         self.learning_rate = LearningRate(config.deepspeed)
         places = [Place(replica, self.replicas) for replica in range(self.replicas)]
-        self._connections = list(zip(loopback_world(self.replicas), places, strict=True))
+        self._turn = Lock()  # of the replicas' threads
+        self._connections = list(zip(loopback_world(self.replicas, turn=self._turn), places, strict=True))
         self.sparse = self._sparse(sparse) if sparse else None
         self._sparse_bytes = (self.replicas - 1) * sparse.payload_bytes(self.model.sizes) if sparse else 0
         self.outer = self._outer()
@@ -160,21 +163,19 @@ class Simulation:
                     self.slow.rescale(done, self.weights, self.outer)
                 if self.sparse is not None and self.sparse.after_local_step(done):
                     self.sent_bytes += self._sparse_bytes  # all-gathered in a ring: as many are received
-                reports = list(threads.map(lambda outer, done=done: outer.after_local_step(done), self.outer))
+                reports = self._of_all(threads, partial(_after_local_step, done))
                 self.sent_bytes += max(
                     sum(report.exchange.bytes_sent for report in of_replica) for of_replica in reports
                 )
                 if done == steps:
-                    self.sent_bytes += max(threads.map(self._final_average, range(self.replicas)))
+                    self.sent_bytes += max(self._of_all(threads, self._final_average))
                 if done == steps or (interval and done % interval == 0):
-                    list(
-                        threads.map(lambda outer: outer.wait(), self.outer)
-                    )  # members need each other for that
+                    self._of_all(threads, lambda outer: outer.wait())  # members need each other for that
                     evaluations.append(self.evaluate(done))
                     yield evaluations[-1]
                 if saved is not None and time.monotonic() - written > SAVE_SECONDS:
                     written = time.monotonic()
-                    states = list(threads.map(lambda outer: outer.state(), self.outer))
+                    states = self._of_all(threads, lambda outer: outer.state())
                     self._save(saved, states, evaluations)
         if saved is not None:
             saved.unlink(missing_ok=True)
@@ -206,9 +207,19 @@ class Simulation:
     def _tensors(self) -> list[Tensor]:
         return [*self.inner.tensors(), *(self.sparse.tensors() if self.sparse else ())]
 
-    def _final_average(self, replica: int) -> int:
+    def _of_all(self, threads: ThreadPoolExecutor, call: Callable[[Rounds], T]) -> list[T]:
+        """Call with each replica's outer optimizer, all at a time; they take turns."""
+
+        def call_in_turn(outer: Rounds) -> T:
+            with self._turn:
+                return call(outer)
+
+        return list(threads.map(call_in_turn, self.outer))
+
+    def _final_average(self, outer: Rounds) -> int:
         """Take part in the final average; returns the bytes that the replica sends."""
-        average = build_final_average(self.config, self.outer[replica], *self._connections[replica])
+        connection = self._connections[self.outer.index(outer)]
+        average = build_final_average(self.config, outer, *connection)
         reports = average(self.config.training.train_iters) if average else []
         return sum(report.bytes_sent for report in reports)
 
@@ -268,6 +279,10 @@ class Simulation:
         """Return each row's mean loss over the microbatches of a text, shape [rows]."""
         batches = samples.expand(len(weights), -1, -1, -1).unbind(1)
         return torch.stack([self.model.losses(weights, batch) for batch in batches]).mean(dim=0)
+
+
+def _after_local_step(step: int, outer: Rounds) -> Sequence[RoundReport]:
+    return outer.after_local_step(step)
 
 
 def _validation_samples(config: RunConfig, datasets: Datasets) -> Tensor:
