@@ -138,6 +138,11 @@ class NolocoSettings:
         return None if self.payload == "fp32" else int(self.payload.removeprefix("int"))
 
     @property
+    def keeps_rounding(self) -> bool:
+        """Whether what codes left out is kept, and added in the next round (`outer.payload`)."""
+        return self.payload == "int4"
+
+    @property
     def chooses_delay(self) -> bool:
         """Whether the delay is chosen while training."""
         return self.overlap == OverlapSettings("delayed", "auto")

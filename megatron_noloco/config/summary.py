@@ -201,7 +201,8 @@ def _routing(routing: Routing) -> str:
 
 def bytes_of_state(noloco: NolocoSettings) -> dict[str, float]:
     """Return the bytes per parameter of what is kept from round to round."""
-    return {"slow weights": 4.0} | ({"outer momentum": 4.0} if noloco.outer_momentum else {})
+    kept = {"outer momentum": bool(noloco.outer_momentum), "rounding errors": noloco.keeps_rounding}
+    return {"slow weights": 4.0} | {vector: 4.0 for vector, held in kept.items() if held}
 
 
 def bytes_of_rounds(noloco: NolocoSettings, replicas: int, kept_aside: bool = False) -> dict[str, float]:
@@ -216,6 +217,8 @@ def bytes_of_rounds(noloco: NolocoSettings, replicas: int, kept_aside: bool = Fa
         of_round["received vector"] = 4
     elif in_pairs:
         of_round |= {"codes": int(noloco.payload.removeprefix("int")) / 4, "sketches and steps": 0.1}
+    if noloco.keeps_rounding:
+        of_round["new rounding errors"] = 4
     if kept_aside:
         of_round["mean"] = 4
     if noloco.delay_steps or noloco.chooses_delay:

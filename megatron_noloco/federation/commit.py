@@ -199,6 +199,11 @@ class CommittedExchange:
     def sends_from_device(self) -> bool:
         return self._exchange.sends_from_device
 
+    @property
+    def rounding(self) -> Tensor | None:
+        """That of the mean; None where the round is skipped."""
+        return None if self._mean is None else self._exchange.rounding
+
     def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
         """Begin as `Exchange.begin` does, with the planned or another partner. A collective of the replica."""
         assert len(group) <= 2, f"a group of {len(group)} cannot commit"

@@ -65,6 +65,7 @@ class TreeMean:
     """
 
     sends_from_device = False
+    rounding = None
 
     def __init__(
         self,

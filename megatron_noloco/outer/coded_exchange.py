@@ -37,6 +37,7 @@ from megatron_noloco.outer.payload import (
     blocks_in,
     find_steps,
     pieces,
+    runs,
     signs_of,
     wide_type,
 )
@@ -46,7 +47,6 @@ from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.protocol import Message, Transport
 
 _SKETCHES, _STEPS, _CODES, _SUMS = range(2, 6)
-_NONE = torch.zeros(1, dtype=torch.int8)
 _SEGMENT = 8192  # blocks coded and posted at a time in a pair, so that coding overlaps with sending
 
 
@@ -57,17 +57,20 @@ class Coding:
     Attributes:
         bits: of a code: 16, 8 or 4.
         stretch: elements that are under way at a time, rounded up to whole blocks.
+        keeps_rounding: whether `CodedExchange.rounding` is wanted.
     """
 
     bits: int
     stretch: int = STRETCH
+    keeps_rounding: bool = False
 
 
 class CodedExchange(Exchange):
     """An `Exchange` that sends codes. The mean of a piece is this replica's estimate of it.
 
     The mean of a group's estimates is that of its vectors, to the rounding of fp32; two estimates differ by a step
-    at most (payload.py). Works in host memory. `begin` posts the sketches of the first stretch.
+    at most, and not at all once each has taken off its `rounding` (payload.py). Works in host memory. `begin`
+    posts the sketches of the first stretch.
     """
 
     def __init__(
@@ -83,6 +86,8 @@ class CodedExchange(Exchange):
     def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
         if not self._under_way:
             self._first, self._signs = 0, signs_of(number)
+            if self.coding.keeps_rounding:
+                self.rounding = self._buffers.take("rounding", torch.float32, len(vector)).zero_()
         super().begin(vector, group, number, what, exact)
 
     def _post(self, part: Tensor) -> Iterator[MeanPiece | None]:
@@ -99,9 +104,9 @@ class CodedExchange(Exchange):
             coded[max(0, start - first) // BLOCK : max(0, blocks_in(stop - first))] = False
         exchange = self._pair if len(self.report.group) == 2 else self._group
         # When `_again` runs, `coded` says what is left over.
-        return chain(exchange(part, sketches, coded), self._again(part, coded))
+        return chain(exchange(part, sketches, coded, first), self._again(part, coded))
 
-    def _pair(self, part: Tensor, sketches: Tensor, coded: Tensor) -> Iterator[MeanPiece | None]:
+    def _pair(self, part: Tensor, sketches: Tensor, coded: Tensor, first: int) -> Iterator[MeanPiece | None]:
         (partner,) = (member for member in self.report.group if member != self.place.replica)
         rank, blocks, codec = self.place.rank_of(partner), len(coded), self._codec
         their_sketches = self._buffers.take("their sketches", torch.float32, blocks, CELLS)
@@ -123,13 +128,14 @@ class CodedExchange(Exchange):
                 yield from sent
                 for piece, at in pieces(segment, first=within.start):
                     m, coded[at] = codec.differences(steps[at], _at(mine, at), _at(theirs, at))
+                    self._keep_rounding(piece, at, steps, coded, first)
                     moved, square = codec.from_difference(piece, m, steps[at] * coded[at] / 2)
                     self._count(2 * square, steps[at], coded[at], len(piece))
                     yield from _chosen(moved, at.start, coded[at])
 
         return all_pieces()
 
-    def _group(self, part: Tensor, sketches: Tensor, coded: Tensor) -> Iterator[MeanPiece | None]:
+    def _group(self, part: Tensor, sketches: Tensor, coded: Tensor, first: int) -> Iterator[MeanPiece | None]:
         group, codec = self.report.group, self._codec
         members, blocks = len(group), len(coded)
         bounds = [blocks * member // members for member in range(members + 1)]
@@ -170,10 +176,17 @@ class CodedExchange(Exchange):
                 self._count(squares, my_steps[here], my_coded[here], len(piece))
             yield from self._hand_out([sums, coded], own, at, _SUMS)
             for piece, here in pieces(part):
+                self._keep_rounding(piece, here, steps, coded, first)
                 mean = codec.from_sum(piece, steps[here], sums[here], members)
                 yield from _chosen(mean, here.start, coded[here])
 
         return all_pieces()
+
+    def _keep_rounding(self, piece: Tensor, at: slice, steps: Tensor, coded: Tensor, first: int) -> None:
+        """Note what a piece of blocks `at` of the stretch that begins at element `first` was rounded by."""
+        if self.rounding is not None:
+            start = first + at.start * BLOCK
+            self._codec.rounding(piece, steps[at], coded[at], self.rounding[start : start + len(piece)])
 
     def _again(self, part: Tensor, coded: Tensor) -> Iterator[MeanPiece | None]:
         """Exchange in fp32 the blocks that are not coded."""
@@ -235,15 +248,9 @@ def _at(coded: Coded, at: slice) -> Coded:
     return coded[0][at], coded[1][at]
 
 
-def _runs(chosen: Tensor) -> Iterator[tuple[int, int]]:
-    """Yield the ranges first..last in which a bool vector is true, ascending."""
-    edges = torch.diff(chosen.to(torch.int8), prepend=_NONE, append=_NONE).nonzero().view(-1).tolist()
-    return zip(edges[::2], edges[1::2], strict=True)
-
-
 def _chosen(mean: Tensor, first_block: int, chosen: Tensor) -> Iterator[MeanPiece]:
     """Yield the chosen blocks of `mean`, which begins at block `first_block` of the vector."""
-    for first, last in _runs(chosen):
+    for first, last in runs(chosen):
         piece = mean[first * BLOCK : last * BLOCK]
         start = (first_block + first) * BLOCK
         yield MeanPiece(start, start + len(piece), piece)
@@ -251,4 +258,4 @@ def _chosen(mean: Tensor, first_block: int, chosen: Tensor) -> Iterator[MeanPiec
 
 def _spans(chosen: Tensor, length: int) -> Spans:
     """Return the chosen blocks of a vector of `length` elements."""
-    return Spans([(first * BLOCK, min(last * BLOCK, length)) for first, last in _runs(chosen)])
+    return Spans([(first * BLOCK, min(last * BLOCK, length)) for first, last in runs(chosen)])

@@ -41,6 +41,9 @@ class AnyExchange(Protocol):
     @property
     def sends_from_device(self) -> bool: ...
 
+    @property
+    def rounding(self) -> Tensor | None: ...
+
     def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None: ...
 
     def progress(self) -> Iterator[MeanPiece]: ...
@@ -65,6 +68,8 @@ class Exchange:
     Attributes:
         report: of the exchange begun last; complete when `finish` is exhausted.
         sends_from_device: whether a vector in an accelerator's memory is sent from there.
+        rounding: what this rank's vector was rounded by, part of the mean that was yielded; in host memory, valid
+            where a piece has been yielded. None where it is not wanted or nothing is rounded, as here.
         waiting: its `deadline_seconds` may be changed between two exchanges.
         complete: whether all of the mean has been yielded, and all that was sent has arrived.
     """
@@ -88,6 +93,7 @@ class Exchange:
         self.channel = channel
         self.stretch = stretch
         self.sends_from_device = transport.device_buffers
+        self.rounding: Tensor | None = None
         self.report = ExchangeReport(group=())
         self._what, self._tag = "", 0
         self._exact: Ranges = ()

@@ -41,6 +41,7 @@ class OuterOptimizer:
         grouping: the groups of each round.
         slow_weights: phi, fp32, shape [weights.length].
         momentum: delta, likewise; None with alpha = 0, where nothing of it is kept.
+        rounding: r, likewise, what the codes of the last rounds left out; None but for payload "int4".
         delay_steps: d, that of the settings; may be changed between two local steps, on all ranks at the same one.
 
     Besides these vectors it holds, for each round that is under way at a time, the combined vector, the messages,
@@ -66,7 +67,12 @@ class OuterOptimizer:
         self._fragments = cut(weights.length, weights.copied(), settings.fragments)
         self._longest = max(fragment.length for fragment in self._fragments)
         self._vectors = OuterVectors(weights, settings)
-        self.slow_weights, self.momentum = self._vectors.slow_weights, self._vectors.momentum
+        vectors = self._vectors
+        self.slow_weights, self.momentum, self.rounding = (
+            vectors.slow_weights,
+            vectors.momentum,
+            vectors.rounding,
+        )
         self._idle = [self._new_round()]
         self._under_way: list[Round] = []  # as they began, on all ranks; each is waited for before the next
         self._pause_seconds = 0.0
@@ -154,6 +160,9 @@ class OuterOptimizer:
         self.finish()
         mean, other = self.slow_weights, self._spare
         self.weights.read_into(mean)
+        if self.rounding is not None:
+            mean.add_(self.rounding)
+            self.rounding.zero_()
         reports = []
         for place, group in enumerate(groups):
             mean, other = other, mean  # what is being sent is not written
@@ -183,15 +192,17 @@ class OuterOptimizer:
 
         Without `wait`, rounds whose exchange is under way are left out, as if they were skipped.
 
-        Live tensors "slow_weights" and, unless alpha = 0, "outer_momentum". While rounds are not merged, also
-        "correction" (phi - theta_s where it is to be merged, else zero), "delayed_rounds" (a row of
-        `Round.numbers` for each) and "delayed_with" (local steps to a round, and fragments).
+        Live tensors "slow_weights", unless alpha = 0 "outer_momentum", and in int4 "rounding". While rounds are
+        not merged, also "correction" (phi - theta_s where it is to be merged, else zero), "delayed_rounds" (a row
+        of `Round.numbers` for each) and "delayed_with" (local steps to a round, and fragments).
         """
         if wait:
             self.wait()
         state = {"slow_weights": self.slow_weights}
         if self.momentum is not None:
             state["outer_momentum"] = self.momentum
+        if self.rounding is not None:
+            state["rounding"] = self.rounding
         complete = [running for running in self._under_way if running.complete]
         if complete:
             correction = torch.zeros_like(self.slow_weights)
@@ -212,7 +223,7 @@ class OuterOptimizer:
 
         A correction is merged at its step, also with another number of replicas; with another number of local
         steps or fragments it is merged now. A state without "outer_momentum" (written with alpha = 0, or without
-        rounds) starts the momentum at zero.
+        rounds) starts the momentum at zero, one without "rounding" the rounding.
 
         Args:
             moved: whether the vectors were put together from those of ranks with other weights. Fragments are then
@@ -224,6 +235,8 @@ class OuterOptimizer:
         self.slow_weights.copy_(state["slow_weights"])
         if self.momentum is not None:
             self.momentum.copy_(state.get("outer_momentum", torch.zeros(())))
+        if self.rounding is not None:
+            self.rounding.copy_(state.get("rounding", torch.zeros(())))
         if "correction" not in state:
             return
         cut_elsewhere = moved and len(self._fragments) > 1
@@ -288,7 +301,13 @@ class OuterOptimizer:
         exchange = (
             Exchange(transport, place, Channel.ROUNDS, deadline_seconds, stretch)
             if bits is None
-            else CodedExchange(transport, place, Channel.ROUNDS, deadline_seconds, Coding(bits, stretch))
+            else CodedExchange(
+                transport,
+                place,
+                Channel.ROUNDS,
+                deadline_seconds,
+                Coding(bits, stretch, settings.keeps_rounding),
+            )
         )
         return Round(self._vectors, self._commit(exchange) if self._commit else exchange, self._longest)
 

@@ -153,7 +153,9 @@ class Round:
         """Wait for the exchange of a round without delay, and move the slow and the fast weights."""
         with self._vectors.weights.writing() as write, self._vectors.side.used():
             for mean in self._vectors.to_step(self._exchange.finish()):
-                for start, phi in self._vectors.outer_step(self.fragment, mean, None):
+                for start, phi in self._vectors.outer_step(
+                    self.fragment, mean, None, self._exchange.rounding
+                ):
                     write(start, phi)
         self.complete = True
 
@@ -225,4 +227,4 @@ class Round:
     def _use(self, means: Iterator[MeanPiece]) -> None:
         with self._vectors.side.used():
             for mean in self._vectors.to_step(means):
-                self._vectors.outer_step(self.fragment, mean, self._snapshot)
+                self._vectors.outer_step(self.fragment, mean, self._snapshot, self._exchange.rounding)

@@ -142,6 +142,7 @@ class OuterVectors:
         side: the stream of their arithmetic.
         slow_weights: phi, fp32, shape [weights.length].
         momentum: delta, likewise; None with alpha = 0, where nothing of it is kept.
+        rounding: r, likewise: what codes of the last rounds left out (`payload`); None where it is not kept.
     """
 
     def __init__(self, weights: Weights, settings: NolocoSettings) -> None:
@@ -151,12 +152,13 @@ class OuterVectors:
         self.slow_weights = buffer(weights.length, self.home)
         weights.read_into(self.slow_weights)
         self.momentum = buffer(weights.length, self.home).zero_() if settings.outer_momentum else None
+        self.rounding = buffer(weights.length, self.home).zero_() if settings.keeps_rounding else None
         self.side = SideStream(self.home)
         self._arrived = buffer(_AT_ONCE, HOST) if self.home.type == "cuda" else None
 
     @torch.no_grad()
     def combine(self, spans: Spans, combined: Tensor, snapshot: Tensor | None) -> None:
-        """Fill `combined` with c of these ranges, formed where phi lies. On return it can be sent.
+        """Fill `combined` with c of these ranges, and r, formed where phi lies. On return it can be sent.
 
         Args:
             combined: shape [spans.length], on any device.
@@ -169,6 +171,8 @@ class OuterVectors:
             theta = piece if snapshot is None else snapshot[ours]
             self.weights.read_into(theta, place.start)
             step.combine(theta, phi, beta, gamma, out=piece)
+            if self.rounding is not None:
+                piece.add_(self.rounding[place])
             if piece is not c:
                 c.copy_(piece, non_blocking=True)
         wait_for(self.home)
@@ -178,10 +182,15 @@ class OuterVectors:
         return means if self._arrived is None else gathered(means, self._arrived)
 
     @torch.no_grad()
-    def outer_step(self, spans: Spans, mean: MeanPiece, snapshot: Tensor | None) -> list[tuple[int, Tensor]]:
+    def outer_step(
+        self, spans: Spans, mean: MeanPiece, snapshot: Tensor | None, rounding: Tensor | None = None
+    ) -> list[tuple[int, Tensor]]:
         """Take the outer step of a piece; a snapshot theta_s becomes the correction, phi - theta_s.
 
         On an accelerator it does not wait for local steps that are queued there; on return it is done.
+
+        Args:
+            rounding: `Exchange.rounding`, shape [spans.length]: it is kept, and the step is taken without it.
 
         Returns phi in pieces, each with the place of its first element in the vector of weights.
         """
@@ -192,6 +201,10 @@ class OuterVectors:
                 delta = torch.zeros_like(phi) if self.momentum is None else self.momentum[place]
                 c = mean.mean[ours.start - mean.start : ours.stop - mean.start]
                 c = c.to(delta.device, non_blocking=True)
+                if self.rounding is not None:
+                    kept = self.rounding[place]
+                    kept.zero_() if rounding is None else kept.copy_(rounding[ours], non_blocking=True)
+                    c = c - kept
                 method = self.settings
                 numbers = method.outer_momentum, method.gamma, method.outer_nesterov
                 step.outer_step(phi, delta, c, *numbers, out=(phi, delta))

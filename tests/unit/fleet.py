@@ -119,13 +119,20 @@ class Fleet:
         return torch.stack([outer.momentum for outer in self.outer])
 
     @property
+    def rounding(self) -> Tensor:
+        """What codes left out and is kept; zeros where nothing is."""
+        kept = [outer.rounding for outer in self.outer]
+        return torch.stack([torch.zeros_like(self.phi[0]) if one is None else one for one in kept])
+
+    @property
     def memory(self) -> list[Tensor]:
         """What the outer optimizers keep, but not what depends on how many codes did not fit."""
         varies = () if self.settings.payload == "fp32" else ("left over", "inbox", "slices")
         rounds = [one for outer in self.outer for one in (*outer._idle, *outer._under_way)]
         kept = [one._buffers._held | one._exchange._buffers._held for one in rounds]
         vectors = [tensor for buffers in kept for name, tensor in buffers.items() if name not in varies]
-        return vectors + [one for outer in self.outer for one in (outer.slow_weights, outer.momentum)]
+        of_outer = [(outer.slow_weights, outer.momentum, outer.rounding) for outer in self.outer]
+        return vectors + [one for kept in of_outer for one in kept if one is not None]
 
 
 def fleet_of(replicas: int, group_size: int = 2, elements: int = ELEMENTS, **method: Any) -> Fleet:
@@ -135,7 +142,7 @@ def fleet_of(replicas: int, group_size: int = 2, elements: int = ELEMENTS, **met
 
 def assert_equal(one: Fleet, other: Fleet) -> None:
     """Compare all weights of two fleets bit by bit."""
-    for name in ("theta", "phi", "delta"):
+    for name in ("theta", "phi", "delta", "rounding"):
         assert torch.equal(getattr(one, name), getattr(other, name)), name
 
 
@@ -154,7 +161,7 @@ def made(
     place = Place(transport.rank, replicas)
     if bits is None:
         return Exchange(transport, place, 5, seconds, stretch)
-    return CodedExchange(transport, place, 5, seconds, Coding(bits, stretch))
+    return CodedExchange(transport, place, 5, seconds, Coding(bits, stretch, keeps_rounding=bits == 4))
 
 
 def average(

@@ -18,7 +18,7 @@ from megatron_noloco.plans.fragments import fragment_after
 from megatron_noloco.plans.grouping import averaging_cycle, prime_factors
 from megatron_noloco.plans.stability import spread_factor
 from megatron_noloco.plans.topology import Place
-from tests.unit.fleet import ELEMENTS, SECONDS, Fleet, K, assert_close, assert_equal, fleet_of, noise
+from tests.unit.fleet import ELEMENTS, SECONDS, Fleet, K, assert_close, assert_equal, fleet_of, made, noise
 
 GOLDEN_HISTORY = Path(__file__).parents[1] / "golden" / "outer_history.json"
 UPDATE_GOLDEN = "NOLOCO_UPDATE_GOLDEN"
@@ -166,13 +166,14 @@ def test_the_mean_follows_diloco_for_any_grouping(
     """Facts 1 to 3, fragment by fragment, with weights of size 1 and local updates of `size`.
 
     DiLoCo's outer gradient is what the local steps since the fragment's last round have changed, in the mean over
-    all replicas: each local update enters exactly one, whatever the delay. With everyone in one group, and equal
-    slow weights at the start, the slow weights stay equal.
+    all replicas: each local update enters exactly one, whatever the delay. What the replicas keep of their codes
+    (int4) is not in it until they send it. With everyone in one group, and equal slow weights at the start, the
+    slow weights stay equal.
     """
     start, one_group = noise(replicas, ELEMENTS, seed=seed), group_size >= replicas
     start = start[:1].expand(replicas, -1) if one_group else start
     fleet = Fleet(start, min(group_size, replicas), seed=seed, payload=payload, **method)
-    phi, delta, gradient = fleet.phi.double().mean(0), *torch.zeros(2, ELEMENTS).double()
+    phi, delta, gradient, kept = fleet.phi.double().mean(0), *torch.zeros(3, ELEMENTS).double()
     for done in range(1, 3 * K + 1):
         updates = size * noise(replicas, ELEMENTS, seed=seed + done)
         fleet.step(updates)
@@ -180,16 +181,17 @@ def test_the_mean_follows_diloco_for_any_grouping(
         begins = begun(fleet, done)
         if begins is not None:
             at = begins[1]
-            change = method["outer_lr"] * gradient[at]
+            fleet.wait()
+            kept_before, kept = kept, fleet.rounding.double().mean(0)
+            change = method["outer_lr"] * gradient[at] + (kept_before - kept)[at]
             delta[at] = method["outer_momentum"] * delta[at] + change
             phi[at] += (
                 change + method["outer_momentum"] * delta[at] if method["outer_nesterov"] else delta[at]
             )
             gradient[at] = 0.0
-            fleet.wait()
             assert_close(fleet.phi.double().mean(0), phi, 2e-5)
             assert_close(fleet.delta.double().mean(0), delta, 2e-5)
-            if one_group and payload == "fp32":
+            if one_group and payload in ("fp32", "int4"):
                 assert_close(fleet.phi, phi.expand(replicas, -1), 2e-5)
 
 
@@ -301,6 +303,24 @@ def test_the_third_of_three_skips_the_round_and_takes_its_own_outer_gradient(pay
     assert reports[alone].exchange.payload_error != reports[alone].exchange.payload_error
     for replica, report in enumerate(reports):
         assert (report.exchange.bytes_sent == 0) == (replica == alone)
+
+
+def test_what_codes_leave_out_is_in_the_next_round_or_in_the_final_average() -> None:
+    """In pairs of int4, plain averages: phi and what is kept add up to what fp32 has, also in a skipped round."""
+    fleet = Fleet(noise(3, 700, seed=3), payload="int4", outer_momentum=0.0, outer_lr=1.0)
+    mean = fleet.phi.double().mean(0)
+    for round_index in range(6):
+        updates = 0.1 * noise(3, 700, seed=round_index)
+        mean += updates.double().mean(0)
+        fleet.train(fleet.theta + updates)
+        reports = fleet.exchange(round_index)
+        assert_close((fleet.phi.double() + fleet.rounding).mean(0), mean)
+        for replica, report in enumerate(reports):
+            assert bool(fleet.rounding[replica].any()) == (len(report.exchange.group) == 2)
+    groups = [(0, 1, 2)]
+    fleet.each(lambda outer: outer.settle(made(outer.transport, 3), groups, 9))
+    assert not fleet.rounding.any()
+    assert_close(fleet.phi, mean.expand(3, -1))
 
 
 @pytest.mark.parametrize("delay_steps", [0, 1])
