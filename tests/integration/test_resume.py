@@ -68,8 +68,8 @@ RUNS: dict[str, tuple[dict[str, Any], int]] = {
         4,
     ),
     "2 replicas x dp 2, bf16, DiLoCo": (config(2, BF16, dp=2, method="diloco"), 4),
-    "2 replicas x dp 2, Muon, plain averages, WSD": (
-        config(2, {"scheduler": WSD}, MUON, dp=2, outer_momentum=0, outer_lr=1, payload="int8"),
+    "2 replicas x dp 2, Muon, plain averages in int4, WSD": (
+        config(2, {"scheduler": WSD}, MUON, dp=2, outer_momentum=0, outer_lr=1, payload="int4"),
         4,
     ),
     "2 replicas x 2 stages, bf16, Muon, dropout": (config(2, STAGES, MUON, BF16, DROPOUT, routing="step"), 4),
