@@ -11,6 +11,7 @@ import numpy as np
 _STABLE_BELOW = 1 - 1e-9
 _Moments = tuple[np.ndarray, np.ndarray, np.ndarray]
 PULL_ERRORS = {"fp32": 0.0, "int16": 0.00045, "int8": 0.03, "int4": 0.55}  # of payloads, measured in pairs
+_EQUAL = ("fp32", "int4")  # all members of a group use the same mean (`outer.payload`)
 
 
 @dataclass(frozen=True)
@@ -37,10 +38,13 @@ class Gossip:
 
     @property
     def rho(self) -> float:
-        """The factor of the spread squared per round; 0 where all are one group, and the payload has no error."""
+        """The factor of the spread squared per round; 0 where all are one group, and use the same mean.
+
+        Of int4 it is an upper bound: errors of the code are kept, and what replicas use has less of them.
+        """
         alpha, gamma = self.outer_momentum, self.consensus_weight
         more = PULL_ERRORS[self.payload], self.nesterov
-        if math.isinf(self.group_size) and self.payload == "fp32":
+        if math.isinf(self.group_size) and self.payload in _EQUAL:
             return 0.0
         if not self.cycle:
             return spread_factor(alpha, gamma, self.group_size, *more)

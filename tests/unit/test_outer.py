@@ -16,7 +16,7 @@ from megatron_noloco.outer.round import cut
 from megatron_noloco.plans.draws import Stream, draw_words
 from megatron_noloco.plans.fragments import fragment_after
 from megatron_noloco.plans.grouping import averaging_cycle, prime_factors
-from megatron_noloco.plans.stability import spread_factor
+from megatron_noloco.plans.stability import PULL_ERRORS, spread_factor
 from megatron_noloco.plans.topology import Place
 from tests.unit.fleet import ELEMENTS, SECONDS, Fleet, K, assert_close, assert_equal, fleet_of, made, noise
 
@@ -285,6 +285,18 @@ def test_without_gradients_the_spread_shrinks_as_rho_says(delay_steps: int) -> N
         variances.append(float(fleet.phi.var(dim=0).mean()))
     factor = (variances[-1] / variances[1]) ** (1 / 10)
     assert factor == pytest.approx(spread_factor(0.5, 0.7, 2), abs=0.1)
+
+
+@pytest.mark.parametrize("group_size", [2, 4])
+def test_in_int4_the_spread_shrinks_at_least_as_fast_as_rho_says(group_size: int) -> None:
+    fleet = Fleet(noise(8, 2000, seed=3), group_size, seed=5, payload="int4")
+    variances = []
+    for round_index in range(24):
+        fleet.exchange(round_index)
+        variances.append(float(fleet.phi.var(dim=0).mean()))
+    factor = (variances[-1] / variances[3]) ** (1 / 20)
+    fp32, int4 = (spread_factor(0.5, 0.7, group_size, PULL_ERRORS[payload]) for payload in ("fp32", "int4"))
+    assert fp32 - 0.05 < factor < int4
 
 
 # Skipped rounds, no momentum

@@ -242,7 +242,7 @@ class TestStability:
         [
             Gossip(0.9, 0.7, 2),
             Gossip(0.5, 1.4, 2, payload="int4"),
-            Gossip(0.95, 0.7, math.inf, payload="int4"),
+            Gossip(0.95, 0.7, 8, payload="int4"),
         ],
     )
     def test_the_suggested_momentum_is_the_largest_stable_one(self, drifts: Gossip) -> None:
