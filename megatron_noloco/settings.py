@@ -138,11 +138,6 @@ class NolocoSettings:
         return None if self.payload == "fp32" else int(self.payload.removeprefix("int"))
 
     @property
-    def keeps_rounding(self) -> bool:
-        """Whether what codes left out is kept, and added in the next round (`outer.payload`)."""
-        return self.payload == "int4"
-
-    @property
     def chooses_delay(self) -> bool:
         """Whether the delay is chosen while training."""
         return self.overlap == OverlapSettings("delayed", "auto")
@@ -156,6 +151,10 @@ class NolocoSettings:
     def group_size_among(self, replicas: int) -> int:
         """Return how many of `replicas` average together in a round; 1: a replica trains alone."""
         return replicas if self.method == "diloco" or replicas == 1 else self.group_size
+
+    def keeps_rounding_among(self, replicas: int) -> bool:
+        """Return whether what codes left out is kept, and added in the next round (`outer.payload`)."""
+        return self.payload == "int4" and self.group_size_among(replicas) > 2
 
     def pairing_among(self, replicas: int) -> Literal["random", "cycle"]:
         """Return how the groups of `replicas` are drawn."""

@@ -178,7 +178,7 @@ def outer_state(noloco: NolocoSettings, replicas: int, kept_aside: bool = False)
     Args:
         kept_aside: whether a mean waits until it is certain, as in a federation.
     """
-    state = bytes_of_state(noloco)
+    state = bytes_of_state(noloco, replicas)
     vectors = state | bytes_of_rounds(noloco, replicas, kept_aside)
     in_pairs = noloco.group_size_among(replicas) <= 2
     at_a_time = _rounds_at_a_time(noloco)
@@ -199,9 +199,10 @@ def _routing(routing: Routing) -> str:
     return f"{routing.interval}, without effect ({'1 stage' if routing.pp == 1 else '1 replica'})"
 
 
-def bytes_of_state(noloco: NolocoSettings) -> dict[str, float]:
+def bytes_of_state(noloco: NolocoSettings, replicas: int) -> dict[str, float]:
     """Return the bytes per parameter of what is kept from round to round."""
-    kept = {"outer momentum": bool(noloco.outer_momentum), "rounding errors": noloco.keeps_rounding}
+    rounding = noloco.keeps_rounding_among(replicas)
+    kept = {"outer momentum": bool(noloco.outer_momentum), "rounding errors": rounding}
     return {"slow weights": 4.0} | {vector: 4.0 for vector, held in kept.items() if held}
 
 
@@ -217,7 +218,7 @@ def bytes_of_rounds(noloco: NolocoSettings, replicas: int, kept_aside: bool = Fa
         of_round["received vector"] = 4
     elif in_pairs:
         of_round |= {"codes": int(noloco.payload.removeprefix("int")) / 4, "sketches and steps": 0.1}
-    if noloco.keeps_rounding:
+    if noloco.keeps_rounding_among(replicas):
         of_round["new rounding errors"] = 4
     if kept_aside:
         of_round["mean"] = 4

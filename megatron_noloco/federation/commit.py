@@ -175,6 +175,8 @@ class CommittedExchange:
         guard: shared by all exchanges of this rank.
     """
 
+    rounding = None  # of pairs nothing is kept
+
     def __init__(self, exchange: Exchange, partners: Partners, choose: Choose, guard: Guard) -> None:
         self._exchange = exchange
         self._partners = partners
@@ -198,11 +200,6 @@ class CommittedExchange:
     @property
     def sends_from_device(self) -> bool:
         return self._exchange.sends_from_device
-
-    @property
-    def rounding(self) -> Tensor | None:
-        """That of the mean; None where the round is skipped."""
-        return None if self._mean is None else self._exchange.rounding
 
     def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
         """Begin as `Exchange.begin` does, with the planned or another partner. A collective of the replica."""

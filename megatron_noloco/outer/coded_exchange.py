@@ -57,7 +57,7 @@ class Coding:
     Attributes:
         bits: of a code: 16, 8 or 4.
         stretch: elements that are under way at a time, rounded up to whole blocks.
-        keeps_rounding: whether `CodedExchange.rounding` is wanted.
+        keeps_rounding: whether `CodedExchange.rounding` is wanted. It is that of larger groups; 0 for a pair.
     """
 
     bits: int
@@ -69,8 +69,8 @@ class CodedExchange(Exchange):
     """An `Exchange` that sends codes. The mean of a piece is this replica's estimate of it.
 
     The mean of a group's estimates is that of its vectors, to the rounding of fp32; two estimates differ by a step
-    at most, and not at all once each has taken off its `rounding` (payload.py). Works in host memory. `begin`
-    posts the sketches of the first stretch.
+    at most, those of a larger group less each member's `rounding` not at all (payload.py). Works in host memory.
+    `begin` posts the sketches of the first stretch.
     """
 
     def __init__(
@@ -102,11 +102,14 @@ class CodedExchange(Exchange):
         coded = torch.ones(blocks, dtype=torch.bool)
         for start, stop in self._exact:
             coded[max(0, start - first) // BLOCK : max(0, blocks_in(stop - first))] = False
-        exchange = self._pair if len(self.report.group) == 2 else self._group
+        if len(self.report.group) == 2:
+            exchange = self._pair(part, sketches, coded)
+        else:
+            exchange = self._group(part, sketches, coded, first)
         # When `_again` runs, `coded` says what is left over.
-        return chain(exchange(part, sketches, coded, first), self._again(part, coded))
+        return chain(exchange, self._again(part, coded))
 
-    def _pair(self, part: Tensor, sketches: Tensor, coded: Tensor, first: int) -> Iterator[MeanPiece | None]:
+    def _pair(self, part: Tensor, sketches: Tensor, coded: Tensor) -> Iterator[MeanPiece | None]:
         (partner,) = (member for member in self.report.group if member != self.place.replica)
         rank, blocks, codec = self.place.rank_of(partner), len(coded), self._codec
         their_sketches = self._buffers.take("their sketches", torch.float32, blocks, CELLS)
@@ -128,7 +131,6 @@ class CodedExchange(Exchange):
                 yield from sent
                 for piece, at in pieces(segment, first=within.start):
                     m, coded[at] = codec.differences(steps[at], _at(mine, at), _at(theirs, at))
-                    self._keep_rounding(piece, at, steps, coded, first)
                     moved, square = codec.from_difference(piece, m, steps[at] * coded[at] / 2)
                     self._count(2 * square, steps[at], coded[at], len(piece))
                     yield from _chosen(moved, at.start, coded[at])
@@ -176,17 +178,14 @@ class CodedExchange(Exchange):
                 self._count(squares, my_steps[here], my_coded[here], len(piece))
             yield from self._hand_out([sums, coded], own, at, _SUMS)
             for piece, here in pieces(part):
-                self._keep_rounding(piece, here, steps, coded, first)
+                if self.rounding is not None:
+                    start = first + here.start * BLOCK
+                    left_out = self.rounding[start : start + len(piece)]
+                    codec.rounding(piece, steps[here], coded[here], left_out)
                 mean = codec.from_sum(piece, steps[here], sums[here], members)
                 yield from _chosen(mean, here.start, coded[here])
 
         return all_pieces()
-
-    def _keep_rounding(self, piece: Tensor, at: slice, steps: Tensor, coded: Tensor, first: int) -> None:
-        """Note what a piece of blocks `at` of the stretch that begins at element `first` was rounded by."""
-        if self.rounding is not None:
-            start = first + at.start * BLOCK
-            self._codec.rounding(piece, steps[at], coded[at], self.rounding[start : start + len(piece)])
 
     def _again(self, part: Tensor, coded: Tensor) -> Iterator[MeanPiece | None]:
         """Exchange in fp32 the blocks that are not coded."""

@@ -41,7 +41,7 @@ class OuterOptimizer:
         grouping: the groups of each round.
         slow_weights: phi, fp32, shape [weights.length].
         momentum: delta, likewise; None with alpha = 0, where nothing of it is kept.
-        rounding: r, likewise, what the codes of the last rounds left out; None but for payload "int4".
+        rounding: r, likewise, what the codes of the last rounds left out; None but for int4 in larger groups.
         delay_steps: d, that of the settings; may be changed between two local steps, on all ranks at the same one.
 
     Besides these vectors it holds, for each round that is under way at a time, the combined vector, the messages,
@@ -66,7 +66,8 @@ class OuterOptimizer:
         self.delay_steps = settings.delay_steps
         self._fragments = cut(weights.length, weights.copied(), settings.fragments)
         self._longest = max(fragment.length for fragment in self._fragments)
-        self._vectors = OuterVectors(weights, settings)
+        self._keeps_rounding = settings.keeps_rounding_among(place.replicas)
+        self._vectors = OuterVectors(weights, settings, self._keeps_rounding)
         vectors = self._vectors
         self.slow_weights, self.momentum, self.rounding = (
             vectors.slow_weights,
@@ -192,9 +193,10 @@ class OuterOptimizer:
 
         Without `wait`, rounds whose exchange is under way are left out, as if they were skipped.
 
-        Live tensors "slow_weights", unless alpha = 0 "outer_momentum", and in int4 "rounding". While rounds are
-        not merged, also "correction" (phi - theta_s where it is to be merged, else zero), "delayed_rounds" (a row
-        of `Round.numbers` for each) and "delayed_with" (local steps to a round, and fragments).
+        Live tensors "slow_weights", unless alpha = 0 "outer_momentum", and "rounding" if that is kept. While
+        rounds are not merged, also "correction" (phi - theta_s where it is to be merged, else zero),
+        "delayed_rounds" (a row of `Round.numbers` for each) and "delayed_with" (local steps to a round, and
+        fragments).
         """
         if wait:
             self.wait()
@@ -306,7 +308,7 @@ class OuterOptimizer:
                 place,
                 Channel.ROUNDS,
                 deadline_seconds,
-                Coding(bits, stretch, settings.keeps_rounding),
+                Coding(bits, stretch, self._keeps_rounding),
             )
         )
         return Round(self._vectors, self._commit(exchange) if self._commit else exchange, self._longest)

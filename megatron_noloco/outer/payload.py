@@ -25,11 +25,12 @@ more differences fall outside. On a transformer of 1.1 M weights trained with Ad
 differences of a block had a kurtosis of 4 in the median and 8 in the worst tenth; 0 % of the blocks fell outside
 with RANGE 32, 0.5 % with 8, 2 % with 6 and 6 % with 5.
 
-In 4 bits steps are so coarse that the rounding errors r = c - s n would keep the members of a group apart: their
-variance is a fifth of that of c over the group. So r is kept from round to round (error feedback, Seide et al.,
-"1-bit stochastic gradient descent", Interspeech 2014): a member uses mean - r, which is the same for the whole
-group, and adds r to its next c. What members use and what they keep add up to what they had: at any time the mean
-of phi over the replicas lacks the mean of r, and errors do not add up.
+In 4 bits steps are so coarse that the rounding errors r = c - s n would keep the members of a larger group apart:
+their variance is a fifth of that of c over the group, as much as what is left after a round of five. So r is kept
+from round to round (error feedback, Seide et al., "1-bit stochastic gradient descent", Interspeech 2014): a
+member uses mean - r, the same for the whole group, and adds r to its next c. What members use and what they keep
+add up to what they had: at any time the mean of phi over the replicas lacks the mean of r, and errors do not add
+up. A pair would gain nothing: its members are off by (r_1 - r_2) / 2, and would be by -(r_1 + r_2) / 2.
 
 All results that members must agree on come from element-wise operations, which IEEE 754 makes equal everywhere.
 """
@@ -50,7 +51,8 @@ _CELL = BLOCK // CELLS
 _PIECE = 128  # blocks worked on at a time: 256 KiB of fp32 stay in cache
 _LARGEST = 2.0**30  # of the integers, so that a sum over a group and int32 hold them
 
-RANGE = {16: 32.0, 8: 8.0, 4: 8.0}  # root mean squares of the difference that a code of so many bits holds
+RANGE = {16: 32.0, 8: 8.0, 4: 6.0}  # root mean squares of the difference that a code of so many bits holds
+_RANGE_KEPT = 8.0  # likewise in 4 bits, in larger groups, where rounding errors are kept
 
 _NEAR = 2  # blocks on each side, see `_smooth`
 _UNLUCKY = 8.0  # less than an eighth of the true square is found in 3 blocks of 100
@@ -256,6 +258,7 @@ def find_steps(sketches: Sequence[Tensor], bits: int, out: Tensor) -> None:
     bits: the product of a step and a difference is exact in fp32.
     """
     first, *others = sketches
+    holds = _RANGE_KEPT if bits == 4 and len(sketches) > 2 else RANGE[bits]
     for at in slices(len(first), _AT_ONCE):
         apart = torch.zeros(len(out[at]))
         size = _energy(first[at])
@@ -265,7 +268,7 @@ def find_steps(sketches: Sequence[Tensor], bits: int, out: Tensor) -> None:
         finite = torch.isfinite(size) & torch.isfinite(apart)
         apart, size = (torch.where(finite, energy, 0.0) for energy in (apart, size))
         apart, size = (_smooth(energy) / BLOCK for energy in (apart, size))
-        step = apart.sqrt_().mul_(RANGE[bits] / (2 ** (bits - 1) - 1))
+        step = apart.sqrt_().mul_(holds / (2 ** (bits - 1) - 1))
         step = torch.maximum(step, size.div_(len(sketches)).sqrt_().mul_(_FINEST)).clamp_(min=_SMALLEST)
         out[at] = step.mul_(1 + 2**-8).bfloat16().float().mul_(finite)
 

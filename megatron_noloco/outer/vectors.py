@@ -136,23 +136,24 @@ class OuterVectors:
 
     Args:
         weights: theta.
+        keeps_rounding: whether `rounding` is kept.
 
     Attributes:
         home: where slow weights and momentum lie.
         side: the stream of their arithmetic.
         slow_weights: phi, fp32, shape [weights.length].
         momentum: delta, likewise; None with alpha = 0, where nothing of it is kept.
-        rounding: r, likewise: what codes of the last rounds left out (`payload`); None where it is not kept.
+        rounding: r, likewise, what the codes of the last rounds left out (`payload`); None where it is not kept.
     """
 
-    def __init__(self, weights: Weights, settings: NolocoSettings) -> None:
+    def __init__(self, weights: Weights, settings: NolocoSettings, keeps_rounding: bool = False) -> None:
         self.weights = weights
         self.settings = settings
         self.home = weights.device if settings.slow_weights == "device" else HOST
         self.slow_weights = buffer(weights.length, self.home)
         weights.read_into(self.slow_weights)
         self.momentum = buffer(weights.length, self.home).zero_() if settings.outer_momentum else None
-        self.rounding = buffer(weights.length, self.home).zero_() if settings.keeps_rounding else None
+        self.rounding = buffer(weights.length, self.home).zero_() if keeps_rounding else None
         self.side = SideStream(self.home)
         self._arrived = buffer(_AT_ONCE, HOST) if self.home.type == "cuda" else None
 

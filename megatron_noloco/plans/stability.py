@@ -10,8 +10,15 @@ import numpy as np
 # At the limit of stability rho is computed as 1 minus a rounding error.
 _STABLE_BELOW = 1 - 1e-9
 _Moments = tuple[np.ndarray, np.ndarray, np.ndarray]
-PULL_ERRORS = {"fp32": 0.0, "int16": 0.00045, "int8": 0.03, "int4": 0.55}  # of payloads, measured in pairs
-_EQUAL = ("fp32", "int4")  # all members of a group use the same mean (`outer.payload`)
+PULL_ERRORS = {"fp32": 0.0, "int16": 0.00045, "int8": 0.03, "int4": 0.41}  # of payloads, measured in pairs
+_KEPT_ERROR = (
+    0.55  # of int4 in larger groups; kept, so that the members of a group are equal (`outer.payload`)
+)
+
+
+def pull_error(payload: str, group_size: float) -> float:
+    """Return epsilon of `spread_factor`, before errors are kept."""
+    return _KEPT_ERROR if payload == "int4" and group_size > 2 else PULL_ERRORS[payload]
 
 
 @dataclass(frozen=True)
@@ -40,11 +47,11 @@ class Gossip:
     def rho(self) -> float:
         """The factor of the spread squared per round; 0 where all are one group, and use the same mean.
 
-        Of int4 it is an upper bound: errors of the code are kept, and what replicas use has less of them.
+        For larger groups in int4 it is an upper bound: what replicas use has less of the errors that they keep.
         """
         alpha, gamma = self.outer_momentum, self.consensus_weight
-        more = PULL_ERRORS[self.payload], self.nesterov
-        if math.isinf(self.group_size) and self.payload in _EQUAL:
+        more = pull_error(self.payload, self.group_size), self.nesterov
+        if math.isinf(self.group_size) and self.payload in ("fp32", "int4"):
             return 0.0
         if not self.cycle:
             return spread_factor(alpha, gamma, self.group_size, *more)

@@ -154,7 +154,7 @@ def memory_of(
     device |= computing if sum(computing.values()) > stepping[_STEP] else stepping  # never both at a time
     if not config.noloco.enabled:
         return Memory(device, {})
-    of_state = bytes_of_state(config.noloco)
+    of_state = bytes_of_state(config.noloco, topology.ensemble)
     of_rounds = bytes_of_rounds(config.noloco, topology.ensemble, kept_aside=bool(topology.slots))
     state = {" and ".join(of_state): round(held.owned * sum(of_state.values()))}
     rounds = {"rounds": round(held.owned * sum(of_rounds.values()))}

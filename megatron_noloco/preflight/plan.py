@@ -194,7 +194,10 @@ def schemes(
     network: Network,
     step_seconds: float | None = None,
 ) -> list[Scheme]:
-    """Return the costs of the config's own scheme, of NoLoCo in pairs, of DiLoCo, and of synchronous training.
+    """Return the costs of the config's own scheme, of NoLoCo, of DiLoCo, and of synchronous training.
+
+    NoLoCo is in pairs, and with more than 8 replicas also in the groups that docs/evidence.md recommends for them;
+    separate jobs exchange in pairs only.
 
     The time of DiLoCo is that of this trainer's exchange among all replicas, in two phases. Synchronous training
     averages gradients in each local step, in the working precision, by a reduce-scatter and an all-gather of
@@ -217,6 +220,12 @@ def schemes(
         scheme("NoLoCo in pairs, fp32", variant(**pairs, payload="fp32")),
         scheme("NoLoCo in pairs, int8", variant(**pairs, payload="int8")),
         scheme("NoLoCo in pairs, int8, overlap", variant(**pairs, payload="int8", overlap=overlap)),
+    ]
+    if replicas > 8 and not topology.slots:
+        n = 8 if replicas < 32 else 16
+        groups = variant(method="noloco", group_size=n, pairing="random", payload="int4")
+        found.append(scheme(f"NoLoCo in groups of {n}, int4", groups))
+    found += [
         scheme("DiLoCo, fp32", variant(method="diloco", payload="fp32")),
         scheme("DiLoCo, int8", variant(method="diloco", payload="int8")),
     ]

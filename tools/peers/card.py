@@ -53,7 +53,7 @@ def kept(way: str, working: int, cards: int) -> tuple[float, float]:
         "torchft DiLoCo": weights + gradients + optimizer + 4,  # the momentum of its outer SGD
         "NoLoCo": weights + gradients + optimizer,
     }
-    rounds = sum(bytes_of_state(RECIPE).values()) + sum(bytes_of_rounds(RECIPE, cards).values())
+    rounds = sum(bytes_of_state(RECIPE, cards).values()) + sum(bytes_of_rounds(RECIPE, cards).values())
     on_host = {"torchft DiLoCo": 4.0, "NoLoCo": rounds}
     return on_card[way], on_host.get(way, 0.0)
 
