@@ -101,6 +101,23 @@ def test_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
     assert own["share_lost"] == pytest.approx(1 - own["local_steps"] * 0.5 / seconds)
 
 
+@pytest.mark.parametrize(("replicas", "members"), [(8, 0), (16, 8), (32, 16)])
+def test_larger_groups_where_there_are_more_than_8_replicas(
+    replicas: int, members: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A member sends codes, sums of twice as many bits, and receives as much."""
+    options = ["--json", "--bandwidth", "8Mbit", "--step", "0.5s", "--gpus", str(2 * replicas)]
+    assert main(["plan", str(CONFIGS / "quickstart.json"), *options]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    ways = {way["name"]: way for way in plan["ways"]}
+    found = [way for name, way in ways.items() if "groups of" in name]
+    assert [way["name"] for way in found] == [f"NoLoCo in groups of {members}, int4"] * bool(members)
+    for way in found:
+        share = way["bytes_per_exchange"] / plan["weights_of_rank"]["owned"] / (1 - 1 / members)
+        assert share == pytest.approx(1.6, rel=0.05)
+        assert way["bytes_per_exchange"] < ways["DiLoCo, int8"]["bytes_per_exchange"]
+
+
 def test_memory_that_is_short_on_this_machine(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
