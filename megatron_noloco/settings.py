@@ -12,7 +12,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from megatron_noloco.plans.grouping import Grouping, prime_factors
-from megatron_noloco.plans.stability import Gossip
+from megatron_noloco.plans.stability import Gossip, keeps_rounding
 
 MOST_SLOTS = 4096
 
@@ -152,10 +152,6 @@ class NolocoSettings:
         """Return how many of `replicas` average together in a round; 1: a replica trains alone."""
         return replicas if self.method == "diloco" or replicas == 1 else self.group_size
 
-    def keeps_rounding_among(self, replicas: int) -> bool:
-        """Return whether what codes left out is kept, and added in the next round (`outer.payload`)."""
-        return self.payload == "int4" and self.group_size_among(replicas) > 2
-
     def pairing_among(self, replicas: int) -> Literal["random", "cycle"]:
         """Return how the groups of `replicas` are drawn."""
         if self.method != "noloco" or replicas == 1:
@@ -163,6 +159,12 @@ class NolocoSettings:
         if self.pairing != "auto":
             return self.pairing
         return "cycle" if self.group_size == 2 and set(prime_factors(replicas)) == {2} else "random"
+
+    def keeps_rounding_among(self, replicas: int) -> bool:
+        """Return whether what codes left out is kept, and added in the next round (`outer.payload`)."""
+        in_cycle = self.pairing_among(replicas) == "cycle"
+        largest = max(prime_factors(replicas)) if in_cycle else self.group_size_among(replicas)
+        return keeps_rounding(self.payload_bits, largest)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -368,6 +370,9 @@ def gossip(noloco: NolocoSettings, replicas: int | None) -> Gossip:
         cycle = prime_factors(replicas)
     everyone = noloco.method == "diloco" or (noloco.group_size == replicas and len(cycle) < 2)
     group_size = math.inf if everyone else noloco.group_size
+    kept = keeps_rounding(noloco.payload_bits, group_size)
+    if replicas is not None:
+        kept = noloco.keeps_rounding_among(replicas)
     return Gossip(
         noloco.outer_momentum,
         noloco.gamma,
@@ -376,6 +381,7 @@ def gossip(noloco: NolocoSettings, replicas: int | None) -> Gossip:
         noloco.fragments,
         noloco.payload,
         noloco.outer_nesterov,
+        kept,
     )
 
 

@@ -43,6 +43,7 @@ from megatron_noloco.outer.payload import (
 )
 from megatron_noloco.outer.vectors import Ranges, Spans
 from megatron_noloco.plans.grouping import Group
+from megatron_noloco.plans.stability import keeps_rounding
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.protocol import Message, Transport
 
@@ -57,20 +58,18 @@ class Coding:
     Attributes:
         bits: of a code: 16, 8 or 4.
         stretch: elements that are under way at a time, rounded up to whole blocks.
-        keeps_rounding: whether `CodedExchange.rounding` is wanted. It is that of larger groups; 0 for a pair.
     """
 
     bits: int
     stretch: int = STRETCH
-    keeps_rounding: bool = False
 
 
 class CodedExchange(Exchange):
     """An `Exchange` that sends codes. The mean of a piece is this replica's estimate of it.
 
     The mean of a group's estimates is that of its vectors, to the rounding of fp32; two estimates differ by a step
-    at most, those of a larger group less each member's `rounding` not at all (payload.py). Works in host memory.
-    `begin` posts the sketches of the first stretch.
+    at most. With `rounding` all members have the same bits, which lack the mean of `rounding` (payload.py). Works
+    in host memory. `begin` posts the sketches of the first stretch.
     """
 
     def __init__(
@@ -86,8 +85,10 @@ class CodedExchange(Exchange):
     def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
         if not self._under_way:
             self._first, self._signs = 0, signs_of(number)
-            if self.coding.keeps_rounding:
-                self.rounding = self._buffers.take("rounding", torch.float32, len(vector)).zero_()
+            keeps = keeps_rounding(self.coding.bits, len(group))
+            self.rounding = self._buffers.take("rounding", torch.float32, len(vector)) if keeps else None
+            if self.rounding is not None:
+                self.rounding.zero_()
         super().begin(vector, group, number, what, exact)
 
     def _post(self, part: Tensor) -> Iterator[MeanPiece | None]:
@@ -178,11 +179,13 @@ class CodedExchange(Exchange):
                 self._count(squares, my_steps[here], my_coded[here], len(piece))
             yield from self._hand_out([sums, coded], own, at, _SUMS)
             for piece, here in pieces(part):
-                if self.rounding is not None:
+                if self.rounding is None:
+                    mean = codec.from_sum(piece, steps[here], sums[here], members)
+                else:
                     start = first + here.start * BLOCK
                     left_out = self.rounding[start : start + len(piece)]
                     codec.rounding(piece, steps[here], coded[here], left_out)
-                mean = codec.from_sum(piece, steps[here], sums[here], members)
+                    mean = codec.common_mean(piece, steps[here], sums[here], members)
                 yield from _chosen(mean, here.start, coded[here])
 
         return all_pieces()

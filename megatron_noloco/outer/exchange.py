@@ -68,8 +68,8 @@ class Exchange:
     Attributes:
         report: of the exchange begun last; complete when `finish` is exhausted.
         sends_from_device: whether a vector in an accelerator's memory is sent from there.
-        rounding: what this rank's vector was rounded by, part of the mean that was yielded; in host memory, valid
-            where a piece has been yielded. None where it is not wanted or nothing is rounded, as here.
+        rounding: what is left out of this rank's vector in the mean, to be added to its next one; as long as the
+            vector, in host memory, valid where a piece has been yielded. None: nothing is left out, as here.
         waiting: its `deadline_seconds` may be changed between two exchanges.
         complete: whether all of the mean has been yielded, and all that was sent has arrived.
     """

@@ -41,11 +41,11 @@ class OuterOptimizer:
         grouping: the groups of each round.
         slow_weights: phi, fp32, shape [weights.length].
         momentum: delta, likewise; None with alpha = 0, where nothing of it is kept.
-        rounding: r, likewise, what the codes of the last rounds left out; None but for int4 in larger groups.
+        rounding: r, likewise, what codes of the last rounds left out (`payload`); None where nothing is kept.
         delay_steps: d, that of the settings; may be changed between two local steps, on all ranks at the same one.
 
     Besides these vectors it holds, for each round that is under way at a time, the combined vector, the messages,
-    and with a delay the correction, each as long as the longest fragment.
+    what their codes leave out, and with a delay the correction, each as long as the longest fragment.
     """
 
     def __init__(
@@ -66,14 +66,9 @@ class OuterOptimizer:
         self.delay_steps = settings.delay_steps
         self._fragments = cut(weights.length, weights.copied(), settings.fragments)
         self._longest = max(fragment.length for fragment in self._fragments)
-        self._keeps_rounding = settings.keeps_rounding_among(place.replicas)
-        self._vectors = OuterVectors(weights, settings, self._keeps_rounding)
-        vectors = self._vectors
-        self.slow_weights, self.momentum, self.rounding = (
-            vectors.slow_weights,
-            vectors.momentum,
-            vectors.rounding,
-        )
+        self._vectors = OuterVectors(weights, settings, settings.keeps_rounding_among(place.replicas))
+        self.slow_weights, self.momentum = self._vectors.slow_weights, self._vectors.momentum
+        self.rounding = self._vectors.rounding
         self._idle = [self._new_round()]
         self._under_way: list[Round] = []  # as they began, on all ranks; each is waited for before the next
         self._pause_seconds = 0.0
@@ -149,7 +144,8 @@ class OuterOptimizer:
         """Average the fast weights over one group after the other (alpha = 0, beta = gamma = 1).
 
         With the groups of `plans.grouping.averaging_cycle`, the fast and slow weights of all replicas are then the
-        mean of all fast weights. The outer momentum buffer stays. Rounds not merged yet are merged first.
+        mean of all fast weights and kept rounding errors. The outer momentum buffer stays. Rounds not merged yet
+        are merged first.
 
         Args:
             exchange: on a channel of its own (`Channel.FINAL`), in fp32.
@@ -303,13 +299,7 @@ class OuterOptimizer:
         exchange = (
             Exchange(transport, place, Channel.ROUNDS, deadline_seconds, stretch)
             if bits is None
-            else CodedExchange(
-                transport,
-                place,
-                Channel.ROUNDS,
-                deadline_seconds,
-                Coding(bits, stretch, self._keeps_rounding),
-            )
+            else CodedExchange(transport, place, Channel.ROUNDS, deadline_seconds, Coding(bits, stretch))
         )
         return Round(self._vectors, self._commit(exchange) if self._commit else exchange, self._longest)
 

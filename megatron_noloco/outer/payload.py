@@ -20,17 +20,18 @@ The step is found from sketches. The sketch of a cell of 128 elements is their s
 difference of two members' sketches has the expected square 128 sigma^2, sigma the root mean square of the
 difference of their elements (Alon, Matias and Szegedy, "The space complexity of approximating the frequency
 moments", 1996). The step is such that RANGE[bits] sigma fit into the code. Sketches are new in each exchange,
-with other signs, so they have not to be kept or saved. A large RANGE makes the steps coarse, a small one lets
+with other signs, so they need not be kept or saved. A large RANGE makes the steps coarse, a small one lets
 more differences fall outside. On a transformer of 1.1 M weights trained with AdamW, 15 local steps a round, the
 differences of a block had a kurtosis of 4 in the median and 8 in the worst tenth; 0 % of the blocks fell outside
 with RANGE 32, 0.5 % with 8, 2 % with 6 and 6 % with 5.
 
-In 4 bits steps are so coarse that the rounding errors r = c - s n would keep the members of a larger group apart:
-their variance is a fifth of that of c over the group, as much as what is left after a round of five. So r is kept
-from round to round (error feedback, Seide et al., "1-bit stochastic gradient descent", Interspeech 2014): a
-member uses mean - r, the same for the whole group, and adds r to its next c. What members use and what they keep
-add up to what they had: at any time the mean of phi over the replicas lacks the mean of r, and errors do not add
-up. A pair would gain nothing: its members are off by (r_1 - r_2) / 2, and would be by -(r_1 + r_2) / 2.
+**Errors that are kept.** In 4 bits steps are so coarse that the rounding errors r = c - s n would keep the
+members of a larger group apart: their variance is a quarter of that of c over the group, while a round of 8
+leaves an eighth. So the members of a group of more than 2 keep r from round to round (error feedback, Seide et
+al., "1-bit stochastic gradient descent", Interspeech 2014): all use s * mean(n), the same bits, and each adds its
+r to its next c. What members use and what they keep add up to what they had, so the mean over the replicas only
+lacks mean(r), which does not accumulate (with alpha > 0 it lacks sum_j alpha^j mean(r_t-j)). The variance of a
+member's error falls from (n-1)/n to 1/n of that of r. In a pair these are equal, so a pair keeps nothing.
 
 All results that members must agree on come from element-wise operations, which IEEE 754 makes equal everywhere.
 """
@@ -42,6 +43,7 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.plans.draws import Stream, draw_words
+from megatron_noloco.plans.stability import keeps_rounding
 
 BLOCK = 512  # elements with one step and one checksum
 CELLS = 4  # sketches of a block; element e belongs to cell e % CELLS
@@ -52,7 +54,7 @@ _PIECE = 128  # blocks worked on at a time: 256 KiB of fp32 stay in cache
 _LARGEST = 2.0**30  # of the integers, so that a sum over a group and int32 hold them
 
 RANGE = {16: 32.0, 8: 8.0, 4: 6.0}  # root mean squares of the difference that a code of so many bits holds
-_RANGE_KEPT = 8.0  # likewise in 4 bits, in larger groups, where rounding errors are kept
+_RANGE_KEPT = 8.0  # likewise, in 4 bits, where rounding errors are kept
 
 _NEAR = 2  # blocks on each side, see `_smooth`
 _UNLUCKY = 8.0  # less than an eighth of the true square is found in 3 blocks of 100
@@ -203,9 +205,19 @@ class Codec:
 
     def from_sum(self, piece: Tensor, steps: Tensor, total: Tensor, members: int) -> Tensor:
         """Return the mean of at most one piece, from the sums of n over the group; valid until the next call."""
+        return self.from_difference(piece, self._apart(piece, steps, total, members), steps / members)[0]
+
+    def common_mean(self, piece: Tensor, steps: Tensor, total: Tensor, members: int) -> Tensor:
+        """Return s * mean(n) instead, the same bits for the whole group: the mean less that of the roundings."""
+        apart = self._apart(piece, steps, total, members)
+        whole = self._whole_steps(piece, steps).double().mul_(members).add_(apart)
+        whole.mul_(steps.double().div_(members).unsqueeze(1))
+        return self._floats[: len(steps)].copy_(whole).view(-1)[: len(piece)]
+
+    def _apart(self, piece: Tensor, steps: Tensor, total: Tensor, members: int) -> Tensor:
+        """Return the sum of n over the group less that of as many members like this one."""
         own = self._whole_steps(piece, steps)
-        apart = torch.mul(own, -members, out=own).add_(total).to(total.dtype)
-        return self.from_difference(piece, apart, steps / members)[0]
+        return torch.mul(own, -members, out=own).add_(total).to(total.dtype)
 
     def rounding(self, piece: Tensor, steps: Tensor, coded: Tensor, out: Tensor) -> None:
         """Fill `out`, like at most one piece, with r = c - s n of the coded blocks, and 0 for the others."""
@@ -258,7 +270,7 @@ def find_steps(sketches: Sequence[Tensor], bits: int, out: Tensor) -> None:
     bits: the product of a step and a difference is exact in fp32.
     """
     first, *others = sketches
-    holds = _RANGE_KEPT if bits == 4 and len(sketches) > 2 else RANGE[bits]
+    holds = _RANGE_KEPT if keeps_rounding(bits, len(sketches)) else RANGE[bits]
     for at in slices(len(first), _AT_ONCE):
         apart = torch.zeros(len(out[at]))
         size = _energy(first[at])

@@ -139,14 +139,14 @@ class OuterVectors:
         keeps_rounding: whether `rounding` is kept.
 
     Attributes:
-        home: where slow weights and momentum lie.
+        home: where slow weights, momentum and rounding errors lie.
         side: the stream of their arithmetic.
         slow_weights: phi, fp32, shape [weights.length].
         momentum: delta, likewise; None with alpha = 0, where nothing of it is kept.
         rounding: r, likewise, what the codes of the last rounds left out (`payload`); None where it is not kept.
     """
 
-    def __init__(self, weights: Weights, settings: NolocoSettings, keeps_rounding: bool = False) -> None:
+    def __init__(self, weights: Weights, settings: NolocoSettings, keeps_rounding: bool) -> None:
         self.weights = weights
         self.settings = settings
         self.home = weights.device if settings.slow_weights == "device" else HOST
@@ -159,7 +159,7 @@ class OuterVectors:
 
     @torch.no_grad()
     def combine(self, spans: Spans, combined: Tensor, snapshot: Tensor | None) -> None:
-        """Fill `combined` with c of these ranges, and r, formed where phi lies. On return it can be sent.
+        """Fill `combined` with c of these ranges (c + r), formed where phi lies. On return it can be sent.
 
         Args:
             combined: shape [spans.length], on any device.
@@ -184,14 +184,14 @@ class OuterVectors:
 
     @torch.no_grad()
     def outer_step(
-        self, spans: Spans, mean: MeanPiece, snapshot: Tensor | None, rounding: Tensor | None = None
+        self, spans: Spans, mean: MeanPiece, snapshot: Tensor | None, rounding: Tensor | None
     ) -> list[tuple[int, Tensor]]:
         """Take the outer step of a piece; a snapshot theta_s becomes the correction, phi - theta_s.
 
         On an accelerator it does not wait for local steps that are queued there; on return it is done.
 
         Args:
-            rounding: `Exchange.rounding`, shape [spans.length]: it is kept, and the step is taken without it.
+            rounding: `Exchange.rounding`, shape [spans.length], which is kept.
 
         Returns phi in pieces, each with the place of its first element in the vector of weights.
         """
@@ -205,7 +205,6 @@ class OuterVectors:
                 if self.rounding is not None:
                     kept = self.rounding[place]
                     kept.zero_() if rounding is None else kept.copy_(rounding[ours], non_blocking=True)
-                    c = c - kept
                 method = self.settings
                 numbers = method.outer_momentum, method.gamma, method.outer_nesterov
                 step.outer_step(phi, delta, c, *numbers, out=(phi, delta))

@@ -7,7 +7,7 @@ from typing import Any
 from megatron_noloco.config import RunConfig
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import training_flops
-from megatron_noloco.outer.payload import message_bytes
+from megatron_noloco.outer.payload import message_bytes, wide_type
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.memory import WORKING, Memory, RankParameters, fullest_stage
 from megatron_noloco.settings import OverlapSettings, TrainerSettings
@@ -275,7 +275,10 @@ def exchange_bytes(noloco: TrainerSettings, held: RankParameters, replicas: int,
     bits = int(noloco.payload.removeprefix("int"))
     coded = message_bytes(held.owned, bits)
     exact = _FP32 * held.copied / dp
-    return round(coded + exact if n == 2 else 3 * (n - 1) / n * coded + 2 * (n - 1) / n * exact)
+    if n == 2:
+        return round(coded + exact)
+    codes_and_sums = 1 + 8 * wide_type(bits, n).itemsize / bits
+    return round((n - 1) / n * (codes_and_sums * coded + 2 * exact))
 
 
 def routed_bytes(config: RunConfig, topology: Topology) -> float:

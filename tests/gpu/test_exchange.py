@@ -46,7 +46,7 @@ def after_rounds(device: str, delay_steps: int, **method: Any) -> list[Tensor]:
 
 @pytest.mark.parametrize("delay_steps", [0, 2])
 @pytest.mark.parametrize("group_size", [2, 4])
-@pytest.mark.parametrize("payload", ["fp32", "int8"])
+@pytest.mark.parametrize("payload", ["fp32", "int8", "int4"])
 def test_with_slow_weights_on_the_host_rounds_are_those_of_a_cpu_bit_for_bit(
     delay_steps: int, group_size: int, payload: str
 ) -> None:

@@ -68,14 +68,14 @@ RUNS: dict[str, tuple[dict[str, Any], int]] = {
         4,
     ),
     "2 replicas x dp 2, bf16, DiLoCo": (config(2, BF16, dp=2, method="diloco"), 4),
-    "2 replicas x dp 2, Muon, plain averages in int4, WSD": (
-        config(2, {"scheduler": WSD}, MUON, dp=2, outer_momentum=0, outer_lr=1, payload="int4"),
+    "2 replicas x dp 2, Muon, plain averages, WSD": (
+        config(2, {"scheduler": WSD}, MUON, dp=2, outer_momentum=0, outer_lr=1, payload="int8"),
         4,
     ),
     "2 replicas x 2 stages, bf16, Muon, dropout": (config(2, STAGES, MUON, BF16, DROPOUT, routing="step"), 4),
     "2 replicas, saved while an exchange is under way": (config(2, overlap=LATE), 2),
-    "3 replicas in one group x 2 stages, bf16, saved while an exchange is under way": (
-        config(3, STAGES, BF16, group_size=3, overlap=LATE),
+    "3 replicas in one group x 2 stages, bf16, int4, saved while an exchange is under way": (
+        config(3, STAGES, BF16, group_size=3, payload="int4", overlap=LATE),
         6,
     ),
     **{

@@ -161,7 +161,7 @@ def made(
     place = Place(transport.rank, replicas)
     if bits is None:
         return Exchange(transport, place, 5, seconds, stretch)
-    return CodedExchange(transport, place, 5, seconds, Coding(bits, stretch, keeps_rounding=bits == 4))
+    return CodedExchange(transport, place, 5, seconds, Coding(bits, stretch))
 
 
 def average(

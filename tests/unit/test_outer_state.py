@@ -40,24 +40,27 @@ def figures(steps: list[list[list[RoundReport]]]) -> list[str]:
 
 @pytest.mark.parametrize("saved", range(K, 2 * K + 1))
 @pytest.mark.parametrize(
-    ("delay_steps", "fragments", "payload"),
+    ("group_size", "delay_steps", "fragments", "payload"),
     [
-        (0, 3, "fp32"),
-        (2, 1, "int4"),
-        (2, 3, "int4"),
-        (2, 1, "fp32"),
-        (K, 1, "fp32"),
-        (K, 3, "int4"),
+        (2, 0, 3, "fp32"),
+        (2, 2, 1, "int4"),
+        (3, 0, 1, "int4"),
+        (3, 2, 3, "int4"),
+        (2, 2, 1, "fp32"),
+        (2, K, 1, "fp32"),
+        (2, K, 3, "int4"),
     ],
 )
 def test_a_resume_continues_bit_for_bit_from_any_step(
-    saved: int, delay_steps: int, fragments: int, payload: str
+    saved: int, group_size: int, delay_steps: int, fragments: int, payload: str
 ) -> None:
     """The rounds that were under way are reported as they would have been."""
+    elements = 4 * BLOCK if payload == "int4" else ELEMENTS
     method = {"delay_steps": delay_steps, "fragments": fragments, "payload": payload}
-    fleet = fleet_of(4, **method)
+    fleet = fleet_of(4, group_size, elements, **method)
     fleet.run(saved)
-    other = resumed(fleet, **method)
+    assert bool(fleet.rounding.any()) == (group_size > 2)
+    other = resumed(fleet, elements=elements, **method)
     expected, found = fleet.run(3 * K - saved), other.run(3 * K - saved)
     fleet.wait()
     other.wait()

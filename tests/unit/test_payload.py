@@ -30,8 +30,10 @@ ERRORS = {16: 1e-3, 8: 0.05, 4: 0.8}  # of the pull towards the group's mean; ge
 
 
 def means(vectors: Tensor, group: Group, bits: int) -> tuple[Tensor, list[ExchangeReport]]:
+    """Return what the members take for the mean, with what they keep of it, and the reports."""
     found, exchanges = average(vectors, group, bits)
-    return found, [exchange.report for exchange in exchanges]
+    kept = [torch.zeros(len(found[0])) if one.rounding is None else one.rounding for one in exchanges]
+    return found + torch.stack(kept), [exchange.report for exchange in exchanges]
 
 
 def alike(replicas: int, elements: int, apart: float = 0.01, seed: int = 0) -> Tensor:
@@ -75,17 +77,13 @@ def test_replicas_in_one_group_stay_together_to_a_part_of_a_step(bits: int, repl
 
 @pytest.mark.parametrize("members", [3, 9])
 @pytest.mark.parametrize("stretch", [STRETCH, 3 * BLOCK])
-def test_without_what_it_is_rounded_by_the_mean_is_the_same_for_the_whole_group(
-    members: int, stretch: int
-) -> None:
-    """Also where blocks are sent in fp32, which is not rounded; the largest rounding is half a step."""
+def test_where_rounding_errors_are_kept_all_members_have_the_same_bits(members: int, stretch: int) -> None:
+    """Blocks that are sent in fp32 have no error; the others have that which is reported."""
     vectors = alike(members, 9000)
     vectors[0, 600], exact = 7.0, (2000, 2100)  # a difference that does not fit
     found, exchanges = average(vectors, tuple(range(members)), 4, stretch=stretch, exact=[exact])
     rounding = torch.stack([exchange.rounding for exchange in exchanges])
-    one_rounding = 2**-23 * float(vectors.abs().max())
-    assert_close = torch.testing.assert_close
-    assert_close(found - rounding, (found - rounding)[:1].expand(members, -1), rtol=0, atol=4 * one_rounding)
+    assert torch.equal(found, found[:1].expand(members, -1))
     in_fp32 = [blocks for blocks in range(18) if not rounding[:, blocks * BLOCK : (blocks + 1) * BLOCK].any()]
     assert {600 // BLOCK, *(at // BLOCK for at in exact)} <= set(in_fp32)
     resent = sum(min(BLOCK, 9000 - block * BLOCK) for block in in_fp32)
@@ -123,7 +121,7 @@ def test_the_error_is_that_reported_and_does_not_grow_with_the_weights(bits: int
         variance = float(true.var(dim=0).sum()) * (2 if members == 2 else 1)  # a pair sees all, at both ends
         assert deviation == pytest.approx(variance, rel=0.01), "less the variance of rounding"
     assert errors[1] == pytest.approx(errors[0], rel=0.05)
-    assert errors[0] == pytest.approx(pull_error(f"int{bits}", members), rel=0.15)
+    assert errors[0] == pytest.approx(pull_error(f"int{bits}", bits == 4 and members > 2), rel=0.15)
 
 
 # What does not fit

@@ -116,7 +116,8 @@ def test_the_delay_of_the_first_rounds(overlap: OverlapSettings, delay_steps: in
         ({"payload": "int8", "consensus_weight": 1.4}, 4, ""),
         ({"payload": "int4", "consensus_weight": 1.4}, 4, "outer_momentum (alpha) 0.5, "),
         ({"method": "diloco", "outer_momentum": 0.95}, 4, ""),
-        ({"method": "diloco", "outer_momentum": 0.95, "payload": "int4"}, 4, ""),
+        ({"method": "diloco", "outer_momentum": 0.95, "payload": "int4"}, 4, ""),  # all use the same bits
+        ({"method": "diloco", "outer_momentum": 0.95, "payload": "int4"}, 2, "outer_momentum (alpha) 0.95, "),
     ],
 )
 def test_groups_exist_and_stay_together(changes: dict[str, Any], replicas: int | None, problem: str) -> None:
@@ -173,3 +174,22 @@ def test_what_the_jobs_of_a_federation_share() -> None:
     assert shared(TrainerSettings(**own, **trainers)) == shared(NolocoSettings())  # type: ignore[arg-type]
     assert shared(NolocoSettings(consensus_weight=1.0)) == shared(NolocoSettings())
     assert shared(NolocoSettings(payload="int4")) != shared(NolocoSettings())
+
+
+@pytest.mark.parametrize(
+    ("changes", "replicas", "kept"),
+    [
+        ({"payload": "int4"}, 8, False),
+        ({"payload": "int4", "group_size": 4}, 8, True),
+        ({"payload": "int8", "group_size": 4}, 8, False),
+        ({"payload": "int4", "method": "diloco"}, 8, True),
+        ({"payload": "int4", "method": "diloco"}, 2, False),
+        ({"payload": "int4", "group_size": 8, "pairing": "cycle"}, 8, False),  # of 2 x 2 x 2
+        ({"payload": "int4", "group_size": 8, "pairing": "cycle"}, 9, True),
+    ],
+)
+def test_rounding_errors_are_kept_in_groups_of_more_than_2(
+    changes: dict[str, Any], replicas: int, kept: bool
+) -> None:
+    assert NolocoSettings(**changes).keeps_rounding_among(replicas) == kept
+    assert gossip(NolocoSettings(**changes), replicas).kept == kept
