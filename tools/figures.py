@@ -51,6 +51,10 @@ BYTES = {  # each method at its own learning rates; a replica receives as many b
         "DiLoCo int4, every 35 steps, 0.014 0.016",
         "DiLoCo int4, every 83 steps, 0.014 0.016",
     ),
+    "DiLoCo, int4, Nesterov 0.7 and 0.9": (
+        "DiLoCo int4, Nesterov 0.7 0.9, every 35 steps, 0.028 0.032",
+        "DiLoCo int4, Nesterov 0.7 0.9, every 83 steps, 0.014 0.016",
+    ),
     "SparseLoCo": (
         "SparseLoCo 0.5, every 9 steps, 0.028 0.032",
         "SparseLoCo 0.5, every 17 steps, 0.02 0.023",
@@ -73,9 +77,14 @@ REPLICAS = {  # of each method, the number of replicas, its row and that of sync
         ),
         (32, "pairs in cycles, int8 @ 32 replicas", "synchronous @ 32 replicas"),
     ),
-    "groups of 8, of 16 with 64 replicas, int4": (
-        (32, "random groups of 8, int4 @ 32 replicas", "synchronous @ 32 replicas"),
-        (64, "random groups of 16, int4 @ 64 replicas", "synchronous @ 64 replicas"),
+    "groups of 8, from 32 replicas on of 16, int4": (
+        (
+            16,
+            "NoLoCo int4, groups of 8, every step, 0.08 0.064 @ 16 replicas",
+            f"synchronous, 0.02 0.032 @ 16 replicas, {_DECAY}",
+        ),
+        (32, "random groups of 16, int4 @ 32 replicas", "synchronous @ 32 replicas"),
+        (64, "random groups of 16, int4, errors not kept @ 64 replicas", "synchronous @ 64 replicas"),
     ),
 }
 STUDIES = (
