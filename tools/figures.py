@@ -45,6 +45,8 @@ BYTES = {  # each method at its own learning rates; a replica receives as many b
         "NoLoCo int4, every 33 steps, 0.014 0.016",
     ),
     "DiLoCo, int4": (
+        "NoLoCo int4, groups of 8, every step, 0.056 0.045",  # of all
+        "DiLoCo int4, every 2 steps, 0.04 0.032",
         "DiLoCo int4, every 3 steps, 0.04 0.032",
         "DiLoCo int4, every 9 steps, 0.028 0.032",
         "DiLoCo int4, every 17 steps, 0.02 0.023",
