@@ -370,8 +370,9 @@ def gossip(noloco: NolocoSettings, replicas: int | None) -> Gossip:
         cycle = prime_factors(replicas)
     everyone = noloco.method == "diloco" or (noloco.group_size == replicas and len(cycle) < 2)
     group_size = math.inf if everyone else noloco.group_size
-    kept = keeps_rounding(noloco.payload_bits, group_size)
-    if replicas is not None:
+    if replicas is None:
+        kept = keeps_rounding(noloco.payload_bits, group_size)
+    else:
         kept = noloco.keeps_rounding_among(replicas)
     return Gossip(
         noloco.outer_momentum,

@@ -16,12 +16,8 @@ from megatron_noloco.plans.topology import Position, Topology
 
 FORMAT = 3
 WEIGHTS = "slow_weights"  # the vector that a model is made from
-OUTER_VECTORS = (
-    WEIGHTS,
-    "outer_momentum",
-    "rounding",
-    "correction",
-)  # of the outer optimizer, one element per weight
+# Of the outer optimizer, one element per weight.
+OUTER_VECTORS = (WEIGHTS, "outer_momentum", "rounding", "correction")
 _STEP = re.compile(r"step_(\d{8,})$")
 _READ_BYTES = 1 << 20
 

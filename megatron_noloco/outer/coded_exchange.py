@@ -184,8 +184,7 @@ class CodedExchange(Exchange):
                 else:
                     start = first + here.start * BLOCK
                     left_out = self.rounding[start : start + len(piece)]
-                    codec.rounding(piece, steps[here], coded[here], left_out)
-                    mean = codec.common_mean(piece, steps[here], sums[here], members)
+                    mean = codec.common_mean(piece, steps[here], sums[here], members, coded[here], left_out)
                 yield from _chosen(mean, here.start, coded[here])
 
         return all_pieces()

@@ -205,26 +205,24 @@ class Codec:
 
     def from_sum(self, piece: Tensor, steps: Tensor, total: Tensor, members: int) -> Tensor:
         """Return the mean of at most one piece, from the sums of n over the group; valid until the next call."""
-        return self.from_difference(piece, self._apart(piece, steps, total, members), steps / members)[0]
+        apart = _apart(self._whole_steps(piece, steps), total, members)
+        return self.from_difference(piece, apart, steps / members)[0]
 
-    def common_mean(self, piece: Tensor, steps: Tensor, total: Tensor, members: int) -> Tensor:
-        """Return s * mean(n) instead, the same bits for the whole group: the mean less that of the roundings."""
-        apart = self._apart(piece, steps, total, members)
-        whole = self._whole_steps(piece, steps).double().mul_(members).add_(apart)
-        whole.mul_(steps.double().div_(members).unsqueeze(1))
-        return self._floats[: len(steps)].copy_(whole).view(-1)[: len(piece)]
+    def common_mean(
+        self, piece: Tensor, steps: Tensor, total: Tensor, members: int, coded: Tensor, rounding: Tensor
+    ) -> Tensor:
+        """Return s * mean(n) instead, the same bits for the whole group: the mean less that of the roundings.
 
-    def _apart(self, piece: Tensor, steps: Tensor, total: Tensor, members: int) -> Tensor:
-        """Return the sum of n over the group less that of as many members like this one."""
+        Fills `rounding`, like the piece, with r = c - s n of the coded blocks, and 0 for the others.
+        """
         own = self._whole_steps(piece, steps)
-        return torch.mul(own, -members, out=own).add_(total).to(total.dtype)
-
-    def rounding(self, piece: Tensor, steps: Tensor, coded: Tensor, out: Tensor) -> None:
-        """Fill `out`, like at most one piece, with r = c - s n of the coded blocks, and 0 for the others."""
-        whole = self._floats[: len(steps)].copy_(self._whole_steps(piece, steps)).mul_(steps.unsqueeze(1))
-        torch.sub(piece, whole.view(-1)[: len(piece)], out=out)
+        floats = self._floats[: len(own)].copy_(own).mul_(steps.unsqueeze(1))
+        torch.sub(piece, floats.view(-1)[: len(piece)], out=rounding)
         for first, last in runs(~coded):
-            out[first * BLOCK : last * BLOCK] = 0.0
+            rounding[first * BLOCK : last * BLOCK] = 0.0
+        whole = own.double().mul_(members)
+        whole.add_(_apart(own, total, members)).mul_(steps.double().div_(members).unsqueeze(1))
+        return floats.copy_(whole).view(-1)[: len(piece)]
 
     def _whole_steps(self, piece: Tensor, steps: Tensor) -> Tensor:
         """Return n, int32 of shape [blocks, BLOCK]; a value that is not finite becomes any number."""
@@ -250,6 +248,11 @@ def pieces(vector: Tensor, blocks: int = _PIECE, first: int = 0) -> Iterator[tup
     """Yield the vector in pieces of `blocks` blocks, each with the numbers of its blocks, counted from `first`."""
     for at in slices(blocks_in(len(vector)), blocks):
         yield vector[at.start * BLOCK : at.stop * BLOCK], slice(first + at.start, first + at.stop)
+
+
+def _apart(own: Tensor, total: Tensor, members: int) -> Tensor:
+    """Return the sum of n over the group less that of as many members like this one; overwrites its n, `own`."""
+    return torch.mul(own, -members, out=own).add_(total).to(total.dtype)
 
 
 def runs(chosen: Tensor) -> Iterator[tuple[int, int]]:

@@ -26,7 +26,8 @@ from megatron_noloco.plans.stability import pull_error
 from tests.unit.fleet import CODED_CHUNK_BYTES, average, fleet_of, noise
 
 BITS = (16, 8, 4)
-ERRORS = {16: 1e-3, 8: 0.05, 4: 0.8}  # of the pull towards the group's mean; generous
+ERRORS = {16: 1e-3, 8: 0.05, 4: 0.6}  # of the pull towards the group's mean; generous
+KEPT_ERROR = 0.8  # likewise, of groups in int4, which keep it
 
 
 def means(vectors: Tensor, group: Group, bits: int) -> tuple[Tensor, list[ExchangeReport]]:
@@ -54,7 +55,8 @@ def test_the_mean_of_the_group_is_kept_and_each_is_near_it(bits: int, group: Gro
     one_rounding = 2**-23 * float(true.abs().max())
     torch.testing.assert_close(found.double().mean(0), true.mean(0), rtol=0, atol=one_rounding)
     pull = (true - true.mean(0)).norm()
-    assert (found.double() - true.mean(0)).norm() <= ERRORS[bits] * pull + len(true) * one_rounding
+    error = KEPT_ERROR if bits == 4 and len(group) > 2 else ERRORS[bits]
+    assert (found.double() - true.mean(0)).norm() <= error * pull + len(true) * one_rounding
     assert sum(report.compared_elements for report in reports) == elements * (2 if len(group) == 2 else 1)
 
 
