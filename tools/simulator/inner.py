@@ -111,10 +111,11 @@ def orthogonalised(matrices: Tensor, steps: int = 5) -> Tensor:
     """
     a, b, c = 3.4445, -4.7750, 2.0315  # of Jordan et al.
     wide = matrices if matrices.shape[-2] <= matrices.shape[-1] else matrices.mT
-    x = wide / (wide.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    x = (wide / (wide.norm(dim=(-2, -1), keepdim=True) + 1e-7)).flatten(0, -3)
     for _ in range(steps):
         gram = x @ x.mT
-        x = a * x + (b * gram + c * gram @ gram) @ x
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    x = x.view(wide.shape)
     return x if wide is matrices else x.mT
 
 
