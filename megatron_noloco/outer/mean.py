@@ -82,7 +82,8 @@ def gathered(pieces: Iterator[MeanPiece], memory: Tensor) -> Iterator[MeanPiece]
 
 
 def finite_mean(members: Sequence[Tensor], out: Tensor, report: ExchangeReport) -> Tensor:
-    """Average the members' chunks, each of shape [elements], in the order given: equal inputs, equal bits.
+    """Average the members' chunks, each of shape [elements], in the order given: equal inputs, equal bits, also
+    at other places of a chunk.
 
     A chunk in which a member holds NaN or infinity is averaged over the members that are finite there (where none
     is: the first), so that a poisoned replica does not spread. The deviation of finite chunks and the
@@ -97,11 +98,19 @@ def finite_mean(members: Sequence[Tensor], out: Tensor, report: ExchangeReport) 
     else:
         total = torch.stack(tuple(members))
         deviation = float(total.var(dim=0).sum())
-        mean = torch.mean(total, dim=0, out=out) if math.isfinite(deviation) else out
+        mean = _mean_of_rows(total, out) if math.isfinite(deviation) else out
     if math.isfinite(deviation):
         report.squared_deviation += deviation
         report.compared_elements += len(out)
         return mean
     report.poisoned_elements += len(out)
     finite = [member for member in members if bool(torch.isfinite(member).all())] or [members[0]]
-    return out.copy_(torch.stack(finite).mean(dim=0))
+    return _mean_of_rows(torch.stack(finite), out)
+
+
+def _mean_of_rows(rows: Tensor, out: Tensor) -> Tensor:
+    """Fill `out`, row by row: `torch.mean` adds the last elements in another order than the others."""
+    out.copy_(rows[0])
+    for row in rows[1:]:
+        out.add_(row)
+    return out.div_(len(rows))
