@@ -193,7 +193,11 @@ class Codec:
         right &= torch.sub(total, most.int(), alpha=members).amin(dim=1) >= -largest
         squares -= self._floats[: len(total)].copy_(total).square_().sum(dim=1) / members
         variance = squares.mul_(steps.square()).mul_(right).sum() / (members - 1)
-        torch.add(total, self._whole_steps(piece, steps), alpha=members, out=total)
+        own = self._whole_steps(piece, steps)
+        if keeps_rounding(self.bits, members):  # s * n is used, so a clamped n is not right
+            right &= own.amax(dim=1) < _LARGEST
+            right &= own.amin(dim=1) > -_LARGEST
+        torch.add(total, own, alpha=members, out=total)
         out.copy_(total)
         return right, float(variance)
 

@@ -172,6 +172,7 @@ def average(
     stretch: int = STRETCH,
     exact: Ranges = (),
     chunk_bytes: int | None = None,
+    number: int = 3,
 ) -> tuple[Tensor, list[Exchange]]:
     """Return what each member of the group takes for the mean of their rows of `vectors`, and their exchanges."""
     chunk_bytes = chunk_bytes or (CHUNK_BYTES if bits is None else CODED_CHUNK_BYTES)
@@ -179,7 +180,7 @@ def average(
 
     def member(replica: int) -> tuple[Tensor, Exchange]:
         exchange = made(transports[replica], len(vectors), bits, stretch=stretch)
-        exchange.begin(vectors[replica].clone(), group, 3, "a test", exact)
+        exchange.begin(vectors[replica].clone(), group, number, "a test", exact)
         return finish(exchange, vectors.shape[1]), exchange
 
     with ThreadPoolExecutor(len(group)) as threads:

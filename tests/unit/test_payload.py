@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from itertools import count
 
 import pytest
 import torch
@@ -220,10 +221,10 @@ def test_a_poisoned_block_is_treated_as_in_fp32(bits: int, group: Group, poison:
     assert float((found[:, others] - mean).abs().max()) < 0.02
 
 
-@pytest.mark.parametrize("group", [(0, 1), (0, 1, 2)])
+@pytest.mark.parametrize("group", [(0, 1), (0, 1, 2), tuple(range(8))])
 def test_exact_ranges_have_the_mean_of_fp32_bitwise(group: Group) -> None:
     """So do copies of them elsewhere in another rank's vector, whatever is around them."""
-    vectors = alike(3, 4000)
+    vectors = alike(len(group), 4000)
     exact = [(100, 101), (2000, 2100), (3999, 4000)]
     found, _ = average(vectors, group, 4, stretch=2048, exact=exact)
     plain = plain_means(vectors, group)
@@ -255,6 +256,14 @@ def test_a_step_holds_the_range_whatever_the_difference_is_made_of() -> None:
     assert float((in_range > 4).float().mean()) > 0.99
     find_steps([both[0], both[0]], 8, steps)
     assert 0 < float(steps.max()) < 1e-6, "equal vectors: as fine as fp32"
+
+
+@pytest.mark.parametrize("members", [2, 3])
+def test_equal_blocks_whose_sketches_are_zero_keep_their_weights(members: int) -> None:
+    """Norms are all 1 at first, and now and then the signs of a sketch cancel in all cells."""
+    numbers = (number for number in count(6000) if not signs_of(number).view(-1, CELLS).sum(dim=0).any())
+    found, _ = average(torch.ones(members, BLOCK), tuple(range(members)), 4, number=next(numbers))
+    assert torch.equal(found, torch.ones(members, BLOCK))
 
 
 def test_zeros_and_single_elements_have_steps() -> None:
