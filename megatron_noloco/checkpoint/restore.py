@@ -17,6 +17,7 @@ from megatron_noloco.checkpoint.settings import CheckpointSettings
 from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.engine.replica import ReplicaEngine
 from megatron_noloco.engine.state import PREFIXES
+from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.model.dropout import seed_dropout, set_random_state
 from megatron_noloco.model.families import Parameter, Table, table_of
 from megatron_noloco.outer import Rounds
@@ -48,7 +49,8 @@ def restore(
     engine.restore(reader.engine_state(*PREFIXES), reader.source.engine)
     state = {name: reader.vector(name) for name in OUTER_VECTORS if reader.has_vector(name)}
     state |= reader.tensors("delayed_")
-    outer.restore(state, moved=reader.moved)
+    # Fragments are cut alike in all stages, so all merge at once if one has to.
+    outer.restore(state, moved=any(of_all_ranks(reader.moved)))
     if reader.moved or at != place:  # there is no saved random state for this position
         seed_dropout(settings.seed, groups, manifests[0].step)
     else:

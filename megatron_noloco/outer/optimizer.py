@@ -187,7 +187,8 @@ class OuterOptimizer:
     def state(self, wait: bool = True) -> dict[str, Tensor]:
         """Return what a resume needs of the outer optimizer, after waiting for the exchanges under way.
 
-        Without `wait`, rounds whose exchange is under way are left out, as if they were skipped.
+        Without `wait`, which needs `commit`, rounds whose exchange is under way are left out, as if they were
+        skipped.
 
         Live tensors "slow_weights", unless alpha = 0 "outer_momentum", and "rounding" if that is kept. While
         rounds are not merged, also "correction" (phi - theta_s where it is to be merged, else zero),
