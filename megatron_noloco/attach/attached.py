@@ -151,9 +151,10 @@ class Attached:
         In one job all replicas then have the mean to rounding, in a federation the same bits. A job of a
         federation waits for the others that are there, as long as they train; one that does not begin a round for
         `NolocoSettings.deadline_seconds` is left out. The reports have the replicas averaged, and how far apart
-        they were.
+        they were. With a delay, rounds under way are merged before.
         """
         self._trained.check_all()
+        self.outer.finish()
         if self._membership is not None:
             return self._membership.average(self.outer)
         transport, place, settings = self.outer.transport, self.outer.place, self.outer.settings

@@ -136,6 +136,10 @@ class Monitor:
     def local_step(self, reports: list[RoundReport]) -> None:
         """Record a local step and the rounds that ended with it."""
         self._steps += 1
+        self.rounds(reports)
+
+    def rounds(self, reports: list[RoundReport]) -> None:
+        """Record rounds that have ended."""
         self._exchanged(
             sum(report.exchange.bytes_sent for report in reports),
             sum(report.pause_seconds for report in reports),

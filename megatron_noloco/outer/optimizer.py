@@ -144,8 +144,7 @@ class OuterOptimizer:
         """Average the fast weights over one group after the other (alpha = 0, beta = gamma = 1).
 
         With the groups of `plans.grouping.averaging_cycle`, the fast and slow weights of all replicas are then the
-        mean of all fast weights and kept rounding errors. The outer momentum buffer stays. Rounds not merged yet
-        are merged first.
+        mean of all fast weights and kept rounding errors. The outer momentum buffer stays. Call `finish` before.
 
         Args:
             exchange: on a channel of its own (`Channel.FINAL`), in fp32.
@@ -154,7 +153,7 @@ class OuterOptimizer:
 
         Raises as `run_round` does.
         """
-        self.finish()
+        assert not self._under_way
         mean, other = self.slow_weights, self._spare
         self.weights.read_into(mean)
         if self.rounding is not None:
@@ -326,6 +325,10 @@ class NoRounds:
 
     def wait(self) -> None:
         """Return at once: nothing is ever under way."""
+
+    def finish(self) -> list[RoundReport]:
+        """Return no reports: nothing is ever under way."""
+        return []
 
     @contextmanager
     def evaluating(self) -> Iterator[Tensor]:

@@ -121,6 +121,7 @@ class Run:
         reports = list[ExchangeReport]()
         if self.final_average is not None and (before < done or self.membership is not None):
             with now.doing(f"averaging after local step {done}"):
+                self.monitor.rounds(self.outer.finish())
                 if (
                     self.membership is not None  # it may wait long for the others, and be stopped meanwhile
                     and self.schedule.saves(before, done)

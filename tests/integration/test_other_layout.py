@@ -202,10 +202,23 @@ def of_model(run: Run, vector: str) -> dict[str, Tensor]:
     return {row.name: reader.read(row.name, [0], vector).clone() for row in reader.table}
 
 
-def test_corrections_of_fragments_are_merged_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("layout_before", "layout_after"),
+    [
+        (layout(tp=2), layout(pp=2)),
+        (
+            layout(pp=3, num_layers_in_first_pipeline_stage=1, num_layers_in_last_pipeline_stage=1),
+            layout(pp=3, num_layers_in_last_pipeline_stage=2),
+        ),
+    ],
+    ids=["all ranks", "all but the first stage"],
+)
+def test_corrections_of_fragments_are_merged_at_once(
+    layout_before: Changes, layout_after: Changes, tmp_path: Path
+) -> None:
     """Fragments of another layout are other weights: their next rounds are not those of the checkpoint."""
-    first = saved_run(tmp_path / "first", [LATE, {"noloco": {"fragments": 2}}, layout(tp=2)])
-    there = taken_over(first, layout(pp=2), tmp_path / "there")
+    first = saved_run(tmp_path / "first", [LATE, {"noloco": {"fragments": 2}}, layout_before])
+    there = taken_over(first, layout_after, tmp_path / "there")
     before, corrections, after = (
         of_model(run, name)
         for run, name in ((first, "fast_weights"), (first, "correction"), (there, "fast_weights"))

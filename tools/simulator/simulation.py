@@ -220,7 +220,10 @@ class Simulation:
         """Take part in the final average; returns the bytes that the replica sends."""
         connection = self._connections[self.outer.index(outer)]
         average = build_final_average(self.config, outer, *connection)
-        reports = average(self.config.training.train_iters) if average else []
+        if average is None:
+            return 0
+        reports = [report.exchange for report in outer.finish()]
+        reports += average(self.config.training.train_iters)
         return sum(report.bytes_sent for report in reports)
 
     def _local_step(self, step: int) -> None:
