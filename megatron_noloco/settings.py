@@ -5,7 +5,7 @@ The JSON blocks `noloco` and `federation`, `config --explain`, the tables of the
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from numbers import Integral, Real
 from types import UnionType
@@ -160,11 +160,14 @@ class NolocoSettings:
             return self.pairing
         return "cycle" if self.group_size == 2 and set(prime_factors(replicas)) == {2} else "random"
 
+    def group_sizes_among(self, replicas: int) -> Sequence[int]:
+        """Return the sizes of the groups in one round after the other: in a cycle the prime factors, else one."""
+        n = self.group_size_among(replicas)
+        return prime_factors(replicas) if n > 1 and self.pairing_among(replicas) == "cycle" else (n,)
+
     def keeps_rounding_among(self, replicas: int) -> bool:
         """Return whether what codes left out is kept, and added in the next round (`outer.payload`)."""
-        in_cycle = self.pairing_among(replicas) == "cycle"
-        largest = max(prime_factors(replicas)) if in_cycle else self.group_size_among(replicas)
-        return keeps_rounding(self.payload_bits, largest)
+        return keeps_rounding(self.payload_bits, max(self.group_sizes_among(replicas)))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,6 @@ from megatron_noloco.engine.schedules import WSD
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import table_of
 from megatron_noloco.plans.fragments import most_under_way
-from megatron_noloco.plans.grouping import prime_factors
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.stability import rounds_to_halve
 from megatron_noloco.plans.topology import Topology
@@ -112,7 +111,7 @@ def _method(noloco: TrainerSettings, replicas: int) -> str:
         return f"{knobs}, n = {n} (all replicas)"
     rho, drawn = gossip(noloco, replicas).rho, f"n = {n}"
     if noloco.pairing_among(replicas) == "cycle":
-        drawn = f"cycles of {' x '.join(map(str, prime_factors(replicas)))}"
+        drawn = f"cycles of {' x '.join(map(str, noloco.group_sizes_among(replicas)))}"
     return (
         f"{knobs}, gamma = {noloco.gamma}, {drawn}; rho = {rho:.3f}: "
         f"{rounds_to_halve(rho):.1f} rounds halve the spread"

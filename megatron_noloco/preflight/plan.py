@@ -2,12 +2,13 @@
 
 import math
 from dataclasses import asdict, dataclass, replace
+from statistics import mean
 from typing import Any
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import training_flops
-from megatron_noloco.outer.payload import message_bytes, wide_type
+from megatron_noloco.outer.payload import BLOCK, blocks_in, message_bytes, wide_type
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.memory import WORKING, Memory, RankParameters, fullest_stage
 from megatron_noloco.settings import OverlapSettings, TrainerSettings
@@ -243,42 +244,43 @@ def scheme_of(
     step_seconds: float | None = None,
 ) -> Scheme:
     """Return the costs of one scheme for the rank that holds most; `step_seconds` of a local step, if known."""
-    replicas = topology.ensemble
-    sent = exchange_bytes(noloco, held, replicas, topology.dp)
-    members = noloco.group_size_among(replicas)
-    coded = noloco.payload != "fp32"
+    sizes, coded = noloco.group_sizes_among(topology.ensemble), noloco.payload != "fp32"
     trips = 2.0 + coded  # a receiver says that it is ready; sketches go before codes
     trips += (3 + 3 * coded) * bool(
         topology.slots
     )  # separate jobs ask for messages, and say that they have them
     hidden = noloco.local_steps if noloco.chooses_delay else noloco.delay_steps
     pause = math.inf if step_seconds is None else noloco.local_steps * step_seconds
-    phases = 1 if members <= 2 else 2  # parts of the vector are added up, then the sums are sent to all
-    seconds = network.seconds(sent / phases, trips, members - 1, pause)
-    if phases == 2:
-        seconds += network.seconds(sent / phases, 2, members - 1, pause=0)
-    return Scheme(name, sent, seconds, noloco.local_steps, hidden)
+    bytes_of_rounds, seconds_of_rounds = [], []
+    for members in sizes:
+        sent = exchange_bytes(noloco, held, members, topology.dp)
+        phases = 1 if members <= 2 else 2  # parts of the vector are added up, then the sums are sent to all
+        seconds = network.seconds(sent / phases, trips, members - 1, pause)
+        if phases == 2:
+            seconds += network.seconds(sent / phases, 2, members - 1, pause=0)
+        bytes_of_rounds.append(sent)
+        seconds_of_rounds.append(seconds)
+    return Scheme(name, round(mean(bytes_of_rounds)), mean(seconds_of_rounds), noloco.local_steps, hidden)
 
 
-def exchange_bytes(noloco: TrainerSettings, held: RankParameters, replicas: int, dp: int) -> int:
-    """Return the bytes that a rank sends when all its weights are exchanged once, in a pair or a larger group.
+def exchange_bytes(noloco: TrainerSettings, held: RankParameters, members: int, dp: int) -> int:
+    """Return the bytes that a rank sends when all its weights are exchanged once, in a group of `members`.
 
-    With a code, elements that are sent again are not counted, and the data-parallel ranks count as sharing copies
-    evenly.
+    With a code, elements that are sent again are not counted, blocks count as whole, and the data-parallel ranks as
+    sharing copies evenly.
     """
-    n = noloco.group_size_among(replicas)
-    if n <= 1:
+    if members <= 1:
         return 0
-    if noloco.payload == "fp32":
+    to_others = (members - 1) / members
+    if noloco.payload_bits is None:
         vector = float(_FP32 * held.owned)
-        return round(vector if n == 2 else vector * 2 * (n - 1) / n)
-    bits = int(noloco.payload.removeprefix("int"))
-    coded = message_bytes(held.owned, bits)
+        return round(vector if members == 2 else vector * 2 * to_others)
+    coded = message_bytes(held.owned, noloco.payload_bits)
     exact = _FP32 * held.copied / dp
-    if n == 2:
+    if members == 2:
         return round(coded + exact)
-    codes_and_sums = 1 + 8 * wide_type(bits, n).itemsize / bits
-    return round((n - 1) / n * (codes_and_sums * coded + 2 * exact))
+    sums = blocks_in(held.owned) * (BLOCK * wide_type(noloco.payload_bits, members).itemsize + 4 + 1)
+    return round(to_others * (coded + sums + 2 * exact))
 
 
 def routed_bytes(config: RunConfig, topology: Topology) -> float:

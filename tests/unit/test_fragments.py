@@ -102,7 +102,9 @@ def test_copies_stay_bitwise_equal(
     topology = Topology(replicas=replicas, pp=2)
     own = 0 if whole else 900
     first = [(0, 600)] if whole else [(0, 250), (500, 850)]
-    ranges = [first if topology.position(rank).stage == 0 else [(own, own + 600)] for rank in range(2 * replicas)]
+    ranges = [
+        first if topology.position(rank).stage == 0 else [(own, own + 600)] for rank in range(2 * replicas)
+    ]
     weights = [noise(600 + own, seed=2 + topology.position(rank).stage) for rank in range(2 * replicas)]
     places = [torch.cat([torch.arange(*one) for one in of_rank]) for of_rank in ranges]
     for rank, of_rank in enumerate(places):

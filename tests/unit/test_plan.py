@@ -11,8 +11,11 @@ import torch
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import load_config
 from megatron_noloco.preflight import fit
-from megatron_noloco.preflight.memory import fullest_stage
-from megatron_noloco.preflight.plan import Network, Scheme
+from megatron_noloco.outer.payload import BLOCK
+from megatron_noloco.preflight.memory import RankParameters, fullest_stage
+from megatron_noloco.preflight.plan import Network, Scheme, exchange_bytes
+from megatron_noloco.settings import TrainerSettings, grouping_of
+from tests.unit.fleet import average, noise
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -202,3 +205,27 @@ def test_bad_input_is_one_line(
     out, err = capsys.readouterr()
     assert problem in err
     assert (out, err.count("\n")) == ("", 1)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        {"method": "diloco", "payload": "fp32"},
+        {"method": "diloco", "payload": "int8"},
+        {"method": "diloco", "payload": "int4"},
+        {"group_size": 4, "pairing": "random", "payload": "int4"},
+        {"group_size": 8, "pairing": "cycle", "payload": "fp32"},
+        {"group_size": 8, "pairing": "cycle", "payload": "int8"},
+    ],
+    ids=str,
+)
+def test_the_bytes_of_larger_groups_and_cycles(method: dict[str, Any]) -> None:
+    """To the byte, where nothing is sent again: differences of 0 fit any code."""
+    settings, elements, replicas = TrainerSettings(**method), 48 * BLOCK, 8
+    group = grouping_of(settings, replicas, seed=0).group(0, 0)
+    _, exchanges = average(noise(elements, seed=1).expand(replicas, -1), group, settings.payload_bits)
+    assert not any(exchange.report.resent_elements for exchange in exchanges)
+    held = RankParameters(1, elements, elements, 0, 0, True)
+    assert len(group) == settings.group_sizes_among(replicas)[0]
+    planned = exchange_bytes(settings, held, len(group), dp=1)
+    assert {exchange.report.bytes_sent for exchange in exchanges} == {planned}
