@@ -295,7 +295,8 @@ class OuterOptimizer:
         transport, place, settings = self.transport, self.place, self.settings
         bits, deadline_seconds = settings.payload_bits, settings.deadline_seconds
         # A pair has its whole vectors under way at once; in a larger group that would cost two more of them.
-        stretch = max(1, self._longest) if self.grouping.group_size <= 2 else STRETCH
+        in_pairs = max(settings.group_sizes_among(place.replicas)) <= 2
+        stretch = max(1, self._longest) if in_pairs else STRETCH
         exchange = (
             Exchange(transport, place, Channel.ROUNDS, deadline_seconds, stretch)
             if bits is None

@@ -266,8 +266,8 @@ def scheme_of(
 def exchange_bytes(noloco: TrainerSettings, held: RankParameters, members: int, dp: int) -> int:
     """Return the bytes that a rank sends when all its weights are exchanged once, in a group of `members`.
 
-    With a code, elements that are sent again are not counted, blocks count as whole, and the data-parallel ranks as
-    sharing copies evenly.
+    With a code, elements that are sent again are not counted, blocks count as whole, and the data-parallel ranks
+    as sharing copies evenly.
     """
     if members <= 1:
         return 0

@@ -10,8 +10,8 @@ import torch
 
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import load_config
-from megatron_noloco.preflight import fit
 from megatron_noloco.outer.payload import BLOCK
+from megatron_noloco.preflight import fit
 from megatron_noloco.preflight.memory import RankParameters, fullest_stage
 from megatron_noloco.preflight.plan import Network, Scheme, exchange_bytes
 from megatron_noloco.settings import TrainerSettings, grouping_of
