@@ -51,13 +51,9 @@ class Gossip:
 
     @property
     def rho(self) -> float:
-        """The factor of the spread squared per round; 0 where all are one group, and use the same mean.
-
-        Where rounding errors are kept it is exact for plain averages (alpha 0, gamma 1), else an estimate: at most
-        0.06 too low, and never below 1 where replicas drift apart.
-        """
+        """The factor of the spread squared per round; 0 where all are one group, and use the same mean."""
         alpha, gamma = self.outer_momentum, self.consensus_weight
-        more = pull_error(self.payload, self.kept), self.nesterov
+        more = pull_error(self.payload, self.kept), self.nesterov, self.kept
         if math.isinf(self.group_size) and (self.payload == "fp32" or self.kept):
             return 0.0
         if not self.cycle:
@@ -106,6 +102,7 @@ def spread_factor(
     group_size: float,
     pull_error: float = 0.0,
     nesterov: bool = False,
+    kept: bool = False,
 ) -> float:
     """Return rho, the factor of the spread SQUARED per round, for many randomly grouped replicas.
 
@@ -116,8 +113,9 @@ def spread_factor(
         E[u^2] = gamma^2 a (1 + epsilon^2) V,    E[x u] = -gamma a V,    E[u delta] = -gamma a C
 
     with a = (n-1)/n the share of a group's variance that its mean removes. The error of a coded payload is one of
-    the pull, independent of it: E[x * error] = 0. rho is the spectral radius of that map. rho >= 1 means the
-    replicas drift apart.
+    the pull, independent of it: E[x * error] = 0. Where it is kept, u = mean_G(gamma x + r - r') - gamma x_i with
+    r' the new error, E[r'^2] = epsilon^2 E[(gamma x + r)^2], and the map has the moments of r in addition. rho is
+    the spectral radius of that map. rho >= 1 means the replicas drift apart.
 
     Args:
         outer_momentum: alpha.
@@ -126,11 +124,19 @@ def spread_factor(
             replicas are one group.
         pull_error: epsilon, the root mean square of the pull's error over that of the pull.
         nesterov: whether the outer step looks ahead.
+        kept: whether the error is kept, and added in the next round.
     """
     gamma, a = consensus_weight, 1 - 1 / group_size
-    v, c, d = np.eye(3)
-    pull = gamma**2 * a * (1 + pull_error**2) * v, -gamma * a * v, -gamma * a * c
-    step = np.array(_moved((v, c, d), pull, outer_momentum, nesterov))
+    v, c, d, xr, dr, rr = np.eye(6)
+    error = pull_error**2 * (gamma**2 * v + kept * (2 * gamma * xr + rr))  # E[r'^2]
+    into = (rr + error) / group_size if kept else a * error
+    pull = (
+        gamma**2 * a * v + into,
+        -gamma * a * v + kept * xr / group_size,
+        -gamma * a * c + kept * dr / group_size,
+    )
+    moved = _moved((v, c, d), pull, outer_momentum, nesterov)
+    step = np.array([*moved, *_with_error(kept * error, 1 / group_size, outer_momentum, nesterov)])
     return float(max(abs(np.linalg.eigvals(step))))
 
 
@@ -148,12 +154,18 @@ def _moved(moments: _Moments, pull: _Moments, alpha: float, nesterov: bool) -> _
     )
 
 
+def _with_error(error: np.ndarray, share: float | np.ndarray, alpha: float, nesterov: bool) -> _Moments:
+    """Return E[x*r, delta*r, r^2] after a round, of whose E[r^2] `share` is in -E[u*r]."""
+    return -(1 + alpha * nesterov) * share * error, -share * error, error
+
+
 def cycle_spread_factor(
     outer_momentum: float,
     consensus_weight: float,
     sizes: Sequence[int],
     pull_error: float = 0.0,
     nesterov: bool = False,
+    kept: bool = False,
 ) -> float:
     """Return rho for pairing in cycles: the factor of the spread SQUARED per round, for any number of replicas.
 
@@ -161,28 +173,33 @@ def cycle_spread_factor(
         sizes: of the groups of the rounds of one cycle; their product is the number of replicas.
         pull_error: epsilon of `spread_factor`; the errors of a group's members have the sum 0 (`outer.payload`).
         nesterov: whether the outer step looks ahead.
+        kept: whether errors are kept, which have no such sum, and added in the next round.
 
     Expand x = phi - mean(phi), a function of the labels, in characters of the digits. The round of digit t
     removes the group means of the characters in which digit t takes part, and leaves the others: for these the u
     of `spread_factor` is 0, for the former -gamma x + error. The errors have epsilon^2 gamma^2 times the second
-    moment of the characters in which t takes part, and are spread evenly over these. A cycle is a linear map of
-    the characters' moments (E[x^2], E[x delta], E[delta^2]). Labels are drawn again before each cycle, which
-    spreads the moments evenly over all characters. rho is the spectral radius of the mean map over the
-    characters, to the power of 1 / len(sizes). For each set of digits that take part there are prod(size - 1)
-    characters, with equal moments.
+    moment of the characters in which t takes part, and are spread evenly over these. Errors that are kept are
+    spread evenly over all characters; u is then -gamma x for those in which t takes part, r - r' for the others. A
+    cycle is a linear map of the characters' moments (E[x^2], E[x delta], E[delta^2], and those of r). Labels are
+    drawn again before each cycle, which spreads the moments evenly over all characters. rho is the spectral radius
+    of the mean map over the characters, to the power of 1 / len(sizes). For each set of digits that take part
+    there are prod(size - 1) characters, with equal moments.
     """
     gamma = consensus_weight
     patterns = np.array(list(product((False, True), repeat=len(sizes))))[1:]  # but that of the mean
     characters = np.where(patterns, np.array(sizes) - 1, 1).prod(axis=1)[:, None]
     replicas = math.prod(sizes)
-    v, c, d = (np.tile(moment, (len(patterns), 1)) for moment in np.eye(3))
+    v, c, d, xr, dr, rr = (np.tile(moment, (len(patterns), 1)) for moment in np.eye(6))
     for takes, size in zip(patterns.T[:, :, None], sizes, strict=True):
-        pull = gamma * takes
+        pull, stays = gamma * takes, kept * (1 - takes)
         moved = replicas - replicas // size  # characters
-        error = pull_error**2 * takes * (characters * pull**2 * v).sum(axis=0) / moved
-        pulls = pull**2 * v + error, -pull * v, -pull * c
+        coded = pull**2 * v + kept * takes * (2 * gamma * xr + rr)
+        error = pull_error**2 * (characters * coded).sum(axis=0) / moved
+        into = stays * (rr + error) if kept else takes * error
+        pulls = pull**2 * v + into, -pull * v + stays * xr, -pull * c + stays * dr
         v, c, d = _moved((v, c, d), pulls, outer_momentum, nesterov)
-    cycle = [(characters * moment).sum(axis=0) / (replicas - 1) for moment in (v, c, d)]
+        xr, dr, rr = _with_error(kept * np.tile(error, (len(patterns), 1)), stays, outer_momentum, nesterov)
+    cycle = [(characters * moment).sum(axis=0) / (replicas - 1) for moment in (v, c, d, xr, dr, rr)]
     largest = max(abs(np.linalg.eigvals(np.array(cycle))))
     return float(largest ** (1 / len(sizes)))
 

@@ -16,9 +16,10 @@ from megatron_noloco.outer.payload import BLOCK
 from megatron_noloco.outer.round import cut
 from megatron_noloco.plans.draws import Stream, draw_words
 from megatron_noloco.plans.fragments import fragment_after
-from megatron_noloco.plans.grouping import averaging_cycle, prime_factors
-from megatron_noloco.plans.stability import pull_error, spread_factor
+from megatron_noloco.plans.grouping import Group, averaging_cycle, prime_factors
+from megatron_noloco.plans.stability import cycle_spread_factor, pull_error, spread_factor
 from megatron_noloco.plans.topology import Place
+from megatron_noloco.settings import grouping_of
 from tests.unit.fleet import ELEMENTS, SECONDS, Fleet, K, assert_close, assert_equal, fleet_of, made, noise
 
 GOLDEN_HISTORY = Path(__file__).parents[1] / "golden" / "outer_history.json"
@@ -289,16 +290,34 @@ def test_without_gradients_the_spread_shrinks_as_rho_says(delay_steps: int) -> N
     assert factor == pytest.approx(spread_factor(0.5, 0.7, 2), abs=0.1)
 
 
-@pytest.mark.parametrize("group_size", [2, 4])
-def test_in_int4_the_spread_shrinks_about_as_fast_as_rho_says(group_size: int) -> None:
-    fleet = Fleet(noise(8, 2000, seed=3), group_size, seed=5, payload="int4")
+@pytest.mark.parametrize(
+    ("replicas", "group_size", "cycle", "alpha", "gamma", "nesterov"),
+    [
+        (8, 2, (), 0.5, 0.7, False),
+        (8, 4, (), 0.5, 0.7, False),
+        (16, 4, (), 0.3, 1.6, False),  # errors of the pull that were not kept would drive replicas apart
+        (9, 4, (3, 3), 0.3, 1.4, False),
+        (15, 5, (3, 5), 0.5, 0.7, True),
+    ],
+)
+def test_in_int4_the_spread_shrinks_about_as_fast_as_rho_says(
+    replicas: int, group_size: int, cycle: Group, alpha: float, gamma: float, nesterov: bool
+) -> None:
+    method = {"outer_momentum": alpha, "outer_lr": gamma, "outer_nesterov": nesterov}
+    pairing = "cycle" if cycle else "random"
+    fleet = Fleet(
+        noise(replicas, 1500, seed=3), group_size, seed=5, payload="int4", pairing=pairing, **method
+    )
+    for outer in fleet.outer:
+        outer.grouping = grouping_of(fleet.settings, replicas, seed=5)
     variances = []
     for round_index in range(24):
         fleet.exchange(round_index)
-        variances.append(float(fleet.phi.var(dim=0).mean()))
+        variances.append(float(fleet.phi.double().var(dim=0).mean()))
     factor = (variances[-1] / variances[3]) ** (1 / 20)
-    fp32 = spread_factor(0.5, 0.7, group_size)
-    int4 = spread_factor(0.5, 0.7, group_size, pull_error("int4", kept=group_size > 2))
+    kept, drawn = group_size > 2, (alpha, gamma, cycle or group_size)
+    rho = cycle_spread_factor if cycle else spread_factor
+    fp32, int4 = (rho(*drawn, error, nesterov, kept) for error in (0.0, pull_error("int4", kept)))
     assert fp32 - 0.05 < factor < int4
 
 

@@ -194,6 +194,7 @@ def measured_spread_factor(
     group_size: int,
     pull_error: float = 0.0,
     nesterov: bool = False,
+    kept: bool = False,
     fragment: int = 0,
 ) -> float:
     """Gossip itself: 256 replicas of 256 weights, zero outer gradients, groups from Grouping."""
@@ -202,16 +203,23 @@ def measured_spread_factor(
     grouping = Grouping(replicas, group_size, seed=11)
     phi = np.random.default_rng(0).standard_normal((replicas, 256))
     phi -= phi.mean(axis=0)  # stays zero: a mean beside a vanishing spread would cost its digits
-    momentum = np.zeros_like(phi)
+    momentum, rounding = np.zeros_like(phi), np.zeros_like(phi)
     spread_squared = []
     for round_index in range(rounds):
         groups = np.array(grouping.groups(round_index, fragment=fragment))
-        mean = np.empty_like(phi)
-        mean[groups] = phi[groups].mean(axis=1, keepdims=True)
-        pull = mean - phi
-        pull += pull_error * np.sqrt((pull**2).mean()) * draw.standard_normal(phi.shape)
-        momentum = alpha * momentum + gamma * pull
-        phi = phi + (alpha * momentum + gamma * pull if nesterov else momentum)
+        combined = gamma * phi + rounding
+        size = np.sqrt(combined[groups].var(axis=1, ddof=1).mean())
+        error = pull_error * size * draw.standard_normal(phi.shape)
+        if kept:
+            combined, rounding = combined - error, error
+        pull = np.empty_like(phi)
+        pull[groups] = combined[groups].mean(axis=1, keepdims=True)
+        pull -= gamma * phi
+        if not kept:
+            pull += np.sqrt(1 - 1 / group_size) * error
+        momentum = alpha * momentum + pull
+        phi = phi + (alpha * momentum + pull if nesterov else momentum)
+        phi -= phi.mean(axis=0)
         spread_squared.append(phi.var(axis=0).mean())
     return (spread_squared[-1] / spread_squared[settle]) ** (1 / (rounds - 1 - settle))
 
@@ -223,6 +231,16 @@ class TestStability:
     ) -> None:
         assert spread_factor(alpha, gamma, n, error, nesterov) == pytest.approx(rho, abs=5.01e-4)
         assert measured_spread_factor(alpha, gamma, n, error, nesterov) == pytest.approx(rho, abs=0.005)
+
+    @pytest.mark.parametrize(
+        ("alpha", "gamma", "n", "nesterov"),
+        [(0.0, 1.0, 4, False), (0.5, 0.7, 8, False), (0.3, 1.6, 4, False), (0.9, 0.9, 4, True)],
+    )
+    def test_so_do_those_that_keep_their_errors(
+        self, alpha: float, gamma: float, n: int, nesterov: bool
+    ) -> None:
+        found = measured_spread_factor(alpha, gamma, n, 0.5, nesterov, kept=True)
+        assert found == pytest.approx(spread_factor(alpha, gamma, n, 0.5, nesterov, kept=True), abs=0.01)
 
     @pytest.mark.parametrize("fragment", [1, 5])
     def test_so_do_their_fragments(self, fragment: int) -> None:
