@@ -76,8 +76,9 @@ class DelayChoice:
     `local_steps`; waiting for a late partner is included. After the third, which gives all ranks time to announce,
     each rank waits for announcements still missing, and all take the largest number.
 
-    Rounds count as they end, whatever their index: a job of a federation leaves some out. Skipped rounds do not
-    count, nor does a round that began before a resume. Both are alike on all ranks of a job.
+    Rounds count as they end, whatever their index: a job of a federation leaves some out. Of several fragments the
+    last one ends a round. Rounds in which a partner was missed do not count, nor does one that began before a
+    resume. Both are alike on all ranks of a job.
     """
 
     def __init__(self, outer: OuterOptimizer) -> None:
