@@ -86,7 +86,7 @@ REPLICAS = {  # of each method, the number of replicas, its row and that of sync
             f"synchronous, 0.02 0.032 @ 16 replicas, {_DECAY}",
         ),
         (32, "random groups of 16, int4 @ 32 replicas", "synchronous @ 32 replicas"),
-        (64, "random groups of 16, int4, errors not kept @ 64 replicas", "synchronous @ 64 replicas"),
+        (64, "random groups of 16, int4 @ 64 replicas", "synchronous @ 64 replicas"),
     ),
 }
 STUDIES = (
