@@ -4,6 +4,7 @@ A rank listens with one ROUTER socket, unless no other can reach it, and connect
 each. A `Link` hides the difference.
 """
 
+import errno
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -122,16 +123,28 @@ class Links:
         socket.tcp_maxrt = _UNACKNOWLEDGED_MILLISECONDS
         return socket
 
-    def dial(self, endpoint: str) -> Link:
-        """Return the link to an endpoint; it connects, again after each loss, until `hang_up`."""
+    def dial(self, endpoint: str) -> Link | None:
+        """Return the link to an endpoint; it connects, again after each loss, until `hang_up`.
+
+        Returns None while this process can open no more files: strangers may hold as many connections.
+        """
         if endpoint in self._dialled:
             return self._dialled[endpoint][0]
-        socket = self._socket(zmq.DEALER)
+        socket = None
+        try:
+            socket = self._socket(zmq.DEALER)
+            monitor = socket.get_monitor_socket(_EVENTS)
+        except zmq.ZMQError as error:
+            if socket is not None:
+                socket.close()
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            self._warn(f"other ranks cannot be joined now: {error} (ulimit -n; who connects to this rank?)")
+            return None
         socket.immediate = 1  # only a connection that is established takes messages
         socket.reconnect_ivl, socket.reconnect_ivl_max = _RECONNECT_MILLISECONDS
         if self._keys is not None:
             self._keys.connecting(socket)
-        monitor = socket.get_monitor_socket(_EVENTS)
         for readable in (socket, monitor):
             self._poller.register(readable, zmq.POLLIN)
         socket.connect(endpoint)

@@ -118,8 +118,7 @@ class Service:
         self._closing = True
 
     def _ask(self, endpoint: str) -> None:
-        if len(self._asking) < _MOST_QUESTIONS:
-            link = self._links.dial(endpoint)
+        if len(self._asking) < _MOST_QUESTIONS and (link := self._links.dial(endpoint)) is not None:
             self._asking[link] = time.monotonic() + _ANSWER_SECONDS
             self._send_addresses(link)
 
@@ -161,10 +160,13 @@ class Service:
             if not addresses[rank].endpoint:
                 continue
             if rank not in self._dialled:
-                if not linked and (own.rank > rank or not self.endpoint or late):
-                    self._dialled[rank] = self._links.dial(addresses[rank].endpoint)
-                    if self._dialled[rank].up:
-                        self.protocol.paths.linked(counterpart, self._dialled[rank])
+                if linked or not (own.rank > rank or not self.endpoint or late):
+                    continue
+                link = self._links.dial(addresses[rank].endpoint)
+                if link is not None:  # else tried again at the next HELLO
+                    self._dialled[rank] = link
+                    if link.up:
+                        self.protocol.paths.linked(counterpart, link)
             elif linked and not self._dialled[rank].up:  # the other side has connected
                 self._hang_up(rank)
             elif self._dialled[rank].up:  # the one that the other side has opened is lost

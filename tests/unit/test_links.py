@@ -1,6 +1,9 @@
 """Ranks that no other rank can connect to, ranks that relay, and a thread that fails."""
 
-from contextlib import ExitStack, closing
+import io
+import os
+import resource
+from contextlib import ExitStack, closing, redirect_stderr, suppress
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -90,6 +93,31 @@ def test_a_rank_connects_to_more_than_a_thousand(tmp_path: Path) -> None:
     links = Links(None, 1, None, Mock())
     assert links._context.max_sockets > 3 * 1000
     links.close(linger=False)
+
+
+@pytest.mark.parametrize("spare", range(3))  # each link needs three
+def test_a_rank_that_can_open_no_more_files_joins_others_later(tmp_path: Path, spare: int) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with (
+        redirect_stderr(io.StringIO()) as output,
+        transport(tmp_path / "one", 0) as first,
+        transport(tmp_path / "two", 1) as second,
+    ):
+        with ExitStack() as stack:
+            stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+            files = []
+            with suppress(OSError):
+                while True:
+                    files.append(stack.enter_context(open(os.devnull)))
+            for file in files[:spare]:
+                file.close()
+            second.service.ask(first.address.endpoint)
+            second.service.learn({0: first.address})
+            until(lambda: "other ranks cannot be joined now: Too many open files" in output.getvalue())
+            assert second.present() == []
+        until(lambda: present([first, second]) == [[1], [0]])
+        swap(first, second, tag=1)
 
 
 def test_without_a_relay_two_hidden_ranks_never_meet(tmp_path: Path) -> None:
