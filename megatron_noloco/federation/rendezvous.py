@@ -10,7 +10,7 @@ import json
 import re
 import socket
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
@@ -25,9 +25,9 @@ _ENTRY = struct.Struct("!IQ32sBB")  # rank, epoch, key, whether it relays, lengt
 _LONGEST_ENDPOINT = 255  # bytes
 _ENDPOINT = re.compile(r"tcp://[A-Za-z0-9][A-Za-z0-9_.-]*:([0-9]{1,5})")  # ZeroMQ raises for others
 _FOLDER, _SEEDS = "file://", "tcp://"
-_SELDOM = (
-    10  # one look in ten asks the seeds although others are there, so that two halves find each other again
-)
+# One look in ten asks the seeds although others are there, so that two halves find each other again; and looks up
+# names of hosts again, whose addresses may change.
+SELDOM = 10
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,35 @@ def reachable(endpoint: str, host: Callable[[], str]) -> str:
         if endpoint.startswith(everywhere):
             return f"tcp://{host()}:{endpoint.removeprefix(everywhere)}"
     return endpoint
+
+
+def is_numeric(endpoint: str) -> bool:
+    """Whether an endpoint has the address of a host, and not its name."""
+    try:
+        socket.inet_aton(_split(endpoint)[0])
+    except OSError:
+        return False
+    return True
+
+
+def look_up(endpoints: Iterable[str], tell: Callable[[str], object]) -> Iterator[tuple[str, str]]:
+    """Yield each endpoint, and the same with its host's address; call `tell` for a name that has none.
+
+    May block; ZeroMQ would look up names in its own thread, and that would block all messages.
+    """
+    for endpoint in endpoints:
+        host, port = _split(endpoint)
+        try:
+            yield endpoint, f"tcp://{socket.gethostbyname(host)}:{port}"
+        except OSError as error:  # another one may do
+            tell(f"{host}: {error.strerror}")
+        except UnicodeError as error:  # Python's, for a part of a name that is longer than 63 characters
+            tell(f"{host}: {error}")
+
+
+def _split(endpoint: str) -> tuple[str, str]:
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return host, port
 
 
 class Directory:
@@ -230,20 +259,12 @@ class Seeds:
         """Do nothing: `look` sends the address to those that it asks."""
 
     def look(self, book: AddressBook, alone: bool) -> None:
-        """Ask the seeds, seldom if this rank is not `alone`. Raises OSError where a host name is not known.
-
-        Names are resolved here: in ZeroMQ's own thread that would block all messages.
-        """
-        if not alone and next(self._looks) % _SELDOM:
+        """Ask the seeds, seldom if this rank is not `alone`. Raises OSError where a host name is not known."""
+        if not alone and next(self._looks) % SELDOM:
             return
-        unknown = []
-        for host, port in self._places:
-            try:
-                book.ask(f"tcp://{socket.gethostbyname(host)}:{port}")
-            except OSError as error:  # another one may do
-                unknown.append(f"{host}: {error.strerror}")
-            except UnicodeError as error:  # Python's, for a part of a name that is longer than 63 characters
-                unknown.append(f"{host}: {error}")
+        unknown = list[str]()
+        for _, endpoint in look_up((f"tcp://{host}:{port}" for host, port in self._places), unknown.append):
+            book.ask(endpoint)
         if unknown:
             raise OSError("; ".join(unknown))
 

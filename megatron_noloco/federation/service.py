@@ -16,7 +16,7 @@ from megatron_noloco.federation.frames import SIZE, Member
 from megatron_noloco.federation.keys import Keys, Sealing
 from megatron_noloco.federation.links import Link, Links
 from megatron_noloco.federation.protocol import FederationProtocol
-from megatron_noloco.federation.rendezvous import Address
+from megatron_noloco.federation.rendezvous import Address, is_numeric, look_up
 
 _HELLO_SECONDS = 0.5  # between two HELLO frames
 _BACK_SECONDS = 3.0  # for the rank that connects to this one, before this one tries
@@ -68,6 +68,8 @@ class Service:
         self._wake_lock = threading.Lock()
         self._dialled: dict[int, Link] = {}  # by rank
         self._asking: dict[Link, float] = {}  # and when to give up
+        self._apart: set[str] = set()  # endpoints with the name of a host, of counterparts not connected
+        self._found: dict[str, str] = {}  # such endpoints with the host's address; "": has none
         self._closing = False
         self._failure: Exception | None = None
         self._followed = -1  # the version of the directory that the links are of
@@ -114,6 +116,13 @@ class Service:
         """Send all addresses to the rank at an endpoint, and ask for those that it knows. From any thread."""
         self.do(self._ask, endpoint)
 
+    def look_up(self, again: bool) -> None:
+        """Look up hosts to connect to, with `again` also those looked up before. In a thread that may block."""
+        names = [name for name in self._apart if again or name not in self._found]
+        self._found = dict.fromkeys(names, "") | self._found
+        for name, endpoint in look_up(names, lambda why: self.protocol.warn(f"no connection to {why}")):
+            self._found[name] = endpoint
+
     def _close(self) -> None:
         self._closing = True
 
@@ -147,22 +156,26 @@ class Service:
                     f"another process of this rank, at {other.endpoint}, counts for the others: is --replica that "
                     "of another job, or the clock of this host behind?"
                 )
-            for rank in self._dialled.keys() & addresses.keys():
-                if self._dialled[rank].endpoint != addresses[rank].endpoint:
-                    self._hang_up(rank)
+        apart = set[str]()
         for rank, counterpart in self.protocol.counterparts.items():
             if rank not in addresses:
                 continue
             if counterpart.address != addresses[rank]:
                 counterpart.address, counterpart.apart = addresses[rank], time.monotonic()
+            name = addresses[rank].endpoint
+            endpoint = name if is_numeric(name) else self._found.get(name, "")
+            if rank in self._dialled and self._dialled[rank].endpoint != endpoint:
+                self._hang_up(rank)
             late = time.monotonic() - counterpart.apart > _BACK_SECONDS
             linked = counterpart.direct is not None and counterpart.direct.up
-            if not addresses[rank].endpoint:
+            if endpoint != name and not linked:
+                apart.add(name)
+            if not endpoint:
                 continue
             if rank not in self._dialled:
                 if linked or not (own.rank > rank or not self.endpoint or late):
                     continue
-                link = self._links.dial(addresses[rank].endpoint)
+                link = self._links.dial(endpoint)
                 if link is not None:  # else tried again at the next HELLO
                     self._dialled[rank] = link
                     if link.up:
@@ -171,6 +184,7 @@ class Service:
                 self._hang_up(rank)
             elif self._dialled[rank].up:  # the one that the other side has opened is lost
                 self.protocol.paths.linked(counterpart, self._dialled[rank])
+        self._apart = apart
 
     def _hang_up(self, rank: int) -> None:
         link, counterpart = self._dialled.pop(rank), self.protocol.counterparts[rank]

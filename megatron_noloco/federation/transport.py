@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from megatron_noloco.federation.counterpart import Seen
 from megatron_noloco.federation.frames import ANYONE, DTYPE_CODES, LARGEST, Member, Receive, Send
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.rendezvous import (
+    SELDOM,
     Address,
     Rendezvous,
     is_endpoint,
@@ -313,7 +315,9 @@ class FederationTransport:
 
     def _look(self) -> None:
         """Look for addresses in a thread of its own: file systems and name servers may block."""
+        looks = count()
         while not self._closing.is_set():
+            self.service.look_up(again=next(looks) % SELDOM == 0)
             try:
                 self._network.rendezvous.look(self.service, alone=not self.present())
             except OSError as error:  # known addresses stay in use

@@ -298,6 +298,36 @@ def test_members_are_reached_where_they_advertise(tmp_path: Path) -> None:
         swap(first, second, tag=1)
 
 
+def test_a_host_is_looked_up_where_that_holds_up_no_message_and_again_when_it_moves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only one of the two can connect to the other."""
+    known, threads = {"host.invalid": "127.0.0.2"}, set[str]()
+
+    def look_up(host: str) -> str:
+        threads.add(threading.current_thread().name)
+        return known[host]
+
+    monkeypatch.setattr("socket.gethostbyname", look_up)
+    monkeypatch.setattr("megatron_noloco.federation.transport._LOOK_SECONDS", 0.05)
+    folder, port = SharedFolder(tmp_path, RUN), free_port()
+    networks = [
+        Network(folder, RUN, f"tcp://127.0.0.1:{port}", advertise=f"tcp://host.invalid:{port}"),
+        Network(folder, RUN, None),
+    ]
+    with ExitStack() as stack:
+        first, second = (
+            stack.enter_context(closing(FederationTransport(Place(slot, 2), network, PATIENCE)))
+            for slot, network in enumerate(networks)
+        )
+        dialled = second.service._dialled
+        until(lambda: 0 in dialled and dialled[0].endpoint == f"tcp://127.0.0.2:{port}")
+        known["host.invalid"] = "127.0.0.1"
+        until(lambda: (first.present(), second.present()) == ([1], [0]))
+        swap(first, second, tag=1)
+    assert threads == {"rendezvous"}
+
+
 def test_ranks_that_ask_and_are_gone_leave_nothing_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
