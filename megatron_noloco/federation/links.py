@@ -5,6 +5,7 @@ each. A `Link` hides the difference.
 """
 
 import errno
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -21,6 +22,7 @@ _THREADS = 2  # of ZeroMQ, which encrypt and decrypt
 _RECONNECT_MILLISECONDS = (100, 2000)
 _MOST_SOCKETS = 65_536  # three for each link; ZeroMQ's default of 1023 would do for 340 of them
 _UNACKNOWLEDGED_MILLISECONDS = 10_000  # after which TCP gives a connection up
+_PORT_SECONDS = 20  # in which processes that a killed job has forked end, and free its port
 _LINGER_MILLISECONDS = 2000
 _ENCRYPTED_MORE = 128  # bytes, at least those that encryption adds to a message
 _ZAP = "inproc://zeromq.zap.01"
@@ -101,14 +103,18 @@ class Links:
         inbox.router_mandatory = 1  # says so when the other side has gone
         if self._keys is not None:
             self._keys.listening(inbox)
-        try:
-            inbox.bind(listen)
-        except zmq.ZMQError as error:
-            self._context.destroy(0)
-            raise ValueError(
-                f"federation.listen: cannot listen at {listen}: {error}; port 0 takes any that is free"
-            ) from None
-        self.endpoint = inbox.getsockopt_string(zmq.LAST_ENDPOINT)
+        deadline = time.monotonic() + _PORT_SECONDS
+        while not self.endpoint:
+            try:
+                inbox.bind(listen)
+                self.endpoint = inbox.getsockopt_string(zmq.LAST_ENDPOINT)
+            except zmq.ZMQError as error:
+                problem = f"federation.listen: cannot listen at {listen}: {error}"
+                if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
+                    self._context.destroy(0)
+                    raise ValueError(f"{problem}; port 0 takes any that is free") from None
+                self._warn(f"{problem}; trying for {_PORT_SECONDS} s")
+                time.sleep(0.2)
         self._refusals = inbox.get_monitor_socket(_FAILED)
         for readable in (inbox, self._refusals):
             self._poller.register(readable, zmq.POLLIN)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_noloco.federation import service
+from megatron_noloco.federation import links, service
 from megatron_noloco.federation.frames import LARGEST, Member
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.rendezvous import (
@@ -151,11 +151,21 @@ def test_an_address_to_advertise_is_refused_in_one_line(advertise: str, listen: 
         Network(Seeds.of("a:1"), RUN, listen, advertise=advertise)
 
 
-def test_a_port_that_is_taken_is_refused_in_one_line(tmp_path: Path) -> None:
+def test_a_port_that_is_taken_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(links, "_PORT_SECONDS", 0)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         network = Network(SharedFolder(tmp_path, RUN), RUN, f"tcp://127.0.0.1:{taken.getsockname()[1]}")
         with pytest.raises(ValueError, match=r"federation.listen: cannot listen at tcp://127.0.0.1:\d+: "):
             FederationTransport(Place(0, 2), network, PATIENCE)
+
+
+def test_a_port_that_a_killed_job_holds_for_some_seconds_is_waited_for(tmp_path: Path) -> None:
+    with redirect_stderr(io.StringIO()) as output, socket.create_server(("127.0.0.1", 0)) as taken:
+        network = Network(SharedFolder(tmp_path, RUN), RUN, f"tcp://127.0.0.1:{taken.getsockname()[1]}")
+        threading.Timer(0.5, taken.close).start()
+        with closing(FederationTransport(Place(0, 2), network, PATIENCE)) as made:
+            assert made.address.endpoint == network.listen
+    assert re.fullmatch(r"rank 0: .*: Address already in use.*; trying for 20 s\n", output.getvalue())
 
 
 def test_a_rank_whose_address_cannot_be_written_leaves_nothing_behind() -> None:
