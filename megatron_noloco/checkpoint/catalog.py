@@ -187,12 +187,6 @@ def is_complete(folder: Path) -> bool:
     return True
 
 
-def newest_step(checkpoints: Path) -> int:
-    """Return the newest complete step; 0 where there is none."""
-    complete = filter(is_complete, steps(checkpoints))
-    return max((step_of(folder) or 0 for folder in complete), default=0)
-
-
 def publish(checkpoints: Path, folder: Path, world_size: int, keep_last: int) -> None:
     """Name a step in `latest` and remove the steps beyond `keep_last`, if this rank completes the step.
 

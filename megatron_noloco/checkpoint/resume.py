@@ -3,7 +3,7 @@
 Before the first step all ranks agree on that checkpoint, with collectives over torch.distributed's default group.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch.distributed as dist
@@ -36,13 +36,12 @@ class Start:
 
 
 def find_start(settings: CheckpointSettings, topology: Topology) -> Start:
-    """Find the step to start from; every rank calls it and gets the same step.
+    """Find the step to start from; every rank calls it and gets the same step. Changes nothing.
 
-    Raises ValueError when `checkpoint.load` names a damaged checkpoint, or when the config does not fit the
-    checkpoint.
+    Raises ValueError when `checkpoint.load` names a damaged checkpoint.
     """
     if settings.load == "none":
-        return _start_over(settings.folder, [])
+        return Start(None, [])
     explicit = settings.load != "auto"
     found = [Path(settings.load)] if explicit else catalog.steps(settings.folder)
     notes: list[str] = []
@@ -50,11 +49,33 @@ def find_start(settings: CheckpointSettings, topology: Topology) -> Start:
         manifests, problem = _examine(folder, topology)
         problems = [text for text in of_all_ranks(problem) if text]
         if not problems:
-            return _continue(settings, topology, folder, manifests, notes)
+            return Start(folder, notes, manifests)
         if explicit:
             raise ValueError(f"checkpoint.load: {problems[0]}")
         notes.append(f"not used: {problems[0]}")
-    return _start_over(settings.folder, notes)
+    return Start(None, notes)
+
+
+def settle_start(settings: CheckpointSettings, topology: Topology, found: Start) -> Start:
+    """Set aside the steps that the run will write again; return what was found with more notes and the counters.
+
+    Every rank calls it. Raises ValueError when the config does not fit the checkpoint.
+    """
+    if found.folder is None:
+        return Start(None, found.notes + _set_aside(catalog.steps(settings.folder)))
+    saved = found.manifests[0]
+    lines = [
+        f"continuing from {found.folder}: step {saved.step}, {saved.consumed_samples} samples consumed",
+        *found.notes,
+        *(f"changed: {line}" for line in settings.changes(saved.config)),
+        *describe_replicas(saved.topology, topology),
+    ]
+    obsolete = catalog.steps(settings.folder)
+    if found.folder.parent.resolve() == settings.folder.resolve():
+        obsolete = [path for path in obsolete if (catalog.step_of(path) or 0) > saved.step]
+    lines += _set_aside(obsolete)
+    counters = counters_at(found.manifests, topology, topology.position(dist.get_rank()))
+    return replace(found, notes=lines, counters=counters)
 
 
 def _examine(folder: Path, topology: Topology) -> tuple[list[Manifest], str]:
@@ -71,32 +92,6 @@ def _examine(folder: Path, topology: Topology) -> tuple[list[Manifest], str]:
         return manifests, ""
     except DamagedCheckpointError as error:
         return [], str(error)
-
-
-def _continue(
-    settings: CheckpointSettings,
-    topology: Topology,
-    folder: Path,
-    manifests: list[Manifest],
-    notes: list[str],
-) -> Start:
-    saved = manifests[0]
-    lines = [
-        f"continuing from {folder}: step {saved.step}, {saved.consumed_samples} samples consumed",
-        *notes,
-        *(f"changed: {line}" for line in settings.changes(saved.config)),
-        *describe_replicas(saved.topology, topology),
-    ]
-    obsolete = catalog.steps(settings.folder)
-    if folder.parent.resolve() == settings.folder.resolve():
-        obsolete = [path for path in obsolete if (catalog.step_of(path) or 0) > saved.step]
-    lines += _set_aside(obsolete)
-    counters = counters_at(manifests, topology, topology.position(dist.get_rank()))
-    return Start(folder, lines, manifests, counters)
-
-
-def _start_over(checkpoints: Path, notes: list[str]) -> Start:
-    return Start(None, notes + _set_aside(catalog.steps(checkpoints)))
 
 
 def _set_aside(folders: list[Path]) -> list[str]:

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from megatron_noloco.checkpoint import catalog
-from megatron_noloco.checkpoint.resume import Start, find_start
+from megatron_noloco.checkpoint.resume import Start, find_start, settle_start
 from megatron_noloco.checkpoint.settings import CheckpointSettings
 from megatron_noloco.config import ConfigError, RunConfig
 from megatron_noloco.federation.join import Membership, join_federation
@@ -58,25 +57,27 @@ def join_job(prepared: Prepared) -> Joined:
     settings, membership = checkpoint_settings(config, topology), None
     if taken := of_rank_0(occupy(settings.folder.parent) if dist.get_rank() == 0 else ""):
         raise ValueError(taken)
+    start = find_start(settings, topology)
     if topology.slots:
         steps, place = config.training.train_iters, topology.place(dist.get_rank())
         membership = join_federation(config.federation, config.noloco, place, alike(config), steps)
         transport: Transport = membership.transport
-        if not membership.wait_for_start(continues=of_rank_0(_continues(settings))):
+        if not membership.wait_for_start(continues=start.folder is not None):
             notes.append("fewer replicas than federation.start_with are there; starting without")
         margin = config.federation.rounds_behind * config.noloco.local_steps
         membership.handover.saved = SavedState(settings.folder, topology.position(dist.get_rank()))
-        notes += take_over_checkpoint(
+        start = take_over_checkpoint(
             membership.handover,
             settings,
             topology,
             prepared.architecture,
+            start,
             margin,
             config.noloco.deadline_seconds,
         )
     else:
         transport = choose_transport(config.noloco.transport, prepared.world)
-    start = find_start(settings, topology)
+    start = settle_start(settings, topology, start)
     return Joined(transport, replace(start, notes=notes + start.notes), membership)
 
 
@@ -121,13 +122,6 @@ def checkpoint_settings(config: RunConfig, topology: Topology) -> CheckpointSett
         keep_last=checkpoint.keep_last,
         async_save=checkpoint.async_save,
         load=checkpoint.load,
-    )
-
-
-def _continues(settings: CheckpointSettings) -> bool:
-    """Return whether there is a checkpoint to continue from."""
-    return settings.load not in ("auto", "none") or (
-        settings.load == "auto" and catalog.newest_step(settings.folder) > 0
     )
 
 

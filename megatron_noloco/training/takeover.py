@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +12,10 @@ from torch import Tensor
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.catalog import Manifest
 from megatron_noloco.checkpoint.handover import check_offer, newest_saved, receive
+from megatron_noloco.checkpoint.resume import Start, find_start
 from megatron_noloco.checkpoint.settings import CheckpointSettings
 from megatron_noloco.federation.handover import Handover, Snapshot
 from megatron_noloco.federation.takeover import take_over
-from megatron_noloco.job.agreement import of_rank_0
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.plans.topology import Position, Topology
 
@@ -45,29 +45,32 @@ def take_over_checkpoint(
     settings: CheckpointSettings,
     topology: Topology,
     architecture: Architecture,
+    own: Start,
     margin: int,
     seconds: float,
-) -> list[str]:
-    """Take a state, if there is one to take; return lines for the log. A collective of the job.
+) -> Start:
+    """Take a state, if there is one to take; return where to start, with notes. A collective of the job.
 
     Args:
-        margin: local steps that the other must be ahead of this job's own newest checkpoint.
+        own: where the job starts otherwise.
+        margin: local steps that the other must be ahead of that.
         seconds: for a rank that trains to come to the next boundary between two local steps.
     """
     if settings.load != "auto":
-        return []
-    own, notes = of_rank_0(catalog.newest_step(settings.folder)), list[str]()
+        return own
+    start, notes = own, list[str]()
     writer = CheckpointWriter(settings, topology, architecture, notes.append)
-    found = take_over(handover, writer, own + margin + 1, seconds, notes.append)
+    found = take_over(handover, writer, own.step + margin + 1, seconds, notes.append)
     if found is not None:
         (slot, took_seconds), manifest = found
         size = sum(record.bytes for record in manifest.files.values())
-        before = f"; the own one was of step {own}, and the samples between are not read" if own else ""
+        before = f"; the own one was of step {own.step}, and the samples between are not read"
         notes.append(
             f"taken over from replica {slot}: its state after local step {manifest.step}, {size / 1e6:.1f} MB for "
-            f"this rank in {took_seconds:.1f} s{before}"
+            f"this rank in {took_seconds:.1f} s{before if own.step else ''}"
         )
-    return notes
+        start = find_start(settings, topology)
+    return replace(start, notes=[*dict.fromkeys(own.notes + start.notes), *notes])
 
 
 @dataclass(frozen=True)
@@ -90,7 +93,7 @@ class CheckpointWriter:
 
     def take(self, offer: Manifest, fill: Callable[[Sequence[Tensor]], None]) -> None:
         folder = catalog.step_folder(self.settings.folder, offer.step)
-        if dist.get_rank() == 0 and folder.exists():  # of a save that was never completed
+        if dist.get_rank() == 0 and folder.exists():  # of a save that was never completed, or damaged
             self.tell(f"set aside: {folder} is now {catalog.set_aside(folder).name}")
         dist.barrier()
         receive(self.settings.folder, offer, fill)

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_noloco.checkpoint import catalog
+from megatron_noloco.checkpoint import catalog, resume
 from megatron_noloco.checkpoint.catalog import DamagedCheckpointError, Manifest
 from megatron_noloco.checkpoint.handover import check_offer, newest_saved, receive
-from megatron_noloco.checkpoint.resume import Start
+from megatron_noloco.checkpoint.resume import Start, find_start
 from megatron_noloco.checkpoint.settings import CheckpointSettings
 from megatron_noloco.config import RunConfig
 from megatron_noloco.federation.handover import Handover
@@ -194,12 +194,23 @@ def start_of(own: FederationTransport, folder: Path, margin: int = 5, load: str 
     """What the start of a job reports; from then on it offers its own checkpoints."""
     settings, handover = replace(SETTINGS, folder=folder, load=load), Handover(own)
     handover.saved = SavedState(folder, Position(own.rank, 0, 0, 0))
-    return take_over_checkpoint(handover, settings, job(own.rank), ARCHITECTURE, margin, SECONDS)
+    found = find_start(settings, job(own.rank))
+    return take_over_checkpoint(handover, settings, job(own.rank), ARCHITECTURE, found, margin, SECONDS).notes
+
+
+def damage(folder: Path, step: int, slot: int) -> Path:
+    weights = catalog.file_of(catalog.step_folder(folder, step), Position(slot, 0, 0, 0), catalog.WEIGHTS)
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    return weights
 
 
 @pytest.fixture
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(takeover, "dist", SimpleNamespace(get_rank=lambda: 0, barrier=lambda: None))
+    one = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1, barrier=lambda: None)
+    monkeypatch.setattr(takeover, "dist", one)
+    monkeypatch.setattr(resume, "dist", one)
 
 
 @pytest.mark.usefixtures("alone")
@@ -207,13 +218,10 @@ def test_the_newest_is_taken_over_and_where_it_is_damaged_the_next(tmp_path: Pat
     folders = [tmp_path / str(slot) for slot in range(4)]
     for slot, step in enumerate((30, 20, 10)):
         write_checkpoint(folders[slot], step, job(slot))
-    weights = catalog.file_of(catalog.step_folder(folders[0], 30), Position(0, 0, 0, 0), catalog.WEIGHTS)
-    content = bytearray(weights.read_bytes())
-    content[-1] ^= 1
-    weights.write_bytes(content)
     with connected(tmp_path / "there", 4, slots=8) as ranks:
         for slot in range(3):
             assert start_of(ranks[slot], folders[slot], margin=100) == []
+        damage(folders[0], 30, slot=0)
         damaged, taken = start_of(ranks[3], folders[3])
         assert damaged.startswith("the state of replica 0 was not taken over: ")
         assert damaged.endswith("checksum does not match its manifest")
@@ -222,6 +230,23 @@ def test_the_newest_is_taken_over_and_where_it_is_damaged_the_next(tmp_path: Pat
         assert catalog.is_complete(catalog.step_folder(folders[3], 20))
         assert (folders[3] / "latest").read_text() == "step_00000020\n"
         assert start_of(ranks[3], folders[3], margin=10) == [], "30 is not more than 10 ahead"
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_own_checkpoint_that_is_damaged_does_not_count(tmp_path: Path) -> None:
+    """Whether the other's is of a later step, or of the same."""
+    for step in (20, 22):
+        folders = [tmp_path / f"{slot}_{step}" for slot in range(2)]
+        write_checkpoint(folders[0], 22, job(0))
+        for own in (10, step):
+            write_checkpoint(folders[1], own, job(1))
+        damaged = damage(folders[1], step, slot=1)
+        with connected(tmp_path / f"there_{step}", 2, slots=8) as (giver, taker):
+            start_of(giver, folders[0])
+            not_used, *_, taken = start_of(taker, folders[1])
+        assert not_used == f"not used: {damaged}: checksum does not match its manifest"
+        assert taken.startswith("taken over from replica 0: its state after local step 22, ")
+        assert taken.endswith("; the own one was of step 10, and the samples between are not read")
 
 
 @pytest.mark.usefixtures("alone")
@@ -236,7 +261,8 @@ def test_a_save_that_was_never_completed_is_out_of_the_way(tmp_path: Path) -> No
     with connected(tmp_path / "there", 2, slots=8) as (giver, taker):
         assert start_of(giver, folders[0]) == []
         assert start_of(taker, folders[1], load="none") == [], "the config says where to start"
-        aside, taken = start_of(taker, folders[1])
+        not_used, aside, taken = start_of(taker, folders[1])
+    assert not_used == f"not used: {unfinished.parent}: no manifest; it was never completed"
     assert aside == f"set aside: {unfinished.parent} is now step_00000020.set_aside"
     assert taken.endswith("; the own one was of step 4, and the samples between are not read")
     assert names_in(catalog.step_folder(folders[1], 20)) == names_in(catalog.step_folder(folders[0], 20))
