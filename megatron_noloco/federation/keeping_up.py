@@ -20,6 +20,7 @@ from megatron_noloco.settings import FederationSettings, NolocoSettings
 FINAL = 2**52  # the number of the exchange at the end, after those of all rounds
 LEFT = FINAL + 1  # for the others the exchange of a replica that has left
 NOT_NOW = 2**62  # later than any local step
+AT_END = -1  # one waits at its end, at a local step that only its caller's loop knows
 _LOOK_SECONDS = 0.05
 _TRAINED_ROUNDS = 10  # from here on, weights are not to be averaged with fresh ones
 _MOST_LOST_STEPS = 10  # in a row; DeepSpeed takes no step where the gradient is not finite
@@ -100,12 +101,16 @@ class KeepingUp:
     def due(self, step: int) -> int:
         """Return the local steps before the exchange that half of the others have begun, as this rank sees it.
 
-        `NOT_NOW` where there are no others, or this is no local step at which a replica looks at them.
+        `NOT_NOW` where there are no others, or this is no local step at which a replica looks at them; `AT_END`
+        where this replica has fresh weights, and must not train on.
         """
         if step % self._look_interval:
             return NOT_NOW
+        numbers = self._transport.begun().values()
+        if self._steps is None and self._untrained and FINAL - 1 in numbers:
+            return AT_END
         end = FINAL - 1 if self._steps is None else LEFT  # where it is may be known to the caller's loop only
-        begun = [number for number in self._transport.begun().values() if 0 <= number < end]
+        begun = [number for number in numbers if 0 <= number < end]
         if not begun:
             return NOT_NOW
         at = divmod(statistics.median_low(begun), self._fragments)
@@ -118,10 +123,16 @@ class KeepingUp:
         Args:
             due: the smallest of all ranks of the replica.
 
-        Raises UntrainedError if this replica began with fresh weights and the others have trained for long.
+        Raises UntrainedError if this replica began with fresh weights and the others have trained for long, or one
+        of them is at its end.
         """
         if due == NOT_NOW:
             return step
+        if due == AT_END:
+            raise UntrainedError(
+                "another replica waits at its end, and this one begins with fresh weights, which would spoil the "
+                "model of all; start it again from a checkpoint, or not at all"
+            )
         left_out = due - 1 - step
         if self._untrained and left_out >= _TRAINED_ROUNDS * self.local_steps:
             raise UntrainedError(

@@ -122,6 +122,20 @@ def test_new_weights_do_not_join_trained_ones(monkeypatch: pytest.MonkeyPatch) -
     assert next_step(own, 20) == 49, "they have trained little"
 
 
+def test_new_weights_do_not_join_one_that_waits_at_its_end() -> None:
+    """Where the last step is known, such a one counts as being there. One that has left is not waiting."""
+    own, others = keeping_up([module.FINAL - 1, 0], steps=None)
+    own.start(0)
+    with pytest.raises(UntrainedError, match="another replica waits at its end"):
+        next_step(own, 10)
+    others.numbers = [module.LEFT]
+    assert next_step(own, 10) == 10
+    others.numbers = [0]
+    assert next_step(own, 20) == 20, "from here on it has trained as long as another"
+    others.numbers = [module.FINAL - 1]
+    assert next_step(own, 30) == 30
+
+
 @pytest.mark.parametrize("start", [0, 10])
 def test_a_replica_that_has_trained_may_fall_behind(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the others, or before its start."""
