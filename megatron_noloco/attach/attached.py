@@ -165,17 +165,18 @@ class Attached:
     def close(self) -> None:
         """Send what partners still need, and detach. Call it at the end, or before the process leaves otherwise.
 
-        With a delay, the rounds under way are merged, except while an exception is handled.
+        With a delay, the rounds under way are merged, except while an exception is handled; a job of a federation
+        then does not wait for them.
         """
         _ATTACHED.discard(self)
         raising = sys.exception() is not None
         with self._until_closed:
             if self._membership is not None:
                 self._until_closed.callback(self._membership.leave)
-            if raising:
-                self.outer.wait()
-            else:
+            if not raising:
                 self.outer.finish()
+            elif self._membership is None:  # else all ranks of the replica would have to come here
+                self.outer.wait()
 
     def watch(self, seconds: float) -> None:
         """Until `close`, report on stderr when this rank has stood still for `seconds`.

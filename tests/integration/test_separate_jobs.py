@@ -247,6 +247,32 @@ def test_in_one_job_a_partner_that_is_gone_is_reported(settings: NolocoSettings)
     assert re.match(r"replica 0 lost a partner in round \d.*: .* rank 1 .*\(ConnectionError\)", line), line
 
 
+def fails(slot: int, rank: int, folder: Path) -> list[tuple[int, ...]]:
+    """Rank 1 of job 0 raises while a round is under way, and rank 0 when it misses it. The groups of rounds."""
+    loop = of_job(slot, rank)
+    settings = paper(local_steps=4, overlap=OverlapSettings("delayed", 3))
+    noloco = attach(loop.model, settings, **federation(folder, slot, 2), seed=SEED)
+    groups = []
+    try:
+        while noloco.done < STEPS:
+            loop.step(noloco.done)
+            groups += [report.exchange.group for report in noloco.step()]
+            if (slot, rank, noloco.done) == (0, 1, 5):
+                raise KeyboardInterrupt
+    except (KeyboardInterrupt, RuntimeError):
+        noloco.close()
+        return groups
+    noloco.close()
+    return groups
+
+
+def test_a_rank_that_fails_during_a_round_does_not_wait_for_it(tmp_path: Path) -> None:
+    """The other ranks of its job are not there to decide on the round. Those of its partner go on."""
+    first, second = run_jobs(tmp_path, 2, 2, fails, tmp_path, timeout=60)
+    assert first == [[], []]
+    assert [groups[1:] for groups in second] == [[(1,)]] * 2, "the first may have come to its end"
+
+
 def is_slow(slot: int, rank: int, folder: Path) -> tuple[int, list[str]]:
     """Return steps and missed partners; replica 1 takes no step before replica 0 is at the next exchange."""
     loop = of_job(slot, rank)
