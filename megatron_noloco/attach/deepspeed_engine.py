@@ -26,10 +26,11 @@ _PARTITIONS = ("single_partition_of_fp32_groups", "fp32_groups_flat_partition")
 def trained_by_deepspeed(engine: Any) -> Trained:
     """Return the fp32 weights that this rank exchanges; with ZeRO 1 to 3, those that it owns.
 
-    Warns where Muon optimizes none of the weights. Raises ValueError for weights on NVMe, and for an optimizer
-    without fp32 weights.
+    Warns where Muon optimizes none of the weights. Raises ValueError for weights on NVMe, for an optimizer without
+    fp32 weights, and for experts whose groups leave the replica.
     """
     check_muon(engine)
+    _check_experts(engine)
     return Trained(
         _weights_of(engine),
         dist.get_process_group_ranks(engine.data_parallel_group),
@@ -50,6 +51,19 @@ def check_muon(engine: Any) -> None:
             "have AdamW; it is for matrices whose names have no embed and no lm_head",
             stacklevel=5,
         )
+
+
+def _check_experts(engine: Any) -> None:
+    """DeepSpeed makes the groups of experts from all ranks of the job, also where it is given an mpu."""
+    own = dist.get_process_group_ranks(engine.data_parallel_group)
+    for groups in (engine.expert_data_parallel_group, engine.expert_parallel_group):
+        for group in groups.values():
+            ranks = dist.get_process_group_ranks(group)
+            if engine.has_moe_layers and not set(ranks) <= set(own):
+                raise ValueError(
+                    f"attach: a group of DeepSpeed's experts spans ranks {ranks}, the data-parallel group is "
+                    f"{own}; with experts each replica has to be a job of its own (federation)"
+                )
 
 
 def state_of_optimizer(optimizer: Any) -> Stateful:

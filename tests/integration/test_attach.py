@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed import set_optimizer_flags
+from deepspeed.moe.layer import MoE
 from deepspeed.ops.adam import FusedAdam
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -290,6 +291,36 @@ def test_what_is_refused_in_one_line(what: str, line: str) -> None:
     found = run_ranks(REPLICAS * SIZE, refused, what)
     assert found[3].startswith(line)
     assert "\n" not in found[3]
+
+
+def with_experts(rank: int, world_size: int) -> list[str]:
+    """Each rank is a replica; the job is one."""
+    found = []
+    for replicas in (world_size, 1):
+        model = MoE(4, nn.Linear(4, 4), num_experts=2)
+        deepspeed.init_distributed(dist_init_required=False, verbose=False)
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+            config={"train_micro_batch_size_per_gpu": 1},
+            mpu=ReplicaGroups(replicas),
+            dist_init_required=False,
+        )
+        try:
+            attach(engine, SETTINGS, replicas=replicas)
+            found.append("taken")
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_experts_whose_groups_leave_the_replica_are_refused() -> None:
+    for rank, found in enumerate(run_ranks(2, with_experts)):
+        assert found[0].startswith(
+            f"attach: a group of DeepSpeed's experts spans ranks [0, 1], the data-parallel "
+            f"group is [{rank}]; with experts each replica has to be a job of its own"
+        ), found
+        assert found[1] == "taken"
 
 
 @pytest.mark.parametrize(("name", "marked"), [("projection", True), ("embedding", False)])
