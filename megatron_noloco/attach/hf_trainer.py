@@ -24,7 +24,7 @@ from transformers import (
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from megatron_noloco.attach.attached import Attached, attach
-from megatron_noloco.files import write_whole
+from megatron_noloco.files import put_in_place, write_whole
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 
 
@@ -38,7 +38,8 @@ class NolocoCallback(TrainerCallback):
       and partner are logged like the loss, as `noloco_spread` and `noloco_partner`.
     - Every checkpoint of the Trainer gets the state of the rounds as well, one file for each rank:
       `checkpoint-N/noloco_00000.pt`. `resume_from_checkpoint` continues from it if the checkpoint is in
-      `output_dir`. To start a replica again from another one, copy the other's checkpoint folder there.
+      `output_dir`. It is written to `output_dir` and moved, so that there is one whenever the Trainer deletes an
+      older checkpoint. To start a replica again from another one, copy the other's checkpoint folder there.
     - A job that begins when others have trained takes over the present state of one: its weights, its rounds, and
       its optimizer (with DeepSpeed that begins anew).
     - A job that has fallen behind continues at the step of the others: `global_step` and the learning rate jump.
@@ -71,6 +72,7 @@ class NolocoCallback(TrainerCallback):
         self._slot, self._seed = slot, seed
         self._average = average
         self._noloco: Attached | None = None
+        self._written_at = -1  # the step whose state is written, and waits for the Trainer's checkpoint
 
     @property
     def noloco(self) -> Attached:
@@ -85,9 +87,11 @@ class NolocoCallback(TrainerCallback):
             raise ValueError(
                 "load_best_model_at_end: NoLoCo ends with an average of the replicas; set it to False"
             )
-        saved = None
+        saved, self._written_at = None, -1
         if state.global_step:
             file = _file(args, state)
+            if not file.exists() and _waiting(args).exists():
+                file = _waiting(args)  # the job was killed before it was moved; attach checks that they fit
             if not file.exists():
                 raise ValueError(
                     f"{file} is missing: the checkpoint to resume from must be in output_dir, and saved with a "
@@ -117,11 +121,21 @@ class NolocoCallback(TrainerCallback):
                 partner = others[0] if others else -1  # a skipped round
                 self._trainer.log({"noloco_spread": report.spread, "noloco_partner": partner})
             control.should_log = logs
+        if control.should_save:
+            self._write(args, state)
+
+    def on_epoch_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if control.should_save:
+            self._write(args, state)
 
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        write_whole(_file(args, state), lambda path: torch.save(self.noloco.state_dict(), path))
+        self._write(args, state)
+        put_in_place(_waiting(args), _file(args, state))
+        self._written_at = -1
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -129,6 +143,13 @@ class NolocoCallback(TrainerCallback):
         if self._average:
             self.noloco.average()
         self.noloco.close()
+
+    def _write(self, args: TrainingArguments, state: TrainerState) -> None:
+        """Write the state, unless that of this step is written."""
+        if self._written_at != state.global_step:
+            _waiting(args).parent.mkdir(parents=True, exist_ok=True)
+            write_whole(_waiting(args), lambda path: torch.save(self.noloco.state_dict(), path))
+            self._written_at = state.global_step
 
     def _catch_up(self, args: TrainingArguments, state: TrainerState, control: TrainerControl) -> None:
         """Advance the Trainer to `noloco.done`, the step of the others where they are ahead.
@@ -153,7 +174,12 @@ def _schedule_of(trainer: Trainer) -> Any:
     return getattr(trainer.model_wrapped, "lr_scheduler", None) or trainer.lr_scheduler
 
 
+def _waiting(args: TrainingArguments) -> Path:
+    """Return where this rank's state waits for the checkpoint that it belongs to."""
+    return Path(str(args.output_dir)) / f"noloco_{args.process_index:05d}.pt"
+
+
 def _file(args: TrainingArguments, state: TrainerState) -> Path:
     """Return the file of this rank's state in the checkpoint of this step."""
-    folder = Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-    return folder / f"noloco_{args.process_index:05d}.pt"
+    waiting = _waiting(args)
+    return waiting.parent / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}" / waiting.name

@@ -169,10 +169,36 @@ def test_rounds_checkpoints_and_the_end(tmp_path: Path) -> None:
         assert all(line["noloco_spread"] > 0 for line in logged)
 
 
+def killed_while_the_trainer_saves(slot: int, rank: int, folder: Path) -> tuple[int, int, bool]:
+    """The step that is continued; that of its state; whether the state of the next save is in its checkpoint."""
+    loop = Loop(folder, slot)
+    callback: Any = NolocoCallback(loop, settings=SETTINGS, **federation(folder / "first", slot, 2))  # type: ignore[arg-type]
+    callback.on_train_begin(loop.args, loop.state, loop.control)
+    loop.steps(callback, 4)
+    loop.control.should_save = True  # as DefaultFlowCallback, the first one, says
+    loop.steps(callback, 5)
+    callback.noloco.close()
+
+    callback = NolocoCallback(loop, settings=SETTINGS, **federation(folder / "second", slot, 2))  # type: ignore[arg-type]
+    callback.on_train_begin(loop.args, loop.state, loop.control)
+    began, done = loop.state.global_step, callback.noloco.done
+    loop.steps(callback, 6)
+    loop.folder.mkdir()
+    callback.on_save(loop.args, loop.state, loop.control)
+    callback.noloco.close()
+    saved = torch.load(loop.folder / "noloco_00000.pt", weights_only=True)
+    return began, done, int(saved["local_steps_done"]) == 6
+
+
+def test_the_state_is_written_before_the_trainer_deletes_the_checkpoint_before(tmp_path: Path) -> None:
+    """A job that is killed before the state is in its place continues from it."""
+    assert run_jobs(tmp_path, 2, 1, killed_while_the_trainer_saves, tmp_path) == [[(5, 5, True)]] * 2
+
+
 def test_a_job_that_fell_behind_goes_on_where_the_others_are(tmp_path: Path) -> None:
     loop = Loop(tmp_path, 0)
     callback: Any = NolocoCallback(loop, **federation(tmp_path, 0, 2))  # type: ignore[arg-type]
-    callback._noloco = SimpleNamespace(step=lambda: [], done=7)
+    callback._noloco = SimpleNamespace(step=lambda: [], done=7, state_dict=dict)
     loop.state.global_step, loop.control.should_log = 4, False
     callback.on_step_end(loop.args, loop.state, loop.control)
     assert loop.state.global_step == 7
