@@ -41,7 +41,7 @@ class NolocoCallback(TrainerCallback):
       `output_dir`. It is written to `output_dir` and moved, so that there is one whenever the Trainer deletes an
       older checkpoint. To start a replica again from another one, copy the other's checkpoint folder there.
     - A job that begins when others have trained takes over the present state of one: its weights, its rounds, and
-      its optimizer (with DeepSpeed that begins anew).
+      its optimizer.
     - A job that has fallen behind continues at the step of the others: `global_step` and the learning rate jump.
       A log, an evaluation or a save that was due at a step in between takes place there.
     - At the end the replicas average (`Attached.average`). So `trainer.save_model()` after `trainer.train()`
