@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_noloco.attach.inner import OwnPart
-from megatron_noloco.attach.torch_module import ReplicatedWeights
+from megatron_noloco.attach.torch_module import ReplicatedWeights, refusing_loads
 from megatron_noloco.attach.trained import Stateful, Trained
 from megatron_noloco.engine.state import MasterWeights
 from megatron_noloco.outer.weights import Weights
@@ -36,6 +36,7 @@ def trained_by_deepspeed(engine: Any) -> Trained:
         dist.get_process_group_ranks(engine.data_parallel_group),
         ("give deepspeed.initialize mpu=ReplicaGroups({replicas})", "give deepspeed.initialize no mpu"),
         lambda: int(engine.global_steps),
+        while_attached=partial(refusing_loads, engine.module),
     )
 
 

@@ -52,7 +52,7 @@ def trained_by_torch(module: nn.Module) -> Trained:
         ranks,
         remedies,
         check_all=partial(_check_no_others, module, {id(parameter) for parameter in trained.values()}),
-        while_attached=partial(_refusing_loads, module),
+        while_attached=partial(refusing_loads, module),
     )
 
 
@@ -142,7 +142,8 @@ def _check_no_others(module: nn.Module, attached: set[int]) -> None:
 
 
 @contextmanager
-def _refusing_loads(module: nn.Module) -> Iterator[None]:
+def refusing_loads(module: nn.Module) -> Iterator[None]:
+    """Have `load_state_dict` of the module and of its parts raise ValueError."""
     hooks = [
         part.register_load_state_dict_pre_hook(partial(_refuse_load, id(part))) for part in module.modules()
     ]

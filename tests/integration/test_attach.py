@@ -218,6 +218,8 @@ def continued(rank: int, world_size: int, folder: Path, stage: int, bf16: bool) 
             if stops and noloco.done == 5:
                 engine.save_checkpoint(str(folder / f"replica_{rank}"), tag="five")
                 state = {name: tensor.clone() for name, tensor in noloco.state_dict().items()}
+                with pytest.raises(ValueError, match="load first, attach last"):
+                    engine.load_checkpoint(str(folder / f"replica_{rank}"), tag="five")
                 noloco.close()
                 engine, noloco = build(9, state)
                 stops = False
