@@ -75,6 +75,7 @@ class Attached:
         self._trained = trained
         self._first_weights = first_weights
         self._membership, self._inner = membership, inner
+        self._health = None if membership is None else membership.health(outer.weights)
         self._compared = False
         self._until_closed = ExitStack()
         self._until_closed.enter_context(trained.while_attached())
@@ -95,7 +96,8 @@ class Attached:
         PartnerLostError when a partner is gone, or PartnerTimeoutError, a subclass, when it does not answer in
         time: go back to a checkpoint. In a federation a lost partner costs a skipped round, which the report
         names (`report.exchange.missed`), and UntrainedError is raised where this job began without a checkpoint
-        and the others have trained long before, or wait at their end.
+        and the others have trained long before, or wait at their end; NotFiniteError at the end of a local phase
+        where a weight of this replica is not finite.
         """
         if self._trained.steps is not None:
             steps = self._trained.steps()
@@ -106,6 +108,8 @@ class Attached:
         settings = self.outer.settings
         if fragment_after(self.done, settings.local_steps, settings.fragments) is not None:
             self._trained.check_all()
+        if self._health is not None:
+            self._health.after_step(self.done, ())
         reports = []
         if self.outer.place.replicas > 1:
             with now.doing(f"in the round after local step {self.done}"):

@@ -12,7 +12,7 @@ from megatron_noloco.federation.commit import CommittedExchange, committing
 from megatron_noloco.federation.evaluation import MeanOfThoseThere
 from megatron_noloco.federation.frames import run_number
 from megatron_noloco.federation.handover import Handover, Snapshot
-from megatron_noloco.federation.keeping_up import FINAL, KeepingUp
+from megatron_noloco.federation.keeping_up import FINAL, Health, KeepingUp
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.mean import TreeMean
 from megatron_noloco.federation.rendezvous import rendezvous_of
@@ -24,7 +24,15 @@ from megatron_noloco.federation.transport import (
 )
 from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.job.join import reachable_address
-from megatron_noloco.outer import Channel, Exchange, ExchangeReport, MeanModel, OuterOptimizer, Rounds
+from megatron_noloco.outer import (
+    Channel,
+    Exchange,
+    ExchangeReport,
+    MeanModel,
+    OuterOptimizer,
+    Rounds,
+    Weights,
+)
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings, shared
 
@@ -52,6 +60,10 @@ class Membership:
     def commit(self, seed: int) -> Callable[[Exchange], CommittedExchange]:
         """Return what makes the exchanges of rounds count for both partners or for neither; see `committing`."""
         return committing(self.transport.partners, self.transport.place, self.noloco, seed)
+
+    def health(self, weights: Weights) -> Health:
+        """Return what ends this replica where its weights are no longer finite."""
+        return Health(weights, self.noloco.local_steps, self.transport.partners.agree)
 
     def between_steps(self, done: int, copy: Callable[[], Callable[[], Snapshot]]) -> tuple[int, bool]:
         """Return the next local step (from 0), and whether the state was given to a job that starts.

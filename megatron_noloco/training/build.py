@@ -13,7 +13,6 @@ from megatron_noloco.checkpoint.resume import Start
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.microbatches import MicrobatchSource, Reader, StepLoader
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.federation.keeping_up import Health
 from megatron_noloco.huggingface.pretrained import PretrainedWeights
 from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.model.stage import Stage, build_stage
@@ -60,10 +59,6 @@ def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
     reader = Reader.at(topology, at, stage.separate_documents)
     losses = Exchange(transport, place, Channel.LOSSES, config.noloco.deadline_seconds)
     mean_model = _mean_model(config, outer, joined, place) if config.evaluation.mean_model else None
-    health = None
-    if membership is not None:
-        agree = membership.transport.partners.agree
-        health = Health(engine.weights, config.noloco.local_steps, agree)
     return Run(
         schedule=_schedule(config),
         start_step=start.step,
@@ -77,7 +72,7 @@ def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
         final_average=build_final_average(config, outer, transport, place, membership, stopping.is_requested),
         delay=_delay(config, outer, start),
         membership=membership,
-        health=health,
+        health=membership.health(engine.weights) if membership else None,
     )
 
 

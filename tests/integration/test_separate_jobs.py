@@ -2,6 +2,7 @@
 
 import copy
 import io
+import math
 import re
 import threading
 import time
@@ -19,6 +20,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from megatron_noloco.attach import Attached, ReplicaGroups, attach
+from megatron_noloco.federation.keeping_up import NotFiniteError
 from megatron_noloco.federation.transport import Network, Patience
 from megatron_noloco.job import leaving
 from megatron_noloco.job.agreement import of_all_ranks
@@ -271,6 +273,30 @@ def test_a_rank_that_fails_during_a_round_does_not_wait_for_it(tmp_path: Path) -
     first, second = run_jobs(tmp_path, 2, 2, fails, tmp_path, timeout=60)
     assert first == [[], []]
     assert [groups[1:] for groups in second] == [[(1,)]] * 2, "the first may have come to its end"
+
+
+def is_no_longer_finite(slot: int, rank: int, folder: Path) -> tuple[int, bool]:
+    """Weights of job 0 become NaN in the second phase. The steps of this job; whether its weights are finite."""
+    loop = of_job(slot, rank)
+    noloco = attach(loop.model, SETTINGS, **federation(folder, slot, 2), seed=SEED)
+    try:
+        while noloco.done < STEPS:
+            loop.step(noloco.done)
+            if (slot, rank, noloco.done) == (0, 0, K):
+                nn.init.constant_(next(loop.module.parameters())[0], math.nan)
+            noloco.step()
+    except NotFiniteError:
+        assert slot == 0
+    finally:
+        noloco.close()
+    return noloco.done, bool(loop.weights().isfinite().all())
+
+
+def test_a_job_whose_weights_are_not_finite_ends_before_that_reaches_others(tmp_path: Path) -> None:
+    """On all of its ranks."""
+    first, second = run_jobs(tmp_path, 2, 2, is_no_longer_finite, tmp_path)
+    assert [done for done, _ in first] == [2 * K, 2 * K]
+    assert second == [(STEPS, True)] * 2
 
 
 def is_slow(slot: int, rank: int, folder: Path) -> tuple[int, list[str]]:
