@@ -99,6 +99,9 @@ def _weights_of(engine: Any) -> Weights:
 
 
 def _weights_of_zero_0(engine: Any) -> ReplicatedWeights:
+    expert_groups = engine.expert_parallel_group.values() if engine.has_moe_layers else ()
+    if any(dist.get_world_size(group) > 1 for group in expert_groups):
+        raise ValueError("attach: each rank has experts of its own; use zero_optimization.stage 1")
     optimizer, rounded = engine.optimizer, []
     if hasattr(optimizer, "fp32_groups_flat"):
         # Around FusedAdam, parameters are views of the flat 16-bit groups.

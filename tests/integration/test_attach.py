@@ -296,10 +296,10 @@ def test_what_is_refused_in_one_line(what: str, line: str) -> None:
 
 
 def with_experts(rank: int, world_size: int) -> list[str]:
-    """Each rank is a replica; the job is one."""
+    """Each rank is a replica; the job is one; each rank has an expert of its own."""
     found = []
-    for replicas in (world_size, 1):
-        model = MoE(4, nn.Linear(4, 4), num_experts=2)
+    for replicas, ep_size in ((world_size, 1), (1, 1), (1, world_size)):
+        model = MoE(4, nn.Linear(4, 4), num_experts=2, ep_size=ep_size)
         deepspeed.init_distributed(dist_init_required=False, verbose=False)
         engine, *_ = deepspeed.initialize(
             model=model,
@@ -323,6 +323,7 @@ def test_experts_whose_groups_leave_the_replica_are_refused() -> None:
             f"group is [{rank}]; with experts each replica has to be a job of its own"
         ), found
         assert found[1] == "taken"
+        assert found[2] == "attach: each rank has experts of its own; use zero_optimization.stage 1"
 
 
 @pytest.mark.parametrize(("name", "marked"), [("projection", True), ("embedding", False)])
