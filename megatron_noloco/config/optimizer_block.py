@@ -135,6 +135,12 @@ def is_muon(optimizer: Mapping[str, Any]) -> bool:
     return str(optimizer.get("type")).lower() == "muon"
 
 
+def moments(optimizer: Mapping[str, Any]) -> int:
+    """Return the number of moments that an optimizer keeps of a weight, with Muon that of its AdamW."""
+    kept = {"lion": 1, "sgd": int(bool(optimizer["params"].get("momentum")))}
+    return kept.get(str(optimizer["type"]).lower(), 2)
+
+
 def complete(values: dict[str, Any], train_iters: int) -> None:
     """Complete the blocks `optimizer` and `scheduler`, which have passed their checks."""
     for block in ("optimizer", "scheduler"):

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from megatron_noloco.config import RunConfig
-from megatron_noloco.config.optimizer_block import is_muon
+from megatron_noloco.config.optimizer_block import is_muon, moments
 from megatron_noloco.config.parallel_block import layers_of_chunks
 from megatron_noloco.config.summary import bytes_of_rounds, bytes_of_state
 from megatron_noloco.engine.layout import GroupKey
@@ -144,10 +144,10 @@ def memory_of(
         "weights": WORKING[config.precision] * held.parameters,
         "gradients": gradients,
         "master weights": _FP32 * held.owned,
-        "inner optimizer": _FP32 * (2 * held.owned - held.muon),  # AdamW has two moments, Muon one
+        "inner optimizer": _FP32 * (moments(config.deepspeed["optimizer"]) * held.owned - held.muon),
     }
     computing = {
-        "activations": _activations(config, architecture, topology, held.layers, stage),
+        "activations": _activations(config, architecture, topology, stage),
         "logits": _logits(config, architecture, topology) * held.predicts,
     }
     stepping = {_STEP: _step(config, held)}
@@ -179,34 +179,57 @@ def activation_bytes(
     queries, keys = a.num_attention_heads * a.kv_channels, a.num_query_groups * a.kv_channels
     norms = 2 * (2 * _FP32 + working) * a.hidden_size
     attention = working * (queries + 2 * keys + keys + 2 * queries) + _FP32 * a.num_attention_heads
-    mlp = working * 5 * a.ffn_hidden_size * (a.moe_router_topk or 1)
-    return norms // (tp if sequence_parallel else 1) + (attention + mlp) // tp
+    return norms // (tp if sequence_parallel else 1) + attention // tp + _mlp_bytes(a, precision, tp)
 
 
-def _activations(
-    config: RunConfig, architecture: Architecture, topology: Topology, layers: int, stage: int
-) -> int:
+def _mlp_bytes(architecture: Architecture, precision: Precision, tp: int) -> int:
+    return WORKING[precision] * 5 * architecture.ffn_hidden_size * (architecture.moe_router_topk or 1) // tp
+
+
+def _activations(config: RunConfig, architecture: Architecture, topology: Topology, stage: int) -> int:
     tokens = config.micro_batch_size * architecture.seq_length
-    split = topology.sequence_parallel
-    layer = tokens * activation_bytes(architecture, config.precision, topology.tp, split)
     gathered = (
         0  # in a layer: the tokens of all `ep` ranks, what this rank's experts make of them, and that in fp32
     )
     if topology.ep > 1:
         each = architecture.hidden_size * (2 * WORKING[config.precision] + _FP32)
         gathered = topology.ep * tokens * each
-    passing = tokens * architecture.hidden_size * WORKING[config.precision]  # from layer to layer
-    if split:
-        passing //= topology.tp
     # 1F1B: a stage has as many microbatches under way as there are stages from it to the last. With virtual stages
     # the first has (pp - 1) / vpp more (arXiv 2104.04473, section 2.2).
     under_way = float(topology.pp - stage)
     if topology.vpp > 1:
         under_way += (topology.pp - 1) / topology.vpp
     under_way = min(under_way, config.microbatches)
-    if config.compute.recompute_granularity == "full":
-        return round(under_way * layers * passing + layer + gathered)
-    return round(under_way * layers * layer + gathered)
+    chunks = layers_of_chunks(config.parallel.split, architecture.num_layers, topology.pp, topology.vpp)
+    kept, again = _kept(config, architecture, topology, chunks[stage])
+    return round(under_way * kept + again + gathered)
+
+
+def _kept(
+    config: RunConfig, architecture: Architecture, topology: Topology, chunks: list[int]
+) -> tuple[int, int]:
+    """Return the bytes that a microbatch keeps from forward to backward, and those that backward adds to them.
+
+    Args:
+        chunks: layers of each model chunk of the stage.
+    """
+    compute, precision, split = config.compute, config.precision, topology.sequence_parallel
+    tokens = config.micro_batch_size * architecture.seq_length
+    layers, unit = sum(chunks), compute.recompute_num_layers
+    layer = tokens * activation_bytes(architecture, precision, topology.tp, split)
+    passing = tokens * architecture.hidden_size * WORKING[precision]  # from layer to layer
+    if split:
+        passing //= topology.tp
+    if compute.recompute_granularity == "full" and unit is not None:
+        if compute.recompute_method == "uniform":
+            return sum(-(-n // unit) for n in chunks) * passing, min(unit, max(chunks)) * layer
+        first = sum(min(unit, n) for n in chunks)
+        # Backward begins with the other layers, and what these kept is free when it comes to the first.
+        return first * passing + (layers - first) * layer, layer * (first == layers)
+    if {"mlp", "moe"} & set(compute.recompute_modules or []):
+        mlp = tokens * _mlp_bytes(architecture, precision, topology.tp)
+        return layers * (layer - mlp), mlp
+    return layers * layer, 0
 
 
 def _logits(config: RunConfig, architecture: Architecture, topology: Topology) -> int:
@@ -218,7 +241,8 @@ def _logits(config: RunConfig, architecture: Architecture, topology: Topology) -
 def _step(config: RunConfig, held: RankParameters) -> int:
     """Return the bytes that the inner optimizer's step needs beside gradients and moments.
 
-    These are DeepSpeed's flat copy of the gradients, then two vectors of torch's AdamW. Fused kernels need less.
+    These are DeepSpeed's flat copy of the gradients, then a vector for each moment in torch's AdamW. Fused kernels
+    need less.
     """
     flat = 0 if config.precision == "bf16" else _FP32 * held.owned
-    return max(flat, 2 * _FP32 * (held.owned - held.muon))
+    return max(flat, moments(config.deepspeed["optimizer"]) * _FP32 * (held.owned - held.muon))

@@ -15,6 +15,7 @@ from megatron_noloco.preflight import fit
 from megatron_noloco.preflight.memory import RankParameters, fullest_stage
 from megatron_noloco.preflight.plan import Network, Scheme, exchange_bytes
 from megatron_noloco.settings import TrainerSettings, grouping_of
+from tests.unit.configs import config
 from tests.unit.fleet import average, noise
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -121,32 +122,77 @@ def test_larger_groups_where_there_are_more_than_8_replicas(
         assert way["bytes_per_exchange"] < ways["DiLoCo, int8"]["bytes_per_exchange"]
 
 
+_FULL = {"recompute_granularity": "full"}
+
+
+@pytest.mark.parametrize(
+    ("recomputation", "gigabytes"),
+    [
+        ({}, 0.89),
+        (_FULL | {"recompute_method": "uniform", "recompute_num_layers": 1}, 0.17),
+        (_FULL | {"recompute_method": "uniform", "recompute_num_layers": 12}, 0.89),
+        (_FULL | {"recompute_method": "block", "recompute_num_layers": 1}, 0.82),
+        (_FULL | {"recompute_method": "block", "recompute_num_layers": 12}, 0.17),
+        ({"recompute_granularity": "selective", "recompute_modules": ["mlp"]}, 0.43),
+        ({"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}, 0.89),
+    ],
+    ids=str,
+)
+def test_the_memory_of_activations(recomputation: dict[str, Any], gigabytes: float) -> None:
+    """As measured on a CPU: a unit of all layers saves nothing, a block of one layer a twelfth."""
+    size = {"num_layers": 12, "hidden_size": 128, "ffn_hidden_size": 512, "seq_length": 128}
+    run = config(
+        model={"num_attention_heads": 4, **size, **recomputation},
+        parallel={"replicas": 1},
+        noloco={"local_steps": 1},
+        train_micro_batch_size_per_gpu=32,
+    )
+    memory = fullest_stage(run, run.architecture(257), run.topology(1))[2]
+    assert memory.device_bytes / 1e9 == pytest.approx(gigabytes, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "vectors"),
+    [
+        ({"type": "AdamW"}, 2),
+        ({"type": "Lion"}, 1),
+        ({"type": "SGD"}, 0),
+        ({"type": "SGD", "params": {"momentum": 0.9}}, 1),
+    ],
+    ids=str,
+)
+def test_the_memory_of_an_optimizer(optimizer: dict[str, Any], vectors: int) -> None:
+    run = config(optimizer=optimizer)
+    _, held, memory = fullest_stage(run, run.architecture(257), run.topology(8))
+    assert memory.device["inner optimizer"] == vectors * 4 * held.owned
+
+
 def test_memory_that_is_short_on_this_machine(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """8 ranks, each with what `plan` says and the libraries; on a GPU without these. `config --check` says it."""
     path = CONFIGS / "quickstart.json"
-    config = load_config(path)
-    architecture, topology = config.architecture(257), config.topology(8)
-    planned = fullest_stage(config, architecture, topology)[2]
+    run = load_config(path)
+    architecture, topology = run.architecture(257), run.topology(8)
+    planned = fullest_stage(run, architecture, topology)[2]
     enough = 8 * (planned.device_bytes + planned.host_bytes + fit.LIBRARIES_BYTES)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(fit, "available_bytes", lambda: enough)
-    assert fit.shortage_of_all(config, architecture, topology) is None
+    assert fit.shortage_of_all(run, architecture, topology) is None
     monkeypatch.setattr(fit, "available_bytes", lambda: enough - 1)
     gb = f"{enough / 1e9:.1f} GB"
     line = f"memory for 8 ranks on this host: about {gb} needed, {gb} available; the kernel may kill a rank"
-    assert (fit.shortage_of_all(config, architecture, topology) or "").startswith(line)
-    assert fit.shortage(config, architecture, topology, 8, started=True) is None, "the libraries are there"
+    assert (fit.shortage_of_all(run, architecture, topology) or "").startswith(line)
+    assert fit.shortage(run, architecture, topology, 8, started=True) is None, "the libraries are there"
     assert main(["config", "--check", str(path)]) == 0
     assert f"\nall on this machine: {line}" in capsys.readouterr().out
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2 * planned.device_bytes - 1, 0))
     monkeypatch.setattr(fit, "available_bytes", lambda: 2 * (planned.host_bytes + fit.LIBRARIES_BYTES))
-    assert fit.shortage(config, architecture, topology, 2) is None
-    assert "memory for 2 ranks on a GPU: " in (fit.shortage(config, architecture, topology, 2, 2) or "")
-    assert "memory for 3 ranks on this host: " in (fit.shortage(config, architecture, topology, 3) or "")
+    assert fit.shortage(run, architecture, topology, 2) is None
+    assert "memory for 2 ranks on a GPU: " in (fit.shortage(run, architecture, topology, 2, 2) or "")
+    assert "memory for 3 ranks on this host: " in (fit.shortage(run, architecture, topology, 3) or "")
 
 
 def test_the_limit_of_a_cgroup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
