@@ -94,9 +94,11 @@ def _facts(run: RunLog) -> dict[str, str]:
     found["training time"] = figures.duration(max(seconds))
     if checkpoints := _newest(run, "checkpoint"):
         found["last checkpoint"] = f"local step {min(row['step'] for row in checkpoints)}"
-    if evaluations := run.replicas[0].rows_of("evaluation"):
+    first = run.replicas[0]
+    if evaluations := first.rows_of("evaluation"):
         row = evaluations[-1]
-        found["validation loss, replica 0"] = f"{figures.loss(row['validation/loss'])} nats per token"
+        own = figures.cell(row, "validation/loss", figures.loss)
+        found[f"validation loss, replica {int(first.replica)}"] = f"{own} nats per token"
         if (mean := row.get("validation/mean_model_loss")) is not None:
             found["validation loss, mean model"] = f"{figures.loss(mean)} nats per token"
     for name, words in (("sent", "exchanges"), ("routed", "routed activations")):
@@ -214,7 +216,7 @@ def _of_several(runs: Sequence[RunLog]) -> Iterator[Plot]:
     scales: dict[str, Callable[[ReplicaLog], Iterable[tuple[int, float]]]] = {
         "local step": lambda log: ((row["step"], row["step"]) for row in log.rows_of("step")),
         "seconds of training": lambda log: log.seconds_so_far().items(),
-        "MB sent by replica 0": lambda log: (
+        "MB sent by the first replica": lambda log: (
             (row["step"], (row.get("total/sent_bytes") or 0) / 1e6) for row in log.rows_of("step")
         ),
     }
@@ -229,7 +231,9 @@ def _of_several(runs: Sequence[RunLog]) -> Iterator[Plot]:
             curve = [places[row["step"]] for row in rows], losses
             traces.append(_line(curve, run.folder.resolve().name, number, mode="lines+markers"))
         title = f"Validation loss over {scale}"
-        yield Plot(title, "Of the mean model, or of replica 0.", scale, "loss, nats per token", traces)
+        yield Plot(
+            title, "Of the mean model, or of the first replica.", scale, "loss, nats per token", traces
+        )
 
 
 def _line(

@@ -145,6 +145,21 @@ def test_the_page_has_every_plot_and_what_came_of_the_run(run: Path) -> None:
     assert "2.4000 nats per token" in text
 
 
+def test_the_page_of_a_replica_whose_loss_is_not_finite(tmp_path: Path) -> None:
+    """Also in the folder of one job of a federation, which has no other replica's."""
+    evaluation = {
+        "kind": "evaluation",
+        "step": 2,
+        "validation/loss": None,
+        "validation/mean_model_loss": None,
+    }
+    write(tmp_path, "03", step(2, **{"train/loss": None}), evaluation)
+    assert main(["report", str(tmp_path)]) == 0
+    facts = " ".join(read(tmp_path / "report.html")[1].split())
+    assert "validation loss, replica 3 nan nats per token" in facts
+    assert main(["report", str(tmp_path), str(tmp_path), "--output", str(tmp_path / "both.html")]) == 0
+
+
 def test_several_runs_are_compared(run: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     write(other, "00", step(2), step(3), {"kind": "evaluation", "step": 3, "validation/loss": 2.25})
@@ -154,7 +169,7 @@ def test_several_runs_are_compared(run: Path, tmp_path: Path) -> None:
     assert [title.removeprefix("Validation loss over ") for title in titles] == [
         "local step",
         "seconds of training",
-        "MB sent by replica 0",
+        "MB sent by the first replica",
     ]
     assert text.index("2.5000 nats") < text.index("2.2500 nats")
 
