@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -71,15 +72,21 @@ def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: i
     torch.manual_seed(seed)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        # Without these options wrong shapes are a traceback, and missing tensors are drawn at random.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, output_loading_info=True, ignore_mismatched_sizes=True
+        )
     except (OSError, ValueError, SafetensorError) as error:
         raise ValueError(f"{folder}: {line_of(error)}") from None
+    model, info = loaded
+    if wrong := {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}:
+        raise ValueError(f"{folder}: no tensor {min(wrong)} of the shape that config.json says")
     # Without a prompt, start after the end of a document.
     inputs = tokenizer(prompt or tokenizer.eos_token, return_tensors="pt", add_special_tokens=False)
     sampling = (
         {"do_sample": True, "temperature": temperature, "top_k": 50} if temperature else {"do_sample": False}
     )
-    model.generate(
+    model.eval().generate(
         inputs["input_ids"],
         attention_mask=inputs["attention_mask"],
         max_new_tokens=tokens,

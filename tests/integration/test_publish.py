@@ -421,6 +421,12 @@ def test_import_and_export_are_the_identity(case: str, tmp_path: Path) -> None:
 # Talking to the result
 
 
+def without_a_tensor(folder: Path) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.norm.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
 def test_generate(tmp_path: Path) -> None:
     """From a folder and from a checkpoint; with a vocabulary larger than the tokenizer's some ids have no text."""
     llama(tmp_path / "llama", vocab_size=1000, initializer_range=0.5)
@@ -445,6 +451,7 @@ def test_generate(tmp_path: Path) -> None:
     assert code == 0, err
     assert text.strip(), "a document begins"
     spoiled: list[Callable[[Path], object]] = [
+        without_a_tensor,
         lambda folder: (folder / "model.safetensors").write_text("no"),
         shutil.rmtree,
     ]
