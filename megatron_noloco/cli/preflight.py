@@ -66,6 +66,7 @@ def add_commands(commands: Commands) -> None:
 def _plan(args: argparse.Namespace) -> int:
     from megatron_noloco.config import load_config
     from megatron_noloco.data.tokenizer import build_tokenizer
+    from megatron_noloco.preflight.accelerators import peak_tflops
     from megatron_noloco.preflight.plan import Network, computing_seconds, plan_of
 
     config = load_config(args.config)
@@ -80,8 +81,9 @@ def _plan(args: argparse.Namespace) -> int:
     architecture = config.architecture(tokens)
     accelerator = None if args.gpu is None else _accelerator(args.gpu)
     step = args.step
-    if step is None and accelerator is not None:
-        step = computing_seconds(config, architecture, accelerator.tflops, args.mfu)
+    peak = None if args.gpu is None else peak_tflops(args.gpu, config.precision)
+    if step is None and peak is not None:
+        step = computing_seconds(config, architecture, peak, args.mfu)
     network = None
     if args.bandwidth is not None:
         per_node = args.gpus_per_node or min(ranks, _RANKS_OF_GPU_NODE if args.gpu else 1)
@@ -93,6 +95,8 @@ def _plan(args: argparse.Namespace) -> int:
         _show_memory(plan)
         if accelerator is not None:
             _show_fit(plan, config, architecture, accelerator)
+            if step is None:
+                say(f"the peak of {accelerator.words} in {config.precision} is not known: give --step")
         _show_time(plan, network)
     return 0
 

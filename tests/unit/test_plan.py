@@ -31,6 +31,12 @@ CONFIGS = Path(__file__).parents[2] / "configs"
             ("Changes that help",),
         ),
         ("llama_1.3b_recipe", "--bandwidth 1Gbit", ("this config",), ("routing sends",)),
+        (
+            "quickstart",
+            "--gpu H100 --bandwidth 1Gbit",
+            ("the peak of H100 in fp32 is not known: give --step",),
+            ("time lost",),
+        ),
         # Fewer activations help only where they need more than the step of the inner optimizer.
         (
             "llama_1.3b",
