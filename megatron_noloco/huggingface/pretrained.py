@@ -42,7 +42,7 @@ def import_folder(folder: Path, template: dict[str, Any]) -> dict[str, Any]:
     run = RunConfig.from_dict(raw)
     with PretrainedWeights(folder, architecture) as weights:
         weights.check()
-    _check_tokenizer(folder, build_tokenizer(run.tokenizer), architecture.vocab_size)
+    check_tokenizer(folder, build_tokenizer(run.tokenizer), architecture.vocab_size)
     return raw
 
 
@@ -89,7 +89,7 @@ def _with_tokenizer_of(folder: Path, data: dict[str, Any]) -> dict[str, Any]:
     return {**data, "tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folder.resolve())}
 
 
-def _check_tokenizer(folder: Path, ours: Tokenizer, vocab_size: int) -> None:
+def check_tokenizer(folder: Path, ours: Tokenizer, vocab_size: int) -> None:
     """Raise ValueError when the token ids of a Hugging Face model are not those of the run's tokenizer.
 
     A folder without a tokenizer is accepted: its model may have been trained with the run's tokenizer.
@@ -102,8 +102,8 @@ def _check_tokenizer(folder: Path, ours: Tokenizer, vocab_size: int) -> None:
     if (folder / "tokenizer.json").exists():
         if not _same_tokens(FastTokenizer(folder), ours):
             raise ValueError(
-                f"{folder}: its tokenizer is not the one that the data block names; leave out "
-                "data.tokenizer_type to take the model's"
+                f"{folder}: its tokenizer is not the one of the block data; the model's own is "
+                f"data.tokenizer_type HuggingFaceTokenizer with data.tokenizer_model {folder}"
             )
     elif (folder / "tokenizer.model").exists():
         raise ValueError(

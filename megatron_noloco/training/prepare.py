@@ -20,7 +20,7 @@ from megatron_noloco.data.records import record_files
 from megatron_noloco.data.sources import RecordSource, Source, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_noloco.federation.join import network_of
-from megatron_noloco.huggingface.pretrained import check_fits
+from megatron_noloco.huggingface.pretrained import check_fits, check_tokenizer
 from megatron_noloco.job.launcher import World, read_world
 from megatron_noloco.job.start_up import before_engines
 from megatron_noloco.model.architecture import Architecture
@@ -123,7 +123,9 @@ def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
     tokenizer = build_tokenizer(config.tokenizer)
     architecture = config.architecture(tokenizer.vocab_size)
     if config.training.pretrained is not None:
-        check_fits(Path(config.training.pretrained), architecture)
+        folder = Path(config.training.pretrained)
+        check_fits(folder, architecture)
+        check_tokenizer(folder, tokenizer, architecture.vocab_size)
     _check_source(config.source)
     _check_load(config.checkpoint.load)
     return tokenizer, architecture

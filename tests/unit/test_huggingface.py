@@ -512,8 +512,12 @@ def test_import_refuses_another_tokenizer_that_the_config_names(
     folder = write_folder(tmp_path / "llama", make_model())
     add_a_tokenizer_of_words(folder, **{"</s>": 2})
     code, output = import_folder(folder, {"data": {**CONFIG["data"], "tokenizer_type": "byte"}})
-    assert_one_line(code, capsys, ("not the one that the data block names", "leave out"))
+    problem = ("not the one of the block data", f"data.tokenizer_model {folder}")
+    assert_one_line(code, capsys, problem)
     assert not output.exists()
+    _, output = import_folder(folder)
+    output.write_text(json.dumps(json.loads(output.read_text()) | {"data": CONFIG["data"]}))
+    assert_one_line(main(["config", "--check", str(output)]), capsys, problem)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
