@@ -1,6 +1,5 @@
 """The checkpoint that an export or an evaluation reads, and which of its replicas form the model."""
 
-import math
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -97,11 +96,11 @@ def _choose(source: ModelSource, combine: str) -> list[int]:
         return source.replicas
     if combine == "best":
         losses = {replica: figures["validation_loss"] for replica, figures in source.losses().items()}
-        if len(losses) < len(source.replicas):
+        if not losses:
             raise ValueError(
                 f"{source.saved}: no validation losses recorded; use --combine mean or replica=K"
             )
-        return [min(losses, key=lambda replica: (math.isnan(losses[replica]), losses[replica]))]
+        return [min(losses, key=losses.__getitem__)]  # NaN is not recorded
     match = re.fullmatch(r"replica=(\d+)", combine)
     if match is None:
         raise ValueError(f'--combine: {combine!r} is not known; use "mean", "best" or "replica=K"')
