@@ -10,7 +10,13 @@ from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import training_flops
 from megatron_noloco.outer.payload import BLOCK, blocks_in, message_bytes, wide_type
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.preflight.memory import WORKING, Memory, RankParameters, fullest_stage
+from megatron_noloco.preflight.memory import (
+    WORKING,
+    Memory,
+    RankParameters,
+    fullest_stage,
+    parameters_of_stages,
+)
 from megatron_noloco.settings import OverlapSettings, TrainerSettings
 
 _NEGLIGIBLE = 0.01  # share of the time
@@ -165,7 +171,8 @@ def plan_of(
         step_seconds: seconds of a local step, if they are known.
     """
     stage, held, memory = fullest_stage(config, architecture, topology)
-    found = [] if network is None else schemes(config, topology, held, network, step_seconds)
+    largest = max(parameters_of_stages(config, architecture, topology), key=lambda each: each.owned)
+    found = [] if network is None else schemes(config, topology, largest, network, step_seconds)
     sent, seconds = routed_bytes(config, topology), None
     if network is not None and sent:
         trips = 2 * (
@@ -191,7 +198,7 @@ def computing_seconds(
 def schemes(
     config: RunConfig,
     topology: Topology,
-    fullest: RankParameters,
+    largest: RankParameters,
     network: Network,
     step_seconds: float | None = None,
 ) -> list[Scheme]:
@@ -209,7 +216,7 @@ def schemes(
         return []
 
     def scheme(name: str, block: TrainerSettings) -> Scheme:
-        return scheme_of(name, block, fullest, topology, network, step_seconds)
+        return scheme_of(name, block, largest, topology, network, step_seconds)
 
     def variant(**fields: Any) -> TrainerSettings:
         return replace(noloco, **{"enabled": True, "overlap": OverlapSettings(), **fields})
@@ -230,7 +237,7 @@ def schemes(
         scheme("DiLoCo, fp32", variant(method="diloco", payload="fp32")),
         scheme("DiLoCo, int8", variant(method="diloco", payload="int8")),
     ]
-    gradients = round(WORKING[config.precision] * fullest.parameters * 2 * (replicas - 1) / replicas)
+    gradients = round(WORKING[config.precision] * largest.parameters * 2 * (replicas - 1) / replicas)
     seconds = network.seconds(gradients, 2 * math.log2(replicas))
     return [*found, Scheme("synchronous", gradients, seconds, 1)]
 

@@ -12,8 +12,8 @@ from megatron_noloco.cli.main import main
 from megatron_noloco.config import load_config
 from megatron_noloco.outer.payload import BLOCK
 from megatron_noloco.preflight import fit
-from megatron_noloco.preflight.memory import RankParameters, fullest_stage
-from megatron_noloco.preflight.plan import Network, Scheme, exchange_bytes
+from megatron_noloco.preflight.memory import RankParameters, fullest_stage, parameters_of_stages
+from megatron_noloco.preflight.plan import Network, Scheme, exchange_bytes, plan_of
 from megatron_noloco.settings import TrainerSettings, grouping_of
 from tests.unit.configs import config
 from tests.unit.fleet import average, noise
@@ -88,14 +88,14 @@ def test_experts_divided_over_ranks(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
-    """8 replicas of 2 stages; pairs send each rank's weights once."""
+    """8 replicas of 2 stages; pairs send each rank's weights once, most the last stage with the norm of 128."""
     options = ["--json", "--bandwidth", "8Mbit", "--step", "0.5s", "--gpus", "16"]
     assert main(["plan", str(CONFIGS / "quickstart.json"), *options]) == 0
     plan: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert (plan["ranks"], plan["replicas"], plan["step_seconds"]) == (16, 8, 0.5)
     ways = {way["name"]: way for way in plan["ways"]}
     pairs = ways["NoLoCo in pairs, fp32"]["bytes_per_exchange"]
-    assert pairs == 4 * plan["weights_of_rank"]["owned"]
+    assert pairs == 4 * (plan["weights_of_rank"]["owned"] + 128)
     packets = 1500 / 1448
     assert ways["NoLoCo in pairs, fp32"]["seconds_per_exchange"] == pytest.approx(packets * pairs / 1e6)
     assert ways["DiLoCo, fp32"]["bytes_per_exchange"] == pytest.approx(2 * 7 / 8 * pairs)
@@ -109,6 +109,17 @@ def test_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
     own = ways["this config"]
     seconds = own["seconds_per_exchange"] + own["local_steps"] * (0.5 + routed)
     assert own["share_lost"] == pytest.approx(1 - own["local_steps"] * 0.5 / seconds)
+
+
+def test_exchanges_are_those_of_the_rank_with_most_weights() -> None:
+    """Here of the second stage, though the first needs more memory, since two microbatches are under way there."""
+    run = config(model__num_layers=12, model__seq_length=2048, parallel__num_layers_in_first_pipeline_stage=5)
+    architecture, topology = run.architecture(257), run.topology(8)
+    plan = plan_of(run, architecture, topology, Network(1e6, 0.0, 1))
+    first, second = (each.owned for each in parameters_of_stages(run, architecture, topology))
+    ways = {way.name: way.bytes_per_exchange for way in plan.schemes}
+    assert (plan.held.owned, ways["NoLoCo in pairs, fp32"]) == (first, 4 * second)
+    assert first < second
 
 
 @pytest.mark.parametrize(("replicas", "members"), [(8, 0), (16, 8), (32, 16)])
