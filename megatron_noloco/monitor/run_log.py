@@ -49,12 +49,21 @@ class ReplicaLog:
         return [row for row in self.rows if row["kind"] == kind]
 
     def seconds_so_far(self) -> dict[int, float]:
-        """Return the seconds of training until each step that has a row, without evaluations and saves."""
-        found, before, seconds = {}, 0, 0.0
-        for row in self.rows_of("step"):
-            seconds += row["speed/seconds_per_step"] * (row["step"] - before)
-            before = row["step"]
-            found[before] = seconds
+        """Return the seconds of training until each step that has a row, without evaluations and saves.
+
+        Steps that this replica did not compute take none: those before it started from another's state, and those
+        that it left out to keep up.
+        """
+        found, before, left_out, seconds = {}, 0, 0, 0.0
+        for row in self.rows:
+            if row["kind"] == "start":
+                before = row["step"]
+            elif row["kind"] == "step":
+                total = row.get("total/skipped_ahead", left_out)
+                computed = row["step"] - before - max(0, total - left_out)
+                before, left_out = row["step"], total
+                seconds += row["speed/seconds_per_step"] * computed
+                found[before] = seconds
         return found
 
 

@@ -77,6 +77,15 @@ def test_rows_are_read_as_they_come(tmp_path: Path) -> None:
     assert [row["step"] for row in log.rows] == [1, 7], "a resumed run has put another file in place"
 
 
+def test_the_time_of_training_is_that_of_the_steps_that_were_computed(tmp_path: Path) -> None:
+    """2 s each: 10 after a start from another replica's state, 10 of 20, 5 and 5 around a start from its own."""
+    log = ReplicaLog(tmp_path)
+    left_out = {"total/skipped_ahead": 10}
+    starts = [{"kind": "start", "step": number} for number in (1000, 1035)]
+    log.rows = [starts[0], step(1010), step(1030, **left_out), step(1035), starts[1], step(1040)]
+    assert log.seconds_so_far() == {1010: 20, 1030: 40, 1035: 50, 1040: 60}
+
+
 def test_new_replicas_are_seen_in_their_order(run: Path) -> None:
     log = RunLog(run)
     write(run, "100", step(1))
