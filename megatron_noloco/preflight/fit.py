@@ -106,7 +106,9 @@ def changes_that_save(
     candidates: list[dict[str, Any]] = [
         {"noloco": {"slow_weights": "host"}},
         {"model": recompute},
-        {"train_micro_batch_size_per_gpu": config.micro_batch_size // 2},
+        # Half of an odd one would change the batch.
+        *[{"train_micro_batch_size_per_gpu": config.micro_batch_size // 2}]
+        * (config.micro_batch_size % 2 == 0),
         {"parallel": {"data_parallel_size": 2 * topology.dp}},
         {
             "parallel": {

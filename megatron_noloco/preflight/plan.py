@@ -84,13 +84,15 @@ class Scheme:
         seconds_per_exchange: time on the network.
         local_steps: number of local steps from one exchange to the next.
         hidden_steps: number of local steps that go on during an exchange.
+        chooses_delay: whether these are as many as an exchange takes, at most `local_steps`.
     """
 
     name: str
     bytes_per_exchange: int
     seconds_per_exchange: float
     local_steps: int
-    hidden_steps: float = 0
+    hidden_steps: int = 0
+    chooses_delay: bool = False
 
     def share_lost(self, step_seconds: float) -> float:
         """Return the share of the time that training waits for exchanges."""
@@ -100,12 +102,13 @@ class Scheme:
     def enough_steps(self, step_seconds: float) -> int:
         """Return the smallest number of local steps per round for which exchanges take less than 1 % of the time.
 
-        With overlap, the smallest number that hides an exchange.
+        Where the delay is chosen, the smallest number that hides an exchange.
         """
-        if self.hidden_steps:
-            return max(1, math.ceil(self.seconds_per_exchange / step_seconds))
         ratio = self.seconds_per_exchange / step_seconds
-        return max(1, math.ceil(ratio * (1 - _NEGLIGIBLE) / _NEGLIGIBLE))
+        if self.chooses_delay:
+            return max(1, math.ceil(ratio))
+        waits = ratio - self.hidden_steps
+        return max(1, self.hidden_steps, math.ceil(waits * (1 - _NEGLIGIBLE) / _NEGLIGIBLE))
 
 
 @dataclass(frozen=True)
@@ -267,7 +270,14 @@ def scheme_of(
             seconds += network.seconds(sent / phases, 2, members - 1, pause=0)
         bytes_of_rounds.append(sent)
         seconds_of_rounds.append(seconds)
-    return Scheme(name, round(mean(bytes_of_rounds)), mean(seconds_of_rounds), noloco.local_steps, hidden)
+    return Scheme(
+        name,
+        round(mean(bytes_of_rounds)),
+        mean(seconds_of_rounds),
+        noloco.local_steps,
+        hidden,
+        noloco.chooses_delay,
+    )
 
 
 def exchange_bytes(noloco: TrainerSettings, held: RankParameters, members: int, dp: int) -> int:

@@ -253,8 +253,24 @@ def test_the_time_lost() -> None:
     assert waits.share_lost(step_seconds=1) == 0.2
     assert Scheme("", 0, 2.5, waits.enough_steps(1)).share_lost(1) <= 0.01
     assert Scheme("", 0, 2.5, waits.enough_steps(1) - 1).share_lost(1) > 0.01
-    overlaps = Scheme("", 1_000_000, 2.5, local_steps=10, hidden_steps=10)
+    overlaps = Scheme("", 1_000_000, 2.5, local_steps=10, hidden_steps=10, chooses_delay=True)
     assert (overlaps.share_lost(1), overlaps.enough_steps(1)) == (0, 3)
+    delayed = Scheme(
+        "", 1_000_000, 2.5, local_steps=10, hidden_steps=1
+    )  # 1.5 s are not hidden, whatever k is
+    enough = delayed.enough_steps(1)
+    assert replace(delayed, local_steps=enough).share_lost(1) <= 0.01
+    assert replace(delayed, local_steps=enough - 1).share_lost(1) > 0.01
+    assert replace(delayed, hidden_steps=5).enough_steps(1) == 5, "a delay is at most local_steps"
+
+
+@pytest.mark.parametrize(("size", "halved"), [(4, True), (3, False), (1, False)])
+def test_a_change_that_saves_keeps_the_batch(size: int, halved: bool) -> None:
+    """Half of an odd micro batch, with twice the accumulation, would be another one."""
+    run = config(train_micro_batch_size_per_gpu=size, model__seq_length=4096)
+    architecture, topology = run.architecture(257), run.topology(8)
+    changes = [change for change, *_ in fit.changes_that_save(run, architecture, topology)]
+    assert any(change.startswith("train_micro_batch_size_per_gpu") for change in changes) == halved
 
 
 @pytest.mark.parametrize(
