@@ -95,6 +95,8 @@ def prime_factors(number: int) -> tuple[int, ...]:
     """Return the prime factors of a number in ascending order, with multiplicity; empty for 1."""
     factors, rest, factor = [], number, 2
     while rest > 1:
+        if factor * factor > rest:
+            factor = rest  # a prime
         while rest % factor == 0:
             factors.append(factor)
             rest //= factor

@@ -253,6 +253,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
         'data.tokenizer_type "byte" has 257 tokens, model.vocab_size is 32,000; set',
     ),
     ({"model.num_layers": 10**19}, "model.num_layers: "),
+    ({"model.family": "mixtral", "model.num_moe_experts": 10**7}, "model.num_moe_experts: "),
 ]
 
 

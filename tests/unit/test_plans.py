@@ -63,6 +63,11 @@ class TestDraws:
         assert len(words) == 2 * len(Stream) * 4
 
 
+def test_the_factors_of_large_primes_are_found_at_once() -> None:
+    prime = 1_000_000_007
+    assert prime_factors(4 * 9 * prime) == (2, 2, 3, 3, prime)
+
+
 class TestGrouping:
     @few
     @given(replicas=st.integers(1, 17), size=st.integers(1, 17), round_index=st.integers(0, 10**6))
