@@ -13,7 +13,9 @@ from megatron_noloco.cli.options import (
     at_least_one,
     at_least_zero,
     say,
+    seed,
     size,
+    utf8,
 )
 from megatron_noloco.files import writing
 
@@ -56,7 +58,7 @@ def add_commands(commands: Commands) -> None:
         'generate runs/my-run --prompt "def "',
     )
     generate.add_argument("model", nargs="+", type=Path, help=_MODEL)
-    generate.add_argument("--prompt", required=True)
+    generate.add_argument("--prompt", type=utf8, required=True, help='"": from the beginning of a document')
     generate.add_argument(
         "--tokens", type=at_least_one, default=200, help="largest number of new tokens (default: 200)"
     )
@@ -66,7 +68,7 @@ def add_commands(commands: Commands) -> None:
         default=0.8,
         help="0: always the likeliest token (default: 0.8)",
     )
-    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--seed", type=seed, default=0)
     generate.set_defaults(run=_generate)
 
     evaluate = add_command(

@@ -54,6 +54,20 @@ def at_least_one(text: str) -> int:
     return int(text)
 
 
+def seed(text: str) -> int:
+    if not text.isdecimal() or int(text) >= 2**63:
+        raise argparse.ArgumentTypeError(f'"{text}" is not a whole number from 0 to 2^63 - 1')
+    return int(text)
+
+
+def utf8(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError(f"{text!a} is not UTF-8 text") from None
+    return text
+
+
 def share(text: str) -> float:
     number = _number(text)
     if not 0 < number <= 1:

@@ -8,6 +8,7 @@ from megatron_noloco.config.run_config import RunConfig
 from megatron_noloco.config.wording import ConfigError, shown
 
 _COMMENTS = ("//", "/*", "#")
+_MOST_DIGITS = 20
 
 
 class _Object(dict[str, Any]):
@@ -39,7 +40,7 @@ def _read(path: Path) -> dict[str, Any]:
             [f"is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}"]
         ) from None
     try:
-        content = json.loads(text, object_pairs_hook=_Object)
+        content = json.loads(text, object_pairs_hook=_Object, parse_int=_whole)
     except json.JSONDecodeError as error:
         comment = text[error.pos :].lstrip().startswith(_COMMENTS)
         reason = "JSON has no comments; delete it" if comment else error.msg
@@ -52,6 +53,15 @@ def _read(path: Path) -> dict[str, Any]:
     if repeated:
         raise ConfigError(f"{name} is given more than once" for name in repeated)
     return _plain(content)
+
+
+def _whole(digits: str) -> int:
+    """Return a whole number; raises ConfigError where products of such numbers would not fit into a float."""
+    if len(digits) > _MOST_DIGITS:
+        raise ConfigError(
+            [f"{digits[:9]}... has {len(digits)} digits; no setting takes more than {_MOST_DIGITS}"]
+        )
+    return int(digits)
 
 
 def _repeated(value: Any, prefix: str) -> list[str]:

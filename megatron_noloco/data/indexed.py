@@ -86,9 +86,10 @@ class IndexedTokens:
             raise ValueError(f"{bin_path}: holds no tokens ({sequences} sequences)")
         if not np.array_equal(index.pointers, self.offsets[:-1] * self.dtype.itemsize):
             raise ValueError(f"{idx_path}: its sequences do not lie one after the other")
-        if self.document_bounds[:1] != 0 or self.document_bounds[-1:] != sequences:
+        bounds = self.document_bounds
+        if bounds[:1] != 0 or bounds[-1:] != sequences or (np.diff(bounds) < 0).any():
             raise ValueError(
-                f"{idx_path}: its documents do not end where its sequences do; it was not finished"
+                f"{idx_path}: its documents do not end where its sequences do; it was not finished, or is altered"
             )
         self.tokens = np.memmap(bin_path, dtype=self.dtype, mode="r")
 

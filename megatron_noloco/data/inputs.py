@@ -76,7 +76,7 @@ def parse_json(line: bytes) -> Any:
     """Parse one line of a file of JSON lines; raises ValueError."""
     try:
         return json.loads(line)
-    except ValueError as error:  # not UTF-8, or not JSON
+    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
         raise ValueError(f"not JSON ({error})") from None
 
 

@@ -188,8 +188,8 @@ def _find_tensors(folder: Path) -> dict[str, str]:
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.exists():
         where = _read_object(index, "weights must be safetensors").get("weight_map")
-        if not isinstance(where, dict):
-            raise ValueError(f"{index}: no weight_map")
+        if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
+            raise ValueError(f"{index}: no weight_map, an object of file names")
         missing = sorted({file for file in where.values() if not (folder / file).exists()})
         if missing:
             raise ValueError(f"{folder / missing[0]}: missing, though {index.name} lists it")

@@ -86,11 +86,19 @@ def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: i
     sampling = (
         {"do_sample": True, "temperature": temperature, "top_k": 50} if temperature else {"do_sample": False}
     )
-    model.eval().generate(
-        inputs["input_ids"],
-        attention_mask=inputs["attention_mask"],
-        max_new_tokens=tokens,
-        pad_token_id=tokenizer.eos_token_id,
-        streamer=TextStreamer(tokenizer, skip_special_tokens=True),
-        **sampling,
-    )
+    try:
+        model.eval().generate(
+            inputs["input_ids"],
+            attention_mask=inputs["attention_mask"],
+            max_new_tokens=tokens,
+            pad_token_id=tokenizer.eos_token_id,
+            streamer=TextStreamer(tokenizer, skip_special_tokens=True),
+            **sampling,
+        )
+    except RuntimeError as error:
+        if "probability tensor" not in str(error):
+            raise
+        raise ValueError(
+            f"--temperature {temperature:g}: the model's logits divided by it are not finite; give a higher one, "
+            "or another checkpoint where the model has diverged"
+        ) from None

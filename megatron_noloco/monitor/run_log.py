@@ -69,12 +69,18 @@ class ReplicaLog:
 
 def _parsed(lines: Iterable[bytes]) -> Iterable[Row]:
     for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict) and {"kind", "step"} <= row.keys():
+        row = _json(line)
+        is_row = isinstance(row, dict) and {"kind", "step"} <= row.keys()
+        if is_row and (row["kind"] != "step" or "speed/seconds_per_step" in row):
             yield row
+
+
+def _json(text: str | bytes) -> Any:
+    """Return what the text holds, None where it is no JSON."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
 
 
 class RunLog:
@@ -101,7 +107,12 @@ class RunLog:
         """Read what is new since the last call, new replicas included."""
         path = self.folder / "run.json"
         if path.exists():
-            self.facts = json.loads(path.read_text())
+            facts = _json(path.read_text())
+            if not isinstance(facts, dict):
+                raise ValueError(
+                    f"{path}: not a JSON object, as a run writes it; remove the file to go without"
+                )
+            self.facts = facts
         known = {log.folder for log in self.replicas}
         found = {path.parent for path in self.folder.glob(f"replica_*/{_METRICS}")} - known
         self.replicas = sorted(

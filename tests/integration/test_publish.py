@@ -450,6 +450,9 @@ def test_generate(tmp_path: Path) -> None:
     code, text, err = generate("--prompt", "")
     assert code == 0, err
     assert text.strip(), "a document begins"
+    code, _, err = generate("--temperature", "1e-60")
+    assert (code, len(err.splitlines())) == (2, 1)
+    assert "--temperature 1e-60: the model's logits divided by it are not finite" in err
     spoiled: list[Callable[[Path], object]] = [
         without_a_tensor,
         lambda folder: (folder / "model.safetensors").write_text("no"),

@@ -79,6 +79,7 @@ def test_everything_else_is_a_traceback(
         ("export a --output b --max-shard-size", ("0MB",), "must be more than 0, such as 500MB or 2GB"),
         ("evaluate a --samples", ("0",), "is not a whole number of at least 1"),
         ("generate a --prompt b --temperature", ("-1", "nan", "x"), "is not a number of at least 0"),
+        ("generate a --prompt b --seed", ("-1", "9" * 20, "x"), "is not a whole number from 0 to 2^63 - 1"),
         ("doctor --seconds", ("-1", "nan", "inf", "x"), "is not a number of at least 0"),
     ],
 )
@@ -91,6 +92,14 @@ def test_a_number_out_of_bounds(
         assert ended.value.code == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert line.endswith(f': "{text}" {problem}')
+
+
+def test_a_prompt_that_is_no_text(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main(["generate", "a", "--prompt", "\udcff"])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("error: argument --prompt: '\\udcff' is not UTF-8 text")
 
 
 def test_an_unknown_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

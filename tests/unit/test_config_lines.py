@@ -253,6 +253,7 @@ RULES: list[tuple[dict[str, Any], str]] = [
         'data.tokenizer_type "byte" has 257 tokens, model.vocab_size is 32,000; set',
     ),
     ({"model.num_layers": 10**19}, "model.num_layers: "),
+    ({"model.hidden_size": 2 * 10**310}, "200000000... has 311 digits; no setting takes more than 20"),
     ({"model.family": "mixtral", "model.num_moe_experts": 10**7}, "model.num_moe_experts: "),
 ]
 

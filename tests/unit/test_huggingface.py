@@ -420,6 +420,10 @@ REFUSED: list[tuple[Spoil, tuple[str, ...]]] = [
     (write("model.safetensors", "no"), ("model.safetensors",)),
     (list_a_missing_file, ("model-00002-of-00002.safetensors", "missing")),
     (write("model.safetensors.index.json", "{}"), ("index.json", "weight_map")),
+    (
+        write("model.safetensors.index.json", '{"weight_map": {"a": 1}}'),
+        ("index.json", "object of file names"),
+    ),
     (change_weight(Q, lambda w: w.to(torch.int8)), (Q, "I8", "quantized")),
     (change_weight(Q, lambda w: w[:-1]), (Q, "[23, 20]", "[24, 20]")),
     (change_weights(lambda w: w.pop(NORM)), (f"no tensor {NORM}",)),

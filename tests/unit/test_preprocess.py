@@ -344,6 +344,7 @@ def test_a_bad_line_in_a_worker_is_one_line(tmp_path: Path) -> None:
 
 BAD_INPUTS: list[tuple[str, bytes, dict[str, Any], str]] = [
     ("a.jsonl", b'{"text": "x"}\n{"text": \n', {}, r"a\.jsonl, line 2: not JSON"),
+    ("a.jsonl", b"[" * 100_000 + b"\n", {}, r"line 1: not JSON \(maximum recursion"),
     ("a.jsonl", b"[1]\n", {}, r"line 1: not a JSON object"),
     ("a.jsonl", b'{"body": "x"}\n', {}, r"line 1: no key 'text'; there are body"),
     ("a.jsonl", b'{"text": 3}\n', {}, r"'text' holds int, not text"),
@@ -421,6 +422,11 @@ class TestDamage:
             ("idx", (9, 0), "version 0 with token type 4"),
             ("idx", (17, 0), "token type 0"),
             ("idx", (42, 9), "its sequences do not lie one after the other"),
+            (
+                "idx",
+                (66, 9),
+                "its documents do not end where its sequences do; it was not finished, or is alt",
+            ),
         ],
     )
     def test_cut_short_or_altered(

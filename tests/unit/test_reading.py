@@ -68,7 +68,8 @@ def test_rows_are_read_as_they_come(tmp_path: Path) -> None:
     log.update()
     assert [row["step"] for row in log.rows] == [1], "the second is not complete"
     with path.open("a") as file:
-        file.write(json.dumps(step(2))[20:] + '\n\0\0\n{"step": 3}\n' + json.dumps(step(4)) + "\n")
+        damaged = '\n\0\0\n{"step": 3}\n{"kind": "step", "step": 3}\n' + "[" * 100_000 + "\n"
+        file.write(json.dumps(step(2))[20:] + damaged + json.dumps(step(4)) + "\n")
     log.update()
     log.update()
     assert [row["step"] for row in log.rows] == [1, 2, 4], "damaged lines are left out"
@@ -301,3 +302,14 @@ def test_a_folder_that_is_no_run(
         f"{tmp_path}: no replica has written metrics there (replica_00/metrics.jsonl); give the "
         "training.output_dir of a run\n"
     )
+
+
+@pytest.mark.parametrize("content", ["[]", '{"steps": 1'])
+@pytest.mark.parametrize("command", [("watch", "--once"), ("report",)], ids=lambda words: words[0])
+def test_a_run_json_that_is_none(
+    command: tuple[str, ...], content: str, run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "run.json").write_text(content)
+    assert main([command[0], str(run), *command[1:]]) == 2
+    line = f"{run / 'run.json'}: not a JSON object, as a run writes it; remove the file to go without\n"
+    assert capsys.readouterr().err == line
