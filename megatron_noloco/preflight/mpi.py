@@ -19,6 +19,7 @@ _START_SECONDS = 60.0  # beside the measurement
 _SKEW_SECONDS = 1.0
 _WELL_HIDDEN = 0.5
 _INFINIBAND = Path("/dev/infiniband")
+_PROFILE = Path(__file__).parents[2] / "launch" / "profile.sh"  # reads LAUNCH_PROFILE; not in a wheel
 
 
 def check_mpi(hostfile: Path | None, seconds: float) -> Iterator[Finding]:
@@ -89,9 +90,9 @@ def _of_exchange(found: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def find_mpirun() -> str | None:
-    """Return the mpirun beside this Python, else that on PATH."""
-    beside = Path(sys.executable).parent / "mpirun"
-    return str(beside) if beside.exists() else shutil.which("mpirun")
+    """Return the mpirun that the launch scripts take: MPIRUN, the one beside this Python, or that on PATH."""
+    chosen = os.environ.get("MPIRUN") or Path(sys.executable).parent / "mpirun"
+    return str(chosen) if os.access(chosen, os.X_OK) else shutil.which("mpirun")
 
 
 def pair(mpirun: str, hostfile: Path | None, seconds: float) -> dict[str, Any]:
@@ -114,6 +115,14 @@ def pair(mpirun: str, hostfile: Path | None, seconds: float) -> dict[str, Any]:
         else:  # as in launch/mpirun.sh
             command += ["--map-by", "node", "--mca", "btl_tcp_progress_thread", "1"]
             command += ["-x", "PYTHONPATH"] if "PYTHONPATH" in environ else []
+        if _PROFILE.exists():
+            command = [
+                "sh",
+                "-c",
+                '. "$0"; run=$1; shift; exec "$run" $profile_passes "$@"',
+                str(_PROFILE),
+                *command,
+            ]
         environ |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     else:  # MPICH and Intel MPI
         nic_option, hostfile_option = ["-iface"], "-machinefile"

@@ -85,6 +85,24 @@ def test_an_mpirun_that_cannot_start_ranks(monkeypatch: pytest.MonkeyPatch, tmp_
     assert lines(mpi.check_mpi(None, 1.0), "note")[0].startswith("no mpirun")
 
 
+def test_mpirun_and_profile_are_those_of_the_launch_scripts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    mpirun = tmp_path / "my mpirun"
+    version = 'if [ "$1" = --version ]; then echo "mpirun (Open MPI) 5.0.8"; exit; fi'
+    mpirun.write_text(f'#!/bin/sh\n{version}\necho "$OMPI_MCA_pml $*" | cut -c 1-20 >&2\nexit 3\n')
+    mpirun.chmod(0o755)
+    monkeypatch.setenv("MPIRUN", str(mpirun))
+    for profile, said in (
+        ("wan", "ob1 -n 2 --bind-to n"),
+        ("ib", "ucx -x UCX_TLS -n 2"),
+        ("lan", "LAUNCH_PROFILE=lan is unknown: it must be wan, ethernet or ib"),
+    ):
+        monkeypatch.setenv("LAUNCH_PROFILE", profile)
+        (line,) = lines(mpi.check_mpi(None, 1.0))
+        assert line.startswith(f"2 ranks under {mpirun} did not exchange: {said}")
+
+
 MEASURED: dict[str, Any] = {
     "hosts": ["a", "b"],
     "library": "Open MPI v5.0.11",
