@@ -21,7 +21,7 @@ usage() { # prints the comment at the top of the script
 }
 
 check_number() { # RANKS
-    case $1 in *[!0-9]* | '')
+    case $1 in *[!0-9]* | '' | 0*)
         echo "\"$1\" is not a number of processes: it comes first, as in 'launch/$(basename "$0") 8 CONFIG'" >&2
         exit 2
         ;;

@@ -135,9 +135,10 @@ def test_quickstart_starts_from_any_folder(where: str, tmp_path: Path) -> None:
             [CONFIG, "8"],
             f"\"{CONFIG}\" is not a number of processes: it comes first, as in 'launch/{{script}} 8 CONFIG'",
         ),
+        (["08", CONFIG], '"08" is not a number of processes'),
         (["6", str(REPOSITORY / CONFIG)], "6 ranks are not 4 replicas x pipeline 2"),
     ],
-    ids=["none", "in another order", "a wrong number"],
+    ids=["none", "in another order", "a leading zero", "a wrong number"],
 )
 def test_wrong_arguments_start_nothing(script: str, arguments: list[str], says: str) -> None:
     code, said = launch(script, *arguments)
