@@ -132,7 +132,8 @@ def _optimizer(config: RunConfig, architecture: Architecture | None) -> str:
     if "betas" in params and params["betas"][1]:
         steps = math.log(0.5) / math.log(params["betas"][1])
         tokens = steps * config.replica_batch * config.model.seq_length
-        text += f"; half-life of the second moment {steps:,.1f} local steps, {tokens:,.0f} tokens per replica"
+        of = "momentum" if name == "Lion" else "second moment"
+        text += f"; half-life of the {of} {steps:,.1f} local steps, {tokens:,.0f} tokens per replica"
     return text
 
 

@@ -63,6 +63,13 @@ class Tally:
 
 def check(job: Job) -> None:
     """Raise ValueError when a job cannot be carried out; nothing is written."""
+    if not job.prefix.name:
+        raise ValueError(f"--output-prefix {job.prefix}: names no file; give one such as data/corpus")
+    for key in job.encoding.json_keys:
+        if "/" in key:
+            raise ValueError(
+                f'--json-keys {key}: its dataset would be a file with this name, which cannot have "/"'
+            )
     text = next((item.path for item in job.inputs if item.kind == "text"), None)
     if text is not None and len(job.encoding.json_keys) > 1:
         raise ValueError(f"--json-keys: {text} is plain text, which has no keys; give one key, or JSON lines")
@@ -104,7 +111,9 @@ def preprocess(job: Job, advance: Callable[[int], None]) -> Tally:
                         tally.documents += ends
                 advance(batch.read_bytes)
         if not tally.documents:
-            raise ValueError(f"all {tally.empty} documents are empty: nothing was written")
+            raise ValueError(
+                f"nothing was written: {tally.empty} documents are empty, {tally.not_text} files are no UTF-8 text"
+            )
         for writer in writers.values():
             writer.finish()
     finally:

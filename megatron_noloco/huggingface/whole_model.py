@@ -81,6 +81,8 @@ def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: i
     model, info = loaded
     if wrong := {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}:
         raise ValueError(f"{folder}: no tensor {min(wrong)} of the shape that config.json says")
+    if not prompt and tokenizer.eos_token is None:
+        raise ValueError(f'--prompt "": {folder} has no end-of-document token to begin after; give a text')
     # Without a prompt, start after the end of a document.
     inputs = tokenizer(prompt or tokenizer.eos_token, return_tensors="pt", add_special_tokens=False)
     sampling = (

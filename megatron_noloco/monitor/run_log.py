@@ -115,6 +115,7 @@ class RunLog:
             self.facts = facts
         known = {log.folder for log in self.replicas}
         found = {path.parent for path in self.folder.glob(f"replica_*/{_METRICS}")} - known
+        found = {folder for folder in found if folder.name.removeprefix("replica_").isdecimal()}
         self.replicas = sorted(
             [*self.replicas, *map(ReplicaLog, found)], key=lambda log: (len(log.replica), log.replica)
         )

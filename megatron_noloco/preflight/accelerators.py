@@ -43,14 +43,14 @@ ACCELERATORS = (
 
 
 def find_accelerator(name: str) -> Accelerator | None:
-    """Return the accelerator with this name, given by CUDA or a part of that.
+    """Return the accelerator with this name, given by CUDA or a part of that, in capitals or not.
 
     None: not known, or a slice of a GPU (MIG).
     """
-    words = set(re.findall(r"\w+", name))
-    if "MIG" in words:
+    words = set(re.findall(r"\w+", name.lower()))
+    if "mig" in words:
         return None
-    return next((kind for kind in ACCELERATORS if words.issuperset(kind.words.split())), None)
+    return next((kind for kind in ACCELERATORS if words.issuperset(kind.words.lower().split())), None)
 
 
 def peak_tflops(device: str, precision: Precision) -> float | None:

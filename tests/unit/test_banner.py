@@ -39,6 +39,10 @@ BANNER: list[tuple[dict[str, Any], str]] = [
         "half-life of the second moment 100.0 local steps, 25,600 tokens per replica",
     ),
     (
+        {"optimizer.type": "Lion", "optimizer.params.betas": [0.9, 0.5**0.01]},
+        "half-life of the momentum 100.0 local steps",
+    ),
+    (
         MUON,
         f"optimizer: Muon for {LINEAR:,} weights of linear maps in layers, AdamW for {OTHERS:,}, muon_lr 0.01",
     ),

@@ -151,6 +151,10 @@ def test_quantities_with_units() -> None:
             "data preprocess --input {file} --output-prefix /proc/x",
             "/proc/x: cannot be written: No such file or directory; give another --output-prefix",
         ),
+        (
+            "data preprocess --input {file} --output-prefix=",
+            "--output-prefix .: names no file; give one such as data/corpus",
+        ),
         ("import x --config {file} --output {file}", "{file}: exists; give another --output, or remove it"),
     ],
 )

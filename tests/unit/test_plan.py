@@ -275,7 +275,11 @@ def test_a_change_that_saves_keeps_the_batch(size: int, halved: bool) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
-    [(["--gpu", "Voodoo"], "--gpu Voodoo: not known; known are H100 PCIe"), (["--gpus", "7"], "7")],
+    [
+        (["--gpu", "Voodoo"], "--gpu Voodoo: not known; known are H100 PCIe"),
+        (["--gpus", "7"], "7"),
+        (["--latency", "25ms"], "--latency: give --bandwidth as well"),
+    ],
 )
 def test_bad_input_is_one_line(
     arguments: list[str], problem: str, capsys: pytest.CaptureFixture[str]

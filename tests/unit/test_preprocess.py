@@ -348,7 +348,7 @@ BAD_INPUTS: list[tuple[str, bytes, dict[str, Any], str]] = [
     ("a.jsonl", b"[1]\n", {}, r"line 1: not a JSON object"),
     ("a.jsonl", b'{"body": "x"}\n', {}, r"line 1: no key 'text'; there are body"),
     ("a.jsonl", b'{"text": 3}\n', {}, r"'text' holds int, not text"),
-    ("a.jsonl", b'{"text": ""}\n', {}, r"all 1 documents are empty"),
+    ("a.jsonl", b'{"text": ""}\n', {}, r"^nothing was written: 1 documents are empty, 0 files are no UTF-8"),
     ("a.jsonl.gz", gzip.compress(b"x" * 99)[:-9], {}, r"a\.jsonl\.gz: cannot be decompressed"),
     ("a.jsonl.gz", b"plain", {}, r"cannot be decompressed"),
     ("a.txt.zst", zstd(os.urandom(9999))[:5000], {}, r"a\.txt\.zst: cannot be decompressed"),
@@ -357,6 +357,7 @@ BAD_INPUTS: list[tuple[str, bytes, dict[str, Any], str]] = [
     ("a.txt", b"\xff\xfe", {}, r"a\.txt: not UTF-8 text"),
     ("a.txt", b"", {}, r"holds no files with text"),
     ("a.txt", b"x", {"json_keys": ("a", "b")}, r"a\.txt is plain text, which has no keys"),
+    ("a.jsonl", b"{}", {"json_keys": ("a/b",)}, r"^--json-keys a/b: "),
     ("a.txt", b"x", {"tokenizer": TokenizerChoice("HuggingFaceTokenizer")}, r"needs tokenizer_model"),
     (
         "a.txt",

@@ -91,6 +91,7 @@ def test_new_replicas_are_seen_in_their_order(run: Path) -> None:
     log = RunLog(run)
     write(run, "100", step(1))
     write(run, "02", step(1))
+    write(run, "00.bak", step(1))
     log.update()
     assert [replica.replica for replica in log.replicas] == ["00", "01", "02", "100"]
 

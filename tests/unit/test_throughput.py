@@ -79,6 +79,7 @@ def test_torch_counts_the_same(family: str) -> None:
         ("NVIDIA GH200 480GB", 989),
         ("NVIDIA A100-SXM4-80GB", 312),
         ("NVIDIA A100 80GB PCIe", 312),
+        ("a100", 312),
         ("NVIDIA A10", None),
         ("NVIDIA H20", None),
         ("NVIDIA GeForce RTX 4090", 165.2),
