@@ -329,10 +329,10 @@ def groups_problem(noloco: NolocoSettings, replicas: int | None) -> str:
     if noloco.method == "noloco" and replicas is not None:
         if noloco.group_size > replicas:
             return f"group_size {noloco.group_size} is more than the {replicas} replicas there are"
-        factors = prime_factors(replicas) if noloco.pairing_among(replicas) == "cycle" else ()
-        if max(factors, default=1) > noloco.group_size:
+        sizes = noloco.group_sizes_among(replicas)
+        if max(sizes) > noloco.group_size:
             return (
-                f'pairing "cycle" takes groups of {" and ".join(map(str, sorted(set(factors))))} for {replicas} '
+                f'pairing "cycle" takes groups of {" and ".join(map(str, sorted(set(sizes))))} for {replicas} '
                 f"replicas (the prime factors), more than group_size {noloco.group_size}; raise it or use "
                 '"random"'
             )

@@ -214,10 +214,10 @@ def bytes_of_rounds(noloco: NolocoSettings, replicas: int, kept_aside: bool = Fa
     """
     in_pairs = max(noloco.group_sizes_among(replicas)) <= 2
     of_round = {"combined vector": 4.0}
-    if in_pairs and noloco.payload == "fp32":
+    if in_pairs and noloco.payload_bits is None:
         of_round["received vector"] = 4
-    elif in_pairs:
-        of_round |= {"codes": int(noloco.payload.removeprefix("int")) / 4, "sketches and steps": 0.1}
+    elif in_pairs and noloco.payload_bits:
+        of_round |= {"codes": noloco.payload_bits / 4, "sketches and steps": 0.1}
     if noloco.keeps_rounding_among(replicas):
         of_round["new rounding errors"] = 4
     if kept_aside:
