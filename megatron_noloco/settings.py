@@ -165,6 +165,10 @@ class NolocoSettings:
         n = self.group_size_among(replicas)
         return prime_factors(replicas) if n > 1 and self.pairing_among(replicas) == "cycle" else (n,)
 
+    def in_pairs_among(self, replicas: int) -> bool:
+        """Return whether no group of a round has more than two members."""
+        return max(self.group_sizes_among(replicas)) <= 2
+
     def keeps_rounding_among(self, replicas: int) -> bool:
         """Return whether what codes left out is kept, and added in the next round (`outer.payload`)."""
         return keeps_rounding(self.payload_bits, max(self.group_sizes_among(replicas)))

@@ -26,15 +26,12 @@ from megatron_noloco.job.activity import now
 from megatron_noloco.job.agreement import of_all_ranks
 from megatron_noloco.job.watchdog import Watchdog
 from megatron_noloco.outer import (
-    Channel,
-    Exchange,
     ExchangeReport,
     OuterOptimizer,
     RoundReport,
     Weights,
 )
 from megatron_noloco.plans.fragments import fragment_after
-from megatron_noloco.plans.grouping import averaging_cycle
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.settings import (
     FederationSettings,
@@ -161,10 +158,7 @@ class Attached:
         self.outer.finish()
         if self._membership is not None:
             return self._membership.average(self.outer)
-        transport, place, settings = self.outer.transport, self.outer.place, self.outer.settings
-        exchange = Exchange(transport, place, Channel.FINAL, settings.deadline_seconds)
-        groups = averaging_cycle(place.replica, place.replicas, self.outer.grouping.seed)
-        return self.outer.settle(exchange, groups, self.done * len(groups))
+        return self.outer.average_all(self.done)
 
     def close(self) -> None:
         """Send what partners still need, and detach. Call it at the end, or before the process leaves otherwise.

@@ -85,9 +85,11 @@ def _plan(args: argparse.Namespace) -> int:
     if step is None and peak is not None:
         step = computing_seconds(config, architecture, peak, args.mfu)
     network = None
-    if args.latency and args.bandwidth is None:
-        raise ValueError("--latency: give --bandwidth as well; without it exchanges are left out")
-    if args.bandwidth is not None:
+    if args.bandwidth is None:
+        for option, given in {"--latency": args.latency, "--gpus-per-node": args.gpus_per_node}.items():
+            if given:
+                raise ValueError(f"{option}: give --bandwidth as well; without it exchanges are left out")
+    else:
         per_node = args.gpus_per_node or min(ranks, _RANKS_OF_GPU_NODE if args.gpu else 1)
         network = Network(args.bandwidth, args.latency, per_node)
     plan = plan_of(config, architecture, topology, network, step)

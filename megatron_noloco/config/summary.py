@@ -180,7 +180,7 @@ def outer_state(noloco: NolocoSettings, replicas: int, kept_aside: bool = False)
     """
     state = bytes_of_state(noloco, replicas)
     vectors = state | bytes_of_rounds(noloco, replicas, kept_aside)
-    in_pairs = max(noloco.group_sizes_among(replicas)) <= 2
+    in_pairs = noloco.in_pairs_among(replicas)
     at_a_time = _rounds_at_a_time(noloco)
     rounds = "" if at_a_time == 1 else f" for each of {at_a_time} rounds"
     return (
@@ -212,7 +212,7 @@ def bytes_of_rounds(noloco: NolocoSettings, replicas: int, kept_aside: bool = Fa
     Args:
         kept_aside: whether a mean waits until it is certain, as in a federation.
     """
-    in_pairs = max(noloco.group_sizes_among(replicas)) <= 2
+    in_pairs = noloco.in_pairs_among(replicas)
     of_round = {"combined vector": 4.0}
     if in_pairs and noloco.payload_bits is None:
         of_round["received vector"] = 4

@@ -16,7 +16,7 @@ from megatron_noloco.outer.round import Round, RoundReport, cut
 from megatron_noloco.outer.vectors import OuterVectors
 from megatron_noloco.outer.weights import Weights
 from megatron_noloco.plans.fragments import fragment_after, next_after
-from megatron_noloco.plans.grouping import Group
+from megatron_noloco.plans.grouping import Group, averaging_cycle
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import NolocoSettings, grouping_of
 from megatron_noloco.transport.protocol import Transport
@@ -143,8 +143,8 @@ class OuterOptimizer:
     def settle(self, exchange: AnyExchange, groups: Sequence[Group], number: int) -> list[ExchangeReport]:
         """Average the fast weights over one group after the other (alpha = 0, beta = gamma = 1).
 
-        With the groups of `plans.grouping.averaging_cycle`, the fast and slow weights of all replicas are then the
-        mean of all fast weights and kept rounding errors. The outer momentum buffer stays. Call `finish` before.
+        With groups that reach all replicas, the fast and slow weights of all are then the mean of all fast weights
+        and kept rounding errors. The outer momentum buffer stays. Call `finish` before.
 
         Args:
             exchange: on a channel of its own (`Channel.FINAL`), in fp32.
@@ -171,6 +171,13 @@ class OuterOptimizer:
         with self.weights.writing() as write:
             write(0, self.slow_weights)
         return reports
+
+    def average_all(self, done: int) -> list[ExchangeReport]:
+        """Make the weights of all replicas of a job their mean to rounding, after `done` steps; see `settle`."""
+        place = self.place
+        groups = averaging_cycle(place.replica, place.replicas, self.grouping.seed)
+        exchange = Exchange(self.transport, place, Channel.FINAL, self.settings.deadline_seconds)
+        return self.settle(exchange, groups, done * len(groups))
 
     @contextmanager
     def evaluating(self) -> Iterator[Tensor]:
@@ -295,8 +302,7 @@ class OuterOptimizer:
         transport, place, settings = self.transport, self.place, self.settings
         bits, deadline_seconds = settings.payload_bits, settings.deadline_seconds
         # A pair has its whole vectors under way at once; in a larger group that would cost two more of them.
-        in_pairs = max(settings.group_sizes_among(place.replicas)) <= 2
-        stretch = max(1, self._longest) if in_pairs else STRETCH
+        stretch = max(1, self._longest) if settings.in_pairs_among(place.replicas) else STRETCH
         exchange = (
             Exchange(transport, place, Channel.ROUNDS, deadline_seconds, stretch)
             if bits is None

@@ -10,7 +10,6 @@ from megatron_noloco.federation.join import Membership
 from megatron_noloco.job import agreement
 from megatron_noloco.outer import (
     AnyExchange,
-    Channel,
     Exchange,
     ExchangeReport,
     NoRounds,
@@ -19,7 +18,6 @@ from megatron_noloco.outer import (
     Rounds,
     Weights,
 )
-from megatron_noloco.plans.grouping import averaging_cycle
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.transport.protocol import Transport
 
@@ -53,8 +51,6 @@ def build_outer(
 def build_final_average(
     config: RunConfig,
     outer: Rounds,
-    transport: Transport,
-    place: Place,
     membership: Membership | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> FinalAverage | None:
@@ -63,9 +59,7 @@ def build_final_average(
         return None
     if membership is not None:
         return lambda done: membership.average(outer, stopped)
-    groups = averaging_cycle(place.replica, place.replicas, config.training.seed)
-    exchange = Exchange(transport, place, Channel.FINAL, config.noloco.deadline_seconds)
-    return lambda done: outer.settle(exchange, groups, done * len(groups))
+    return outer.average_all
 
 
 class DelayChoice:

@@ -279,6 +279,7 @@ def test_a_change_that_saves_keeps_the_batch(size: int, halved: bool) -> None:
         (["--gpu", "Voodoo"], "--gpu Voodoo: not known; known are H100 PCIe"),
         (["--gpus", "7"], "7"),
         (["--latency", "25ms"], "--latency: give --bandwidth as well"),
+        (["--gpus-per-node", "4"], "--gpus-per-node: give --bandwidth as well"),
     ],
 )
 def test_bad_input_is_one_line(

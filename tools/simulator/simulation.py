@@ -106,9 +106,7 @@ class Simulation:
         self.weights = self.model.initial(seed).repeat(self.replicas, 1)
         self.inner = self._inner()
         self.learning_rate = LearningRate(config.deepspeed)
-        places = [Place(replica, self.replicas) for replica in range(self.replicas)]
         self._turn = Lock()  # of the replicas' threads
-        self._connections = list(zip(loopback_world(self.replicas, turn=self._turn), places, strict=True))
         self.sparse = self._sparse(sparse) if sparse else None
         self._sparse_bytes = (self.replicas - 1) * sparse.payload_bytes(self.model.sizes) if sparse else 0
         self.outer = self._outer()
@@ -133,9 +131,10 @@ class Simulation:
         """Return the trainer's outer optimizers, one per replica, over messages between threads."""
         if self.sparse is not None:
             return [NoRounds(TorchWeights([row])) for row in self.weights]
+        transports = loopback_world(self.replicas, turn=self._turn)
         return [
-            build_outer(self.config, TorchWeights([row]), transport, place)
-            for row, (transport, place) in zip(self.weights, self._connections, strict=True)
+            build_outer(self.config, TorchWeights([row]), transport, Place(replica, self.replicas))
+            for replica, (row, transport) in enumerate(zip(self.weights, transports, strict=True))
         ]
 
     def _sparse(self, sparse: Sparsity) -> SparseLoco:
@@ -218,8 +217,7 @@ class Simulation:
 
     def _final_average(self, outer: Rounds) -> int:
         """Take part in the final average; returns the bytes that the replica sends."""
-        connection = self._connections[self.outer.index(outer)]
-        average = build_final_average(self.config, outer, *connection)
+        average = build_final_average(self.config, outer)
         if average is None:
             return 0
         reports = [report.exchange for report in outer.finish()]
