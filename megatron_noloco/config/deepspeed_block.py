@@ -106,7 +106,7 @@ class ZeroConfig(Block):
     reduce_bucket_size: Annotated[Whole, Field(ge=1)] = field(
         500_000_000, "Gradients that are reduced at a time."
     )
-    allgather_bucket_size: Annotated[Whole, Field(ge=0)] = field(
+    allgather_bucket_size: Annotated[Whole, Field(ge=0, multiple_of=2)] = field(
         500_000_000, "Weights that are gathered at a time."
     )
     reduce_scatter: bool = field(True, "Whether each rank is sent its own gradients only.")
@@ -271,8 +271,7 @@ def resolve(values: dict[str, Any], dp_size: int, train_iters: int) -> tuple[dic
     optimizer_block.complete(values, train_iters)
     problems: list[Problem] = []
     optimizer, scheduler = values["optimizer"], values.get("scheduler")
-    if optimizer["type"] == "SGD":
-        problems += optimizer_block.check_nesterov(optimizer["params"])
+    problems += optimizer_block.check_kernel(optimizer["params"])
     if scheduler is not None:
         problems += optimizer_block.check_one_rate(optimizer, scheduler["type"])
         problems += optimizer_block.check_warm_up(scheduler["type"], scheduler["params"])

@@ -48,7 +48,7 @@ class ModelConfig(Block):
     make_vocab_size_divisible_by: Positive = field(
         128, "The vocabulary is padded to a multiple of this, whatever the tensor-parallel size."
     )
-    rotary_base: Annotated[float, Field(gt=0)] = field(10000.0, "Base of the rotary embedding.")
+    rotary_base: Annotated[float, Field(gt=1)] = field(10000.0, "Base of the rotary embedding.")
     norm_epsilon: float = field(1e-5, "Epsilon of RMSNorm.", gt=0)
     untie_embeddings_and_output_weights: bool = field(
         True, "Whether the output layer has weights of its own."

@@ -105,7 +105,9 @@ class WarmupCosineParams(Block):
     total_num_steps: TotalSteps = field(
         ..., 'Local steps until the rate is lowest; "auto": training.train_iters.'
     )
-    warmup_min_ratio: Share = field(0.0, "Rate of the first local step, to the peak.")
+    warmup_min_ratio: Share = field(
+        0.0, "Where the rise begins, to the peak; in the first local step the rate is 0."
+    )
     warmup_num_steps: Positive = field(1000, _WARM_UP)
     warmup_type: Literal["log", "linear"] = field("log", _WARM_UP_TYPE)
     cos_min_ratio: Share = field(1e-4, "Lowest rate, to the peak.")
@@ -151,6 +153,8 @@ def complete(values: dict[str, Any], train_iters: int) -> None:
                 values[block]["params"]["total_num_steps"] = train_iters
     optimizer = values["optimizer"]
     params = optimizer["params"]
+    if "betas" in params:  # torch refuses an integer beside a float: [0, 0.95]
+        params["betas"] = list(map(float, params["betas"]))
     params.setdefault("weight_decay", 0.0)  # as in DeepSpeed's own; torch's AdamW would take 0.01
     if is_muon(optimizer):
         defaults = MuonParams().model_dump(exclude={"lr", *OptimizerParams.model_fields})
@@ -160,10 +164,16 @@ def complete(values: dict[str, Any], train_iters: int) -> None:
         values["zero_allow_untested_optimizer"] = True  # as DeepSpeed calls all but Adam and Lion
 
 
-def check_nesterov(params: Mapping[str, Any]) -> Iterator[Problem]:
-    """Refuse what torch's SGD refuses."""
+def check_kernel(params: Mapping[str, Any]) -> Iterator[Problem]:
+    """Refuse what torch's SGD refuses, and torch's fused kernel where DeepSpeed's is asked for."""
     if params.get("nesterov") and not params.get("momentum"):
         yield Problem(("optimizer",), "optimizer.params.nesterov needs a momentum > 0")
+    if params.get("fused") and params.get("torch_adam") is False:
+        yield Problem(
+            ("optimizer",),
+            "optimizer.params.fused is of torch's kernel, and torch_adam false asks for DeepSpeed's; "
+            "leave one of them out",
+        )
 
 
 def check_one_rate(optimizer: Mapping[str, Any], schedule: str) -> Iterator[Problem]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from itertools import chain
 from typing import Literal
 
 from megatron_noloco.config.blocks import Block, Positive, field
@@ -165,15 +166,11 @@ def _check_stages(model: ModelConfig, parallel: ParallelConfig, microbatches: in
         parallel.virtual_pipeline_model_parallel_size,
     )
     try:
-        most = max(map(max, layers_of_chunks(parallel.split, layers, stages, chunks)))
+        of_chunks = list(chain(*layers_of_chunks(parallel.split, layers, stages, chunks)))
     except ValueError as error:
         yield str(error)
     else:
-        if (model.recompute_num_layers or 1) > most:
-            yield (
-                f"model.recompute_num_layers {model.recompute_num_layers} is more than the "
-                f"{count(most, 'layer')} of a model chunk"
-            )
+        yield from _check_recomputed(model, of_chunks)
     if chunks > 1 and stages == 1:
         yield (
             f"parallel.virtual_pipeline_model_parallel_size {chunks} needs "
@@ -183,6 +180,21 @@ def _check_stages(model: ModelConfig, parallel: ParallelConfig, microbatches: in
         yield (
             f"with virtual stages the microbatches must divide into the stages: "
             f"gradient_accumulation_steps {microbatches} / {stages} stages = {microbatches / stages:.2f}"
+        )
+
+
+def _check_recomputed(model: ModelConfig, of_chunks: list[int]) -> Iterator[str]:
+    """Yield why no such number of layers can be recomputed; of_chunks: the layers of each model chunk."""
+    number = model.recompute_num_layers or 1
+    if number > max(of_chunks):
+        yield (
+            f"model.recompute_num_layers {number} is more than the "
+            f"{count(max(of_chunks), 'layer')} of a model chunk"
+        )
+    elif model.recompute_method == "uniform" and (uneven := [n for n in of_chunks if n % number]):
+        yield (
+            f'model.recompute_method "uniform": the {count(uneven[0], "layer")} of a model chunk do not divide '
+            f"into units of model.recompute_num_layers {number}"
         )
 
 

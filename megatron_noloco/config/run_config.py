@@ -314,12 +314,14 @@ def _check_copies(
 
 
 def _check_reduction(parallel: ParallelConfig, deepspeed: dict[str, Any]) -> Iterator[str]:
+    """Yield why DeepSpeed would add up gradients of different experts."""
     zero, ep_size = deepspeed.get("zero_optimization", {}), parallel.expert_model_parallel_size
-    if ep_size > 1 and not zero.get("reduce_scatter", True):
-        yield (
-            f"zero_optimization.reduce_scatter false: with parallel.expert_model_parallel_size {ep_size} "
-            "DeepSpeed reduces gradients in no other way; leave it out"
-        )
+    for name in ("reduce_scatter", "contiguous_gradients"):
+        if ep_size > 1 and not zero.get(name, True):
+            yield (
+                f"zero_optimization.{name} false: with parallel.expert_model_parallel_size {ep_size} DeepSpeed "
+                "would add up the gradients of different experts; leave it out"
+            )
 
 
 def _check_loss_scale(routing: Routing, deepspeed: dict[str, Any]) -> Iterator[str]:

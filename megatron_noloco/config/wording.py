@@ -208,6 +208,8 @@ def _bound(entry: Any) -> str:
             return f"<= {bound}"
         case annotated_types.Lt(lt=bound):
             return f"< {bound}"
+        case annotated_types.MultipleOf(multiple_of=divisor):
+            return f"divisible by {divisor}"
         case annotated_types.MinLen():
             return "that is not empty"
     return ""

@@ -298,6 +298,14 @@ def test_muon_is_completed_by_deepspeeds_defaults() -> None:
     assert config(optimizer=one_rate, scheduler=warm_up).deepspeed["zero_allow_untested_optimizer"]
 
 
+def test_betas_are_given_to_torch_as_floats() -> None:
+    """It refuses an integer beside a float."""
+    found = config(optimizer={"type": "AdamW", "params": {"betas": [0, 0.95]}}).deepspeed["optimizer"][
+        "params"
+    ]["betas"]
+    assert list(map(type, found)) == [float, float]
+
+
 def test_groups_per_stage_with_a_tied_embedding_are_checked_when_the_replicas_are_known() -> None:
     tied = {"noloco__grouping": "stage", "model__untie_embeddings_and_output_weights": False}
     unknown = config(**tied, parallel__replicas="auto")

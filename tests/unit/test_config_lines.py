@@ -81,6 +81,7 @@ LINES: list[tuple[str, Any, str]] = [
     ("optimizer.type", ["AdamW"], ': must be text, got ["AdamW"]'),
     ("optimizer.params.betas", [0.9], ": must be a list of 2, each a number >= 0 and < 1, got [0.9]"),
     ("bf16.enabled", 1, ": must be true or false, got 1"),
+    ("zero_optimization.allgather_bucket_size", 5, ": must be an integer >= 0 and divisible by 2, got 5"),
     ("gradient_clipping", "x" * 80, f": must be a number >= 0, got '{'x' * 56}..."),
 ]
 
@@ -121,6 +122,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"fp16": {"enabled": True, "loss_scale": 0}, "parallel.replicas": "auto"}, "dynamic loss scale"),
     # the optimizer and its schedules
     ({"optimizer": {"type": "SGD", "params": {"nesterov": True}}}, "optimizer.params.nesterov needs a"),
+    (
+        {"optimizer": {"type": "AdamW", "params": {"torch_adam": False, "fused": True}}},
+        "optimizer.params.fused is of torch's kernel, and torch_adam false asks for DeepSpeed's",
+    ),
     ({"optimizer": {"type": "Muon", "params": {"nesterov": True}}}, "optimizer.params.nesterov is not a"),
     (
         {"optimizer": {"type": "Muon", "params": {"adam_lr": 0.001}}, "scheduler": {"type": "WarmupLR"}},
@@ -199,6 +204,16 @@ RULES: list[tuple[dict[str, Any], str]] = [
         },
         "model.recompute_num_layers 3 is more than the 2 layers of a model chunk",
     ),
+    (
+        {
+            "model.recompute_granularity": "full",
+            "model.recompute_method": "uniform",
+            "model.recompute_num_layers": 2,
+            "model.num_layers": 5,
+            "parallel.num_layers_in_first_pipeline_stage": 2,
+        },
+        'model.recompute_method "uniform": the 3 layers of a model chunk do not divide into units of model.recom',
+    ),
     # the parallel layout
     ({"model.num_layers": 3}, "3 layers (model.num_layers) do not divide into 2 stages"),
     (
@@ -247,6 +262,10 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "parallel.data_parallel_size 1 does not divide by parallel.exp",
     ),
     (EP2 | {"zero_optimization": {"reduce_scatter": False}}, "zero_optimization.reduce_scatter false: with"),
+    (
+        EP2 | {"zero_optimization": {"contiguous_gradients": False}},
+        "zero_optimization.contiguous_gradients fa",
+    ),
     ({"parallel.sequence_parallel": True}, "sequence_parallel needs parallel.tensor_model_parallel_size > 1"),
     (
         {"model.vocab_size": 32000},
@@ -282,6 +301,11 @@ ACCEPTED: list[dict[str, Any]] = [
     FP16 | {"noloco.routing": {"interval": "off"}},
     FP16 | {"parallel.replicas": 1},
     {"fp16": {"enabled": True, "loss_scale": 128}},
+    {
+        "model.recompute_granularity": "full",
+        "model.recompute_method": "block",
+        "model.recompute_num_layers": 1,
+    },
 ]
 
 
