@@ -11,8 +11,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.accelerator import cuda_accelerator
-from deepspeed.ops.op_builder import FusedAdamBuilder
+from deepspeed.accelerator import cuda_accelerator, get_accelerator
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -127,26 +126,42 @@ def deepspeed_settings(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     settings["zero_optimization"] = {**zero, "stage": max(1, zero.get("stage", 1))}
     optimizer = settings["optimizer"]
     parameters = dict(optimizer["params"])
-    if optimizer["type"].lower() in ("adam", "adamw") and "torch_adam" not in parameters:
-        parameters["torch_adam"] = not fused_adam_loads()
-        if parameters["torch_adam"] and torch.cuda.is_available():
-            parameters.setdefault("fused", True)
+    if optimizer["type"].lower() in ("adam", "adamw"):
+        if "torch_adam" not in parameters:
+            parameters["torch_adam"] = not fused_adam_loads()
+            if parameters["torch_adam"] and torch.cuda.is_available():
+                parameters.setdefault("fused", True)
+        if not parameters["torch_adam"]:
+            parameters.pop("fused", None)  # of torch's kernel
     settings["optimizer"] = {**optimizer, "params": parameters}
     return settings
 
 
 def fused_adam_loads() -> bool:
-    """Return whether DeepSpeed's fused Adam loads.
-
-    Where it is not built yet, DeepSpeed compiles it, which needs ninja, the CUDA toolkit and a minute.
-    """
+    """Return whether DeepSpeed's fused Adam loads on a GPU."""
     if not torch.cuda.is_available():  # on a CPU it would take minutes and a compiler
         return False
     try:
-        FusedAdamBuilder().load(verbose=False)
-    except Exception:  # from a compiler, its absence, or a CUDA toolkit that does not match torch
+        load_kernel("FusedAdamBuilder")
+    except ValueError:
         return False
     return True
+
+
+def load_kernel(builder: str) -> None:
+    """Load a kernel of DeepSpeed by the name of its builder. Raises ValueError where it cannot be had.
+
+    Where it is not built yet, DeepSpeed compiles it, which needs ninja, a compiler (for a GPU the CUDA toolkit)
+    and a minute.
+    """
+    try:
+        get_accelerator().create_op_builder(builder).load(verbose=False)
+    except Exception as error:  # from a compiler, its absence, or a CUDA toolkit that does not match torch
+        reason = str(error).partition("\n")[0].partition(": [")[0]  # less ninja's command
+        raise ValueError(
+            f"DeepSpeed compiles its kernel, which failed ({reason}): install ninja and a compiler, for a GPU the "
+            "CUDA toolkit"
+        ) from None
 
 
 class ReplicaMpu:

@@ -141,11 +141,26 @@ def _check_machine(config: RunConfig) -> None:
     config.compute.uses_transformer_engine()  # raises where it is not installed
     if config.deepspeed["optimizer"]["type"].lower() == "lion" and not cuda:
         raise ValueError("optimizer.type: DeepSpeed's Lion needs a GPU; use AdamW")
+    _check_kernel(config.deepspeed["optimizer"])
     wandb = find_spec("wandb")
     if config.wandb.enabled and (wandb is None or wandb.origin is None):  # a folder `wandb` has no origin
         raise ValueError(
             "wandb.enabled: the package wandb is not installed; pip install wandb, or set wandb.enabled to false"
         )
+
+
+def _check_kernel(optimizer: Mapping[str, Any]) -> None:
+    """Raise ValueError where a kernel of DeepSpeed that the file asks for cannot be had."""
+    kernel = "FusedLionBuilder" if optimizer["type"].lower() == "lion" else "FusedAdamBuilder"
+    if kernel == "FusedLionBuilder" or optimizer["params"].get("torch_adam") is False:
+        before_engines()
+        from megatron_noloco.engine.build import load_kernel  # DeepSpeed, which takes seconds to import
+
+        try:
+            load_kernel(kernel)
+        except ValueError as error:
+            asked = "type" if kernel == "FusedLionBuilder" else "params.torch_adam false"
+            raise ValueError(f"optimizer.{asked}: {error}; or use AdamW with torch's kernel") from None
 
 
 def _check_writable(output_dir: Path) -> None:

@@ -1,18 +1,21 @@
-"""What a DeepSpeed engine's state holds that no integration test on a CPU can reach: fp16, DeepSpeed's kernels."""
+"""What no integration test on a CPU can reach of a DeepSpeed engine: fp16, DeepSpeed's kernels."""
 
 import json
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # before deepspeed is imported: else it guesses, and says so
 
+import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
 from deepspeed.runtime.lr_schedules import WarmupLR
 from torch import Tensor
 
-from megatron_noloco.engine import state
+from megatron_noloco.engine import build, state
+from megatron_noloco.training.prepare import _check_kernel
 
 
 class Kernel(torch.optim.Optimizer):
@@ -96,3 +99,21 @@ def test_a_schedule_that_the_saved_run_did_not_have_is_at_its_step() -> None:
     engine = engine_of(weights, scheduler=True)
     state.restore(engine, weights, tensors.items(), numbers)  # type: ignore[arg-type]
     assert engine.lr_scheduler.get_last_lr() == other.lr_scheduler.get_last_lr()
+
+
+def test_where_deepspeeds_adam_loads_it_is_not_given_what_is_of_torchs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(build, "fused_adam_loads", lambda: True)
+    block = {"type": "AdamW", "params": {"lr": 1e-3, "fused": True}}
+    settings = build.deepspeed_settings({"optimizer": block})
+    assert settings["optimizer"]["params"] == {"lr": 1e-3, "torch_adam": False}
+
+
+def test_a_kernel_that_cannot_be_compiled_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    with pytest.raises(ValueError, match=r"^optimizer.params.torch_adam false: DeepSpeed compiles .*[^\n]*$"):
+        _check_kernel({"type": "AdamW", "params": {"torch_adam": False}})
