@@ -5,9 +5,11 @@ that failed first, which has written the reason. After one SIGTERM or Ctrl-C the
 code 0.
 """
 
+import logging
 import os
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 
 import psutil
@@ -15,14 +17,20 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.run import main
 
 _STOP = (signal.SIGTERM, signal.SIGINT)
+_END = (signal.SIGHUP, signal.SIGQUIT)
 
 
 def run(arguments: list[str]) -> int:
     """Run torchrun; return the exit code."""
     for number in _STOP:
         signal.signal(number, _stop)
+    for number in _END:
+        signal.signal(number, _kill)
+    # In the main thread torchrun would handle signals, and kill its ranks; elsewhere it warns that it does not.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.ERROR)
     try:
-        main(["--signals-to-handle", "SIGHUP,SIGQUIT", *arguments])
+        with ThreadPoolExecutor(1) as other_thread:
+            other_thread.submit(main, arguments).result()
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         if failure.exitcode > 0:
@@ -34,17 +42,15 @@ def run(arguments: list[str]) -> int:
 
 def _stop(number: int, frame: FrameType | None) -> None:
     """Ask the ranks, which are this process's children, to save and leave; the next signal kills them."""
-    ranks = psutil.Process().children()
-    for rank in ranks:
-        rank.send_signal(signal.SIGUSR1)
     for again in _STOP:
-        signal.signal(again, lambda *_: _kill(ranks))
+        signal.signal(again, _kill)
+    for rank in psutil.Process().children():
+        rank.send_signal(signal.SIGUSR1)
 
 
-def _kill(ranks: list[psutil.Process]) -> None:
-    for rank in ranks:
-        if rank.is_running():
-            rank.kill()
+def _kill(number: int, frame: FrameType | None) -> None:
+    for rank in psutil.Process().children():
+        rank.kill()
     os._exit(128 + signal.SIGTERM)
 
 
