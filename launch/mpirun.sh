@@ -6,7 +6,7 @@
 #             processes run on this host, possibly several per core
 #   NIC       the network interface to use, such as eth0 or ib0; without it MPI, gloo and NCCL each choose
 #   LAUNCH_PROFILE  wan, ethernet or ib: settings for the network between the hosts, see launch/profile.sh
-#   MPI_OPTIONS  more options of mpirun, such as "--map-by node"
+#   MPI_OPTIONS  more options of mpirun, such as "-x NCCL_DEBUG=INFO"
 # On several hosts the repository and the Python environment must have the same path everywhere.
 set -eu
 # shellcheck source=launch/common.sh

@@ -15,6 +15,7 @@ from typing import Literal
 
 import torch
 import torch.distributed as dist
+from torch.torch_version import TorchVersion
 
 from megatron_noloco.job import launcher
 from megatron_noloco.job.agreement import of_all_ranks
@@ -25,6 +26,11 @@ from megatron_noloco.transport.torch_dist import TorchTransport
 
 _PATIENCE = timedelta(minutes=30)  # a cluster does not start all its processes at once
 _LOCAL_HOST = "127.0.0.1"
+# Variables of torch's flight recorder. Torch 2.6 knows the second names only, newer ones warn of them.
+_RECORDER_ENTRIES = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+_RECORDER_FILES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+if TorchVersion(torch.__version__) < "2.9":
+    _RECORDER_ENTRIES, _RECORDER_FILES = _RECORDER_ENTRIES[::-1], _RECORDER_FILES[::-1]
 
 
 def ranks_on_this_host() -> int:
@@ -58,12 +64,12 @@ def record_collectives(folder: Path | None) -> None:
 
     Variables that the user has set stay.
     """
-    entries = "0" if folder is None else "2000"
-    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # its older name
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", entries)
+    values: dict[tuple[str, ...], str] = {_RECORDER_ENTRIES: "0" if folder is None else "2000"}
     if folder is not None:
-        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(folder / "nccl_trace_rank_"))
+        values |= {("TORCH_NCCL_DUMP_ON_TIMEOUT",): "1", _RECORDER_FILES: str(folder / "nccl_trace_rank_")}
+    for names, value in values.items():
+        if os.environ.keys().isdisjoint(names):
+            os.environ[names[0]] = value
 
 
 def join(world: World, backend: str) -> None:
@@ -72,6 +78,8 @@ def join(world: World, backend: str) -> None:
     `backend` is "gloo" on the CPU, "cpu:gloo,cuda:nccl" on GPUs. MASTER_ADDR and MASTER_PORT are used where they
     are set, by the user or by torchrun and deepspeed. Raises ValueError when the ranks cannot find each other.
     """
+    launcher.master_port(os.environ, 0)
+    _check_interfaces()
     try:
         _join(world, backend)
     except RuntimeError as error:  # a DistError, but not in every torch
@@ -102,6 +110,17 @@ def _join(world: World, backend: str) -> None:
     dist.init_process_group(
         backend, store=store, rank=world.rank, world_size=world.world_size, timeout=_PATIENCE
     )
+
+
+def _check_interfaces() -> None:
+    """Raise ValueError where gloo is to use a network interface that this host does not have."""
+    known = [name for _, name in socket.if_nameindex()]
+    for name in filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")):
+        if name not in known:
+            raise ValueError(
+                f"environment: GLOO_SOCKET_IFNAME={name} (NIC of the launch scripts) is no network interface of "
+                f"{socket.gethostname()}; it has {', '.join(known)}"
+            )
 
 
 def _mpi_world_fits(world: World) -> bool:

@@ -195,6 +195,12 @@ def test_an_unknown_profile_starts_nothing(script: str) -> None:
     assert said == "LAUNCH_PROFILE=wlan is unknown: it must be wan, ethernet or ib\n"
 
 
+@pytest.mark.parametrize("variable", ["PYTHON", "MPIRUN"])
+def test_a_program_that_there_is_not_is_not_replaced(variable: str) -> None:
+    code, said = launch("mpirun.sh", "8", CONFIG, environ={variable: "/opt/typo"})
+    assert (code, said) == (2, f"{variable}=/opt/typo: there is no such program\n")
+
+
 def test_a_closed_terminal_asks_the_job_to_save(tmp_path: Path) -> None:
     """SIGHUP, which where it is ignored, as under nohup, a shell could not trap."""
     hangs = "trap 'echo asked >&2; exit 3' USR1\necho started >&2\nwhile :; do sleep 0.05; done\n"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_noloco.job.join import choose_transport, mpi_world_size
+from megatron_noloco.job.join import choose_transport, join, mpi_world_size
 from megatron_noloco.job.launcher import World, local_device, master_port, read_world
 
 TORCH = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
@@ -86,6 +86,25 @@ def test_mpi_is_refused_where_every_process_is_alone(launcher: str) -> None:
     world = World(rank=0, local_rank=0, world_size=4, launcher=launcher)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=f"MPI sees a world of 1 but {launcher} started 4 ranks"):
         choose_transport("mpi", world)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("MASTER_PORT", "abc", r"^environment: MASTER_PORT='abc' is not a port; it must be 0 to 65535$"),
+        (
+            "GLOO_SOCKET_IFNAME",
+            "lo,eth77",
+            r"GLOO_SOCKET_IFNAME=eth77 \(NIC .* is no network interface of .*\blo\b",
+        ),
+    ],
+)
+def test_variables_that_no_rank_can_use_are_named(
+    name: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=message):
+        join(World(rank=0, local_rank=0, world_size=1, launcher="environment"), "gloo")
 
 
 def test_an_unknown_transport_is_refused() -> None:
