@@ -38,6 +38,7 @@ COMBINATIONS = (
 
 _PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "-m")
 _QUICK = (*_PYTEST, "not slow and not contract")
+_LAUNCHED = ("failures", "launched_runs")
 _VERSIONS = f"""
 import platform
 from importlib.metadata import version
@@ -60,5 +61,11 @@ STEPS = (
         "export, import, the Trainer",
         (*_QUICK, "tests/integration/test_publish.py", "tests/integration/test_hf_trainer.py"),
         1200,
+    ),
+    Step(
+        "torchrun",
+        "launch/torchrun.sh: a failure, a kill, SIGTERM",
+        (*_PYTEST, "", "-k", "torchrun", *(f"tests/integration/test_{name}.py" for name in _LAUNCHED)),
+        600,
     ),
 )
