@@ -121,7 +121,7 @@ def main() -> None:
     for name, draw in {"bytes": draw_bytes, "replicas": draw_replicas}.items():
         figure, axes = pyplot.subplots(figsize=(6.5, 3.6), layout="constrained")
         draw(axes, runs)
-        axes.legend(frameon=False)
+        axes.legend(frameon=False, title="open circles: one seed")
         figure.savefig(folder / f"{name}.png", dpi=120)
 
 
@@ -151,9 +151,14 @@ def draw_replicas(axes: "Axes", runs: Runs) -> None:
 
 
 def _line(axes: "Axes", name: str, places: list[float], found: list[list[float]]) -> None:
-    """Draw means over seeds, with deviations."""
-    deviations = [stdev(values) if len(values) > 1 else 0.0 for values in found]
-    axes.errorbar(places, [mean(values) for values in found], deviations, marker="o", capsize=3, label=name)
+    """Draw means over seeds, with deviations; a point of one seed is open."""
+    means = [mean(values) for values in found]
+    (line,) = axes.plot(places, means, marker="o", markerfacecolor="white", label=name)
+    several = [
+        (x, y, stdev(values)) for x, y, values in zip(places, means, found, strict=True) if len(values) > 1
+    ]
+    for x, y, deviation in several:
+        axes.errorbar(x, y, deviation, marker="o", capsize=3, color=line.get_color())
 
 
 def read(file: Path) -> Runs:
