@@ -4,12 +4,15 @@ The format is that of Megatron-core's `datasets/indexed_dataset.py`; tests compa
 is not used: importing it takes seconds in every process, and its reader accepts damaged files.
 """
 
+import fcntl
+import os
 import struct
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 
@@ -117,10 +120,14 @@ class IndexedWriter:
     """Writes one dataset; both files have another name until `finish`, so nobody can read half a dataset."""
 
     def __init__(self, prefix: Path, vocab_size: int) -> None:
+        """Raises ValueError where the dataset exists, or another process is writing it."""
         self.prefix = prefix
         self._dtype = token_dtype(vocab_size)
         self._partial = Path(f"{prefix}.bin.partial")
-        self._tokens = self._partial.open("wb")
+        self._tokens = _open_alone(self._partial)
+        if Path(f"{prefix}.idx").exists():
+            self.discard()
+            raise ValueError(f"{prefix}.idx exists already; remove it or give another --output-prefix")
         self._lengths, self._bounds = array("i"), array("q", [0])
 
     def add(self, tokens: np.ndarray, ends_document: bool) -> None:
@@ -132,13 +139,15 @@ class IndexedWriter:
 
     def discard(self) -> None:
         """Remove what is not finished."""
-        self._tokens.close()
-        self._partial.unlink(missing_ok=True)
+        if not self._tokens.closed:  # else the partial file is of another process
+            self._partial.unlink(missing_ok=True)
+            self._tokens.close()
 
     def finish(self) -> None:
         """Put the tokens in place, then the index, each after it is synced to disk."""
-        self._tokens.close()
+        self._tokens.flush()
         put_in_place(self._partial, Path(f"{self.prefix}.bin"))
+        self._tokens.close()  # and unlock it, which must have its name by then
         code = next(code for code, dtype in _DTYPES.items() if dtype is self._dtype)
         lengths = np.array(self._lengths, dtype=np.int32)
         begins = np.cumsum(lengths, dtype=np.int64) - lengths
@@ -150,6 +159,27 @@ class IndexedWriter:
                     file.write(part.tobytes())
 
         write_whole(Path(f"{self.prefix}.idx"), write)
+
+
+def _open_alone(path: Path) -> IO[bytes]:
+    """Open a file for writing, empty; raises ValueError while another process writes it.
+
+    The system releases the lock with its process: what a killed one has left is written anew.
+    """
+    file = path.open("ab")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Otherwise the other process has finished since: this file has its name, and is no longer partial.
+        alone = os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except (BlockingIOError, FileNotFoundError):
+        alone = False
+    except OSError:  # a file system without locks
+        alone = True
+    if not alone:
+        file.close()
+        raise ValueError(f"{path}: another process is writing this dataset; give another --output-prefix")
+    file.truncate(0)
+    return file
 
 
 _BAR_WIDTH = 40  # characters of the longest bar of the histogram

@@ -73,11 +73,6 @@ def check(job: Job) -> None:
     text = next((item.path for item in job.inputs if item.kind == "text"), None)
     if text is not None and len(job.encoding.json_keys) > 1:
         raise ValueError(f"--json-keys: {text} is plain text, which has no keys; give one key, or JSON lines")
-    for key in job.encoding.json_keys:
-        if Path(f"{job.output(key)}.idx").exists():
-            raise ValueError(
-                f"{job.output(key)}.idx exists already; remove it or give another --output-prefix"
-            )
     if not job.prefix.parent.is_dir():
         raise ValueError(f"--output-prefix {job.prefix}: no folder {job.prefix.parent}")
     for folder in {item.folder for item in job.inputs if item.folder is not None}:
@@ -92,13 +87,16 @@ def check(job: Job) -> None:
 def preprocess(job: Job, advance: Callable[[int], None]) -> Tally:
     """Carry out a job that passed `check`, and call `advance` with the input bytes of each batch that is written.
 
-    Raises ValueError for an input that cannot be read. A file gets its name when it is complete.
+    Raises ValueError for an input that cannot be read, and for a dataset that exists or is being written. A file
+    gets its name when it is complete.
     """
     vocab_size = build_tokenizer(job.encoding.tokenizer).vocab_size
-    with writing(job.prefix, "--output-prefix"):
-        writers = {key: IndexedWriter(job.output(key), vocab_size) for key in job.encoding.json_keys}
+    writers: dict[str, IndexedWriter] = {}
     tally = Tally()
     try:
+        with writing(job.prefix, "--output-prefix"):
+            for key in job.encoding.json_keys:
+                writers[key] = IndexedWriter(job.output(key), vocab_size)
         with closing(_encode_all(job)) as encoded:
             for batch, by_key in encoded:
                 tally.not_text += not batch.records

@@ -342,6 +342,23 @@ def test_a_bad_line_in_a_worker_is_one_line(tmp_path: Path) -> None:
     assert finished.stderr.count("\n") == 1
 
 
+def test_a_dataset_that_another_process_writes_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"a": "A", "b": "B"}))
+    encoding = Encoding(TokenizerChoice("byte"), ("a", "b"), append_eod=False)
+    job = Job(find_inputs([str(tmp_path / "a.jsonl")]), tmp_path / "out", encoding, 1)
+    other = IndexedWriter(job.output("b"), 257)
+    other.add(np.arange(3), ends_document=True)
+    with pytest.raises(ValueError, match=r"out_b_document\.bin\.partial: another process is writing this"):
+        preprocess.preprocess(job, lambda _: None)
+    assert [path.name for path in tmp_path.glob("out*")] == ["out_b_document.bin.partial"]
+    other.finish()
+    assert documents(IndexedTokens(str(job.output("b")))) == [[0, 1, 2]]
+    other.discard()
+    with pytest.raises(ValueError, match=r"out_b_document\.idx exists already"):
+        preprocess.preprocess(job, lambda _: None)
+    assert sorted(path.name for path in tmp_path.glob("out*")) == ["out_b_document.bin", "out_b_document.idx"]
+
+
 BAD_INPUTS: list[tuple[str, bytes, dict[str, Any], str]] = [
     ("a.jsonl", b'{"text": "x"}\n{"text": \n', {}, r"a\.jsonl, line 2: not JSON"),
     ("a.jsonl", b"[" * 100_000 + b"\n", {}, r"line 1: not JSON \(maximum recursion"),
