@@ -15,7 +15,7 @@ from megatron_noloco.job.activity import line_of
 BYTES = 256
 END_OF_DOCUMENT = "<|endoftext|>"  # name of the token in an export; in a text it is encoded as bytes
 _COMMON_END_TEXTS = ("<|endoftext|>", "</s>", "<|end_of_text|>")  # if no file names the token
-_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")  # beside tokenizer.json
 
 
 class Tokenizer(Protocol):
@@ -161,7 +161,7 @@ class FastTokenizer:
         # A file may set truncation and padding, which would cut or pad texts.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self.folder = file.parent
+        self._file, self.folder = file, file.parent
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have gaps
         self._end_text = self._find_end_text(vocabulary)
@@ -206,13 +206,14 @@ class FastTokenizer:
             from transformers import PreTrainedTokenizerFast
         except ImportError:
             raise ValueError("chat templates need a package: pip install transformers") from None
-        return PreTrainedTokenizerFast.from_pretrained(self.folder)
+        return PreTrainedTokenizerFast.from_pretrained(self.folder, tokenizer_file=str(self._file))
 
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
         """Return the text of `ids`, without special tokens and ids past the vocabulary."""
         return self._tokenizer.decode(np.asarray(ids, dtype=np.int64).tolist(), skip_special_tokens=True)
 
     def save(self, folder: Path, max_length: int) -> None:
+        shutil.copyfile(self._file, folder / "tokenizer.json")
         for name in _FILES:
             if (self.folder / name).is_file():
                 shutil.copyfile(self.folder / name, folder / name)

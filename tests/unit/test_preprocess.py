@@ -313,6 +313,19 @@ def test_a_fast_tokenizer_is_the_one_that_transformers_loads(tmp_path: Path, fas
     assert ours.decode([*ours.encode("two six\n"), ours.end_of_document]) == "two six\n"
 
 
+def test_a_file_of_another_name_is_saved_and_renders(tmp_path: Path, fast: Path) -> None:
+    make_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").rename(tmp_path / "mine.json")
+    (tmp_path / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    named = FastTokenizer(tmp_path / "mine.json")
+    assert named.render([{"role": "user", "content": "two"}]) == "two"
+    (tmp_path / "tokenizer.json").write_text("another tokenizer, which is not the run's")
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    named.save(saved, max_length=64)
+    assert (saved / "tokenizer.json").read_bytes() == (fast / "tokenizer.json").read_bytes()
+
+
 def call_preprocess(folder: Path, *options: str) -> "subprocess.CompletedProcess[str]":
     """Preprocess a.jsonl in the folder with two workers."""
     command = [*PREPROCESS, "--input", str(folder / "a.jsonl")]
