@@ -161,6 +161,8 @@ class FastTokenizer:
         # A file may set truncation and padding, which would cut or pad texts.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        # Without special tokens it only changes offsets: a token of spaces may begin after itself.
+        self._tokenizer.post_processor = None
         self._file, self.folder = file, file.parent
         vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have gaps

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Tokenizers
+from tokenizers import processors
 
 from megatron_noloco.cli.main import main
 from megatron_noloco.data.datasets import Needs, build_datasets, validation_datasets
@@ -82,6 +84,22 @@ class TestRecords:
         assert answers(record, tokenizer) == "zwölf"
         assert record.tokens[-1] == tokenizer.end_of_document
         assert record.answer[-1]
+
+    def test_spaces_count_where_a_tokenizer_leaves_them_out_of_its_offsets(
+        self, model: Path, tmp_path: Path
+    ) -> None:
+        trimming = chat_tokenizer(tmp_path / "trimming", TEMPLATE)
+        whole = Tokenizers.from_file(str(trimming / "tokenizer.json"))
+        special = processors.TemplateProcessing(single="<end> $A", special_tokens=[("<end>", 0)])
+        whole.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=True), special])
+        whole.save(str(trimming / "tokenizer.json"))
+        records = [{"prompt": "two   ", "completion": "   three   "}, {"messages": CHAT}]
+        path = write(tmp_path / "a.jsonl", *records)
+        found, expected = (load_records(path, FastTokenizer(folder)) for folder in (trimming, model))
+        assert answers(found[0], FastTokenizer(model)) == "   three   "
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours.tokens.tolist() == theirs.tokens.tolist()
+            assert ours.answer.tolist() == theirs.answer.tolist()
 
     def test_the_files_of_a_folder_in_order(self, tmp_path: Path) -> None:
         for name in "ba":
