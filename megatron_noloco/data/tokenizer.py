@@ -164,11 +164,16 @@ class FastTokenizer:
         # Without special tokens it only changes offsets: a token of spaces may begin after itself.
         self._tokenizer.post_processor = None
         self._file, self.folder = file, file.parent
-        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        vocabulary = self.vocabulary
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have gaps
         self._end_text = self._find_end_text(vocabulary)
         self.end_of_document = vocabulary[self._end_text]
         self._dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.int32
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """The id of each token."""
+        return self._tokenizer.get_vocab(with_added_tokens=True)
 
     def encode(self, text: str) -> np.ndarray:
         return self.encode_batch([text])[0]

@@ -16,9 +16,14 @@ from torch import Tensor
 
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
-from megatron_noloco.data.tokenizer import ByteTokenizer
+from megatron_noloco.data.tokenizer import ByteTokenizer, FastTokenizer
 from megatron_noloco.huggingface.export import assign_to_files
-from megatron_noloco.huggingface.pretrained import check_fits, model_fields, read_architecture
+from megatron_noloco.huggingface.pretrained import (
+    check_fits,
+    check_tokenizer,
+    model_fields,
+    read_architecture,
+)
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import FAMILIES, Parameter, architecture_of, table_of
 from tests.harness import REPOSITORY
@@ -522,6 +527,18 @@ def test_import_refuses_another_tokenizer_that_the_config_names(
     _, output = import_folder(folder)
     output.write_text(json.dumps(json.loads(output.read_text()) | {"data": CONFIG["data"]}))
     assert_one_line(main(["config", "--check", str(output)]), capsys, problem)
+
+
+def test_tokenizers_are_told_apart_by_any_token(tmp_path: Path) -> None:
+    """One with further tokens is not refused: their rows of the embedding are there, and may be trained."""
+    theirs, more, other = (tmp_path / name for name in ("theirs", "more", "other"))
+    for folder, words in ((theirs, {"a": 3}), (more, {"a": 3, "b": 4}), (other, {"b": 3})):
+        folder.mkdir()
+        add_a_tokenizer_of_words(folder, **{"</s>": 2}, **words)
+    check_tokenizer(theirs, FastTokenizer(theirs), VOCABULARY)
+    check_tokenizer(theirs, FastTokenizer(more), VOCABULARY)
+    with pytest.raises(ValueError, match="not the one of the block data"):
+        check_tokenizer(theirs, FastTokenizer(other), VOCABULARY)
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])
