@@ -6,6 +6,7 @@ import io
 import os
 import platform
 import sysconfig
+from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import astuple, dataclass
 from itertools import islice
@@ -117,12 +118,31 @@ def standard_library_files() -> list[Path]:
 
 def files_below(folder: Path, skipped: Collection[str] = ()) -> list[Path]:
     """Return the files below `folder` by relative POSIX path, without hidden files and `skipped` folders."""
-    found: list[Path] = []
-    for parent, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if name not in skipped and not name.startswith(".")]
-        paths = [Path(parent, name) for name in files if not name.startswith(".")]
-        found += [path for path in paths if path.is_file()]
+    found = [
+        path
+        for parent, names in _folders_from(folder, skipped)
+        for path in (parent / name for name in names if not name.startswith("."))
+        if path.is_file()
+    ]
     return sorted(found, key=lambda path: path.relative_to(folder).as_posix())
+
+
+def _folders_from(folder: Path, skipped: Collection[str]) -> Iterator[tuple[Path, list[str]]]:
+    """Yield each folder from `folder` on, and the names of its files.
+
+    Links are followed after all else: a folder that is reached twice, as in a loop, comes once, by its own path.
+    """
+    seen, starts = set(), deque([folder])
+    while starts:
+        for parent, folders, files in os.walk(starts.popleft()):
+            status = os.stat(parent)
+            if (status.st_dev, status.st_ino) in seen:
+                folders.clear()
+                continue
+            seen.add((status.st_dev, status.st_ino))
+            folders[:] = sorted(name for name in folders if name not in skipped and not name.startswith("."))
+            starts += [link for name in folders if (link := Path(parent, name)).is_symlink()]
+            yield Path(parent), files
 
 
 def _library_folder() -> Path:

@@ -170,7 +170,7 @@ def _read_text(item: Input, raw: IO[bytes], file: IO[bytes]) -> Iterator[Batch]:
         yield Batch(item, 1, [], True, item.bytes)
         return
     number, before, piece = 1, 0, read_piece(file)
-    while piece:
+    while piece or number == 1:
         following = read_piece(file)
         place = raw.tell()
         yield Batch(item, number, [piece], not following, place - before)

@@ -129,6 +129,16 @@ class TestCorpus:
         (tmp_path / "notes.jsonl").write_text("{}")
         assert text_files(tmp_path) == [tmp_path / "notes.jsonl"]
 
+    def test_links_to_folders_are_followed_each_folder_once(self, tmp_path: Path) -> None:
+        here, there = tmp_path / "here", tmp_path / "there"
+        for folder in (here / "own", there):
+            folder.mkdir(parents=True)
+            (folder / "a.txt").write_text("text")
+        (here / "another").symlink_to(here / "own")
+        (here / "link").symlink_to(there)
+        (there / "back").symlink_to(here)
+        assert text_files(here) == [here / "link" / "a.txt", here / "own" / "a.txt"]
+
     def test_missing_text_says_where_it_looked(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
         with pytest.raises(ValueError) as caught:

@@ -137,7 +137,7 @@ def test_a_folder_of_text(tmp_path: Path) -> None:
     job = Job(find_inputs([str(folder)]), tmp_path / "out", BYTES, 1)
     tally = preprocess.preprocess(job, lambda _: None)
     assert documents(IndexedTokens(str(job.output("text")))) == expected(["first", "second", "third"])
-    assert (tally.documents, tally.not_text) == (3, 2)
+    assert (tally.documents, tally.not_text, tally.empty) == (3, 2, 1)
 
 
 def test_a_long_text_is_one_document_of_several_sequences(
