@@ -135,14 +135,31 @@ def _folders_from(folder: Path, skipped: Collection[str]) -> Iterator[tuple[Path
     seen, starts = set(), deque([folder])
     while starts:
         for parent, folders, files in os.walk(starts.popleft()):
-            status = os.stat(parent)
-            if (status.st_dev, status.st_ino) in seen:
+            identity = _identity(parent)
+            if identity in seen:
                 folders.clear()
                 continue
-            seen.add((status.st_dev, status.st_ino))
+            seen.add(identity)
             folders[:] = sorted(name for name in folders if name not in skipped and not name.startswith("."))
             starts += [link for name in folders if (link := Path(parent, name)).is_symlink()]
             yield Path(parent), files
+
+
+def _identity(folder: str | Path) -> tuple[int, int]:
+    """Return what all paths to a folder have in common, with links and without."""
+    status = os.stat(folder)
+    return status.st_dev, status.st_ino
+
+
+def check_outside(output: Path, option: str, folder: Path, folder_option: str) -> None:
+    """Raise ValueError when `output` lies in a folder of text, or in one that is linked there."""
+    real = output.resolve()
+    above = {_identity(path) for path in (real, *real.parents) if path.exists()}
+    if any(_identity(parent) in above for parent, _ in _folders_from(folder, ())):
+        raise ValueError(
+            f"{option} {output} lies in {folder_option} {folder}: what is written there would be read as text; "
+            f"give another {option}"
+        )
 
 
 def _library_folder() -> Path:

@@ -16,6 +16,7 @@ from signal import SIG_IGN, SIGINT, SIGKILL, signal
 
 import numpy as np
 
+from megatron_noloco.data.corpus import check_outside
 from megatron_noloco.data.indexed import IndexedWriter
 from megatron_noloco.data.inputs import Batch, Input, read_batches
 from megatron_noloco.data.sources import TokenizerChoice
@@ -76,11 +77,7 @@ def check(job: Job) -> None:
     if not job.prefix.parent.is_dir():
         raise ValueError(f"--output-prefix {job.prefix}: no folder {job.prefix.parent}")
     for folder in {item.folder for item in job.inputs if item.folder is not None}:
-        if job.prefix.resolve().is_relative_to(folder.resolve()):
-            raise ValueError(
-                f"--output-prefix {job.prefix} lies in the input folder {folder}: what is written there would "
-                "be read as text; give a prefix outside of it"
-            )
+        check_outside(job.prefix, "--output-prefix", folder, "--input")
     build_tokenizer(job.encoding.tokenizer)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from megatron_noloco.checkpoint.catalog import read_manifests
 from megatron_noloco.config import ConfigError, RunConfig
-from megatron_noloco.data.corpus import check_text
+from megatron_noloco.data.corpus import STANDARD_LIBRARY, check_outside, check_text, find_text
 from megatron_noloco.data.datasets import Datasets, Needs, build_datasets
 from megatron_noloco.data.indexed import IndexedTokens
 from megatron_noloco.data.microbatches import ValidationSource
@@ -126,7 +126,7 @@ def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
         folder = Path(config.training.pretrained)
         check_fits(folder, architecture)
         check_tokenizer(folder, tokenizer, architecture.vocab_size)
-    _check_source(config.source)
+    _check_source(config.source, Path(config.training.output_dir))
     _check_load(config.checkpoint.load)
     return tokenizer, architecture
 
@@ -183,12 +183,17 @@ def _check_load(load: str) -> None:
             raise ValueError(f"checkpoint.load: {error}") from None
 
 
-def _check_source(source: Source) -> None:
+def _check_source(source: Source, output_dir: Path) -> None:
+    """Raise ValueError where nothing can be read, or what the run writes would be."""
     if isinstance(source, TextSource):
         check_text(source.text)
+        if source.text != STANDARD_LIBRARY:
+            check_outside(output_dir, "training.output_dir", find_text(source.text), "data.text")
         return
     if isinstance(source, RecordSource):
         record_files(source.path)
+        folder = Path(source.path).expanduser()
+        check_outside(output_dir, "training.output_dir", folder, "data.sft_data_path")
         return
     for blend in filter(None, (source.train, source.validation)):
         for prefix, _ in blend.parts:

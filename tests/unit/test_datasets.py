@@ -211,6 +211,28 @@ def test_a_run_ends_before_it_starts(
     assert error.count("\n") == 1
 
 
+@pytest.mark.parametrize("field", ["text", "sft_data_path"])
+@pytest.mark.parametrize("output", ["texts/runs/mine", "elsewhere/runs"])
+def test_a_run_does_not_read_what_it_writes(
+    field: str,
+    output: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("texts", "elsewhere"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "texts" / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    (tmp_path / "texts" / "link").symlink_to(tmp_path / "elsewhere")
+    config = run_config({field: "texts"})
+    for output_dir, code in ((output, 2), ("runs", 0)):
+        config["training"]["output_dir"] = output_dir
+        (tmp_path / "run.json").write_text(json.dumps(config))
+        assert main(["config", "--check", "run.json"]) == code
+    assert f"training.output_dir {output} lies in data.{field} texts: what" in capsys.readouterr().err
+
+
 def test_an_unreadable_file_is_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     loop = folder / "loop"
     loop.symlink_to(loop)
