@@ -82,20 +82,22 @@ class TokenDataset:
 
     def __getitem__(self, index: int) -> Sample:
         check_index(self, index)
-        read = self._read(index * self.seq_length)
+        read, lasts = self._read(index * self.seq_length)
         tokens, labels = read[:-1], read[1:]
         if self.documents is None:
             return Sample(tokens, labels, None)
-        ends = tokens == self.documents.end_of_document
+        ends = read == self.documents.end_of_document
+        ends[lasts] = True  # the next piece of a long document lies elsewhere
+        ends = ends[:-1]
         if self.documents.eod_mask_loss:
             labels = np.where(ends, IGNORED, labels)
         # An end-of-document token belongs to the document that it ends.
         numbers = np.cumsum(ends) - ends if self.documents.reset_attention_mask else None
         return Sample(tokens, labels, numbers)
 
-    def _read(self, start: int) -> np.ndarray:
-        """Return S + 1 tokens from offset `start` on, int64."""
-        return self.tokens[start : start + self.seq_length + 1].astype(np.int64)
+    def _read(self, start: int) -> tuple[np.ndarray, list[int]]:
+        """Return S + 1 tokens from offset `start` on, int64, and where in them shuffled sequences end."""
+        return self.tokens[start : start + self.seq_length + 1].astype(np.int64), []
 
 
 class ShuffledDataset(TokenDataset):
@@ -124,20 +126,22 @@ class ShuffledDataset(TokenDataset):
         self._offsets = offsets
         self._order = Shuffle(len(offsets) - 1, seed, Stream.DOCUMENTS)
 
-    def _read(self, start: int) -> np.ndarray:
+    def _read(self, start: int) -> tuple[np.ndarray, list[int]]:
         stop = start + self.seq_length + 1
         block = int(np.searchsorted(self._block_ends, start, side="right"))
         place = int(self._block_ends[block - 1]) if block else 0
-        pieces = []
+        pieces, lasts = [], []
         while place < stop:
             begins, lengths = self._sequences(block * _BLOCK, (block + 1) * _BLOCK)
             for begin, length in zip(begins.tolist(), lengths.tolist(), strict=True):
                 first, last = max(start - place, 0), min(stop - place, length)
                 if first < last:
                     pieces.append(self.tokens[begin + first : begin + last])
+                    if last == length:
+                        lasts.append(place + length - 1 - start)
                 place += length
             block += 1
-        return np.concatenate(pieces, dtype=np.int64)
+        return np.concatenate(pieces, dtype=np.int64), lasts
 
     def _sequences(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return where sequences `first` to `stop` of the shuffled order begin in `tokens`, and their lengths."""

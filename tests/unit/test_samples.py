@@ -140,9 +140,33 @@ def test_in_shuffled_sequences_and_in_microbatches() -> None:
     dataset = ShuffledDataset(TOKENS, np.array([0, 3, 5, 6, 9]), 4, "the data", 0, BOTH)
     microbatch = ValidationSource(dataset, 2, count=1).microbatch(0)
     assert microbatch.documents is not None
-    ends = microbatch.tokens == END
+    ends = (microbatch.tokens == END) | (microbatch.tokens == 6)  # which ends the last sequence without END
     assert torch.equal(microbatch.labels == IGNORED, ends)
     assert torch.equal(microbatch.documents.diff(), ends[:, :-1].long())
+
+
+@settings(max_examples=30)
+@given(lengths=any_lengths, seed=st.integers(0, 5))
+def test_pieces_of_a_long_document_are_told_apart_once_they_are_shuffled(
+    lengths: list[int], seed: int
+) -> None:
+    """None of them ends with the token."""
+    order = Shuffle(len(lengths), seed, Stream.DOCUMENTS).at(np.arange(len(lengths)))
+    lasts = np.cumsum(np.array(lengths)[order])[np.array(lengths)[order] > 0] - 1
+    made = ShuffledDataset(
+        np.arange(sum(lengths)),
+        np.cumsum([0, *lengths]),
+        SEQ,
+        "the data",
+        seed,
+        DocumentBorders(-1, True, True),
+    )
+    for index in range(len(made)):
+        _, labels, documents = made[index]
+        expected = np.isin(np.arange(index * SEQ, (index + 1) * SEQ), lasts)
+        assert documents is not None
+        assert (labels == IGNORED).tolist() == expected.tolist()
+        assert np.diff(documents).tolist() == expected[:-1].tolist()
 
 
 def test_who_attends_to_whom() -> None:
