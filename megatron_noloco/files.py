@@ -1,10 +1,15 @@
 """Files that are complete or absent: written under another name, synced, then renamed. For every package."""
 
 import os
+import re
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @contextmanager
@@ -16,13 +21,39 @@ def writing(path: Path | str, option: str) -> Iterator[None]:
         raise ValueError(f"{path}: cannot be written: {error.strerror}; give another {option}") from None
 
 
+@contextmanager
+def naming_file(path: Path) -> Iterator[None]:
+    """Around writes to a file, whose errors would not say to which (disk full); those of opening it do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def write_tensors(path: Path, tensors: dict[str, "Tensor"], metadata: dict[str, str] | None = None) -> None:
+    """Write a safetensors file; raises OSError, which does not name the file, for what the system refuses."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:
+        refused = re.search(r"\(os error (\d+)\)", str(error))
+        if refused is None:
+            raise
+        raise OSError(int(refused[1]), os.strerror(int(refused[1]))) from None
+
+
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file, then put it in place; a crash leaves the old file or none."""
     # Ranks on several hosts may have the same process id, and write the same file at the same time.
     partial = path.with_name(f".{path.name}.{uuid.uuid4().hex}.partial")
     try:
-        write(partial)
-        put_in_place(partial, path)
+        with naming_file(path):
+            write(partial)
+            put_in_place(partial, path)
     finally:
         partial.unlink(missing_ok=True)
 

@@ -9,8 +9,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
-from safetensors.torch import save, save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from megatron_noloco.checkpoint import catalog
@@ -18,7 +17,7 @@ from megatron_noloco.checkpoint.catalog import OUTER_VECTORS, FileRecord, Manife
 from megatron_noloco.checkpoint.settings import CheckpointSettings
 from megatron_noloco.engine.layout import FlatPart
 from megatron_noloco.engine.replica import ReplicaEngine
-from megatron_noloco.files import write_whole
+from megatron_noloco.files import write_tensors, write_whole
 from megatron_noloco.job.activity import line_of
 from megatron_noloco.model.dropout import random_state
 from megatron_noloco.outer import Rounds
@@ -85,9 +84,7 @@ class Checkpointer:
             return None
         try:
             writing.result()
-        except (OSError, SafetensorError) as error:
-            if isinstance(error, SafetensorError) and "os error" not in str(error):  # not the disk's
-                raise
+        except OSError as error:
             self.last_save_failed = True
             return line_of(error)
         self.last_save_failed = False
@@ -130,7 +127,7 @@ class Checkpointer:
         folder.mkdir(parents=True, exist_ok=True)
         records: dict[str, FileRecord] = {}
         for name, content in self._by_file(tensors).items():
-            write_whole(folder / name, partial(save_file, content))
+            write_whole(folder / name, partial(write_tensors, tensors=content))
             records[name] = FileRecord.of(folder / name)
         manifest = self._manifest(step, records, numbers, counters, self.engine.parameter_layout())
         manifest.write(folder)

@@ -9,6 +9,7 @@ import os
 import struct
 from array import array
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import IO
 import numpy as np
 
 from megatron_noloco.data.tokenizer import Tokenizer
-from megatron_noloco.files import put_in_place, write_whole
+from megatron_noloco.files import naming_file, put_in_place, write_whole
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
@@ -132,7 +133,8 @@ class IndexedWriter:
 
     def add(self, tokens: np.ndarray, ends_document: bool) -> None:
         """Write one sequence, shape [tokens]; `ends_document`: whether it is the last of its document."""
-        self._tokens.write(tokens.astype(self._dtype).data)
+        with naming_file(self._partial):
+            self._tokens.write(tokens.astype(self._dtype).data)
         self._lengths.append(len(tokens))
         if ends_document:
             self._bounds.append(len(self._lengths))
@@ -141,12 +143,14 @@ class IndexedWriter:
         """Remove what is not finished."""
         if not self._tokens.closed:  # else the partial file is of another process
             self._partial.unlink(missing_ok=True)
-            self._tokens.close()
+            with suppress(OSError):  # of what a full disk does not take, and nobody needs
+                self._tokens.close()
 
     def finish(self) -> None:
         """Put the tokens in place, then the index, each after it is synced to disk."""
-        self._tokens.flush()
-        put_in_place(self._partial, Path(f"{self.prefix}.bin"))
+        with naming_file(self._partial):
+            self._tokens.flush()
+            put_in_place(self._partial, Path(f"{self.prefix}.bin"))
         self._tokens.close()  # and unlock it, which must have its name by then
         code = next(code for code, dtype in _DTYPES.items() if dtype is self._dtype)
         lengths = np.array(self._lengths, dtype=np.int32)

@@ -7,10 +7,9 @@ from itertools import groupby
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron_noloco.files import writing
+from megatron_noloco.files import naming_file, write_tensors, writing
 from megatron_noloco.huggingface.source import ModelSource
 from megatron_noloco.huggingface.whole_model import WholeModel
 from megatron_noloco.model.families import Parameter, family_of, table_of
@@ -36,13 +35,15 @@ def export(source: ModelSource, output: Path, dtype: str, max_shard_bytes: int) 
     shutil.rmtree(output, ignore_errors=True)
     with writing(output, "--output"):
         output.mkdir(parents=True)
-    (output / UNFINISHED).write_text("the logits of this model have not been compared with the trainer's\n")
+    mark = "the logits of this model have not been compared with the trainer's\n"
+    _write_text(output / UNFINISHED, mark)
     architecture, end = source.architecture, source.tokenizer.end_of_document
     _write_json(output / "config.json", family_of(architecture).hf_config(architecture, dtype, end))
     _write_json(output / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})
-    source.tokenizer.save(output, architecture.seq_length)
+    with naming_file(output):
+        source.tokenizer.save(output, architecture.seq_length)
     _write_weights(source, output, DTYPES[dtype], max_shard_bytes)
-    (output / "README.md").write_text(_model_card(source))
+    _write_text(output / "README.md", _model_card(source))
 
 
 def _write_weights(source: ModelSource, output: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
@@ -58,7 +59,13 @@ def _write_weights(source: ModelSource, output: Path, dtype: torch.dtype, max_sh
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(output / "model.safetensors.index.json", index)
     for name, file in zip(names, files, strict=True):
-        save_file(_tensors(source, file, dtype), output / name, metadata={"format": "pt"})
+        _write_weight_file(output / name, source, file, dtype)
+
+
+def _write_weight_file(path: Path, source: ModelSource, file: WeightFile, dtype: torch.dtype) -> None:
+    tensors = _tensors(source, file, dtype)
+    with naming_file(path):
+        write_tensors(path, tensors, {"format": "pt"})
 
 
 def assign_to_files(parameters: list[Parameter], itemsize: int, max_bytes: int) -> list[WeightFile]:
@@ -116,7 +123,12 @@ def _model_card(source: ModelSource) -> str:
 
 
 def _write_json(path: Path, content: dict[str, object]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n")
+    _write_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def _write_text(path: Path, text: str) -> None:
+    with naming_file(path):
+        path.write_text(text)
 
 
 def check_export(source: ModelSource, output: Path) -> float:

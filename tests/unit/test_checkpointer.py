@@ -1,15 +1,17 @@
 """After which failure of a save the training goes on."""
 
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from megatron_noloco.checkpoint.checkpointer import Checkpointer
+from megatron_noloco.files import write_tensors, write_whole
+from tests.harness import full_disk
 
 
 def waited(error: BaseException) -> str | None:
@@ -23,9 +25,11 @@ def waited(error: BaseException) -> str | None:
 
 def test_the_training_goes_on_after_a_failure_of_the_disk(tmp_path: Path) -> None:
     assert waited(OSError(28, "No space left\non device")) == "[Errno 28] No space left on device"
-    with pytest.raises(SafetensorError) as error:
-        save_file({"a": torch.zeros(1)}, tmp_path / "missing" / "file")
-    assert "No such file" in (waited(error.value) or "")
+    path = tmp_path / "file"
+    with pytest.raises(OSError, match="too large") as error, full_disk():
+        write_whole(path, partial(write_tensors, tensors={"a": torch.zeros(1000)}))
+    assert waited(error.value) == f"[Errno 27] File too large: '{path}'"
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import ByteTokenizer, FastTokenizer
-from megatron_noloco.huggingface.export import assign_to_files
+from megatron_noloco.huggingface.export import _write_weights, assign_to_files
 from megatron_noloco.huggingface.pretrained import (
     check_fits,
     check_tokenizer,
@@ -26,7 +27,7 @@ from megatron_noloco.huggingface.pretrained import (
 )
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import FAMILIES, Parameter, architecture_of, table_of
-from tests.harness import REPOSITORY
+from tests.harness import REPOSITORY, full_disk
 
 HEADS, HEAD_SIZE, HIDDEN, FFN, LAYERS, VOCABULARY = 4, 6, 20, 24, 2, 259
 
@@ -572,6 +573,15 @@ def test_files_hold_at_most_what_is_allowed_or_one_tensor() -> None:
     files = assign_to_files(parameters, itemsize=2, max_bytes=10)
     sizes = [[name.split()[1] for name in file] for file in files]
     assert sizes == [["3", "2"], ["4"], ["9"], ["1", "1", "1"]]
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    model = make_model()
+    weights = random_weights(model)
+    source = Mock(architecture=model, replicas=[0])
+    source.reader.return_value.read = lambda name, replicas: weights[name]
+    with pytest.raises(OSError, match=r"too large: .*/model\.safetensors'$"), full_disk():
+        _write_weights(source, tmp_path, torch.float32, 10**9)
 
 
 # The tokenizer

@@ -23,6 +23,7 @@ from megatron_noloco.data.inputs import find_inputs
 from megatron_noloco.data.preprocess import Encoding, Job
 from megatron_noloco.data.sources import TokenizerChoice
 from megatron_noloco.data.tokenizer import FastTokenizer, build_tokenizer
+from tests.harness import full_disk
 
 ROOT = Path(__file__).parents[2]
 PREPROCESS = [sys.executable, "tools/preprocess_data.py"]  # the command by its name in Megatron-LM
@@ -368,6 +369,15 @@ def test_a_dataset_that_another_process_writes_is_left_alone(tmp_path: Path) -> 
     with pytest.raises(ValueError, match=r"out_b_document\.idx exists already"):
         preprocess.preprocess(job, lambda _: None)
     assert sorted(path.name for path in tmp_path.glob("out*")) == ["out_b_document.bin", "out_b_document.idx"]
+
+
+@pytest.mark.parametrize("texts", [["a" * 900], ["a" * 100_000]], ids=["at the end", "while it writes"])
+def test_a_full_disk_is_named_and_nothing_left(tmp_path: Path, texts: list[str]) -> None:
+    inputs = find_inputs([str(write_jsonl(tmp_path / "a.jsonl", texts))])
+    job = Job(inputs, tmp_path / "out", BYTES, 1)
+    with pytest.raises(OSError, match=r"too large: .*/out_text_document\.bin\.partial'$"), full_disk():
+        preprocess.preprocess(job, lambda _: None)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
 BAD_INPUTS: list[tuple[str, bytes, dict[str, Any], str]] = [
