@@ -6,6 +6,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from stat import S_IMODE
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ def write_tensors(path: Path, tensors: dict[str, "Tensor"], metadata: dict[str, 
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
+    path.touch()
+    mode = (
+        path.stat().st_mode
+    )  # by the umask, as of any new file; save_file puts one of mode 0600 in its place
     try:
         save_file(tensors, path, metadata)
     except SafetensorError as error:
@@ -44,6 +49,7 @@ def write_tensors(path: Path, tensors: dict[str, "Tensor"], metadata: dict[str, 
         if refused is None:
             raise
         raise OSError(int(refused[1]), os.strerror(int(refused[1]))) from None
+    path.chmod(S_IMODE(mode))
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:

@@ -1,5 +1,6 @@
 """After which failure of a save the training goes on."""
 
+import os
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -8,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 from megatron_noloco.checkpoint.checkpointer import Checkpointer
 from megatron_noloco.files import write_tensors, write_whole
@@ -30,6 +32,16 @@ def test_the_training_goes_on_after_a_failure_of_the_disk(tmp_path: Path) -> Non
         write_whole(path, partial(write_tensors, tensors={"a": torch.zeros(1000)}))
     assert waited(error.value) == f"[Errno 27] File too large: '{path}'"
     assert not list(tmp_path.iterdir())
+
+
+def test_files_of_tensors_have_the_mode_of_other_files(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        write_whole(tmp_path / "file", partial(write_tensors, tensors={"a": torch.zeros(9)}))
+    finally:
+        os.umask(before)
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o640
+    assert torch.equal(load_file(tmp_path / "file")["a"], torch.zeros(9))
 
 
 @pytest.mark.parametrize(
