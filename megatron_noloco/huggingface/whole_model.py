@@ -63,24 +63,13 @@ def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: i
 
     Raises ValueError when the folder cannot be loaded.
     """
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoTokenizer, TextStreamer
+    from transformers import TextStreamer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()  # warnings would interrupt the text
     torch.manual_seed(seed)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
-        # Without these options wrong shapes are a traceback, and missing tensors are drawn at random.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, output_loading_info=True, ignore_mismatched_sizes=True
-        )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"{folder}: {line_of(error)}") from None
-    model, info = loaded
-    if wrong := {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}:
-        raise ValueError(f"{folder}: no tensor {min(wrong)} of the shape that config.json says")
+    tokenizer, model = _load(folder)
     if not prompt and tokenizer.eos_token is None:
         raise ValueError(f'--prompt "": {folder} has no end-of-document token to begin after; give a text')
     # Without a prompt, start after the end of a document.
@@ -104,3 +93,27 @@ def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: i
             f"--temperature {temperature:g}: the model's logits divided by it are not finite; give a higher one, "
             "or another checkpoint where the model has diverged"
         ) from None
+
+
+def _load(folder: Path) -> tuple[Any, Any]:
+    """Return tokenizer and model; raises ValueError, in one line, where transformers cannot load them."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        # Without these options wrong shapes are a traceback, and missing tensors are drawn at random.
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except Exception as error:  # transformers raises anything for files that it does not expect
+        if "trust_remote_code" in str(error):
+            raise ValueError(
+                f"{folder}: needs Python code of its own (auto_map in its JSON files), which is not run; give a "
+                "model that transformers has itself"
+            ) from None
+        reason = f"{type(error).__name__}: {line_of(error)}"
+        raise ValueError(f"{folder}: transformers cannot load it ({reason})") from None
+    model, info = loaded
+    if wrong := {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}:
+        raise ValueError(f"{folder}: no tensor {min(wrong)} of the shape that config.json says")
+    return tokenizer, model

@@ -1,7 +1,10 @@
 """`data inspect` and `evaluate` on the command line."""
 
+import json
 import math
+import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -124,3 +127,39 @@ class TestEvaluate:
         error = capsys.readouterr().err
         assert line in error
         assert error.count("\n") == 1
+
+
+OWN_CODE = {
+    "model_type": "own",
+    "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"},
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "line"),
+    [
+        ("config.json", {"hidden_size": "x"}, "transformers cannot load it ("),
+        ("config.json", {"num_attention_heads": 0}, "transformers cannot load it ("),
+        (
+            "config.json",
+            OWN_CODE,
+            "needs Python code of its own (auto_map in its JSON files), which is not run",
+        ),
+        ("tokenizer.json", {"added_tokens": "x"}, "transformers cannot load it ("),
+    ],
+)
+def test_a_folder_that_cannot_generate_is_one_line(
+    model: Path,
+    name: str,
+    change: dict[str, Any],
+    line: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = shutil.copytree(model, tmp_path / "theirs")
+    (folder / "own.py").write_text("raise SystemExit")
+    (folder / name).write_text(json.dumps(json.loads((folder / name).read_text()) | change))
+    assert main(["generate", str(folder), "--prompt", "two"]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"{folder}: {line}")
+    assert (said.err.count("\n"), said.out) == (1, "")
