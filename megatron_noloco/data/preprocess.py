@@ -7,6 +7,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
@@ -138,6 +139,10 @@ def _encode_all(job: Job) -> Generator[tuple[Batch, Sequences], None, None]:
                 yield earliest, future.result()
         for earliest, future in pending:
             yield earliest, future.result()
+    except BrokenProcessPool:
+        raise ValueError(
+            f"one of {job.workers} workers was killed, probably for want of memory; give fewer --workers"
+        ) from None
     finally:
         pool.shutdown(cancel_futures=True)
 

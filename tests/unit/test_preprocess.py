@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -17,7 +18,7 @@ import pytest
 from pyarrow import parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megatron_noloco.data import corpus, preprocess
+from megatron_noloco.data import corpus, inputs, preprocess
 from megatron_noloco.data.indexed import IndexedTokens, IndexedWriter
 from megatron_noloco.data.inputs import find_inputs
 from megatron_noloco.data.preprocess import Encoding, Job
@@ -200,6 +201,20 @@ def test_workers_go_with_their_process(tmp_path: Path, notice: signal.Signals) -
         assert left == []
     else:
         assert left == ["out_text_document.bin.partial"]
+
+
+def test_a_worker_that_is_killed_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "PIECE_BYTES", 50)
+    path = write_jsonl(tmp_path / "a.jsonl", ["two three"] * 100)
+    job = Job(find_inputs([str(path)]), tmp_path / "out", BYTES, 2)
+
+    def kill(_: int) -> None:
+        for worker in multiprocessing.active_children():
+            worker.kill()
+
+    with pytest.raises(ValueError, match=r"^one of 2 workers was killed, .*; give fewer --workers$"):
+        preprocess.preprocess(job, kill)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
 
 
 def without_torch(said: str) -> str:
