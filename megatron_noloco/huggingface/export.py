@@ -32,11 +32,14 @@ def export(source: ModelSource, output: Path, dtype: str, max_shard_bytes: int) 
         raise ValueError(f"{output}: is a file; give another --output")
     if output.exists() and any(output.iterdir()) and not (output / UNFINISHED).exists():
         raise ValueError(f"{output}: exists and is not empty; give another --output, or remove it")
-    shutil.rmtree(output, ignore_errors=True)
+    mark = output / UNFINISHED
     with writing(output, "--output"):
-        output.mkdir(parents=True)
-    mark = "the logits of this model have not been compared with the trainer's\n"
-    _write_text(output / UNFINISHED, mark)
+        output.mkdir(parents=True, exist_ok=True)
+        mark.write_text("the logits of this model have not been compared with the trainer's\n")
+        for path in set(output.iterdir()) - {
+            mark
+        }:  # not the folder itself: it may be a link, or a disk's root
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     architecture, end = source.architecture, source.tokenizer.end_of_document
     _write_json(output / "config.json", family_of(architecture).hf_config(architecture, dtype, end))
     _write_json(output / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})

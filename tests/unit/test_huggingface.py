@@ -18,7 +18,8 @@ from torch import Tensor
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.tokenizer import ByteTokenizer, FastTokenizer
-from megatron_noloco.huggingface.export import _write_weights, assign_to_files
+from megatron_noloco.huggingface import export
+from megatron_noloco.huggingface.export import assign_to_files
 from megatron_noloco.huggingface.pretrained import (
     check_fits,
     check_tokenizer,
@@ -575,13 +576,38 @@ def test_files_hold_at_most_what_is_allowed_or_one_tensor() -> None:
     assert sizes == [["3", "2"], ["4"], ["9"], ["1", "1", "1"]]
 
 
-def test_a_full_disk_is_named(tmp_path: Path) -> None:
+def trained() -> Mock:
+    """A checkpoint with random weights, as an export sees it."""
     model = make_model()
     weights = random_weights(model)
-    source = Mock(architecture=model, replicas=[0])
+    source = Mock(architecture=model, replicas=[0], tokenizer=ByteTokenizer())
     source.reader.return_value.read = lambda name, replicas: weights[name]
+    return source
+
+
+@pytest.mark.parametrize("output", [".", "../link"])
+def test_an_export_fills_the_folder_that_is_there(
+    output: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left of an unfinished one is removed, and the folder kept."""
+    monkeypatch.setattr(export, "_model_card", lambda _: "")
+    folder = tmp_path / "folder"
+    (folder / "old").mkdir(parents=True)
+    for path in (folder / "UNFINISHED", folder / "old" / "file"):
+        path.touch()
+    (tmp_path / "link").symlink_to(folder)
+    monkeypatch.chdir(folder)
+    before = folder.stat().st_ino
+    export.export(trained(), Path(output), "float32", 10**9)
+    assert (folder / "model.safetensors").exists()
+    assert not (folder / "old").exists()
+    assert folder.stat().st_ino == before
+    assert (tmp_path / "link").is_symlink()
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"too large: .*/model\.safetensors'$"), full_disk():
-        _write_weights(source, tmp_path, torch.float32, 10**9)
+        export._write_weights(trained(), tmp_path, torch.float32, 10**9)
 
 
 # The tokenizer
