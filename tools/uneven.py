@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def config(noloco: dict[str, Any], options: argparse.Namespace) -> dict[str, Any]:
-    """Return a config of local steps and rounds alone, without evaluations and saves."""
+    """Return a config of local steps and rounds alone, with evaluation and save at the end."""
     base = base_config(options.steps)
     base["scheduler"]["params"]["warmup_num_steps"] = 1
     base["training"]["log_interval"] = options.steps

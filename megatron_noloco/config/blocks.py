@@ -130,7 +130,7 @@ class CheckpointConfig(Block):
     )
 
     save_interval: NonNegative = field(
-        0, "Local steps between two checkpoints; 0: only when the run is asked to stop."
+        0, "Local steps between two checkpoints; 0: only at the end, and when the run is stopped."
     )
     keep_last: Positive = field(2, "Complete checkpoints kept; older ones are removed.")
     async_save: bool = field(False, "Whether training continues while a copy of the state is being written.")

@@ -24,8 +24,8 @@ from megatron_noloco.training.rounds import DelayChoice, FinalAverage
 
 @dataclass(frozen=True)
 class Schedule:
-    """Decides after which local steps the run logs, evaluates and saves. An interval of 0 means: at the end only
-    (checkpoints: not at all).
+    """Decides after which local steps the run logs, evaluates and saves. It always does after the last one; an
+    interval of 0 means: only then.
 
     `before` and `done` count the local steps before and after the last one. Steps that were left out lie between
     them; what was due after one of these is done now.
@@ -44,7 +44,7 @@ class Schedule:
         return self.evaluates and self._due(before, done, self.evaluation_interval)
 
     def saves(self, before: int, done: int) -> bool:
-        return self.save_interval > 0 and self._due(before, done, self.save_interval)
+        return self._due(before, done, self.save_interval)
 
     def _due(self, before: int, done: int, interval: int) -> bool:
         """Return whether an interval, or the run, has ended."""

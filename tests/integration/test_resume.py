@@ -413,6 +413,17 @@ def restored_state(rank: int, world_size: int, arguments: list[str]) -> dict[str
     return {name: tensor.clone() for name, tensor in run.outer.state().items()}
 
 
+def test_a_finished_run_has_saved_its_model(tmp_path: Path) -> None:
+    """Also without a save interval; the same command then has nothing to do."""
+    run = Run(tmp_path, {"noloco": noloco(), "training": {"train_iters": 5}})
+    run.launch(1)
+    assert (run.checkpoints / "latest").read_text() == "step_00000005\n"
+    (again,) = run.launch(1)
+    assert (again.code, again.err) == (0, "")
+    assert "nothing to do: iteration 5 of 5 is already reached" in again.out
+    assert [path.name for path in run.checkpoints.iterdir() if path.is_dir()] == ["step_00000005"]
+
+
 def test_data_of_another_size_is_reported(tmp_path: Path) -> None:
     text = write_text(tmp_path, 200_000)
     run = Run(tmp_path / "run", {"noloco": noloco(), **saving(save_interval=4, train_iters=4)}, text)

@@ -20,7 +20,9 @@ SIZE = throughput_models.SIZES["tiny"]
 
 
 def start_up(folder: Path) -> dict[str, Any]:
-    """Return processor seconds and the largest resident memory of one step, by `train` and by the bare loop."""
+    """Return processor seconds and the largest resident memory of one step, by the bare loop and by `train`,
+    which then saves.
+    """
     folder.mkdir(parents=True)
     more = {
         "data": {"text": "python-stdlib"},
