@@ -26,6 +26,10 @@ class DamagedCheckpointError(ValueError):
     """A file is missing, cut short or altered; the message names it."""
 
 
+class IncompleteError(DamagedCheckpointError):
+    """A manifest is missing, as in a step whose save was interrupted."""
+
+
 # Files
 
 
@@ -109,9 +113,11 @@ class Manifest:
 
     @classmethod
     def read(cls, path: Path) -> "Manifest":
-        """Read a manifest; raises DamagedCheckpointError when the file is missing or not a manifest."""
+        """Read a manifest; raises IncompleteError when it is missing, DamagedCheckpointError when it is none."""
         try:
             content = path.read_bytes()
+        except FileNotFoundError as error:
+            raise IncompleteError(f"{path}: {error.strerror}") from None
         except OSError as error:
             raise DamagedCheckpointError(f"{path}: {error.strerror}") from None
         return cls.parse(content, str(path))
@@ -144,13 +150,18 @@ class Manifest:
 def read_manifests(folder: Path) -> list[Manifest]:
     """Read the manifests of all ranks of a step, in rank order.
 
-    Raises DamagedCheckpointError, naming the first one that is missing or unreadable.
+    Raises DamagedCheckpointError, naming the first one that is missing (IncompleteError) or unreadable.
     """
     if not folder.is_dir():
         raise DamagedCheckpointError(f"{folder}: no such folder")
-    first = min(folder.glob("replica_*/stage_*.json"), default=None)
+    try:
+        replicas = [path for path in folder.iterdir() if path.name.startswith("replica_")]
+        files = [file for replica in replicas for file in replica.iterdir()]
+    except OSError as error:
+        raise DamagedCheckpointError(f"{error.filename}: {error.strerror}") from None
+    first = min((file for file in files if file.match("stage_*.json")), default=None)
     if first is None:
-        raise DamagedCheckpointError(f"{folder}: no manifest; it was never completed")
+        raise IncompleteError(f"{folder}: no manifest; it was never completed")
     topology = Manifest.read(first).topology
     manifests = [
         Manifest.read(replica_folder(folder, position.replica) / manifest_name(position))
@@ -211,6 +222,12 @@ def write_latest(checkpoints: Path) -> list[Path]:
     else:
         (checkpoints / "latest").unlink(missing_ok=True)
     return complete
+
+
+def latest(checkpoints: Path) -> str:
+    """Return the name of the newest step that was complete, "" where there was none."""
+    path = checkpoints / "latest"
+    return path.read_text().strip() if path.exists() else ""
 
 
 def set_aside(folder: Path) -> Path:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_noloco.checkpoint import catalog
-from megatron_noloco.checkpoint.catalog import DamagedCheckpointError, Manifest, verify
+from megatron_noloco.checkpoint.catalog import DamagedCheckpointError, IncompleteError, Manifest, verify
 from megatron_noloco.checkpoint.settings import CheckpointSettings
 from megatron_noloco.job.agreement import of_all_ranks, of_rank_0
 from megatron_noloco.plans.topology import Position, Topology
@@ -23,6 +23,7 @@ class Start:
     notes: list[str]
     manifests: list[Manifest] = field(default_factory=list)  # of all saved ranks, in rank order
     counters: dict[str, float] = field(default_factory=dict)  # of this rank
+    refused: str = ""  # why no checkpoint can be continued, though one was complete
 
     @property
     def step(self) -> int:
@@ -45,22 +46,33 @@ def find_start(settings: CheckpointSettings, topology: Topology) -> Start:
     explicit = settings.load != "auto"
     found = [Path(settings.load)] if explicit else catalog.steps(settings.folder)
     notes: list[str] = []
-    for folder in of_rank_0(found):  # other ranks may see an older state of a shared file system
+    refused = ""
+    # Rank 0 decides: other ranks may see an older state of a shared file system.
+    folders, complete = of_rank_0((found, catalog.latest(settings.folder)))
+    for folder in folders:
         manifests, problem = _examine(folder, topology)
-        problems = [text for text in of_all_ranks(problem) if text]
+        problems = [error for error in of_all_ranks(problem) if error]
         if not problems:
             return Start(folder, notes, manifests)
         if explicit:
             raise ValueError(f"checkpoint.load: {problems[0]}")
         notes.append(f"not used: {problems[0]}")
-    return Start(None, notes)
+        if folder.name == complete or not isinstance(problems[0], IncompleteError):
+            refused = refused or str(problems[0])
+    return Start(None, notes, refused=refused)
 
 
 def settle_start(settings: CheckpointSettings, topology: Topology, found: Start) -> Start:
     """Set aside the steps that the run will write again; return what was found with more notes and the counters.
 
-    Every rank calls it. Raises ValueError when the config does not fit the checkpoint.
+    Every rank calls it. Raises ValueError when the config does not fit the checkpoint, and when there are
+    checkpoints of which none can be continued.
     """
+    if found.refused:
+        raise ValueError(
+            f"{settings.folder}: no checkpoint there can be continued ({found.refused}); put it right, or start "
+            'anew with checkpoint.load "none"'
+        )
     if found.folder is None:
         return Start(None, found.notes + _set_aside(catalog.steps(settings.folder)))
     saved = found.manifests[0]
@@ -78,8 +90,8 @@ def settle_start(settings: CheckpointSettings, topology: Topology, found: Start)
     return replace(found, notes=lines, counters=counters)
 
 
-def _examine(folder: Path, topology: Topology) -> tuple[list[Manifest], str]:
-    """Return the manifests of a step, and what is wrong with this rank's share of its files ("": nothing).
+def _examine(folder: Path, topology: Topology) -> tuple[list[Manifest], DamagedCheckpointError | None]:
+    """Return the manifests of a step, and what is wrong with this rank's share of its files.
 
     The files that the run will read are divided over its ranks, so that each is verified once.
     """
@@ -89,9 +101,9 @@ def _examine(folder: Path, topology: Topology) -> tuple[list[Manifest], str]:
         needed = [manifest for manifest in manifests if manifest.position.replica in sources]
         for manifest in needed[dist.get_rank() :: dist.get_world_size()]:
             verify(catalog.replica_folder(folder, manifest.position.replica), manifest.files)
-        return manifests, ""
+        return manifests, None
     except DamagedCheckpointError as error:
-        return [], str(error)
+        return [], error
 
 
 def _set_aside(folders: list[Path]) -> list[str]:

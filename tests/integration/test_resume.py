@@ -237,15 +237,19 @@ def test_an_older_checkpoint_can_be_asked_for(finished: Run, tmp_path: Path) -> 
     assert [catalog.step_of(folder) for folder in catalog.steps(run.checkpoints)] == [5]
 
 
-def test_nothing_sound_means_starting_over(finished: Run, tmp_path: Path) -> None:
+def test_where_nothing_is_sound_the_run_does_not_start_over(finished: Run, tmp_path: Path) -> None:
     run = finished.copy(tmp_path / "run")
     for folder in catalog.steps(run.checkpoints):
         DAMAGES["missing manifest"][0](folder)
     outcomes = run_ranks(4, starts, run.arguments())
+    assert codes(outcomes) == [2] * 4
+    assert [len(outcome.err.splitlines()) for outcome in outcomes] == [1, 0, 0, 0]
+    assert outcomes[0].err.startswith(f"{run.checkpoints}: no checkpoint there can be continued")
+    (run.checkpoints / "latest").unlink()  # as if none had ever been complete
+    outcomes = run_ranks(4, starts, run.arguments())
     assert codes(outcomes) == [0] * 4
     assert outcomes[0].out.count("not used: ") == outcomes[0].out.count("set aside: ") == 3
     assert "continuing" not in outcomes[0].out
-    assert not (run.checkpoints / "latest").exists()
 
 
 def test_a_checkpoint_holds_no_pickle(finished: Run) -> None:

@@ -1,0 +1,69 @@
+"""Where a run starts, with its checkpoints as files and one rank."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_noloco.checkpoint import catalog, resume
+from megatron_noloco.checkpoint.resume import Start, find_start, settle_start
+from megatron_noloco.config import RunConfig
+from megatron_noloco.plans.topology import Topology
+from megatron_noloco.training.join import checkpoint_settings
+from tests.unit.test_checkpoint_files import CONFIG, edit_manifest, write_checkpoint
+
+TOPOLOGY = Topology(replicas=2, pp=2)
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1, barrier=lambda: None)
+    monkeypatch.setattr(resume, "dist", one)
+
+
+def start(output_dir: Path, load: str = "auto") -> Start:
+    training = {"train_iters": 20, "output_dir": str(output_dir)}
+    parallel = {"replicas": 2, "pipeline_model_parallel_size": 2}
+    blocks = {"training": training, "checkpoint": {"load": load}, "parallel": parallel}
+    settings = checkpoint_settings(RunConfig.from_dict(CONFIG | blocks), TOPOLOGY)
+    return settle_start(settings, TOPOLOGY, find_start(settings, TOPOLOGY))
+
+
+REFUSED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "another format": (lambda folder: edit_manifest(folder, {"format": 2}), "written by another version"),
+    "no resume files": (
+        lambda folder: [path.unlink() for path in folder.rglob("resume_*.safetensors")],
+        "resume_stage_00_dp_00_tp_00.safetensors: No such file or directory",
+    ),
+    "a replica is gone": (lambda folder: shutil.rmtree(folder / "replica_01"), "No such file or directory"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_run_whose_checkpoints_cannot_be_used_does_not_start_over(what: str, tmp_path: Path) -> None:
+    damage, reason = REFUSED[what]
+    checkpoints = tmp_path / "checkpoints"
+    for step in (5, 10):
+        damage(write_checkpoint(checkpoints, step, TOPOLOGY))
+    catalog.step_folder(checkpoints, 15).mkdir()
+    with pytest.raises(ValueError) as refusal:
+        start(tmp_path)
+    (line,) = str(refusal.value).splitlines()
+    assert line.startswith(
+        f"{checkpoints}: no checkpoint there can be continued ({checkpoints}/step_00000010"
+    )
+    assert reason in line
+    assert line.endswith('start anew with checkpoint.load "none"')
+    assert len(catalog.steps(checkpoints)) == 3, "nothing is set aside"
+    assert start(tmp_path, "none").folder is None
+
+
+def test_a_run_that_was_killed_in_its_first_save_starts_over(tmp_path: Path) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    shutil.rmtree(write_checkpoint(checkpoints, 5, TOPOLOGY) / "replica_01")
+    (checkpoints / "latest").unlink()
+    found = start(tmp_path)
+    assert (found.folder, catalog.steps(checkpoints)) == (None, [])
+    assert [note.partition(":")[0] for note in found.notes] == ["not used", "set aside"]
