@@ -189,6 +189,19 @@ def steps(checkpoints: Path) -> list[Path]:
     return sorted(found, key=lambda folder: step_of(folder) or 0, reverse=True)
 
 
+def continued_from(checkpoints: Path, load: str) -> list[Path]:
+    """Return the complete steps that the run has saved since it started from the step folder `load`, newest first.
+
+    None where the newest was saved by a run with another `checkpoint.load`.
+    """
+    found = []
+    for folder in filter(is_complete, steps(checkpoints)):
+        if read_manifests(folder)[0].config.get("checkpoint", {}).get("load") != load:
+            break
+        found.append(folder)
+    return found
+
+
 def is_complete(folder: Path) -> bool:
     """Return whether all ranks of a step have written their manifests."""
     try:

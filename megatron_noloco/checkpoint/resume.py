@@ -39,12 +39,16 @@ class Start:
 def find_start(settings: CheckpointSettings, topology: Topology) -> Start:
     """Find the step to start from; every rank calls it and gets the same step. Changes nothing.
 
+    A run that has started from a step folder, and has saved since, continues from what it saved: a scheduler that
+    starts the same command again must not lead it back.
     Raises ValueError when `checkpoint.load` names a damaged checkpoint.
     """
     if settings.load == "none":
         return Start(None, [])
-    explicit = settings.load != "auto"
-    found = [Path(settings.load)] if explicit else catalog.steps(settings.folder)
+    explicit = None if settings.load == "auto" else Path(settings.load)
+    found = catalog.steps(settings.folder)
+    if explicit is not None:
+        found = [*catalog.continued_from(settings.folder, settings.load), explicit]
     notes: list[str] = []
     refused = ""
     # Rank 0 decides: other ranks may see an older state of a shared file system.
@@ -53,8 +57,13 @@ def find_start(settings: CheckpointSettings, topology: Topology) -> Start:
         manifests, problem = _examine(folder, topology)
         problems = [error for error in of_all_ranks(problem) if error]
         if not problems:
+            if explicit not in (None, folder):
+                notes.append(
+                    f"checkpoint.load: this run has saved since it started from {explicit}, and goes on; without "
+                    f"{', '.join(path.name for path in folders[:-1])} it would start from there again"
+                )
             return Start(folder, notes, manifests)
-        if explicit:
+        if folder == explicit:
             raise ValueError(f"checkpoint.load: {problems[0]}")
         notes.append(f"not used: {problems[0]}")
         if folder.name == complete or not isinstance(problems[0], IncompleteError):

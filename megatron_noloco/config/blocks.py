@@ -137,7 +137,7 @@ class CheckpointConfig(Block):
     load: Text = field(
         "auto",
         '"auto": continue from the newest sound checkpoint in training.output_dir; "none": start anew; or a '
-        "step folder.",
+        "step folder: start from there, and after the next save as with auto.",
     )
 
 

@@ -105,7 +105,7 @@ def _console(prepared: Prepared, joined: Joined, progress: str) -> Console:
         synchronous_bytes_per_step=_synchronous_bytes_per_step(prepared),
         output_dir=str(Path(training.output_dir).resolve()),
         how_to_continue="the same command"
-        + ("" if config.checkpoint.load == "auto" else ' with checkpoint.load "auto"'),
+        + (' with checkpoint.load "auto"' if config.checkpoint.load == "none" else ""),
         next_command=f"{os.path.relpath(sys.executable)} -m {shows} {training.output_dir}",
     )
     console = Console(progress, training.train_iters, start.step, facts)

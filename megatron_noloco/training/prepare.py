@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megatron_noloco.checkpoint.catalog import read_manifests
+from megatron_noloco.checkpoint.catalog import continued_from, read_manifests
 from megatron_noloco.config import ConfigError, RunConfig
 from megatron_noloco.data.corpus import STANDARD_LIBRARY, check_outside, check_text, find_text
 from megatron_noloco.data.datasets import Datasets, Needs, build_datasets
@@ -127,7 +127,7 @@ def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
         check_fits(folder, architecture)
         check_tokenizer(folder, tokenizer, architecture.vocab_size)
     _check_source(config.source, Path(config.training.output_dir))
-    _check_load(config.checkpoint.load)
+    _check_load(config.checkpoint.load, Path(config.training.output_dir))
     return tokenizer, architecture
 
 
@@ -174,13 +174,20 @@ def _check_writable(output_dir: Path) -> None:
         raise ValueError(f"training.output_dir: cannot write in {output_dir}: {error.strerror}") from None
 
 
-def _check_load(load: str) -> None:
-    """Raise ValueError for a checkpoint that lacks manifests; its files are verified once all ranks are there."""
-    if load not in ("auto", "none"):
-        try:
-            read_manifests(Path(load))
-        except ValueError as error:
-            raise ValueError(f"checkpoint.load: {error}") from None
+def _check_load(load: str, output_dir: Path) -> None:
+    """Raise ValueError for a checkpoint that lacks manifests; its files are verified once all ranks are there.
+
+    One from which a run has started before may have been removed since: see `resume.find_start`.
+    """
+    if load in ("auto", "none"):
+        return
+    jobs = (output_dir, *output_dir.glob("replica_*"))  # the latter in a federation
+    if any(continued_from(job / "checkpoints", load) for job in jobs):
+        return
+    try:
+        read_manifests(Path(load))
+    except ValueError as error:
+        raise ValueError(f"checkpoint.load: {error}") from None
 
 
 def _check_source(source: Source, output_dir: Path) -> None:

@@ -1,5 +1,6 @@
 """Where a run starts, with its checkpoints as files and one rank."""
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,10 @@ from megatron_noloco.checkpoint.resume import Start, find_start, settle_start
 from megatron_noloco.config import RunConfig
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.training.join import checkpoint_settings
-from tests.unit.test_checkpoint_files import CONFIG, edit_manifest, write_checkpoint
+from megatron_noloco.training.prepare import _check_load
+from tests.unit.test_checkpoint_files import CONFIG, edit_manifest, flip_a_bit, write_checkpoint
 
+PARALLEL = {"replicas": 2, "pipeline_model_parallel_size": 2}
 TOPOLOGY = Topology(replicas=2, pp=2)
 
 
@@ -25,8 +28,7 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def start(output_dir: Path, load: str = "auto") -> Start:
     training = {"train_iters": 20, "output_dir": str(output_dir)}
-    parallel = {"replicas": 2, "pipeline_model_parallel_size": 2}
-    blocks = {"training": training, "checkpoint": {"load": load}, "parallel": parallel}
+    blocks = {"training": training, "checkpoint": {"load": load}, "parallel": PARALLEL}
     settings = checkpoint_settings(RunConfig.from_dict(CONFIG | blocks), TOPOLOGY)
     return settle_start(settings, TOPOLOGY, find_start(settings, TOPOLOGY))
 
@@ -67,3 +69,49 @@ def test_a_run_that_was_killed_in_its_first_save_starts_over(tmp_path: Path) -> 
     found = start(tmp_path)
     assert (found.folder, catalog.steps(checkpoints)) == (None, [])
     assert [note.partition(":")[0] for note in found.notes] == ["not used", "set aside"]
+
+
+def save(output_dir: Path, step: int, load: str = "auto") -> Path:
+    """Write what a run with this `checkpoint.load` saves."""
+    folder = write_checkpoint(output_dir / "checkpoints", step, TOPOLOGY)
+    for path in folder.rglob("*.json"):
+        manifest = json.loads(path.read_text())
+        manifest["config"]["checkpoint"]["load"] = load
+        path.write_text(json.dumps(manifest))
+    return folder
+
+
+@pytest.mark.parametrize("whose", ["own", "another"])
+def test_a_run_starts_once_from_the_step_it_names(whose: str, tmp_path: Path) -> None:
+    """Started again before it has saved, it does so again; then it goes on, also where the step is gone."""
+    own, another = tmp_path / "own", tmp_path / "another"
+    for folder in (own, another):
+        for step in (5, 10):
+            save(folder, step)
+    load = str(catalog.step_folder((own if whose == "own" else another) / "checkpoints", 5))
+    for _ in range(2):
+        assert start(own, load).folder == Path(load)
+        assert [catalog.step_of(path) for path in catalog.steps(own / "checkpoints")] == [5][: whose == "own"]
+    saved = [save(own, step, load) for step in (7, 9)]
+    shutil.rmtree(load)
+    found = start(own, load)
+    assert found.folder == saved[1]
+    assert found.notes[1].endswith("without step_00000009, step_00000007 it would start from there again")
+    flip_a_bit(saved[1] / "replica_00" / "stage_00_dp_00_tp_00.safetensors")
+    assert start(own, load).folder == saved[0]
+
+
+def test_a_run_goes_back_again_after_it_has_gone_on_in_another_way(tmp_path: Path) -> None:
+    first = save(tmp_path, 5)
+    save(tmp_path, 7, str(first))
+    save(tmp_path, 9)
+    assert start(tmp_path, str(first)).folder == first
+    assert catalog.steps(tmp_path / "checkpoints") == [first]
+
+
+def test_the_step_it_has_started_from_may_be_removed(tmp_path: Path) -> None:
+    load = str(tmp_path / "gone" / "step_00000005")
+    with pytest.raises(ValueError, match=r"^checkpoint\.load: .*/gone/step_00000005: no such folder"):
+        _check_load(load, tmp_path)
+    save(tmp_path, 7, load)
+    _check_load(load, tmp_path)
