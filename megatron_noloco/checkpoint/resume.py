@@ -23,6 +23,7 @@ class Start:
     notes: list[str]
     manifests: list[Manifest] = field(default_factory=list)  # of all saved ranks, in rank order
     counters: dict[str, float] = field(default_factory=dict)  # of this rank
+    own: bool = True  # whether the step is one of this run's own checkpoints
     refused: str = ""  # why no checkpoint can be continued, though one was complete
 
     @property
@@ -92,11 +93,12 @@ def settle_start(settings: CheckpointSettings, topology: Topology, found: Start)
         *describe_replicas(saved.topology, topology),
     ]
     obsolete = catalog.steps(settings.folder)
-    if found.folder.parent.resolve() == settings.folder.resolve():
+    own = found.folder.parent.resolve() == settings.folder.resolve()
+    if own:
         obsolete = [path for path in obsolete if (catalog.step_of(path) or 0) > saved.step]
     lines += _set_aside(obsolete)
     counters = counters_at(found.manifests, topology, topology.position(dist.get_rank()))
-    return replace(found, notes=lines, counters=counters)
+    return replace(found, notes=lines, counters=counters, own=own)
 
 
 def _examine(folder: Path, topology: Topology) -> tuple[list[Manifest], DamagedCheckpointError | None]:

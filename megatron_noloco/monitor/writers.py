@@ -33,16 +33,20 @@ class ReplicaFiles:
     run was continued. A full disk does not end the run: stderr says once that rows are lost.
     """
 
-    def __init__(self, folder: Path, tensorboard: bool, start_step: int) -> None:
+    def __init__(self, folder: Path, tensorboard: bool, start_step: int, own: bool = True) -> None:
         """Open the files, and drop rows of steps after `start_step`, which the run will write again.
 
         A file without any row to keep belongs to an earlier run, and is renamed.
+
+        Args:
+            own: whether the run continues itself; if it continues another one, no row that is there is its own.
         """
         self._folder, self._failed = folder, False
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "metrics.jsonl"
         rows = path.read_text().splitlines(keepends=True) if path.exists() else []
-        kept = [row for row in rows if _step_of(row) <= start_step]
+        last_kept = start_step if own else 0
+        kept = [row for row in rows if _step_of(row) <= last_kept]
         if rows and not kept:
             names = (folder / f"metrics.set_aside_{number}.jsonl" for number in count(1))
             aside = next(name for name in names if not name.exists())
@@ -57,7 +61,7 @@ class ReplicaFiles:
         if tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # slow to import: only where it is used
 
-            self._board = SummaryWriter(str(folder), purge_step=start_step + 1)
+            self._board = SummaryWriter(str(folder), purge_step=last_kept + 1)
 
     def write(self, row: Row) -> None:
         self._write_row(row)
@@ -96,19 +100,19 @@ class WandbRun:
 
     Args:
         folder: the replica's; keeps wandb's files and the id of the run.
-        start_step: 0 begins a new run. Numbers of later steps that are already there stay: wandb accepts no second
-            value of a step.
+        start_step: numbers of later steps that are already there stay: wandb accepts no second value of a step.
+        own: whether the run continues itself; if not, or from step 0, it is a new run of wandb's.
         options: arguments of `wandb.init`.
     """
 
-    def __init__(self, folder: Path, start_step: int, **options: Any) -> None:
+    def __init__(self, folder: Path, start_step: int, own: bool = True, **options: Any) -> None:
         import wandb  # optional
 
         self._error = wandb.errors.Error
         self._folder = folder
         self._run: Any = None
         path = folder / _WANDB_ID_FILE
-        continued = path.read_text() if start_step and path.exists() else None
+        continued = path.read_text() if start_step and own and path.exists() else None
         with self._errors_reported():
             self._run = wandb.init(dir=str(folder), id=continued, resume="allow", **options)
             write_text(path, self._run.id)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from megatron_noloco import __version__
+from megatron_noloco.checkpoint.resume import Start
 from megatron_noloco.config import RunConfig, describe
 from megatron_noloco.files import write_text
 from megatron_noloco.model.families import table_of, training_flops
@@ -41,20 +42,21 @@ def build_monitor(
         writers.append(console)
         _write_facts(prepared)
     if groups.last_stage and at.dp == 0 and at.tp == 0:
-        writers += _writers(config, at.replica, start.step)
+        writers += _writers(config, at.replica, start)
     metrics = Metrics(at.replica, groups.replica, writers, start.counters)
     metrics.count(_SAMPLES, len(prepared.datasets.train))
     return Monitor(metrics, plan, _throughput(prepared), console, config.noloco.fragments)
 
 
-def _writers(config: RunConfig, replica: int, start_step: int) -> Iterator[Writer]:
+def _writers(config: RunConfig, replica: int, start: Start) -> Iterator[Writer]:
     """Yield the writers of one replica."""
     folder, wandb = config.training.folder_of(replica), config.wandb
-    yield ReplicaFiles(folder, config.tensorboard.enabled, start_step)
+    yield ReplicaFiles(folder, config.tensorboard.enabled, start.step, start.own)
     if wandb.enabled:
         yield WandbRun(
             folder,
-            start_step,
+            start.step,
+            start.own,
             name=folder.name,
             group=wandb.group or folder.resolve().parent.name,
             project=wandb.project,

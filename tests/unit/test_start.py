@@ -90,12 +90,13 @@ def test_a_run_starts_once_from_the_step_it_names(whose: str, tmp_path: Path) ->
             save(folder, step)
     load = str(catalog.step_folder((own if whose == "own" else another) / "checkpoints", 5))
     for _ in range(2):
-        assert start(own, load).folder == Path(load)
+        found = start(own, load)
+        assert (found.folder, found.own) == (Path(load), whose == "own")
         assert [catalog.step_of(path) for path in catalog.steps(own / "checkpoints")] == [5][: whose == "own"]
     saved = [save(own, step, load) for step in (7, 9)]
     shutil.rmtree(load)
     found = start(own, load)
-    assert found.folder == saved[1]
+    assert (found.folder, found.own) == (saved[1], True)
     assert found.notes[1].endswith("without step_00000009, step_00000007 it would start from there again")
     flip_a_bit(saved[1] / "replica_00" / "stage_00_dp_00_tp_00.safetensors")
     assert start(own, load).folder == saved[0]

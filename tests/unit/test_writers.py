@@ -67,6 +67,14 @@ def test_the_log_of_an_earlier_start_is_kept(tmp_path: Path, capsys: pytest.Capt
     assert second.endswith("metrics.set_aside_2.jsonl")
 
 
+def test_a_run_that_continues_another_keeps_no_rows_of_its_folder(tmp_path: Path) -> None:
+    _write_evaluations(tmp_path, 0, [10, 20, 30])
+    files = ReplicaFiles(tmp_path, tensorboard=False, start_step=20, own=False)
+    files.close()
+    assert [row["step"] for row in _rows(tmp_path / "metrics.set_aside_1.jsonl")] == [10, 20, 30]
+    assert [row["kind"] for row in _rows(tmp_path / "metrics.jsonl")] == ["start"]
+
+
 def test_rows_that_a_crash_has_damaged_are_dropped(tmp_path: Path) -> None:
     path = _write_evaluations(tmp_path, 0, [10])
     path.write_text(path.read_text() + "\0\0\0\n" + "7\n" + '{"kind": "evaluation"}\n' + '{"step": 20, "re')
@@ -144,14 +152,14 @@ def test_wandb_has_the_single_numbers_of_every_row_and_continues_its_run(
 ) -> None:
     wandb = Wandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    for start_step in (0, 20, 0):
-        run = WandbRun(tmp_path, start_step, name="replica_00", group="a")
+    for start_step, own in ((0, True), (20, True), (20, False), (0, True)):
+        run = WandbRun(tmp_path, start_step, own, name="replica_00", group="a")
         run.write({"kind": "step", "step": start_step + 8, "train/loss": 2.0, "round/partners": [1]})
         run.close()
     options = {"dir": str(tmp_path), "resume": "allow", "name": "replica_00", "group": "a"}
-    assert wandb.begun == [options | {"id": continued} for continued in (None, "id1", None)]
-    assert wandb.logged == [(step, {"train/loss": 2.0}) for step in (8, 28, 8)]
-    assert wandb.finished == 3
+    assert wandb.begun == [options | {"id": continued} for continued in (None, "id1", None, None)]
+    assert wandb.logged == [(step, {"train/loss": 2.0}) for step in (8, 28, 28, 8)]
+    assert wandb.finished == 4
 
 
 @pytest.mark.parametrize("call", ["init", "log", "finish"])
