@@ -1,6 +1,7 @@
 """Reads the logs of a run's replicas, during the run or afterwards."""
 
 import json
+import math
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -88,7 +89,7 @@ class RunLog:
 
     Attributes:
         facts: the content of `run.json`; {} where there is none.
-        replicas: the logs of all replicas, in order.
+        replicas: the logs of all replicas, in order; without those that a resume with fewer replicas has dropped.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -116,8 +117,8 @@ class RunLog:
         known = {log.folder for log in self.replicas}
         found = {path.parent for path in self.folder.glob(f"replica_*/{_METRICS}")} - known
         found = {folder for folder in found if folder.name.removeprefix("replica_").isdecimal()}
-        self.replicas = sorted(
-            [*self.replicas, *map(ReplicaLog, found)], key=lambda log: (len(log.replica), log.replica)
-        )
+        count = self.facts.get("replicas", math.inf)
+        logs = [log for log in (*self.replicas, *map(ReplicaLog, found)) if int(log.replica) < count]
+        self.replicas = sorted(logs, key=lambda log: (len(log.replica), log.replica))
         for log in self.replicas:
             log.update()

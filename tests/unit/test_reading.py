@@ -96,6 +96,15 @@ def test_new_replicas_are_seen_in_their_order(run: Path) -> None:
     assert [replica.replica for replica in log.replicas] == ["00", "01", "02", "100"]
 
 
+def test_replicas_that_a_resume_has_dropped_are_left_out(run: Path) -> None:
+    """Also while the run is watched."""
+    log = RunLog(run)
+    (run / "run.json").write_text(json.dumps({"steps": 10, "replicas": 1}))
+    log.update()
+    assert [replica.replica for replica in log.replicas] == ["00"]
+    assert shown(run)[0].startswith(f"{run}: step 4 of 10")
+
+
 def shown(run: Path, width: int = 200) -> list[str]:
     text = io.StringIO()
     log = RunLog(run)
