@@ -1,6 +1,7 @@
 """From a file to a RunConfig, or to one line per problem."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,9 @@ def _read(path: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(content, _Object):
         raise ConfigError([f"must hold a JSON object, got {shown(content)}"])
-    repeated = _repeated(content, "")
-    if repeated:
-        raise ConfigError(f"{name} is given more than once" for name in repeated)
+    problems = list(_problems(content, ""))
+    if problems:
+        raise ConfigError(problems)
     return _plain(content)
 
 
@@ -64,17 +65,18 @@ def _whole(digits: str) -> int:
     return int(digits)
 
 
-def _repeated(value: Any, prefix: str) -> list[str]:
-    """Return the dotted names of all keys given twice, at any depth."""
-    found: list[str] = []
+def _problems(value: Any, name: str) -> Iterator[str]:
+    """Yield a line for each key given twice and each text with a NUL character, at any depth below `name`."""
     if isinstance(value, _Object):
-        found = [prefix + name for name in value.repeated]
-        for name, inner in value.items():
-            found += _repeated(inner, f"{prefix}{name}.")
+        prefix = f"{name}." if name else ""
+        yield from (f"{prefix}{key} is given more than once" for key in value.repeated)
+        for key, inner in value.items():
+            yield from _problems(inner, prefix + key)
     elif isinstance(value, list):
         for inner in value:
-            found += _repeated(inner, prefix)
-    return found
+            yield from _problems(inner, name)
+    elif isinstance(value, str) and "\0" in value:
+        yield f"{name} has a NUL character (\\u0000), which no file's name can have; remove it"
 
 
 def _plain(value: Any) -> Any:

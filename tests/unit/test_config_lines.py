@@ -333,6 +333,10 @@ def test_each_rule_between_fields(tmp_path: Path, edits: dict[str, Any], part: s
         ("[1, 2]", "must hold a JSON object, got [1, 2]"),
         ('{"noloco": {"local_steps": 1, "local_steps": 2}}', "noloco.local_steps is given more than once"),
         ('{"noloco": {}, "noloco": {}}', "noloco is given more than once"),
+        (
+            r'{"training": {"output_dir": "a\u0000b"}}',
+            r"training.output_dir has a NUL character (\u0000), which no file's name can have; remove it",
+        ),
         ("{}", "model is missing"),
         ('{"model": ' * 2000 + "1" + "}" * 2000, "objects or lists are nested too deeply"),
         ("[" * 2000 + "]" * 2000, "objects or lists are nested too deeply"),

@@ -116,3 +116,20 @@ def test_the_step_it_has_started_from_may_be_removed(tmp_path: Path) -> None:
         _check_load(load, tmp_path)
     save(tmp_path, 7, load)
     _check_load(load, tmp_path)
+
+
+def test_the_line_for_a_folder_that_is_no_step_says_which_would_be_right(tmp_path: Path) -> None:
+    step = save(tmp_path, 10)
+    (tmp_path / "empty").mkdir()
+    auto = 'or give "auto" for the newest in training.output_dir'
+    lines = {
+        tmp_path: f"not a step folder; name one, such as {step}, {auto}",
+        step.parent: f"not a step folder; name one, such as {step}, {auto}",
+        tmp_path
+        / "empty": f"not a step folder; name one, such as OUTPUT_DIR/checkpoints/step_00001000, {auto}",
+        catalog.set_aside(save(tmp_path, 5)): "was set aside; rename it to step_00000005, and name that",
+    }
+    for folder, line in lines.items():
+        with pytest.raises(ValueError) as refusal:
+            _check_load(str(folder), tmp_path)
+        assert str(refusal.value) == f"checkpoint.load: {folder}: {line}"
