@@ -79,7 +79,7 @@ def notes(run: RunLog) -> Iterator[str]:
     for log in run.replicas:
         steps = log.rows_of("step")
         rounds = [row["round/partners"] for row in steps if "round/partners" in row]
-        skipped_steps = steps[-1].get("train/skipped_steps") if steps else 0
+        skipped_steps = sum(row.get("train/skipped_steps") or 0 for row in steps)
         poisoned = sum(row.get("round/poisoned_elements") or 0 for row in steps)
         notes = []
         if skipped := rounds.count([]):

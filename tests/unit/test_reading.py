@@ -49,8 +49,8 @@ def run(tmp_path: Path) -> Path:
     write(
         tmp_path,
         "00",
-        step(2, **meeting(0, 1), **{"total/sent_bytes": 100}),
-        step(4, **meeting(1), **{"total/sent_bytes": 100, "train/skipped_steps": 3}),
+        step(2, **meeting(0, 1), **{"total/sent_bytes": 100, "train/skipped_steps": 2}),
+        step(4, **meeting(1), **{"total/sent_bytes": 100, "train/skipped_steps": 1}),
         evaluation,
         {"kind": "checkpoint", "step": 4},
     )
