@@ -1,13 +1,15 @@
 """Writes a report of runs: one HTML page with interactive plots, which needs no other file and no network."""
 
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from plotly import graph_objects, offline
 from plotly.colors import qualitative
 
@@ -213,27 +215,31 @@ def _of_one(run: RunLog) -> Iterator[Plot]:
 
 def _of_several(runs: Sequence[RunLog]) -> Iterator[Plot]:
     """Yield the loss of several runs over local steps, seconds and bytes."""
-    scales: dict[str, Callable[[ReplicaLog], Iterable[tuple[int, float]]]] = {
-        "local step": lambda log: ((row["step"], row["step"]) for row in log.rows_of("step")),
-        "seconds of training": lambda log: log.seconds_so_far().items(),
-        "MB sent by the first replica": lambda log: (
-            (row["step"], (row.get("total/sent_bytes") or 0) / 1e6) for row in log.rows_of("step")
-        ),
-    }
-    for scale, of in scales.items():
+    for scale in ("local step", "seconds of training", "MB sent by the first replica"):
         traces = []
         for number, run in enumerate(runs):
-            log = run.replicas[0]
-            places = dict(of(log))
-            rows = [row for row in log.rows_of("evaluation") if row["step"] in places]
+            rows = run.replicas[0].rows_of("evaluation")
             means = [row.get("validation/mean_model_loss") for row in rows]
             losses = [mean or row["validation/loss"] for mean, row in zip(means, rows, strict=True)]
-            curve = [places[row["step"]] for row in rows], losses
+            curve = places_of(run.replicas[0], scale), losses
             traces.append(_line(curve, run.folder.resolve().name, number, mode="lines+markers"))
         title = f"Validation loss over {scale}"
         yield Plot(
             title, "Of the mean model, or of the first replica.", scale, "loss, nats per token", traces
         )
+
+
+def places_of(log: ReplicaLog, scale: str) -> list[float]:
+    """Return where on the axis `scale` of a comparison each evaluation lies; NaN after the newest row of steps."""
+    steps = [row["step"] for row in log.rows_of("evaluation")]
+    if scale == "local step":
+        return steps
+    known = {row["step"]: (row.get("total/sent_bytes") or 0) / 1e6 for row in log.rows_of("step")}
+    if scale == "seconds of training":
+        known = log.seconds_so_far()
+    begin = next((row["step"] for row in log.rows[:1] if row["kind"] == "start"), 0)
+    at, values = zip(*({begin: 0.0} | known).items(), strict=True)
+    return np.interp(steps, at, values, right=math.nan).tolist()
 
 
 def _line(

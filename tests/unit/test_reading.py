@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import re
 import shutil
@@ -16,7 +17,7 @@ from rich.console import Console
 from megatron_noloco.cli.main import main
 from megatron_noloco.files import write_text
 from megatron_noloco.job.run_folder import stop_request
-from megatron_noloco.monitor.report import pairings_of, phases_of, write_page
+from megatron_noloco.monitor.report import pairings_of, phases_of, places_of, write_page
 from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
 from megatron_noloco.monitor.timeline import timeline_of
 from megatron_noloco.monitor.watch import run_table
@@ -192,6 +193,19 @@ def test_several_runs_are_compared(run: Path, tmp_path: Path) -> None:
         "MB sent by the first replica",
     ]
     assert text.index("2.5000 nats") < text.index("2.2500 nats")
+
+
+def test_evaluations_between_rows_of_steps_are_compared(tmp_path: Path) -> None:
+    """2 s a step; the last evaluation is newer than the rows that tell its seconds and bytes."""
+    sent = [{"total/sent_bytes": size} for size in (4e6, 6e6)]
+    rows = [step(4, **sent[0]), step(8, **sent[1])]
+    write(tmp_path, "00", *rows, *({"kind": "evaluation", "step": number} for number in (2, 4, 7, 9)))
+    (log,) = RunLog(tmp_path).replicas
+    assert places_of(log, "local step") == [2, 4, 7, 9]
+    assert places_of(log, "seconds of training")[:3] == [4, 8, 14]
+    *known, newest = places_of(log, "MB sent by the first replica")
+    assert known == [2, 4, 5.5]
+    assert math.isnan(newest)
 
 
 def test_a_replica_has_its_own_number_in_the_pairings(tmp_path: Path) -> None:
