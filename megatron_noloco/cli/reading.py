@@ -71,9 +71,9 @@ def _stop(args: argparse.Namespace) -> int:
         from megatron_noloco.config import load_config
 
         folder = Path(load_config(folder).training.output_dir)
-    if not (folder / "run.json").exists():
-        raise ValueError(f"{folder}: no run has begun there (run.json); give its training.output_dir")
     if not is_under_way(folder):
+        if not (folder / "run.json").exists():
+            raise ValueError(f"{folder}: no run has begun there (run.json); give its training.output_dir")
         say(f"{folder}: no run is under way there")
         return 0
     ask_to_stop(folder)

@@ -32,10 +32,14 @@ _REQUEST, _BEGUN = "stop/request", "stop/begun"
 
 
 class Stopping:
-    """One rank's view of whether, why and when the run stops early."""
+    """One rank's view of whether, why and when the run stops early.
 
-    def __init__(self, exit_duration_minutes: float | None, output_dir: Path) -> None:
-        self._output_dir, self._old_stop_request = output_dir, stop_request(output_dir)
+    Args:
+        old_request: the content of `output_dir`'s stop file before this job began, which is no request to it.
+    """
+
+    def __init__(self, exit_duration_minutes: float | None, output_dir: Path, old_request: str) -> None:
+        self._output_dir, self._old_request = output_dir, old_request
         self.reason: str | None = None
         self._deadline = time.monotonic() + 60 * exit_duration_minutes if exit_duration_minutes else None
         self._asked: str | None = None
@@ -102,7 +106,7 @@ class Stopping:
         if (
             self._asked is None
             and dist.get_rank() == 0
-            and stop_request(self._output_dir) not in ("", self._old_stop_request)
+            and stop_request(self._output_dir) not in ("", self._old_request)
         ):
             self._asked = "the command stop"
         if self._asked is not None:

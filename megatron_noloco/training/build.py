@@ -38,8 +38,9 @@ from megatron_noloco.training.run import Run, Schedule
 def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
     """Return this rank's part of the run, in the state that `joined.start` names."""
     config, topology = prepared.config, prepared.topology
-    transport, start, membership = joined
-    stopping = Stopping(config.training.exit_duration_minutes, Path(config.training.output_dir))
+    transport, start, membership = joined.transport, joined.start, joined.membership
+    training = config.training
+    stopping = Stopping(training.exit_duration_minutes, Path(training.output_dir), joined.old_stop_request)
     groups, stage = _model(prepared)
     at, place, routing = groups.position, topology.place(dist.get_rank()), config.routing(topology)
     plan = replace(prepared.plan, start_step=start.step, start_sample=start.sample)

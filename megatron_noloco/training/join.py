@@ -23,7 +23,7 @@ from megatron_noloco.job.join import (
     record_collectives,
 )
 from megatron_noloco.job.launcher import local_device
-from megatron_noloco.job.run_folder import occupy
+from megatron_noloco.job.run_folder import occupy, stop_request
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.fit import shortage
 from megatron_noloco.training.prepare import Prepared, alike
@@ -38,11 +38,13 @@ class Joined(NamedTuple):
         transport: for exchanges between replicas.
         start: where the training begins or continues.
         membership: in a federation; None where all replicas are one job.
+        old_stop_request: the last request to stop a job of this run that came before this one began.
     """
 
     transport: Transport
     start: Start
     membership: Membership | None
+    old_stop_request: str
 
 
 def join_job(prepared: Prepared) -> Joined:
@@ -54,6 +56,7 @@ def join_job(prepared: Prepared) -> Joined:
     """
     config, topology = prepared.config, prepared.topology
     notes = _join_ranks(prepared)
+    old_stop_request = stop_request(Path(config.training.output_dir))  # before the job can be asked to stop
     settings, membership = checkpoint_settings(config, topology), None
     if taken := of_rank_0(occupy(settings.folder.parent) if dist.get_rank() == 0 else ""):
         raise ValueError(taken)
@@ -78,7 +81,7 @@ def join_job(prepared: Prepared) -> Joined:
     else:
         transport = choose_transport(config.noloco.transport, prepared.world)
     start = settle_start(settings, topology, start)
-    return Joined(transport, replace(start, notes=notes + start.notes), membership)
+    return Joined(transport, replace(start, notes=notes + start.notes), membership, old_stop_request)
 
 
 def _join_ranks(prepared: Prepared) -> list[str]:

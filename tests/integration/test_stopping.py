@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from megatron_noloco.checkpoint import catalog
 from megatron_noloco.job import agreement, stopping
-from megatron_noloco.job.run_folder import ask_to_stop
+from megatron_noloco.job.run_folder import ask_to_stop, stop_request
 from megatron_noloco.job.stopping import Stopping
 from tests.harness import run_ranks
 from tests.integration.chaos import Fault, Run, assert_same_state
@@ -44,7 +44,7 @@ def _poll_often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def partner_ahead(rank: int, world_size: int) -> int:
     """Rank 0 is in its 10th step, which needs rank 1; rank 1 has done 5 and is asked to stop."""
-    stop, store = Stopping(None, NOWHERE), dist.distributed_c10d._get_default_store()
+    stop, store = Stopping(None, NOWHERE, ""), dist.distributed_c10d._get_default_store()
     for step in range(100):
         if rank == 1 and step == 5:
             store.wait(["rank 0 waits"])
@@ -69,7 +69,7 @@ def test_a_rank_that_waits_for_the_one_asked_does_not_block_the_agreement() -> N
 
 def at_the_end(rank: int, world_size: int) -> tuple[int, str | None]:
     """Rank 0 has done all 7 steps when rank 1 is asked to stop at 3."""
-    stop, store = Stopping(None, NOWHERE), dist.distributed_c10d._get_default_store()
+    stop, store = Stopping(None, NOWHERE, ""), dist.distributed_c10d._get_default_store()
     steps = 7
     for step in range(7):
         if rank == 1 and step == 3:
@@ -90,7 +90,7 @@ def test_when_one_rank_has_reached_the_end_all_go_there() -> None:
 
 def asked_before_the_first_step(rank: int, world_size: int) -> int:
     """The answer of all ranks is there before any of them, resumed at step 10, begins."""
-    stop = Stopping(None, NOWHERE)
+    stop = Stopping(None, NOWHERE, "")
     if rank == 0:
         os.kill(os.getpid(), signal.SIGTERM)
     stop._agreed.wait()
@@ -105,7 +105,7 @@ def test_asked_before_the_first_step() -> None:
 
 def asked_by_a_file(rank: int, world_size: int, folder: Path) -> tuple[int, str | None]:
     """A file that was there before asks nobody; it is written again in the fourth step."""
-    stop = Stopping(None, folder)
+    stop = Stopping(None, folder, stop_request(folder))
     for step in range(1000):
         if stop.before_step(step):
             break
@@ -127,9 +127,28 @@ def test_asked_by_a_file(tmp_path: Path) -> None:
     assert 4 <= steps < 1000
 
 
+def asked_before_it_watches(rank: int, world_size: int, folder: Path) -> tuple[int, str | None]:
+    """As a job that waits for others at its start."""
+    old = stop_request(folder)
+    ask_to_stop(folder)
+    stop = Stopping(None, folder, old)
+    for step in range(1000):
+        if stop.before_step(step):
+            break
+        time.sleep(0.05)
+    stop.close(step)
+    return step, stop.reason
+
+
+def test_asked_by_a_file_before_it_watches(tmp_path: Path) -> None:
+    ((steps, reason),) = run_ranks(1, asked_before_it_watches, tmp_path)
+    assert reason == "the command stop"
+    assert steps < 1000
+
+
 def interrupted_twice(rank: int, world_size: int) -> bool:
     before = signal.getsignal(signal.SIGINT)
-    stop = Stopping(None, NOWHERE)
+    stop = Stopping(None, NOWHERE, "")
     os.kill(os.getpid(), signal.SIGINT)
     try:
         os.kill(os.getpid(), signal.SIGINT)
