@@ -24,6 +24,7 @@ from megatron_noloco.job.leaving import FAILURE
 if TYPE_CHECKING:
     from megatron_noloco.config import RunConfig
     from megatron_noloco.model.architecture import Architecture
+    from megatron_noloco.plans.topology import Topology
     from megatron_noloco.preflight.accelerators import Accelerator
     from megatron_noloco.preflight.machine import Finding
     from megatron_noloco.preflight.plan import Network, Plan
@@ -48,7 +49,7 @@ def add_commands(commands: Commands) -> None:
     add("--step", type=duration, metavar="TIME", help="measured time of a local step, such as 0.3s")
     add("--bandwidth", type=bandwidth, metavar="RATE", help="rate of a node's link, such as 1Gbit")
     add("--latency", type=latency, default=0.0, metavar="TIME", help="delay from node to node, such as 25ms")
-    per_node = "ranks that share a link (default: 8 with --gpu, else 1)"
+    per_node = "ranks that share a link (default: 8 with --gpu, of up to 8 those of a replica; else 1)"
     add("--gpus-per-node", type=at_least_one, metavar="N", help=per_node)
     add("--json", action="store_true", help=_JSON)
     plan.set_defaults(run=_plan)
@@ -90,7 +91,7 @@ def _plan(args: argparse.Namespace) -> int:
             if given:
                 raise ValueError(f"{option}: give --bandwidth as well; without it exchanges are left out")
     else:
-        per_node = args.gpus_per_node or min(ranks, _RANKS_OF_GPU_NODE if args.gpu else 1)
+        per_node = args.gpus_per_node or (_ranks_of_node(topology) if args.gpu else 1)
         network = Network(args.bandwidth, args.latency, per_node)
     plan = plan_of(config, architecture, topology, network, step)
     if args.json:
@@ -103,6 +104,12 @@ def _plan(args: argparse.Namespace) -> int:
                 say(f"the peak of {accelerator.words} in {config.precision} is not known: give --step")
         _show_time(plan, network)
     return 0
+
+
+def _ranks_of_node(topology: "Topology") -> int:
+    """Return how many GPUs share a link; of a job that would fit into one node, those of a replica."""
+    whole = topology.ensemble * topology.replica_size > _RANKS_OF_GPU_NODE
+    return _RANKS_OF_GPU_NODE if whole else topology.replica_size
 
 
 def _accelerator(name: str) -> "Accelerator":
@@ -164,6 +171,8 @@ def _show_time(plan: "Plan", network: "Network | None") -> None:
     if plan.routed_seconds is not None:
         say(f'    which takes {plan.routed_seconds:.3g} s here; noloco.routing.interval "off" saves it')
     if not plan.schemes:
+        if network is not None:
+            say("", "nothing is exchanged: there is one replica")
         return
     head = ["", "every", "MB per rank", "seconds"]
     head += [] if step is None else ["time lost", "< 1 % from k ="]

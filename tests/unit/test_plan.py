@@ -264,6 +264,24 @@ def test_the_time_lost() -> None:
     assert replace(delayed, hidden_steps=5).enough_steps(1) == 5, "a delay is at most local_steps"
 
 
+@pytest.mark.parametrize(
+    ("options", "sharing"),
+    [([], "2"), (["--gpus", "16"], "8"), (["--gpus-per-node", "4"], "4")],  # a replica has 2 ranks
+)
+def test_how_many_gpus_share_a_link(
+    options: list[str], sharing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A job of 8 GPUs that exchanges over a link is not on one node."""
+    plan = ["plan", str(CONFIGS / "quickstart.json"), "--gpu", "A100", "--bandwidth", "1Gbit"]
+    assert main([*plan, *options]) == 0
+    assert f"{sharing} ranks share a node's link" in capsys.readouterr().out
+
+
+def test_one_replica_exchanges_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(CONFIGS / "quickstart.json"), "--gpus", "2", "--bandwidth", "1Gbit"]) == 0
+    assert "nothing is exchanged: there is one replica" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("size", "halved"), [(4, True), (3, False), (1, False)])
 def test_a_change_that_saves_keeps_the_batch(size: int, halved: bool) -> None:
     """Half of an odd micro batch, with twice the accumulation, would be another one."""
