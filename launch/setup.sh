@@ -24,6 +24,12 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     say "making $venv with $("$python" --version)"
     "$python" -m venv --clear "$venv"
 fi
+# A link to the environment of another copy of the repository would make that one import this one.
+site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+owner=$(cat "$site/megatron_noloco.pth" 2>/dev/null || echo "$PWD")
+if [ "$owner" != "$PWD" ] && [ -d "$owner/megatron_noloco" ]; then
+    fail "$venv is the environment of $owner; remove the link, or name another one with VENV"
+fi
 
 # --- torch first: the default build for Linux includes gigabytes of CUDA libraries that a CPU does not need --
 torch=$(grep '^torch[<>=]' requirements.txt)
@@ -63,7 +69,6 @@ else
     pip_install -r requirements.txt
 fi
 # The repository itself: importable from any folder, and editable; and its command.
-site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
 echo "$PWD" >"$site/megatron_noloco.pth"
 printf '#!/bin/sh\nexec "%s/bin/python" -m megatron_noloco "$@"\n' "$venv" >"$venv/bin/megatron-noloco"
 chmod +x "$venv/bin/megatron-noloco"

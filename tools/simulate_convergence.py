@@ -34,9 +34,6 @@ def main() -> None:
         metavar="STEPS",
         help="replica 0 takes only so many of noloco.local_steps in a round",
     )
-    parser.add_argument(
-        "--weighted", action="store_true", help="with --slow: a pair weighs outer gradients by their steps"
-    )
     parser.add_argument("--threads", type=int, help="of torch; default: all cores")
     options = parser.parse_args()
     if options.threads:
@@ -46,7 +43,7 @@ def main() -> None:
         apply(raw, change)
     try:
         config = RunConfig.from_dict(raw)
-        slow = None if options.slow is None else Slow(config, options.slow, options.weighted)
+        slow = None if options.slow is None else Slow(config, options.slow)
         simulation = Simulation(config, slow=slow)
     except ValueError as error:
         sys.exit(str(error))
@@ -55,7 +52,7 @@ def main() -> None:
         evaluations.append(asdict(evaluation))
         print(f"step {evaluation.step}: mean model {evaluation.mean_model_loss:.4f}", file=sys.stderr)
     seconds = time.perf_counter() - started
-    changes = {"changes": options.set, "slow": options.slow, "weighted": options.weighted}
+    changes = {"changes": options.set, "slow": options.slow}
     print(json.dumps({**changes, "seconds": round(seconds, 1), "evaluations": evaluations}))
 
 

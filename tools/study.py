@@ -11,11 +11,11 @@ one replica alone.
 A method's learning rate is found with the first seed: from that of its JSON it is doubled and halved until the
 best lies between two worse ones. The other seeds take the best one. With "tune": false all take that of the JSON.
 
-Finished runs are in OUTPUT/results.jsonl and are not repeated: an interrupted study can be continued, and a
-simulated run from where it was at most five minutes before. `--jobs` makes several runs side by side. A run is
-simulated on one core; `--compiled` by `torch.compile`, which needs a C++ compiler. With `--trainer` it is the
-trainer itself under mpirun, with a process for each rank: for what is not simulated, such as pipeline stages. A
-run that failed is in OUTPUT, with its log.
+Finished runs are in OUTPUT/results.jsonl and are not repeated, and refused if their settings were others: an
+interrupted study can be continued, and a simulated run from where it was at most five minutes before. `--jobs`
+makes several runs side by side. A run is simulated on one core; `--compiled` by `torch.compile`, which needs a
+C++ compiler. With `--trainer` it is the trainer itself under mpirun, with a process for each rank: for what is
+not simulated, such as pipeline stages. A run that failed is in OUTPUT, with its log.
 """
 
 import copy
@@ -62,7 +62,10 @@ def main() -> None:
                 )
     options.output.mkdir(parents=True, exist_ok=True)
     run: Run = train if options.trainer else partial(simulate, compiled=options.compiled)
-    results = Runs(study, options.output / "results.jsonl", options.jobs, run).all()
+    try:
+        results = Runs(study, options.output / "results.jsonl", options.jobs, run).all()
+    except ValueError as error:
+        sys.exit(f"study: {error}")
     rows = table(results)
     (options.output / "table.csv").write_text(as_csv(rows))
     (options.output / "table.md").write_text(as_markdown(rows))
@@ -109,9 +112,12 @@ class Runs:
         return sorted(losses, key=losses.__getitem__)
 
     def _loss(self, key: Key) -> float:
+        raw = configure(self.study, *key)
+        found = self.results.get(key, {}).get("json", digest(raw))  # results of older versions have none
+        if found != digest(raw):
+            raise ValueError(f"{self.path}: {key} is there of other settings; give another --output")
         if key not in self.results:
-            raw = configure(self.study, *key)
-            result = self._pool.submit(self.run, raw, self.path.parent).result()
+            result = self._pool.submit(self.run, raw, self.path.parent).result() | {"json": digest(raw)}
             with self._writing, self.path.open("a") as file:
                 file.write(json.dumps({**key._asdict(), **result}) + "\n")
                 print(f"{key}: {result['mean_model_loss']:.4f}", file=sys.stderr)
@@ -147,6 +153,11 @@ def configure(
     return raw
 
 
+def digest(raw: dict[str, Any]) -> str:
+    """Return what tells the JSON of a run from others."""
+    return hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()[:16]
+
+
 def end_with_parent() -> None:
     """Let this process end when the study ends, also when that is killed."""
     parent = parent_process()
@@ -178,7 +189,7 @@ def simulate(raw: dict[str, Any], folder: Path, compiled: bool = False) -> dict[
     from tools.simulator.simulation import Simulation
 
     torch.set_num_threads(1)
-    saved = folder / f"{hashlib.sha256(json.dumps(raw).encode()).hexdigest()[:16]}.pt"
+    saved = folder / f"{digest(raw)}.pt"
     own = take_own(raw)
     simulation = Simulation(RunConfig.from_dict(raw), compiled, **own)
     evaluations = list(simulation.run(saved))

@@ -13,12 +13,13 @@ moment of a run be compared.
 All ranks share the processors of this machine, so a local step takes longer than on hosts of their own.
 
 Prints one JSON object; OUTPUT has the runs' folders, the object, and a figure of the loss over time. A run that is
-there is not repeated.
+there is not repeated, and refused if its settings or its link were others.
 """
 
 import copy
 import json
 import sys
+from dataclasses import asdict
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -77,7 +78,10 @@ def train(
     raw = copy.deepcopy(base)
     for change in [*changes, f"training.output_dir={folder}"]:
         apply(raw, change)
-    if not (folder / "done").exists():
+    done, wanted = folder / "done", json.dumps([raw, asdict(link)], sort_keys=True)
+    if done.exists() and done.read_text() != wanted:
+        raise ValueError(f"{folder}: is a run of other settings or on another link; give another --output")
+    if not done.exists():
         folder.mkdir(parents=True, exist_ok=True)
         config = folder / "config.json"
         config.write_text(json.dumps(raw, indent=2))
@@ -85,7 +89,7 @@ def train(
         ranks = parallel["replicas"] * parallel.get("data_parallel_size", 1)
         with lab([link] * ranks) as there:
             there.mpirun((), "megatron_noloco", "train", "--config", str(config), seconds=timeout_seconds)
-        (folder / "done").touch()
+        done.write_text(wanted)
     return curve(folder, raw["noloco"].get("enabled", True))
 
 

@@ -395,3 +395,17 @@ def test_setup_refuses_a_python_that_does_not_fit(python: str, says: str, tmp_pa
     code, said = launch("setup.sh", environ={"PYTHON": python.format(folder=tmp_path)})
     assert (code, len(said.splitlines())) == (1, 1)
     assert said.startswith(says)
+
+
+def test_setup_refuses_the_environment_of_another_copy(tmp_path: Path) -> None:
+    """As after a link to its .venv: the other copy would import this one."""
+    for folder in ("bin", "site", "other/megatron_noloco"):
+        (tmp_path / folder).mkdir(parents=True)
+    write_programs(tmp_path / "bin", {"python": f'[ "$1" != -c ] || echo {tmp_path}/site\n'})
+    (tmp_path / "site" / "megatron_noloco.pth").write_text(f"{tmp_path}/other\n")
+    code, said = launch("setup.sh", environ={"VENV": str(tmp_path)})
+    assert code == 1
+    assert said == (
+        f"set-up: {tmp_path} is the environment of {tmp_path}/other; remove the link, or name another one with "
+        "VENV\n"
+    )

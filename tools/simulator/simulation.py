@@ -77,8 +77,15 @@ class Simulation:
             )
         if config.deepspeed["optimizer"]["type"] not in ("AdamW", "Muon") or config.precision != "fp32":
             raise ValueError("optimizer.type must be AdamW or Muon, and the precision fp32, in a simulation")
-        if config.model.z_loss_coeff:
-            raise ValueError("model.z_loss_coeff is not simulated")
+        if config.noloco.chooses_delay:
+            raise ValueError('noloco.overlap.delay_steps "auto" measures time: give a number in a simulation')
+        if config.training.pretrained is not None:
+            raise ValueError("training.pretrained is not simulated")
+        for name in ("z_loss_coeff", "hidden_dropout", "attention_dropout"):
+            if getattr(config.model, name):
+                raise ValueError(f"model.{name} is not simulated")
+        if not config.evaluation.iters:
+            raise ValueError("evaluation.iters 0: a simulation has no other result; give at least 1")
         if config.data.reset_attention_mask or config.data.eod_mask_loss or config.data.sft_data_path:
             raise ValueError(
                 "data.reset_attention_mask, data.eod_mask_loss and data.sft_data_path are not simulated"
@@ -158,8 +165,6 @@ class Simulation:
             for step in range(self.inner.steps, steps):
                 self._local_step(step)
                 done = step + 1
-                if self.slow is not None:
-                    self.slow.rescale(done, self.weights, self.outer)
                 if self.sparse is not None and self.sparse.after_local_step(done):
                     self.sent_bytes += self._sparse_bytes  # all-gathered in a ring: as many are received
                 reports = self._of_all(threads, partial(_after_local_step, done))
