@@ -41,6 +41,15 @@ class Seen(NamedTuple):
         return self.connected and time.monotonic() - self.heard <= _SILENCE_SECONDS
 
 
+def is_far_behind(exchange: int, number: int, behind: int) -> bool:
+    """Whether a replica that began `exchange` last goes on at `number`, which others have begun; see `keeping_up`.
+
+    Args:
+        behind: the most exchanges between the two.
+    """
+    return number - exchange > behind
+
+
 @dataclass
 class Counterpart:
     """A counterpart, as this rank sees it.

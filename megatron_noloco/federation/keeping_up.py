@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megatron_noloco.federation.counterpart import Seen
+from megatron_noloco.federation.counterpart import Seen, is_far_behind
 from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.job.activity import now
 from megatron_noloco.outer import Weights
@@ -62,9 +62,10 @@ class KeepingUp:
 
     A replica that was away would find no partner, since the others are at later rounds, and a replica that is
     slower than the others would make its partners wait. So it compares itself with the others at regular steps. If
-    at least half of them have begun an exchange that is more than a few local steps ahead, it leaves out all local
-    steps before that exchange but the last. "A few" are the steps of `rounds_behind` rounds; with local_steps
-    "auto" a quarter of the steps between two exchanges, so that a slow replica leaves out steps as well.
+    at least half of them have begun an exchange that is far ahead, it leaves out all local steps before that
+    exchange but the last. With local_steps "all" this is where it is more than `rounds_behind` rounds behind
+    (`is_far_behind`); with "auto", so that a slow replica leaves out steps as well, where it would leave out more
+    than a quarter of the steps between two exchanges.
 
     Local steps, learning rate and samples go by the number of the step. The samples of steps left out are not
     read. The weights stay the replica's own, and rounds pull them towards the others.
@@ -86,11 +87,10 @@ class KeepingUp:
         self.local_steps, self._fragments = noloco.local_steps, noloco.fragments
         self._longest_seconds = noloco.deadline_seconds
         self._steps = steps
-        self._few = federation.rounds_behind * noloco.local_steps
-        self._look_interval = noloco.local_steps
-        if federation.local_steps == "auto":
-            self._few = noloco.local_steps // (4 * noloco.fragments)
-            self._look_interval = max(1, self._few)
+        self._behind = federation.rounds_behind * noloco.fragments
+        self._few = noloco.local_steps // (4 * noloco.fragments)
+        self._takes_all = federation.local_steps == "all"
+        self._look_interval = noloco.local_steps if self._takes_all else max(1, self._few)
         self._untrained = self._ended = False
 
     def start(self, done: int) -> None:
@@ -141,7 +141,11 @@ class KeepingUp:
                 "state of one of them"
             )
         self._untrained = False  # the others are as little trained
-        if left_out <= self._few:
+        if self._takes_all:
+            far = is_far_behind(self._last_exchange(step), self._last_exchange(due), self._behind)
+        else:
+            far = left_out > self._few
+        if not far:
             return step
         self._announce(step + left_out)
         return step + left_out

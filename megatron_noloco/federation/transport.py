@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_noloco.federation.commit import Standing
-from megatron_noloco.federation.counterpart import Seen
+from megatron_noloco.federation.counterpart import Seen, is_far_behind
 from megatron_noloco.federation.frames import ANYONE, DTYPE_CODES, LARGEST, Member, Receive, Send
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.rendezvous import (
@@ -93,7 +93,7 @@ class Patience:
 
     Attributes:
         shortest_seconds, longest_seconds: bounds of the deadline; the longest counts where they contradict.
-        behind: a counterpart that is more exchanges behind than this is not waited for.
+        behind: a counterpart that was more exchanges than this behind the last one is not waited for.
     """
 
     shortest_seconds: float
@@ -152,7 +152,8 @@ class FederationPartners:
         epoch, until, why = self._avoided.get(rank, (-1, 0, ""))
         if epoch == seen.epoch and seen.exchange < until:
             return why
-        return "is behind" if number - seen.exchange > self._patience.behind else ""
+        # One that was not far behind the exchange before leaves nothing out, so it would stay where it is.
+        return "is behind" if is_far_behind(seen.exchange, number - 1, self._patience.behind) else ""
 
     def avoid(self, rank: int, exchanges: int, why: str) -> None:
         seen = self._protocol.counterparts[rank].seen
@@ -185,7 +186,7 @@ class FederationPartners:
             for rank, one in seen.items()
             if one.present
             and one.open_from <= 2 * number + 1
-            and number - one.exchange <= self._patience.behind
+            and not is_far_behind(one.exchange, number, self._patience.behind)
         }
 
     def agree(self, votes: Sequence[int]) -> list[int]:

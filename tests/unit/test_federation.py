@@ -363,12 +363,12 @@ def test_standing_of_a_counterpart(tmp_path: Path) -> None:
         with transport(tmp_path, 1) as second:
             assert first.wait_for(1, SECONDS)
             assert first.partners.standing(0, 1) == (Standing.FREE, "")
-            assert reason(3) == "is behind"
+            assert reason(4) == "is behind"
             second.partners.begin(1, 0)
             until(lambda: first.begun() == {1: 1})
             assert first.partners.standing(1, 1) == (Standing.WAITING, "")
-            assert first.partners.standing(4, 1) == (Standing.FREE, "")
-            assert reason(5) == "is behind"
+            assert first.partners.standing(5, 1) == (Standing.FREE, "")
+            assert reason(6) == "is behind"
             first.partners.avoid(1, 1, "missed its last deadline")
             assert reason(2) == "missed its last deadline"
             second.partners.begin(2, 0)

@@ -1,6 +1,7 @@
 """Where a replica of a federation goes on, and from what."""
 
 from types import SimpleNamespace
+from typing import Any, Literal
 from unittest.mock import patch
 
 import pytest
@@ -8,8 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_noloco.federation import keeping_up as module
+from megatron_noloco.federation.commit import Standing
 from megatron_noloco.federation.counterpart import Seen
 from megatron_noloco.federation.keeping_up import FINAL, KeepingUp, UntrainedError
+from megatron_noloco.federation.transport import FederationPartners, Patience
+from megatron_noloco.plans.fragments import fragment_after, next_after
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 
@@ -87,6 +91,39 @@ def test_exchanges_of_fragments_are_counted_one_by_one() -> None:
     assert next_step(keeping_up([4 * 4 + 1], fragments=4)[0], 10) == 44
     assert next_step(keeping_up([4 * 2 + 1], fragments=4, adapts=True)[0], 20) == 24
     assert next_step(keeping_up([4 * 2], fragments=4, adapts=True)[0], 21) == 21
+
+
+@pytest.mark.parametrize("local_steps", ["all", "auto"])
+@pytest.mark.parametrize(
+    ("k", "fragments"), [(k, fragments) for k in (1, 3, 5, 10) for fragments in (1, 2, 5) if fragments <= k]
+)
+def test_a_replica_with_a_constant_lag_is_waited_for_or_goes_on(
+    k: int, fragments: int, local_steps: Literal["all", "auto"]
+) -> None:
+    """Otherwise two of equal speed would never exchange again."""
+    noloco = NolocoSettings(local_steps=k, fragments=fragments)
+    federation = FederationSettings(local_steps=local_steps)
+
+    def last_exchange(done: int) -> int:
+        round_index, fragment = next_after(done, k, fragments)
+        return round_index * fragments + fragment - 1
+
+    def is_waited_for(ahead: int, behind: int) -> bool:
+        seen = Seen(1, 2 * last_exchange(behind), heard=float("inf"), connected=True)
+        service: Any = SimpleNamespace(
+            check=lambda: None, protocol=SimpleNamespace(counterparts={1: SimpleNamespace(seen=seen)})
+        )
+        partners = FederationPartners(service, Patience(1.0, 1.0, federation.rounds_behind * fragments))
+        return partners.standing(last_exchange(ahead), 1)[0] != Standing.AWAY
+
+    def goes_on(ahead: int, behind: int) -> bool:
+        others: Any = Others([last_exchange(ahead)])
+        return next_step(KeepingUp(others, noloco, federation), behind) != behind
+
+    for lag in range(6 * k + 1):
+        moments = [(ahead, ahead - lag) for ahead in range(50 * k, 51 * k)]
+        waits = any(is_waited_for(*at) for at in moments if fragment_after(at[0], k, fragments))
+        assert waits or any(goes_on(*at) for at in moments), lag
 
 
 @pytest.mark.parametrize(("done", "left_out"), [(40, 3), (0, -1)])
