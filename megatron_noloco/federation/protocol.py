@@ -62,7 +62,6 @@ class FederationProtocol:
         relays: bool = False,
         sealing: Sealing | None = None,
     ) -> None:
-        self.member = member
         self.counterparts: Mapping[int, Counterpart] = {rank: Counterpart(rank) for rank in counterparts}
         self.dropped: Counter[str] = Counter()
         self.directory = Directory(member)
@@ -86,6 +85,11 @@ class FederationProtocol:
             Kind.OFFER: self._take_offer,
         }
 
+    @property
+    def member(self) -> Member:
+        """This process, as the others know it."""
+        return self.directory.member
+
     def warn(self, line: str) -> None:
         """Write a line to stderr, once; no more after many."""
         if line not in self._warnings and len(self._warnings) < _MOST_WARNINGS:
@@ -100,6 +104,18 @@ class FederationProtocol:
         counterpart.informed, counterpart.apart = -1, time.monotonic()
         self.cancel(counterpart, failure=ConnectionError(f"rank {counterpart.rank} {why}"))
         counterpart.outbox.take_path(None)
+
+    def claim_rank(self) -> None:
+        """Be the latest process of this rank for the others, or say which one is; see `Directory.claim`."""
+        if self.directory.claim():
+            for counterpart in self.counterparts.values():
+                self.lost(counterpart, "took this process for an earlier one")
+            self.paths.check_all()
+        elif rival := self.directory.rival:
+            self.warn(
+                f"another process of this rank, at {rival.endpoint}, counts for the others: is --replica that of "
+                "another job? End one of the two; if this one is right, start it again"
+            )
 
     # Messages that this rank posts
 
@@ -281,6 +297,9 @@ class FederationProtocol:
         if counterpart is None:
             return "unknown sender"
         if not self._admit(counterpart, frame, link):
+            if frame.kind == Kind.HELLO and not frame.relayed:
+                answer, latest = self.directory.latest(frame.sender, counterpart.seen.epoch)
+                link.send(answer.pack(), latest)
             return "earlier process"
         self.paths.came(counterpart, link, frame.relayed)
         if frame.relayed and parts:

@@ -11,7 +11,7 @@ import re
 import socket
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Protocol
@@ -24,6 +24,7 @@ from megatron_noloco.files import write_text
 _ENTRY = struct.Struct("!IQ32sBB")  # rank, epoch, key, whether it relays, length of the endpoint that follows
 _LONGEST_ENDPOINT = 255  # bytes
 _ENDPOINT = re.compile(r"tcp://[A-Za-z0-9][A-Za-z0-9_.-]*:([0-9]{1,5})")  # ZeroMQ raises for others
+_EPOCHS = 2**30  # nanoseconds: a second
 _FOLDER, _SEEDS = "file://", "tcp://"
 # One look in ten asks the seeds although others are there, so that two halves find each other again; and looks up
 # names of hosts again, whose addresses may change.
@@ -101,18 +102,49 @@ class Directory:
     Attributes:
         addresses: by rank.
         version: grows with each change.
+        member: this process.
     """
 
     def __init__(self, member: Member) -> None:
         self.addresses: dict[int, Address] = {}
         self.version = 0
-        self._member = member
+        self.member = member
+        self._own: Address | None = None
+        self._claimed = False
+
+    def announce(self, own: Address) -> None:
+        """Add the address of this process."""
+        self._own = own
+        self.merge({self.member.rank: own})
+
+    @property
+    def rival(self) -> Address | None:
+        """The address of a later process of this rank, which counts for the others; None: there is none."""
+        latest = self.addresses.get(self.member.rank)
+        return None if latest is None or latest.epoch <= self.member.epoch else latest
+
+    def claim(self) -> bool:
+        """Become the latest process of this rank where there is a `rival`, once; returns whether it did.
+
+        The rival may have ended: its epoch is of a clock that was ahead. One that runs claims the rank as well,
+        so that of two the one that was later stays it.
+        """
+        rival = self.rival
+        if rival is None or self._own is None or self._claimed:
+            return False
+        epoch = rival.epoch + 1 + self.member.epoch % _EPOCHS  # which no other process takes
+        if epoch > LARGEST:
+            return False
+        self._claimed = True
+        self.member = replace(self.member, epoch=epoch)
+        self.announce(replace(self._own, epoch=epoch))
+        return True
 
     def merge(self, addresses: Mapping[int, Address]) -> None:
         """Keep the latest address of each rank; leave out those that are invalid, or of slots not known here."""
         for rank, address in addresses.items():
             known = self.addresses.get(rank)
-            if not (0 <= rank < self._member.ranks and self._is_valid(address)):
+            if not (0 <= rank < self.member.ranks and self._is_valid(address)):
                 continue
             if known is None or known.epoch < address.epoch:
                 self.addresses[rank] = address
@@ -121,11 +153,18 @@ class Directory:
     def frame(self, receiver: int = ANYONE, asks: bool = False) -> tuple[Frame, np.ndarray]:
         """Return header and content of the frame that sends all addresses, and may ask for the receiver's."""
         data = np.frombuffer(self.pack(), np.uint8)
-        return self._member.frame(Kind.ADDRESSES, receiver, data, number=asks), data
+        return self.member.frame(Kind.ADDRESSES, receiver, data, number=asks), data
+
+    def latest(self, rank: int, epoch: int) -> tuple[Frame, np.ndarray]:
+        """Return what tells an earlier process of a rank that there is a later one, of this epoch; as `frame`."""
+        told = Directory(self.member)
+        known = self.addresses.get(rank, Address("", epoch))
+        told.addresses[rank] = replace(known, epoch=max(known.epoch, epoch))
+        return told.frame(rank)
 
     def take(self, frame: Frame, data: np.ndarray) -> str:
         """Merge the addresses that another rank has sent; returns why they are dropped, or an empty string."""
-        if frame.sender == self._member.rank:  # it asked all addresses in the config, its own among them
+        if frame.sender == self.member.rank:  # it asked all addresses in the config, its own among them
             return ""
         if not frame.announces(data):
             return "wrong chunk"
@@ -164,7 +203,7 @@ class Directory:
     @property
     def longest(self) -> int:
         """The largest number of bytes that `pack` can return."""
-        return self._member.ranks * (_ENTRY.size + _LONGEST_ENDPOINT)
+        return self.member.ranks * (_ENTRY.size + _LONGEST_ENDPOINT)
 
     def _is_valid(self, address: Address) -> bool:
         valid = is_endpoint(address.endpoint) or not address.endpoint

@@ -147,15 +147,10 @@ class Service:
     def _follow_directory(self) -> None:
         """Connect to counterparts where they are now."""
         directory = self.protocol.directory
-        own, addresses = self.protocol.member, directory.addresses
+        own, addresses = self.protocol.member.rank, directory.addresses
         if directory.version != self._followed:
             self._followed = directory.version
-            other = addresses.get(own.rank)
-            if other is not None and other.epoch > own.epoch:
-                self.protocol.warn(
-                    f"another process of this rank, at {other.endpoint}, counts for the others: is --replica that "
-                    "of another job, or the clock of this host behind?"
-                )
+            self.protocol.claim_rank()
         apart = set[str]()
         for rank, counterpart in self.protocol.counterparts.items():
             if rank not in addresses:
@@ -173,7 +168,7 @@ class Service:
             if not endpoint:
                 continue
             if rank not in self._dialled:
-                if linked or not (own.rank > rank or not self.endpoint or late):
+                if linked or not (own > rank or not self.endpoint or late):
                     continue
                 link = self._links.dial(endpoint)
                 if link is not None:  # else tried again at the next HELLO

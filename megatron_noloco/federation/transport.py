@@ -250,7 +250,7 @@ class FederationTransport:
             endpoint = listen_at(network.advertise, at)
         key = self.service.sealing.public if self.service.sealing else bytes(32)
         address = Address(endpoint, epoch, key, network.relays)
-        self.service.learn({self.rank: address})
+        self.service.do(self._protocol.directory.announce, address)
         network.rendezvous.publish(self.rank, address)
         return address
 

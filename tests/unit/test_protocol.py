@@ -9,6 +9,7 @@ import zmq
 
 from megatron_noloco.federation.frames import (
     DTYPE_CODES,
+    LARGEST,
     Frame,
     Kind,
     Member,
@@ -32,11 +33,13 @@ class Sent(Link):
     def __init__(self) -> None:
         self.endpoint, self.up = "", True
         self.frames: list[Frame] = []
+        self.data: list[bytes] = []  # of the frames that have any
 
     def send(self, *parts: Any) -> bool:
         frame = read(bytes(parts[0]))
         assert frame is not None
         self.frames.append(frame)
+        self.data += map(bytes, parts[1:])
         return self.up
 
     def last(self, kind: Kind) -> Frame:
@@ -48,7 +51,7 @@ class Rank:
 
     def __init__(self) -> None:
         self.protocol = FederationProtocol(Member(0, RUN, OWN, 3), [1, 2])
-        self.protocol.directory.merge({0: Address("tcp://h:1", OWN)})
+        self.protocol.directory.announce(Address("tcp://h:1", OWN))
         self.link = Sent()
         for sender in (2, 1):
             self.take(self.link, Frame(Kind.HELLO, RUN, sender, 0, THEIRS, length=2))
@@ -149,3 +152,33 @@ def test_what_is_asked_for_an_exchange_that_is_over_is_void() -> None:
         rank.take(rank.link, want._replace(tag=tag))
     assert rank.protocol.dropped == {"void": 1}
     assert list(rank.protocol.counterparts[1].wants) == [EXCHANGE_TAGS // 2]
+
+
+def test_a_process_whose_clock_is_behind_that_of_an_earlier_one_is_told() -> None:
+    rank, link = Rank(), Sent()
+    rank.take(link, Frame(Kind.HELLO, RUN, 1, 0, THEIRS - 1))
+    assert rank.protocol.dropped == {"earlier process": 1}
+    assert link.last(Kind.ADDRESSES).receiver == 1
+    assert rank.protocol.directory.unpack(link.data[-1]) == {1: Address("", THEIRS)}
+
+
+def test_a_process_counts_as_later_than_one_that_has_ended_but_not_than_one_that_runs() -> None:
+    """Of two that run each becomes the later one once, so the one that is later first stays it."""
+    rank, claimed = Rank(), 100 + 1 + OWN
+    rank.protocol.claim_rank()
+    assert rank.protocol.member.epoch == OWN
+    for later, claims in ((100, True), (200, False)):
+        rank.protocol.directory.merge({0: Address("tcp://h:2", later)})
+        rank.protocol.claim_rank()
+        assert rank.protocol.member.epoch == claimed
+        assert (rank.protocol.directory.rival is None) == claims
+    assert rank.failure() == "rank 1 took this process for an earlier one"
+    assert rank.link.last(Kind.HELLO).epoch == claimed
+    assert rank.protocol.directory.addresses[0] == Address("tcp://h:2", 200)
+
+
+def test_no_process_is_later_than_the_last_number() -> None:
+    rank = Rank()
+    rank.protocol.directory.merge({0: Address("tcp://h:2", LARGEST)})
+    rank.protocol.claim_rank()
+    assert rank.protocol.member.epoch == OWN

@@ -5,8 +5,11 @@ import json
 import re
 import socket
 import threading
+import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing, redirect_stderr
+from functools import partial
+from operator import add
 from pathlib import Path
 
 import pytest
@@ -355,6 +358,25 @@ def test_the_same_replica_twice_is_reported_by_the_one_that_no_longer_counts(tmp
         until(lambda: again.present() == [1])
         line = f"rank 0: another process of this rank, at {again.address.endpoint}, counts for the others"
         until(lambda: line in output.getvalue())
+
+
+@pytest.mark.parametrize("folder", [True, False])
+def test_a_clock_that_was_ahead_locks_no_later_process_out(
+    folder: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeds = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    rendezvous = SharedFolder(tmp_path, RUN) if folder else Seeds.of(seeds[0])
+    network, other = (Network(rendezvous, RUN, f"tcp://{seed}") for seed in seeds)
+    with redirect_stderr(io.StringIO()) as output, ExitStack() as stack:
+        stays = stack.enter_context(closing(FederationTransport(Place(0, 2), network, PATIENCE)))
+        for ahead_ns in (3600 * 10**9, 0, 0):
+            monkeypatch.setattr("time.time_ns", partial(add, time.time_ns(), ahead_ns))
+            with closing(FederationTransport(Place(1, 2), other, PATIENCE)) as one:
+                until(lambda one=one: (stays.present(), one.present()) == ([1], [0]))  # type: ignore[misc]
+                swap(stays, one, tag=1)
+            monkeypatch.undo()
+            until(lambda: stays.present() == [])
+    assert "another process" not in output.getvalue()
 
 
 def test_a_wrong_key_is_reported_by_the_seed_and_by_the_rank_that_has_it(tmp_path: Path) -> None:

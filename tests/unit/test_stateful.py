@@ -5,7 +5,7 @@ ranks have their turn belong to a state machine. A wait ends at once: with what 
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import combinations, permutations
 from types import SimpleNamespace
@@ -62,13 +62,13 @@ class End(Link):
         return True
 
 
-def vector(rank: int, epoch: int, number: int) -> Tensor:
+def vector(rank: int, life: int, number: int) -> Tensor:
     """A vector that no other process or round has; sums and means of two are exact."""
-    return torch.arange(ELEMENTS) + 4096.0 + 128 * rank + 512 * epoch + 16384 * number
+    return torch.arange(ELEMENTS) + 4096.0 + 128 * rank + 512 * life + 16384 * number
 
 
-def content(sender: int, epoch: int, tag: int) -> Tensor:
-    return torch.tensor([sender, epoch, tag, sender + epoch, sender + tag])
+def content(sender: int, life: int, tag: int) -> Tensor:
+    return torch.tensor([sender, life, tag, sender + life, sender + tag])
 
 
 class Posted(NamedTuple):
@@ -87,10 +87,10 @@ class Outcome(NamedTuple):
 
 
 class Process(FederationTransport):
-    """A rank, without the threads of its transport."""
+    """A rank, without the threads of its transport. `life` is the number of the process, from 1."""
 
-    def __init__(self, rank: int, epoch: int, hidden: bool, number: int) -> None:
-        self.rank, self.epoch, self.world_size, self.hidden = rank, epoch, RANKS, hidden
+    def __init__(self, rank: int, epoch: int, hidden: bool, number: int, life: int = 1) -> None:
+        self.rank, self.life, self.world_size, self.hidden = rank, life, RANKS, hidden
         self.chunk_bytes = CHUNK_BYTES
         self._others = [other for other in range(RANKS) if other != rank]
         member = Member(rank, RUN, epoch, RANKS)
@@ -106,8 +106,12 @@ class Process(FederationTransport):
         )
         self.posted: list[Posted] = []
         self.dialled: list[End] = []
-        own = Address("" if hidden else f"tcp://h:{epoch}", epoch, relay=not hidden)
-        self.protocol.directory.merge({rank: own})
+        own = Address("" if hidden else f"tcp://h:{life}", epoch, relay=not hidden)
+        self.protocol.directory.announce(own)
+
+    @property
+    def epoch(self) -> int:
+        return self.protocol.member.epoch
 
     def _choose(self, number: int, others: Others) -> int | None:
         return self.wanted if self.wanted in others.free else None
@@ -116,7 +120,7 @@ class Process(FederationTransport):
         self.number, self.wanted = number, wanted
         self.partner = wanted
         group = min(self.rank, wanted), max(self.rank, wanted)
-        self.committed.begin(vector(self.rank, self.epoch, number), group, number, "a test")
+        self.committed.begin(vector(self.rank, self.life, number), group, number, "a test")
 
     def finish(self) -> Outcome:
         (piece,) = self.committed.finish()
@@ -128,21 +132,25 @@ class Process(FederationTransport):
         if self.protocol._under_way.get(2 * self.number) != self.partner:
             return
         tag = tag_of(self.number, cast(Channel, channel))
-        buffer = content(self.rank, self.epoch, tag) if sends else torch.zeros(5, dtype=torch.int64)
+        buffer = content(self.rank, self.life, tag) if sends else torch.zeros(5, dtype=torch.int64)
         messages = [Message(self.partner, buffer)]
         flight = self.post(messages, [], tag) if sends else self.post([], messages, tag)
         if not sends:
             self.posted.append(Posted(flight, self.partner, tag, buffer))
 
-    def look(self) -> None:
-        """Check the messages that have arrived: they are those of the partner's process now."""
+    def look(self, lives: Mapping[tuple[int, int], int]) -> None:
+        """Check the messages that have arrived: they are those of the partner's process now.
+
+        Args:
+            lives: of processes, by rank and epoch.
+        """
         for one in list(self.posted):
             try:
                 one.flight.arrived()
                 if not one.flight.done():
                     continue
-                epoch = self.protocol.counterparts[one.partner].seen.epoch
-                assert torch.equal(one.buffer, content(one.partner, epoch, one.tag))
+                life = lives[one.partner, self.protocol.counterparts[one.partner].seen.epoch]
+                assert torch.equal(one.buffer, content(one.partner, life, one.tag))
             except ConnectionError:
                 pass
             self.posted.remove(one)
@@ -152,6 +160,7 @@ class Process(FederationTransport):
         for end in self.dialled:
             if end.up and not end.broken:
                 self.protocol.paths.linked(self.protocol.counterparts[end.other.process.rank], end)
+        self.protocol.claim_rank()
         for rank, counterpart in self.protocol.counterparts.items():
             address = self.protocol.directory.addresses.get(rank)
             if counterpart.address != address:
@@ -184,9 +193,10 @@ class Faults(RuleBasedStateMachine):
             one.start()
         self.ends: list[End] = []
         self.faithful = False
-        self.outcomes: dict[tuple[int, int, int], Outcome] = {}  # by number, rank, epoch
+        self.outcomes: dict[tuple[int, int, int], Outcome] = {}  # by number, rank, life
         self.processes: list[Process] = []
         self.epochs: dict[tuple[Process, int], int] = {}
+        self.lives: dict[tuple[int, int], int] = {}  # by rank and epoch
 
     def teardown(self) -> None:
         try:
@@ -200,7 +210,8 @@ class Faults(RuleBasedStateMachine):
     def start(self, network: str) -> None:
         """Start the ranks; the first two may be unable to connect to each other."""
         self.faithful, hidden = network == "faithful", network == "hidden"
-        self.processes = [Process(rank, 1, hidden and rank < 2, -1) for rank in range(RANKS)]
+        self.processes = [Process(rank, 10**6, hidden and rank < 2, -1) for rank in range(RANKS)]
+        self.lives = {(rank, 10**6): 1 for rank in range(RANKS)}
         self._connect_all()
         self._settle(4)
 
@@ -246,7 +257,7 @@ class Faults(RuleBasedStateMachine):
         frame, dropped = _frame(parts), to.protocol.dropped.total()
         seen = to.protocol.counterparts[frame.sender].seen if frame.sender != to.rank else None
         to.protocol.take(end.other, parts)
-        to.look()
+        to.look(self.lives)
         if seen and frame.receiver == to.rank and frame.epoch < seen.epoch and frame.kind != Kind.ADDRESSES:
             assert to.protocol.counterparts[frame.sender].seen is seen, "a message of an earlier process"
             assert to.protocol.dropped.total() == dropped + 1
@@ -257,8 +268,8 @@ class Faults(RuleBasedStateMachine):
 
     def _settle(self, turns: int = 1) -> None:
         for _ in range(turns):
-            for process in self.processes:
-                process.turn()
+            for rank in range(RANKS):
+                self.turn(rank)
             while waiting := self._waiting():
                 for end in waiting:
                     self._deliver(end)
@@ -322,7 +333,9 @@ class Faults(RuleBasedStateMachine):
 
     @rule(rank=ranks)
     def turn(self, rank: int) -> None:
-        self.processes[rank].turn()
+        process = self.processes[rank]
+        process.turn()
+        assert self.lives.setdefault((rank, process.epoch), process.life) == process.life
 
     @rule(seconds=st.sampled_from([0.6, 1.1, 11.0]))
     def wait(self, seconds: float) -> None:
@@ -330,16 +343,20 @@ class Faults(RuleBasedStateMachine):
 
     # Ranks
 
-    @rule(rank=ranks, back=st.integers(0, 2), loses=st.booleans())
-    def restart(self, rank: int, back: int, loses: bool) -> None:
-        """Kill a rank, and start it anew from a checkpoint."""
+    @rule(rank=ranks, back=st.integers(0, 2), loses=st.booleans(), earlier=st.booleans())
+    def restart(self, rank: int, back: int, loses: bool, earlier: bool = False) -> None:
+        """Kill a rank, and start it anew from a checkpoint, with a clock that may be behind the last one's."""
         old = self.processes[rank]
         old.alive = False
         for end in self.ends:
             if end.process is old and not end.broken:
                 self._break(end, loses)
         number = max(-1, old.number - back)
-        self.processes[rank] = Process(rank, old.epoch + 1, old.hidden, number)
+        epoch = old.epoch + (-500 if earlier else 1000)
+        while (rank, epoch) in self.lives:
+            epoch += 1
+        new = self.processes[rank] = Process(rank, epoch, old.hidden, number, old.life + 1)
+        self.lives[rank, epoch] = new.life
 
     def _latest(self) -> int:
         return max(process.number for process in self.processes)
@@ -396,7 +413,7 @@ class Faults(RuleBasedStateMachine):
         process = self.processes[rank]
         if process.partner >= 0:
             outcome = process.finish()
-            self.outcomes[process.number, rank, process.epoch] = outcome
+            self.outcomes[process.number, rank, process.life] = outcome
             self._check_outcomes(process.number)
 
     @rule(order=st.permutations(range(RANKS)), settles=st.booleans())
@@ -422,13 +439,13 @@ class Faults(RuleBasedStateMachine):
 
     def _check_outcomes(self, number: int) -> None:
         """A round counts for both partners or for neither, or one is in doubt; the mean keeps the sum."""
-        for (at, rank, epoch), outcome in self.outcomes.items():
+        for (at, rank, life), outcome in self.outcomes.items():
             if at != number or outcome.mean is None:
                 continue
-            theirs = 2 * outcome.mean - vector(rank, epoch, number)
+            theirs = 2 * outcome.mean - vector(rank, life, number)
             found = [
                 later
-                for later in range(1, self.processes[outcome.partner].epoch + 1)
+                for later in range(1, self.processes[outcome.partner].life + 1)
                 if torch.equal(theirs, vector(outcome.partner, later, number))
             ]
             assert found, "no vector of the partner"
@@ -467,7 +484,8 @@ class Faults(RuleBasedStateMachine):
         for process in self.processes:
             for rank, counterpart in process.protocol.counterparts.items():
                 epoch = counterpart.seen.epoch
-                assert self.epochs.get((process, rank), 0) <= epoch <= self.processes[rank].epoch
+                assert self.epochs.get((process, rank), 0) <= epoch
+                assert epoch == 0 or self.lives[rank, epoch] <= self.processes[rank].life
                 self.epochs[process, rank] = epoch
 
     def mend(self) -> None:
@@ -477,7 +495,7 @@ class Faults(RuleBasedStateMachine):
         self._connect_all()
         if not self.faithful:  # messages may have got lost without a trace
             self.clock.now += 61.0
-        self._settle(4)
+        self._settle(6)  # where all clocks went back, ranks become the later processes one after the other
         self._directories_are_alike()
         for one, other in combinations(range(RANKS), 2):
             self._exchanges((one, other))
@@ -501,7 +519,7 @@ class Faults(RuleBasedStateMachine):
         self._settle()
         for rank in pair:
             self.finish(rank)
-            outcome = self.outcomes[number, rank, self.processes[rank].epoch]
+            outcome = self.outcomes[number, rank, self.processes[rank].life]
             assert outcome.mean is not None, self.processes[rank].committed.report.missed
 
 
