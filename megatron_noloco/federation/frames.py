@@ -8,7 +8,7 @@ A frame is a header of fixed size. Bytes follow the header of a DATA, ADDRESSES 
 | WANT | receiver of a message | a receive is posted under `tag` | its ticket | both paths | bytes of the message |
 | DATA | sender of a message | one chunk | the ticket | of the first byte | bytes of the chunk |
 | GOT | receiver of DATA | one chunk has come, wanted or not | the ticket | 1: the message is complete | 0 |
-| ADDRESSES | every rank | addresses it knows, see `rendezvous` | 1: asks for ours | 0 | bytes that follow |
+| ADDRESSES | every rank | addresses, see `rendezvous` | 1: asks for ours | its ranks | bytes that follow |
 | ASK | rank that starts | asks for an OFFER under `tag` | 1: with the state itself | 0 | 0 |
 | OFFER | rank that was asked | describes its state, see `handover` | 0 | 0 | bytes that follow |
 

@@ -276,11 +276,13 @@ class FederationProtocol:
         if frame.run != self.member.run:
             other = "its job has another seed, model, layout or method, or other first weights"
             self.warn(f"rank {frame.sender} is refused: {other}")
+            self._answer(frame, link)
             return "another run"
         if frame.sender >= self.member.ranks:
             self.warn(
                 f"rank {frame.sender} is not exchanged with: its job has more slots; give this one as many"
             )
+            self._answer(frame, link)
             return "unknown sender"
         if len(parts) != (frame.kind in (Kind.DATA, Kind.ADDRESSES, Kind.OFFER)):
             return "wrong parts"
@@ -288,6 +290,9 @@ class FederationProtocol:
             return self.paths.pass_on(frame, header, parts)
         data = np.frombuffer(parts[0].buffer if parts else b"", np.uint8)
         if frame.kind == Kind.ADDRESSES:
+            if 0 < frame.offset <= self.member.rank:
+                fewer = "its job has fewer slots; give it as many"
+                self.warn(f"rank {frame.sender} does not exchange with this one: {fewer}")
             reason = self.directory.take(frame, data)
             if frame.number and not reason:
                 answer, addresses = self.directory.frame(frame.sender)
@@ -297,9 +302,7 @@ class FederationProtocol:
         if counterpart is None:
             return "unknown sender"
         if not self._admit(counterpart, frame, link):
-            if frame.kind == Kind.HELLO and not frame.relayed:
-                answer, latest = self.directory.latest(frame.sender, counterpart.seen.epoch)
-                link.send(answer.pack(), latest)
+            self._answer(frame, link, counterpart.seen.epoch)
             return "earlier process"
         self.paths.came(counterpart, link, frame.relayed)
         if frame.relayed and parts:
@@ -309,6 +312,16 @@ class FederationProtocol:
             data = opened
         counterpart.update(heard=time.monotonic(), connected=counterpart.outbox.link is not None)
         return self._actions[frame.kind](counterpart, frame, data)
+
+    def _answer(self, frame: Frame, link: Link, latest: int = 0) -> None:
+        """Tell the sender of a frame that is dropped why: another run, fewer slots, or its `latest` process.
+
+        Nothing is answered to an answer. Of another run it learns nothing but that.
+        """
+        asks = frame.kind == Kind.HELLO or (frame.kind == Kind.ADDRESSES and frame.number)
+        if asks and not frame.relayed:
+            header, data = self.directory.latest(frame.sender, latest)
+            link.send(header._replace(run=header.run if header.run == frame.run else 0).pack(), data)
 
     def _admit(self, counterpart: Counterpart, frame: Frame, link: Link) -> bool:
         """Whether a frame is from the counterpart's latest process and, if it answers us, meant for this process.

@@ -153,13 +153,14 @@ class Directory:
     def frame(self, receiver: int = ANYONE, asks: bool = False) -> tuple[Frame, np.ndarray]:
         """Return header and content of the frame that sends all addresses, and may ask for the receiver's."""
         data = np.frombuffer(self.pack(), np.uint8)
-        return self.member.frame(Kind.ADDRESSES, receiver, data, number=asks), data
+        return self.member.frame(Kind.ADDRESSES, receiver, data, number=asks, offset=self.member.ranks), data
 
     def latest(self, rank: int, epoch: int) -> tuple[Frame, np.ndarray]:
-        """Return what tells an earlier process of a rank that there is a later one, of this epoch; as `frame`."""
+        """Return as `frame` the address of a rank alone, whose latest process has this epoch; 0: of no rank."""
         told = Directory(self.member)
-        known = self.addresses.get(rank, Address("", epoch))
-        told.addresses[rank] = replace(known, epoch=max(known.epoch, epoch))
+        if epoch:
+            known = self.addresses.get(rank, Address("", epoch))
+            told.addresses[rank] = replace(known, epoch=max(known.epoch, epoch))
         return told.frame(rank)
 
     def take(self, frame: Frame, data: np.ndarray) -> str:
@@ -260,6 +261,16 @@ class SharedFolder:
         if unreadable:
             raise OSError("; ".join(unreadable))
 
+    def other_runs(self) -> str:
+        """Return a line on addresses of other runs; "" where there are none."""
+        names = (path.name for path in self.folder.glob("rank_*.json"))
+        if all(name.endswith(self._ending) for name in names):
+            return ""
+        return (
+            f"no other job of this run is found, and {self.folder} has addresses of another run: its seed, model, "
+            "layout, method or first weights differ, or the files are old"
+        )
+
     @property
     def _ending(self) -> str:
         return f"_{self.run:016x}.json"
@@ -296,6 +307,10 @@ class Seeds:
 
     def publish(self, rank: int, address: Address) -> None:
         """Do nothing: `look` sends the address to those that it asks."""
+
+    def other_runs(self) -> str:
+        """Return "": of another run, the rank that is asked says so."""
+        return ""
 
     def look(self, book: AddressBook, alone: bool) -> None:
         """Ask the seeds, seldom if this rank is not `alone`. Raises OSError where a host name is not known."""

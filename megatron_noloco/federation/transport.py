@@ -318,9 +318,12 @@ class FederationTransport:
         """Look for addresses in a thread of its own: file systems and name servers may block."""
         looks = count()
         while not self._closing.is_set():
-            self.service.look_up(again=next(looks) % SELDOM == 0)
+            look, rendezvous = next(looks) % SELDOM, self._network.rendezvous
+            self.service.look_up(again=look == 0)
             try:
-                self._network.rendezvous.look(self.service, alone=not self.present())
+                rendezvous.look(self.service, alone := not self.present())
+                if alone and look == SELDOM - 1 and (line := rendezvous.other_runs()):
+                    self._protocol.warn(f"federation.rendezvous: {line}")
             except OSError as error:  # known addresses stay in use
                 self._protocol.warn(f"federation.rendezvous: {error}")
             except ServiceFailedError:  # the main thread learns of it, too

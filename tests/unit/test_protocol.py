@@ -182,3 +182,29 @@ def test_no_process_is_later_than_the_last_number() -> None:
     rank.protocol.directory.merge({0: Address("tcp://h:2", LARGEST)})
     rank.protocol.claim_rank()
     assert rank.protocol.member.epoch == OWN
+
+
+@pytest.mark.parametrize(
+    ("frame", "answers"),
+    [
+        (Frame(Kind.HELLO, RUN + 1, 1, 0, THEIRS), 1),
+        (Frame(Kind.ADDRESSES, RUN + 1, 1, 0, THEIRS, number=1), 1),
+        (Frame(Kind.ADDRESSES, RUN + 1, 1, 0, THEIRS), 0),
+        (Frame(Kind.HELLO, RUN + 1, 1, 0, THEIRS, relayed=True), 0),
+    ],
+)
+def test_a_rank_of_another_run_learns_that_and_nothing_else(frame: Frame, answers: int) -> None:
+    rank, link = Rank(), Sent()
+    rank.take(link, frame)
+    assert [(answer.kind, answer.run, answer.number) for answer in link.frames] == (
+        [(Kind.ADDRESSES, 0, 0)] * answers
+    )
+    assert link.data == [b""] * answers
+
+
+def test_a_rank_of_a_job_with_more_slots_is_told(capfd: pytest.CaptureFixture[str]) -> None:
+    rank, other, link = Rank(), FederationProtocol(Member(5, RUN, THEIRS, 6), [0]), Sent()
+    rank.take(link, Frame(Kind.HELLO, RUN, 5, 0, THEIRS))
+    other.take(link, [zmq.Frame(link.last(Kind.ADDRESSES).pack()), zmq.Frame(link.data[0])])
+    line = "rank 5: rank 0 does not exchange with this one: its job has fewer slots; give it as many"
+    assert line in capfd.readouterr().err.splitlines()

@@ -108,6 +108,29 @@ def test_a_seed_that_has_no_address_does_not_stop_the_others(name: str) -> None:
     assert book.asked == ["tcp://127.0.0.1:20"]
 
 
+def test_of_two_runs_with_one_seed_both_are_told() -> None:
+    seed = f"127.0.0.1:{free_port()}"
+    with redirect_stderr(io.StringIO()) as output, ExitStack() as stack:
+        for slot, run, listen in ((0, RUN, f"tcp://{seed}"), (1, RUN + 1, LOCAL)):
+            network = Network(Seeds.of(seed), run, listen)
+            stack.enter_context(closing(FederationTransport(Place(slot, 2), network, PATIENCE)))
+        until(lambda: "rank 0: rank 1 is refused: " in output.getvalue())
+        until(lambda: "rank 1: rank 0 is refused: " in output.getvalue())
+
+
+def test_of_two_runs_in_one_folder_both_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_noloco.federation.transport._LOOK_SECONDS", 0.01)
+    line = f"no other job of this run is found, and {tmp_path} has addresses of another run: "
+    with redirect_stderr(io.StringIO()) as output, transport(tmp_path, 0), ExitStack() as stack:
+        assert SharedFolder(tmp_path, RUN).other_runs() == ""
+        stack.enter_context(transport(tmp_path, 1, run=RUN + 1))
+        until(
+            lambda: all(
+                f"rank {rank}: federation.rendezvous: {line}" in output.getvalue() for rank in range(2)
+            )
+        )
+
+
 # Where a rank listens, and what is refused
 
 
