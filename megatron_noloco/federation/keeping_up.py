@@ -248,7 +248,7 @@ class Health:
         for finite in self._finite:
             self._lost_steps = 0 if finite else self._lost_steps + 1
         self._finite.clear()
-        weights = all(bool(part.sum().isfinite()) for part in self._weights.parts())
+        weights = all(map(_is_finite, self._weights.parts()))
         sound = self._agree([weights, self._lost_steps < _MOST_LOST_STEPS])
         for name, fine in zip(("weights are", "loss is"), sound, strict=True):
             if not fine:
@@ -256,3 +256,8 @@ class Health:
                     f"this replica's {name} no longer finite, so its job ends before that reaches others or a "
                     "checkpoint; started again, it continues from its newest checkpoint"
                 )
+
+
+def _is_finite(part: Tensor) -> bool:
+    """Whether all elements are. A sum is quick, but one of finite fp16 numbers may be infinite."""
+    return bool(part.sum().isfinite() or part.sum(dtype=torch.float32).isfinite())

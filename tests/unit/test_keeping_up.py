@@ -5,14 +5,16 @@ from typing import Any, Literal
 from unittest.mock import patch
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_noloco.federation import keeping_up as module
 from megatron_noloco.federation.commit import Standing
 from megatron_noloco.federation.counterpart import Seen
-from megatron_noloco.federation.keeping_up import FINAL, KeepingUp, UntrainedError
+from megatron_noloco.federation.keeping_up import FINAL, Health, KeepingUp, NotFiniteError, UntrainedError
 from megatron_noloco.federation.transport import FederationPartners, Patience
+from megatron_noloco.outer import TorchWeights
 from megatron_noloco.plans.fragments import fragment_after, next_after
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings
@@ -228,3 +230,15 @@ def test_one_that_is_lost_at_its_end_is_waited_for_once() -> None:
     there = [(3, True)] * 5
     assert end_with([*there, lost, lost, at_end], 6.0) == (7.0, (0, 1))
     assert end_with([*there, *[lost] * 100], 6.0) == (11.0, (0,))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_only_weights_that_are_not_finite_end_a_replica(dtype: torch.dtype) -> None:
+    """Not those whose sum is more than fp16 can hold."""
+    weights = torch.full((100_000,), 3.0, dtype=dtype)
+    health = Health(TorchWeights([weights]), 1, list)
+    health.check()
+    for wrong in (float("nan"), float("inf")):
+        weights[7] = wrong
+        with pytest.raises(NotFiniteError, match="weights are no longer finite"):
+            health.check()
