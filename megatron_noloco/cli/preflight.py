@@ -24,7 +24,6 @@ from megatron_noloco.job.leaving import FAILURE
 if TYPE_CHECKING:
     from megatron_noloco.config import RunConfig
     from megatron_noloco.model.architecture import Architecture
-    from megatron_noloco.plans.topology import Topology
     from megatron_noloco.preflight.accelerators import Accelerator
     from megatron_noloco.preflight.machine import Finding
     from megatron_noloco.preflight.plan import Network, Plan
@@ -91,7 +90,7 @@ def _plan(args: argparse.Namespace) -> int:
             if given:
                 raise ValueError(f"{option}: give --bandwidth as well; without it exchanges are left out")
     else:
-        per_node = args.gpus_per_node or (_ranks_of_node(topology) if args.gpu else 1)
+        per_node = args.gpus_per_node or (_ranks_of_node(ranks, topology.replica_size) if args.gpu else 1)
         network = Network(args.bandwidth, args.latency, per_node)
     plan = plan_of(config, architecture, topology, network, step)
     if args.json:
@@ -106,10 +105,9 @@ def _plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def _ranks_of_node(topology: "Topology") -> int:
+def _ranks_of_node(ranks: int, replica_size: int) -> int:
     """Return how many GPUs share a link; of a job that would fit into one node, those of a replica."""
-    whole = topology.ensemble * topology.replica_size > _RANKS_OF_GPU_NODE
-    return _RANKS_OF_GPU_NODE if whole else topology.replica_size
+    return _RANKS_OF_GPU_NODE if ranks > _RANKS_OF_GPU_NODE else replica_size
 
 
 def _accelerator(name: str) -> "Accelerator":

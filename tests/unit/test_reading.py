@@ -311,6 +311,9 @@ def test_a_run_is_asked_to_stop_by_its_folder_or_its_config(
     assert requests[0] == ""
     assert len(set(requests)) == 3, "each is a new one"
     (run / "run.json").unlink()
+    assert main(["stop", str(config)]) == 0, "it is starting"
+    capsys.readouterr()
+    (run / "running").unlink()
     assert main(["stop", str(config)]) == 2
     assert (
         capsys.readouterr().err == f"{run}: no run has begun there (run.json); give its training.output_dir\n"
