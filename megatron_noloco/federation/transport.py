@@ -152,8 +152,10 @@ class FederationPartners:
         epoch, until, why = self._avoided.get(rank, (-1, 0, ""))
         if epoch == seen.epoch and seen.exchange < until:
             return why
-        # One that was not far behind the exchange before leaves nothing out, so it would stay where it is.
-        return "is behind" if is_far_behind(seen.exchange, number - 1, self._patience.behind) else ""
+        # One that was not far behind the exchange before leaves nothing out, so it would stay where it is. One
+        # that has begun none may be taking over the state of this rank, which it gets after the exchange.
+        before = number - 1 if seen.begun >= 0 else number
+        return "is behind" if is_far_behind(seen.exchange, before, self._patience.behind) else ""
 
     def avoid(self, rank: int, exchanges: int, why: str) -> None:
         seen = self._protocol.counterparts[rank].seen

@@ -363,7 +363,7 @@ def test_standing_of_a_counterpart(tmp_path: Path) -> None:
         with transport(tmp_path, 1) as second:
             assert first.wait_for(1, SECONDS)
             assert first.partners.standing(0, 1) == (Standing.FREE, "")
-            assert reason(4) == "is behind"
+            assert reason(3) == "is behind", "it may be starting"
             second.partners.begin(1, 0)
             until(lambda: first.begun() == {1: 1})
             assert first.partners.standing(1, 1) == (Standing.WAITING, "")
