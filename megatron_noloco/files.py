@@ -38,10 +38,8 @@ def write_tensors(path: Path, tensors: dict[str, "Tensor"], metadata: dict[str, 
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    path.touch()
-    mode = (
-        path.stat().st_mode
-    )  # by the umask, as of any new file; save_file puts one of mode 0600 in its place
+    path.touch()  # its mode is that of the umask; save_file puts a file of mode 0600 in its place
+    mode = path.stat().st_mode
     try:
         save_file(tensors, path, metadata)
     except SafetensorError as error:

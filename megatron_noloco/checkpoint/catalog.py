@@ -5,6 +5,7 @@ import hashlib
 import json
 import re
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -189,17 +190,19 @@ def steps(checkpoints: Path) -> list[Path]:
     return sorted(found, key=lambda folder: step_of(folder) or 0, reverse=True)
 
 
-def continued_from(checkpoints: Path, load: str) -> list[Path]:
-    """Return the complete steps that the run has saved since it started from the step folder `load`, newest first.
+def continued_from(checkpoints: Path, load: str) -> Iterator[Path]:
+    """Yield the complete steps that the run has saved since it started from the step folder `load`, newest first.
 
     None where the newest was saved by a run with another `checkpoint.load`.
     """
-    found = []
-    for folder in filter(is_complete, steps(checkpoints)):
-        if read_manifests(folder)[0].config.get("checkpoint", {}).get("load") != load:
-            break
-        found.append(folder)
-    return found
+    for folder in steps(checkpoints):
+        try:
+            manifests = read_manifests(folder)
+        except DamagedCheckpointError:
+            continue
+        if manifests[0].config.get("checkpoint", {}).get("load") != load:
+            return
+        yield folder
 
 
 def is_complete(folder: Path) -> bool:

@@ -36,9 +36,7 @@ def export(source: ModelSource, output: Path, dtype: str, max_shard_bytes: int) 
     with writing(output, "--output"):
         output.mkdir(parents=True, exist_ok=True)
         mark.write_text("the logits of this model have not been compared with the trainer's\n")
-        for path in set(output.iterdir()) - {
-            mark
-        }:  # not the folder itself: it may be a link, or a disk's root
+        for path in set(output.iterdir()) - {mark}:  # the folder itself may be a link, or the root of a disk
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     architecture, end = source.architecture, source.tokenizer.end_of_document
     _write_json(output / "config.json", family_of(architecture).hf_config(architecture, dtype, end))

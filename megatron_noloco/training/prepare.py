@@ -151,16 +151,19 @@ def _check_machine(config: RunConfig) -> None:
 
 def _check_kernel(optimizer: Mapping[str, Any]) -> None:
     """Raise ValueError where a kernel of DeepSpeed that the file asks for cannot be had."""
-    kernel = "FusedLionBuilder" if optimizer["type"].lower() == "lion" else "FusedAdamBuilder"
-    if kernel == "FusedLionBuilder" or optimizer["params"].get("torch_adam") is False:
-        before_engines()
-        from megatron_noloco.engine.build import load_kernel  # DeepSpeed, which takes seconds to import
+    if optimizer["type"].lower() == "lion":
+        kernel, asked = "FusedLionBuilder", "type"
+    elif optimizer["params"].get("torch_adam") is False:
+        kernel, asked = "FusedAdamBuilder", "params.torch_adam false"
+    else:
+        return
+    before_engines()
+    from megatron_noloco.engine.build import load_kernel  # DeepSpeed, which takes seconds to import
 
-        try:
-            load_kernel(kernel)
-        except ValueError as error:
-            asked = "type" if kernel == "FusedLionBuilder" else "params.torch_adam false"
-            raise ValueError(f"optimizer.{asked}: {error}; or use AdamW with torch's kernel") from None
+    try:
+        load_kernel(kernel)
+    except ValueError as error:
+        raise ValueError(f"optimizer.{asked}: {error}; or use AdamW with torch's kernel") from None
 
 
 def _check_writable(output_dir: Path) -> None:
@@ -182,7 +185,7 @@ def _check_load(load: str, output_dir: Path) -> None:
     if load in ("auto", "none"):
         return
     jobs = (output_dir, *output_dir.glob("replica_*"))  # the latter in a federation
-    if any(continued_from(job / "checkpoints", load) for job in jobs):
+    if any(True for job in jobs for _ in continued_from(job / "checkpoints", load)):
         return
     try:
         if (wrong := _not_a_step(Path(load))) is not None:
