@@ -245,9 +245,10 @@ class FederationSettings:
     )
     listen: str | None = setting(
         None,
-        "Where the first rank of a replica listens, as ZeroMQ writes it, the others at the ports that follow; "
-        '"*": every interface, port 0: any. "off": nowhere; this job opens all its connections itself, as behind '
-        'a router or a firewall it must. null: "tcp://*:0" with a folder, with addresses the port that all have.',
+        'Where the first rank of a replica listens, "tcp://HOST:PORT", the others at the ports that follow; '
+        'HOST "*": every interface, port 0: any. "off": nowhere; this job opens all its connections itself, as '
+        'behind a router or a firewall it must. null: "tcp://*:0" with a folder, with addresses the port that all '
+        "have.",
     )
     advertise: str | None = setting(
         None,

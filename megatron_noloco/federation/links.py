@@ -24,6 +24,12 @@ _MOST_SOCKETS = 65_536  # three for each link; ZeroMQ's default of 1023 would do
 _UNACKNOWLEDGED_MILLISECONDS = 10_000  # after which TCP gives a connection up
 _PORT_SECONDS = 20  # in which processes that a killed job has forked end, and free its port
 _LINGER_MILLISECONDS = 2000
+_NO_ADDRESS = "; it must be an address, or the name of an interface, of this host, or * for all"
+_REMEDIES: dict[int | None, str] = {
+    errno.EADDRINUSE: "; port 0 takes any that is free",
+    errno.ENODEV: _NO_ADDRESS,
+    errno.EADDRNOTAVAIL: _NO_ADDRESS,
+}
 _ENCRYPTED_MORE = 128  # bytes, at least those that encryption adds to a message
 _ZAP = "inproc://zeromq.zap.01"
 _FAILED = (
@@ -112,7 +118,7 @@ class Links:
                 problem = f"federation.listen: cannot listen at {listen}: {error}"
                 if error.errno != errno.EADDRINUSE or time.monotonic() > deadline:
                     self._context.destroy(0)
-                    raise ValueError(f"{problem}; port 0 takes any that is free") from None
+                    raise ValueError(problem + _REMEDIES.get(error.errno, "")) from None
                 self._warn(f"{problem}; trying for {_PORT_SECONDS} s")
                 time.sleep(0.2)
         self._refusals = inbox.get_monitor_socket(_FAILED)

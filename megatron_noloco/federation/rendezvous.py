@@ -23,6 +23,7 @@ from megatron_noloco.files import write_text
 
 _ENTRY = struct.Struct("!IQ32sBB")  # rank, epoch, key, whether it relays, length of the endpoint that follows
 _LONGEST_ENDPOINT = 255  # bytes
+_LISTENING = re.compile(r"tcp://(?:\*|[A-Za-z0-9][A-Za-z0-9_.-]*):([0-9]{1,5})")
 _ENDPOINT = re.compile(r"tcp://[A-Za-z0-9][A-Za-z0-9_.-]*:([0-9]{1,5})")  # ZeroMQ raises for others
 _EPOCHS = 2**30  # nanoseconds: a second
 _FOLDER, _SEEDS = "file://", "tcp://"
@@ -53,6 +54,12 @@ def is_endpoint(text: str) -> bool:
     return match is not None and 0 < int(match[1]) < 2**16 and len(text) <= _LONGEST_ENDPOINT
 
 
+def can_listen(text: str) -> bool:
+    """Whether the text is "tcp://HOST:PORT", or * for all hosts and 0 for any port, as ZeroMQ listens at it."""
+    match = _LISTENING.fullmatch(text)
+    return match is not None and int(match[1]) < 2**16
+
+
 def listen_at(endpoint: str, rank: int) -> str:
     """Return where a rank of a replica (from 0) listens if the first listens at `endpoint`: as many ports on."""
     host, _, port = endpoint.rpartition(":")
@@ -61,7 +68,7 @@ def listen_at(endpoint: str, rank: int) -> str:
 
 def reachable(endpoint: str, host: Callable[[], str]) -> str:
     """Return an endpoint that others can use: the address of this host replaces "all interfaces"."""
-    for everywhere in ("tcp://0.0.0.0:", "tcp://*:", "tcp://[::]:"):
+    for everywhere in ("tcp://0.0.0.0:", "tcp://*:"):
         if endpoint.startswith(everywhere):
             return f"tcp://{host()}:{endpoint.removeprefix(everywhere)}"
     return endpoint

@@ -22,6 +22,7 @@ from megatron_noloco.federation.rendezvous import (
     SELDOM,
     Address,
     Rendezvous,
+    can_listen,
     is_endpoint,
     listen_at,
     reachable,
@@ -63,7 +64,7 @@ class Network:
         relays: whether ranks pass on what two others, which cannot connect to each other, send each other.
         chunk_bytes: the same on all ranks.
 
-    Raises ValueError for an address to advertise that is not one, or leads to no known port.
+    Raises ValueError for an address to listen at or to advertise that is not one, or leads to no known port.
     """
 
     rendezvous: Rendezvous
@@ -76,15 +77,29 @@ class Network:
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
 
     def __post_init__(self) -> None:
+        if self.listen is not None and not can_listen(self.listen):
+            raise ValueError(
+                f'federation.listen: "{self.listen}" is not "tcp://HOST:PORT", with a HOST that is a name, an '
+                'IPv4 address, or * for all, and a PORT up to 65535, or 0 for any, such as "tcp://*:0"'
+            )
         if self.advertise is None or self.listen is None:
             return
         if not is_endpoint(self.advertise):
             raise ValueError(f'federation.advertise: "{self.advertise}" is not "tcp://HOST:PORT"')
-        if not self.listen.rpartition(":")[2].strip("0*"):
+        if not self.listen.rpartition(":")[2].strip("0"):
             raise ValueError(
                 f"federation.advertise {self.advertise} must lead to a known port, but this replica listens at "
                 'any; set federation.listen, such as "tcp://*:29500"'
             )
+
+    def check_ports(self, ranks: int) -> None:
+        """Raise ValueError where the ports of the ranks of a replica go beyond the last port."""
+        for name, endpoint in (("listen", self.listen), ("advertise", self.advertise)):
+            if endpoint is not None and not can_listen(listen_at(endpoint, ranks - 1)):
+                raise ValueError(
+                    f"federation.{name}: from {endpoint} on there are no {ranks} ports, one for each rank of a "
+                    f"replica; {2**16 - ranks} is the largest port for the first rank"
+                )
 
 
 @dataclass(frozen=True)
@@ -228,6 +243,7 @@ class FederationTransport:
         self.chunk_bytes = network.chunk_bytes
         self._others = [place.rank_of(slot) for slot in range(place.replicas) if slot != place.replica]
         member = Member(self.rank, network.run, time.time_ns(), self.world_size)
+        network.check_ports(place.ranks_per_replica)
         at = self.rank % place.ranks_per_replica
         listen = None if network.listen is None else listen_at(network.listen, at)
         self.service = Service(

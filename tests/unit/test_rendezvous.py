@@ -177,6 +177,34 @@ def test_an_address_to_advertise_is_refused_in_one_line(advertise: str, listen: 
         Network(Seeds.of("a:1"), RUN, listen, advertise=advertise)
 
 
+@pytest.mark.parametrize(
+    "listen",
+    ["tcp://*:99999", "tcp://*:65536", "tcp://*", "29500", "ipc:///tmp/x", "inproc://x", "tcp://[::]:0"],
+)
+def test_where_no_rank_can_listen_is_refused(listen: str) -> None:
+    with pytest.raises(ValueError, match=r'^federation.listen: ".*" is not "tcp://HOST:PORT", with .*$'):
+        Network(Seeds.of("a:1"), RUN, listen)
+
+
+@pytest.mark.parametrize(
+    ("listen", "advertise", "name"),
+    [("tcp://*:65534", None, "listen"), ("tcp://*:9", "tcp://a:65534", "advertise")],
+)
+def test_the_last_rank_of_a_replica_has_a_port(listen: str, advertise: str | None, name: str) -> None:
+    network = Network(Seeds.of("a:1"), RUN, listen, advertise=advertise)
+    network.check_ports(2)
+    with pytest.raises(
+        ValueError, match=f"^federation.{name}: .* 65533 is the largest port for the first rank$"
+    ):
+        network.check_ports(3)
+
+
+def test_an_interface_that_is_not_there_is_refused_in_one_line(tmp_path: Path) -> None:
+    network = Network(SharedFolder(tmp_path, RUN), RUN, "tcp://nosuchif0:29511")
+    with pytest.raises(ValueError, match=r"No such device .*; it must be an address, .* of this host"):
+        FederationTransport(Place(0, 2), network, PATIENCE)
+
+
 def test_a_port_that_is_taken_is_refused_in_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "_PORT_SECONDS", 0)
     with socket.create_server(("127.0.0.1", 0)) as taken:
