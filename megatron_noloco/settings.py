@@ -412,16 +412,22 @@ def shared(settings: NolocoSettings) -> dict[str, Any]:
 
 
 def check(settings: Any) -> None:
-    """Raise ValueError for the first value of a dataclass of settings that is of another type or out of bounds."""
+    """Raise ValueError for the first value of a dataclass of settings that is of another type or out of bounds.
+
+    Makes other numbers, such as numpy's, which JSON does not take, Python's.
+    """
     hints = get_type_hints(type(settings))
     for entry in fields(settings):
         value, options = getattr(settings, entry.name), options_of(hints[entry.name])
         for refused, reason in entry.metadata.get("refused", {}).items():
             if value == refused:
                 raise ValueError(f'{entry.name}: "{refused}" {reason}')
-        if not any(_fits(value, option, entry.metadata) for option in options):
+        fitting = next((option for option in options if _fits(value, option, entry.metadata)), None)
+        if fitting is None:
             expected = " or ".join(_in_words(option, entry.metadata) for option in options)
             raise ValueError(f"{type(settings).__name__}: {entry.name} must be {expected}, not {value!r}")
+        if fitting in (int, float):
+            object.__setattr__(settings, entry.name, fitting(value))
 
 
 def options_of(hint: Any) -> tuple[Any, ...]:

@@ -212,7 +212,7 @@ def attach(
         federation: where this job is one replica, and the others are other jobs. Nothing else changes in the
             job: its gradients are reduced over all of its ranks, as before, and these are the replica.
         slot: the number of this job's replica in the federation, from 0.
-        seed: of the groups.
+        seed: of the groups, from 0.
         transport: for the exchanges inside one job; by default torch.distributed's messages between two ranks.
         state: of this rank, saved with `Attached.state_dict` together with the present weights. Without it,
             training begins, and the weights of all replicas must be equal bit for bit; in a federation that has
@@ -228,7 +228,8 @@ def attach(
     shared folder they do not see each other.
     """
     settings = NolocoSettings() if settings is None else settings
-    check_arguments(settings, replicas, federation, slot, transport)
+    check_arguments(settings, replicas, federation, slot, seed, transport)
+    seed, slot = int(seed), int(slot or 0)  # JSON takes no numbers of numpy
     trained = _trained_by(engine)
     own_inner = None if inner is None else own_state(inner)
     if any(_addresses(trained.weights) & _addresses(other.outer.weights) for other in _ATTACHED):
@@ -238,7 +239,7 @@ def attach(
     else:
         assert federation is not None
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        topology = Topology(dp=ranks, slot=slot or 0, slots=federation.slots or 0)
+        topology = Topology(dp=ranks, slot=slot, slots=federation.slots or 0)
     rank = this_rank()
     place = topology.place(rank)
     alike = asdict(settings) | {"seed": seed, "slot": topology.slot, "slots": topology.slots}

@@ -24,6 +24,7 @@ def check_arguments(
     replicas: int | None,
     federation: FederationSettings | None,
     slot: int | None,
+    seed: int,
     transport: Transport | None,
 ) -> None:
     """Raise ValueError for arguments of `attach` that do not fit together."""
@@ -37,6 +38,8 @@ def check_arguments(
         raise ValueError(
             "attach: give replicas, where this job holds all of them, or federation, where it is one of them"
         )
+    if not _is_integer(seed) or seed < 0:
+        raise ValueError(f"attach: seed must be an integer >= 0, not {seed!r}")
     if settings.chooses_delay:
         raise ValueError('attach: overlap.delay_steps "auto" is the trainer\'s; give a number of local steps')
     if federation is None:
@@ -46,10 +49,14 @@ def check_arguments(
     if problem := next(federation_problems(federation, settings), ""):
         raise ValueError(f"attach: {problem}")
     slots = federation.slots or 0
-    if not isinstance(slot, Integral) or not 0 <= slot < slots:
+    if slot is None or not _is_integer(slot) or not 0 <= slot < slots:
         raise ValueError(f"attach: slot must be from 0 to slots - 1 = {slots - 1}, not {slot!r}")
     if transport is not None:
         raise ValueError("attach: a federation has a transport of its own; leave transport out")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,8 @@ class Grouping:
         for name in ("replicas", "group_size", "seed"):
             if not isinstance(value := getattr(self, name), Integral):
                 raise ValueError(f"{name} must be an integer, not {value!r}")
+        if self.seed < 0:
+            raise ValueError(f"seed must be at least 0, not {self.seed}")
         if self.pairing not in get_args(Pairing):
             raise ValueError(f"pairing must be one of {get_args(Pairing)}, not {self.pairing!r}")
         if not 1 <= self.group_size <= self.replicas:

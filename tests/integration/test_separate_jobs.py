@@ -12,6 +12,7 @@ from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -417,6 +418,8 @@ def test_jobs_with_other_first_weights_sizes_seeds_or_settings_are_no_federation
         federation_of(of_job(0, 0), paper(local_steps=K + 1)),
     ]
     assert federation_of(of_job(1, 0), slot=1) == federation_of(of_job(0, 0), slots=3) == found[0]
+    of_numpy: Any = {"slot": np.int64(1), "seed": np.int64(0)}
+    assert federation_of(of_job(1, 0), paper(local_steps=np.int64(K)), **of_numpy) == found[0]
     assert len(set(found)) == len(found)
 
 
@@ -611,6 +614,9 @@ SLOT: dict[str, Any] = {"federation": ELSEWHERE, "slot": 0}
         (None, {"federation": "a"}, "attach: federation must be FederationSettings(...), not 'a'"),
         (None, SLOT | {"slot": "0"}, "attach: slot must be from 0 to slots - 1 = 1, not '0'"),
         (None, SLOT | {"slot": 2}, "attach: slot must be from 0 to slots - 1 = 1, not 2"),
+        (None, SLOT | {"slot": True}, "attach: slot must be from 0 to slots - 1 = 1, not True"),
+        (None, SLOT | {"seed": -1}, "attach: seed must be an integer >= 0, not -1"),
+        (None, {"replicas": 2, "seed": 1.0}, "attach: seed must be an integer >= 0, not 1.0"),
         (None, SLOT | {"federation": FederationSettings()}, "attach: federation.slots is missing"),
         (None, SLOT | {"transport": "mpi"}, "attach: a federation has a transport of its own"),
         (None, SLOT | {"settings": DELAY_CHOSEN}, 'attach: overlap.delay_steps "auto" is the trainer\'s'),

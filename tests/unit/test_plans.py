@@ -119,6 +119,7 @@ class TestGrouping:
             ({"pairing": "cycles"}, "pairing must be one of"),
             ({"pairing": "cycle"}, r"prime factors of 6 replicas are \(2, 3\)"),
             ({"seed": None}, "seed must be an integer"),
+            ({"seed": -1}, "seed must be at least 0, not -1"),
         ],
     )
     def test_what_is_no_grouping_is_refused(self, changes: dict[str, Any], problem: str) -> None:

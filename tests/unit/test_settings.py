@@ -1,11 +1,14 @@
 """Each setting is defined once; the library and the JSON blocks obey the same definition."""
 
+import json
 from dataclasses import asdict, fields, replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_noloco.config.blocks import block_of
+from megatron_noloco.federation.frames import run_number
 from megatron_noloco.settings import (
     PAPER,
     FederationSettings,
@@ -45,6 +48,15 @@ def test_a_wrong_value_is_refused_by_the_library_and_by_the_block(wrong: dict[st
         NolocoSettings(**wrong)
     with pytest.raises(ValueError, match=name):
         block_of(NolocoSettings).model_validate(wrong)
+
+
+def test_numbers_of_numpy_are_kept_as_those_of_python() -> None:
+    """As JSON needs them, of which the number of a run is made; an integer where a number is meant likewise."""
+    given: Any = {"local_steps": np.int64(4), "outer_lr": np.float32(0.5), "outer_momentum": np.int32(0)}
+    settings = NolocoSettings(**given, overlap=OverlapSettings("delayed", np.int64(2)))  # type: ignore[arg-type]
+    expected = NolocoSettings(local_steps=4, outer_lr=0.5, overlap=OverlapSettings("delayed", 2))
+    assert json.dumps(asdict(settings)) == json.dumps(asdict(expected))
+    assert run_number(shared(NolocoSettings(outer_lr=1))) == run_number(shared(NolocoSettings()))
 
 
 def test_a_payload_that_rounds_the_weights_is_answered_with_its_error() -> None:
