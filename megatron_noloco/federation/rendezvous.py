@@ -25,6 +25,7 @@ _ENTRY = struct.Struct("!IQ32sBB")  # rank, epoch, key, whether it relays, lengt
 _LONGEST_ENDPOINT = 255  # bytes
 _LISTENING = re.compile(r"tcp://(?:\*|[A-Za-z0-9][A-Za-z0-9_.-]*):([0-9]{1,5})")
 _ENDPOINT = re.compile(r"tcp://[A-Za-z0-9][A-Za-z0-9_.-]*:([0-9]{1,5})")  # ZeroMQ raises for others
+PLACES = "with a HOST that is a name or an IPv4 address (IPv6 is not supported), and a PORT from 1 to 65535"
 _EPOCHS = 2**30  # nanoseconds: a second
 _FOLDER, _SEEDS = "file://", "tcp://"
 # One look in ten asks the seeds although others are there, so that two halves find each other again; and looks up
@@ -297,7 +298,7 @@ class Seeds:
         for entry in text.split(","):
             host, _, port = entry.strip().rpartition(":")
             if not is_endpoint(f"tcp://{entry.strip()}"):
-                raise ValueError(f'federation.rendezvous: "{entry.strip()}" is not HOST:PORT')
+                raise ValueError(f'federation.rendezvous: "{entry.strip()}" is not HOST:PORT, {PLACES}')
             places.append((host, int(port)))
         return cls(places)
 
@@ -336,10 +337,15 @@ Rendezvous = SharedFolder | Seeds
 def rendezvous_of(text: str, run: int) -> Rendezvous:
     """Make a rendezvous from the config: "file:///a/folder" (or "file://from/here") or "tcp://host:port,host:port".
 
-    Raises ValueError for any other text.
+    "~" is the home folder. Raises ValueError for any other text.
     """
     if text.startswith(_FOLDER) and text != _FOLDER:
-        return SharedFolder(Path(text.removeprefix(_FOLDER)), run)
+        folder = Path(text.removeprefix(_FOLDER))
+        try:
+            return SharedFolder(folder.expanduser(), run)
+        except RuntimeError:
+            home = f'there is no home folder of "{folder.parts[0]}"'
+            raise ValueError(f'federation.rendezvous: "{text}": {home}') from None
     if text.startswith(_SEEDS):
         return Seeds.of(text.removeprefix(_SEEDS))
     raise ValueError(

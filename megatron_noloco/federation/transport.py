@@ -19,6 +19,7 @@ from megatron_noloco.federation.counterpart import Seen, is_far_behind
 from megatron_noloco.federation.frames import ANYONE, DTYPE_CODES, LARGEST, Member, Receive, Send
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.rendezvous import (
+    PLACES,
     SELDOM,
     Address,
     Rendezvous,
@@ -80,12 +81,13 @@ class Network:
         if self.listen is not None and not can_listen(self.listen):
             raise ValueError(
                 f'federation.listen: "{self.listen}" is not "tcp://HOST:PORT", with a HOST that is a name, an '
-                'IPv4 address, or * for all, and a PORT up to 65535, or 0 for any, such as "tcp://*:0"'
+                "IPv4 address (IPv6 is not supported), or * for all, and a PORT up to 65535, or 0 for any, such "
+                'as "tcp://*:0"'
             )
         if self.advertise is None or self.listen is None:
             return
         if not is_endpoint(self.advertise):
-            raise ValueError(f'federation.advertise: "{self.advertise}" is not "tcp://HOST:PORT"')
+            raise ValueError(f'federation.advertise: "{self.advertise}" is not "tcp://HOST:PORT", {PLACES}')
         if not self.listen.rpartition(":")[2].strip("0"):
             raise ValueError(
                 f"federation.advertise {self.advertise} must lead to a known port, but this replica listens at "

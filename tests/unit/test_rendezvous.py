@@ -148,7 +148,12 @@ def test_where_a_rank_listens_and_is_reached() -> None:
         ("tcp://a:1,b", 'federation.rendezvous: "b" is not HOST:PORT'),
         ("tcp://a:1,b:99999", 'federation.rendezvous: "b:99999" is not HOST:PORT'),
         ("tcp://a:0", 'federation.rendezvous: "a:0" is not HOST:PORT'),
+        ("tcp://[::1]:1", 'federation.rendezvous: "[::1]:1" is not .* IPv4 address (IPv6 is not supported)'),
         ("file://", 'federation.rendezvous: "file://" is neither'),
+        (
+            "file://~nosuch/a",
+            'federation.rendezvous: "file://~nosuch/a": there is no home folder of "~nosuch"',
+        ),
         ("/a/folder", 'federation.rendezvous: "/a/folder" is neither'),
         ("tcp://a:10,b:20", "federation.listen is missing: .* have the ports [10, 20], so"),
     ],
@@ -160,11 +165,17 @@ def test_a_rendezvous_is_refused_in_one_line(text: str, problem: str) -> None:
     assert "\n" not in str(refused.value)
 
 
+def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert rendezvous_of("file://~/a", RUN) == SharedFolder(tmp_path / "a", RUN)
+
+
 @pytest.mark.parametrize(
     ("advertise", "listen", "problem"),
     [
         ("example.org:29500", "tcp://*:29500", '"example.org:29500" is not "tcp://HOST:PORT"'),
         ("tcp://example.org:0", "tcp://*:29500", '"tcp://example.org:0" is not "tcp://HOST:PORT"'),
+        ("tcp://[::1]:29500", "tcp://*:29500", "an IPv4 address (IPv6 is not supported)"),
         (
             "tcp://example.org:29500",
             "tcp://*:0",
