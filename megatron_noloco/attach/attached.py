@@ -93,8 +93,8 @@ class Attached:
         PartnerLostError when a partner is gone, or PartnerTimeoutError, a subclass, when it does not answer in
         time: go back to a checkpoint. In a federation a lost partner costs a skipped round, which the report
         names (`report.exchange.missed`), and UntrainedError is raised where this job began without a checkpoint
-        and the others have trained long before, or wait at their end; NotFiniteError at the end of a local phase
-        where a weight of this replica is not finite.
+        and the others have trained long before, or wait at their end; NotFiniteError where a round is due and a
+        weight of this replica is not finite.
         """
         if self._trained.steps is not None:
             steps = self._trained.steps()

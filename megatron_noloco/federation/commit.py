@@ -124,7 +124,7 @@ class PoisonedError(Exception):
 
 
 class Guard:
-    """Decides whether a partner's vector is plausible; one for all exchanges of a rank, fragments included.
+    """Decides whether a partner's vector is plausible; one for all exchanges of a fragment.
 
     The exchange of a pair measures the distance of the two vectors, |c_i - c_j| (`ExchangeReport`). Divided by the
     norm of the own vector it is small, because partners have trained for a short time since their weights were
@@ -172,16 +172,19 @@ class CommittedExchange:
         exchange: of a pair; on the channel `Channel.ROUNDS`.
         partners: the counterparts.
         choose: the same on all ranks.
-        guard: shared by all exchanges of this rank.
+        guards: of each fragment, shared by all exchanges of this rank.
     """
 
     rounding = None  # of pairs nothing is kept
 
-    def __init__(self, exchange: Exchange, partners: Partners, choose: Choose, guard: Guard) -> None:
+    def __init__(
+        self, exchange: Exchange, partners: Partners, choose: Choose, guards: Sequence[Guard]
+    ) -> None:
         self._exchange = exchange
         self._partners = partners
         self._choose = choose
-        self._guard = guard
+        self._guards = guards
+        self._guard = guards[0]
         self._replica = exchange.place.replica
         self._buffers = Buffers()
         self._vector = torch.empty(0)
@@ -206,6 +209,7 @@ class CommittedExchange:
         assert len(group) <= 2, f"a group of {len(group)} cannot commit"
         self._vector, self._mean, self._failure, self._number = vector, None, None, number
         self._prepared = None
+        self._guard = self._guards[number % len(self._guards)]
         place = self._exchange.place
         others = [replica for replica in range(place.replicas) if replica != self._replica]
         seen = [self._partners.standing(number, place.rank_of(other)) for other in others]
@@ -326,12 +330,13 @@ def committing(
     Args:
         place, settings, seed: those of the `OuterOptimizer`.
     """
-    guard, grouping = Guard(), grouping_of(settings, place.replicas, seed)
+    guards = [Guard() for _ in range(settings.fragments)]
+    grouping = grouping_of(settings, place.replicas, seed)
 
     def choose_partner(number: int, others: Others) -> int | None:
         return choose(grouping, place.replica, divmod(number, settings.fragments), others)
 
-    return lambda exchange: CommittedExchange(exchange, partners, choose_partner, guard)
+    return lambda exchange: CommittedExchange(exchange, partners, choose_partner, guards)
 
 
 def _short(failure: BaseException | None) -> str:

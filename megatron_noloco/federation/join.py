@@ -63,7 +63,8 @@ class Membership:
 
     def health(self, weights: Weights) -> Health:
         """Return what ends this replica where its weights are no longer finite."""
-        return Health(weights, self.noloco.local_steps, self.transport.partners.agree)
+        noloco, agree = self.noloco, self.transport.partners.agree
+        return Health(weights, noloco.local_steps, noloco.fragments, agree)
 
     def between_steps(self, done: int, copy: Callable[[], Callable[[], Snapshot]]) -> tuple[int, bool]:
         """Return the next local step (from 0), and whether the state was given to a job that starts.

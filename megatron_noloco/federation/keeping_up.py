@@ -13,7 +13,7 @@ from megatron_noloco.federation.counterpart import Seen, is_far_behind
 from megatron_noloco.federation.transport import FederationTransport
 from megatron_noloco.job.activity import now
 from megatron_noloco.outer import Weights
-from megatron_noloco.plans.fragments import due_after, next_after
+from megatron_noloco.plans.fragments import due_after, fragment_after, next_after
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 
@@ -219,20 +219,27 @@ class Health:
 
     Args:
         weights: of this rank.
+        local_steps, fragments: k and F.
         agree: see `commit.Partners`.
     """
 
     def __init__(
-        self, weights: Weights, local_steps: int, agree: Callable[[Sequence[int]], list[int]]
+        self,
+        weights: Weights,
+        local_steps: int,
+        fragments: int,
+        agree: Callable[[Sequence[int]], list[int]],
     ) -> None:
         self._weights = weights
-        self._local_steps = local_steps
+        self._schedule = local_steps, fragments
         self._agree = agree
         self._finite: list[Tensor] = []  # whether the losses were, for each step since the last check
         self._lost_steps = 0
 
     def after_step(self, done: int, losses: Sequence[Tensor]) -> None:
-        """Note the losses of a local step, and check at the end of a local phase. Raises as `check` does.
+        """Note the losses of a local step, and check before the weights, or a fragment, are sent.
+
+        Raises as `check` does.
 
         Args:
             done: local steps so far.
@@ -240,7 +247,7 @@ class Health:
         """
         if losses:
             self._finite.append(torch.stack(list(losses)).isfinite().all())
-        if done % self._local_steps == 0:
+        if fragment_after(done, *self._schedule) is not None:
             self.check()
 
     def check(self) -> None:

@@ -129,8 +129,10 @@ def mean_of(*ranks: int) -> Tensor:
     return torch.stack([vector(rank) for rank in ranks]).mean(0)
 
 
-def committed_of(exchange: Exchange, partners: Partners) -> CommittedExchange:
-    return CommittedExchange(exchange, partners, the_other, Guard())
+def committed_of(
+    exchange: Exchange, partners: Partners, guards: Sequence[Guard] | None = None
+) -> CommittedExchange:
+    return CommittedExchange(exchange, partners, the_other, guards or [Guard()])
 
 
 def average(
@@ -139,12 +141,14 @@ def average(
     bits: int | None = None,
     in_vain: Mapping[int, Literal["vector", "token"]] | None = None,
     refused: str = "",
+    guards: Sequence[Guard] | None = None,
 ) -> list[Outcome]:
     """Run a round of two replicas; returns outcomes by rank.
 
     Args:
         in_vain: what some ranks wait for that never comes; their deadline is short.
         refused: why replica 1 is away for replica 0, if it is.
+        guards: of both; the round is number 7.
     """
     votes = [Votes(ranks), Votes(ranks)]
     world = loopback_world(2 * ranks, chunk_bytes=4096)
@@ -160,7 +164,7 @@ def average(
             else CodedExchange(transport, place, Channel.ROUNDS, seconds, Coding(bits, LENGTH))
         )
         partners = Partners(votes[rank // ranks], seconds, refused if rank == 0 else "")
-        committed = committed_of(exchange, partners)
+        committed = committed_of(exchange, partners, guards)
         committed.begin(vector(rank), (0, 1), 7, "a test")
         assert list(committed.progress()) == []
         if waits_for == "token":
@@ -354,6 +358,16 @@ def test_the_limit_follows_partners_that_come_apart() -> None:
         guard.accept(check(guard, vector(0), vector(0) + 0.001 * 1.1**number * vector(number + 1)))
     with pytest.raises(PoisonedError):
         check(guard, vector(0), 1e6 * vector(0))
+
+
+@pytest.mark.parametrize(("fragments", "fragment_of_7"), [(2, 1), (3, 1), (4, 3)])
+def test_each_fragment_has_a_guard(fragments: int, fragment_of_7: int) -> None:
+    """Fragments differ in size, and so in the distances that are usual for them."""
+    guards = [seasoned(0.01) for _ in range(fragments)]
+    assert "absurd" in average(guards=guards)[0].report.missed
+    guards[fragment_of_7] = Guard()
+    for rank, outcome in enumerate(average(guards=guards)):
+        assert torch.equal(outcome.mean, mean_of(0, 1)), rank
 
 
 def test_own_numbers_that_are_not_finite_do_not_blame_the_partner() -> None:

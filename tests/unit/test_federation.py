@@ -333,7 +333,7 @@ def test_a_partner_that_withdraws_leaves_no_doubt(tmp_path: Path) -> None:
     """It has sent its vector, but ends the exchange without saying that it has ours."""
     with connected(tmp_path) as (first, second):
         ours, theirs = (Exchange(one, Place(one.rank, 2), Channel.ROUNDS, SECONDS) for one in (first, second))
-        committed = CommittedExchange(ours, first.partners, lambda *_: 1, Guard())
+        committed = CommittedExchange(ours, first.partners, lambda *_: 1, [Guard()])
         second.partners.begin(4, 0)
         until(lambda: first.begun() == {1: 4})
         committed.begin(torch.zeros(100), (0, 1), 4, "a test")

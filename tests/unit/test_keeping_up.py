@@ -236,9 +236,21 @@ def test_one_that_is_lost_at_its_end_is_waited_for_once() -> None:
 def test_only_weights_that_are_not_finite_end_a_replica(dtype: torch.dtype) -> None:
     """Not those whose sum is more than fp16 can hold."""
     weights = torch.full((100_000,), 3.0, dtype=dtype)
-    health = Health(TorchWeights([weights]), 1, list)
+    health = Health(TorchWeights([weights]), 1, 1, list)
     health.check()
     for wrong in (float("nan"), float("inf")):
         weights[7] = wrong
         with pytest.raises(NotFiniteError, match="weights are no longer finite"):
             health.check()
+
+
+def test_weights_are_looked_at_before_each_fragment_is_sent() -> None:
+    """With 4 local steps and 2 fragments that is after steps 2, 4, 6, ..."""
+    health = Health(TorchWeights([torch.tensor([float("nan")])]), 4, 2, list)
+    ended = []
+    for done in range(1, 9):
+        try:
+            health.after_step(done, ())
+        except NotFiniteError:
+            ended.append(done)
+    assert ended == [2, 4, 6, 8]

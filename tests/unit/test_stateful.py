@@ -102,7 +102,7 @@ class Process(FederationTransport):
         self.partners = FederationPartners(self.service, PATIENCE)
         self.alive, self.number, self.partner, self.wanted = True, number, -1, -1
         self.committed = CommittedExchange(
-            Exchange(self, Place(rank, RANKS), Channel.ROUNDS, -1.0), self.partners, self._choose, Guard()
+            Exchange(self, Place(rank, RANKS), Channel.ROUNDS, -1.0), self.partners, self._choose, [Guard()]
         )
         self.posted: list[Posted] = []
         self.dialled: list[End] = []
