@@ -22,6 +22,7 @@ class Seen(NamedTuple):
         open_from: the first meeting that it may have with this rank.
         heard: the time of its last frame, on the monotonic clock; -inf: never.
         connected: whether our frames can reach it.
+        takes_over: whether it has asked for our state, and has begun no meeting since.
     """
 
     epoch: int = 0
@@ -29,6 +30,7 @@ class Seen(NamedTuple):
     open_from: int = 0
     heard: float = float("-inf")
     connected: bool = False
+    takes_over: bool = False
 
     @property
     def exchange(self) -> int:

@@ -36,6 +36,7 @@ from megatron_noloco.transport.protocol import EXCHANGE_TAGS
 _MOST_WANTS = 1024  # of one rank, for messages that are not posted yet; further ones are dropped
 _MOST_WARNINGS = 1000  # others may cause them
 _HANDOVERS = range(HANDOVER_TAG, LARGEST + 1)  # their tags
+TAKES_OVER = "takes over a state"
 _ALL_TAGS = range(LARGEST + 1)
 
 
@@ -335,7 +336,7 @@ class FederationProtocol:
             if counterpart.seen.epoch or link is not counterpart.direct:
                 self.lost(counterpart, "was started anew")
                 counterpart.direct, counterpart.its_paths = None, 0
-            counterpart.update(epoch=frame.epoch, begun=-1, open_from=0)
+            counterpart.update(epoch=frame.epoch, begun=-1, open_from=0, takes_over=False)
         return frame.epoch == counterpart.seen.epoch
 
     def _take_hello(self, counterpart: Counterpart, hello: Frame, _: np.ndarray) -> str:
@@ -348,6 +349,7 @@ class FederationProtocol:
             counterpart.its_paths = hello.length
             self.cancel(counterpart, failure=ConnectionError(f"rank {counterpart.rank} {CONNECTION_LOST}"))
         if counterpart.seen.begun >= 0:  # it trains, and takes nothing over any more
+            counterpart.update(takes_over=False)
             trains = ConnectionError(f"rank {counterpart.rank} trains")
             self._cancel_sends(counterpart, _HANDOVERS, trains)
         return ""
@@ -394,6 +396,10 @@ class FederationProtocol:
         return ""
 
     def _take_ask(self, counterpart: Counterpart, frame: Frame, _: np.ndarray) -> str:
+        if frame.number:  # it gets the state between two local steps: neither may wait for the other before
+            counterpart.update(takes_over=True)
+            takes = WithdrawnError(f"rank {counterpart.rank} {TAKES_OVER}")
+            self.cancel(counterpart, _before(self._begun + 1), takes)
         self.when_asked(counterpart.rank, frame.tag, bool(frame.number))
         return ""
 

@@ -18,6 +18,7 @@ from megatron_noloco.federation.commit import Standing
 from megatron_noloco.federation.counterpart import Seen, is_far_behind
 from megatron_noloco.federation.frames import ANYONE, DTYPE_CODES, LARGEST, Member, Receive, Send
 from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.protocol import TAKES_OVER
 from megatron_noloco.federation.rendezvous import (
     PLACES,
     SELDOM,
@@ -129,8 +130,8 @@ class Patience:
 class FederationPartners:
     """Says which counterparts of a rank can be its partner; implements `commit.Partners`.
 
-    A counterpart cannot be a partner when it is not connected, is avoided, has ended the exchange or has another
-    partner in it, or is too many exchanges behind.
+    A counterpart cannot be a partner when it is not connected, takes over this rank's state, is avoided, has ended
+    the exchange or has another partner in it, or is too many exchanges behind.
     """
 
     def __init__(self, service: Service, patience: Patience, agree: Agree | None = None) -> None:
@@ -166,11 +167,13 @@ class FederationPartners:
     def _why_away(self, rank: int, seen: Seen, number: int) -> str:
         if not seen.present:
             return "is not there"
+        if seen.takes_over:
+            return TAKES_OVER
         epoch, until, why = self._avoided.get(rank, (-1, 0, ""))
         if epoch == seen.epoch and seen.exchange < until:
             return why
         # One that was not far behind the exchange before leaves nothing out, so it would stay where it is. One
-        # that has begun none may be taking over the state of this rank, which it gets after the exchange.
+        # that has begun none may be about to take over a state.
         before = number - 1 if seen.begun >= 0 else number
         return "is behind" if is_far_behind(seen.exchange, before, self._patience.behind) else ""
 
@@ -204,6 +207,7 @@ class FederationPartners:
             rank: one.begun > 2 * number
             for rank, one in seen.items()
             if one.present
+            and not one.takes_over
             and one.open_from <= 2 * number + 1
             and not is_far_behind(one.exchange, number, self._patience.behind)
         }

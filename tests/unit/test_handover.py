@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from megatron_noloco.federation import handover as module
+from megatron_noloco.federation.commit import CommittedExchange, Guard, Standing
 from megatron_noloco.federation.handover import Handover, Snapshot
 from megatron_noloco.federation.join import Membership
 from megatron_noloco.federation.keeping_up import KeepingUp
@@ -22,6 +23,7 @@ from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.rendezvous import SharedFolder
 from megatron_noloco.federation.takeover import furthest
 from megatron_noloco.federation.transport import FederationTransport, Network
+from megatron_noloco.outer import Channel, Exchange
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 from megatron_noloco.transport.chunks import DEFAULT_CHUNK_BYTES
@@ -202,6 +204,28 @@ def test_the_ranks_of_a_giver_give_their_states_of_one_step(tmp_path: Path) -> N
                 ends.set()
             for one in running:
                 one.result(SECONDS)
+
+
+def test_a_giver_waits_for_no_rank_that_waits_for_its_state(tmp_path: Path) -> None:
+    """Neither in an exchange that has begun, nor in what comes later, until that rank begins an exchange."""
+    with connected(tmp_path) as (giver, taker), ThreadPoolExecutor(1) as pool:
+        giving, taking = of(giver), of(taker)
+        partners = giver.partners
+        exchange = Exchange(giver, Place(0, 2), Channel.ROUNDS, SECONDS)
+        committed = CommittedExchange(exchange, partners, lambda *_: 1, [Guard()])
+        between_steps(giving, 5, live(5))
+        committed.begin(torch.zeros(100), (0, 1), 0, "a test")
+        asking = pool.submit(taken, taking, 0)
+        started = time.monotonic()
+        list(committed.finish())
+        assert time.monotonic() - started < SECONDS / 2
+        assert committed.report.missed == "replica 1 takes over a state"
+        assert partners.standing(1, 1) == (Standing.AWAY, "takes over a state")
+        assert partners.at_evaluation(0) == {}
+        between_steps(giving, 6, live(6))
+        assert asking.result(SECONDS) == (b"6", EXPECTED)
+        taker.partners.begin(1, 0)
+        until(lambda: partners.standing(1, 1)[0] == Standing.WAITING)
 
 
 def test_without_a_question_nothing_is_copied(tmp_path: Path) -> None:
