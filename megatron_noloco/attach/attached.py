@@ -224,8 +224,9 @@ def attach(
     Raises ValueError for an argument that does not fit, where gradients are not reduced over the ranks of one
     replica, where ranks of this job have different settings, or its replicas different weights, for settings with
     which the replicas drift apart, and for a state of other weights. Jobs of a federation whose first weights,
-    settings or sizes differ refuse each other: with a line on stderr where they have a list of addresses; in a
-    shared folder they do not see each other.
+    settings or sizes differ refuse each other: with a line on stderr where they have a list of addresses. In a
+    shared folder they do not see each other; one that is alone for ten seconds says so on stderr, and that the
+    folder has addresses of another run.
     """
     settings = NolocoSettings() if settings is None else settings
     check_arguments(settings, replicas, federation, slot, seed, transport)
