@@ -10,6 +10,8 @@ from typing import Any
 from megatron_noloco.monitor.writers import Row
 
 _METRICS = "metrics.jsonl"
+_NUMBERS = ("steps", "replicas", "parameters", "synchronous_bytes_per_step")
+_METHOD = {"method", "local_steps", "outer_momentum", "outer_lr", "payload"}
 
 
 class ReplicaLog:
@@ -71,12 +73,33 @@ class ReplicaLog:
 def _parsed(lines: Iterable[bytes]) -> Iterable[Row]:
     for line in lines:
         row = _json(line)
-        is_row = isinstance(row, dict) and {"kind", "step"} <= row.keys()
-        if is_row and (row["kind"] != "step" or "speed/seconds_per_step" in row):
+        if isinstance(row, dict) and _is_whole(row):
             yield row
 
 
-def _json(text: str | bytes) -> Any:
+def _is_whole(row: Row) -> bool:
+    """Whether a row has what readers rely on; other numbers may be missing, or null."""
+    seconds, partners = row.get("speed/seconds_per_step"), row.get("round/partners", [])
+    is_row = "kind" in row and isinstance(row.get("step"), int) and isinstance(partners, list)
+    return is_row and (row["kind"] != "step" or isinstance(seconds, int | float))
+
+
+def _are_facts(found: Any) -> bool:
+    """Whether this is what a run writes to `run.json`, as far as readers rely on it; facts may be missing."""
+    config = found.get("config", {}) if isinstance(found, dict) else None
+    if not isinstance(config, dict) or not all(
+        isinstance(found.get(name, 0), int | float) for name in _NUMBERS
+    ):
+        return False
+    blocks = [config.get(name, {}) for name in ("parallel", "noloco", "federation")]
+    if not all(isinstance(block, dict) for block in blocks):
+        return False
+    whole = "replicas" in found and {"parallel", "noloco"} <= config.keys()
+    averages = blocks[1].get("enabled", True)
+    return not config or (whole and (not averages or blocks[1].keys() >= _METHOD))
+
+
+def _json(text: bytes) -> Any:
     """Return what the text holds, None where it is no JSON."""
     try:
         return json.loads(text)
@@ -108,11 +131,9 @@ class RunLog:
         """Read what is new since the last call, new replicas included."""
         path = self.folder / "run.json"
         if path.exists():
-            facts = _json(path.read_text())
-            if not isinstance(facts, dict):
-                raise ValueError(
-                    f"{path}: not a JSON object, as a run writes it; remove the file to go without"
-                )
+            facts = _json(path.read_bytes())
+            if not _are_facts(facts):
+                raise ValueError(f"{path}: not what a run writes there; remove the file to go without")
             self.facts = facts
         known = {log.folder for log in self.replicas}
         found = {path.parent for path in self.folder.glob(f"replica_*/{_METRICS}")} - known

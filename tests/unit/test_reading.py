@@ -142,6 +142,22 @@ def test_a_page_that_cannot_be_written(run: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == line
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [{"round/partners": None}, {"round/partners": 1}, {"speed/seconds_per_step": None}, {"step": None}],
+    ids=str,
+)
+@pytest.mark.parametrize("command", [("watch", "--once"), ("report",)], ids=lambda words: words[0])
+def test_a_damaged_row_is_left_out(
+    command: tuple[str, ...], damage: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path, "00", step(2, **meeting(0, 1)), step(4, **meeting(1, 1)) | damage)
+    run = RunLog(tmp_path)
+    assert [row["step"] for row in run.replicas[0].rows] == [2]
+    assert main([command[0], str(tmp_path), *command[1:]]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     """There is a file without rows."""
     write(tmp_path, "00")
@@ -331,12 +347,26 @@ def test_a_folder_that_is_no_run(
     )
 
 
-@pytest.mark.parametrize("content", ["[]", '{"steps": 1'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[]",
+        b'{"steps": 1',
+        b'{"steps": "\xff"}',
+        b'{"steps": null}',
+        b'{"replicas": "2"}',
+        b'{"parameters": "2"}',
+        b'{"replicas": 2, "config": []}',
+        b'{"replicas": 2, "config": {"parallel": {}, "noloco": {}}}',
+        b'{"replicas": 2, "config": {"parallel": {}, "noloco": {"enabled": false}, "federation": null}}',
+        b'{"config": {"parallel": {}, "noloco": {"enabled": false}}}',
+    ],
+)
 @pytest.mark.parametrize("command", [("watch", "--once"), ("report",)], ids=lambda words: words[0])
 def test_a_run_json_that_is_none(
-    command: tuple[str, ...], content: str, run: Path, capsys: pytest.CaptureFixture[str]
+    command: tuple[str, ...], content: bytes, run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (run / "run.json").write_text(content)
+    (run / "run.json").write_bytes(content)
     assert main([command[0], str(run), *command[1:]]) == 2
-    line = f"{run / 'run.json'}: not a JSON object, as a run writes it; remove the file to go without\n"
+    line = f"{run / 'run.json'}: not what a run writes there; remove the file to go without\n"
     assert capsys.readouterr().err == line
