@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import astuple, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO
+from typing import IO, NoReturn
 
 import numpy as np
 
@@ -117,7 +117,10 @@ def standard_library_files() -> list[Path]:
 
 
 def files_below(folder: Path, skipped: Collection[str] = ()) -> list[Path]:
-    """Return the files below `folder` by relative POSIX path, without hidden files and `skipped` folders."""
+    """Return the files below `folder` by relative POSIX path, without hidden files and `skipped` folders.
+
+    Raises ValueError for a folder that cannot be read.
+    """
     found = [
         path
         for parent, names in _folders_from(folder, skipped)
@@ -134,7 +137,7 @@ def _folders_from(folder: Path, skipped: Collection[str]) -> Iterator[tuple[Path
     """
     seen, starts = set(), deque([folder])
     while starts:
-        for parent, folders, files in os.walk(starts.popleft()):
+        for parent, folders, files in os.walk(starts.popleft(), onerror=_refuse):
             identity = _identity(parent)
             if identity in seen:
                 folders.clear()
@@ -145,6 +148,11 @@ def _folders_from(folder: Path, skipped: Collection[str]) -> Iterator[tuple[Path
             yield Path(parent), files
 
 
+def _refuse(error: OSError) -> NoReturn:
+    remedy = "make the folder readable, or hide it by a name that begins with a dot"
+    raise ValueError(f"{error.filename}: {error.strerror}; {remedy}") from None
+
+
 def _identity(folder: str | Path) -> tuple[int, int]:
     """Return what all paths to a folder have in common, with links and without."""
     status = os.stat(folder)
@@ -152,10 +160,13 @@ def _identity(folder: str | Path) -> tuple[int, int]:
 
 
 def check_outside(output: Path, option: str, folder: Path, folder_option: str) -> None:
-    """Raise ValueError when `output` lies in a folder of text, or in one that is linked there."""
+    """Raise ValueError when `output` lies in a folder of text, or in one that is linked there.
+
+    `folder` may be a file, in which nothing lies.
+    """
     real = output.resolve()
     above = {_identity(path) for path in (real, *real.parents) if path.exists()}
-    if any(_identity(parent) in above for parent, _ in _folders_from(folder, ())):
+    if folder.is_dir() and any(_identity(parent) in above for parent, _ in _folders_from(folder, ())):
         raise ValueError(
             f"{option} {output} lies in {folder_option} {folder}: what is written there would be read as text; "
             f"give another {option}"

@@ -1,6 +1,8 @@
 """Data: the same text gives the same microbatches on every rank."""
 
+import errno
 import hashlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,6 +140,28 @@ class TestCorpus:
         (here / "link").symlink_to(there)
         (there / "back").symlink_to(here)
         assert text_files(here) == [here / "link" / "a.txt", here / "own" / "a.txt"]
+
+    def test_a_folder_that_may_not_be_read_is_named(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """And not left out; a hidden one is not looked at. Root may read all folders."""
+        for name in ("open", "closed", ".hidden"):
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "a.txt").write_text("text")
+        listed = os.scandir
+
+        def scandir(path: Any) -> Any:
+            if Path(path).name in ("closed", ".hidden"):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+            return listed(path)
+
+        monkeypatch.setattr(os, "scandir", scandir)
+        with pytest.raises(ValueError) as caught:
+            text_files(tmp_path)
+        assert str(caught.value) == (
+            f"{tmp_path / 'closed'}: Permission denied; make the folder readable, or hide it by a name that "
+            "begins with a dot"
+        )
 
     def test_missing_text_says_where_it_looked(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)
