@@ -211,6 +211,21 @@ def test_a_whole_checkpoint(tmp_path: Path, inspect: Inspect) -> None:
         }
 
 
+@pytest.mark.parametrize("name", [".tmpAb12Cd", ".resume_stage_00_dp_00_tp_00.safetensors.0f.partial"])
+def test_what_a_killed_save_left_is_ignored_and_goes_with_its_step(
+    name: str, tmp_path: Path, inspect: Inspect
+) -> None:
+    """safetensors writes to a file of its own, such as .tmpAb12Cd, before it puts it in place."""
+    folder = write_checkpoint(tmp_path, 5)
+    expected = inspect(folder)
+    (folder / "replica_00" / name).write_bytes(b"half")
+    assert inspect(folder) == inspect(tmp_path) == expected
+    newest = write_checkpoint(tmp_path, 10)
+    catalog.publish(tmp_path, newest, TOPOLOGY.world_size, keep_last=1)
+    assert catalog.steps(tmp_path) == [newest]
+    assert not folder.exists()
+
+
 def test_a_run_without_rounds_has_no_method(tmp_path: Path, inspect: Inspect) -> None:
     folder = write_checkpoint(tmp_path / "checkpoints", 10)
     for path in folder.rglob("*.json"):
