@@ -13,8 +13,9 @@ moves members against each other only, and the next round sees it as a part of t
 
 Whether the differences did fit is shown by a checksum of each block, sum(w * n) modulo 2^32 with random odd
 weights w: it must differ between two members by sum(w * m). One difference that does not fit is always found,
-several in a block with a probability of about 1 - 2^(bits-32). m is -m at the other end, element by element, so
-both ends come to the same verdict, and a pair keeps the sum even where both are wrong.
+several in a block with a probability of about 1 - 2^(bits-32). The last checksum has the length as well. m is
+-m at the other end, element by element, so both ends come to the same verdict, and a pair keeps the sum even
+where both are wrong.
 
 The step is found from sketches. The sketch of a cell of 128 elements is their sum with random signs. The
 difference of two members' sketches has the expected square 128 sigma^2, sigma the root mean square of the
@@ -145,11 +146,14 @@ class Codec:
             small = self._small[: len(out)].copy_(integers)
             low, high = small.split(BLOCK // 2, dim=1)
             torch.bitwise_or(low.bitwise_and_(15), high.bitwise_left_shift_(4), out=out.view(torch.int8))
+        checksums[-1:] += len(vector) % BLOCK  # or one of another length, in as many blocks, would look alike
 
     def differences(self, steps: Tensor, mine: Coded, theirs: Coded) -> tuple[Tensor, Tensor]:
         """Return m = n_theirs - n_mine of at most one piece, and for which blocks it is right.
 
         Returns int8 or int16 of shape [blocks, BLOCK], valid until the next call, and bool of shape [blocks].
+        Raises ConnectionError for codes of a vector of another length. Where the lengths differ by a multiple of
+        2^bits, the last block is not right.
         """
         (my_codes, my_checksums), (their_codes, their_checksums) = mine, theirs
         m = self._small[: len(steps)]
@@ -161,8 +165,10 @@ class Codec:
             high.bitwise_right_shift_(4)
         else:
             torch.sub(their_codes.view(self._narrow), my_codes.view(self._narrow), out=m)
-        apart = self._checksum(m, torch.empty_like(my_checksums))
-        right = (apart == their_checksums - my_checksums) & (steps > 0)
+        off = their_checksums - my_checksums - self._checksum(m, torch.empty_like(my_checksums))
+        if (off & (2**self.bits - 1)).any():  # differences that do not fit are off by multiples of 2^bits
+            raise ConnectionError("the replicas' vectors differ in length; all must have as many weights")
+        right = (off == 0) & (steps > 0)
         # Its negative does not fit, so the two ends would not agree.
         return m, right & (m.amin(dim=1) > -(2 ** (self.bits - 1)))
 

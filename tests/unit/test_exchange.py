@@ -11,7 +11,16 @@ import torch
 from torch import Tensor
 
 from megatron_noloco.job import activity
-from megatron_noloco.outer import Exchange, OuterOptimizer, PartnerTimeoutError, TorchWeights, messages
+from megatron_noloco.outer import (
+    CodedExchange,
+    Coding,
+    Exchange,
+    OuterOptimizer,
+    PartnerLostError,
+    PartnerTimeoutError,
+    TorchWeights,
+    messages,
+)
 from megatron_noloco.outer.messages import CHANNELS, Contacts
 from megatron_noloco.plans.grouping import Group
 from megatron_noloco.plans.topology import Place, Topology
@@ -214,6 +223,29 @@ def test_two_exchanges_under_way_do_not_mix(group: Group) -> None:
         for found in threads.map(both, group):
             for mean, of_all in zip(found, vectors, strict=True):
                 assert torch.equal(mean, average(of_all, group)[0][0])
+
+
+@pytest.mark.parametrize("bits", [16, 8, 4])
+@pytest.mark.parametrize("lengths", [(300, 200), (200, 300), (1301, 1300), (5000, 5000, 4900)])
+def test_vectors_of_other_lengths_are_refused(lengths: tuple[int, ...], bits: int) -> None:
+    """Also where they take as many blocks, so that all messages are as long."""
+    vector, group = noise(5000, seed=1), tuple(range(len(lengths)))
+    world = loopback_world(len(group))
+
+    def end(rank: int) -> str:
+        mine = vector[: lengths[rank]] + 0.01 * noise(lengths[rank], seed=rank)
+        exchange = CodedExchange(world[rank], Place(rank, len(group)), 0, 2.0, Coding(bits))
+        try:
+            exchange.whole_mean(mine, group, 0, "a test")
+        except PartnerLostError as error:
+            return str(error)
+        return "averaged"
+
+    with ThreadPoolExecutor(len(group)) as threads:
+        found = list(threads.map(end, group))
+    line = "lost a partner in a test: the replicas' vectors differ in length; all must have as many weights"
+    assert "averaged" not in found
+    assert found[-1] == f"replica {group[-1]} {line}"
 
 
 def test_every_exchange_has_tags_of_its_own() -> None:
