@@ -40,7 +40,7 @@ BYTES = {  # each method at its own learning rates; a replica receives as many b
     "NoLoCo, int4": (
         "NoLoCo int4, every step, 0.04 0.032",
         "NoLoCo int4, every 3 steps, 0.02 0.032",
-        "NoLoCo int4, every 7 steps, 0.02 0.023",
+        "NoLoCo int4, every 7 steps, 0.028 0.032",
         "NoLoCo int4, every 14 steps, 0.014 0.016",
         "NoLoCo int4, every 33 steps, 0.014 0.016",
     ),
@@ -55,13 +55,13 @@ BYTES = {  # each method at its own learning rates; a replica receives as many b
     ),
     "DiLoCo, int4, Nesterov 0.7 and 0.9": (
         "DiLoCo int4, Nesterov 0.7 0.9, every 35 steps, 0.028 0.032",
-        "DiLoCo int4, Nesterov 0.7 0.9, every 83 steps, 0.014 0.016",
+        "DiLoCo int4, Nesterov 0.7 0.9, every 83 steps, 0.028 0.032",
     ),
     "SparseLoCo": (
         "SparseLoCo 0.5, every 9 steps, 0.028 0.032",
         "SparseLoCo 0.5, every 17 steps, 0.02 0.023",
         "SparseLoCo 0.5, every 35 steps, 0.02 0.023",
-        "SparseLoCo 0.5, every 83 steps, 0.014 0.016",
+        "SparseLoCo 0.5, every 83 steps, 0.01 0.011",
     ),
 }
 REPLICAS = {  # of each method, the number of replicas, its row and that of synchronous training
