@@ -27,6 +27,11 @@ class Tokenizer(Protocol):
     @property
     def end_of_document(self) -> int: ...
 
+    @property
+    def end_of_answer(self) -> int | None:
+        """The first special token after an answer in the chat template; None where there is none."""
+        ...
+
     def encode(self, text: str) -> np.ndarray:
         """Return the tokens of `text`, shape [tokens]; nothing is added at either end."""
         ...
@@ -74,6 +79,7 @@ class ByteTokenizer:
     """A tokenizer without files or training: tokens 0 to 255 are UTF-8 bytes, 256 ends a document."""
 
     end_of_document = BYTES
+    end_of_answer = None
     vocab_size = BYTES + 1
 
     def encode(self, text: str) -> np.ndarray:
@@ -174,6 +180,20 @@ class FastTokenizer:
     def vocabulary(self) -> dict[str, int]:
         """The id of each token."""
         return self._tokenizer.get_vocab(with_added_tokens=True)
+
+    @property
+    def end_of_answer(self) -> int | None:
+        question, answer = "a question", "the answer"
+        try:
+            text = self.render(
+                [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            )
+        except ValueError:  # no template, or one that takes no such messages
+            return None
+        _, found, end = text.rpartition(answer)
+        tokens = self.encode(end).tolist() if found else []
+        known = self._tokenizer.get_added_tokens_decoder()
+        return next((token for token in tokens if token in known and known[token].special), None)
 
     def encode(self, text: str) -> np.ndarray:
         return self.encode_batch([text])[0]

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megatron_noloco.data.sources import RecordSource
 from megatron_noloco.files import naming_file, write_tensors, writing
 from megatron_noloco.huggingface.source import ModelSource
 from megatron_noloco.huggingface.whole_model import WholeModel
@@ -40,11 +41,19 @@ def export(source: ModelSource, output: Path, dtype: str, max_shard_bytes: int) 
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
     architecture, end = source.architecture, source.tokenizer.end_of_document
     _write_json(output / "config.json", family_of(architecture).hf_config(architecture, dtype, end))
-    _write_json(output / "generation_config.json", {"bos_token_id": end, "eos_token_id": end})
+    _write_json(output / "generation_config.json", {"bos_token_id": end, "eos_token_id": _ends(source)})
     with naming_file(output):
         source.tokenizer.save(output, architecture.seq_length)
     _write_weights(source, output, DTYPES[dtype], max_shard_bytes)
     _write_text(output / "README.md", _model_card(source))
+
+
+def _ends(source: ModelSource) -> int | list[int]:
+    """Return the token, or the tokens, at which a generated text ends; after fine-tuning an answer has its own."""
+    end, of_answer = source.tokenizer.end_of_document, None
+    if isinstance(source.config.source, RecordSource):
+        of_answer = source.tokenizer.end_of_answer
+    return end if of_answer in (None, end) else [end, of_answer]
 
 
 def _write_weights(source: ModelSource, output: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:

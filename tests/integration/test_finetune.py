@@ -12,7 +12,7 @@ from megatron_noloco.cli.main import main
 from megatron_noloco.data.tokenizer import FastTokenizer
 from tests.harness import run_command, run_ranks
 from tests.integration.tiny import metrics, run_whole, tiny, write_config
-from tests.unit.test_records import CHAT, TEMPLATE, chat_tokenizer
+from tests.unit.test_records import CHAT, TEMPLATE, stopping_tokenizer
 
 NUMBERS = ["two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
 STEPS = 16
@@ -24,8 +24,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_llama(folder: Path, initializer_range: float = 0.02) -> Path:
-    """A model with random weights, a tokenizer and a chat template."""
-    chat_tokenizer(folder, TEMPLATE)
+    """A model with random weights, a tokenizer and a chat template that ends answers with a token of its own."""
+    stopping_tokenizer(folder, TEMPLATE.replace("<end>", "<stop>"))
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -95,6 +95,9 @@ def test_evaluate_finds_the_loss_per_token_of_the_answers(run: Path) -> None:
 
 def test_an_export_keeps_the_template(run: Path, llama: Path, tmp_path: Path) -> None:
     run_command("export", str(run), "--output", str(tmp_path / "exported"))
+    settings = json.loads((tmp_path / "exported" / "generation_config.json").read_text())
+    vocabulary = FastTokenizer(llama).vocabulary
+    assert settings["eos_token_id"] == [vocabulary["<end>"], vocabulary["<stop>"]]
     exported, imported = (AutoTokenizer.from_pretrained(folder) for folder in (tmp_path / "exported", llama))
     assert exported.apply_chat_template(CHAT) == imported.apply_chat_template(CHAT)
 
@@ -137,6 +140,6 @@ def answers(rank: int, world_size: int, folder: Path, questions: list[str]) -> l
             return_dict=True,
         )
         said = model.generate(**prompt, max_new_tokens=40, do_sample=False)[0, prompt["input_ids"].size(1) :]
-        assert said[-1] == tokenizer.eos_token_id
+        assert said[-1] == tokenizer.convert_tokens_to_ids("<stop>")
         found.append(tokenizer.decode(said, skip_special_tokens=True))
     return found

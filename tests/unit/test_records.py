@@ -50,6 +50,15 @@ def chat_tokenizer(folder: Path, template: str) -> Path:
     return folder
 
 
+def stopping_tokenizer(folder: Path, template: str) -> Path:
+    """With a special token <stop> beside <end>, which ends documents."""
+    chat_tokenizer(folder, template)
+    tokenizer = Tokenizers.from_file(str(folder / "tokenizer.json"))
+    tokenizer.add_special_tokens(["<stop>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
 def write(path: Path, *records: Any) -> str:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return str(path)
@@ -145,6 +154,24 @@ class TestRecords:
         for tokenizer in (BYTES, FastTokenizer(tmp_path)):
             with pytest.raises(ValueError, match=r"line 1: .* has no chat template"):
                 load_records(path, tokenizer)
+
+    @pytest.mark.parametrize(
+        ("end", "token"),
+        [
+            ("<end>", "<end>"),
+            ("<stop>", "<stop>"),
+            (" <stop>\n<end>", "<stop>"),
+            ("\nUser:", None),
+            ("{{ raise_exception('no user here') }}", None),
+        ],
+    )
+    def test_the_token_that_ends_an_answer(self, end: str, token: str | None, tmp_path: Path) -> None:
+        tokenizer = FastTokenizer(stopping_tokenizer(tmp_path, TEMPLATE.replace("<end>", end)))
+        assert tokenizer.end_of_answer == (token and tokenizer.vocabulary[token])
+
+    def test_without_a_template_no_token_ends_an_answer(self, tmp_path: Path) -> None:
+        make_tokenizer(tmp_path)
+        assert FastTokenizer(tmp_path).end_of_answer is BYTES.end_of_answer is None
 
     def test_an_export_keeps_the_template(self, model: Path, tmp_path: Path) -> None:
         FastTokenizer(model).save(tmp_path, 128)
