@@ -19,6 +19,8 @@ from megatron_noloco.data.sources import Split
 from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
 
 STANDARD_LIBRARY = "python-stdlib"
+JSON_LINES, PARQUET = (".jsonl", ".json", ".ndjson"), ".parquet"
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
 PIECE_BYTES = 1 << 19  # a longer text is read and encoded in pieces of this size
 _ADVICE = f'give a text file, a folder of text files, or "{STANDARD_LIBRARY}"'
 
@@ -93,7 +95,7 @@ def find_text(text: str) -> Path:
 def check_text(text: str) -> None:
     """Raise ValueError when `text` is not there, or when none of its files begins with UTF-8 text."""
     path = find_text(text)
-    if not any(map(_begins_as_text, files_below(path) if path.is_dir() else [path])):
+    if not any(map(_begins_as_text, _files_of(path))):
         raise _no_text_error(path)
 
 
@@ -103,9 +105,24 @@ def text_files(path: Path) -> list[Path]:
     Hidden files and folders (.git, editors' backups) and empty files are left out.
     Raises ValueError where no file remains.
     """
-    files = _only_text(files_below(path) if path.is_dir() else [path])
+    files = _only_text(_files_of(path))
     if not files:
         raise _no_text_error(path)
+    return files
+
+
+def _files_of(path: Path) -> list[Path]:
+    """Return `path` itself, or the files below that folder.
+
+    Raises ValueError where all have the names of files that hold records or are compressed.
+    """
+    files = files_below(path) if path.is_dir() else [path]
+    if files and all(file.name.lower().endswith((*JSON_LINES, PARQUET, *COMPRESSIONS)) for file in files):
+        raise ValueError(
+            f"data.text: {files[0]}: JSON lines, Parquet and compressed files are not read as text; make a "
+            'dataset with "data preprocess" and give its prefix (in a config: data.data_path; records for '
+            "fine-tuning: data.sft_data_path)"
+        )
     return files
 
 

@@ -10,11 +10,16 @@ from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, Literal
 
-from megatron_noloco.data.corpus import PIECE_BYTES, files_below, read_piece
+from megatron_noloco.data.corpus import (
+    COMPRESSIONS,
+    JSON_LINES,
+    PARQUET,
+    PIECE_BYTES,
+    files_below,
+    read_piece,
+)
 
 _PARQUET_ROWS = 256  # in a batch: the size of a row is known only after reading it
-_COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
-_JSON_LINES = (".jsonl", ".json", ".ndjson")
 
 
 @dataclass(frozen=True)
@@ -27,9 +32,9 @@ class Input:
     @property
     def kind(self) -> Literal["text", "jsonl", "parquet"]:
         name = self.path.name.removesuffix(".gz").removesuffix(".zst").lower()
-        if name.endswith(".parquet"):
+        if name.endswith(PARQUET):
             return "parquet"
-        return "jsonl" if name.endswith(_JSON_LINES) else "text"
+        return "jsonl" if name.endswith(JSON_LINES) else "text"
 
     @property
     def bytes(self) -> int:
@@ -131,13 +136,13 @@ def read_batches(item: Input, columns: list[str]) -> Iterator[Batch]:
         with item.path.open("rb") as raw:
             yield from read(item, raw, _decompressed(item.path, raw))
     except OSError as error:
-        if item.path.suffix not in _COMPRESSIONS:
+        if item.path.suffix not in COMPRESSIONS:
             raise
         raise ValueError(f"{item.path}: cannot be decompressed ({error})") from None
 
 
 def _decompressed(path: Path, raw: IO[bytes]) -> IO[bytes]:
-    compression = _COMPRESSIONS.get(path.suffix)
+    compression = COMPRESSIONS.get(path.suffix)
     if compression is None:
         return raw
     return io.BufferedReader(_pyarrow(path).CompressedInputStream(raw, compression), PIECE_BYTES)

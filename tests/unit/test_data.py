@@ -18,6 +18,7 @@ from megatron_noloco.data.corpus import (
     Corpus,
     Document,
     _split_by_file,
+    check_text,
     load_corpus,
     standard_library_files,
     text_files,
@@ -162,6 +163,24 @@ class TestCorpus:
             f"{tmp_path / 'closed'}: Permission denied; make the folder readable, or hide it by a name that "
             "begins with a dot"
         )
+
+    @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.PARQUET", "a.txt.gz", "a.jsonl.zst"])
+    def test_records_and_compressed_files_are_not_read_as_text(self, name: str, tmp_path: Path) -> None:
+        folder = tmp_path / "folder"
+        folder.mkdir()
+        (folder / name).write_text('{"text": "a"}\n' * 100)
+        for path in (folder / name, folder):
+            for read in (check_text, lambda text: load(text, SPLIT)):
+                with pytest.raises(ValueError) as caught:
+                    read(str(path))
+                assert str(caught.value) == (
+                    f"data.text: {folder / name}: JSON lines, Parquet and compressed files are not read as text; "
+                    'make a dataset with "data preprocess" and give its prefix (in a config: data.data_path; '
+                    "records for fine-tuning: data.sft_data_path)"
+                )
+        (folder / "b.py").write_text("text")
+        check_text(str(folder))
+        assert load(str(folder), "1,1").files == 2, "a folder of source code may hold JSON"
 
     def test_missing_text_says_where_it_looked(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.chdir(tmp_path)

@@ -149,9 +149,12 @@ class TestIndexed:
             build(data_path="a", vocab=70)
 
 
-def test_what_is_measured_on_is_named_by_its_option() -> None:
+def test_what_is_measured_on_is_named_by_its_option(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^--data: no UTF-8 text in"):
         whole_dataset("/bin/ls", build_tokenizer(TokenizerChoice("byte")), Needs(257, SEQ))
+    (tmp_path / "a.jsonl").write_text("{}")
+    with pytest.raises(ValueError, match=r"^--data: .*/a.jsonl: JSON lines, .* are not read as text"):
+        whole_dataset(str(tmp_path / "a.jsonl"), build_tokenizer(TokenizerChoice("byte")), Needs(257, SEQ))
 
 
 def run_config(data: dict[str, Any], **evaluation: Any) -> dict[str, Any]:
@@ -224,6 +227,7 @@ def test_a_run_does_not_read_what_it_writes(
     for name in ("texts", "elsewhere"):
         (tmp_path / name).mkdir()
     (tmp_path / "texts" / "a.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    (tmp_path / "texts" / "a.txt").write_text("text")
     (tmp_path / "texts" / "link").symlink_to(tmp_path / "elsewhere")
     config = run_config({field: "texts"})
     for output_dir, code in ((output, 2), ("runs", 0)):

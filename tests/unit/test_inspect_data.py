@@ -112,7 +112,7 @@ class TestEvaluate:
         [
             ("{model}", "a Hugging Face folder has no validation split; give --data"),
             ("{model} --data nowhere", "no file or folder at nowhere"),
-            ("{model} --data {model}/config.json --seq-length 100000", "corpus too small"),
+            ("{model} --data {here}/text.txt --seq-length 100000", "corpus too small"),
             ("{here}", "no checkpoint here"),
             ("{here}/bare --data x", "no tokenizer.json there"),
         ],
@@ -121,6 +121,7 @@ class TestEvaluate:
         self, model: Path, arguments: str, line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         (tmp_path / "bare").mkdir()
+        (tmp_path / "text.txt").write_text("text")
         (tmp_path / "bare" / "config.json").write_text((model / "config.json").read_text())
         filled = arguments.format(model=model, here=tmp_path).split()
         assert main(["evaluate", *filled]) == 2
