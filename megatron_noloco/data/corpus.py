@@ -47,6 +47,7 @@ class Corpus:
     train: np.ndarray
     validation: np.ndarray
     test: np.ndarray
+    left_out: str  # how many files are not read, "; left out: ..."; "" where all are
 
 
 def load_corpus(text: str, split: Split, tokenizer: Tokenizer) -> Corpus:
@@ -61,12 +62,12 @@ def load_corpus(text: str, split: Split, tokenizer: Tokenizer) -> Corpus:
     Raises ValueError where there is no text, or where the training or validation split is empty though its share
     is above zero.
     """
-    name, path = text, find_text(text)
+    name, path, others = text, find_text(text), list[Path]()
     folder = path if path.is_dir() else path.parent
     if text == STANDARD_LIBRARY:
         name, paths = f"{text} {platform.python_version()}", standard_library_files()
     else:
-        paths = text_files(path)
+        paths, others = text_files(path)
     documents = [Document(path.relative_to(folder).as_posix(), path.read_bytes()) for path in paths]
     megabytes = sum(len(document.text) for document in documents) / 1e6
     by_file = len(documents) >= _SPLIT_BY_FILE_FROM
@@ -78,7 +79,15 @@ def load_corpus(text: str, split: Split, tokenizer: Tokenizer) -> Corpus:
                 f"({len(documents)} files, {megabytes:.3g} MB); raise its weight or add text"
             )
     train, validation, test = (_tokenize(part, tokenizer) for part in parts)
-    return Corpus(name, len(documents), megabytes, train, validation, test)
+    return Corpus(name, len(documents), megabytes, train, validation, test, _left_out(others))
+
+
+def _left_out(files: list[Path]) -> str:
+    sizes = [path.stat().st_size for path in files]
+    binary = sum(size > 0 for size in sizes)
+    parts = [f"{binary} files that are not UTF-8 text ({sum(sizes):,} bytes)"] * bool(binary)
+    parts += [f"{len(files) - binary} empty files"] * (binary < len(files))
+    return f"; left out: {', '.join(parts)}" if parts else ""
 
 
 # Files
@@ -99,16 +108,17 @@ def check_text(text: str) -> None:
         raise _no_text_error(path)
 
 
-def text_files(path: Path) -> list[Path]:
-    """Return `path` itself, or every file in that folder, however deep, that holds UTF-8 text.
+def text_files(path: Path) -> tuple[list[Path], list[Path]]:
+    """Return `path` itself, or every file in that folder, however deep, that holds UTF-8 text; and the others.
 
-    Hidden files and folders (.git, editors' backups) and empty files are left out.
-    Raises ValueError where no file remains.
+    Those are empty or hold something else. Hidden files and folders (.git, editors' backups) are in neither.
+    Raises ValueError where there is no file with text.
     """
-    files = _only_text(_files_of(path))
+    found = _files_of(path)
+    files = _only_text(found)
     if not files:
         raise _no_text_error(path)
-    return files
+    return files, sorted({*found} - {*files})
 
 
 def _files_of(path: Path) -> list[Path]:

@@ -100,7 +100,7 @@ def build_datasets(source: Source, tokenizer: Tokenizer, needs: Needs) -> Datase
         validation = [_corpus_part(corpus, _VALIDATION, needs)] if needs.evaluates else []
         summary = (
             f"{corpus.name}, {corpus.files} files, {corpus.megabytes:.1f} MB, {len(corpus.train)} training and "
-            f"{len(corpus.validation)} validation tokens"
+            f"{len(corpus.validation)} validation tokens{corpus.left_out}"
         )
     elif isinstance(source, RecordSource):
         records = load_records(source.path, tokenizer)

@@ -129,8 +129,13 @@ class TestCorpus:
         (tmp_path / ".git" / "config").write_text("hidden")
         (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff\xfe")
         (tmp_path / "empty.txt").write_text("")
-        (tmp_path / "notes.jsonl").write_text("{}")
-        assert text_files(tmp_path) == [tmp_path / "notes.jsonl"]
+        (tmp_path / "notes.txt").write_text("some notes")
+        others = [tmp_path / "empty.txt", tmp_path / "picture.png"]
+        assert text_files(tmp_path) == ([tmp_path / "notes.txt"], others)
+        corpus = load(str(tmp_path), "1,1")
+        assert corpus.files == 1
+        assert corpus.left_out == "; left out: 1 files that are not UTF-8 text (6 bytes), 1 empty files"
+        assert load(str(tmp_path / "notes.txt"), "1,1").left_out == ""
 
     def test_links_to_folders_are_followed_each_folder_once(self, tmp_path: Path) -> None:
         here, there = tmp_path / "here", tmp_path / "there"
@@ -140,7 +145,7 @@ class TestCorpus:
         (here / "another").symlink_to(here / "own")
         (here / "link").symlink_to(there)
         (there / "back").symlink_to(here)
-        assert text_files(here) == [here / "link" / "a.txt", here / "own" / "a.txt"]
+        assert text_files(here)[0] == [here / "link" / "a.txt", here / "own" / "a.txt"]
 
     def test_a_folder_that_may_not_be_read_is_named(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -255,10 +255,12 @@ class TestText:
         (tmp_path / "text").mkdir()
         text = "two three Größe " * 40
         (tmp_path / "text" / "a.txt").write_text(text)
+        (tmp_path / "text" / "empty.txt").touch()
         data = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(tmp_path)}
         built = build(text=str(tmp_path / "text"), split="8,1,1", vocab=300, **data)
         tokenizer = build_tokenizer(TokenizerChoice(**data))
         parts = [parts[0].dataset.tokens for parts in (built.training, built.validation)]
+        assert built.summary.endswith(" validation tokens; left out: 1 empty files")
         assert text.startswith("".join(map(tokenizer.decode, parts)))
         assert parts[0][-1] == parts[1][-1] == tokenizer.end_of_document
 
