@@ -20,6 +20,7 @@ WEIGHTS = "slow_weights"  # the vector that a model is made from
 # Of the outer optimizer, one element per weight.
 OUTER_VECTORS = (WEIGHTS, "outer_momentum", "rounding", "correction")
 _STEP = re.compile(r"step_(\d{8,})$")
+_SET_ASIDE = ".set_aside"  # after the name of a step
 _READ_BYTES = 1 << 20
 
 
@@ -250,7 +251,19 @@ def set_aside(folder: Path) -> Path:
     """Rename a step folder that the resumed run will write again, so that old and new files never mix."""
     number = 0
     while True:
-        aside = folder.with_name(f"{folder.name}.set_aside{f'_{number}' if number else ''}")
+        aside = folder.with_name(f"{folder.name}{_SET_ASIDE}{f'_{number}' if number else ''}")
         if not aside.exists():
             return folder.rename(aside)
         number += 1
+
+
+def advice_on_set_aside(folder: Path) -> str | None:
+    """Return what is to be done to use a folder that `set_aside` has renamed; None for any other."""
+    step, aside, _ = folder.name.partition(_SET_ASIDE)
+    if not aside or not folder.exists() or step_of(folder.with_name(step)) is None:
+        return None
+    if folder.with_name(step).exists():
+        return (
+            f"was set aside, and {step} is there anew; move it into another folder as {step}, and name that"
+        )
+    return f"was set aside; rename it to {step}, and name that"

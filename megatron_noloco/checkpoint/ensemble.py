@@ -101,6 +101,8 @@ def _checkpoint_folders(path: Path) -> list[Path]:
     """Return `path` if it is a step folder; otherwise the `checkpoints` folder of each job below it."""
     if catalog.step_of(path) is not None:
         return [path]
+    if (aside := catalog.advice_on_set_aside(path)) is not None:
+        raise DamagedCheckpointError(f"{path}: {aside}")
     for checkpoints in (path, path / "checkpoints"):
         if (checkpoints / "latest").is_file():
             return [checkpoints]

@@ -10,7 +10,13 @@ from typing import Any
 
 import torch
 
-from megatron_noloco.checkpoint.catalog import continued_from, read_manifests, step_of, steps
+from megatron_noloco.checkpoint.catalog import (
+    advice_on_set_aside,
+    continued_from,
+    read_manifests,
+    step_of,
+    steps,
+)
 from megatron_noloco.config import ConfigError, RunConfig
 from megatron_noloco.data.corpus import STANDARD_LIBRARY, check_outside, check_text, find_text
 from megatron_noloco.data.datasets import Datasets, Needs, build_datasets
@@ -199,9 +205,8 @@ def _not_a_step(folder: Path) -> str | None:
     """Return what is wrong with a folder that is there but has no step folder's name, and what would be right."""
     if step_of(folder) is not None or not folder.exists():
         return None
-    step, aside, _ = folder.name.partition(".set_aside")
-    if aside and step_of(folder.with_name(step)) is not None:
-        return f"was set aside; rename it to {step}, and name that"
+    if (aside := advice_on_set_aside(folder)) is not None:
+        return aside
     inside = [*steps(folder / "checkpoints"), *steps(folder)]
     example = inside[0] if inside else "OUTPUT_DIR/checkpoints/step_00001000"
     return f'not a step folder; name one, such as {example}, or give "auto" for the newest in training.output_dir'

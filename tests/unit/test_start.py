@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron_noloco.checkpoint import catalog, resume
+from megatron_noloco.checkpoint.ensemble import find_ensemble
 from megatron_noloco.checkpoint.resume import Start, find_start, settle_start
 from megatron_noloco.config import RunConfig
 from megatron_noloco.plans.topology import Topology
@@ -133,3 +134,18 @@ def test_the_line_for_a_folder_that_is_no_step_says_which_would_be_right(tmp_pat
         with pytest.raises(ValueError) as refusal:
             _check_load(str(folder), tmp_path)
         assert str(refusal.value) == f"checkpoint.load: {folder}: {line}"
+
+
+def test_a_folder_that_was_set_aside_is_named_as_such_also_where_its_step_is_there_anew(
+    tmp_path: Path,
+) -> None:
+    aside = catalog.set_aside(save(tmp_path, 5))
+    lines = ["was set aside; rename it to step_00000005, and name that"]
+    lines += [
+        "was set aside, and step_00000005 is there anew; move it into another folder as step_00000005, and"
+    ]
+    for line in lines:
+        for check in (lambda: _check_load(str(aside), tmp_path), lambda: find_ensemble([aside])):
+            with pytest.raises(ValueError, match=f"{aside}: {line}"):
+                check()
+        save(tmp_path, 5)
