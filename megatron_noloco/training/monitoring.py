@@ -40,7 +40,7 @@ def build_monitor(
     if dist.get_rank() == 0:
         console = _console(prepared, joined, progress)
         writers.append(console)
-        _write_facts(prepared)
+        _write_facts(prepared, start.step)
     if groups.last_stage and at.dp == 0 and at.tp == 0:
         writers += _writers(config, at.replica, start)
     metrics = Metrics(at.replica, groups.replica, writers, start.counters)
@@ -83,8 +83,15 @@ def _synchronous_bytes_per_step(prepared: Prepared) -> float:
     return 2 * (replicas - 1) / replicas * bytes_per_weight * table_of(prepared.architecture).parameter_count
 
 
-def _write_facts(prepared: Prepared) -> None:
-    """Write `run.json`: what `watch` and `report` need to know of a run beside its metrics."""
+def _write_facts(prepared: Prepared, start_step: int) -> None:
+    """Write `run.json`: what `watch` and `report` need to know of a run beside its metrics.
+
+    A start that trains nothing leaves the file as it is: its config may not be that of the run.
+    """
+    folder = Path(prepared.config.training.output_dir)
+    path = folder / "run.json"
+    if start_step >= prepared.config.training.train_iters and path.exists():
+        return
     facts = {
         "version": __version__,
         "steps": prepared.config.training.train_iters,
@@ -93,9 +100,8 @@ def _write_facts(prepared: Prepared) -> None:
         "synchronous_bytes_per_step": _synchronous_bytes_per_step(prepared),
         "config": prepared.config.to_dict(),
     }
-    folder = Path(prepared.config.training.output_dir)
     folder.mkdir(parents=True, exist_ok=True)  # its replicas' folders are made by other ranks
-    write_text(folder / "run.json", json.dumps(facts, indent=2))
+    write_text(path, json.dumps(facts, indent=2))
 
 
 def _console(prepared: Prepared, joined: Joined, progress: str) -> Console:

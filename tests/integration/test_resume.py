@@ -1,5 +1,6 @@
 """A run that was interrupted and continued is the run that was never interrupted."""
 
+import json
 import re
 import resource
 import signal
@@ -418,7 +419,7 @@ def restored_state(rank: int, world_size: int, arguments: list[str]) -> dict[str
 
 
 def test_a_finished_run_has_saved_its_model(tmp_path: Path) -> None:
-    """Also without a save interval; the same command then has nothing to do."""
+    """Also without a save interval; the same command then has nothing to do, and leaves the facts of the run."""
     run = Run(tmp_path, {"noloco": noloco(), "training": {"train_iters": 5}})
     run.launch(1)
     assert (run.checkpoints / "latest").read_text() == "step_00000005\n"
@@ -426,6 +427,8 @@ def test_a_finished_run_has_saved_its_model(tmp_path: Path) -> None:
     assert (again.code, again.err) == (0, "")
     assert "nothing to do: iteration 5 of 5 is already reached" in again.out
     assert [path.name for path in run.checkpoints.iterdir() if path.is_dir()] == ["step_00000005"]
+    run.launch(1, changes={"training": {"train_iters": 4}})
+    assert json.loads((run.checkpoints.parent / "run.json").read_text())["steps"] == 5
 
 
 def test_data_of_another_size_is_reported(tmp_path: Path) -> None:
