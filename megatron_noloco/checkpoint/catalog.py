@@ -192,18 +192,23 @@ def steps(checkpoints: Path) -> list[Path]:
 
 
 def continued_from(checkpoints: Path, load: str) -> Iterator[Path]:
-    """Yield the complete steps that the run has saved since it started from the step folder `load`, newest first.
+    """Yield the steps, also damaged ones, that the run has saved since it started from the step folder `load`.
 
-    None where the newest was saved by a run with another `checkpoint.load`.
+    The newest comes first. None where the newest complete one was saved by a run with another `checkpoint.load`.
     """
     for folder in steps(checkpoints):
-        try:
-            manifests = read_manifests(folder)
-        except DamagedCheckpointError:
-            continue
-        if manifests[0].config.get("checkpoint", {}).get("load") != load:
+        if _saved_load(folder) == load:
+            yield folder
+        elif is_complete(folder):
             return
-        yield folder
+
+
+def _saved_load(step: Path) -> Any:
+    """Return `checkpoint.load` of the run that saved a step, complete or not; None where no manifest says it."""
+    for path in sorted(step.glob("replica_*/stage_*.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            return json.loads(path.read_bytes())["config"]["checkpoint"]["load"]
+    return None
 
 
 def is_complete(folder: Path) -> bool:

@@ -42,7 +42,7 @@ def find_start(settings: CheckpointSettings, topology: Topology) -> Start:
 
     A run that has started from a step folder, and has saved since, continues from what it saved: a scheduler that
     starts the same command again must not lead it back.
-    Raises ValueError when `checkpoint.load` names a damaged checkpoint.
+    Raises ValueError when `checkpoint.load` names a damaged checkpoint, and nothing newer is there.
     """
     if settings.load == "none":
         return Start(None, [])
@@ -55,6 +55,8 @@ def find_start(settings: CheckpointSettings, topology: Topology) -> Start:
     # Rank 0 decides: other ranks may see an older state of a shared file system.
     folders, complete = of_rank_0((found, catalog.latest(settings.folder)))
     for folder in folders:
+        if folder == explicit and refused:
+            break  # starting there again would leave out what the run has done since
         manifests, problem = _examine(folder, topology)
         problems = [error for error in of_all_ranks(problem) if error]
         if not problems:
@@ -79,9 +81,11 @@ def settle_start(settings: CheckpointSettings, topology: Topology, found: Start)
     checkpoints of which none can be continued.
     """
     if found.refused:
+        again = 'start anew with checkpoint.load "none"'
+        if settings.load != "auto":
+            again = f"delete its step folders to start from {settings.load} again"
         raise ValueError(
-            f"{settings.folder}: no checkpoint there can be continued ({found.refused}); put it right, or start "
-            'anew with checkpoint.load "none"'
+            f"{settings.folder}: no checkpoint there can be continued ({found.refused}); put it right, or {again}"
         )
     if found.folder is None:
         return Start(None, found.notes + _set_aside(catalog.steps(settings.folder)))

@@ -103,6 +103,39 @@ def test_a_run_starts_once_from_the_step_it_names(whose: str, tmp_path: Path) ->
     assert start(own, load).folder == saved[0]
 
 
+@pytest.mark.parametrize("what", REFUSED)
+def test_own_checkpoints_that_cannot_be_used_do_not_lead_back_to_the_step_it_names(
+    what: str, tmp_path: Path
+) -> None:
+    damage, reason = REFUSED[what]
+    load = save(tmp_path / "another", 5)
+    for step in (7, 9):
+        damage(save(tmp_path, step, str(load)))
+    with pytest.raises(ValueError) as refusal:
+        start(tmp_path, str(load))
+    (line,) = str(refusal.value).splitlines()
+    assert line.startswith(f"{tmp_path}/checkpoints: no checkpoint there can be continued ({tmp_path}/")
+    assert reason in line
+    assert line.endswith(f"put it right, or delete its step folders to start from {load} again")
+    shutil.rmtree(load)
+    _check_load(str(load), tmp_path)
+    with pytest.raises(ValueError, match="no checkpoint there can be continued"):
+        start(tmp_path, str(load))
+
+
+def test_a_run_that_was_killed_in_its_first_save_starts_again_from_the_step_it_names(tmp_path: Path) -> None:
+    load = save(tmp_path / "another", 5)
+    shutil.rmtree(save(tmp_path, 7, str(load)) / "replica_01")
+    catalog.write_latest(tmp_path / "checkpoints")
+    found = start(tmp_path, str(load))
+    assert found.folder == load
+    assert [note.partition(":")[0] for note in found.notes] == [
+        f"continuing from {load}",
+        "not used",
+        "set aside",
+    ]
+
+
 def test_a_run_goes_back_again_after_it_has_gone_on_in_another_way(tmp_path: Path) -> None:
     first = save(tmp_path, 5)
     save(tmp_path, 7, str(first))
