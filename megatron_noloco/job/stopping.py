@@ -120,8 +120,11 @@ class Stopping:
         self._announced = begun
         agreement.announce(_BEGUN, begun)
 
-    def close(self, done: int) -> None:
-        """End the agreement after the last step, early or not; rank 0, which serves the store, returns last."""
+    def close(self, done: int, saved: bool = True) -> int:
+        """End the agreement after the last step, early or not; rank 0, which serves the store, returns last.
+
+        Return the number of ranks that have called it with `saved` false, to rank 0 that of all ranks.
+        """
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         with self._lock:
@@ -130,9 +133,11 @@ class Stopping:
         self._closing = True
         self._poll_now.set()
         self._watcher.join()
+        unsaved = self._store.add("stop/unsaved", not saved)
         self._store.add("stop/left", 1)
         deadline = time.monotonic() + agreement.PATIENCE_SECONDS
         while dist.get_rank() == 0 and self._store.add("stop/left", 0) < dist.get_world_size():
             if time.monotonic() > deadline:
-                return
+                break
             time.sleep(0.05)
+        return self._store.add("stop/unsaved", 0) if dist.get_rank() == 0 else unsaved

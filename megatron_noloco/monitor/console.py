@@ -95,13 +95,17 @@ class Console:
         if self._live is not None:
             self._live.stop()
 
-    def summary(self, done: int, stopped_by: str | None) -> None:
-        """Show the closing table and the next command, or why the run has none."""
+    def summary(self, done: int, stopped_by: str | None, unsaved: str | None = None) -> None:
+        """Show the closing table and the next command, or why the run has none; last, where the end is not saved.
+
+        Args:
+            stopped_by: why the run ends early; None where it does not.
+            unsaved: the ranks whose last checkpoint failed, in words; None where there is none.
+        """
         facts = self.facts
         if stopped_by is not None:
-            self.say(
-                f"stopped after iteration {done} ({stopped_by}); {facts.how_to_continue} continues from there"
-            )
+            continues = f"; {facts.how_to_continue} continues from there" if unsaved is None else ""
+            self.say(f"stopped after iteration {done} ({stopped_by}){continues}")
         elif self.last_steps is None:
             self.say(
                 f"nothing to do: iteration {self.start_step} of {self.total_steps} is already reached; "
@@ -113,6 +117,11 @@ class Console:
                 table.add_row(*row)
             self.terminal.print(table)
             self.say(f"Files: {facts.output_dir} (one folder per replica)", f"Next:  {facts.next_command}")
+        if unsaved is not None:
+            self.say(
+                f"not saved: the checkpoint of iteration {done} failed on {unsaved}, and stderr says why; once "
+                f"that is put right, {facts.how_to_continue} goes on from the last complete one"
+            )
 
     def _losses(self) -> Iterator[tuple[str, str]]:
         if self.last_evaluation is not None:

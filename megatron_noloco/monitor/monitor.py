@@ -239,16 +239,22 @@ class Monitor:
         """Write the row of a checkpoint, or the reason why this rank could not save it, on stderr."""
         if error is not None:
             sys.stderr.write(
-                f"rank {dist.get_rank()}: the checkpoint of step {step} failed, training continues: {error}\n"
+                f"rank {dist.get_rank()}: the checkpoint of step {step} failed, earlier ones are kept: {error}\n"
             )
         else:
             self.metrics.write("checkpoint", step, {"time/save_seconds": pause_seconds})
         self._interval_started += pause_seconds
 
-    def summary(self, done: int, stopped_by: str | None) -> None:
-        """Show the closing table; `stopped_by` says why a run ends early."""
+    def summary(self, done: int, stopped_by: str | None, unsaved: int) -> None:
+        """Show the closing table.
+
+        Args:
+            stopped_by: why the run ends early; None where it does not.
+            unsaved: ranks whose last checkpoint failed.
+        """
         if self.console is not None:
-            self.console.summary(done, stopped_by)
+            failed = f"{unsaved} of {dist.get_world_size()} ranks" if unsaved else None
+            self.console.summary(done, stopped_by, failed)
 
     def close(self) -> None:
         self.metrics.close()

@@ -86,9 +86,10 @@ class Run:
             sys.stderr.write(f"rank {dist.get_rank()}: the last checkpoint failed: {failed_save}\n")
         if self.membership is not None:
             self.membership.leave()
-        self.stopping.close(done)
-        self.monitor.summary(done, self.stopping.reason if stopped else None)
-        return not self.checkpointer.last_save_failed
+        saved = not self.checkpointer.last_save_failed
+        unsaved = self.stopping.close(done, saved)
+        self.monitor.summary(done, self.stopping.reason if stopped else None, unsaved)
+        return saved
 
     def _loop(self) -> tuple[int, bool]:
         """Run local steps; return how many are done since the beginning, and whether the run was asked to stop."""

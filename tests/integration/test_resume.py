@@ -269,8 +269,12 @@ def test_a_full_disk_is_reported_and_training_goes_on(tmp_path: Path) -> None:
     outcomes = run_ranks(2, full_disk, run.arguments(), [*range(7, 12), *range(17, 20)])
     assert codes(outcomes) == [0, 1], "the run is finished, but its last checkpoint is missing"
     first, last = outcomes[1].err.splitlines()
-    assert first.startswith("rank 1: the checkpoint of step 10 failed, training continues: ")
+    assert first.startswith("rank 1: the checkpoint of step 10 failed, earlier ones are kept: ")
     assert "step 20" in last
+    assert outcomes[0].out.splitlines()[-1] == (
+        "not saved: the checkpoint of iteration 20 failed on 1 of 2 ranks, and stderr says why; once that is put "
+        "right, the same command goes on from the last complete one"
+    )
     whole = [catalog.is_complete(run.step_folder(step)) for step in (5, 10, 15, 20)]
     assert whole == [True, False, True, False]
     assert [row["step"] for row in run.exact_metrics()[1]] == list(range(1, 21))
@@ -284,6 +288,11 @@ def test_a_full_disk_is_reported_by_asynchronous_saves(tmp_path: Path) -> None:
     run.change(saving(save_interval=5, train_iters=15, async_save=True))
     outcomes = run_ranks(2, full_disk, run.arguments(), range(2, 15))
     assert codes(outcomes) == [0, 1]
+    assert (
+        outcomes[0]
+        .out.splitlines()[-1]
+        .startswith("not saved: the checkpoint of iteration 15 failed on 1 of 2")
+    )
     steps, reported = ["step 5", "step 10", "the last checkpoint"], outcomes[1].err.splitlines()
     assert [step in line for step, line in zip(steps, reported, strict=True)] == [True] * 3, reported
     assert not any(catalog.is_complete(folder) for folder in catalog.steps(run.checkpoints))

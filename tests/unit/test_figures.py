@@ -107,6 +107,17 @@ def test_the_bar_tells_the_time_left_where_a_row_takes_minutes(monkeypatch: pyte
     assert f" {console._round_text} |" == f" round 1 partner 3 |{EXCHANGE}{SPREAD}", "of the last round"
 
 
+def test_the_last_line_of_a_run_whose_end_is_not_saved_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console("lines", 300, 0, FACTS)
+    console.write(STEP | {"step": 200, "time/exchange_seconds": 0.0})
+    console.summary(200, "SIGTERM", "2 of 4 ranks")
+    first, last = capsys.readouterr().out.splitlines()[-2:]
+    assert first == "stopped after iteration 200 (SIGTERM)"
+    assert last.startswith(
+        "not saved: the checkpoint of iteration 200 failed on 2 of 4 ranks, and stderr says why"
+    )
+
+
 def test_the_share_of_exchanges_is_that_of_this_process(capsys: pytest.CaptureFixture[str]) -> None:
     """Of a resumed run, too, whose totals are those of the whole run."""
     console = Console("lines", 300, 100, FACTS)
