@@ -94,6 +94,13 @@ def _conversation(messages: list[dict[str, Any]], tools: Any, tokenizer: Tokeniz
 
     An answer is what the template adds to the messages before it, which are rendered with a generation prompt.
     """
+    for number, message in enumerate(messages, 1):
+        if all(value is None for key, value in message.items() if key not in ("role", "name")):
+            raise ValueError(f'message {number} has no "content"')
+    if messages[0]["role"] == "assistant":
+        raise ValueError(
+            'message 1 has the role "assistant": an answer needs a message before it, such as one of "user"'
+        )
     whole = tokenizer.render(messages, tools)
     answers = []
     for place, message in enumerate(messages):
@@ -101,6 +108,13 @@ def _conversation(messages: list[dict[str, Any]], tools: Any, tokenizer: Tokeniz
             before = tokenizer.render(messages[:place], tools, add_generation_prompt=True)
             through = tokenizer.render(messages[: place + 1], tools)
             if not (through.startswith(before) and whole.startswith(through)):
+                unasked = tokenizer.render(messages[:place], tools)
+                if through.startswith(unasked) and whole.startswith(through):
+                    raise ValueError(
+                        "the chat template asks for an answer with other words than message "
+                        f"{place + 1} begins with, so the answer cannot be found; use a template with the same "
+                        "words in both"
+                    )
                 raise ValueError(
                     f"the chat template renders messages 1 to {place + 1} differently when others follow, so the "
                     f"answer in message {place + 1} cannot be found; split the conversation there, or use a "

@@ -125,7 +125,16 @@ class TestRecords:
             ({"messages": ["hello"]}, 'each of messages must be an object with "role" and "content"'),
             ({"prompt": "\ud800", "completion": "a"}, "'utf-8' codec can't encode character"),
             ({"messages": CHAT[:2]}, 'no message has the role "assistant": there is nothing to learn'),
-            ({"messages": [{"role": "assistant"}]}, "the chat template refuses the messages"),
+            ({"messages": [*CHAT[:2], {"role": "assistant"}]}, 'message 3 has no "content"$'),
+            ({"messages": [{"role": "user", "content": None}, CHAT[2]]}, 'message 1 has no "content"$'),
+            (
+                {"messages": CHAT[2:]},
+                'message 1 has the role "assistant": an answer needs a message before it, such as one of "user"$',
+            ),
+            (
+                {"messages": [*CHAT[:2], {"role": "assistant", "content": 3}]},
+                "the chat template refuses the messages",
+            ),
         ],
     )
     def test_what_is_no_record_is_named_in_one_line(self, record: Any, line: str, tmp_path: Path) -> None:
@@ -147,6 +156,23 @@ class TestRecords:
             ValueError, match=r"line 1: the chat template renders messages 1 to 3 differently"
         ):
             load_records(write(tmp_path / "a.jsonl", {"messages": CHAT}), tokenizer)
+
+    def test_a_template_that_asks_with_other_words_than_answers_begin_with(self, tmp_path: Path) -> None:
+        asking = TEMPLATE.replace("%}<assistant>{% endif", "%}<assistant><think>{% endif")
+        tokenizer = FastTokenizer(chat_tokenizer(tmp_path / "asking", asking))
+        with pytest.raises(
+            ValueError, match=r"line 1: .* asks for an answer with other words than message 3 begins"
+        ):
+            load_records(write(tmp_path / "a.jsonl", {"messages": CHAT}), tokenizer)
+
+    def test_tool_calls_need_no_content(self, tmp_path: Path) -> None:
+        calls = TEMPLATE.replace(
+            "{{ message['content'] }}", "{{ message['content'] or message['tool_calls'] }}"
+        )
+        tokenizer = FastTokenizer(chat_tokenizer(tmp_path / "calls", calls))
+        messages = [*CHAT[:2], {"role": "assistant", "content": None, "tool_calls": ["f"]}]
+        (record,) = load_records(write(tmp_path / "a.jsonl", {"messages": messages}), tokenizer)
+        assert "f" in answers(record, tokenizer)
 
     def test_without_a_template(self, tmp_path: Path) -> None:
         make_tokenizer(tmp_path)
