@@ -93,7 +93,7 @@ def settle_start(settings: CheckpointSettings, topology: Topology, found: Start)
     lines = [
         f"continuing from {found.folder}: step {saved.step}, {saved.consumed_samples} samples consumed",
         *found.notes,
-        *(f"changed: {line}" for line in settings.changes(saved.config)),
+        *(f"changed: {line}" for line in settings.changes(saved.config, saved.counters)),
         *describe_replicas(saved.topology, topology),
     ]
     obsolete = catalog.steps(settings.folder)

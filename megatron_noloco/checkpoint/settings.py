@@ -1,11 +1,20 @@
 """The checkpoint settings of a run, and which settings of a run may change when it is resumed."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+TRAINING_DATA = "training_data"  # counter: checksum of the training data
+# Settings that say where data lie, which may change if the data stay the same.
+_PLACES = (
+    "data.text",
+    "data.data_path",
+    "data.train_data_path",
+    "data.valid_data_path",
+    "data.sft_data_path",
+)
 # Settings (dotted names, or blocks) that must not change: other weights would be loaded, or samples repeated.
 _FIXED = (
     "model",
@@ -47,6 +56,7 @@ class CheckpointSettings:
         keep_last: number of complete checkpoints that are kept.
         async_save: whether training continues while a copy of the state is being written.
         load: "auto" (the newest intact checkpoint in `folder`), "none", or a step folder.
+        training_data: a checksum of the training data, the counter TRAINING_DATA of checkpoints; None: not known.
     """
 
     folder: Path
@@ -55,20 +65,27 @@ class CheckpointSettings:
     keep_last: int
     async_save: bool
     load: str
+    training_data: int | None = None
 
     @property
     def seed(self) -> int:
         return int(self.run["training"]["seed"])
 
-    def changes(self, saved: dict[str, Any]) -> list[str]:
-        """Return a line for each setting that differs from the JSON `saved` of a run.
+    def changes(self, saved: dict[str, Any], counters: Mapping[str, float] | None = None) -> list[str]:
+        """Return a line for each setting that differs from the JSON `saved` of a run with these `counters`.
 
         Raises ValueError, with a line for each, for settings that a resume must not change.
         """
         refused, allowed = [], []
+        data = (counters or {}).get(TRAINING_DATA)
         for name, before, after in _differences(self.with_defaults(saved), self.run):
             line = f"{name}: {json.dumps(before)} in the checkpoint, {json.dumps(after)} now"
-            if _is_in(name, _FIXED) and name not in _EXCEPTED:
+            if name in _PLACES and None not in (before, after, data):
+                if data == self.training_data:
+                    allowed.append(line)
+                else:
+                    refused.append(f"{line}, with other contents")
+            elif _is_in(name, _FIXED) and name not in _EXCEPTED:
                 refused.append(line)
             elif not _is_in(name, _NOT_REPORTED):
                 allowed.append(line)

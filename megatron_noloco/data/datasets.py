@@ -1,6 +1,7 @@
 """Build the training and validation datasets of a run from its source."""
 
 import math
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import astuple, dataclass
 from functools import cache, cached_property
@@ -75,6 +76,16 @@ class Datasets:
             return SampleOrder(len(self.train), seed)
         sizes = tuple(len(part.dataset) for part in self.training)
         return BlendedOrder(sizes, tuple(part.weight for part in self.training), seed)
+
+    @cached_property
+    def checksum(self) -> int:
+        """A checksum of the training data, wherever they lie; of a large dataset it reads an excerpt."""
+        checksum = 0
+        for part in self.training:
+            size = f"{len(part.dataset)} {len(part.dataset.tokens)} {part.weight}"
+            checksum = zlib.crc32(size.encode(), checksum)
+            checksum = zlib.crc32(np.ascontiguousarray(_excerpt(part.dataset)).data, checksum)
+        return checksum
 
     @cached_property
     def unigram_entropy(self) -> float:

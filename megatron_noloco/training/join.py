@@ -57,7 +57,7 @@ def join_job(prepared: Prepared) -> Joined:
     config, topology = prepared.config, prepared.topology
     notes = _join_ranks(prepared)
     old_stop_request = stop_request(Path(config.training.output_dir))  # before the job can be asked to stop
-    settings, membership = checkpoint_settings(config, topology), None
+    settings, membership = checkpoint_settings(config, topology, prepared.datasets.checksum), None
     if taken := of_rank_0(occupy(settings.folder.parent) if dist.get_rank() == 0 else ""):
         raise ValueError(taken)
     start = find_start(settings, topology)
@@ -114,7 +114,9 @@ def _warn_of_shortage(prepared: Prepared, ranks: int, sharing: int) -> None:
             sys.stderr.write(f"{socket.gethostname()}: {short}\n")
 
 
-def checkpoint_settings(config: RunConfig, topology: Topology) -> CheckpointSettings:
+def checkpoint_settings(
+    config: RunConfig, topology: Topology, training_data: int | None = None
+) -> CheckpointSettings:
     """Return what the run wants of its checkpoints; a job of a federation keeps them in its replica's folder."""
     checkpoint, training = config.checkpoint, config.training
     of_job = training.folder_of(topology.slot) if topology.slots else Path(training.output_dir)
@@ -125,6 +127,7 @@ def checkpoint_settings(config: RunConfig, topology: Topology) -> CheckpointSett
         keep_last=checkpoint.keep_last,
         async_save=checkpoint.async_save,
         load=checkpoint.load,
+        training_data=training_data,
     )
 
 

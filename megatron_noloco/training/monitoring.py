@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from megatron_noloco import __version__
 from megatron_noloco.checkpoint.resume import Start
+from megatron_noloco.checkpoint.settings import TRAINING_DATA
 from megatron_noloco.config import RunConfig, describe
 from megatron_noloco.files import write_text
 from megatron_noloco.model.families import table_of, training_flops
@@ -45,6 +46,7 @@ def build_monitor(
         writers += _writers(config, at.replica, start)
     metrics = Metrics(at.replica, groups.replica, writers, start.counters)
     metrics.count(_SAMPLES, len(prepared.datasets.train))
+    metrics.count(TRAINING_DATA, prepared.datasets.checksum)
     return Monitor(metrics, plan, _throughput(prepared), console, config.noloco.fragments)
 
 
@@ -130,7 +132,9 @@ def _first_lines(prepared: Prepared, joined: Joined) -> Iterator[str]:
         f"; while ranks compute, messages are moved by {transport.progress}"
     )
     yield from joined.start.notes
-    samples = len(prepared.datasets.train)
+    samples, checksum = len(prepared.datasets.train), prepared.datasets.checksum
     before = int(joined.start.counters.get(_SAMPLES, samples))
     if before != samples:
         yield f"changed: {before:,} training samples in the checkpoint, {samples:,} now, in another order"
+    elif joined.start.counters.get(TRAINING_DATA, checksum) != checksum:
+        yield "changed: the training data have other contents than those of the checkpoint, of the same size"

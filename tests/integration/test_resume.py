@@ -3,6 +3,7 @@
 import json
 import re
 import resource
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -451,6 +452,35 @@ def test_data_of_another_size_is_reported(tmp_path: Path) -> None:
     assert reported is not None
     before, now = (int(number.replace(",", "")) for number in reported.groups())
     assert 0 < before < now
+
+
+def test_data_may_move_but_not_become_others(tmp_path: Path) -> None:
+    texts = [tmp_path / name for name in ("before", "moved", "other")]
+    texts[0].mkdir()
+    text = Path(write_text(texts[0], 200_000))
+    run = Run(tmp_path / "run", {"noloco": noloco(), **saving(train_iters=4)}, str(texts[0]))
+    run.launch(1)
+    texts[0].rename(texts[1])
+    shutil.copytree(texts[1], texts[2])
+    with (texts[2] / text.name).open("r+") as file:
+        file.write("as many characters, others")
+    outcomes = [
+        run_ranks(1, starts, run.arguments({"data": {"text": str(folder)}, "training": {"train_iters": 5}}))[
+            0
+        ]
+        for folder in texts[1:]
+    ]
+    assert codes(outcomes) == [0, 2]
+    difference = f'data.text: "{texts[0]}" in the checkpoint, '
+    assert f'changed: {difference}"{texts[1]}" now' in outcomes[0].out.splitlines()
+    assert outcomes[1].err == (
+        f'{difference}"{texts[2]}" now, with other contents; a resume cannot change it: change it back, or start '
+        "anew in another training.output_dir\n"
+    )
+    texts[2].rename(texts[0])
+    outcome = run_ranks(1, starts, run.arguments({"training": {"train_iters": 5}}))[0]
+    reported = "changed: the training data have other contents than those of the checkpoint, of the same size"
+    assert reported in outcome.out.splitlines()
 
 
 def test_damage_in_a_replica_that_nobody_continues_does_not_matter(

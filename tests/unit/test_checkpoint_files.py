@@ -447,6 +447,30 @@ def test_what_would_load_other_weights_or_mix_up_the_data_is_refused(
         assert " now; a resume cannot change it" in line
 
 
+@pytest.mark.parametrize(
+    ("edits", "counters", "moved"),
+    [
+        ({"text": "elsewhere"}, {"training_data": 7.0}, True),
+        ({"text": "elsewhere"}, {"training_data": 8.0}, False),
+        ({"text": "elsewhere"}, {}, False),
+        ({"text": None, "data_path": "a"}, {"training_data": 7.0}, False),
+        ({"text": "elsewhere", "split": "1,1"}, {"training_data": 7.0}, False),
+    ],
+)
+def test_data_elsewhere_are_accepted_if_they_are_the_same(
+    edits: dict[str, Any], counters: dict[str, float], moved: bool
+) -> None:
+    run = RunConfig.from_dict({**CONFIG, "data": {**CONFIG["data"], **edits}})
+    settings = checkpoint_settings(run, Topology(), training_data=7)
+    saved = RunConfig.from_dict(CONFIG).to_dict()
+    if moved:
+        line = 'data.text: "somewhere" in the checkpoint, "elsewhere" now'
+        assert settings.changes(saved, counters) == [line]
+    else:
+        with pytest.raises(ValueError, match="a resume cannot change it"):
+            settings.changes(saved, counters)
+
+
 # Edits, and the settings that are reported
 CHANGES: dict[str, tuple[dict[str, Any], list[str]]] = {
     "nothing": ({}, []),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import threading
 from itertools import pairwise
 from pathlib import Path
@@ -73,6 +74,18 @@ class TestIndexed:
         assert validation.tokens.tolist() == [token for index in range(32, 36) for token in [2 * index] * 10]
         assert isinstance(train.tokens.base, np.ndarray), "a view of the file, not a copy"
         assert "320 tokens of the training split of a (100 %)" in built.summary
+
+    def test_the_checksum_of_training_data_depends_on_contents_not_on_places(
+        self, folder: Path, tmp_path: Path
+    ) -> None:
+        for suffix in (".bin", ".idx"):
+            shutil.copyfile(folder / f"a{suffix}", tmp_path / f"moved{suffix}")
+        moved = str(tmp_path / "moved")
+        assert build(data_path="a").checksum == build(data_path=moved).checksum
+        blends: list[list[Any]] = [[0.3, "a", 0.7, "b"], [0.4, "a", 0.6, "b"], [0.3, "b", 0.7, "a"]]
+        others = [build(data_path=paths).checksum for paths in ("b", *blends)]
+        assert len({build(data_path="a").checksum, *others}) == 5
+        assert build(data_path=[0.3, moved, 0.7, "b"]).checksum == others[1]
 
     def test_paths_per_split(self) -> None:
         built = build(train_data_path=["a"], valid_data_path="b")
