@@ -90,14 +90,14 @@ def settle_start(settings: CheckpointSettings, topology: Topology, found: Start)
     if found.folder is None:
         return Start(None, found.notes + _set_aside(catalog.steps(settings.folder)))
     saved = found.manifests[0]
+    own = found.folder.parent.resolve() == settings.folder.resolve()
     lines = [
         f"continuing from {found.folder}: step {saved.step}, {saved.consumed_samples} samples consumed",
         *found.notes,
-        *(f"changed: {line}" for line in settings.changes(saved.config, saved.counters)),
+        *(f"changed: {line}" for line in settings.changes(saved.config, saved.counters, own)),
         *describe_replicas(saved.topology, topology),
     ]
     obsolete = catalog.steps(settings.folder)
-    own = found.folder.parent.resolve() == settings.folder.resolve()
     if own:
         obsolete = [path for path in obsolete if (catalog.step_of(path) or 0) > saved.step]
     lines += _set_aside(obsolete)

@@ -71,10 +71,16 @@ class CheckpointSettings:
     def seed(self) -> int:
         return int(self.run["training"]["seed"])
 
-    def changes(self, saved: dict[str, Any], counters: Mapping[str, float] | None = None) -> list[str]:
-        """Return a line for each setting that differs from the JSON `saved` of a run with these `counters`.
+    def changes(
+        self, saved: dict[str, Any], counters: Mapping[str, float] | None = None, own: bool = True
+    ) -> list[str]:
+        """Return a line for each setting that differs from the JSON `saved` of a run.
 
         Raises ValueError, with a line for each, for settings that a resume must not change.
+
+        Args:
+            counters: those of the checkpoint.
+            own: whether it is a checkpoint of this run.
         """
         refused, allowed = [], []
         data = (counters or {}).get(TRAINING_DATA)
@@ -91,6 +97,11 @@ class CheckpointSettings:
                 allowed.append(line)
         if refused:
             remedy = "a resume cannot change it: change it back, or start anew in another training.output_dir"
+            if not own:
+                remedy = (
+                    "a run that continues this step cannot change it: take that of the checkpoint, or leave "
+                    "checkpoint.load out"
+                )
             raise ValueError("\n".join(f"{line}; {remedy}" for line in refused))
         return allowed
 

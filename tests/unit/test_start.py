@@ -136,6 +136,26 @@ def test_a_run_that_was_killed_in_its_first_save_starts_again_from_the_step_it_n
     ]
 
 
+@pytest.mark.parametrize("whose", ["own", "another"])
+def test_what_differs_from_a_step_of_another_run_is_no_matter_of_the_output_dir(
+    whose: str, tmp_path: Path
+) -> None:
+    step = save(tmp_path / whose, 5)
+    for path in step.rglob("*.json"):
+        manifest = json.loads(path.read_text())
+        manifest["config"]["training"]["seed"] = 7
+        path.write_text(json.dumps(manifest))
+    with pytest.raises(ValueError) as refusal:
+        start(tmp_path / "own", str(step))
+    remedy = "a resume cannot change it: change it back, or start anew in another training.output_dir"
+    if whose == "another":
+        remedy = (
+            "a run that continues this step cannot change it: take that of the checkpoint, or leave "
+            "checkpoint.load out"
+        )
+    assert str(refusal.value) == f"training.seed: 7 in the checkpoint, 1234 now; {remedy}"
+
+
 def test_a_run_goes_back_again_after_it_has_gone_on_in_another_way(tmp_path: Path) -> None:
     first = save(tmp_path, 5)
     save(tmp_path, 7, str(first))
