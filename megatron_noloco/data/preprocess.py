@@ -75,8 +75,6 @@ def check(job: Job) -> None:
     text = next((item.path for item in job.inputs if item.kind == "text"), None)
     if text is not None and len(job.encoding.json_keys) > 1:
         raise ValueError(f"--json-keys: {text} is plain text, which has no keys; give one key, or JSON lines")
-    if not job.prefix.parent.is_dir():
-        raise ValueError(f"--output-prefix {job.prefix}: no folder {job.prefix.parent}")
     for folder in {item.folder for item in job.inputs if item.folder is not None}:
         check_outside(job.prefix, "--output-prefix", folder, "--input")
     build_tokenizer(job.encoding.tokenizer)
@@ -93,6 +91,7 @@ def preprocess(job: Job, advance: Callable[[int], None]) -> Tally:
     tally = Tally()
     try:
         with writing(job.prefix, "--output-prefix"):
+            job.prefix.parent.mkdir(parents=True, exist_ok=True)
             for key in job.encoding.json_keys:
                 writers[key] = IndexedWriter(job.output(key), vocab_size)
         with closing(_encode_all(job)) as encoded:

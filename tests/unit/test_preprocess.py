@@ -165,6 +165,13 @@ def test_one_dataset_per_key_and_no_ends(tmp_path: Path) -> None:
     assert documents(IndexedTokens(str(tmp_path / "out_body_document"))) == [list(b"B1"), list(b"B2")]
 
 
+def test_the_folder_of_a_prefix_is_made(tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", ["two"])
+    assert documents(run(tmp_path / "data" / "new", [tmp_path / "a.jsonl"])) == [[*b"two", 256]]
+    with pytest.raises(ValueError, match=r"a.jsonl/out: cannot be written: .*; give another --output-prefix"):
+        run(tmp_path / "a.jsonl", [tmp_path / "a.jsonl"])
+
+
 def test_a_prefix_among_the_inputs_is_refused(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("text")
