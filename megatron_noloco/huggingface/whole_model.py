@@ -1,5 +1,6 @@
 """Run a whole model in one process: the trainer's forward pass, and text generation by transformers."""
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,8 @@ class WholeModel:
 def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: int) -> None:
     """Print `prompt` and up to `tokens` generated tokens; temperature 0 takes the most likely token.
 
-    Raises ValueError when the folder cannot be loaded.
+    Where the model's context is full before, a line on stderr says so.
+    Raises ValueError when the folder cannot be loaded, or the prompt fills the context.
     """
     from transformers import TextStreamer
     from transformers.utils import logging
@@ -74,14 +76,21 @@ def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: i
         raise ValueError(f'--prompt "": {folder} has no end-of-document token to begin after; give a text')
     # Without a prompt, start after the end of a document.
     inputs = tokenizer(prompt or tokenizer.eos_token, return_tensors="pt", add_special_tokens=False)
+    context = getattr(model.config, "max_position_embeddings", None)  # some models of transformers have none
+    prompted = inputs["input_ids"].size(1)
+    room = tokens if context is None else context - prompted
+    if room <= 0:
+        raise ValueError(
+            f"--prompt: {prompted} tokens, which leave no room in the model's context of {context} tokens"
+        )
     sampling = (
         {"do_sample": True, "temperature": temperature, "top_k": 50} if temperature else {"do_sample": False}
     )
     try:
-        model.eval().generate(
+        said = model.eval().generate(
             inputs["input_ids"],
             attention_mask=inputs["attention_mask"],
-            max_new_tokens=tokens,
+            max_new_tokens=min(tokens, room),
             pad_token_id=tokenizer.eos_token_id,
             streamer=TextStreamer(tokenizer, skip_special_tokens=True),
             **sampling,
@@ -93,6 +102,10 @@ def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: i
             f"--temperature {temperature:g}: the model's logits divided by it are not finite; give a higher one, "
             "or another checkpoint where the model has diverged"
         ) from None
+    if said.size(1) == context and room < tokens:
+        sys.stderr.write(
+            f"stopped after {room} tokens: with the prompt they fill the model's context of {context} tokens\n"
+        )
 
 
 def _load(folder: Path) -> tuple[Any, Any]:

@@ -443,6 +443,14 @@ def test_generate(tmp_path: Path) -> None:
     assert code == 0, err
     assert text.startswith("é, ")
     assert len(text) > 5
+    full = "stopped after 12 tokens: with the prompt they fill the model's context of 16 tokens\n"
+    assert err == full
+    assert generate("--tokens", "12", "--temperature", "0")[1:] == (text, "")
+    code, _, err = generate("--prompt", "x" * 16)
+    assert (code, err) == (
+        2,
+        "--prompt: 16 tokens, which leave no room in the model's context of 16 tokens\n",
+    )
     assert generate("--temperature", "0", "--seed", "1")[1] == text
     assert generate("--temperature", "0", of=tmp_path / "run")[1] == text
     drawn = [generate("--seed", seed)[1] for seed in "112"]
