@@ -136,8 +136,8 @@ class CheckpointConfig(Block):
     async_save: bool = field(False, "Whether training continues while a copy of the state is being written.")
     load: Text = field(
         "auto",
-        '"auto": continue from the newest sound checkpoint in training.output_dir; "none": start anew; or a '
-        "step folder: start from there, and after the next save as with auto.",
+        '"auto": continue from the newest sound checkpoint in training.output_dir; "none": start anew, '
+        "each time; or a step folder: start from there, and after the next save as with auto.",
     )
 
 
