@@ -248,9 +248,8 @@ def test_a_run_does_not_read_what_it_writes(
         (tmp_path / "run.json").write_text(json.dumps(config))
         assert main(["config", "--check", "run.json"]) == code
     assert f"training.output_dir {output} lies in data.{field} texts: what" in capsys.readouterr().err
-    (tmp_path / "run.json").write_text(
-        json.dumps(config | {"data": config["data"] | {field: "texts/a.jsonl"}})
-    )
+    file = "texts/a.txt" if field == "text" else "texts/a.jsonl"
+    (tmp_path / "run.json").write_text(json.dumps(config | {"data": config["data"] | {field: file}}))
     assert main(["config", "--check", "run.json"]) == 0, "of a file"
 
 
