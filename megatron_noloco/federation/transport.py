@@ -92,7 +92,7 @@ class Network:
         if not self.listen.rpartition(":")[2].strip("0"):
             raise ValueError(
                 f"federation.advertise {self.advertise} must lead to a known port, but this replica listens at "
-                'any; set federation.listen, such as "tcp://*:29500"'
+                'any; set federation.listen, such as "tcp://*:29600"'
             )
 
     def check_ports(self, ranks: int) -> None:
