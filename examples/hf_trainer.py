@@ -92,7 +92,7 @@ def main() -> None:
         listen=options.listen,
         encryption="curve" if options.key_file else "none",
         key_file=options.key_file,
-        local_steps="all",  # a slow job lets its partners wait; "auto": it leaves out steps
+        skip_local_steps=False,  # a slow job lets its partners wait; True: it leaves out steps
         start_with=options.slots,  # wait for all at the beginning, two minutes at most
     )
     settings = NolocoSettings(local_steps=10, deadline_seconds=120)

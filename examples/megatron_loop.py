@@ -108,7 +108,7 @@ def main() -> None:
             slots=options.slots,
             rendezvous=f"file://{options.folder}/rendezvous",
             encryption="none",  # over the internet "curve", with key_file made by `megatron-noloco keys FILE`
-            local_steps="all",  # a slow job lets its partners wait
+            skip_local_steps=False,  # a slow job lets its partners wait
             start_with=options.slots,
         ),
         slot=options.slot,

@@ -54,7 +54,7 @@ def main() -> None:
             slots=SLOTS,
             rendezvous=f"file://{options.folder}/rendezvous",
             encryption="none",  # over the internet "curve", with key_file made by `megatron-noloco keys FILE`
-            local_steps="all",  # a slow job lets its partners wait
+            skip_local_steps=False,  # a slow job lets its partners wait
             start_with=SLOTS,  # waits for a minute at most, see deadline_seconds
         ),
         slot=options.slot,

@@ -275,13 +275,13 @@ class FederationSettings:
     rounds_behind: int = setting(
         3,
         "Rounds that a replica may be behind. One further behind continues where half of the others are, whatever "
-        "local_steps says; at its start it takes over a state that is further ahead.",
+        "skip_local_steps says; at its start it takes over a state that is further ahead.",
         ge=1,
     )
-    local_steps: Literal["auto", "all"] = setting(
-        "auto",
-        '"auto": a replica that is slower than half of the others leaves out local steps before a round, so that '
-        'its partners need not wait for it; "all": it takes all of noloco.local_steps.',
+    skip_local_steps: bool = setting(
+        True,
+        "Whether a replica that is slower than half of the others leaves out local steps before a round, so that "
+        "its partners need not wait for it; false: it takes all of noloco.local_steps.",
     )
     start_with: int = setting(
         1,

@@ -54,7 +54,7 @@ class Attached:
     Attributes:
         done: local steps of the training so far. Use it for the learning rate, and for the end of the loop. In a
             federation it jumps ahead, without steps of this loop, when the job has fallen
-            `FederationSettings.rounds_behind` rounds behind, or is slow (`FederationSettings.local_steps`).
+            `FederationSettings.rounds_behind` rounds behind, or is slow (`FederationSettings.skip_local_steps`).
         outer: the outer optimizer of this rank.
     """
 

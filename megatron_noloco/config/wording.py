@@ -50,6 +50,7 @@ ALIASES = {
 # Where no field is the same, what to know instead.
 HINTS = {
     "learning_rate": "the learning rate is optimizer.params.lr",
+    "federation.local_steps": 'it is now federation.skip_local_steps: true for "auto", false for "all"',
     "global_batch_size": "train_batch_size counts the samples of ONE replica; all replicas together take "
     "parallel.replicas times as many",
     "tie_word_embeddings": "model.untie_embeddings_and_output_weights says the opposite",

@@ -63,9 +63,9 @@ class KeepingUp:
     A replica that was away would find no partner, since the others are at later rounds, and a replica that is
     slower than the others would make its partners wait. So it compares itself with the others at regular steps. If
     at least half of them have begun an exchange that is far ahead, it leaves out all local steps before that
-    exchange but the last. With local_steps "all" this is where it is more than `rounds_behind` rounds behind
-    (`is_far_behind`); with "auto", so that a slow replica leaves out steps as well, where it would leave out more
-    than a quarter of the steps between two exchanges.
+    exchange but the last. Without `skip_local_steps` this is where it is more than `rounds_behind` rounds
+    behind (`is_far_behind`); with it, so that a slow replica leaves out steps as well, where it would leave out
+    more than a quarter of the steps between two exchanges.
 
     Local steps, learning rate and samples go by the number of the step. The samples of steps left out are not
     read. The weights stay the replica's own, and rounds pull them towards the others.
@@ -89,7 +89,7 @@ class KeepingUp:
         self._steps = steps
         self._behind = federation.rounds_behind * noloco.fragments
         self._few = noloco.local_steps // (4 * noloco.fragments)
-        self._takes_all = federation.local_steps == "all"
+        self._takes_all = not federation.skip_local_steps
         self._look_interval = noloco.local_steps if self._takes_all else max(1, self._few)
         self._untrained = self._ended = False
 

@@ -133,7 +133,10 @@ def checkpoint_settings(
 
 def _with_defaults(saved: dict[str, Any]) -> dict[str, Any]:
     """Return a saved config with today's defaults; as it is where another version wrote other fields."""
+    federation = dict(saved.get("federation") or {})
+    if "local_steps" in federation:  # up to version 0.2.0
+        federation["skip_local_steps"] = federation.pop("local_steps") == "auto"
     try:
-        return RunConfig.from_dict(saved).to_dict()
+        return RunConfig.from_dict(saved | {"federation": federation}).to_dict()
     except ConfigError:
         return saved

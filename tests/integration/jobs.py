@@ -52,7 +52,7 @@ def federation(folder: Path, slot: int, slots: int, **changes: Any) -> dict[str,
     settings = {
         "rendezvous": f"file://{folder}/rendezvous",
         "encryption": "none",
-        "local_steps": "all",
+        "skip_local_steps": False,
         "listen": "tcp://127.0.0.1:0",
         "start_with": slots,
         "rounds_behind": 1000,

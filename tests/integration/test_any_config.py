@@ -299,7 +299,12 @@ def test_trains_as_separate_jobs(seed: int, data: list[dict[str, Any]], tmp_path
         one_job.change({"noloco": {"pairing": "random"}})
     succeed(one_job, ranks, save_interval=STEPS)
     ours = {
-        "federation": {"slots": slots, "start_with": slots, "rounds_behind": STEPS, "local_steps": "all"},
+        "federation": {
+            "slots": slots,
+            "start_with": slots,
+            "rounds_behind": STEPS,
+            "skip_local_steps": False,
+        },
         "noloco": {"transport": None},
         "parallel": {"replicas": None},
         "training": {"output_dir": str(tmp_path / "jobs")},

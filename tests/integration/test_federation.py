@@ -78,7 +78,7 @@ def test_separate_jobs_train_as_one_job_does(
     tmp_path: Path, text: str, slots: int, ranks: int, more: dict[str, Any]
 ) -> None:
     """To the last bit: weights, momentum, inner optimizer."""
-    all_of_them = {"federation": {"start_with": slots, "rounds_behind": STEPS, "local_steps": "all"}}
+    all_of_them = {"federation": {"start_with": slots, "rounds_behind": STEPS, "skip_local_steps": False}}
     with Federation(tmp_path / "jobs", changes(text, slots, **tiny(more, all_of_them))) as federation:
         for replica in range(slots):
             federation.start(replica, ranks)
@@ -275,7 +275,7 @@ def test_replicas_that_finish_at_different_times_end_as_one_model(tmp_path: Path
     """
     goes_on = tmp_path / "goes_on"
     more = {
-        "federation": {"start_with": 3, "local_steps": "all", "rounds_behind": 1000},
+        "federation": {"start_with": 3, "skip_local_steps": False, "rounds_behind": 1000},
         "noloco": {"final_average": True, "local_steps": 8},
         "training": {"train_iters": 20},
         "evaluation": {"interval": 0, "iters": 4},

@@ -303,7 +303,7 @@ def test_a_job_whose_weights_are_not_finite_ends_before_that_reaches_others(tmp_
 def is_slow(slot: int, rank: int, folder: Path) -> tuple[int, list[str]]:
     """Return steps and missed partners; replica 1 takes no step before replica 0 is at the next exchange."""
     loop = of_job(slot, rank)
-    there = federation(folder, slot, 2, local_steps="auto")
+    there = federation(folder, slot, 2, skip_local_steps=True)
     settings = paper(local_steps=8)
     noloco = attach(loop.model, settings, **there, seed=SEED)
     steps, missed = 0, []

@@ -536,6 +536,16 @@ def test_fields_that_are_newer_than_the_checkpoint_had_their_defaults() -> None:
         now.changes(saved)
 
 
+def test_a_setting_of_a_federation_that_had_another_name_is_read() -> None:
+    run = RunConfig.from_dict(CONFIG)
+    now, saved = checkpoint_settings(run, Topology()), run.to_dict()
+    federation = {key: value for key, value in saved["federation"].items() if key != "skip_local_steps"}
+    assert now.changes(saved | {"federation": federation | {"local_steps": "auto"}}) == []
+    assert now.changes(saved | {"federation": federation | {"local_steps": "all"}}) == [
+        "federation.skip_local_steps: false in the checkpoint, true now"
+    ]
+
+
 @pytest.fixture(autouse=True)
 def _nothing_half_written(tmp_path: Path) -> Any:
     yield

@@ -1,7 +1,7 @@
 """Where a replica of a federation goes on, and from what."""
 
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -37,7 +37,7 @@ def keeping_up(
 ) -> tuple[KeepingUp, Others]:
     others = Others(begun)
     noloco = NolocoSettings(local_steps=10, fragments=fragments, deadline_seconds=1.0)
-    federation = FederationSettings(rounds_behind=2, local_steps="auto" if adapts else "all")
+    federation = FederationSettings(rounds_behind=2, skip_local_steps=adapts)
     return KeepingUp(others, noloco, federation, steps), others  # type: ignore[arg-type]
 
 
@@ -95,16 +95,14 @@ def test_exchanges_of_fragments_are_counted_one_by_one() -> None:
     assert next_step(keeping_up([4 * 2], fragments=4, adapts=True)[0], 21) == 21
 
 
-@pytest.mark.parametrize("local_steps", ["all", "auto"])
+@pytest.mark.parametrize("skips", [False, True])
 @pytest.mark.parametrize(
     ("k", "fragments"), [(k, fragments) for k in (1, 3, 5, 10) for fragments in (1, 2, 5) if fragments <= k]
 )
-def test_a_replica_with_a_constant_lag_is_waited_for_or_goes_on(
-    k: int, fragments: int, local_steps: Literal["all", "auto"]
-) -> None:
+def test_a_replica_with_a_constant_lag_is_waited_for_or_goes_on(k: int, fragments: int, skips: bool) -> None:
     """Otherwise two of equal speed would never exchange again."""
     noloco = NolocoSettings(local_steps=k, fragments=fragments)
-    federation = FederationSettings(local_steps=local_steps)
+    federation = FederationSettings(skip_local_steps=skips)
 
     def last_exchange(done: int) -> int:
         round_index, fragment = next_after(done, k, fragments)

@@ -33,7 +33,7 @@ def measure(link: Link, tcp: Tcp) -> Iterator[dict[str, Any]]:
 def _run(there: Lab, names: dict[int, str], folder: Path) -> dict[str, Any]:
     Keys.make(folder / "key")
     settings = {
-        "slots": _REPLICAS, "start_with": _REPLICAS, "local_steps": "all", "rounds_behind": 1000,
+        "slots": _REPLICAS, "start_with": _REPLICAS, "skip_local_steps": False, "rounds_behind": 1000,
         "encryption": "curve", "key_file": str(folder / "key"),
     }  # fmt: skip
     relays = len(names) > _REPLICAS // 2

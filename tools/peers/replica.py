@@ -201,7 +201,7 @@ def as_a_job(options: argparse.Namespace, model: Model, optimizer: torch.optim.O
             rendezvous="tcp://" + ",".join(addresses),
             listen=f"tcp://{addresses[options.replica]}",
             encryption="none",  # torchft's messages are not encrypted either
-            local_steps="all",
+            skip_local_steps=False,
             start_with=options.replicas,
         ),
         slot=options.replica,
