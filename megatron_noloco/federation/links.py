@@ -39,7 +39,7 @@ _FAILED = (
 )
 _EVENTS = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | _FAILED
 _SAME_KEY = "both need the same key file, or encryption none"
-_CLOSED = "the other side closed the connection before it stood"
+_CLOSED = "the other side closed the connection before the handshake finished"
 
 
 class Link:
