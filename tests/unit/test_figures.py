@@ -1,6 +1,7 @@
 """What the log, the bar and the closing table say about rows."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -127,3 +128,15 @@ def test_the_share_of_exchanges_is_that_of_this_process(capsys: pytest.CaptureFi
         console.write(STEP | totals | times | {"step": step})
     console.summary(300, None)
     assert "share of training time in exchanges │ 20.0 %" in capsys.readouterr().out
+
+
+def test_an_all_reduce_is_compared_with_all_that_was_sent(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With exchanges and routed activations together: 10 steps of 6 MB over 10 + 20 MB."""
+    monkeypatch.setenv("COLUMNS", "120")
+    console = Console("lines", 10, 0, replace(FACTS, synchronous_bytes_per_step=6e6))
+    totals = {"total/sent_bytes": 10_000_000, "total/routed_bytes": 20_000_000}
+    console.write(STEP | totals | {"step": 10, "time/exchange_seconds": 0.0})
+    console.summary(10, None)
+    assert "60.0 MB (2.0 times all that was sent)" in capsys.readouterr().out
