@@ -265,7 +265,7 @@ class FederationSettings:
         '"curve": ZeroMQ\'s CURVE, with the key in key_file; "none": unencrypted, for a trusted network or a '
         "tunnel.",
     )
-    key_file: str | None = setting(None, "The key of all members, made by `megatron_noloco keys FILE`.")
+    key_file: str | None = setting(None, "The key of all members, made by `megatron-noloco keys FILE`.")
     shortest_deadline_seconds: float = setting(
         5.0,
         "The fewest seconds to wait for a partner, however quick exchanges are; the most are "
@@ -353,7 +353,7 @@ def federation_problems(federation: FederationSettings, noloco: NolocoSettings) 
         yield "federation.rendezvous is missing: how the jobs of a federation find each other"
     if federation.encryption == "curve" and federation.key_file is None:
         yield (
-            "federation.key_file is missing: `megatron_noloco keys FILE` makes one; in a trusted network "
+            "federation.key_file is missing: `megatron-noloco keys FILE` makes one; in a trusted network "
             'federation.encryption "none" does without'
         )
     if federation.start_with > federation.slots:

@@ -35,7 +35,7 @@ def add_command(
         name,
         help=does,
         description=description,
-        epilog=f"example:\n  python -m megatron_noloco {example}",
+        epilog=f"example:\n  megatron-noloco {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
 

@@ -59,7 +59,7 @@ def as_markdown() -> str:
     """Return the same as a page with a table for each block."""
     parts = [
         "# Configuration",
-        "One JSON object; `python -m megatron_noloco config --explain` prints this page.",
+        "One JSON object; `megatron-noloco config --explain` prints this page.",
     ]
     for section in _sections():
         parts += [f"## {section.title}", section.sentence]

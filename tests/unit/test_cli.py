@@ -124,7 +124,7 @@ def test_help_has_a_sentence_and_an_example(command: str, capsys: pytest.Capture
     with pytest.raises(SystemExit):
         main.main([*command.split(), "--help"])
     out = capsys.readouterr().out
-    assert f"\nexample:\n  python -m megatron_noloco {command} " in out
+    assert f"\nexample:\n  megatron-noloco {command} " in out
     assert out.split("\n\n")[1][0].isupper()
 
 
