@@ -205,7 +205,7 @@ class TestLanguageModel:
     """model/language_model.py takes `GPTModel`, and model/hybrid.py builds its successor."""
 
     def test_core_still_has_the_model_that_stages_are_made_of(self) -> None:
-        """Where this fails, runs go on, with `HybridModel`; docs/architecture.md has what is left to do."""
+        """Where this fails, runs go on, with `HybridModel`; `model/language_model.py` has what is left to do."""
         assert LanguageModel.__name__ == "GPTModel"
 
     def test_its_successor_computes_the_same(self) -> None:
