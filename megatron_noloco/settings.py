@@ -101,7 +101,7 @@ class NolocoSettings:
     )
     payload: Literal["fp32", "int16", "int8", "int4"] = setting(
         "int8",
-        "What an exchange sends for each weight: fp32, or an integer that codes the difference to the partner. "
+        "What an exchange sends for each weight: fp32, or the difference to the partner quantized to integers. "
         "docs/exchange.md has bytes and errors.",
         refused={"fp16": _ROUNDED.format("6 %"), "bf16": _ROUNDED.format("50 %")},
         paper="fp32",

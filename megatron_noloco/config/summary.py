@@ -217,7 +217,7 @@ def bytes_of_rounds(noloco: NolocoSettings, replicas: int, kept_aside: bool = Fa
     if in_pairs and noloco.payload_bits is None:
         of_round["received vector"] = 4
     elif in_pairs and noloco.payload_bits:
-        of_round |= {"codes": noloco.payload_bits / 4, "sketches and steps": 0.1}
+        of_round |= {"quantized values": noloco.payload_bits / 4, "sketches and steps": 0.1}
     if noloco.keeps_rounding_among(replicas):
         of_round["new rounding errors"] = 4
     if kept_aside:

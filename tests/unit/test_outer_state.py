@@ -192,9 +192,9 @@ def test_nothing_is_allocated_from_round_to_round(group_size: int, method: dict[
         ({"fragments": K, "delay_steps": 1}, 1, "11", ""),
         ({"fragments": K, "delay_steps": 2}, 2, "14", ""),
         ({"fragments": K, "delay_steps": K}, 4, "20", ""),
-        ({"payload": "int16"}, 1, "16.1", "codes 4, sketches and steps 0.1"),
-        ({"payload": "int8"}, 1, "14.1", "codes 2, sketches and steps 0.1"),
-        ({"payload": "int4"}, 1, "13.1", "codes 1, sketches and steps 0.1"),
+        ({"payload": "int16"}, 1, "16.1", "quantized values 4, sketches and steps 0.1"),
+        ({"payload": "int8"}, 1, "14.1", "quantized values 2, sketches and steps 0.1"),
+        ({"payload": "int4"}, 1, "13.1", "quantized values 1, sketches and steps 0.1"),
     ],
 )
 def test_the_banner_has_the_bytes_of_the_outer_state(
