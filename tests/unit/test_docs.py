@@ -69,11 +69,19 @@ def test_the_script_of_the_workstations_is_the_example() -> None:
     assert script == (ROOT / "examples/hf_trainer.py").read_text()
 
 
-def test_the_config_of_the_readme_can_be_checked_and_planned(tmp_path: Path) -> None:
-    (block,) = re.findall(r"```json\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+def test_the_config_of_the_readme_can_be_checked_and_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = (ROOT / "README.md").read_text()
+    (block,) = re.findall(r"```json\n(.*?)```", page, re.DOTALL)
     (tmp_path / "my-run.json").write_text(block)
     assert main(["config", "--check", str(tmp_path / "my-run.json")]) == 0
-    assert main(["plan", str(tmp_path / "my-run.json"), "--gpu", "A100", "--bandwidth", "1Gbit"]) == 0
+    monkeypatch.chdir(tmp_path)
+    capsys.readouterr()
+    (command,) = re.findall(r"^    megatron-noloco (plan my-run.json .*?) +#", page, re.MULTILINE)
+    assert main(command.split()) == 0
+    (row,) = re.findall(r"^this config .*", capsys.readouterr().out, re.MULTILINE)
+    assert f"rounds take {float(row.split()[-3]):.0f} % of the time" in page
 
 
 def test_the_reference_has_every_field() -> None:
