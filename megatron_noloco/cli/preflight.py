@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from megatron_noloco.preflight.plan import Network, Plan
 
 _JSON = "one JSON object for scripts"
+_FINDINGS = """--json prints {"ready": true, "findings": [...]}. A finding has area, state ("ok",
+"note" or "problem"), what, advice, and figures; those of the exchange are hosts,
+library, thread_level, gpu_buffers, over, latency_seconds, gb_per_second, hidden and
+clock_skew_seconds. A machine with any problem is not ready."""
 _RANKS_OF_GPU_NODE = 8
 _USABLE = 0.9  # of a GPU's memory; libraries and the allocator take the rest
 
@@ -54,7 +58,11 @@ def add_commands(commands: Commands) -> None:
     plan.set_defaults(run=_plan)
 
     doctor = add_command(
-        commands, "doctor", "say whether this machine is ready to train, and what to fix first", "doctor"
+        commands,
+        "doctor",
+        "say whether this machine is ready to train, and what to fix first",
+        "doctor",
+        _FINDINGS,
     )
     add = doctor.add_argument
     add("--hostfile", type=Path, help="of mpirun: measure exchanges between its first two hosts")
