@@ -69,7 +69,7 @@ def _missing_extra(error: ModuleNotFoundError) -> ValueError | None:
         if (error.name or "").partition(".")[0] in packages:
             missing = [name for name in packages if find_spec(name) is None]
             return ValueError(
-                f"megatron_noloco: this command needs packages that are not installed ({', '.join(missing)}); "
+                f"megatron-noloco: this command needs packages that are not installed ({', '.join(missing)}); "
                 f"pip install 'megatron-noloco[{extra}]'"
             )
     return None

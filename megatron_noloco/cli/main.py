@@ -48,7 +48,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = _Parser(
-        prog="megatron_noloco",
+        prog="megatron-noloco",
         description="Train language models with NoLoCo on machines with slow links.",
         epilog="`COMMAND --help` has an example of each command.",
     )

@@ -37,7 +37,7 @@ def test_a_ctrl_c_leaves_without_a_message(
         (
             ModuleNotFoundError("No module named 'megatron.core'", name="megatron.core"),
             2,
-            "megatron_noloco: this command needs packages that are not installed (megatron); "
+            "megatron-noloco: this command needs packages that are not installed (megatron); "
             "pip install 'megatron-noloco[trainer]'",
         ),
     ],
@@ -106,7 +106,7 @@ def test_an_unknown_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> No
     with pytest.raises(SystemExit) as ended:
         main.main(["config", "--chek", "a"])
     assert ended.value.code == 2
-    assert capsys.readouterr().err == "megatron_noloco: error: unrecognized arguments: --chek a\n"
+    assert capsys.readouterr().err == "megatron-noloco: error: unrecognized arguments: --chek a\n"
 
 
 def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
