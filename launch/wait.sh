@@ -4,7 +4,7 @@
 wait_for_job() { # PID: waits until this background process has ended; sets code to its exit code
     code=0
     while kill -0 "$1" 2>/dev/null; do # a signal ends `wait` before the job is done
-        wait "$1" && code=0 || code=$?
+        wait "$1" 2>/dev/null && code=0 || code=$?
     done
     # It may have ended while a signal was handled: then code is that of the signal, and its own must still be read.
     wait "$1" 2>/dev/null && code=0 || { last=$?; [ "$last" = 127 ] || code=$last; } # 127: it was read before
@@ -16,16 +16,35 @@ end_job() { kill -TERM "$job"; } # at once
 after_job() { :; }               # when it has ended; may change code
 
 run_job() { # COMMAND...: runs it in a session of its own, where Ctrl-C does not reach it; sets code
-    job='' signalled=''
-    trap on_signal INT TERM HUP
+    job='' signal='' too_early='' NOLOCO_LISTENING=''
+    if [ -z "${HOSTFILE:-}" ]; then NOLOCO_LISTENING=$(mktemp -d); fi # where ranks of other hosts cannot write
+    export NOLOCO_LISTENING
+    trap 'on_signal 1' HUP
+    trap 'on_signal 2' INT
+    trap 'on_signal 15' TERM
     setsid "$@" </dev/null &
     job=$!
-    [ -z "$signalled" ] || ask_job
+    if [ -n "$signal" ]; then ask_or_end; fi
     wait_for_job "$job"
     after_job
+    rm -rf "$NOLOCO_LISTENING"
+    if [ -n "$too_early" ] && [ "$code" != 0 ]; then
+        echo "ended before the training began; the same command starts it again" >&2
+        code=$((128 + signal))
+    fi
 }
 
-on_signal() { # the second one ends the job at once
-    if [ -z "$job" ]; then :; elif [ -z "$signalled" ]; then ask_job || true; else end_job || true; fi
-    signalled=yes
+on_signal() { # NUMBER: the second one ends the job at once
+    if [ -n "$signal" ]; then end_job || true; return; fi
+    signal=$1
+    if [ -n "$job" ]; then ask_or_end; fi
+}
+
+ask_or_end() { # until each rank has written a file into NOLOCO_LISTENING, a request would be lost, or kill a rank
+    if [ -n "$NOLOCO_LISTENING" ] && [ "$(find "$NOLOCO_LISTENING" -type f | wc -l)" -lt "$ranks" ]; then
+        too_early=yes
+        end_job || true
+    else
+        ask_job || true
+    fi
 }

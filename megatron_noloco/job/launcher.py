@@ -1,10 +1,12 @@
 """Reads the environment variables of launchers; no other file names them."""
 
+import os
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 Launcher = Literal["single", "torchrun", "deepspeed", "environment", "mpirun", "srun"]
@@ -154,6 +156,12 @@ def on_a_terminal(environ: Environ) -> bool:
     Open MPI gives every rank a terminal of its own, even where the output of mpirun goes to a file.
     """
     return sys.stdout.isatty() and _OPEN_MPI.rank not in environ
+
+
+def tell_launch_script(environ: Environ) -> None:
+    """Tell `launch/wait.sh` that this rank now handles signals: it counts files in a folder."""
+    if folder := environ.get("NOLOCO_LISTENING"):
+        Path(folder, str(os.getpid())).touch()
 
 
 def slurm_first_host(environ: Environ) -> str | None:

@@ -13,6 +13,7 @@ stage, or a partner whose round is some steps ahead. So every number is written 
 finish every step that one of them has begun. A rank that reaches the end of the run writes its last step.
 """
 
+import os
 import signal
 import sys
 import threading
@@ -24,6 +25,7 @@ import torch.distributed as dist
 
 from megatron_noloco.job import agreement
 from megatron_noloco.job.activity import now
+from megatron_noloco.job.launcher import tell_launch_script
 from megatron_noloco.job.run_folder import stop_request
 
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
@@ -53,6 +55,7 @@ class Stopping:
         self._closing = False
         self._store = agreement.store()
         self._previous = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+        tell_launch_script(os.environ)
         self._watcher = threading.Thread(target=self._watch, name="stopping", daemon=True)
         self._watcher.start()
 

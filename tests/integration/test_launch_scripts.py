@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -203,19 +204,34 @@ def test_a_program_that_there_is_not_is_not_replaced(variable: str) -> None:
 
 def test_a_closed_terminal_asks_the_job_to_save(tmp_path: Path) -> None:
     """SIGHUP, which where it is ignored, as under nohup, a shell could not trap."""
-    hangs = "trap 'echo asked >&2; exit 3' USR1\necho started >&2\nwhile :; do sleep 0.05; done\n"
-    write_programs(tmp_path, {"mpirun": f'[ "$1" != --version ] || exit 0\n{hangs}'})
+    with started_and_hung_up(tmp_path, listening=8) as process:
+        assert process.communicate(timeout=60) == (None, "asked\n")
+    assert process.returncode == 3
+
+
+def test_a_signal_before_all_ranks_take_it_ends_the_job_in_one_line(tmp_path: Path) -> None:
+    with started_and_hung_up(tmp_path, listening=7) as process:
+        line = "ended before the training began; the same command starts it again\n"
+        assert process.communicate(timeout=60) == (None, line)
+    assert process.returncode == 128 + signal.SIGHUP
+
+
+@contextmanager
+def started_and_hung_up(folder: Path, listening: int) -> Iterator["subprocess.Popen[str]"]:
+    """launch/mpirun.sh after SIGHUP; of the 8 ranks of its stand-in for mpirun, some already handle signals."""
+    told = "".join(f'touch "$NOLOCO_LISTENING/{rank}"\n' for rank in range(listening))
+    hangs = f"trap 'echo asked >&2; exit 3' USR1\n{told}echo started >&2\nwhile :; do sleep 0.05; done\n"
+    write_programs(folder, {"mpirun": f'[ "$1" != --version ] || exit 0\n{hangs}'})
     with subprocess.Popen(
         [str(REPOSITORY / "launch" / "mpirun.sh"), "8", CONFIG],
-        env={**os.environ, "PYTHON": "true", "MPIRUN": str(tmp_path / "mpirun")},
+        env={**os.environ, "PYTHON": "true", "MPIRUN": str(folder / "mpirun")},
         stderr=subprocess.PIPE, text=True,
         preexec_fn=partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),
     ) as process:  # fmt: skip
         assert process.stderr is not None
         assert process.stderr.readline() == "started\n"
         process.send_signal(signal.SIGHUP)
-        assert process.communicate(timeout=60) == (None, "asked\n")
-    assert process.returncode == 3
+        yield process
 
 
 RECORDED = {

@@ -1,5 +1,6 @@
 """Launch scripts that are asked to stop, or killed and called again: nothing is lost, and no rank trains on."""
 
+import signal
 from pathlib import Path
 
 import psutil
@@ -43,6 +44,31 @@ def test_sigterm_saves_and_leaves_nobody(script: str, launcher: str, tmp_path: P
     (stopped,) = [line for line in run.said.splitlines() if line.startswith("stopped after")]
     step = int(stopped.split()[3])
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == f"step_{step:08d}\n"
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "mpirun.sh",
+        *(pytest.param(f"{name}.sh", marks=pytest.mark.slow) for name in ("torchrun", "deepspeed")),
+    ],
+)
+def test_ctrl_c_at_the_start_is_one_line(script: str, tmp_path: Path) -> None:
+    """While the ranks import torch: nothing of them is there that could save."""
+    changes = {
+        "parallel": {"replicas": RANKS},
+        "data": {"text": write_text(tmp_path)},
+        "training": {"output_dir": str(tmp_path / "run")},
+    }
+    config = write_config(tmp_path, tiny(changes))
+    with launched(script, RANKS, config, {"DS_ACCELERATOR": "cpu"}, log=tmp_path / "log") as run:
+        run.wait_until(lambda: len(run.ranks()) >= RANKS)
+        run.processes[0].send_signal(signal.SIGINT)
+        assert run.processes[0].wait(PATIENCE_SECONDS) == 130
+        run.wait_until(lambda: not run.ranks())
+    *others, line = run.said.splitlines()
+    assert line == "ended before the training began; the same command starts it again"
+    assert all("[WARNING]" in other for other in others), "only DeepSpeed's launcher says more"
 
 
 @pytest.mark.parametrize(
