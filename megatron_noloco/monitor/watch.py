@@ -8,6 +8,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from megatron_noloco.job.run_folder import is_under_way
 from megatron_noloco.monitor import figures
 from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
 
@@ -39,7 +40,7 @@ def run_table(run: RunLog, now: float | None = None) -> Group:
         table.add_column(heading, justify="right", no_wrap=True)
     for row in zip(*(cells for _, *cells in shown), strict=True):
         table.add_row(*row)
-    return Group(Text(_progress(run)), table, *map(Text, [*_totals(run), *notes(run)]))
+    return Group(Text(_progress(run, now)), table, *map(Text, [*_totals(run), *notes(run)]))
 
 
 def _cells(log: ReplicaLog, now: float) -> list[str]:
@@ -51,13 +52,14 @@ def _cells(log: ReplicaLog, now: float) -> list[str]:
     return [log.replica, *numbers, validation, age]
 
 
-def _progress(run: RunLog) -> str:
+def _progress(run: RunLog, now: float) -> str:
     latest = [log.rows_of("step")[-1] for log in run.replicas if log.rows_of("step")]
-    done = min((row["step"] for row in latest), default=0)
-    text = f"{run.folder}: step {done}"
-    if not (total := run.facts.get("steps")):
-        return text
-    text += f" of {total}"
+    done, total = min((row["step"] for row in latest), default=0), run.facts.get("steps", 0)
+    text = f"{run.folder}: step {done}" + (f" of {total}" if total else "")
+    if not is_under_way(run.folder):
+        state = "ended" if 0 < total <= done else "no job is under way"
+        written = max(log.written for log in run.replicas)
+        return f"{text}; {state}, last written {figures.duration(max(0.0, now - written))} ago"
     speed = [row["speed/seconds_per_step"] for row in latest if "speed/seconds_per_step" in row]
     if done < total and speed:
         text += f", {figures.duration((total - done) * max(speed))} of training left"

@@ -124,6 +124,7 @@ def test_the_table_fits_into_80_characters(tmp_path: Path) -> None:
 
 def test_what_a_person_looks_for(run: Path) -> None:
     os.utime(run / "replica_01" / "metrics.jsonl", (1, 1))
+    (run / "running").write_text("process 7 on another host\n")
     first, headings, zero, one, *more = shown(run)
     assert first == f"{run}: step 2 of 10, 16s of training left"
     assert headings == "replica step loss tokens/s round with pause ms spread valid. age"
@@ -134,6 +135,12 @@ def test_what_a_person_looks_for(run: Path) -> None:
         "last checkpoint: step 2",
         "replica 00: 1 of 2 rounds in the log skipped, 3 skipped steps",
     ]
+
+
+@pytest.mark.parametrize(("steps", "state"), [(2, "2; ended"), (10, "10; no job is under way")])
+def test_a_run_that_no_job_writes(run: Path, steps: int, state: str) -> None:
+    (run / "run.json").write_text(json.dumps({"steps": steps}))
+    assert shown(run)[0] == f"{run}: step 2 of {state}, last written 75s ago"
 
 
 def test_a_page_that_cannot_be_written(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,6 +168,7 @@ def test_a_damaged_row_is_left_out(
 def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
     """There is a file without rows."""
     write(tmp_path, "00")
+    (tmp_path / "running").write_text("process 7 on another host\n")
     assert shown(tmp_path)[0] == f"{tmp_path}: step 0"
     write_page([RunLog(tmp_path)], tmp_path / "page.html")
 
