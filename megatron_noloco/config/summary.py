@@ -54,7 +54,8 @@ def describe(config: RunConfig, topology: Topology, architecture: Architecture |
     if config.noloco.enabled:
         if config.noloco.fragments > 1:
             lines.append(f"fragments: {_fragments(config.noloco)}")
-        lines.append(f"overlap: {_overlap(config.noloco)}")
+        if topology.ensemble > 1:
+            lines.append(f"overlap: {_overlap(config.noloco)}")
         kept_aside = bool(topology.slots)
         lines.append(f"outer state: {outer_state(config.noloco, topology.ensemble, kept_aside)}")
     if architecture is not None:
@@ -105,7 +106,7 @@ def _method(noloco: TrainerSettings, replicas: int) -> str:
     momentum = f"{noloco.outer_momentum}{' (Nesterov)' if noloco.outer_nesterov else ''}"
     knobs = f"{method} in {noloco.payload}, k = {noloco.local_steps}, alpha = {momentum}, beta = {noloco.outer_lr}"
     if replicas == 1:
-        return f"{knobs}; 1 replica has no partner, every round is skipped"
+        return f"{knobs}; 1 replica, which takes outer steps without a partner"
     n = noloco.group_size_among(replicas)
     if method == "diloco":
         return f"{knobs}, n = {n} (all replicas)"

@@ -139,6 +139,8 @@ class Console:
 
     def _costs(self, row: Row) -> Iterator[tuple[str, str]]:
         exchanged, routed = row["total/sent_bytes"], row["total/routed_bytes"]
+        if not self.facts.synchronous_bytes_per_step:  # of one replica
+            return
         yield "sent per replica, in exchanges", f"{figures.megabytes(exchanged)} MB"
         if routed:
             yield "sent per replica, routed activations", f"{figures.megabytes(routed)} MB"

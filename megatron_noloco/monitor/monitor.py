@@ -144,8 +144,9 @@ class Monitor:
             sum(report.exchange.bytes_sent for report in reports),
             sum(report.pause_seconds for report in reports),
         )
-        for report in reports:
-            self._round(report)
+        if self.throughput.replicas > 1:  # else no round has a partner
+            for report in reports:
+                self._round(report)
 
     def averaged(self, reports: Sequence[ExchangeReport]) -> None:
         """Record the exchanges after the last round that made all replicas equal, or what was missed."""

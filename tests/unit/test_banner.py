@@ -26,6 +26,7 @@ BANNER: list[tuple[dict[str, Any], str]] = [
     ),
     ({}, "batch in total: 4 replicas x 8 = 32 samples; x 32 = 1,024 tokens per local step"),
     ({}, "method: noloco in fp32, k = 5, alpha = 0.5, beta = 0.7, gamma = 0.7, n = 2; rho = 0.700"),
+    ({"parallel.replicas": 1}, "beta = 0.7; 1 replica, which takes outer steps without a partner\n"),
     (CYCLES, "cycles of 2 x 3 x 5; rho = 0.595: "),
     (CYCLES | {"noloco.fragments": 2}, "cycles of 2 x 3 x 5; rho = 0.595: "),
     (CYCLES | {"noloco.fragments": 3}, "cycles of 2 x 3 x 5; rho = 0.602: "),

@@ -54,6 +54,21 @@ def test_rows_of_a_run() -> None:
     assert step["memory/peak_bytes"] > 0
 
 
+def train_alone(rank: int, world_size: int) -> Rows:
+    metrics, rows = begin()
+    watched = Monitor(metrics, BatchPlan(2, 1, 1, 1), Throughput(10, 1, 1e12), None)
+    watched.local_step([RoundReport(0, ExchangeReport((0,)), 0.0, 0.5)])
+    watched.log(1)
+    return rows
+
+
+def test_one_replica_has_no_rounds_in_its_rows() -> None:
+    """Each would be a round that was skipped, with a spread that is not a number."""
+    ((row,),) = run_ranks(1, train_alone)
+    assert not [name for name in row if name.startswith("round/")]
+    assert row["time/exchange_seconds"] == 0.5, "outer steps take time all the same"
+
+
 def test_the_speed_of_a_step() -> None:
     """4 replicas, of which each takes half a second for 1000 tokens and 100 TFLOP on each of its ranks."""
     speeds = {
