@@ -66,6 +66,7 @@ def _preprocess(args: argparse.Namespace) -> int:
     from megatron_noloco.data.preprocess import Encoding, Job, check, preprocess
 
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the worker processes are parallel
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a worker that was killed is an error, which is reported
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's notice acts as Ctrl-C
     tokenizer = _tokenizer(args)
     encoding = Encoding(tokenizer, tuple(args.json_keys), args.append_eod)

@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import NoReturn
@@ -16,6 +17,9 @@ from megatron_noloco.job.leaving import INTERRUPTED, abandon_job, leave, usage_e
 
 def run(arguments: list[str] | None = None) -> NoReturn:
     """Run `main`, then leave the process with its exit code."""
+    signal.signal(
+        signal.SIGPIPE, signal.SIG_DFL
+    )  # as other programs end when the reader of their output has gone
     leave(main(arguments))
 
 

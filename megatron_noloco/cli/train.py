@@ -65,6 +65,7 @@ def _train(args: argparse.Namespace) -> int:
     activity.now.who = prepared.who
     if prepared.world.launcher == "torchrun":
         leave_with_parent()  # a torchrun that is killed leaves its ranks running
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a lost connection is an error, which is reported
     # The launchers under launch/deepspeed.sh ignore it, and so do the processes that they start.
     signal.signal(signal.SIGUSR1, signal.SIG_DFL)
     with Watchdog(config.training.watchdog_seconds):

@@ -1,5 +1,6 @@
 """The one command line: quick to import, and one place where errors become lines and exit codes."""
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -26,6 +27,18 @@ def test_a_ctrl_c_leaves_without_a_message(
 ) -> None:
     assert command_that_raises(KeyboardInterrupt(), monkeypatch) == 130
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("command", ["config --explain", "doctor --seconds 0 --json"])
+def test_a_reader_that_has_gone_ends_a_command_without_a_message(command: str) -> None:
+    """As `| head -1`."""
+    words = [sys.executable, "-m", "megatron_noloco", *command.split()]
+    with subprocess.Popen(words, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.stderr is not None
+        assert process.stderr.read() == b""
+    assert process.returncode == -signal.SIGPIPE
 
 
 @pytest.mark.parametrize(
