@@ -129,18 +129,24 @@ def _accelerator(name: str) -> "Accelerator":
 
 
 def _show_memory(plan: "Plan") -> None:
+    from megatron_noloco.config.wording import count
+    from megatron_noloco.monitor import figures
+
     topology, memory = plan.topology, plan.memory
     say(
-        f"{topology.ensemble} replicas x {topology.replica_size} ranks; a rank of stage {plan.stage}, which needs "
-        f"most, has {plan.held.parameters:,} weights and exchanges {plan.held.owned:,}",
+        f"{count(topology.ensemble, 'replica')} x {count(topology.replica_size, 'rank')}; a rank of "
+        f"stage {plan.stage}, which needs most, has {plan.held.parameters:,} weights and exchanges "
+        f"{plan.held.owned:,}",
         "",
     )
+    small = memory.device_bytes < 1e9
+    shown = figures.megabytes if small else _gigabytes
     _table(
-        ("memory of this rank", "GB"),
+        ("memory of this rank", "MB" if small else "GB"),
         [
-            *((part, _gigabytes(size)) for part, size in memory.device.items() if size),
-            ("total on its device", _gigabytes(memory.device_bytes)),
-            *((f"{part}, in host memory", _gigabytes(size)) for part, size in memory.host.items()),
+            *((part, shown(size)) for part, size in memory.device.items() if size),
+            ("total on its device", shown(memory.device_bytes)),
+            *((f"{part}, in host memory", shown(size)) for part, size in memory.host.items()),
         ],
     )
 
@@ -165,7 +171,7 @@ def _show_fit(
 
 
 def _show_time(plan: "Plan", network: "Network | None") -> None:
-    from megatron_noloco.monitor.figures import percent
+    from megatron_noloco.monitor.figures import megabytes, percent
 
     step = plan.step_seconds
     if step is not None:
@@ -173,7 +179,7 @@ def _show_time(plan: "Plan", network: "Network | None") -> None:
     if network is not None and network.ranks_per_node > 1:
         say(f"{network.ranks_per_node} ranks share a node's link (--gpus-per-node)")
     if plan.routed_bytes:
-        say(f"routing sends {plan.routed_bytes / 1e6:,.1f} MB of each replica to others in a local step")
+        say(f"routing sends {megabytes(plan.routed_bytes)} MB of each replica to others in a local step")
     if plan.routed_seconds is not None:
         say(f'    which takes {plan.routed_seconds:.3g} s here; noloco.routing.interval "off" saves it')
     if not plan.schemes:
@@ -185,7 +191,7 @@ def _show_time(plan: "Plan", network: "Network | None") -> None:
     rows = []
     for scheme in plan.schemes:
         row = [scheme.name, str(scheme.local_steps)]
-        row += [f"{scheme.bytes_per_exchange / 1e6:,.1f}", f"{scheme.seconds_per_exchange:.3g}"]
+        row += [megabytes(scheme.bytes_per_exchange), f"{scheme.seconds_per_exchange:.3g}"]
         if step is not None:
             enough = "" if scheme.name == "synchronous" else f"{scheme.enough_steps(step):,}"
             row += [percent(plan.share_lost(scheme, step)), enough]
