@@ -17,8 +17,9 @@ def add_commands(commands: Commands) -> None:
         "--explain",
         nargs="?",
         const="",
-        metavar="BLOCK",
-        help="every field, or those of a block such as noloco: type, bounds, default, meaning",
+        metavar="NAME",
+        help="every field, those of a block such as noloco, or one such as noloco.local_steps: type, bounds, "
+        "default, meaning",
     )
     action.add_argument(
         "--check", metavar="FILE", help="check a file, and that what it names is there; starts nothing"

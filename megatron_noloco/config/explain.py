@@ -1,5 +1,6 @@
 """Every field in words, made from the blocks themselves, so that `config --explain` cannot be out of date."""
 
+import difflib
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,28 +31,35 @@ class Section:
     fields: list[tuple[str, str, str]]
 
 
-def explain(block: str = "") -> str:
+def explain(only: str = "") -> str:
     """Return a text with every field: dotted name, what it accepts, default, and its meaning.
 
     Args:
-        block: leave out the fields outside of it; "": none are.
+        only: the block ("noloco") or the field ("noloco.local_steps") to explain; "": all.
 
-    Raises ValueError for a block that there is not.
+    Raises ValueError for a name that there is not.
     """
-    blocks = [*BLOCKS, "optimizer", "scheduler"]
-    if block and block not in blocks:
-        raise ValueError(f"config --explain {block}: there is no such block; there are {', '.join(blocks)}")
-    parts = []
+    parts, known = [], [*BLOCKS, "optimizer", "scheduler"]
     for section in _sections():
-        if block and section.path[:1] != (block,):
+        named = [(dotted((*section.path, name)), takes, meaning) for name, takes, meaning in section.fields]
+        known += [name for name, _, _ in named]
+        rows = [row for row in named if not only or f"{row[0]}.".startswith(f"{only}.")]
+        if only and not rows:
             continue
-        names = [dotted((*section.path, name)) for name, _, _ in section.fields]
-        column = max(map(len, names), default=0) + 2
+        column = max((len(name) for name, _, _ in rows), default=0) + 2
         lines = _wrapped(f"{section.title}: {section.sentence}", "")
-        for name, (_, takes, meaning) in zip(names, section.fields, strict=True):
+        for name, takes, meaning in rows:
             lines.append(f"  {name:<{column}}{takes}")
             lines += _wrapped(meaning, " " * (column + 2))
         parts.append("\n".join(lines))
+    if not parts:
+        near = difflib.get_close_matches(only, known, 1)
+        hint = (
+            f"did you mean {near[0]}?"
+            if near
+            else f"the blocks are {', '.join(BLOCKS)}, optimizer, scheduler"
+        )
+        raise ValueError(f"config --explain {only}: there is no such block or field; {hint}")
     return "\n\n".join(parts) + "\n"
 
 

@@ -380,10 +380,26 @@ def test_explain_of_one_block() -> None:
         line.startswith("  ") and not line.startswith(("  noloco.", "   ")) for line in text.splitlines()
     )
     assert '"Muon"' in explain("optimizer")
-    with pytest.raises(
-        ValueError, match="config --explain nolco: there is no such block; there are noloco, "
-    ):
-        explain("nolco")
+
+
+def test_explain_of_one_field() -> None:
+    title, *lines = explain("noloco.overlap.mode").splitlines()
+    assert title.startswith("noloco: ")
+    assert [line.split()[0] for line in lines if "  noloco." in line] == ["noloco.overlap.mode"]
+    assert explain("optimizer.params.lr").count("  optimizer.params.lr ") == 4, "by type of optimizer"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("nolco", "did you mean noloco?"),
+        ("noloco.local_stpes", "did you mean noloco.local_steps?"),
+        ("zzz", "the blocks are noloco, "),
+    ],
+)
+def test_explain_of_what_there_is_not(name: str, hint: str) -> None:
+    with pytest.raises(ValueError, match=f"config --explain {name}: there is no such block or field; {hint}"):
+        explain(name)
 
 
 def test_explain_mentions_every_field() -> None:
