@@ -5,6 +5,7 @@ import math
 import shutil
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,8 +129,26 @@ def _model_card(source: ModelSource) -> str:
         f"{topology.dp} x {topology.tp}",
         *(f"- {line}" for line in source.losses_report()),
     ]
-    lines += ["", "The run's configuration:", "", "```json", json.dumps(manifest.config, indent=1), "```", ""]
+    config = json.dumps(_without_places(manifest.config), indent=1)
+    lines += [
+        "",
+        "The run's configuration, without the folders of its files:",
+        "",
+        "```json",
+        config,
+        "```",
+        "",
+    ]
     return "\n".join(lines)
+
+
+def _without_places(value: Any) -> Any:
+    """Return a part of a config with each absolute path, which is of no use elsewhere, cut to its last name."""
+    if isinstance(value, dict):
+        return {key: _without_places(held) for key, held in value.items()}
+    if isinstance(value, list):
+        return [_without_places(held) for held in value]
+    return Path(value).name if isinstance(value, str) and value.startswith(("/", "file:/")) else value
 
 
 def _write_json(path: Path, content: dict[str, object]) -> None:

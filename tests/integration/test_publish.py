@@ -277,6 +277,7 @@ def test_the_mean_is_that_of_the_replicas(replicas: Any, tmp_path: Path) -> None
         "loss 2.0000",
     ):
         assert words in card
+    assert '"/' not in card, "no path of this machine"
 
 
 def test_best_is_the_lowest_recorded_loss(replicas: Any, tmp_path: Path) -> None:

@@ -605,6 +605,19 @@ def test_an_export_fills_the_folder_that_is_there(
     assert (tmp_path / "link").is_symlink()
 
 
+def test_a_model_card_does_not_say_where_the_files_were() -> None:
+    config = {
+        "data": {"data_path": ["0.3", "/home/me/corpus", "0.7", "more/text"]},
+        "training": {"output_dir": "/home/me/runs/a", "train_iters": 5},
+        "federation": {"rendezvous": "file:///home/me/meeting"},
+    }
+    assert export._without_places(config) == {
+        "data": {"data_path": ["0.3", "corpus", "0.7", "more/text"]},
+        "training": {"output_dir": "a", "train_iters": 5},
+        "federation": {"rendezvous": "meeting"},
+    }
+
+
 def test_a_full_disk_is_named(tmp_path: Path) -> None:
     with pytest.raises(OSError, match=r"too large: .*/model\.safetensors'$"), full_disk():
         export._write_weights(trained(), tmp_path, torch.float32, 10**9)
