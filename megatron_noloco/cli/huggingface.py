@@ -12,6 +12,7 @@ from megatron_noloco.cli.options import (
     add_command,
     at_least_one,
     at_least_zero,
+    dtype,
     say,
     seed,
     size,
@@ -35,7 +36,13 @@ def add_commands(commands: Commands) -> None:
     export.add_argument(
         "--combine", default="mean", metavar="mean|best|replica=K", help="of the replicas (default: mean)"
     )
-    export.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    export.add_argument(
+        "--dtype",
+        type=dtype,
+        default="float32",
+        metavar="fp32|bf16|fp16",
+        help="of the weights (default: fp32)",
+    )
     largest = "largest weight file (default: 500MB)"
     export.add_argument("--max-shard-size", type=size, default=_SHARD_BYTES, help=largest)
     export.set_defaults(run=_export)

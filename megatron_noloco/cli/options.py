@@ -12,6 +12,7 @@ CHECKPOINT = (
     "a step folder, or a run's output_dir (its latest checkpoint); of a federation its output_dir, or the "
     "folders of several replicas (the newest step that all have)"
 )
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _UNITS = {
     "bandwidth": {"kbit": 1e3 / 8, "mbit": 1e6 / 8, "gbit": 1e9 / 8},
     "time": {"us": 1e-6, "ms": 1e-3, "s": 1.0},
@@ -89,6 +90,14 @@ def _number(text: str) -> float:
         return float(text)
     except ValueError:
         return math.nan
+
+
+def dtype(text: str) -> str:
+    """Return torch's name of a precision, which may be given by the config's."""
+    name = _DTYPES.get(text, text)
+    if name not in _DTYPES.values():
+        raise argparse.ArgumentTypeError(f'"{text}" is not one of {", ".join(_DTYPES)}')
+    return name
 
 
 def bandwidth(text: str) -> float:

@@ -90,6 +90,7 @@ def test_everything_else_is_a_traceback(
         ("generate a --prompt b --tokens", ("-5", "0", "x"), "is not a whole number of at least 1"),
         ("export a --output b --max-shard-size", ("", "1TB", "big"), "is not a size; write 500MB or 2GB"),
         ("export a --output b --max-shard-size", ("0MB",), "must be more than 0, such as 500MB or 2GB"),
+        ("export a --output b --dtype", ("bf32",), "is not one of fp32, bf16, fp16"),
         ("evaluate a --samples", ("0",), "is not a whole number of at least 1"),
         ("generate a --prompt b --temperature", ("-1", "nan", "x"), "is not a number of at least 0"),
         ("generate a --prompt b --seed", ("-1", "9" * 20, "x"), "is not a whole number from 0 to 2^63 - 1"),
@@ -145,6 +146,7 @@ def test_quantities_with_units() -> None:
     for text, size in (("5", 5), ("10KB", 10_000), ("2 gb", 2 * 10**9), ("1.5MB", 1_500_000)):
         assert options.size(text) == size
     assert options.bandwidth("8Mbit") == 1e6
+    assert options.dtype("bf16") == options.dtype("bfloat16") == "bfloat16"
     assert (options.duration("25ms"), options.latency("0ms")) == (0.025, 0)
 
 
