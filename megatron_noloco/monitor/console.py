@@ -28,7 +28,7 @@ class RunFacts:
     synchronous_bytes_per_step: float  # sent by a replica in a ring all-reduce of the gradients
     output_dir: str
     how_to_continue: str
-    next_command: str
+    next_commands: tuple[str, ...]
 
 
 class Console:
@@ -96,7 +96,7 @@ class Console:
             self._live.stop()
 
     def summary(self, done: int, stopped_by: str | None, unsaved: str | None = None) -> None:
-        """Show the closing table and the next command, or why the run has none; last, where the end is not saved.
+        """Show the closing table and the next commands, or why the run has none; last, where the end is not saved.
 
         Args:
             stopped_by: why the run ends early; None where it does not.
@@ -116,7 +116,9 @@ class Console:
             for row in [*self._losses(), *self._costs(self.last_steps)]:
                 table.add_row(*row)
             self.terminal.print(table)
-            self.say(f"Files: {facts.output_dir} (one folder per replica)", f"Next:  {facts.next_command}")
+            self.say(f"Files: {facts.output_dir} (one folder per replica)")
+            if unsaved is None:
+                self.say("Next:", *(f"  {command}" for command in facts.next_commands))
         if unsaved is not None:
             self.say(
                 f"not saved: the checkpoint of iteration {done} failed on {unsaved}, and stderr says why; once "

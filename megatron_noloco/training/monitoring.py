@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -109,14 +110,18 @@ def _write_facts(prepared: Prepared, start_step: int) -> None:
 def _console(prepared: Prepared, joined: Joined, progress: str) -> Console:
     """Return the console, after it has said what the run is."""
     config, start, training = prepared.config, joined.start, prepared.config.training
-    shows = "tensorboard.main --logdir" if config.tensorboard.enabled else "megatron_noloco report"
+    program, run = f"{os.path.relpath(sys.executable)} -m megatron_noloco", shlex.quote(training.output_dir)
     facts = RunFacts(
         unigram_entropy=prepared.datasets.unigram_entropy,
         synchronous_bytes_per_step=_synchronous_bytes_per_step(prepared),
         output_dir=str(Path(training.output_dir).resolve()),
         how_to_continue="the same command"
         + (' with checkpoint.load "auto"' if config.checkpoint.load == "none" else ""),
-        next_command=f"{os.path.relpath(sys.executable)} -m {shows} {training.output_dir}",
+        next_commands=(
+            f"{program} report {run}",
+            f'{program} generate {run} --prompt ""',
+            f"{program} export {run} --output my-model",
+        ),
     )
     console = Console(progress, training.train_iters, start.step, facts)
     console.say(*_first_lines(prepared, joined))

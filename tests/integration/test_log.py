@@ -1,7 +1,10 @@
 """What a whole run writes about itself: speed, time, memory, checkpoints; and the same to Weights & Biases."""
 
 import json
+import os
+import shlex
 import socket
+import subprocess
 import sys
 from itertools import count
 from pathlib import Path
@@ -10,11 +13,9 @@ from typing import Any
 import pytest
 
 from megatron_noloco.engine.replica import ReplicaEngine
-from tests.harness import run_ranks
+from tests.harness import REPOSITORY, run_ranks
 from tests.integration.chaos import command
 from tests.integration.tiny import (
-    already_joined,
-    build_run,
     metrics,
     run_whole,
     tiny,
@@ -22,6 +23,7 @@ from tests.integration.tiny import (
     write_text,
 )
 
+NEXT = ("report", "generate", "export")
 # In place of the package: a run keeps what it is given, and writes it down when it is finished.
 WANDB = """
 import json, pathlib
@@ -46,29 +48,6 @@ def init(**options):
 def run_with(rank: int, world_size: int, config: str, packages: str) -> None:
     sys.path.insert(0, packages)
     run_whole(rank, world_size, config)
-
-
-def next_command(rank: int, world_size: int, config: str) -> str:
-    """With which the closing table ends."""
-    already_joined()
-    run = build_run(config)
-    assert run.monitor.console is not None
-    return run.monitor.console.facts.next_command
-
-
-@pytest.mark.parametrize(
-    ("enabled", "command"), [(True, "tensorboard.main --logdir"), (False, "megatron_noloco report")]
-)
-def test_what_is_recommended_at_the_end_has_something_to_show(
-    enabled: bool, command: str, tmp_path: Path
-) -> None:
-    changes = {
-        "tensorboard": {"enabled": enabled},
-        "data": {"text": write_text(tmp_path)},
-        "training": {"output_dir": str(tmp_path)},
-    }
-    (told,) = run_ranks(1, next_command, write_config(tmp_path, tiny(changes)))
-    assert told.endswith(f" -m {command} {tmp_path}")
 
 
 @pytest.fixture(scope="module")
@@ -126,6 +105,20 @@ def test_every_replica_has_a_run_of_wandb(folder: Path) -> None:
         ]
         assert [step for step, _ in logged] == [row["step"] for row in rows]
         assert [numbers.get("train/loss") for _, numbers in logged] == [row.get("train/loss") for row in rows]
+
+
+def test_the_commands_that_a_run_ends_with_work(tmp_path: Path) -> None:
+    folder = tmp_path / "of mine"
+    raw = tiny({"data": {"text": write_text(tmp_path)}, "training": {"output_dir": str(folder)}})
+    (trained,) = run_ranks(1, command, ["train", "--config", write_config(tmp_path, raw)])
+    _, _, commands = trained.out.partition("\nNext:\n")
+    words = [shlex.split(line)[1:] for line in commands.splitlines()]
+    assert [line[:3] for line in words] == [["-m", "megatron_noloco", name] for name in NEXT]
+    for line in words:
+        environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+        subprocess.run([sys.executable, *line], cwd=tmp_path, env=environ, check=True, timeout=300)
+    assert (folder / "report.html").exists()
+    assert (tmp_path / "my-model" / "model.safetensors").exists()
 
 
 def fails_in_its_third_step(rank: int, world_size: int, config: str) -> str:

@@ -93,7 +93,7 @@ def test_the_lines_of_an_evaluation(mean_model: float, spread: float, middle: st
     ]
 
 
-FACTS = RunFacts(math.nan, 0.0, "runs/a", "the same command", "tensorboard")
+FACTS = RunFacts(math.nan, 0.0, "runs/a", "the same command", ("report runs/a",))
 
 
 def test_the_bar_tells_the_time_left_where_a_row_takes_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
