@@ -32,11 +32,16 @@ from pathlib import Path
 from threading import Lock, Thread
 from typing import Any
 
+from megatron_noloco.config import ConfigError
 from tools.options import add_changes, apply, command_line
 from tools.simulator.report import BASELINES, Key, as_csv, as_markdown, baseline, finite, plot, table
 from tools.simulator.trained import train
 
 Run = Callable[[dict[str, Any], Path], dict[str, Any]]
+
+
+class RefusedError(ValueError):
+    """A study cannot be made as it is given. The message says why, in one line."""
 
 
 def main() -> None:
@@ -64,7 +69,7 @@ def main() -> None:
     run: Run = train if options.trainer else partial(simulate, compiled=options.compiled)
     try:
         results = Runs(study, options.output / "results.jsonl", options.jobs, run).all()
-    except ValueError as error:
+    except (ConfigError, RefusedError) as error:  # all others are faults of the program
         sys.exit(f"study: {error}")
     rows = table(results)
     (options.output / "table.csv").write_text(as_csv(rows))
@@ -115,7 +120,7 @@ class Runs:
         raw = configure(self.study, *key)
         found = self.results.get(key, {}).get("json", digest(raw))  # results of older versions have none
         if found != digest(raw):
-            raise ValueError(f"{self.path}: {key} is there of other settings; give another --output")
+            raise RefusedError(f"{self.path}: {key} is there of other settings; give another --output")
         if key not in self.results:
             result = self._pool.submit(self.run, raw, self.path.parent).result() | {"json": digest(raw)}
             with self._writing, self.path.open("a") as file:
@@ -175,6 +180,8 @@ def simulate(raw: dict[str, Any], folder: Path, compiled: bool = False) -> dict[
 
     Args:
         folder: where the run is saved meanwhile, by its JSON.
+
+    Raises RefusedError for settings that cannot be simulated.
     """
     os.environ["TORCHDYNAMO_DISABLE"] = str(int(not compiled))
 
@@ -190,8 +197,11 @@ def simulate(raw: dict[str, Any], folder: Path, compiled: bool = False) -> dict[
 
     torch.set_num_threads(1)
     saved = folder / f"{digest(raw)}.pt"
-    own = take_own(raw)
-    simulation = Simulation(RunConfig.from_dict(raw), compiled, **own)
+    try:
+        own = take_own(raw)
+        simulation = Simulation(RunConfig.from_dict(raw), compiled, **own)
+    except ValueError as error:
+        raise RefusedError(str(error)) from None
     evaluations = list(simulation.run(saved))
     history = [[evaluation.step, evaluation.mean_model_loss] for evaluation in evaluations]
     found = {**asdict(evaluations[-1]), "history": history}

@@ -74,6 +74,9 @@ class ConfigError(ValueError):
         self.problems = tuple(problems)
         super().__init__("\n".join(self.problems))
 
+    def __reduce__(self) -> tuple[type["ConfigError"], tuple[tuple[str, ...]]]:
+        return type(self), (self.problems,)  # as pickle takes it from one process to another
+
 
 @dataclass(frozen=True)
 class Problem:

@@ -2,22 +2,25 @@
 
 import copy
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron_noloco.config import RunConfig
+from megatron_noloco.config import ConfigError, RunConfig
+from tools import study
 from tools.simulator.own import take_own
 from tools.simulator.report import BASELINES, Key, baseline
-from tools.study import Runs, configure, digest
+from tools.study import Run, Runs, configure, digest
 
 FILES = sorted((Path(__file__).parents[2] / "tools" / "studies").glob("*.json"))
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_runs_are_valid_different_and_comparable(file: Path) -> None:
-    study = json.loads(file.read_text())
-    configurations = {name: configure(study, name) for name in study["runs"]}
+    plan = json.loads(file.read_text())
+    configurations = {name: configure(plan, name) for name in plan["runs"]}
     for configuration in copy.deepcopy(configurations).values():
         take_own(configuration)
         RunConfig.from_dict(configuration)
@@ -25,25 +28,57 @@ def test_runs_are_valid_different_and_comparable(file: Path) -> None:
     others = [raw for name, raw in configurations.items() if not name.startswith("alone")]
     different = [json.dumps(raw, sort_keys=True) for raw in others]
     assert len(set(different)) == len(different)
-    if "target" not in study:  # a loss to reach, without a comparison at the end
-        needed = {baseline(name, method) for name in BASELINES for method in study["runs"]}
-        assert needed <= study["runs"].keys()
+    if "target" not in plan:  # a loss to reach, without a comparison at the end
+        needed = {baseline(name, method) for name in BASELINES for method in plan["runs"]}
+        assert needed <= plan["runs"].keys()
 
 
 def test_results_of_other_settings_are_refused(tmp_path: Path) -> None:
-    study = {
+    plan = {
         "base": {"training": {}, "optimizer": {"params": {"lr": 1.0}}},
         "seeds": [1],
         "runs": {"one": []},
     }
     path = tmp_path / "results.jsonl"
-    same = digest(configure(study, "one", 1.0, 1))
+    same = digest(configure(plan, "one", 1.0, 1))
     row = {"name": "one", "learning_rate": 1.0, "seed": 1, "mean_model_loss": 2.0, "json": same}
     path.write_text(json.dumps(row) + "\n")
-    runs = Runs(study | {"tune": False}, path, 1, lambda raw, folder: {})
+    runs = Runs(plan | {"tune": False}, path, 1, lambda raw, folder: {})
     assert list(runs.all()) == [Key("one", 1.0, 1)]
-    changed = study | {"tune": False, "runs": {"one": ["training.train_iters=3"]}}
+    changed = plan | {"tune": False, "runs": {"one": ["training.train_iters=3"]}}
     with pytest.raises(
         ValueError, match=r"Key\(name='one'.* is there of other settings; give another --output"
     ):
         Runs(changed, path, 1, lambda raw, folder: {}).all()
+
+
+def refuse(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
+    raise ConfigError(["a: must be 1", "b: must be 2"])
+
+
+def fail(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
+    raise ValueError("too many values to unpack (expected 2)")
+
+
+def run_study(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on the command line, each run in a process of its own."""
+    raw = {"training": {}, "optimizer": {"params": {"lr": 1.0}}}
+    runs = {name: [] for name in ("one", "alone", "synchronous")}
+    (folder / "study.json").write_text(json.dumps({"base": raw, "seeds": [1], "runs": runs}))
+    monkeypatch.setattr(study, "train", run)
+    monkeypatch.setattr(
+        sys, "argv", ["study", str(folder / "study.json"), "--output", str(folder / "output"), "--trainer"]
+    )
+    study.main()
+
+
+def test_what_the_user_can_put_right_is_shown_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SystemExit, match=r"^study: a: must be 1\nb: must be 2$"):
+        run_study(refuse, tmp_path, monkeypatch)
+
+
+def test_a_fault_of_the_program_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="too many values to unpack"):
+        run_study(fail, tmp_path, monkeypatch)
