@@ -52,6 +52,8 @@ def describe(config: RunConfig, topology: Topology, architecture: Architecture |
     if topology.slots:
         lines.insert(1, f"federation: {_federation(config.federation, topology)}")
     if config.noloco.enabled:
+        if config.noloco.method == "noloco" and topology.ensemble > 1:
+            lines.append(f"spread: {_spread(config.noloco, topology.ensemble)}")
         if config.noloco.fragments > 1:
             lines.append(f"fragments: {_fragments(config.noloco)}")
         if topology.ensemble > 1:
@@ -110,12 +112,17 @@ def _method(noloco: TrainerSettings, replicas: int) -> str:
     n = noloco.group_size_among(replicas)
     if method == "diloco":
         return f"{knobs}, n = {n} (all replicas)"
-    rho, drawn = gossip(noloco, replicas).rho, f"n = {n}"
+    drawn = f"n = {n}"
     if noloco.pairing_among(replicas) == "cycle":
         drawn = f"cycles of {' x '.join(map(str, noloco.group_sizes_among(replicas)))}"
+    return f"{knobs}, gamma = {noloco.gamma}, {drawn}"
+
+
+def _spread(noloco: TrainerSettings, replicas: int) -> str:
+    rho = gossip(noloco, replicas).rho
     return (
-        f"{knobs}, gamma = {noloco.gamma}, {drawn}; rho = {rho:.3f}: "
-        f"{rounds_to_halve(rho):.1f} rounds halve the spread"
+        f"without local steps, {rounds_to_halve(rho):.1f} rounds would halve the standard deviation of the "
+        f"weights over the replicas (rho = {rho:.3f}, explained in docs/method.md)"
     )
 
 
