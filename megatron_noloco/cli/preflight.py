@@ -52,7 +52,9 @@ def add_commands(commands: Commands) -> None:
     add("--step", type=duration, metavar="TIME", help="measured time of a local step, such as 0.3s")
     add("--bandwidth", type=bandwidth, metavar="RATE", help="rate of a node's link, such as 1Gbit")
     add("--latency", type=latency, default=0.0, metavar="TIME", help="delay from node to node, such as 25ms")
-    per_node = "ranks that share a link (default: 8 with --gpu, of up to 8 those of a replica; else 1)"
+    per_node = (
+        "ranks that share a link (default: 1; with --gpu 8, or those of a replica if there are at most 8)"
+    )
     add("--gpus-per-node", type=at_least_one, metavar="N", help=per_node)
     add("--json", action="store_true", help=_JSON)
     plan.set_defaults(run=_plan)
