@@ -47,6 +47,8 @@ class _Parser(argparse.ArgumentParser):
         unknown = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         near = difflib.get_close_matches(unknown[1], re.findall(r"[\w-]+", unknown[2]), 1) if unknown else []
         hint = f"; did you mean {near[0]}?" if near else ""
+        if "required: COMMAND" in message:
+            hint = "; --help lists them"
         sys.exit(usage_error(ValueError(f"{self.prog}: error: {message}{hint}")))
 
 

@@ -148,7 +148,7 @@ class Console:
             yield "sent per replica, routed activations", f"{figures.megabytes(routed)} MB"
         synchronous = self.facts.synchronous_bytes_per_step * row["step"]
         if synchronous and exchanged:
-            times = f"{synchronous / (exchanged + routed):.1f} times all that was sent"
+            times = f"{synchronous / (exchanged + routed):.1f} times as much"
             yield (
                 "an all-reduce of every step would have sent",
                 f"{figures.megabytes(synchronous)} MB ({times})",

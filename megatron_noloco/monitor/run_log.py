@@ -124,7 +124,7 @@ class RunLog:
         if not self.replicas:
             raise ValueError(
                 f"{folder}: no replica has written metrics there (replica_00/metrics.jsonl); give the "
-                "training.output_dir of a run"
+                "training.output_dir of a run, or wait for its first training.log_interval local steps"
             )
 
     def update(self) -> None:

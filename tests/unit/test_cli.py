@@ -123,6 +123,14 @@ def test_an_unknown_option_is_one_line(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().err == "megatron-noloco: error: unrecognized arguments: --chek a\n"
 
 
+def test_no_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main.main([])
+    assert ended.value.code == 2
+    line = "megatron_noloco: error: the following arguments are required: COMMAND; --help lists them\n"
+    assert capsys.readouterr().err == line
+
+
 def test_an_unknown_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main.main(["trian", "a"])

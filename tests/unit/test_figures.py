@@ -140,4 +140,4 @@ def test_an_all_reduce_is_compared_with_all_that_was_sent(
     totals = {"total/sent_bytes": 10_000_000, "total/routed_bytes": 20_000_000}
     console.write(STEP | totals | {"step": 10, "time/exchange_seconds": 0.0})
     console.summary(10, None)
-    assert "60.0 MB (2.0 times all that was sent)" in capsys.readouterr().out
+    assert "60.0 MB (2.0 times as much)" in capsys.readouterr().out

@@ -351,7 +351,7 @@ def test_a_folder_that_is_no_run(
     assert main([command[0], str(tmp_path), *command[1:]]) == 2
     assert capsys.readouterr().err == (
         f"{tmp_path}: no replica has written metrics there (replica_00/metrics.jsonl); give the "
-        "training.output_dir of a run\n"
+        "training.output_dir of a run, or wait for its first training.log_interval local steps\n"
     )
 
 
