@@ -17,9 +17,7 @@ from megatron_noloco.job.leaving import INTERRUPTED, abandon_job, leave, usage_e
 
 def run(arguments: list[str] | None = None) -> NoReturn:
     """Run `main`, then leave the process with its exit code."""
-    signal.signal(
-        signal.SIGPIPE, signal.SIG_DFL
-    )  # as other programs end when the reader of their output has gone
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # end silently when the reader of the output has gone
     leave(main(arguments))
 
 

@@ -8,6 +8,7 @@ import fcntl
 import os
 import socket
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from megatron_noloco.files import write_text
@@ -31,7 +32,7 @@ def occupy(folder: Path) -> str:
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     now.part(f"locking {path}")  # NFSv3 may wait for ever for its lock daemon
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _lock(file)
     except BlockingIOError:
         os.close(file)
         return (
@@ -46,6 +47,15 @@ def occupy(folder: Path) -> str:
     os.ftruncate(file, 0)
     os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
     return ""
+
+
+def _lock(file: int) -> None:
+    """Lock a file; tries again for a second, since `is_under_way` holds the lock for an instant."""
+    for _ in range(10):
+        with suppress(BlockingIOError):
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(0.1)
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def is_under_way(output_dir: Path) -> bool:

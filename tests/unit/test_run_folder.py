@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import torch.distributed as dist
@@ -86,3 +87,12 @@ def test_a_disk_without_locks_refuses_nothing(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(fcntl, "flock", flock)
     assert occupy(tmp_path) == ""
+
+
+def test_a_look_at_the_folder_keeps_no_job_out(tmp_path: Path) -> None:
+    """`watch` and `stop` lock the file for an instant."""
+    (tmp_path / "running").touch()
+    with (tmp_path / "running").open() as file:
+        fcntl.flock(file, fcntl.LOCK_SH)
+        Timer(0.2, fcntl.flock, (file, fcntl.LOCK_UN)).start()
+        assert occupy(tmp_path) == ""
