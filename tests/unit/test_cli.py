@@ -127,7 +127,7 @@ def test_no_command_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main.main([])
     assert ended.value.code == 2
-    line = "megatron_noloco: error: the following arguments are required: COMMAND; --help lists them\n"
+    line = "megatron-noloco: error: the following arguments are required: COMMAND; --help lists them\n"
     assert capsys.readouterr().err == line
 
 
