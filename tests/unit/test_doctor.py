@@ -103,6 +103,18 @@ def test_mpirun_and_profile_are_those_of_the_launch_scripts(
         assert line.startswith(f"2 ranks under {mpirun} did not exchange: {said}")
 
 
+def test_mpirun_is_a_path_or_a_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A name is found on PATH; what is not there is not replaced by another."""
+    (tmp_path / "mpirun.other").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    for given in ("mpirun.other", str(tmp_path / "mpirun.other")):
+        monkeypatch.setenv("MPIRUN", given)
+        assert mpi.find_mpirun() == str(tmp_path / "mpirun.other")
+    for given in ("mpirun.missing", "/nowhere/mpirun"):
+        monkeypatch.setenv("MPIRUN", given)
+        assert lines(mpi.check_mpi(None, 1.0)) == [f"MPIRUN={given}: there is no such program"]
+
+
 MEASURED: dict[str, Any] = {
     "hosts": ["a", "b"],
     "library": "Open MPI v5.0.11",
