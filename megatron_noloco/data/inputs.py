@@ -53,6 +53,13 @@ class Batch:
     read_bytes: int  # bytes of the input on disk since the batch before
 
     @property
+    def count(self) -> int:
+        """Number of records, without blank lines."""
+        if self.input.kind != "jsonl":
+            return len(self.records)
+        return sum(not _is_blank(record) for record in self.records)
+
+    @property
     def holds_whole_documents(self) -> bool:
         return self.input.kind != "text" or (self.first == 1 and self.ends_document)
 
@@ -69,12 +76,19 @@ class Batch:
         unit = "row" if self.input.kind == "parquet" else "line"
         rows = []
         for number, record in enumerate(self.records, self.first):
+            if _is_blank(record):
+                continue
             try:
                 fields = record if isinstance(record, dict) else parse_json(record)
                 rows.append([_text(fields, key) for key in keys])
             except ValueError as error:
                 raise ValueError(f"{self.input.path}, {unit} {number}: {error}") from None
         return rows
+
+
+def _is_blank(record: Any) -> bool:
+    """Return whether a line of JSON lines is blank, which separates records."""
+    return isinstance(record, bytes) and record.isspace()
 
 
 def parse_json(line: bytes) -> Any:

@@ -98,7 +98,7 @@ def preprocess(job: Job, advance: Callable[[int], None]) -> Tally:
             for batch, by_key in encoded:
                 tally.not_text += not batch.records
                 for key, sequences in by_key.items():
-                    tally.empty += len(batch.records) - len(sequences)
+                    tally.empty += batch.count - len(sequences)
                     for number, sequence in enumerate(sequences, 1):
                         ends = batch.ends_document or number < len(sequences)
                         writers[key].add(sequence, ends)

@@ -20,8 +20,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_noloco.data import corpus, inputs, preprocess
 from megatron_noloco.data.indexed import IndexedTokens, IndexedWriter
-from megatron_noloco.data.inputs import find_inputs
-from megatron_noloco.data.preprocess import Encoding, Job
+from megatron_noloco.data.inputs import find_inputs, read_batches
+from megatron_noloco.data.preprocess import Encoding, Job, Tally
 from megatron_noloco.data.sources import TokenizerChoice
 from megatron_noloco.data.tokenizer import FastTokenizer, build_tokenizer
 from tests.harness import full_disk
@@ -124,6 +124,17 @@ def test_every_format_gives_the_same(tmp_path: Path, kind: str) -> None:
     else:
         path.write_bytes(lines)
     assert documents(run(tmp_path, [path])) == expected(TEXTS)
+
+
+def test_blank_lines_between_records_are_no_documents(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('\n{"text": "one"}\n\n \r\n{"text": ""}\n{"text": "two"}\n\n')
+    job = Job(find_inputs([str(path)]), tmp_path / "out", BYTES, 1)
+    assert preprocess.preprocess(job, lambda _: None) == Tally(documents=2, tokens=8, empty=1)
+    path = tmp_path / "b.jsonl"
+    path.write_text('{"text": "one"}\n\nx\n')
+    with pytest.raises(ValueError, match="line 3: not JSON"):
+        preprocess.encode(next(read_batches(find_inputs([str(path)])[0], ["text"])), BYTES)
 
 
 def test_a_folder_of_text(tmp_path: Path) -> None:
