@@ -13,7 +13,8 @@ class Accelerator:
     """A model of GPU.
 
     Attributes:
-        words: words that CUDA's name of the device must contain.
+        words: words that CUDA's name of the device must contain; beside them it may have only those of `_BESIDE`
+            and the size of the memory.
         tflops: peak of dense bf16 and fp16 products accumulated in fp32, in 10^12 operations per second.
         gigabytes: memory in 10^9 bytes.
     """
@@ -40,17 +41,23 @@ ACCELERATORS = (
     Accelerator("4090", 165.2, 24),
     Accelerator("3090", 71.0, 24),
 )
+# Words that do not tell two models apart. A "4090 D" and a "4090 Laptop GPU" have other figures than a 4090.
+# GH200 is named by the memory of its CPU.
+_BESIDE = {"nvidia", "geforce", "rtx", "tesla", "gpu", "pcie", "sxm", "sxm4", "sxm5", "sxm6"}
+_BESIDE |= {"hbm2", "hbm2e", "hbm3", "hbm3e", "480gb"}
 
 
 def find_accelerator(name: str) -> Accelerator | None:
     """Return the accelerator with this name, given by CUDA or a part of that, in capitals or not.
 
-    None: not known, or a slice of a GPU (MIG).
+    None: not known, such as another model of the same chip, or a slice of a GPU (MIG).
     """
     words = set(re.findall(r"\w+", name.lower()))
-    if "mig" in words:
-        return None
-    return next((kind for kind in ACCELERATORS if words.issuperset(kind.words.lower().split())), None)
+    for kind in ACCELERATORS:
+        own = set(kind.words.lower().split())
+        if own <= words <= own | _BESIDE | {f"{kind.gigabytes:g}gb"}:
+            return kind
+    return None
 
 
 def peak_tflops(device: str, precision: Precision) -> float | None:

@@ -82,7 +82,13 @@ def test_torch_counts_the_same(family: str) -> None:
         ("a100", 312),
         ("NVIDIA A10", None),
         ("NVIDIA H20", None),
+        ("NVIDIA A100-PCIE-40GB", 312),
+        ("NVIDIA A100-SXM-64GB", None),
         ("NVIDIA GeForce RTX 4090", 165.2),
+        ("RTX 3090", 71),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
     ],
 )
 def test_the_peak_of_a_device(device: str, peak: float | None) -> None:
