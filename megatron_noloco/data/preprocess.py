@@ -67,7 +67,9 @@ def check(job: Job) -> None:
     """Raise ValueError when a job cannot be carried out; nothing is written."""
     if not job.prefix.name:
         raise ValueError(f"--output-prefix {job.prefix}: names no file; give one such as data/corpus")
-    for key in job.encoding.json_keys:
+    for place, key in enumerate(job.encoding.json_keys):
+        if key in job.encoding.json_keys[:place]:
+            raise ValueError(f"--json-keys {key}: is given more than once; give each key once")
         if "/" in key:
             raise ValueError(
                 f'--json-keys {key}: its dataset would be a file with this name, which cannot have "/"'
