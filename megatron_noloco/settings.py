@@ -30,7 +30,7 @@ def setting(default: Any, meaning: str, **more: Any) -> Any:
         meaning: a sentence, with the setting's symbol and unit.
         more: the bounds `ge`, `gt`, `le`, `lt` of a number; `refused`, values of another type that users try, with
             the reason against each; `own=True` where the jobs of a federation may differ; `paper`, the value of
-            the authors where it is another.
+            the authors where it is another; `path=True` for a file.
     """
     metadata = {"meaning": meaning, **more}
     if is_dataclass(default):
@@ -265,7 +265,9 @@ class FederationSettings:
         '"curve": ZeroMQ\'s CURVE, with the key in key_file; "none": unencrypted, for a trusted network or a '
         "tunnel.",
     )
-    key_file: str | None = setting(None, "The key of all members, made by `megatron-noloco keys FILE`.")
+    key_file: str | None = setting(
+        None, "The key of all members, made by `megatron-noloco keys FILE`.", path=True
+    )
     shortest_deadline_seconds: float = setting(
         5.0,
         "The fewest seconds to wait for a partner, however quick exchanges are; the most are "

@@ -1,15 +1,33 @@
 """What blocks of the user's file are made of, and the blocks about a run; others have files of their own."""
 
+import os
 from collections.abc import Callable
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Union, get_type_hints
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    create_model,
+    model_validator,
+)
 
 from megatron_noloco.settings import PAPER, bounds_of, options_of
 
+
+def _checked_path(path: str) -> str:
+    """Return a path with a "~" at its beginning replaced by the home folder."""
+    if "\0" in path:
+        raise ValueError("has a NUL character (\\u0000), which no file's name can have; remove it")
+    return os.path.expanduser(path)
+
+
 Text = Annotated[str, Field(min_length=1)]
+FilePath = Annotated[Text, AfterValidator(_checked_path)]  # or a word that stands for one, such as "auto"
 Positive = Annotated[int, Field(ge=1)]
 NonNegative = Annotated[int, Field(ge=0)]
 Size = Annotated[float, Field(ge=0)]
@@ -63,7 +81,11 @@ def block_of(settings: type) -> type[SettingsBlock]:
                 assert isinstance(option, type)
                 block = block_of(option)
                 option, default = block, block()
-            options.append(Annotated[option, Field(**bounds)] if option in (int, float) else option)
+            if option in (int, float):
+                option = Annotated[option, Field(**bounds)]
+            elif option is str and entry.metadata.get("path"):
+                option = FilePath
+            options.append(option)
         annotation: Any = Union[tuple(options)]  # noqa: UP007
         if "refused" in entry.metadata:
             annotation = Annotated[annotation, BeforeValidator(_refusing(entry.metadata["refused"]))]
@@ -90,8 +112,8 @@ class TrainingConfig(Block):
     train_iters: Positive = field(..., "Local steps of the whole run.")
     seed: NonNegative = field(1234, "Seed of weights, sample order, groups and routes.")
     log_interval: Positive = field(10, "Local steps between two log lines.")
-    output_dir: Text = field("runs/default", "Folder for logs and checkpoints.")
-    pretrained: str | None = field(
+    output_dir: FilePath = field("runs/default", "Folder for logs and checkpoints.")
+    pretrained: FilePath | None = field(
         None, "Folder of a Hugging Face model whose weights every replica starts from; null: random."
     )
     exit_duration_minutes: Annotated[float, Field(gt=0)] | None = field(
@@ -134,7 +156,7 @@ class CheckpointConfig(Block):
     )
     keep_last: Positive = field(2, "Complete checkpoints kept; older ones are removed.")
     async_save: bool = field(False, "Whether training continues while a copy of the state is being written.")
-    load: Text = field(
+    load: FilePath = field(
         "auto",
         '"auto": continue from the newest sound checkpoint in training.output_dir; "none": start anew, '
         "each time; or a step folder: start from there, and after the next save as with auto.",

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import field_validator
 
-from megatron_noloco.config.blocks import Block, EvaluationConfig, Text, field
+from megatron_noloco.config.blocks import Block, EvaluationConfig, FilePath, field
 from megatron_noloco.config.model_block import ModelConfig
 from megatron_noloco.data.sources import (
     Blend,
@@ -19,13 +19,13 @@ from megatron_noloco.data.sources import (
 
 _MOST_FOR_BYTES = 2048  # a vocabulary; a larger one is that of another tokenizer
 
-Paths = Text | list[str | float]
+Paths = FilePath | list[FilePath | float]
 
 
 class DataConfig(Block):
     """What is read."""
 
-    text: Text | None = field(
+    text: FilePath | None = field(
         None, 'A file or folder of UTF-8 text, or "python-stdlib": Python\'s own standard library.'
     )
     data_path: Paths | None = field(
@@ -37,7 +37,7 @@ class DataConfig(Block):
     valid_data_path: Paths | None = field(
         None, "Like data_path, for validation; goes together with train_data_path."
     )
-    sft_data_path: Text | None = field(
+    sft_data_path: FilePath | None = field(
         None,
         "In place of text, for fine-tuning: a file or folder of JSON lines with messages, or with prompt "
         "and completion. Only answers have a loss.",
@@ -48,7 +48,7 @@ class DataConfig(Block):
     tokenizer_type: Literal["byte", "HuggingFaceTokenizer"] = field(
         "byte", 'How text becomes tokens: "byte" needs no file.'
     )
-    tokenizer_model: Text | None = field(
+    tokenizer_model: FilePath | None = field(
         None, "Folder of a Hugging Face fast tokenizer (with a tokenizer.json); null for bytes."
     )
     split: str = field(

@@ -66,7 +66,7 @@ def _whole(digits: str) -> int:
 
 
 def _problems(value: Any, name: str) -> Iterator[str]:
-    """Yield a line for each key given twice and each text with a NUL character, at any depth below `name`."""
+    """Yield a line for each key given twice, at any depth below `name`."""
     if isinstance(value, _Object):
         prefix = f"{name}." if name else ""
         yield from (f"{prefix}{key} is given more than once" for key in value.repeated)
@@ -75,8 +75,6 @@ def _problems(value: Any, name: str) -> Iterator[str]:
     elif isinstance(value, list):
         for inner in value:
             yield from _problems(inner, name)
-    elif isinstance(value, str) and "\0" in value:
-        yield f"{name} has a NUL character (\\u0000), which no file's name can have; remove it"
 
 
 def _plain(value: Any) -> Any:

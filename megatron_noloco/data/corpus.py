@@ -95,7 +95,7 @@ def _left_out(files: list[Path]) -> str:
 
 def find_text(text: str) -> Path:
     """Return the file or folder that `data.text` names; raises ValueError when it is not there."""
-    path = _library_folder() if text == STANDARD_LIBRARY else Path(text).expanduser()
+    path = _library_folder() if text == STANDARD_LIBRARY else Path(text)
     if not path.exists():
         raise ValueError(f"data.text: no file or folder at {path} (looked from cwd {Path.cwd()}); {_ADVICE}")
     return path

@@ -34,7 +34,7 @@ class _Text(NamedTuple):
 
 def record_files(path: str) -> list[Path]:
     """Return the file, or all .jsonl files below the folder; raises ValueError when there are none."""
-    given = Path(path).expanduser()
+    given = Path(path)
     if not given.exists():
         raise ValueError(f"data.sft_data_path: no file or folder at {given} (looked from cwd {Path.cwd()})")
     files = [file for file in files_below(given) if file.suffix == ".jsonl"] if given.is_dir() else [given]

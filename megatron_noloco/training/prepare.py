@@ -221,8 +221,7 @@ def _check_source(source: Source, output_dir: Path) -> None:
         return
     if isinstance(source, RecordSource):
         record_files(source.path)
-        folder = Path(source.path).expanduser()
-        check_outside(output_dir, "training.output_dir", folder, "data.sft_data_path")
+        check_outside(output_dir, "training.output_dir", Path(source.path), "data.sft_data_path")
         return
     for blend in filter(None, (source.train, source.validation)):
         for prefix, _ in blend.parts:

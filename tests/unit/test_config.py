@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import ConfigError, RunConfig, describe
 from megatron_noloco.config.optimizer_block import OPTIMIZERS
+from megatron_noloco.config.run_config import BLOCKS
 from megatron_noloco.data.sources import Blend, IndexedSource, Split, TextSource, TokenizerChoice
 from megatron_noloco.model.architecture import Architecture, Compute
 from megatron_noloco.model.families import table_of
@@ -31,6 +32,29 @@ def test_what_is_read() -> None:
     whole = {"train_data_path": "a", "valid_data_path": ["a"]}
     single = Blend((("a", 1.0),))
     assert config(data=whole).source == IndexedSource(single, single, None)
+
+
+def test_a_tilde_is_the_home_folder_in_every_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    paths = {
+        "training": ("output_dir", "pretrained"),
+        "checkpoint": ("load",),
+        "federation": ("key_file",),
+        "data": (
+            "text",
+            "data_path",
+            "train_data_path",
+            "valid_data_path",
+            "sft_data_path",
+            "tokenizer_model",
+        ),
+    }
+    for block, names in paths.items():
+        for name in names:
+            given = {name: "~/a"} | ({"train_iters": 1} if block == "training" else {})
+            assert getattr(BLOCKS[block].model_validate(given), name) == "/home/me/a"
+    blend = BLOCKS["data"].model_validate({"data_path": ["0.3", "~/a", 0.7, "b~"]})
+    assert blend.data_path == ["0.3", "/home/me/a", 0.7, "b~"]
 
 
 def test_the_tokenizer() -> None:
