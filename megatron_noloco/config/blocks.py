@@ -43,9 +43,6 @@ class Block(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
-    # Keys of DeepSpeed's block of this name that are refused, each with the reason; "": it has no effect here.
-    NOT_HERE: ClassVar[dict[str, str]] = {}
-
 
 class SettingsBlock(Block):
     """A block that is made from a dataclass of settings; see `block_of`."""
@@ -139,18 +136,6 @@ class TrainingConfig(Block):
 class CheckpointConfig(Block):
     """What is saved, and where a run continues. Replaces DeepSpeed's block of the same name."""
 
-    NOT_HERE: ClassVar[dict[str, str]] = dict.fromkeys(
-        [
-            "tag_validation",
-            "checkpoint_serialization",
-            "writer",
-            "load_universal",
-            "use_node_local_storage",
-            "parallel_write",
-        ],
-        "",
-    )
-
     save_interval: NonNegative = field(
         0, "Local steps between two checkpoints; 0: only at the end, and when the run is stopped."
     )
@@ -180,11 +165,6 @@ class EvaluationConfig(Block):
 
 class TensorBoardConfig(Block):
     """TensorBoard. Replaces DeepSpeed's block of the same name, which would write for global rank 0 only."""
-
-    NOT_HERE: ClassVar[dict[str, str]] = dict.fromkeys(
-        ("output_path", "job_name"),
-        "events are written to training.output_dir/replica_XX",
-    )
 
     enabled: bool = field(
         True,

@@ -6,7 +6,7 @@ that is not a field below is refused.
 
 import copy
 from collections.abc import Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, ValidationError, field_validator
 
@@ -23,28 +23,11 @@ Dtype = Literal["fp32", "bf16", "fp16"]
 Whole = Annotated[int, BeforeValidator(lambda v: int(v) if isinstance(v, float) and v.is_integer() else v)]
 
 
-def refused(unused: str, **instead: str) -> dict[str, str]:
-    """Return the keys of DeepSpeed that are refused: those without an effect here, and others with the reason."""
-    return dict.fromkeys(unused.split(), "") | instead
-
-
 class Bf16Config(Block):
-    NOT_HERE: ClassVar[dict[str, str]] = refused(
-        "",
-        immediate_grad_update="it is true where gradients accumulate in fp32",
-        check_grad_overflow="a step without a finite gradient is always skipped",
-        bf16_master_weights_and_grads="master weights are fp32",
-        bf16_optimizer_states="moments are fp32",
-    )
-
     enabled: bool = field(False, "Whether weights and activations are bf16, with fp32 master weights.")
 
 
 class Fp16Config(Block):
-    NOT_HERE: ClassVar[dict[str, str]] = refused(
-        "auto_cast", fp16_master_weights_and_grads="master weights are fp32"
-    )
-
     enabled: bool = field(False, "Whether weights and activations are fp16, with fp32 master weights.")
     loss_scale: Size = field(0.0, "Factor of the loss; 0: dynamic, which does not go together with routing.")
     initial_scale_power: Annotated[Whole, Field(ge=0)] = field(
@@ -59,8 +42,6 @@ class Fp16Config(Block):
 
 
 class DataTypesConfig(Block):
-    NOT_HERE: ClassVar[dict[str, str]] = refused("param_dtype buffer_dtype keep_in_fp32_modules")
-
     grad_accum_dtype: Dtype | None = field(
         None,
         "Type in which the gradients of microbatches are added up; null: fp32 with bf16, else that of the "
@@ -68,35 +49,7 @@ class DataTypesConfig(Block):
     )
 
 
-_STAGE_3 = (
-    "prefetch_bucket_size param_persistence_threshold model_persistence_threshold max_live_parameters "
-    "max_reuse_distance gather_16bit_weights_on_model_save "
-    "module_granularity_threshold use_all_reduce_for_fetch_params allgather_sequential"
-)
-
-
 class ZeroConfig(Block):
-    NOT_HERE: ClassVar[dict[str, str]] = refused(
-        """
-        allgather_partitions load_from_fp32_weights elastic_checkpoint ignore_unused_parameters legacy_stage1
-        log_trace_cache_warnings enable_sanity_checks pipeline_loading_checkpoint override_module_apply
-        memory_efficient_linear sub_group_size zero_hpz_partition_size zero_quantized_weights leaf_module
-        zero_quantized_nontrainable_weights zero_quantized_gradients save_muon_momentum_buffer_in_memory
-        cpu_offload_use_pin_memory stage3_gather_fp16_weights_on_model_save
-        """,
-        **{prefix + key: "" for key in _STAGE_3.split() for prefix in ("", "stage3_")},
-        overlap_comm="gradients are reduced once, after all microbatches",
-        round_robin_gradients="it changes the order of the flat weights, which checkpoints rely on",
-        parameter_alignment="it changes the order of the flat weights, which checkpoints rely on",
-        compute_grad_norm="the norm is always computed: it is logged, and gradients are clipped by it",
-        zenflow="it is for offloading",
-        **dict.fromkeys(
-            ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_param"),
-            "the inner optimizer works where the model is; the outer one's weights are in host memory already "
-            '(noloco.slow_weights "host")',
-        ),
-    )
-
     stage: NonNegative = field(
         1,
         "1: the optimizer's state is divided over the data-parallel ranks of a replica. 2: gradients are, too, "
@@ -144,37 +97,6 @@ class DeepSpeedConfig(Block):
     fp32.
     """
 
-    NOT_HERE: ClassVar[dict[str, str]] = refused(
-        """
-        steps_per_print memory_breakdown dump_state log_level timers disable_allgather vocabulary_size
-        use_data_before_expert_parallelism zero_force_ds_cpu_optimizer hybrid_engine
-        weight_quantization aio datastates_ckpt nebula amp compression_training curriculum_learning eigenvalue
-        elasticity graph_harvesting progressive_layer_drop quantize_training sparse_attention sparse_gradients
-        """,
-        pipeline="it is Megatron-core's; use parallel.pipeline_model_parallel_size",
-        tensor_parallel="it is Megatron-core's; use parallel.tensor_model_parallel_size",
-        sequence_parallel_size="it is Megatron-core's; use parallel.sequence_parallel",
-        seq_parallel_communication_data_type="it is Megatron-core's; use parallel.sequence_parallel",
-        expert_parallel="it is Megatron-core's; use parallel.expert_model_parallel_size",
-        activation_checkpointing="it is Megatron-core's; use model.recompute_granularity",
-        data_efficiency="samples are drawn by megatron_noloco",
-        dataloader_drop_last="samples are drawn by megatron_noloco",
-        torch_autocast='use "bf16": {"enabled": true}',
-        compile="the forward pass runs outside of DeepSpeed",
-        gradient_predivide_factor="ZeRO divides gradients by parallel.data_parallel_size alone",
-        prescale_gradients="ZeRO divides gradients by parallel.data_parallel_size where it adds them up",
-        gradient_allreduce_op="gradients are averaged",
-        managed_gradient_accumulation="a local step is one call of DeepSpeed's step",
-        allgather_size="use zero_optimization.allgather_bucket_size",
-        disable_python_gc="Python's garbage collector stays on",
-        autotuning="DeepSpeed's tuner cannot start this program",
-        csv_monitor="every replica has all its numbers in metrics.jsonl",
-        comet="use wandb or tensorboard",
-        flops_profiler="it would see no forward pass; metrics.jsonl has speed/tflops_per_gpu",
-        wall_clock_breakdown="metrics.jsonl has the time of each phase",
-        comms_logger="it would miss all messages but DeepSpeed's own; metrics.jsonl has bytes and waits",
-    )
-
     train_batch_size: Positive | None = field(
         None,
         "Samples of ONE replica in a local step: train_micro_batch_size_per_gpu x "
@@ -201,14 +123,6 @@ class DeepSpeedConfig(Block):
     )
 
 
-_BLOCKS: dict[str, type[Block]] = {
-    "bf16": Bf16Config,
-    "fp16": Fp16Config,
-    "data_types": DataTypesConfig,
-    "zero_optimization": ZeroConfig,
-}
-
-
 def prepared(raw: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of the file with DeepSpeed's old names replaced, and "auto" and null left out."""
     values = copy.deepcopy(raw)
@@ -227,15 +141,15 @@ def prepared(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def accepted(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return a configuration saved by an earlier version without the keys of DeepSpeed that are refused today.
+    """Return a configuration saved by an earlier version without the unknown keys of DeepSpeed's blocks.
 
     The optimizer is replaced: also a checkpoint of one that is no longer supported can be exported.
     """
-    dropped = {*DeepSpeedConfig.NOT_HERE, "scheduler"}
-    kept = {key: value for key, value in saved.items() if key not in dropped}
-    for name, block in _BLOCKS.items():
-        if name in kept:
-            kept[name] = {key: value for key, value in kept[name].items() if key not in block.NOT_HERE}
+    kept = {key: value for key, value in saved.items() if key != "scheduler"}
+    for name, definition in DeepSpeedConfig.model_fields.items():
+        if name in kept and isinstance(definition.default, Block):
+            known = type(definition.default).model_fields
+            kept[name] = {key: value for key, value in kept[name].items() if key in known}
     return kept | {"optimizer": {"type": "AdamW"}}
 
 

@@ -140,7 +140,8 @@ class RunConfig:
         try:
             return cls.from_dict(saved)
         except ConfigError:
-            return cls.from_dict(deepspeed_block.accepted(saved))
+            known = {name: value for name, value in saved.items() if name in File.model_fields}
+            return cls.from_dict(deepspeed_block.accepted(known))
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object of this configuration, with all defaults; from_dict reads it back."""

@@ -13,8 +13,8 @@ from pydantic.fields import FieldInfo
 
 Path = tuple[str, ...]
 
-# What users of Megatron, Hugging Face or DiLoCo write, in small letters, and the field that it is here; with the
-# block, where the name stands for a field in one block alone. A test compares the table in docs/running.md.
+# What users of Megatron, DeepSpeed, Hugging Face or DiLoCo write, in small letters, and the field that it is here,
+# with the block where the name stands for a field in one block alone. A test compares them with docs/running.md.
 ALIASES = {
     "micro_batch_size": "train_micro_batch_size_per_gpu",
     "num_micro_batches": "gradient_accumulation_steps",
@@ -46,6 +46,14 @@ ALIASES = {
     "rope_theta": "model.rotary_base",
     "rms_norm_eps": "model.norm_epsilon",
     "max_steps": "training.train_iters",
+    "pipeline": "parallel.pipeline_model_parallel_size",
+    "tensor_parallel": "parallel.tensor_model_parallel_size",
+    "expert_parallel": "parallel.expert_model_parallel_size",
+    "sequence_parallel_size": "parallel.sequence_parallel",
+    "activation_checkpointing": "model.recompute_granularity",
+    "torch_autocast": "bf16.enabled",
+    "amp": "bf16.enabled",
+    "steps_per_print": "training.log_interval",
 }
 # Where no field is the same, what to know instead.
 HINTS = {
@@ -54,6 +62,11 @@ HINTS = {
     "global_batch_size": "train_batch_size counts the samples of ONE replica; all replicas together take "
     "parallel.replicas times as many",
     "tie_word_embeddings": "model.untie_embeddings_and_output_weights says the opposite",
+    "csv_monitor": "each replica has all its numbers in metrics.jsonl",
+    "comet": "use wandb or tensorboard",
+    "flops_profiler": "metrics.jsonl has speed/tflops_per_gpu",
+    "wall_clock_breakdown": "metrics.jsonl has the time of each phase",
+    "comms_logger": "metrics.jsonl has bytes and waits",
 }
 NOT_SUPPORTED = {
     "context_parallel_size": "a sequence stays whole but for parallel.sequence_parallel",
@@ -62,9 +75,17 @@ NOT_SUPPORTED = {
     "cuda_graph_impl": "a graph would freeze the routes",
     "enable_cuda_graph": "a graph would freeze the routes",
     "onebitadam": "it does not work with ZeRO; use AdamW, and noloco.payload for smaller exchanges",
+    **dict.fromkeys(
+        ("offload_optimizer", "offload_param", "cpu_offload", "cpu_offload_param"),
+        "the inner optimizer works where the model is; the outer one's weights are in host memory already "
+        '(noloco.slow_weights "host")',
+    ),
+    "overlap_comm": "gradients are reduced once, after all microbatches",
+    "compile": "the forward pass runs outside of DeepSpeed",
     **dict.fromkeys(("adadelta", "adamax", "nadam", "radam", "rmsprop"), "use AdamW"),
     **dict.fromkeys(("lrrangetest", "onecycle"), "use WSD"),
 }
+_NEAR = 0.8  # of difflib: that of a misspelling, and of no key of DeepSpeed that does nothing here
 
 
 class ConfigError(ValueError):
@@ -116,8 +137,8 @@ def unknown_key(path: Path, known: Iterable[str], elsewhere: Iterable[str] = ())
     hint = _hint(path)
     if not hint:
         meant = _at_another_place(path[-1].lower(), elsewhere) or _nearest(path, known)
-        hint = f"did you mean {meant}?" if meant else ""
-    return Problem(path, f"{dotted(path)} is not a known key" + f"; {hint}" * bool(hint))
+        hint = f"did you mean {meant}?" if meant else "leave it out"
+    return Problem(path, f"{dotted(path)} is not a known key; {hint}")
 
 
 def unknown_type(block: str, name: str, known: Iterable[str]) -> Problem:
@@ -142,7 +163,7 @@ def _hint(path: Path) -> str:
 def _nearest(path: Path, known: Iterable[str]) -> str:
     """Return the key in `known` that is nearest to the last name of a path, with the path; "" if none is."""
     spellings = {key.lower(): key for key in known}
-    near = difflib.get_close_matches(path[-1].lower(), spellings, n=1)
+    near = difflib.get_close_matches(path[-1].lower(), spellings, n=1, cutoff=_NEAR)
     return dotted((*path[:-1], spellings[near[0]])) if near else ""
 
 
@@ -242,7 +263,7 @@ def _problem(entry: Any, model: type[BaseModel], path: Path, elsewhere: list[str
     for name in map(str, entry["loc"]):
         fields = owner.model_fields if owner is not None else {}
         if entry["type"] == "extra_forbidden" and name == str(entry["loc"][-1]) and owner is not None:
-            return _extra((*path, name), owner, elsewhere)
+            return unknown_key((*path, name), owner.model_fields, elsewhere)
         if name not in fields:
             break  # the branch of a union: the field is what the user knows
         field, path = fields[name], (*path, name)
@@ -256,17 +277,6 @@ def _problem(entry: Any, model: type[BaseModel], path: Path, elsewhere: list[str
     if entry["input"] == "auto":
         return Problem(path, f'{dotted(path)}: "auto" has no meaning here; give {expected_value(field)}')
     return Problem(path, f"{dotted(path)}: must be {expected_value(field)}, got {shown(entry['input'])}")
-
-
-def _extra(path: Path, owner: type[BaseModel], elsewhere: list[str]) -> Problem:
-    not_here: dict[str, str] = getattr(owner, "NOT_HERE", {})
-    reason = not_here.get(path[-1])
-    if reason is None:
-        return unknown_key(path, owner.model_fields, elsewhere)
-    if not reason:
-        return Problem(path, f"{dotted(path)} has no effect here; leave it out")
-    advice = "" if "use " in reason else "; leave it out"
-    return Problem(path, f"{dotted(path)} cannot be used here: {reason}{advice}")
 
 
 def _inner_model(field: FieldInfo) -> type[BaseModel] | None:

@@ -259,6 +259,7 @@ def test_a_checkpoint_of_an_earlier_version_is_read() -> None:
         "optimizer": {"type": "RMSprop", "params": {"alpha": 0.9}},
     }
     saved["zero_optimization"]["stage3_max_live_parameters"] = 5
+    saved["bf16"]["immediate_grad_update"] = True
     found = RunConfig.of_checkpoint(saved)
     assert (found.model, found.precision) == (now.model, "bf16")
     assert RunConfig.of_checkpoint(now.to_dict()) == now

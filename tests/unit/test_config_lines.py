@@ -33,7 +33,7 @@ LINES: list[tuple[str, Any, str]] = [
     # keys that are not known: the nearest, the same name elsewhere, the name of another program
     ("noloco.local_stpes", 5, " is not a known key; did you mean noloco.local_steps?"),
     ("optimizer.params.beta", 8, " is not a known key; did you mean optimizer.params.betas?"),
-    ("zzz", 1, " is not a known key"),
+    ("zzz", 1, " is not a known key; leave it out"),
     ("train_iters", 5, " is not a known key; did you mean training.train_iters?"),
     ("training.eval_mean_model", True, " is not a known key; did you mean evaluation.mean_model?"),
     ("training.tensorboard", True, " is not a known key; did you mean tensorboard?"),
@@ -46,14 +46,16 @@ LINES: list[tuple[str, Any, str]] = [
         " is not a known key; model.untie_embeddings_and_output_weights says the opposite",
     ),
     ("cuda_graph_impl", "local", " is not a known key; not supported: a graph would freeze the routes"),
-    # keys of DeepSpeed that are refused
+    # keys of DeepSpeed that do nothing here
+    ("dataloader_drop_last", True, " is not a known key; leave it out"),
+    ("steps_per_print", 10, " is not a known key; did you mean training.log_interval?"),
+    ("checkpoint.tag_validation", "FAIL", " is not a known key; leave it out"),
+    ("zero_optimization.stage3_max_reuse_distance", 1, " is not a known key; leave it out"),
     (
-        "dataloader_drop_last",
+        "zero_optimization.overlap_comm",
         True,
-        " cannot be used here: samples are drawn by megatron_noloco; leave it out",
+        " is not a known key; not supported: gradients are reduced once, after all microbatches",
     ),
-    ("steps_per_print", 10, " has no effect here; leave it out"),
-    ("checkpoint.tag_validation", "FAIL", " has no effect here; leave it out"),
     # names of optimizers and schedules
     ("optimizer.type", "sgd", ": 'sgd' is not a known optimizer; did you mean SGD?"),
     ("optimizer.type", "Lamb", ": 'Lamb' is not a known optimizer; known are AdamW, Adam, Muon, Lion, SGD"),
