@@ -24,7 +24,6 @@ def inspect(paths: Sequence[Path]) -> list[str]:
     manifests, first = saved.manifests, saved.manifests[0]
     replicas = len(saved.replicas)
     noloco = first.config["noloco"]
-    topology = first.topology
     seq_length = first.config["model"]["seq_length"]
     size = sum(record.bytes for manifest in manifests for record in manifest.files.values())
     parameters = table_of(first.architecture).parameter_count
@@ -33,9 +32,7 @@ def inspect(paths: Sequence[Path]) -> list[str]:
         f"step: {_steps(saved)} of {first.config['training']['train_iters']}",
         f"consumed by all replicas: {first.consumed_samples} samples, "
         f"{first.consumed_samples * seq_length} tokens",
-        f"parallel: {replicas} replicas x pipeline {topology.pp} x data {topology.dp}"
-        + f" (expert {topology.ep})" * (topology.ep > 1)
-        + f" x tensor {topology.tp} = {len(manifests)} ranks",
+        f"parallel: {first.topology.in_words(replicas)}",
         f"method: {noloco['method'] if noloco['enabled'] else 'none'}",
         f"parameters: {parameters} per replica",
         f"size: {size / 1e6:.1f} MB, {size / (parameters * replicas):.1f} bytes per parameter",

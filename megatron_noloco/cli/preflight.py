@@ -131,14 +131,12 @@ def _accelerator(name: str) -> "Accelerator":
 
 
 def _show_memory(plan: "Plan") -> None:
-    from megatron_noloco.config.wording import count
     from megatron_noloco.monitor import figures
 
     topology, memory = plan.topology, plan.memory
     say(
-        f"{count(topology.ensemble, 'replica')} x {count(topology.replica_size, 'rank')}; a rank of "
-        f"stage {plan.stage}, which needs most, has {plan.held.parameters:,} weights and exchanges "
-        f"{plan.held.owned:,}",
+        f"{topology.in_words(topology.ensemble)}; a rank of stage {plan.stage}, which needs most, has "
+        f"{plan.held.parameters:,} weights and exchanges {plan.held.owned:,}",
         "",
     )
     small = memory.device_bytes < 1e9

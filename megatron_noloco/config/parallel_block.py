@@ -76,7 +76,7 @@ def lay_out(parallel: ParallelConfig, world_size: int) -> Topology:
         parallel.sequence_parallel,
         ep=parallel.expert_model_parallel_size,
     )
-    size, inside = one.replica_size, f"pipeline {one.pp} x data {one.dp} x tensor {one.tp}"
+    size, inside = one.replica_size, one.replica_in_words
     fitting, rest = divmod(world_size, size)
     ranks = count(world_size, "rank")
     if parallel.replicas == "auto":

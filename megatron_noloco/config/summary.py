@@ -67,16 +67,9 @@ def describe(config: RunConfig, topology: Topology, architecture: Architecture |
 
 
 def _layout(config: RunConfig, topology: Topology) -> str:
-    virtual = f" ({topology.vpp} virtual stages each)" if topology.vpp > 1 else ""
     chunks = layers_of_chunks(config.parallel.split, config.model.num_layers, topology.pp, topology.vpp)
-    parts = (
-        count(topology.replicas, "replica"),
-        f"pipeline {topology.pp}{virtual}"
-        + f" of {in_words(chunks)} layers" * (len(set(chain(*chunks))) > 1),
-        f"data {topology.dp}" + f" (expert {topology.ep})" * (topology.ep > 1),
-        f"tensor {topology.tp}",
-    )
-    return f"{' x '.join(parts)} = {count(topology.world_size, 'rank')}"
+    uneven = len(set(chain(*chunks))) > 1
+    return topology.in_words(topology.replicas) + f"; stages of {in_words(chunks)} layers" * uneven
 
 
 def _federation(federation: FederationSettings, topology: Topology) -> str:

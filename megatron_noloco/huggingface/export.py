@@ -125,8 +125,7 @@ def _model_card(source: ModelSource) -> str:
         "",
         f"- local steps: {manifest.step}",
         f"- tokens, all replicas together: {manifest.consumed_samples * source.architecture.seq_length}",
-        f"- replicas x pipeline x data x tensor parallel sizes: {saved} x {topology.pp} x "
-        f"{topology.dp} x {topology.tp}",
+        f"- parallel: {topology.in_words(saved)}",
         *(f"- {line}" for line in source.losses_report()),
     ]
     config = json.dumps(_without_places(manifest.config), indent=1)

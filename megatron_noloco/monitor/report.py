@@ -19,6 +19,7 @@ from megatron_noloco.monitor.run_log import ReplicaLog, RunLog
 from megatron_noloco.monitor.timeline import timeline_of
 from megatron_noloco.monitor.watch import notes
 from megatron_noloco.monitor.writers import Row
+from megatron_noloco.plans.topology import Topology
 
 _FORWARD_BACKWARD = "forward and backward"
 _WAITS = {  # parts of forward and backward
@@ -110,10 +111,9 @@ def _facts(run: RunLog) -> dict[str, str]:
 
 
 def _layout(parallel: Mapping[str, Any], replicas: int) -> str:
-    sizes = {"pipeline": "pipeline_model_parallel_size", "tensor": "tensor_model_parallel_size"}
-    parts = [f"{name} {parallel[field]}" for name, field in sizes.items() if parallel.get(field, 1) > 1]
-    parts += [f"data {parallel['data_parallel_size']}"] * (parallel.get("data_parallel_size", 1) > 1)
-    return " x ".join([f"{replicas} replica{'s' * (replicas > 1)}", *parts])
+    kinds = ("pipeline_model", "data", "tensor_model", "virtual_pipeline_model", "expert_model")
+    pp, dp, tp, vpp, ep = (parallel.get(f"{kind}_parallel_size", 1) for kind in kinds)
+    return Topology(pp=pp, dp=dp, tp=tp, vpp=vpp, ep=ep).in_words(replicas)
 
 
 def _method(noloco: Mapping[str, Any]) -> str:

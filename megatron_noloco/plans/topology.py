@@ -112,6 +112,21 @@ class Topology:
         return self.pp * self.dp * self.tp
 
     @property
+    def replica_in_words(self) -> str:
+        """The layout of a replica, such as "pipeline 2 x data 1 x tensor 4"."""
+        virtual = f" ({self.vpp} virtual stages each)" if self.vpp > 1 else ""
+        experts = f" (expert {self.ep})" if self.ep > 1 else ""
+        return f"pipeline {self.pp}{virtual} x data {self.dp}{experts} x tensor {self.tp}"
+
+    def in_words(self, replicas: int) -> str:
+        """Return the layout of replicas, such as "1 replica x pipeline 2 x data 1 x tensor 4 = 8 ranks"."""
+        ranks = replicas * self.replica_size
+        return (
+            f"{replicas:,} replica{'s' * (replicas > 1)} x {self.replica_in_words} = "
+            f"{ranks:,} rank{'s' * (ranks > 1)}"
+        )
+
+    @property
     def grid(self) -> np.ndarray:
         """All ranks, shape [replicas, pp, dp, tp]."""
         return np.arange(self.world_size).reshape(self.replicas, self.pp, self.dp, self.tp)

@@ -28,7 +28,7 @@ CONFIGS = Path(__file__).parents[2] / "configs"
         (
             "llama_1.3b",
             "--gpu A100 --bandwidth 1Gbit --latency 25ms",
-            ("16 replicas x 4 ranks", "memory of this rank GB", "inner optimizer", "fits A100", "this config",
+            ("16 replicas x pipeline 4", "memory of this rank GB", "inner optimizer", "fits A100", "this config",
              "routing sends"),
             ("Changes that help",),
         ),

@@ -129,6 +129,13 @@ class TestGrouping:
 
 
 class TestTopology:
+    def test_in_words(self) -> None:
+        assert Topology().in_words(1) == "1 replica x pipeline 1 x data 1 x tensor 1 = 1 rank"
+        words = Topology(pp=2, dp=4, tp=2, vpp=3, ep=2).in_words(100)
+        assert words == (
+            "100 replicas x pipeline 2 (3 virtual stages each) x data 4 (expert 2) x tensor 2 = 1,600 ranks"
+        )
+
     @few
     @given(shape=st.tuples(small, small, small, small))
     def test_ranks_and_positions_are_a_bijection(self, shape: tuple[int, int, int, int]) -> None:
