@@ -50,7 +50,7 @@ class Place(NamedTuple):
     tp: int
     group: int  # of the inner optimizer: which FlatPart
     length: int  # of the FlatPart
-    start: int  # offset in the FlatParts of `owners`, one after the other
+    start: int  # offset of the parameter in the concatenation of the owners' parts
     owners: range  # the data-parallel ranks that divide the vector
 
 

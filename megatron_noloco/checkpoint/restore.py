@@ -96,7 +96,7 @@ class RankReader:
             return {name: file.get_tensor(name) for name in self._names if name.startswith(prefixes)}
 
     def engine_state(self, *prefixes: str) -> Iterator[tuple[str, Tensor]]:
-        """Yield name and tensor of this rank's engine state, group by group.
+        """Yield the optimizer state of each group in this run's layout: name and tensor.
 
         A group has the same tensors as the saved group of its first parameter: vectors of shape [FlatPart.length],
         filled for this layout, and single numbers of shape [], taken from that group.

@@ -63,11 +63,11 @@ def parameter_groups(
 
 @dataclass(frozen=True)
 class FlatPart:
-    """The parameters of one group of the inner optimizer, as ZeRO flattens them.
+    """This rank's part of one group of the inner optimizer: ZeRO concatenates, pads, and cuts into equal parts.
 
-    ZeRO concatenates them, pads the end, and cuts the vector into equal parts, one for each data-parallel rank
-    that has them (`Topology.owners`). The flat weights of a rank are its parts of all groups, in the order of the
-    groups; slow weights, momentum and the moments of the inner optimizer have the same layout.
+    There is a part for each data-parallel rank that has the parameters (`Topology.owners`). The flat weights of a
+    rank are its parts of all groups, in the order of the groups; slow weights, momentum and the moments of the
+    inner optimizer have the same layout.
 
     Args:
         length: elements of this rank's part, padding included; the same on all these ranks.

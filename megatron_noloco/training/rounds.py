@@ -63,12 +63,12 @@ def build_final_average(
 
 
 class DelayChoice:
-    """Sets `OuterOptimizer.delay_steps` before the fourth round of the process (`delay_steps` "auto").
+    """Sets `OuterOptimizer.delay_steps` where that is "auto": three rounds block, and the fourth uses the largest
+    delay that a rank has announced.
 
-    Training waits for the exchanges of the first three rounds. After two of them every rank announces the number
-    of local steps that its longest exchange took, ceil(its seconds / median seconds of a local step), from 1 to
-    `local_steps`; waiting for a late partner is included. After the third, which gives all ranks time to announce,
-    each rank waits for announcements still missing, and all take the largest number.
+    After two rounds every rank announces the number of local steps that its longest exchange took, ceil(its
+    seconds / median seconds of a local step), from 1 to `local_steps`; waiting for a late partner is included. The
+    third gives all ranks time to announce; before the fourth each rank waits for announcements still missing.
 
     Rounds count as they end, whatever their index: a job of a federation leaves some out. Of several fragments the
     last one ends a round. Rounds in which a partner was missed do not count, nor does one that began before a
