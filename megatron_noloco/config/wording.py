@@ -11,6 +11,8 @@ import annotated_types
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
+from megatron_noloco.model.families import FAMILIES
+
 Path = tuple[str, ...]
 
 # What users of Megatron, DeepSpeed, Hugging Face or DiLoCo write, in small letters, and the field that it is here,
@@ -33,16 +35,10 @@ ALIASES = {
     "noloco.beta": "noloco.outer_lr",
     "outer_learning_rate": "noloco.outer_lr",
     "noloco.gamma": "noloco.consensus_weight",
-    "num_hidden_layers": "model.num_layers",
-    "intermediate_size": "model.ffn_hidden_size",
-    "moe_intermediate_size": "model.ffn_hidden_size",
     "moe_ffn_hidden_size": "model.ffn_hidden_size",
     "num_experts": "model.num_moe_experts",
     "num_local_experts": "model.num_moe_experts",
     "num_experts_per_tok": "model.moe_router_topk",
-    "num_key_value_heads": "model.num_query_groups",
-    "head_dim": "model.kv_channels",
-    "max_position_embeddings": "model.seq_length",
     "rope_theta": "model.rotary_base",
     "rms_norm_eps": "model.norm_epsilon",
     "max_steps": "training.train_iters",
@@ -55,6 +51,8 @@ ALIASES = {
     "amp": "bf16.enabled",
     "steps_per_print": "training.log_interval",
 }
+for _family in FAMILIES.values():
+    ALIASES |= {theirs: f"model.{ours}" for ours, theirs in _family.hf_sizes.items() if theirs != ours}
 # Where no field is the same, what to know instead.
 HINTS = {
     "learning_rate": "the learning rate is optimizer.params.lr",
