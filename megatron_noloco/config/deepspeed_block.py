@@ -190,9 +190,7 @@ def resolve(values: dict[str, Any], dp_size: int, train_iters: int) -> tuple[dic
         problems += optimizer_block.check_one_rate(optimizer, scheduler["type"])
         problems += optimizer_block.check_warm_up(scheduler["type"], scheduler["params"])
     zero = values.setdefault("zero_optimization", {})
-    zero["stage"] = max(
-        1, zero.get("stage", 1)
-    )  # DeepSpeed's stage 0 clips by a wrong norm: `deepspeed_settings` in engine/
+    zero["stage"] = zero.get("stage") or 1  # why not 0: `deepspeed_settings` in engine/
     if values.get("bf16", {}).get("enabled") and values.get("fp16", {}).get("enabled"):
         problems.append(Problem(("fp16",), "bf16 and fp16 are both enabled; choose one of them"))
     return values, [*problems, *_batch(values, dp_size)]
