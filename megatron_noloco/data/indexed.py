@@ -186,7 +186,6 @@ def _open_alone(path: Path) -> IO[bytes]:
     return file
 
 
-_BAR_WIDTH = 40  # characters of the longest bar of the histogram
 _PREVIEW_TOKENS = 60  # of a document
 
 
@@ -200,24 +199,9 @@ def report(indexed: IndexedTokens, tokenizer: Tokenizer, samples: int) -> Iterat
         f"document length: shortest {lengths.min()}, median {np.median(lengths):.0f}, "
         f"mean {lengths.mean():.1f}, longest {lengths.max()}"
     )
-    yield from _histogram(lengths)
     for number in range(min(samples, len(lengths))):
         first, stop = indexed.document_bounds[number : number + 2]
         yield f"document {number}: {_preview(indexed.part(first, stop)[:_PREVIEW_TOKENS], tokenizer)}"
-
-
-def _histogram(lengths: np.ndarray) -> Iterator[str]:
-    """Yield the number of documents by length, in powers of two."""
-    powers = np.bincount(np.frexp(lengths)[1])  # 2**(power - 1) <= length < 2**power
-    present = np.flatnonzero(powers)
-    ranges = {
-        power: f"{1 << (power - 1)}..{(1 << power) - 1}" if power else "0"
-        for power in range(present[0], present[-1] + 1)
-    }
-    width = max(map(len, ranges.values()))
-    for power, range_ in ranges.items():
-        bar = "#" * -(-_BAR_WIDTH * int(powers[power]) // int(powers.max()))
-        yield f"  {range_:>{width}} tokens: {powers[power]:>8} {bar}".rstrip()
 
 
 def _preview(tokens: np.ndarray, tokenizer: Tokenizer) -> str:
