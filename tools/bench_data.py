@@ -3,20 +3,17 @@
     python -m tools.bench_data --megabytes 64 --steps 20
 
 The tokenizer is a byte-level BPE of 8192 tokens trained here, unless --tokenizer-model names one; the text is
-Python's standard library, repeated, as JSON lines. "Raw" is the same tokenizer's own batch call in as many
-processes, on texts already in memory. Both run --repeats times in turn; medians. On a busy machine, compare the
-CPU seconds of all processes (for raw, without its preparation). Prints one JSON object.
+Python's standard library, repeated, as JSON lines. "Raw" is the same tokenizer's own batch call, on texts already
+in memory. Both run --repeats times in turn; medians. On a busy machine, compare the CPU seconds (for raw, without
+its preparation). RAYON_NUM_THREADS sets the threads of both. Prints one JSON object.
 """
 
 import json
-import os
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -29,27 +26,25 @@ from megatron_noloco.monitor.run_log import RunLog
 from tools.options import command_line
 
 ROOT = Path(__file__).resolve().parents[1]
-BATCH = 64  # texts per raw call
+BATCH = 512  # texts per raw call
 
 
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--megabytes", type=float, default=64.0, help="of text")
-    parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tokenizer-model", help="folder with a tokenizer.json (default: one trained here)")
     parser.add_argument(
         "--steps", type=int, default=20, help="of the quickstart, 8 processes; 0: leave it out"
     )
     options = parser.parse_args()
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    report: dict[str, Any] = {"workers": options.workers}
+    report: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = options.tokenizer_model or train_tokenizer(folder)
         encoding = Encoding(TokenizerChoice("HuggingFaceTokenizer", str(model)), ("text",), append_eod=True)
         report["text_megabytes"] = write_text(folder / "text.jsonl", options.megabytes)
-        report |= compare(folder, encoding, options.workers, options.repeats, report["text_megabytes"])
+        report |= compare(folder, encoding, options.repeats, report["text_megabytes"])
         if options.steps:
             report["quickstart"] = data_wait(folder, options.steps)
     print(json.dumps(report))
@@ -80,17 +75,17 @@ def write_text(path: Path, megabytes: float) -> float:
     return round(written / 1e6, 3)
 
 
-def compare(folder: Path, encoding: Encoding, workers: int, repeats: int, megabytes: float) -> dict[str, Any]:
+def compare(folder: Path, encoding: Encoding, repeats: int, megabytes: float) -> dict[str, Any]:
     raw, ours, raw_cpu, our_cpu = [], [], [], []
     for repeat in range(repeats):
-        wall, cpu = raw_seconds(folder / "text.jsonl", encoding, workers)
+        wall, cpu = raw_seconds(folder / "text.jsonl", encoding)
         raw.append(wall)
         raw_cpu.append(cpu)
-        job = Job(find_inputs([str(folder / "text.jsonl")]), folder / f"out{repeat}", encoding, workers)
-        started, cpu_before = time.perf_counter(), cpu_seconds()
+        job = Job(find_inputs([str(folder / "text.jsonl")]), folder / f"out{repeat}", encoding)
+        started, cpu_before = time.perf_counter(), time.process_time()
         preprocess(job, lambda _: None)
         ours.append(time.perf_counter() - started)
-        our_cpu.append(cpu_seconds() - cpu_before)
+        our_cpu.append(time.process_time() - cpu_before)
     raw_median, our_median = statistics.median(raw), statistics.median(ours)
     return {
         "raw_mb_per_second": round(megabytes / raw_median, 3),
@@ -104,37 +99,14 @@ def compare(folder: Path, encoding: Encoding, workers: int, repeats: int, megaby
     }
 
 
-def cpu_seconds() -> float:
-    """Return the CPU seconds of this process and of those that it has waited for."""
-    both = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return sum(usage.ru_utime + usage.ru_stime for usage in both)
-
-
-def raw_seconds(path: Path, encoding: Encoding, workers: int) -> tuple[float, float]:
-    """Return the seconds from when all processes are ready until the last is done, and the CPU seconds of all."""
-    context = get_context("spawn")
-    ready, results = context.Barrier(workers), context.SimpleQueue()
-    processes = [
-        context.Process(target=encode_share, args=(path, encoding, index, workers, ready, results))
-        for index in range(workers)
-    ]
-    for process in processes:
-        process.start()
-    times = [results.get() for _ in processes]
-    for process in processes:
-        process.join()
-    starts, stops, cpu = zip(*times, strict=True)
-    return max(stops) - min(starts), sum(cpu)
-
-
-def encode_share(path: Path, encoding: Encoding, index: int, workers: int, ready: Any, results: Any) -> None:
-    texts = [json.loads(line)["text"] for line in path.read_bytes().splitlines()[index::workers]]
+def raw_seconds(path: Path, encoding: Encoding) -> tuple[float, float]:
+    """Return the seconds, and the CPU seconds."""
+    texts = [json.loads(line)["text"] for line in path.read_bytes().splitlines()]
     tokenizer = build_tokenizer(encoding.tokenizer)._tokenizer  # type: ignore[attr-defined]  # without what we add to it
-    ready.wait()
-    started, cpu_before = time.monotonic(), time.process_time()  # one clock for all processes
+    started, cpu_before = time.perf_counter(), time.process_time()
     for first in range(0, len(texts), BATCH):
         tokenizer.encode_batch_fast(texts[first : first + BATCH], add_special_tokens=False)
-    results.put((started, time.monotonic(), time.process_time() - cpu_before))
+    return time.perf_counter() - started, time.process_time() - cpu_before
 
 
 def data_wait(folder: Path, steps: int) -> dict[str, Any]:

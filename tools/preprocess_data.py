@@ -1,7 +1,7 @@
 """Text to Megatron's indexed datasets, PREFIX_KEY_document.{bin,idx}.
 
     python tools/preprocess_data.py --input corpus.jsonl.zst --output-prefix data/corpus \\
-        --tokenizer-type HuggingFaceTokenizer --tokenizer-model path/to/tokenizer --append-eod --workers 8
+        --tokenizer-type HuggingFaceTokenizer --tokenizer-model path/to/tokenizer --append-eod
 
 The same as `python -m megatron_noloco data preprocess`, for those who look here first.
 """
@@ -13,5 +13,5 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from megatron_noloco.cli.main import run
 
-if __name__ == "__main__":  # the processes that encode import this file, too
+if __name__ == "__main__":
     run(["data", "preprocess", *sys.argv[1:]])

@@ -42,7 +42,7 @@ def add_commands(commands: Commands) -> None:
     preprocess.add_argument(
         "--append-eod", action="store_true", help="end each document with the end-of-document token"
     )
-    preprocess.add_argument("--workers", type=at_least_one, default=1, help="processes that encode")
+    preprocess.add_argument("--workers", type=at_least_one, help="threads that encode (default: all cores)")
     preprocess.set_defaults(run=_preprocess)
     inspect = add_command(
         subcommands,
@@ -65,15 +65,15 @@ def _preprocess(args: argparse.Namespace) -> int:
     from megatron_noloco.data.inputs import find_inputs
     from megatron_noloco.data.preprocess import Encoding, Job, check, preprocess
 
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the worker processes are parallel
-    signal.signal(signal.SIGPIPE, signal.SIG_IGN)  # a worker that was killed is an error, which is reported
+    if args.workers is not None:  # tokenizers reads it when it first encodes
+        os.environ["RAYON_NUM_THREADS"] = str(args.workers)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's notice acts as Ctrl-C
     tokenizer = _tokenizer(args)
     encoding = Encoding(tokenizer, tuple(args.json_keys), args.append_eod)
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     try:
-        job = Job(find_inputs(args.input), args.output_prefix, encoding, args.workers)
+        job = Job(find_inputs(args.input), args.output_prefix, encoding)
         check(job)
         with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
             task = progress.add_task("preprocess", total=sum(item.bytes for item in job.inputs))

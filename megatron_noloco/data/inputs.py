@@ -44,7 +44,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Batch:
-    """Consecutive records of one input: enough work for one worker at a time."""
+    """Consecutive records of one input."""
 
     input: Input
     first: int  # number of the first record, from 1: a line of JSON, a row of Parquet, a piece of text
@@ -53,18 +53,11 @@ class Batch:
     read_bytes: int  # bytes of the input on disk since the batch before
 
     @property
-    def count(self) -> int:
-        """Number of records, without blank lines."""
-        if self.input.kind != "jsonl":
-            return len(self.records)
-        return sum(not _is_blank(record) for record in self.records)
-
-    @property
     def holds_whole_documents(self) -> bool:
         return self.input.kind != "text" or (self.first == 1 and self.ends_document)
 
     def texts(self, keys: tuple[str, ...]) -> list[list[str]]:
-        """Return the texts of each record in the order of `keys`, "" for null.
+        """Return the texts of each record in the order of `keys`, "" for null, without blank lines.
 
         Raises ValueError that names the file, and the line or row, of a record that cannot be read.
         """
@@ -76,7 +69,7 @@ class Batch:
         unit = "row" if self.input.kind == "parquet" else "line"
         rows = []
         for number, record in enumerate(self.records, self.first):
-            if _is_blank(record):
+            if isinstance(record, bytes) and record.isspace():  # a line between records
                 continue
             try:
                 fields = record if isinstance(record, dict) else parse_json(record)
@@ -84,11 +77,6 @@ class Batch:
             except ValueError as error:
                 raise ValueError(f"{self.input.path}, {unit} {number}: {error}") from None
         return rows
-
-
-def _is_blank(record: Any) -> bool:
-    """Return whether a line of JSON lines is blank, which separates records."""
-    return isinstance(record, bytes) and record.isspace()
 
 
 def parse_json(line: bytes) -> Any:

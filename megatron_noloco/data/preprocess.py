@@ -1,19 +1,12 @@
-"""Encode text into Megatron's indexed datasets: several processes encode, one writes, in the order of the inputs.
+"""Encode text into Megatron's indexed datasets, in the order of the inputs.
 
 A dataset gets its name, `PREFIX_KEY_document.{bin,idx}`, when it is complete: a run that was stopped is run again.
 """
 
-import os
-from collections import deque
-from collections.abc import Callable, Generator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
-from multiprocessing import get_context
+from itertools import islice
 from pathlib import Path
-from signal import SIG_IGN, SIGINT, SIGKILL, signal
 
 import numpy as np
 
@@ -23,11 +16,12 @@ from megatron_noloco.data.inputs import Batch, Input, read_batches
 from megatron_noloco.data.sources import TokenizerChoice
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_noloco.files import writing
-from megatron_noloco.job.leaving import leave_with_parent
 
-_AHEAD = 4  # batches per worker that are read ahead
+_CHARACTERS = (
+    1 << 23
+)  # encoded at once: many texts, also of small files, for many cores; about 0.3 GB of memory
 
-Sequences = dict[str, list[np.ndarray]]  # key -> the encoded texts of a batch
+Rows = list[list[str]]  # the texts of each record of a batch, one for each key
 
 
 @dataclass(frozen=True)
@@ -46,7 +40,6 @@ class Job:
     inputs: list[Input]
     prefix: Path
     encoding: Encoding
-    workers: int
 
     def output(self, key: str) -> Path:
         """Return the prefix of the finished dataset of `key`."""
@@ -88,25 +81,25 @@ def preprocess(job: Job, advance: Callable[[int], None]) -> Tally:
     Raises ValueError for an input that cannot be read, and for a dataset that exists or is being written. A file
     gets its name when it is complete.
     """
-    vocab_size = build_tokenizer(job.encoding.tokenizer).vocab_size
+    tokenizer = build_tokenizer(job.encoding.tokenizer)
     writers: dict[str, IndexedWriter] = {}
     tally = Tally()
     try:
         with writing(job.prefix, "--output-prefix"):
             job.prefix.parent.mkdir(parents=True, exist_ok=True)
             for key in job.encoding.json_keys:
-                writers[key] = IndexedWriter(job.output(key), vocab_size)
-        with closing(_encode_all(job)) as encoded:
-            for batch, by_key in encoded:
-                tally.not_text += not batch.records
-                for key, sequences in by_key.items():
-                    tally.empty += batch.count - len(sequences)
+                writers[key] = IndexedWriter(job.output(key), tokenizer.vocab_size)
+        for group in _groups(job):
+            for column, writer in enumerate(writers.values()):
+                for batch, rows, sequences in _encode(group, column, job.encoding, tokenizer):
+                    tally.empty += len(rows) - len(sequences)
                     for number, sequence in enumerate(sequences, 1):
                         ends = batch.ends_document or number < len(sequences)
-                        writers[key].add(sequence, ends)
+                        writer.add(sequence, ends)
                         tally.tokens += len(sequence)
                         tally.documents += ends
-                advance(batch.read_bytes)
+            tally.not_text += sum(not batch.records for batch, _ in group)
+            advance(sum(batch.read_bytes for batch, _ in group))
         if not tally.documents:
             raise ValueError(
                 f"nothing was written: {tally.empty} documents are empty, {tally.not_text} files are no UTF-8 text"
@@ -119,63 +112,37 @@ def preprocess(job: Job, advance: Callable[[int], None]) -> Tally:
     return tally
 
 
-def _encode_all(job: Job) -> Generator[tuple[Batch, Sequences], None, None]:
-    """Encode all batches, in order; with several workers, in other processes.
-
-    Futures are submitted in a loop, because `Executor.map` and `Pool.imap` would read all inputs ahead.
-    """
-    keys = list(job.encoding.json_keys)
-    batches = (batch for item in job.inputs for batch in read_batches(item, keys))
-    if job.workers == 1:
-        yield from ((batch, encode(batch, job.encoding)) for batch in batches)
-        return
-    # spawn, not fork: this process may have other threads, a progress bar's, whose locks a fork would copy as held
-    pool = ProcessPoolExecutor(job.workers, get_context("spawn"), _begin_worker, (os.getpid(),))
-    try:
-        pending: deque[tuple[Batch, Future[Sequences]]] = deque()
-        for batch in batches:
-            pending.append((batch, pool.submit(encode, batch, job.encoding)))
-            if len(pending) >= _AHEAD * job.workers:
-                earliest, future = pending.popleft()
-                yield earliest, future.result()
-        for earliest, future in pending:
-            yield earliest, future.result()
-    except BrokenProcessPool:
-        raise ValueError(
-            f"one of {job.workers} workers was killed, probably for want of memory; give fewer --workers"
-        ) from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _begin_worker(parent: int) -> None:
-    """Make a worker end with its parent, and ignore Ctrl-C, which the parent handles."""
-    signal(SIGINT, SIG_IGN)
-    leave_with_parent()
-    if os.getppid() != parent:  # the parent ended before the line above
-        os.kill(os.getpid(), SIGKILL)
-
-
-def encode(batch: Batch, encoding: Encoding) -> Sequences:
-    """Encode a batch in a worker; empty documents are left out.
+def _groups(job: Job) -> Iterator[list[tuple[Batch, Rows]]]:
+    """Read all inputs, in order, in groups of batches that are encoded at once.
 
     Raises ValueError that names the file, and the line or row, of a record that cannot be read.
     """
-    tokenizer, rows = _tokenizer(encoding.tokenizer), batch.texts(encoding.json_keys)
-    encoded = {}
-    for column, key in enumerate(encoding.json_keys):
-        sequences = tokenizer.encode_batch([row[column] for row in rows])
+    keys, group, characters = job.encoding.json_keys, list[tuple[Batch, Rows]](), 0
+    for item in job.inputs:
+        for batch in read_batches(item, list(keys)):
+            group.append((batch, batch.texts(keys)))
+            characters += sum(len(text) for row in group[-1][1] for text in row)
+            if characters >= _CHARACTERS:
+                yield group
+                group, characters = [], 0
+    if group:
+        yield group
+
+
+def _encode(
+    group: list[tuple[Batch, Rows]], column: int, encoding: Encoding, tokenizer: Tokenizer
+) -> Iterator[tuple[Batch, Rows, list[np.ndarray]]]:
+    """Encode the texts of a key, and yield those of each batch; empty documents are left out.
+
+    It is one call of the tokenizer, which encodes on all cores.
+    """
+    encoded = iter(tokenizer.encode_batch([row[column] for _, rows in group for row in rows]))
+    for batch, rows in group:
+        sequences = list(islice(encoded, len(rows)))
         if batch.holds_whole_documents:
             sequences = [tokens for tokens in sequences if len(tokens)]
         if encoding.append_eod:
             for index in range(len(sequences) if batch.ends_document else len(sequences) - 1):
                 tokens = sequences[index]
                 sequences[index] = np.append(tokens, tokens.dtype.type(tokenizer.end_of_document))
-        encoded[key] = sequences
-    return encoded
-
-
-@cache
-def _tokenizer(choice: TokenizerChoice) -> Tokenizer:
-    """Build the tokenizer once per process."""
-    return build_tokenizer(choice)
+        yield batch, rows, sequences

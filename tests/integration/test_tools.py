@@ -16,7 +16,7 @@ IN_FOLDER = {
     "bench_convert": ("--hidden 128 --layers 2 --vocabulary 257 --repeats 1", "parameters"),
 }
 ALONE = {
-    "bench_data": ("--megabytes 0.1 --workers 1 --repeats 1 --steps 0", "preprocess_over_raw"),
+    "bench_data": ("--megabytes 0.1 --repeats 1 --steps 0", "preprocess_over_raw"),
     "bench_payload": ("--elements 2048 --repeats 1", "ways"),
     "bench_throughput": ("--size tiny --warm-ups 1 --repeats 1 --no-compile", "profile"),
     "bench_tflops": ("--matrix 8 --repeats 1", "step_over_matmul"),

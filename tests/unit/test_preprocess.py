@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -18,12 +17,12 @@ import pytest
 from pyarrow import parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from megatron_noloco.data import corpus, inputs, preprocess
+from megatron_noloco.data import corpus, preprocess
 from megatron_noloco.data.indexed import IndexedTokens, IndexedWriter
 from megatron_noloco.data.inputs import find_inputs, read_batches
 from megatron_noloco.data.preprocess import Encoding, Job, Tally
 from megatron_noloco.data.sources import TokenizerChoice
-from megatron_noloco.data.tokenizer import FastTokenizer, build_tokenizer
+from megatron_noloco.data.tokenizer import ByteTokenizer, FastTokenizer, build_tokenizer
 from tests.harness import full_disk
 
 ROOT = Path(__file__).parents[2]
@@ -68,8 +67,8 @@ def write_jsonl(path: Path, texts: list[str]) -> Path:
     return path
 
 
-def run(folder: Path, paths: list[Path], encoding: Encoding = BYTES, workers: int = 1) -> IndexedTokens:
-    job = Job(find_inputs(map(str, paths)), folder / "out", encoding, workers)
+def run(folder: Path, paths: list[Path], encoding: Encoding = BYTES) -> IndexedTokens:
+    job = Job(find_inputs(map(str, paths)), folder / "out", encoding)
     preprocess.check(job)
     preprocess.preprocess(job, lambda _: None)
     return IndexedTokens(str(folder / "out_text_document"))
@@ -129,12 +128,12 @@ def test_every_format_gives_the_same(tmp_path: Path, kind: str) -> None:
 def test_blank_lines_between_records_are_no_documents(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('\n{"text": "one"}\n\n \r\n{"text": ""}\n{"text": "two"}\n\n')
-    job = Job(find_inputs([str(path)]), tmp_path / "out", BYTES, 1)
+    job = Job(find_inputs([str(path)]), tmp_path / "out", BYTES)
     assert preprocess.preprocess(job, lambda _: None) == Tally(documents=2, tokens=8, empty=1)
     path = tmp_path / "b.jsonl"
     path.write_text('{"text": "one"}\n\nx\n')
     with pytest.raises(ValueError, match="line 3: not JSON"):
-        preprocess.encode(next(read_batches(find_inputs([str(path)])[0], ["text"])), BYTES)
+        next(read_batches(find_inputs([str(path)])[0], ["text"])).texts(("text",))
 
 
 def test_a_folder_of_text(tmp_path: Path) -> None:
@@ -147,7 +146,7 @@ def test_a_folder_of_text(tmp_path: Path) -> None:
     (folder / "picture.png").write_bytes(b"\x89PNG\xff\xfe")
     (folder / "late.bin").write_bytes(b"text for a while\n" * 50_000 + b"\xff")
     (folder / "empty.txt").write_text("")
-    job = Job(find_inputs([str(folder)]), tmp_path / "out", BYTES, 1)
+    job = Job(find_inputs([str(folder)]), tmp_path / "out", BYTES)
     tally = preprocess.preprocess(job, lambda _: None)
     assert documents(IndexedTokens(str(job.output("text")))) == expected(["first", "second", "third"])
     assert (tally.documents, tally.not_text, tally.empty) == (3, 2, 1)
@@ -165,11 +164,35 @@ def test_a_long_text_is_one_document_of_several_sequences(
     assert len(indexed.lengths) > 5
 
 
+@pytest.mark.parametrize(("at_once", "calls"), [(1, 7), (70, 4), (10**6, 1)])
+def test_batches_of_several_files_are_encoded_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int, calls: int
+) -> None:
+    """The documents are the same however many are encoded in one call of the tokenizer."""
+    monkeypatch.setattr(corpus, "PIECE_BYTES", 50)
+    monkeypatch.setattr(preprocess, "_CHARACTERS", at_once)
+    texts = ["first\n", "a line\n" * 30, "", "last"]
+    paths = [tmp_path / f"{number}.txt" for number in range(len(texts))]
+    for path, text in zip(paths, texts, strict=True):
+        path.write_text(text)
+    counted = []
+    encode_batch = ByteTokenizer.encode_batch
+
+    def count(tokenizer: ByteTokenizer, batch: list[str]) -> list[np.ndarray]:
+        counted.append(len(batch))
+        return encode_batch(tokenizer, batch)
+
+    monkeypatch.setattr(ByteTokenizer, "encode_batch", count)
+    indexed = run(tmp_path, [paths[0], paths[1], write_jsonl(tmp_path / "a.jsonl", TEXTS), *paths[2:]])
+    assert documents(indexed) == expected([*texts[:2], *TEXTS, *texts[2:]])
+    assert len(counted) == calls
+
+
 def test_one_dataset_per_key_and_no_ends(tmp_path: Path) -> None:
     rows = [{"title": "T1", "body": "B1"}, {"title": None, "body": "B2"}]
     (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
     encoding = Encoding(TokenizerChoice("byte"), ("title", "body"), append_eod=False)
-    job = Job(find_inputs([str(tmp_path / "a.jsonl")]), tmp_path / "out", encoding, 1)
+    job = Job(find_inputs([str(tmp_path / "a.jsonl")]), tmp_path / "out", encoding)
     tally = preprocess.preprocess(job, lambda _: None)
     assert (tally.documents, tally.tokens, tally.empty) == (3, 6, 1)
     assert documents(IndexedTokens(str(tmp_path / "out_title_document"))) == [list(b"T1")]
@@ -186,32 +209,25 @@ def test_the_folder_of_a_prefix_is_made(tmp_path: Path) -> None:
 def test_a_prefix_among_the_inputs_is_refused(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("text")
-    job = Job(find_inputs([str(tmp_path / "texts")]), tmp_path / "texts" / "out", BYTES, 1)
+    job = Job(find_inputs([str(tmp_path / "texts")]), tmp_path / "texts" / "out", BYTES)
     with pytest.raises(ValueError, match=r"^--output-prefix .*/texts/out lies in --input .*/texts: "):
         preprocess.check(job)
 
 
 @pytest.mark.parametrize("notice", [signal.SIGTERM, signal.SIGKILL])
-def test_workers_go_with_their_process(tmp_path: Path, notice: signal.Signals) -> None:
+def test_what_a_stopped_process_leaves(tmp_path: Path, notice: signal.Signals) -> None:
     write_jsonl(tmp_path / "a.jsonl", ["two three " * 2000] * 5000)
-    command = [*PREPROCESS, "--input", str(tmp_path / "a.jsonl")]
-    command += ["--workers", "2", "--output-prefix", str(tmp_path / "out")]
+    command = [*PREPROCESS, "--input", str(tmp_path / "a.jsonl"), "--output-prefix", str(tmp_path / "out")]
     with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
         try:
             deadline = time.monotonic() + 60
             written = tmp_path / "out_text_document.bin.partial"
             while not (written.exists() and written.stat().st_size) and time.monotonic() < deadline:
                 time.sleep(0.05)
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
             process.send_signal(notice)
             said = process.communicate(timeout=60)[1]
         finally:
             process.kill()
-    assert len(children) >= 2
-    deadline = time.monotonic() + 30
-    while any(_runs(child) for child in children) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not [child for child in children if _runs(child)]
     left = [path.name for path in tmp_path.glob("out*")]
     if notice == signal.SIGTERM:
         assert process.returncode == 130
@@ -221,31 +237,10 @@ def test_workers_go_with_their_process(tmp_path: Path, notice: signal.Signals) -
         assert left == ["out_text_document.bin.partial"]
 
 
-def test_a_worker_that_is_killed_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "PIECE_BYTES", 50)
-    path = write_jsonl(tmp_path / "a.jsonl", ["two three"] * 100)
-    job = Job(find_inputs([str(path)]), tmp_path / "out", BYTES, 2)
-
-    def kill(_: int) -> None:
-        for worker in multiprocessing.active_children():
-            worker.kill()
-
-    with pytest.raises(ValueError, match=r"^one of 2 workers was killed, .*; give fewer --workers$"):
-        preprocess.preprocess(job, kill)
-    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
-
-
 def without_torch(said: str) -> str:
     """What torch built for CUDA says where there are CUDA's tools and no GPU."""
     lines = said.splitlines(keepends=True)
     return "".join(line for line in lines if "No CUDA runtime is found" not in line)
-
-
-def _runs(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
 
 
 def test_wherever_it_is_stopped_a_name_means_a_complete_file(
@@ -253,7 +248,7 @@ def test_wherever_it_is_stopped_a_name_means_a_complete_file(
 ) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"a": "A", "b": "B"}))
     inputs = find_inputs([str(tmp_path / "a.jsonl")])
-    job = Job(inputs, tmp_path / "out", Encoding(TokenizerChoice("byte"), ("a", "b"), False), 1)
+    job = Job(inputs, tmp_path / "out", Encoding(TokenizerChoice("byte"), ("a", "b"), False))
     stops = 0
     while _stopped_at(stops, job, monkeypatch):
         whole = ["out_a_document.bin", "out_a_document.idx", "out_b_document.bin", "out_b_document.idx"]
@@ -359,13 +354,13 @@ def test_a_file_of_another_name_is_saved_and_renders(tmp_path: Path, fast: Path)
 
 
 def call_preprocess(folder: Path, *options: str) -> "subprocess.CompletedProcess[str]":
-    """Preprocess a.jsonl in the folder with two workers."""
+    """Preprocess a.jsonl in the folder with two threads."""
     command = [*PREPROCESS, "--input", str(folder / "a.jsonl")]
     command += ["--output-prefix", str(folder / "out"), "--workers", "2", *options]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-def test_two_workers_give_the_same(tmp_path: Path, fast: Path) -> None:
+def test_the_command(tmp_path: Path, fast: Path) -> None:
     texts = [f"two three {number}" for number in range(100)]
     write_jsonl(tmp_path / "a.jsonl", texts)
     tokenizer = ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(fast))
@@ -379,7 +374,7 @@ def test_two_workers_give_the_same(tmp_path: Path, fast: Path) -> None:
         run(tmp_path, [tmp_path / "a.jsonl"], encoding)
 
 
-def test_a_bad_line_in_a_worker_is_one_line(tmp_path: Path) -> None:
+def test_a_bad_line_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "x"}\n{"text"\n')
     finished = call_preprocess(tmp_path)
     assert (finished.returncode, finished.stdout) == (2, "")
@@ -390,7 +385,7 @@ def test_a_bad_line_in_a_worker_is_one_line(tmp_path: Path) -> None:
 def test_a_dataset_that_another_process_writes_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(json.dumps({"a": "A", "b": "B"}))
     encoding = Encoding(TokenizerChoice("byte"), ("a", "b"), append_eod=False)
-    job = Job(find_inputs([str(tmp_path / "a.jsonl")]), tmp_path / "out", encoding, 1)
+    job = Job(find_inputs([str(tmp_path / "a.jsonl")]), tmp_path / "out", encoding)
     other = IndexedWriter(job.output("b"), 257)
     other.add(np.arange(3), ends_document=True)
     with pytest.raises(ValueError, match=r"out_b_document\.bin\.partial: another process is writing this"):
@@ -407,7 +402,7 @@ def test_a_dataset_that_another_process_writes_is_left_alone(tmp_path: Path) -> 
 @pytest.mark.parametrize("texts", [["a" * 900], ["a" * 100_000]], ids=["at the end", "while it writes"])
 def test_a_full_disk_is_named_and_nothing_left(tmp_path: Path, texts: list[str]) -> None:
     inputs = find_inputs([str(write_jsonl(tmp_path / "a.jsonl", texts))])
-    job = Job(inputs, tmp_path / "out", BYTES, 1)
+    job = Job(inputs, tmp_path / "out", BYTES)
     with pytest.raises(OSError, match=r"too large: .*/out_text_document\.bin\.partial'$"), full_disk():
         preprocess.preprocess(job, lambda _: None)
     assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
