@@ -200,10 +200,6 @@ class CommittedExchange:
     def report(self) -> ExchangeReport:
         return self._exchange.report
 
-    @property
-    def sends_from_device(self) -> bool:
-        return self._exchange.sends_from_device
-
     def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
         """Begin as `Exchange.begin` does, with the planned or another partner. A collective of the replica."""
         assert len(group) <= 2, f"a group of {len(group)} cannot commit"

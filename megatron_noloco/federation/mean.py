@@ -64,7 +64,6 @@ class TreeMean:
             that of this replica from the mean.
     """
 
-    sends_from_device = False
     rounding = None
 
     def __init__(

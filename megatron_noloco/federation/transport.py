@@ -235,7 +235,6 @@ class FederationTransport:
     """
 
     name = "federation"
-    device_buffers = False
     connects_lazily = False  # connections are opened as soon as an address is known
     progress = "threads of the federation's transport"
 

@@ -76,7 +76,6 @@ class CodedExchange(Exchange):
         self, transport: Transport, place: Place, channel: int, deadline_seconds: float, coding: Coding
     ) -> None:
         super().__init__(transport, place, channel, deadline_seconds, blocks_in(coding.stretch) * BLOCK)
-        self.sends_from_device = False
         self.coding = coding
         self._codec = Codec(coding.bits)
         self._first = 0  # element of the stretch posted next

@@ -39,9 +39,6 @@ class AnyExchange(Protocol):
     def report(self) -> ExchangeReport: ...
 
     @property
-    def sends_from_device(self) -> bool: ...
-
-    @property
     def rounding(self) -> Tensor | None: ...
 
     def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None: ...
@@ -67,7 +64,6 @@ class Exchange:
 
     Attributes:
         report: of the exchange begun last; complete when `finish` is exhausted.
-        sends_from_device: whether a vector in an accelerator's memory is sent from there.
         rounding: what is left out of this rank's vector in the mean, to be added to its next one; as long as the
             vector, in host memory, valid where a piece has been yielded. None: nothing is left out, as here.
         waiting: its `deadline_seconds` may be changed between two exchanges.
@@ -92,7 +88,6 @@ class Exchange:
         self.place = place
         self.channel = channel
         self.stretch = stretch
-        self.sends_from_device = transport.device_buffers
         self.rounding: Tensor | None = None
         self.report = ExchangeReport(group=())
         self._what, self._tag = "", 0
@@ -107,8 +102,8 @@ class Exchange:
         """Post the messages of this rank, and return without waiting for any.
 
         Args:
-            vector: fp32, flat, on any device; not to be written until `finish` is exhausted. It is copied,
-                stretch by stretch, when it lies where the transport cannot send from.
+            vector: fp32, flat, on any device; not to be written until `finish` is exhausted. One that is not in
+                host memory is copied there, stretch by stretch.
             group: the replicas to average over, ascending, this one included.
             number: the same in the whole group, different from that of other exchanges on this channel.
             what: names the exchange in errors.
@@ -198,18 +193,18 @@ class Exchange:
     def _post(self, part: Tensor) -> Iterator[MeanPiece | None]:
         """Post the first messages of one stretch, and return the iterator that collects its pieces."""
         group = self.report.group
-        if part.device.type != "cpu" and not self.sends_from_device:
+        if part.device.type != "cpu":
             part = self._buffers.take("outbox", torch.float32, len(part)).copy_(part)
         match len(group):
             case 1:
-                return iter([MeanPiece(0, len(part), self._inbox(part).copy_(part))])
+                return iter([MeanPiece(0, len(part), self._inbox(len(part)).copy_(part))])
             case 2:
                 return self._swap(part, group[1] if group[0] == self.place.replica else group[0])
             case _:
                 return self._share(part, group)
 
     def _swap(self, vector: Tensor, partner: int) -> Iterator[MeanPiece | None]:
-        rank, inbox = self.place.rank_of(partner), self._inbox(vector)
+        rank, inbox = self.place.rank_of(partner), self._inbox(len(vector))
         flight = self.transport.post([Message(rank, vector)], [Message(rank, inbox)], self._tag)
         self.report.bytes_sent += vector.nbytes
         arrivals = self.waiting.collect(flight)
@@ -233,9 +228,9 @@ class Exchange:
         bounds = [len(vector) * member // len(group) for member in range(len(group) + 1)]
         parts = [slice(bounds[member], bounds[member + 1]) for member in range(len(group))]
         width = bounds[me + 1] - bounds[me]
-        slices = list(self._buffers.take("slices", torch.float32, len(group), width, device=vector.device))
+        slices = list(self._buffers.take("slices", torch.float32, len(group), width))
         slices[me] = vector[parts[me]]
-        inbox = self._inbox(vector)
+        inbox = self._inbox(len(vector))
         flight = self.transport.post(
             [Message(ranks[j], vector[parts[j]]) for j in others],
             [Message(ranks[j], slices[j]) for j in others],
@@ -264,5 +259,5 @@ class Exchange:
 
         return pieces()
 
-    def _inbox(self, part: Tensor) -> Tensor:
-        return self._buffers.take("inbox", torch.float32, len(part), device=part.device)
+    def _inbox(self, length: int) -> Tensor:
+        return self._buffers.take("inbox", torch.float32, length)

@@ -44,7 +44,7 @@ from torch import Tensor
 
 from megatron_noloco.outer.exchange import AnyExchange
 from megatron_noloco.outer.mean import ExchangeReport, MeanPiece
-from megatron_noloco.outer.vectors import HOST, Buffers, OuterVectors, Ranges, Spans
+from megatron_noloco.outer.vectors import Buffers, OuterVectors, Ranges, Spans
 from megatron_noloco.plans.grouping import Group
 
 
@@ -176,9 +176,8 @@ class Round:
 
     @property
     def combined(self) -> Tensor:
-        """c, shape [longest], where messages are sent from; free once the round is complete."""
-        device = self._vectors.home if self._exchange.sends_from_device else HOST
-        return self._buffers.take("combined", torch.float32, self._longest, device=device)
+        """c, shape [longest], in host memory; free once the round is complete."""
+        return self._buffers.take("combined", torch.float32, self._longest)
 
     @property
     def correction(self) -> Tensor:

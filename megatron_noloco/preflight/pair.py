@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from megatron_noloco.outer import Channel, Exchange
 from megatron_noloco.plans.topology import Place
-from megatron_noloco.transport.mpi import MpiTransport, gpu_buffers_supported, library
+from megatron_noloco.transport.mpi import MpiTransport, library
 
 _ELEMENTS = 1 << 22  # 16 MiB
 _PARTS = 16  # of the computation, between which messages may move
@@ -31,7 +31,6 @@ class Pair(NamedTuple):
     hosts: list[str]
     library: str  # of MPI
     thread_level: str
-    gpu_buffers: bool  # whether MPI can send from GPU memory
     latency_seconds: float  # of an exchange of one number
     gb_per_second: float  # each way
     hidden: float  # share of an exchange that a computation of the same length hides
@@ -78,7 +77,6 @@ def measure(seconds: float) -> Pair:
         hosts=world.allgather(socket.gethostname()),
         library=library(),
         thread_level=_LEVELS[MPI.Query_thread()],
-        gpu_buffers=gpu_buffers_supported(),
         latency_seconds=latency,
         gb_per_second=4 * _ELEMENTS / alone / 1e9,
         hidden=max(0.0, min(1.0, 2 - both / alone)),

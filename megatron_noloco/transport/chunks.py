@@ -40,9 +40,7 @@ def cut(messages: Sequence[Message], chunk_bytes: int) -> list[Chunk]:
     return chunks
 
 
-def check_messages(
-    messages: Sequence[Message], rank: int, world_size: int, device_buffers: bool = False
-) -> None:
+def check_messages(messages: Sequence[Message], rank: int, world_size: int) -> None:
     """Raise ValueError for a message that no transport carries."""
     for message in messages:
         if message.rank == rank or not 0 <= message.rank < world_size:
@@ -51,7 +49,7 @@ def check_messages(
         if (
             buffer.dim() != 1
             or not buffer.is_contiguous()
-            or not (device_buffers or buffer.device.type == "cpu")
+            or buffer.device.type != "cpu"
             or buffer.requires_grad
         ):
             raise ValueError(

@@ -84,7 +84,6 @@ class LoopbackTransport:
     """The endpoint of one rank of `loopback_world`; only one thread may use it."""
 
     name = "loopback"
-    device_buffers = False
     connects_lazily = False
     progress = "the thread that sends"
 

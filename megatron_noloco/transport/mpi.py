@@ -1,13 +1,10 @@
 """Messages over MPI. mpi4py is imported inside functions only: the import starts MPI."""
 
 import atexit
-import ctypes
 import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-import torch
 
 from megatron_noloco.transport.chunks import (
     DEFAULT_CHUNK_BYTES,
@@ -98,7 +95,6 @@ class MpiTransport:
         self._comm = MPI.COMM_WORLD.Dup()
         self._chunk_bytes = chunk_bytes
         self.progress = progress_of(MPI.Get_library_version(), os.environ)
-        self.device_buffers = torch.cuda.is_available() and gpu_buffers_supported()
         self._tags = (self._comm.Get_attr(MPI.TAG_UB) or 32767) + 1
         self._flights: list[_MpiFlight] = []  # under way
         atexit.register(finalize, self._flights)
@@ -108,21 +104,14 @@ class MpiTransport:
     def post(self, sends: Sequence[Message], receives: Sequence[Message], tag: int) -> ChunkFlight:
         from mpi4py import MPI
 
-        check_messages([*sends, *receives], self.rank, self.world_size, self.device_buffers)
-        if any(message.buffer.is_cuda for message in [*sends, *receives]):
-            torch.cuda.current_stream().synchronize()  # MPI does not order with CUDA streams
+        check_messages([*sends, *receives], self.rank, self.world_size)
         tag %= self._tags
         incoming, outgoing = cut(receives, self._chunk_bytes), cut(sends, self._chunk_bytes)
-        receiving = [self._comm.Irecv([_memory(c), MPI.BYTE], source=c.rank, tag=tag) for c in incoming]
-        sending = [self._comm.Isend([_memory(c), MPI.BYTE], dest=c.rank, tag=tag) for c in outgoing]
+        receiving = [self._comm.Irecv([c.data.numpy(), MPI.BYTE], source=c.rank, tag=tag) for c in incoming]
+        sending = [self._comm.Isend([c.data.numpy(), MPI.BYTE], dest=c.rank, tag=tag) for c in outgoing]
         flight = _MpiFlight(_Requests(incoming, tag, receiving), _Requests(outgoing, tag, sending))
         self._flights[:] = [*(old for old in self._flights if old.under_way()), flight]
         return flight
-
-
-def _memory(chunk: Chunk) -> Any:
-    """Return the chunk's bytes as mpi4py takes them without a copy: a numpy view, or the CUDA tensor itself."""
-    return chunk.data if chunk.data.is_cuda else chunk.data.numpy()
 
 
 def finalize(flights: list[_MpiFlight]) -> None:
@@ -161,18 +150,3 @@ def progress_of(library: str, environ: Mapping[str, str]) -> str:
         if name in library and environ.get(variable, "0").lower() in ("1", "true", "yes", "on", "enable"):
             return f"{mover} ({variable})"
     return "calls of MPI at every microbatch"
-
-
-def gpu_buffers_supported() -> bool:
-    """Return whether the MPI library reports that it can send from CUDA memory; starts MPI.
-
-    Calls `MPIX_Query_cuda_support`, an extension that not every MPI has. Not yet tried on a GPU.
-    """
-    from mpi4py import MPI
-
-    library = ctypes.CDLL(MPI.__file__)  # resolves symbols of the MPI library it is linked to as well
-    try:
-        query = library.MPIX_Query_cuda_support
-    except AttributeError:
-        return False
-    return bool(query())

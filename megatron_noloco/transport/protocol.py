@@ -19,10 +19,7 @@ EXCHANGE_TAGS = 384  # number of tags that belong to one exchange
 
 @dataclass(frozen=True)
 class Message:
-    """One buffer to or from one rank: flat (one dimension), contiguous, without gradient.
-
-    In host memory, or on this rank's accelerator where the transport has `device_buffers`.
-    """
+    """One buffer to or from one rank: flat (one dimension), contiguous, without gradient, in host memory."""
 
     rank: int
     buffer: Tensor
@@ -87,7 +84,6 @@ class Transport(Protocol):
     """
 
     name: str
-    device_buffers: bool  # whether messages may lie in accelerator memory
     connects_lazily: bool  # whether the first message between two ranks opens their connection
     progress: str  # what moves messages while this rank computes, in words
 

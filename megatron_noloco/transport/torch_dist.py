@@ -42,7 +42,6 @@ class TorchTransport:
     """
 
     name = "torch"
-    device_buffers = False
     connects_lazily = False  # gloo connects all ranks of a group when it is made
     progress = "threads of gloo"
 

@@ -35,7 +35,6 @@ class Listening:
     """A loopback transport that remembers what was sent, to whom, and the tags."""
 
     connects_lazily = False
-    device_buffers = False
 
     def __init__(self, inner: LoopbackTransport) -> None:
         self.rank, self.world_size, self.inner = inner.rank, inner.world_size, inner

@@ -35,8 +35,6 @@ Fault = Callable[[int, int, Tensor], Tensor | None]
 class FaultyTransport:
     """A rank's transport that loses messages, and alters vectors."""
 
-    device_buffers = False
-
     def __init__(self, inner: LoopbackTransport, fault: Fault) -> None:
         self._inner, self._fault = inner, fault
         self.rank, self.world_size = inner.rank, inner.world_size
