@@ -87,7 +87,6 @@ def run(options: argparse.Namespace, transport: Transport) -> None:
     if transport.rank == 0:
         print(json.dumps({
             "transport": transport.name,
-            "messages_moved_by": transport.progress,
             "ranks": transport.world_size,
             "bytes": int(options.megabytes * 1e6) // 4 * 4,
             "local_steps": options.local_steps,

@@ -236,7 +236,6 @@ class FederationTransport:
 
     name = "federation"
     connects_lazily = False  # connections are opened as soon as an address is known
-    progress = "threads of the federation's transport"
 
     def __init__(
         self, place: Place, network: Network, patience: Patience, agree: Agree | None = None

@@ -131,11 +131,7 @@ def _console(prepared: Prepared, joined: Joined, progress: str) -> Console:
 def _first_lines(prepared: Prepared, joined: Joined) -> Iterator[str]:
     yield from describe(prepared.config, prepared.topology, prepared.architecture)
     yield f"data: {prepared.datasets.summary}"
-    transport = joined.transport
-    yield (
-        f"started by {prepared.world.launcher}; exchanges over {transport.name}"
-        f"; while ranks compute, messages are moved by {transport.progress}"
-    )
+    yield f"started by {prepared.world.launcher}; exchanges over {joined.transport.name}"
     yield from joined.start.notes
     samples, checksum = len(prepared.datasets.train), prepared.datasets.checksum
     before = int(joined.start.counters.get(_SAMPLES, samples))

@@ -85,7 +85,6 @@ class LoopbackTransport:
 
     name = "loopback"
     connects_lazily = False
-    progress = "the thread that sends"
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 import atexit
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_noloco.transport.chunks import (
@@ -20,12 +20,6 @@ _COUNT_LIMIT = 2**31  # MPI counts are C ints
 _YIELD_SECONDS = 1e-3  # a wait begins with yields, not sleeps: chunks from the same host arrive within it
 _SHORTEST_SLEEP_SECONDS = 50e-6
 _LONGEST_SLEEP_SECONDS = 1e-3
-# Library, the variable that turns on its progress thread, and what then moves messages; Open MPI: over TCP only.
-_PROGRESS_THREADS = (
-    ("Open MPI", "OMPI_MCA_btl_tcp_progress_thread", "between hosts a thread of Open MPI"),
-    ("Intel(R) MPI", "I_MPI_ASYNC_PROGRESS", "a thread of Intel MPI"),
-    ("MPICH", "MPIR_CVAR_ASYNC_PROGRESS", "a thread of MPICH"),
-)
 
 
 class _Requests(Transfers):
@@ -94,7 +88,6 @@ class MpiTransport:
             )
         self._comm = MPI.COMM_WORLD.Dup()
         self._chunk_bytes = chunk_bytes
-        self.progress = progress_of(MPI.Get_library_version(), os.environ)
         self._tags = (self._comm.Get_attr(MPI.TAG_UB) or 32767) + 1
         self._flights: list[_MpiFlight] = []  # under way
         atexit.register(finalize, self._flights)
@@ -137,16 +130,3 @@ def library() -> str:
 def library_name(version: str) -> str:
     """Return name and version of an MPI library, from the lines or clauses by which it describes itself."""
     return " ".join(version.splitlines()[0].split(",")[0].replace("Version:", "").split())
-
-
-def progress_of(library: str, environ: Mapping[str, str]) -> str:
-    """Return what moves messages while the ranks compute, in words: between calls, most MPI libraries do nothing.
-
-    Args:
-        library: MPI's description of itself.
-        environ: the environment variables; `mpirun --mca` sets some, users of MPICH and Intel MPI the others.
-    """
-    for name, variable, mover in _PROGRESS_THREADS:
-        if name in library and environ.get(variable, "0").lower() in ("1", "true", "yes", "on", "enable"):
-            return f"{mover} ({variable})"
-    return "calls of MPI at every microbatch"

@@ -85,7 +85,6 @@ class Transport(Protocol):
 
     name: str
     connects_lazily: bool  # whether the first message between two ranks opens their connection
-    progress: str  # what moves messages while this rank computes, in words
 
     @property
     def rank(self) -> int: ...

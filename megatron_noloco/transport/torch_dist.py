@@ -43,7 +43,6 @@ class TorchTransport:
 
     name = "torch"
     connects_lazily = False  # gloo connects all ranks of a group when it is made
-    progress = "threads of gloo"
 
     def __init__(self, chunk_bytes: int = DEFAULT_CHUNK_BYTES) -> None:
         self._group = dist.new_group(backend="gloo", timeout=_NEVER)
