@@ -93,9 +93,6 @@ class NolocoSettings:
         'two, else random (method "noloco" only).',
         paper="random",
     )
-    grouping: Literal["replica", "stage"] = setting(
-        "replica", "Whether groups are drawn for whole replicas or for each stage on its own."
-    )
     deadline_seconds: float = setting(
         600.0, "Seconds that a replica waits for its group before the round counts as failed.", gt=0, own=True
     )
@@ -366,11 +363,6 @@ def federation_problems(federation: FederationSettings, noloco: NolocoSettings) 
                 yield f'federation.{name}: with federation.listen "off" no other job can connect to this one'
     if noloco.method != "noloco" or noloco.group_size != 2:
         yield 'federation: separate jobs exchange in pairs; noloco.method must be "noloco", noloco.group_size 2'
-    if noloco.grouping == "stage":
-        yield (
-            'noloco.grouping "stage": in a federation all ranks of a replica decide together whether a round '
-            'counts; use "replica"'
-        )
 
 
 def gossip(noloco: NolocoSettings, replicas: int | None) -> Gossip:
@@ -398,13 +390,7 @@ def gossip(noloco: NolocoSettings, replicas: int | None) -> Gossip:
 
 def grouping_of(noloco: NolocoSettings, replicas: int, seed: int) -> Grouping:
     """Return the plan of groups among `replicas`."""
-    return Grouping(
-        replicas,
-        noloco.group_size_among(replicas),
-        seed,
-        per_stage=noloco.grouping == "stage",
-        pairing=noloco.pairing_among(replicas),
-    )
+    return Grouping(replicas, noloco.group_size_among(replicas), seed, noloco.pairing_among(replicas))
 
 
 def shared(settings: NolocoSettings) -> dict[str, Any]:

@@ -40,6 +40,8 @@ BLOCKS: dict[str, type[Block]] = {
     "tensorboard": TensorBoardConfig,
     "wandb": WandbConfig,
 }
+# Settings of the method that saved runs may have, each with the only value that is left.
+_REMOVED = (("grouping", "replica"),)
 
 
 def _default(block: type[Block]) -> Any:
@@ -100,8 +102,6 @@ class RunConfig:
         """Yield what the method refuses with so many replicas; None: their number is not known yet."""
         if problem := groups_problem(self.noloco, replicas):
             yield f"noloco.{problem}"
-        if replicas is not None:
-            yield from _check_copies(self.noloco, self.model, self.parallel, replicas)
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> "RunConfig":
@@ -135,13 +135,15 @@ class RunConfig:
     def of_checkpoint(cls, saved: dict[str, Any]) -> "RunConfig":
         """Return the configuration that a checkpoint was saved with, possibly by an earlier version.
 
-        Its optimizer and schedule are those of the checkpoint only where they are still accepted.
+        Its method, optimizer and schedule have the settings of the checkpoint only where these are still accepted.
         """
+        saved = in_words_of_today(saved)
         try:
             return cls.from_dict(saved)
         except ConfigError:
             known = {name: value for name, value in saved.items() if name in File.model_fields}
-            return cls.from_dict(deepspeed_block.accepted(known))
+            method = {name: saved["noloco"][name] for name in ("enabled", "method") if name in saved["noloco"]}
+            return cls.from_dict({**deepspeed_block.accepted(known), "noloco": method})
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON object of this configuration, with all defaults; from_dict reads it back."""
@@ -291,6 +293,16 @@ def _check_rounds(noloco: TrainerSettings, training: TrainingConfig, replicas: i
         )
 
 
+def in_words_of_today(saved: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON of a saved run with the names of today, without settings that had the only value left."""
+    given = saved.get("noloco", {}).items()
+    noloco = {name: value for name, value in given if (name, value) not in _REMOVED}
+    federation = dict(saved.get("federation") or {})
+    if "local_steps" in federation:  # up to version 0.2.0
+        federation["skip_local_steps"] = federation.pop("local_steps") == "auto"
+    return saved | {"noloco": noloco, "federation": federation}
+
+
 def _check_zero(stage: int, parallel: ParallelConfig) -> Iterator[str]:
     """Yield why gradients cannot be divided."""
     for name in ("pipeline_model_parallel_size", "tensor_model_parallel_size"):
@@ -299,19 +311,6 @@ def _check_zero(stage: int, parallel: ParallelConfig) -> Iterator[str]:
                 f"zero_optimization.stage 2 needs parallel.{name} 1, not {size}: it reduces gradients during the "
                 "backward pass, before stages or tensor-parallel ranks could add up theirs; use 1"
             )
-
-
-def _check_copies(
-    noloco: TrainerSettings, model: ModelConfig, parallel: ParallelConfig, replicas: int
-) -> Iterator[str]:
-    """Yield why the first and the last stage would average a tied embedding with different replicas."""
-    tied = parallel.pipeline_model_parallel_size > 1 and not model.untie_embeddings_and_output_weights
-    if tied and noloco.grouping == "stage" and 1 < noloco.group_size_among(replicas) < replicas:
-        yield (
-            'noloco.grouping "stage" and a tied embedding: the first and the last stage would average their '
-            'copies of it with different replicas, and these would drift apart; use "replica", or set '
-            "model.untie_embeddings_and_output_weights to true"
-        )
 
 
 def _check_reduction(parallel: ParallelConfig, deepspeed: dict[str, Any]) -> Iterator[str]:

@@ -277,7 +277,7 @@ class OuterOptimizer:
 
     def _group_of(self, round_index: int, fragment: int) -> tuple[Group, int]:
         """Return the group of a fragment's round, and the number of its exchange."""
-        group = self.grouping.group(self.place.replica, round_index, self.place.stage, fragment)
+        group = self.grouping.group(self.place.replica, round_index, fragment)
         return group, round_index * self.settings.fragments + fragment
 
     def _merge(self, running: Round) -> RoundReport:

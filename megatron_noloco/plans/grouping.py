@@ -25,8 +25,6 @@ class Grouping:
     allow (a hypercube, or hyper-hypercube; see Takezawa et al., arXiv 2305.11420). Then labels are drawn again.
     Every prime factor of `replicas` must be at most `group_size`.
 
-    With `per_stage` every stage draws for itself, so the stages of a replica exchange with different replicas.
-
     The fragments of the weights (`plans.fragments`) have groups of their own. "random": each draws for itself.
     "cycle": all have the same labels, and fragment f begins f digits later. So the fragments of one round take
     different digits, and with T fragments a replica exchanges in one round with all partners of a whole cycle.
@@ -38,7 +36,6 @@ class Grouping:
     replicas: int
     group_size: int
     seed: int
-    per_stage: bool = False
     pairing: Pairing = "random"
 
     def __post_init__(self) -> None:
@@ -57,13 +54,12 @@ class Grouping:
                 f"replicas are {prime_factors(self.replicas)}, and none may be larger than the group"
             )
 
-    def groups(self, round_index: int, stage: int = 0, fragment: int = 0) -> list[Group]:
+    def groups(self, round_index: int, fragment: int = 0) -> list[Group]:
         """Return the groups of a round of a fragment, each in ascending order of replica."""
         factors = prime_factors(self.replicas) if self.pairing == "cycle" else ()
         draw = round_index // len(factors) if factors else round_index
-        counters = [draw, *([stage] if self.per_stage else [])]
-        if fragment and not factors:  # fragment 0 has the groups of a run without fragments
-            counters.append(fragment)
+        # Fragment 0 has the groups of a run without fragments.
+        counters = (draw, fragment) if fragment and not factors else (draw,)
         labels = draw_permutation(self.replicas, self.seed, Stream.GROUPING, *counters)
         if factors:  # the least significant digit first
             place = (round_index + fragment) % len(factors)
@@ -77,9 +73,9 @@ class Grouping:
             for start in range(0, self.replicas, self.group_size)
         ]
 
-    def group(self, replica: int, round_index: int, stage: int = 0, fragment: int = 0) -> Group:
+    def group(self, replica: int, round_index: int, fragment: int = 0) -> Group:
         """Return the group of `replica`, which includes it, in ascending order."""
-        return next(group for group in self.groups(round_index, stage, fragment) if replica in group)
+        return next(group for group in self.groups(round_index, fragment) if replica in group)
 
 
 def averaging_cycle(replica: int, replicas: int, seed: int) -> list[Group]:

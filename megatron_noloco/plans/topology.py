@@ -24,14 +24,12 @@ class Place:
     Attributes:
         replica: this rank's replica, from 0.
         replicas: their number.
-        stage: its pipeline stage; groups may be drawn for every stage on its own.
         rank: its rank in the transport; by default the first rank of the replica.
         ranks_per_replica: replicas are contiguous blocks of this many ranks.
     """
 
     replica: int
     replicas: int
-    stage: int = 0
     rank: int = -1
     ranks_per_replica: int = 1
 
@@ -159,4 +157,4 @@ class Topology:
         """Return the place of a rank for its outer optimizer; raises ValueError as `position` does."""
         at = self.position(rank)
         number = self.slot * self.replica_size + rank  # in the federation
-        return Place(at.replica, self.ensemble, at.stage, number, self.replica_size)
+        return Place(at.replica, self.ensemble, number, self.replica_size)

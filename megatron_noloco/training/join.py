@@ -13,6 +13,7 @@ import torch.distributed as dist
 from megatron_noloco.checkpoint.resume import Start, find_start, settle_start
 from megatron_noloco.checkpoint.settings import CheckpointSettings
 from megatron_noloco.config import ConfigError, RunConfig
+from megatron_noloco.config.run_config import in_words_of_today
 from megatron_noloco.federation.join import Membership, join_federation
 from megatron_noloco.job.agreement import of_rank_0
 from megatron_noloco.job.join import (
@@ -133,10 +134,7 @@ def checkpoint_settings(
 
 def _with_defaults(saved: dict[str, Any]) -> dict[str, Any]:
     """Return a saved config with today's defaults; as it is where another version wrote other fields."""
-    federation = dict(saved.get("federation") or {})
-    if "local_steps" in federation:  # up to version 0.2.0
-        federation["skip_local_steps"] = federation.pop("local_steps") == "auto"
     try:
-        return RunConfig.from_dict(saved | {"federation": federation}).to_dict()
+        return RunConfig.from_dict(in_words_of_today(saved)).to_dict()
     except ConfigError:
         return saved

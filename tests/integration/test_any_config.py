@@ -100,7 +100,6 @@ def draw(random: Random) -> tuple[dict[str, Any], int]:
             "consensus_weight": one_of([None, 0.3, 1.0]),
             "group_size": random.randint(2, max(2, replicas)),
             "pairing": "cycle" if replicas in (2, 4) and one_of([True, False]) else "random",
-            "grouping": one_of(["replica", "stage"]),
             "payload": one_of(["fp32", "int16", "int8", "int4"]),
             "slow_weights": one_of(["host", "device"]),
             # not "auto", which is no function of the config: two runs may differ
@@ -144,9 +143,6 @@ def draw(random: Random) -> tuple[dict[str, Any], int]:
     }
     if random.random() < 0.3:
         changes["model"] |= YARN
-    tied = not changes["model"]["untie_embeddings_and_output_weights"]
-    if tied and stages > 1:  # refused: the copies would drift apart
-        changes["noloco"]["grouping"] = "replica"
     return changes, math.prod(sizes)
 
 
@@ -180,7 +176,6 @@ def other_ranks(random: Random, raw: dict[str, Any]) -> dict[str, Any]:
         changes["parallel"]["expert_model_parallel_size"] = dp_size if mixture else 1
         changes["model"] = {"make_vocab_size_divisible_by": tp_size * random.choice([1, 7])}
         changes["zero_optimization"] = None
-        changes["noloco"]["grouping"] = "replica"
     return changes
 
 
@@ -293,7 +288,7 @@ def test_trains_as_separate_jobs(seed: int, data: list[dict[str, Any]], tmp_path
     """To the last bit as one job does, but for what a federation does not have."""
     one_job, ranks = drawn_run(seed, tmp_path / "one", data)
     slots = sizes_of(one_job.raw)[0]
-    pairs = {"enabled": True, "method": "noloco", "group_size": 2, "grouping": "replica"}
+    pairs = {"enabled": True, "method": "noloco", "group_size": 2}
     one_job.change({"noloco": {**pairs, "routing": {"interval": "off"}}})
     if slots == 3:
         one_job.change({"noloco": {"pairing": "random"}})

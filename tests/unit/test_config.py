@@ -265,6 +265,16 @@ def test_a_checkpoint_of_an_earlier_version_is_read() -> None:
     assert RunConfig.of_checkpoint(now.to_dict()) == now
 
 
+def test_a_checkpoint_with_settings_of_the_method_that_were_removed_is_read() -> None:
+    now = config(noloco__local_steps=3)
+    saved = now.to_dict()
+    saved["noloco"]["grouping"] = "replica"
+    saved["federation"]["local_steps"] = "auto" if saved["federation"].pop("skip_local_steps") else "all"
+    assert RunConfig.of_checkpoint(saved) == now
+    saved["noloco"]["grouping"] = "stage"
+    assert RunConfig.of_checkpoint(saved).model == now.model
+
+
 def test_the_user_s_dict_is_left_alone() -> None:
     raw = edited({"gradient_clipping": "auto", "zero_optimization.stage": 0, "bfloat16.enabled": False})
     before = copy.deepcopy(raw)
@@ -331,20 +341,12 @@ def test_betas_are_given_to_torch_as_floats() -> None:
     assert list(map(type, found)) == [float, float]
 
 
-def test_groups_per_stage_with_a_tied_embedding_are_checked_when_the_replicas_are_known() -> None:
-    tied = {"noloco__grouping": "stage", "model__untie_embeddings_and_output_weights": False}
-    unknown = config(**tied, parallel__replicas="auto")
-    assert unknown.topology(4).replicas == 2
-    with pytest.raises(ConfigError, match="would average their copies of it with different replicas"):
-        unknown.topology(8)
-
-
 def test_a_job_of_a_federation_is_one_replica() -> None:
     run = RunConfig.from_dict(edited(FEDERATION))
     topology = run.topology(2, slot=3)
     assert topology == Topology(pp=2, slot=3, slots=4)
     assert [topology.position(rank).replica for rank in range(2)] == [3, 3]
-    assert topology.place(1) == Place(replica=3, replicas=4, stage=1, rank=7, ranks_per_replica=2)
+    assert topology.place(1) == Place(replica=3, replicas=4, rank=7, ranks_per_replica=2)
     assert topology.ensemble == 4
     banner = describe(run, topology)
     assert "federation: this job is replica 3 of at most 4; exchanges in the open" in banner[1]

@@ -298,16 +298,11 @@ def problems_of(edits: dict[str, Any], folder: Path) -> list[str]:
     return [line.removeprefix(f"{path}: ") for line in lines]
 
 
-TIED = {"noloco.grouping": "stage", "model.untie_embeddings_and_output_weights": False}
 # The rules have nothing to refuse in these.
 ACCEPTED: list[dict[str, Any]] = [
     {"noloco.local_steps": 10},
     {"noloco.local_steps": 11, "noloco.enabled": False},
     {"noloco.local_steps": 11, "parallel.replicas": 1},
-    TIED | {"parallel.replicas": 2},
-    TIED | {"noloco.method": "diloco"},
-    TIED | {"noloco.enabled": False},
-    TIED | {"parallel.pipeline_model_parallel_size": 1},
     FP16 | {"noloco.routing": {"interval": "off"}},
     FP16 | {"parallel.replicas": 1},
     {"fp16": {"enabled": True, "loss_scale": 128}},

@@ -88,18 +88,16 @@ class TestGrouping:
         assert set(skipped) == {(replica,) for replica in range(5)}
         assert max(skipped.values()) < 2 * min(skipped.values())
 
-    @pytest.mark.parametrize("per_stage", [False, True])
-    def test_rounds_fragments_and_seeds_draw_apart_and_stages_where_asked(self, per_stage: bool) -> None:
+    def test_rounds_fragments_and_seeds_draw_apart(self) -> None:
         """And ranks that asked different questions before agree."""
-        grouping = Grouping(16, 2, seed=1, per_stage=per_stage)
+        grouping = Grouping(16, 2, seed=1)
         drawn = [
-            *(grouping.groups(4, stage=1, fragment=fragment) for fragment in range(5)),
-            grouping.groups(5, stage=1),
-            Grouping(16, 2, seed=2, per_stage=per_stage).groups(4, stage=1),
+            *(grouping.groups(4, fragment=fragment) for fragment in range(5)),
+            grouping.groups(5),
+            Grouping(16, 2, seed=2).groups(4),
         ]
         assert all(one != other for one, other in combinations(drawn, 2))
-        assert drawn[0] == Grouping(16, 2, seed=1, per_stage=per_stage).groups(4, stage=1)
-        assert (drawn[0] == grouping.groups(4, stage=3)) == (not per_stage)
+        assert drawn[0] == Grouping(16, 2, seed=1).groups(4)
 
     @pytest.mark.parametrize("replicas", [4, 8])
     def test_partners_are_uniform(self, replicas: int) -> None:
@@ -157,7 +155,7 @@ class TestTopology:
         topology = Topology(replicas=3, pp=2, dp=2, tp=2)
         for rank in range(topology.world_size):
             here, place = topology.position(rank), topology.place(rank)
-            assert (place.replica, place.replicas, place.stage) == (here.replica, 3, here.stage)
+            assert (place.replica, place.replicas) == (here.replica, 3)
             assert place.rank_of(here.replica) == place.rank == rank
             for replica in range(3):
                 there = topology.position(place.rank_of(replica))

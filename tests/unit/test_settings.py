@@ -172,7 +172,6 @@ def test_rho_among_all_replicas_in_cycles_and_in_pairs() -> None:
         ({"start_with": 5}, {}, "federation.start_with 5 is more than federation.slots 4"),
         ({}, {"method": "diloco"}, "federation: separate jobs exchange in pairs"),
         ({}, {"group_size": 4}, "federation: separate jobs exchange in pairs"),
-        ({}, {"grouping": "stage"}, 'noloco.grouping "stage"'),
     ],
 )
 def test_what_separate_jobs_need(changes: dict[str, Any], of_method: dict[str, Any], problem: str) -> None:
