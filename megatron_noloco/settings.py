@@ -18,7 +18,7 @@ MOST_SLOTS = 4096
 
 _ROUNDED = (
     "rounds the weights themselves, so that its error grows with |weights| / |outer gradient|: at 300 it is {} of "
-    'the pull; "int16" takes the same bytes and has 0.05 % at any'  # tools/bench_payload.py
+    'the pull; "int8" takes half the bytes and has 3 % at any'  # tools/bench_payload.py
 )
 
 
@@ -96,7 +96,7 @@ class NolocoSettings:
     deadline_seconds: float = setting(
         600.0, "Seconds that a replica waits for its group before the round counts as failed.", gt=0, own=True
     )
-    payload: Literal["fp32", "int16", "int8", "int4"] = setting(
+    payload: Literal["fp32", "int8", "int4"] = setting(
         "int8",
         "What an exchange sends for each weight: fp32, or the difference to the partner quantized to integers. "
         "docs/exchange.md has bytes and errors.",

@@ -5,7 +5,7 @@
 Two replicas have equal slow weights phi and outer gradients Delta of their own, both normally distributed, and
 c = 0.7 * (phi + Delta). The error is that of the pull towards the partner, mean - c, over its true size, in the
 Euclidean norm. fp16, bf16 and "plain int16 /256" (a scale for every 256 elements) round c itself, and both
-replicas use the mean of two rounded vectors. "int16", "int8" and "int4" are the payloads of `NolocoSettings`.
+replicas use the mean of two rounded vectors. "int8" and "int4" are payloads of `NolocoSettings`.
 Prints JSON; GB are those of the fp32 vector.
 """
 
@@ -58,7 +58,7 @@ def main() -> None:
         "bf16": (2, lambda c, d: plain(c, d, repeats, torch.Tensor.bfloat16)),
         "plain int16 /256": (2 + 4 / SCALED, lambda c, d: plain(c, d, repeats, scaled)),
     }
-    for bits in (16, 8, 4):
+    for bits in (8, 4):
         per_element = message_bytes(elements, bits) / elements
         ways[f"int{bits}"] = (per_element, partial(coded, repeats=repeats, bits=bits))
     report = {name: measure(elements, options.tails, *way) for name, way in ways.items()}

@@ -1,4 +1,4 @@
-"""The exchange in 16, 8 or 4 bits per element: agree on steps, send codes, send again in fp32 what did not fit.
+"""The exchange in 8 or 4 bits per element: agree on steps, send codes, send again in fp32 what did not fit.
 
 payload.py has the code. Each phase needs what the one before brought:
 
@@ -56,7 +56,7 @@ class Coding:
     """How a vector is coded; the same for the counterparts.
 
     Attributes:
-        bits: of a code: 16, 8 or 4.
+        bits: of a code: 8 or 4.
         stretch: elements that are under way at a time, rounded up to whole blocks.
     """
 

@@ -1,4 +1,4 @@
-"""The code of an exchange in 16, 8 or 4 bits per element: integers on a common grid, modulo 2^bits.
+"""The code of an exchange in 8 or 4 bits per element: integers on a common grid, modulo 2^bits.
 
 Members of a group agree on a step s for every block of BLOCK elements. Each rounds its vector to
 whole steps, n = round(c / s), and sends n modulo 2^bits. A receiver knows its own n, and so finds the
@@ -48,13 +48,13 @@ from megatron_noloco.plans.stability import keeps_rounding
 
 BLOCK = 512  # elements with one step and one checksum
 CELLS = 4  # sketches of a block; element e belongs to cell e % CELLS
-BITS = (16, 8, 4)
+BITS = (8, 4)
 
 _CELL = BLOCK // CELLS
 _PIECE = 128  # blocks worked on at a time: 256 KiB of fp32 stay in cache
 _LARGEST = 2.0**30  # of the integers, so that a sum over a group and int32 hold them
 
-RANGE = {16: 32.0, 8: 8.0, 4: 6.0}  # root mean squares of the difference that a code of so many bits holds
+RANGE = {8: 8.0, 4: 6.0}  # root mean squares of the difference that a code of so many bits holds
 _RANGE_KEPT = 8.0  # likewise, in 4 bits, where rounding errors are kept
 
 _NEAR = 2  # blocks on each side, see `_smooth`
@@ -76,7 +76,7 @@ def blocks_in(elements: int) -> int:
 def message_bytes(elements: int, bits: int) -> int:
     """Return what one rank of a pair sends: codes, a checksum and CELLS sketches for each block.
 
-    512 elements make 1044, 532 or 276 bytes in 16, 8 or 4 bits; fp32 takes 2048.
+    512 elements make 532 or 276 bytes in 8 or 4 bits; fp32 takes 2048.
     """
     return blocks_in(elements) * (BLOCK * bits // 8 + 4 + 4 * CELLS)
 
@@ -117,12 +117,11 @@ class Codec:
             raise ValueError(f"a code has {', '.join(map(str, BITS))} bits, not {bits}")
         self.bits = bits
         self.block_bytes = BLOCK * bits // 8
-        self._narrow = torch.int16 if bits == 16 else torch.int8
         self._floats = torch.empty(_PIECE, BLOCK)
         self._integers = torch.empty(_PIECE, BLOCK, dtype=torch.int32)
         self._weighted = torch.empty(_PIECE, BLOCK, dtype=torch.int32)
         self._sums = torch.empty(_PIECE, BLOCK, dtype=torch.int32)
-        self._small = torch.empty(_PIECE, BLOCK, dtype=self._narrow)
+        self._small = torch.empty(_PIECE, BLOCK, dtype=torch.int8)
 
     def sketch(self, vector: Tensor, signs: Tensor, out: Tensor) -> None:
         """Fill `out`, fp32 of shape [blocks, CELLS]."""
@@ -141,7 +140,7 @@ class Codec:
             self._checksum(integers, checksums[at])
             out = codes[at]
             if self.bits != 4:
-                out.view(self._narrow).copy_(integers)
+                out.view(torch.int8).copy_(integers)
                 continue
             small = self._small[: len(out)].copy_(integers)
             low, high = small.split(BLOCK // 2, dim=1)
@@ -151,20 +150,20 @@ class Codec:
     def differences(self, steps: Tensor, mine: Coded, theirs: Coded) -> tuple[Tensor, Tensor]:
         """Return m = n_theirs - n_mine of at most one piece, and for which blocks it is right.
 
-        Returns int8 or int16 of shape [blocks, BLOCK], valid until the next call, and bool of shape [blocks].
+        Returns int8 of shape [blocks, BLOCK], valid until the next call, and bool of shape [blocks].
         Raises ConnectionError for codes of a vector of another length. Where the lengths differ by a multiple of
         2^bits, the last block is not right.
         """
         (my_codes, my_checksums), (their_codes, their_checksums) = mine, theirs
         m = self._small[: len(steps)]
+        my_bytes, their_bytes = my_codes.view(torch.int8), their_codes.view(torch.int8)
         if self.bits == 4:
             low, high = m.split(BLOCK // 2, dim=1)
-            my_bytes, their_bytes = my_codes.view(torch.int8), their_codes.view(torch.int8)
             torch.sub(their_bytes, my_bytes, out=low).bitwise_left_shift_(4).bitwise_right_shift_(4)
             torch.bitwise_and(their_bytes, -16, out=high).sub_(my_bytes.bitwise_and(-16))
             high.bitwise_right_shift_(4)
         else:
-            torch.sub(their_codes.view(self._narrow), my_codes.view(self._narrow), out=m)
+            torch.sub(their_bytes, my_bytes, out=m)
         off = their_checksums - my_checksums - self._checksum(m, torch.empty_like(my_checksums))
         if (off & (2**self.bits - 1)).any():  # differences that do not fit are off by multiples of 2^bits
             raise ConnectionError("the replicas' vectors differ in length; all must have as many weights")
@@ -185,7 +184,7 @@ class Codec:
         members = len(coded)
         right = steps > 0
         total = self._sums[: len(steps)].zero_()
-        least, most = torch.zeros(2, len(steps), BLOCK, dtype=self._narrow)
+        least, most = torch.zeros(2, len(steps), BLOCK, dtype=torch.int8)
         squares = torch.zeros(len(steps))
         for other in coded[1:]:
             m, fits = self.differences(steps, coded[0], other)

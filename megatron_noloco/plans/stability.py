@@ -11,7 +11,7 @@ import numpy as np
 _STABLE_BELOW = 1 - 1e-9
 _Moments = tuple[np.ndarray, np.ndarray, np.ndarray]
 # Epsilon of the payloads, measured in pairs; and of larger groups in int4, whose codes are coarser.
-PULL_ERRORS = {"fp32": 0.0, "int16": 0.00045, "int8": 0.03, "int4": 0.41}
+PULL_ERRORS = {"fp32": 0.0, "int8": 0.03, "int4": 0.41}
 _KEPT_ERROR = 0.55
 
 

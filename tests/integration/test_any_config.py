@@ -100,7 +100,7 @@ def draw(random: Random) -> tuple[dict[str, Any], int]:
             "consensus_weight": one_of([None, 0.3, 1.0]),
             "group_size": random.randint(2, max(2, replicas)),
             "pairing": "cycle" if replicas in (2, 4) and one_of([True, False]) else "random",
-            "payload": one_of(["fp32", "int16", "int8", "int4"]),
+            "payload": one_of(["fp32", "int8", "int4"]),
             "slow_weights": one_of(["host", "device"]),
             # not "auto", which is no function of the config: two runs may differ
             "overlap": one_of(

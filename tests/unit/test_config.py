@@ -271,7 +271,7 @@ def test_a_checkpoint_with_settings_of_the_method_that_were_removed_is_read() ->
     saved["noloco"]["grouping"] = "replica"
     saved["federation"]["local_steps"] = "auto" if saved["federation"].pop("skip_local_steps") else "all"
     assert RunConfig.of_checkpoint(saved) == now
-    saved["noloco"]["grouping"] = "stage"
+    saved["noloco"] |= {"grouping": "stage", "payload": "int16"}
     assert RunConfig.of_checkpoint(saved).model == now.model
 
 

@@ -60,7 +60,7 @@ def test_numbers_of_numpy_are_kept_as_those_of_python() -> None:
 
 
 def test_a_payload_that_rounds_the_weights_is_answered_with_its_error() -> None:
-    with pytest.raises(ValueError, match=r'payload: "bf16" rounds .* it is 50 % of the pull; "int16"'):
+    with pytest.raises(ValueError, match=r'payload: "bf16" rounds .* it is 50 % of the pull; "int8"'):
         NolocoSettings(payload="bf16")  # type: ignore[arg-type]
 
 

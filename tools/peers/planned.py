@@ -36,7 +36,7 @@ class Point:
     replicas: int
     hidden: int = 64
     way: str = "groups"
-    payload: Literal["fp32", "int16", "int8", "int4"] = "fp32"
+    payload: Literal["fp32", "int8", "int4"] = "fp32"
     local_steps: int = 4
     group_size: int = 2
     overlap: int = 0
