@@ -328,19 +328,25 @@ def nesterov_problem(noloco: NolocoSettings) -> str:
 
 def groups_problem(noloco: NolocoSettings, replicas: int | None) -> str:
     """Return why groups cannot be drawn among `replicas` (None: not known), or would drift apart (rho >= 1)."""
-    if noloco.group_size_among(replicas or 2) == 1 or replicas == 1:
+    if noloco.group_size_among(replicas or 2) == 1:
         return ""
-    if noloco.method == "noloco" and replicas is not None:
-        if noloco.group_size > replicas:
-            return f"group_size {noloco.group_size} is more than the {replicas} replicas there are"
-        sizes = noloco.group_sizes_among(replicas)
-        if max(sizes) > noloco.group_size:
-            return (
-                f'pairing "cycle" takes groups of {" and ".join(map(str, sorted(set(sizes))))} for {replicas} '
-                f"replicas (the prime factors), more than group_size {noloco.group_size}; raise it or use "
-                '"random"'
-            )
-    return gossip(noloco, replicas).problem
+    problem = "" if replicas is None else _sizes_problem(noloco, replicas)
+    return problem or gossip(noloco, replicas).problem
+
+
+def _sizes_problem(noloco: NolocoSettings, replicas: int) -> str:
+    if noloco.group_size_among(replicas) == 1 or noloco.method == "diloco":
+        return ""
+    if noloco.group_size > replicas:
+        return f"group_size {noloco.group_size} is more than the {replicas} replicas there are"
+    sizes = noloco.group_sizes_among(replicas)
+    if max(sizes) <= noloco.group_size:
+        return ""
+    return (
+        f'pairing "cycle" takes groups of {" and ".join(map(str, sorted(set(sizes))))} for {replicas} '
+        f"replicas (the prime factors), more than group_size {noloco.group_size}; raise it or use "
+        '"random"'
+    )
 
 
 def federation_problems(federation: FederationSettings, noloco: NolocoSettings) -> Iterator[str]:
@@ -389,7 +395,9 @@ def gossip(noloco: NolocoSettings, replicas: int | None) -> Gossip:
 
 
 def grouping_of(noloco: NolocoSettings, replicas: int, seed: int) -> Grouping:
-    """Return the plan of groups among `replicas`."""
+    """Return the plan of groups among `replicas`. Raises ValueError where they cannot be drawn."""
+    if problem := _sizes_problem(noloco, replicas):
+        raise ValueError(problem)
     return Grouping(replicas, noloco.group_size_among(replicas), seed, noloco.pairing_among(replicas))
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from math import prod
 from numbers import Integral
-from typing import Literal, get_args
+from typing import Literal
 
 from megatron_noloco.plans.draws import Stream, draw_permutation
 
@@ -23,7 +23,7 @@ class Grouping:
     the next digit: the members of a group differ in this digit only (for R = 2^T: pairs i and i XOR 2^t). Plain
     averages along the cycle would make all replicas equal after its T rounds, the fewest that groups of this size
     allow (a hypercube, or hyper-hypercube; see Takezawa et al., arXiv 2305.11420). Then labels are drawn again.
-    Every prime factor of `replicas` must be at most `group_size`.
+    No prime factor of `replicas` may be larger than `group_size` (`settings.groups_problem`).
 
     The fragments of the weights (`plans.fragments`) have groups of their own. "random": each draws for itself.
     "cycle": all have the same labels, and fragment f begins f digits later. So the fragments of one round take
@@ -39,20 +39,10 @@ class Grouping:
     pairing: Pairing = "random"
 
     def __post_init__(self) -> None:
-        for name in ("replicas", "group_size", "seed"):
-            if not isinstance(value := getattr(self, name), Integral):
-                raise ValueError(f"{name} must be an integer, not {value!r}")
+        if not isinstance(self.seed, Integral):
+            raise ValueError(f"seed must be an integer, not {self.seed!r}")
         if self.seed < 0:
             raise ValueError(f"seed must be at least 0, not {self.seed}")
-        if self.pairing not in get_args(Pairing):
-            raise ValueError(f"pairing must be one of {get_args(Pairing)}, not {self.pairing!r}")
-        if not 1 <= self.group_size <= self.replicas:
-            raise ValueError(f"group_size {self.group_size} must lie between 1 and replicas {self.replicas}")
-        if self.pairing == "cycle" and max(prime_factors(self.replicas), default=1) > self.group_size:
-            raise ValueError(
-                f'pairing "cycle" with groups of {self.group_size}: the prime factors of {self.replicas} '
-                f"replicas are {prime_factors(self.replicas)}, and none may be larger than the group"
-            )
 
     def groups(self, round_index: int, fragment: int = 0) -> list[Group]:
         """Return the groups of a round of a fragment, each in ascending order of replica."""

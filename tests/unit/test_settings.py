@@ -156,6 +156,18 @@ def test_the_plan_of_groups(changes: dict[str, Any], replicas: int, group_size: 
     assert found == (replicas, group_size, pairing, 7)
 
 
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"group_size": 7}, "group_size 7 is more than the 6 replicas there are"),
+        ({"pairing": "cycle"}, 'pairing "cycle" takes groups of 2 and 3 for 6 replicas'),
+    ],
+)
+def test_groups_that_cannot_be_drawn_are_refused(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        grouping_of(NolocoSettings(**changes), 6, seed=7)
+
+
 def test_rho_among_all_replicas_in_cycles_and_in_pairs() -> None:
     assert gossip(NolocoSettings(**PAPER), 2).rho == 0.0
     assert gossip(NolocoSettings(**PAPER), 8).rho == pytest.approx(0.7, abs=5e-4)
