@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from megatron_noloco.attach.sharded_module import ShardedWeights, is_divided, reshard
 from megatron_noloco.attach.trained import Trained, this_rank
 from megatron_noloco.outer import Weights
-from megatron_noloco.outer.weights import check_sound
+from megatron_noloco.outer.weights import check_sound, overlaps
 
 _REMEDIES = (
     "wrap the model in DistributedDataParallel, with "
@@ -107,13 +107,8 @@ class ReplicatedWeights(Weights):
         """Return views of the elements that the rank at this place of the group exchanges."""
         total, places = sum(tensor.numel() for tensor in self._tensors), len(self._ranks)
         start, stop = total * place // places, total * (place + 1) // places
-        views, end = [], 0
-        for tensor in self._tensors:
-            begin, end = end, end + tensor.numel()
-            first, last = max(start, begin), min(stop, end)
-            if first < last:
-                views.append(tensor.detach().view(-1)[first - begin : last - begin])
-        return views
+        flat = [tensor.detach().view(-1) for tensor in self._tensors]
+        return [view for view, _ in overlaps(flat, start, stop - start)]
 
 
 def _check_wrappers(module: nn.Module) -> None:

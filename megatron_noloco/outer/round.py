@@ -224,6 +224,5 @@ class Round:
         return self.correction if self.due else None
 
     def _use(self, means: Iterator[MeanPiece]) -> None:
-        with self._vectors.side.used():
-            for mean in self._vectors.to_step(means):
-                self._vectors.outer_step(self.fragment, mean, self._snapshot, self._exchange.rounding)
+        for mean in self._vectors.to_step(means):
+            self._vectors.outer_step(self.fragment, mean, self._snapshot, self._exchange.rounding)

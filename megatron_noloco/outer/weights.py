@@ -46,7 +46,7 @@ class Weights(ABC):
     @torch.no_grad()
     def read_into(self, flat: Tensor, start: int = 0) -> None:
         """Fill `flat` (fp32, shape [n], any device) with elements start..start + n."""
-        for part, place in _overlaps(self.parts(), start, len(flat)):
+        for part, place in overlaps(self.parts(), start, len(flat)):
             flat[place].copy_(part)
 
     def read(self) -> Tensor:
@@ -65,7 +65,7 @@ class Weights(ABC):
 
         @torch.no_grad()
         def write(start: int, piece: Tensor) -> None:
-            for part, place in _overlaps(parts, start, len(piece)):
+            for part, place in overlaps(parts, start, len(piece)):
                 part.copy_(piece[place])
 
         yield write
@@ -128,7 +128,7 @@ def check_sound(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name}, of shape {list(tensor.shape)} and {tensor.dtype}, {problem}")
 
 
-def _overlaps(parts: Sequence[Tensor], start: int, length: int) -> Iterator[tuple[Tensor, slice]]:
+def overlaps(parts: Sequence[Tensor], start: int, length: int) -> Iterator[tuple[Tensor, slice]]:
     """Yield views of the tensors that hold elements start..start + length, each with its place among those.
 
     Raises ValueError when the vector has no such elements.
