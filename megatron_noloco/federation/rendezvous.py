@@ -10,11 +10,10 @@ import json
 import re
 import socket
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import count
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,8 +27,8 @@ _ENDPOINT = re.compile(r"tcp://[A-Za-z0-9][A-Za-z0-9_.-]*:([0-9]{1,5})")  # Zero
 PLACES = "with a HOST that is a name or an IPv4 address (IPv6 is not supported), and a PORT from 1 to 65535"
 _EPOCHS = 2**30  # nanoseconds: a second
 _FOLDER, _SEEDS = "file://", "tcp://"
-# One look in ten asks the seeds although others are there, so that two halves find each other again; and looks up
-# names of hosts again, whose addresses may change.
+# One look in ten is taken although others are there, so that two halves find each other again; and looks up names
+# of hosts again, whose addresses may change.
 SELDOM = 10
 
 
@@ -219,12 +218,18 @@ class Directory:
         return 0 < address.epoch <= LARGEST and valid and len(address.key) == 32
 
 
-class AddressBook(Protocol):
-    """What a rendezvous needs of a `Service`."""
+class Found(NamedTuple):
+    """What a look has found.
 
-    def learn(self, addresses: Mapping[int, Address]) -> None: ...
+    Attributes:
+        addresses: of ranks.
+        endpoints: of ranks that can be asked for all addresses.
+        missing: why others were not found; "": none is missing.
+    """
 
-    def ask(self, endpoint: str) -> None: ...
+    addresses: Mapping[int, Address]
+    endpoints: Sequence[str]
+    missing: str = ""
 
 
 @dataclass(frozen=True)
@@ -249,11 +254,8 @@ class SharedFolder:
             reason = f"cannot write in {self.folder}: {error.strerror}"
             raise OSError(f"federation.rendezvous: {reason}") from None
 
-    def look(self, book: AddressBook, alone: bool) -> None:
-        """Read the files of all ranks; files with other content are ignored.
-
-        Raises OSError, after all others, for a file that cannot be read.
-        """
+    def look(self) -> Found:
+        """Read the files of all ranks; files with other content are ignored."""
         found, unreadable = {}, list[str]()
         for path in sorted(self.folder.glob(f"rank_*{self._ending}")):
             try:
@@ -265,9 +267,7 @@ class SharedFolder:
                 continue
             except OSError as error:
                 unreadable.append(f"{path}: {error.strerror}")
-        book.learn(found)
-        if unreadable:
-            raise OSError("; ".join(unreadable))
+        return Found(found, (), "; ".join(unreadable))
 
     def other_runs(self) -> str:
         """Return a line on addresses of other runs; "" where there are none."""
@@ -289,7 +289,6 @@ class Seeds:
 
     def __init__(self, places: list[tuple[str, int]]) -> None:
         self._places = places
-        self._looks = count()
 
     @classmethod
     def of(cls, text: str) -> "Seeds":
@@ -314,21 +313,17 @@ class Seeds:
         return f"tcp://*:{ports[0]}"
 
     def publish(self, rank: int, address: Address) -> None:
-        """Do nothing: `look` sends the address to those that it asks."""
+        """Do nothing: those that are asked are sent the address."""
 
     def other_runs(self) -> str:
         """Return "": of another run, the rank that is asked says so."""
         return ""
 
-    def look(self, book: AddressBook, alone: bool) -> None:
-        """Ask the seeds, seldom if this rank is not `alone`. Raises OSError where a host name is not known."""
-        if not alone and next(self._looks) % SELDOM:
-            return
-        unknown = list[str]()
-        for _, endpoint in look_up((f"tcp://{host}:{port}" for host, port in self._places), unknown.append):
-            book.ask(endpoint)
-        if unknown:
-            raise OSError("; ".join(unknown))
+    def look(self) -> Found:
+        """Look up the names of the seeds' hosts."""
+        names, unknown = (f"tcp://{host}:{port}" for host, port in self._places), list[str]()
+        endpoints = [endpoint for _, endpoint in look_up(names, unknown.append)]
+        return Found({}, endpoints, "; ".join(unknown))
 
 
 Rendezvous = SharedFolder | Seeds

@@ -343,7 +343,13 @@ class FederationTransport:
             look, rendezvous = next(looks) % SELDOM, self._network.rendezvous
             self.service.look_up(again=look == 0)
             try:
-                rendezvous.look(self.service, alone := not self.present())
+                if (alone := not self.present()) or look == 0:
+                    found = rendezvous.look()
+                    self.service.learn(found.addresses)
+                    for endpoint in found.endpoints:
+                        self.service.ask(endpoint)
+                    if found.missing:
+                        raise OSError(found.missing)
                 if alone and look == SELDOM - 1 and (line := rendezvous.other_runs()):
                     self._protocol.warn(f"federation.rendezvous: {line}")
             except OSError as error:  # known addresses stay in use

@@ -22,6 +22,7 @@ from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.rendezvous import (
     Address,
     Directory,
+    Found,
     Seeds,
     SharedFolder,
     is_endpoint,
@@ -34,26 +35,11 @@ from megatron_noloco.plans.topology import Place
 from tests.harness import free_port
 from tests.unit.federated import LOCAL, PATIENCE, RUN, connected, swap, transport, until
 
-
-class Book:
-    """An `AddressBook` that remembers."""
-
-    def __init__(self) -> None:
-        self.known: dict[int, Address] = {}
-        self.asked: list[str] = []
-
-    def learn(self, addresses: Mapping[int, Address]) -> None:
-        self.known = dict(addresses)
-
-    def ask(self, endpoint: str) -> None:
-        self.asked.append(endpoint)
-
-
 # A folder
 
 
 def test_a_shared_folder_gives_what_others_published(tmp_path: Path) -> None:
-    mine, theirs, book = SharedFolder(tmp_path / "there", 1), SharedFolder(tmp_path / "there", 1), Book()
+    mine, theirs = SharedFolder(tmp_path / "there", 1), SharedFolder(tmp_path / "there", 1)
     mine.publish(0, Address("tcp://a:1", 10))
     theirs.publish(1, Address("tcp://b:2", 11))
     of_another_run = SharedFolder(tmp_path / "there", run=2)
@@ -62,24 +48,48 @@ def test_a_shared_folder_gives_what_others_published(tmp_path: Path) -> None:
     (tmp_path / "there" / "rank_00007_0000000000000001.json").write_text("{")
     valid = json.dumps({"endpoint": "e", "epoch": 1})
     (tmp_path / "there" / "rank_x_0000000000000001.json").write_text(valid)
-    mine.look(book, alone=True)
-    assert book.known == {0: Address("tcp://a:1", 10), 1: Address("tcp://b:2", 11)}
+    assert mine.look() == ({0: Address("tcp://a:1", 10), 1: Address("tcp://b:2", 11)}, (), "")
     theirs.publish(1, Address("tcp://b:5", 12))
-    mine.look(book, alone=True)
-    assert book.known[1] == Address("tcp://b:5", 12)
+    assert mine.look().addresses[1] == Address("tcp://b:5", 12)
 
 
 def test_one_file_that_cannot_be_read_hides_no_other(tmp_path: Path) -> None:
-    folder, book = SharedFolder(tmp_path, 1), Book()
+    folder = SharedFolder(tmp_path, 1)
     for number, content in enumerate(
         ("[" * 100_000, '{"endpoint": "", "epoch": 1e999, "key": "", "relay": 0}')
     ):
         (tmp_path / f"rank_0000{number}_0000000000000001.json").write_text(content)
     (tmp_path / "rank_00002_0000000000000001.json").mkdir()
     folder.publish(3, Address("tcp://a:1", 10))
-    with pytest.raises(OSError, match=r"rank_00002_0000000000000001.json: Is a directory$"):
-        folder.look(book, alone=True)
-    assert book.known == {3: Address("tcp://a:1", 10)}
+    found = folder.look()
+    assert found.missing.endswith("rank_00002_0000000000000001.json: Is a directory")
+    assert found.addresses == {3: Address("tcp://a:1", 10)}
+
+
+def test_a_file_that_cannot_be_read_is_named_after_the_others_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_noloco.federation.transport._LOOK_SECONDS", 0.05)
+    (tmp_path / f"rank_00002_{RUN:016x}.json").mkdir()
+    with redirect_stderr(io.StringIO()) as output, connected(tmp_path, slots=3):
+        until(lambda: "rank_00002" in output.getvalue())
+
+
+def test_a_rank_that_is_not_alone_looks_seldom(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_noloco.federation.transport._LOOK_SECONDS", 0.01)
+    looks, turns = list[None](), list[None]()
+
+    def look(folder: SharedFolder) -> Found:
+        looks.append(None)
+        return read(folder)
+
+    read = SharedFolder.look
+    monkeypatch.setattr(SharedFolder, "look", look)
+    monkeypatch.setattr(service.Service, "look_up", lambda *_, again: turns.append(None))
+    with connected(tmp_path):
+        before, first = len(looks), len(turns)
+        until(lambda: len(turns) >= first + 100)
+        assert 5 <= len(looks) - before <= 20
 
 
 def test_a_folder_that_cannot_be_written_is_named() -> None:
@@ -91,21 +101,16 @@ def test_a_folder_that_cannot_be_written_is_named() -> None:
 # Seeds
 
 
-def test_a_rank_that_is_alone_asks_all_seeds_and_others_seldom() -> None:
-    seeds, book = Seeds.of("127.0.0.1:10, localhost:20"), Book()
-    seeds.look(book, alone=True)
-    assert book.asked == ["tcp://127.0.0.1:10", "tcp://127.0.0.1:20"]
-    for _ in range(20):
-        seeds.look(book, alone=False)
-    assert len(book.asked) == 2 + 2 * 2
+def test_all_seeds_are_to_be_asked() -> None:
+    endpoints = ["tcp://127.0.0.1:10", "tcp://127.0.0.1:20"]
+    assert Seeds.of("127.0.0.1:10, localhost:20").look() == ({}, endpoints, "")
 
 
 @pytest.mark.parametrize("name", ["no-such-host.invalid", "a" * 64])
 def test_a_seed_that_has_no_address_does_not_stop_the_others(name: str) -> None:
-    seeds, book = Seeds.of(f"{name}:10,127.0.0.1:20"), Book()
-    with pytest.raises(OSError, match=f"^{name}: "):
-        seeds.look(book, alone=True)
-    assert book.asked == ["tcp://127.0.0.1:20"]
+    _, endpoints, missing = Seeds.of(f"{name}:10,127.0.0.1:20").look()
+    assert missing.startswith(f"{name}: ")
+    assert endpoints == ["tcp://127.0.0.1:20"]
 
 
 def test_of_two_runs_with_one_seed_both_are_told() -> None:
