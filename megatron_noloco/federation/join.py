@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from megatron_noloco.federation.keeping_up import FINAL, Health, KeepingUp
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.mean import TreeMean
 from megatron_noloco.federation.rendezvous import rendezvous_of
+from megatron_noloco.federation.service import ServiceFailedError
 from megatron_noloco.federation.transport import (
     FederationTransport,
     Network,
@@ -103,10 +105,14 @@ class Membership:
 
     def leave(self) -> None:
         """Disconnect, so that no replica waits for this one."""
-        self.keeping_up.leave()
+        with suppress(
+            ServiceFailedError
+        ):  # then the connections are lost, which tells the others
+            self.keeping_up.leave()
         self.handover.close()
-        if self.transport.present():
-            time.sleep(_FAREWELL_SECONDS)
+        with suppress(ServiceFailedError):
+            if self.transport.present():
+                time.sleep(_FAREWELL_SECONDS)
         self.transport.close()
 
     def wait_for_start(self, continues: bool) -> bool:

@@ -13,7 +13,9 @@ import torch
 
 from megatron_noloco.federation import counterpart, join, paths, service
 from megatron_noloco.federation.frames import Frame, Kind, read
+from megatron_noloco.federation.handover import Handover
 from megatron_noloco.federation.join import Membership
+from megatron_noloco.federation.keeping_up import KeepingUp
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.links import Links
 from megatron_noloco.federation.outbox import Outbox
@@ -282,6 +284,11 @@ def test_a_failure_of_the_thread_ends_the_job(
         for use in (one.present, lambda: one.partners.begin(1, None), lambda: one.partners.standing(1, 1)):
             with pytest.raises(ServiceFailedError, match="has failed: ZeroDivisionError"):
                 use()
+        noloco, settings = NolocoSettings(), FederationSettings(slots=2)
+        handover, keeping_up = Handover(one), KeepingUp(one, noloco, settings)
+        Membership(one, keeping_up, handover, noloco, settings).leave()
+        assert handover._closed
+        assert one._closing.is_set()
     assert "the federation's thread has failed" in capfd.readouterr().err
 
 
