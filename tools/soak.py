@@ -34,7 +34,8 @@ from statistics import linear_regression
 
 import torch
 
-from megatron_noloco.federation.commit import Standing, committing
+from megatron_noloco.federation.commit import committing
+from megatron_noloco.federation.counterpart import Standing
 from megatron_noloco.outer import OuterOptimizer, TorchWeights
 from megatron_noloco.plans.grouping import Grouping
 from megatron_noloco.plans.topology import Place

@@ -27,13 +27,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from enum import IntEnum
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from megatron_noloco.federation.counterpart import Standing, WithdrawnError
 from megatron_noloco.federation.pairing import Others, choose
+from megatron_noloco.federation.transport import FederationPartners
 from megatron_noloco.outer.exchange import Exchange
 from megatron_noloco.outer.mean import ExchangeReport, MeanPiece
 from megatron_noloco.outer.messages import Channel, PartnerLostError, tag_of
@@ -48,67 +48,6 @@ Choose = Callable[[int, Others], int | None]
 
 _AVOIDED_EXCHANGES = 10  # with a partner whose vector was refused
 _FAILURES = (ExchangeTimeoutError, ConnectionError)  # of messages between the two partners
-
-
-class WithdrawnError(ConnectionError):
-    """The counterpart takes no part in this exchange, or has skipped it; the message starts with "rank ..."."""
-
-
-class Standing(IntEnum):
-    """How available a counterpart is for an exchange; the ranks of a replica agree on the smallest value."""
-
-    AWAY = 0  # not connected, avoided, or too far behind
-    BUSY = 1  # exchanges with another rank, or is past this exchange
-    FREE = 2
-    WAITING = 3  # has begun this exchange with this rank
-
-
-class Partners(Protocol):
-    """The counterparts in other jobs, which come and go: who is available, and how long to wait.
-
-    An exchange has a number, the same for its members; the tags of its messages start at number * EXCHANGE_TAGS. A
-    rank begins and ends its exchanges in ascending order.
-    """
-
-    @property
-    def deadline_seconds(self) -> float:
-        """Seconds to wait for the partner in the next exchange."""
-        ...
-
-    def standing(self, number: int, rank: int) -> tuple[Standing, str]:
-        """Return how available a counterpart is for an exchange, and why if it is not."""
-        ...
-
-    def reachable(self, rank: int) -> bool:
-        """Whether others can connect to a rank, which may be this one; True if nothing is known of it."""
-        ...
-
-    def begin(self, number: int, rank: int | None) -> None:
-        """Announce that this rank begins an exchange with `rank`; None: that it skips it.
-
-        Messages that other counterparts have under way for this exchange fail with a WithdrawnError.
-        """
-        ...
-
-    def end(self, number: int, counts: bool = False) -> None:
-        """Announce that the exchange is over; its messages still under way become void on both sides.
-
-        Args:
-            counts: whether this rank uses the mean. The partner's messages then do not fail with a WithdrawnError.
-        """
-        ...
-
-    def record(self, seconds: float) -> None:
-        """Record how many seconds a successful exchange waited for its partner."""
-        ...
-
-    def avoid(self, rank: int, exchanges: int, why: str) -> None:
-        """Treat a counterpart as away until it has begun so many more exchanges, or has restarted."""
-        ...
-
-    def agree(self, votes: Sequence[int]) -> list[int]:
-        """Return the smallest vote of all ranks of this replica, place by place. A collective of the replica."""
-        ...
 
 
 class PoisonedError(Exception):
@@ -178,7 +117,7 @@ class CommittedExchange:
     rounding = None  # of pairs nothing is kept
 
     def __init__(
-        self, exchange: Exchange, partners: Partners, choose: Choose, guards: Sequence[Guard]
+        self, exchange: Exchange, partners: FederationPartners, choose: Choose, guards: Sequence[Guard]
     ) -> None:
         self._exchange = exchange
         self._partners = partners
@@ -319,7 +258,7 @@ class CommittedExchange:
 
 
 def committing(
-    partners: Partners, place: Place, settings: NolocoSettings, seed: int = 0
+    partners: FederationPartners, place: Place, settings: NolocoSettings, seed: int = 0
 ) -> Callable[[Exchange], CommittedExchange]:
     """Return what makes the exchanges of an `OuterOptimizer` count for both partners or for neither.
 

@@ -3,6 +3,7 @@
 import time
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 from megatron_noloco.federation.frames import Frame, Send
@@ -11,6 +12,19 @@ from megatron_noloco.federation.outbox import Outbox
 from megatron_noloco.federation.rendezvous import Address
 
 _SILENCE_SECONDS = 10.0  # after which a rank counts as absent
+
+
+class WithdrawnError(ConnectionError):
+    """The counterpart takes no part in this exchange, or has skipped it; the message starts with "rank ..."."""
+
+
+class Standing(IntEnum):
+    """How available a counterpart is for an exchange; the ranks of a replica agree on the smallest value."""
+
+    AWAY = 0  # not connected, avoided, or too far behind
+    BUSY = 1  # exchanges with another rank, or is past this exchange
+    FREE = 2
+    WAITING = 3  # has begun this exchange with this rank
 
 
 class Seen(NamedTuple):
@@ -44,10 +58,11 @@ class Seen(NamedTuple):
 
 
 def is_far_behind(exchange: int, number: int, behind: int) -> bool:
-    """Whether a replica that began `exchange` last goes on at `number`, which others have begun; see `keeping_up`.
+    """Whether a replica is more than `behind` exchanges behind.
 
     Args:
-        behind: the most exchanges between the two.
+        exchange: the one that it began last.
+        number: that of the others.
     """
     return number - exchange > behind
 

@@ -5,8 +5,7 @@
    longer than for the partner in a round. Then it tells all who is in.
 3. Those average, over a tree (`mean`).
 
-Whoever goes on makes the messages of the evaluation void. So one that comes when the others have gone on does not
-wait, and one that leaves the others halfway holds nobody up.
+A replica that continues voids its messages, so none waits for it.
 """
 
 import time

@@ -105,9 +105,7 @@ class Membership:
 
     def leave(self) -> None:
         """Disconnect, so that no replica waits for this one."""
-        with suppress(
-            ServiceFailedError
-        ):  # then the connections are lost, which tells the others
+        with suppress(ServiceFailedError):  # then the connections are lost, which tells the others
             self.keeping_up.leave()
         self.handover.close()
         with suppress(ServiceFailedError):

@@ -18,9 +18,10 @@ from megatron_noloco.plans.grouping import Group
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 
 FINAL = 2**52  # the number of the exchange at the end, after those of all rounds
+AT_ITS_END = FINAL - 1  # for the others the exchange of a replica that waits for them at its end
 LEFT = FINAL + 1  # for the others the exchange of a replica that has left
 NOT_NOW = 2**62  # later than any local step
-AT_END = -1  # one waits at its end, at a local step that only its caller's loop knows
+AT_END = -1  # the vote that another waits at its end, at a local step that only its caller's loop knows
 _LOOK_SECONDS = 0.05
 _TRAINED_ROUNDS = 10  # from here on, weights are not to be averaged with fresh ones
 _MOST_LOST_STEPS = 10  # in a row; DeepSpeed takes no step where the gradient is not finite
@@ -107,9 +108,10 @@ class KeepingUp:
         if step % self._look_interval:
             return NOT_NOW
         numbers = self._transport.begun().values()
-        if self._steps is None and self._untrained and FINAL - 1 in numbers:
+        if self._steps is None and self._untrained and AT_ITS_END in numbers:
             return AT_END
-        end = FINAL - 1 if self._steps is None else LEFT  # where it is may be known to the caller's loop only
+        # Where the end is may be known to the caller's loop only.
+        end = AT_ITS_END if self._steps is None else LEFT
         begun = [number for number in numbers if 0 <= number < end]
         if not begun:
             return NOT_NOW
@@ -158,7 +160,7 @@ class KeepingUp:
 
         Returns the slots that have come to their end, this one included; None where it was `stopped`.
         """
-        self.partners.leave_out(FINAL - 1)
+        self.partners.leave_out(AT_ITS_END)
         self._ended = True
         ended, place = self._wait_at_end(stopped), self._transport.place
         others = [slot for slot in range(place.replicas) if slot != place.replica]
@@ -179,7 +181,7 @@ class KeepingUp:
                     awaited[rank] = _Awaited(seen, seen.exchange, at if seen.present else -math.inf)
                 awaited[rank].look(seen, at)
             ended = [
-                rank for rank, one in awaited.items() if one.seen.present and one.seen.exchange == FINAL - 1
+                rank for rank, one in awaited.items() if one.seen.present and one.seen.exchange == AT_ITS_END
             ]
             left = at - self._longest_seconds
             if not any(
@@ -192,7 +194,7 @@ class KeepingUp:
 
     def is_at_its_end(self, rank: int) -> bool:
         """Whether a rank averages at its end, or will as soon as its connection stands again."""
-        return self._transport.seen()[rank].exchange == FINAL - 1
+        return self._transport.seen()[rank].exchange == AT_ITS_END
 
     def leave(self) -> None:
         """Announce that this replica is at its end and waits for none."""
@@ -220,7 +222,7 @@ class Health:
     Args:
         weights: of this rank.
         local_steps, fragments: k and F.
-        agree: see `commit.Partners`.
+        agree: see `FederationPartners.agree`.
     """
 
     def __init__(

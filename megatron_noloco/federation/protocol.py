@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_noloco.federation.commit import WithdrawnError
-from megatron_noloco.federation.counterpart import Counterpart
+from megatron_noloco.federation.counterpart import Counterpart, WithdrawnError
 from megatron_noloco.federation.frames import (
     ANYONE,
     HANDOVER_TAG,

@@ -14,8 +14,7 @@ from itertools import count
 import torch
 import torch.distributed as dist
 
-from megatron_noloco.federation.commit import Standing
-from megatron_noloco.federation.counterpart import Seen, is_far_behind
+from megatron_noloco.federation.counterpart import Seen, Standing, is_far_behind
 from megatron_noloco.federation.frames import ANYONE, DTYPE_CODES, LARGEST, Member, Receive, Send
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.protocol import TAKES_OVER
@@ -42,7 +41,7 @@ from megatron_noloco.transport.chunks import (
 from megatron_noloco.transport.protocol import Arrival, Message
 
 Agree = Callable[[Sequence[int]], list[int]]
-"""agree(votes): the smallest vote of all ranks of a replica, place by place; see `Partners.agree`."""
+"""agree(votes): the smallest vote of all ranks of a replica, place by place; see `FederationPartners.agree`."""
 
 _REMEMBERED = 32  # exchanges
 _FEWEST = 4  # of them, to have a median
@@ -128,7 +127,10 @@ class Patience:
 
 
 class FederationPartners:
-    """Says which counterparts of a rank can be its partner; implements `commit.Partners`.
+    """The counterparts in other jobs, which come and go: which can be the partner, and how long to wait for it.
+
+    An exchange has a number, the same for its members; the tags of its messages start at number * EXCHANGE_TAGS. A
+    rank begins and ends its exchanges in ascending order.
 
     A counterpart cannot be a partner when it is not connected, takes over this rank's state, is avoided, has ended
     the exchange or has another partner in it, or is too many exchanges behind.
@@ -144,12 +146,15 @@ class FederationPartners:
 
     @property
     def deadline_seconds(self) -> float:
+        """Seconds to wait for the partner in the next exchange."""
         return self._patience.deadline_seconds(self._waits)
 
     def record(self, seconds: float) -> None:
+        """Record how many seconds a successful exchange waited for its partner."""
         self._waits.append(seconds)
 
     def standing(self, number: int, rank: int) -> tuple[Standing, str]:
+        """Return how available a counterpart is for an exchange, and why if it is not."""
         self._service.check()
         seen = self._protocol.counterparts[rank].seen
         reason = self._why_away(rank, seen, number)
@@ -161,6 +166,7 @@ class FederationPartners:
         return (Standing.WAITING if waits else Standing.FREE), ""
 
     def reachable(self, rank: int) -> bool:
+        """Whether others can connect to a rank, which may be this one; True if nothing is known of it."""
         address = self._protocol.directory.addresses.get(rank)
         return address is None or bool(address.endpoint)
 
@@ -172,19 +178,29 @@ class FederationPartners:
         epoch, until, why = self._avoided.get(rank, (-1, 0, ""))
         if epoch == seen.epoch and seen.exchange < until:
             return why
-        # One that was not far behind the exchange before leaves nothing out, so it would stay where it is. One
-        # that has begun none may be about to take over a state.
+        # Compare with the exchange before: a replica near it does not skip ahead. One that has begun none may be
+        # about to take over a state.
         before = number - 1 if seen.begun >= 0 else number
         return "is behind" if is_far_behind(seen.exchange, before, self._patience.behind) else ""
 
     def avoid(self, rank: int, exchanges: int, why: str) -> None:
+        """Treat a counterpart as away until it has begun so many more exchanges, or has restarted."""
         seen = self._protocol.counterparts[rank].seen
         self._avoided[rank] = seen.epoch, seen.exchange + exchanges, why
 
     def begin(self, number: int, rank: int | None) -> None:
+        """Announce that this rank begins an exchange with `rank`; None: that it skips it.
+
+        Messages that other counterparts have under way for this exchange fail with a WithdrawnError.
+        """
         self._service.do(self._protocol.begin, 2 * number, rank)
 
     def end(self, number: int, counts: bool = False) -> None:
+        """Announce that the exchange is over; its messages still under way become void on both sides.
+
+        Args:
+            counts: whether this rank uses the mean. The partner's messages then do not fail with a WithdrawnError.
+        """
         self._service.do(self._protocol.end, 2 * number, counts)
 
     def leave_out(self, number: int) -> None:
@@ -213,6 +229,7 @@ class FederationPartners:
         }
 
     def agree(self, votes: Sequence[int]) -> list[int]:
+        """Return the smallest vote of all ranks of this replica, place by place. A collective of the replica."""
         return list(votes) if self._agree is None else self._agree(votes)
 
 
@@ -364,7 +381,7 @@ def _report_send(sent: ReportedTransfers, arrival: Arrival, failure: ConnectionE
 
 
 def agreement_of_replica() -> Agree | None:
-    """Make `Partners.agree` of all ranks of this job, which is one replica. All of them call it."""
+    """Make `FederationPartners.agree` of all ranks of this job, which is one replica. All of them call it."""
     if dist.get_world_size() == 1:
         return None
     group = dist.new_group(backend="gloo")

@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_noloco.federation.commit import CommittedExchange, Guard, PoisonedError, Standing
+from megatron_noloco.federation.commit import CommittedExchange, Guard, PoisonedError
+from megatron_noloco.federation.counterpart import Standing
 from megatron_noloco.federation.pairing import Others
 from megatron_noloco.outer import Channel, CodedExchange, Coding, Exchange, ExchangeReport
 from megatron_noloco.outer.mean import finite_mean

@@ -14,7 +14,8 @@ import pytest
 import torch
 import zmq
 
-from megatron_noloco.federation.commit import CommittedExchange, Guard, Standing
+from megatron_noloco.federation.commit import CommittedExchange, Guard
+from megatron_noloco.federation.counterpart import Standing
 from megatron_noloco.federation.frames import LARGEST, SIZE, Frame, Kind, checksum_of, read
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.rendezvous import Address

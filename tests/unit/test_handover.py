@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from megatron_noloco.federation import handover as module
-from megatron_noloco.federation.commit import CommittedExchange, Guard, Standing
+from megatron_noloco.federation.commit import CommittedExchange, Guard
+from megatron_noloco.federation.counterpart import Standing
 from megatron_noloco.federation.handover import Handover, Snapshot
 from megatron_noloco.federation.join import Membership
 from megatron_noloco.federation.keeping_up import KeepingUp

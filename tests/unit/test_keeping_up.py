@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_noloco.federation import keeping_up as module
-from megatron_noloco.federation.commit import Standing
-from megatron_noloco.federation.counterpart import Seen
+from megatron_noloco.federation.counterpart import Seen, Standing
 from megatron_noloco.federation.keeping_up import FINAL, Health, KeepingUp, NotFiniteError, UntrainedError
 from megatron_noloco.federation.transport import FederationPartners, Patience
 from megatron_noloco.outer import TorchWeights
