@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 _JSON = "one JSON object for scripts"
 _FINDINGS = """--json prints {"ready": true, "findings": [...]}. A finding has area, state ("ok",
 "note" or "problem"), what, advice, and figures; those of the exchange are hosts,
-library, thread_level, gpu_buffers, over, latency_seconds, gb_per_second, hidden and
+library, thread_level, over, latency_seconds, gb_per_second, hidden and
 clock_skew_seconds. A machine with any problem is not ready."""
 _RANKS_OF_GPU_NODE = 8
 _USABLE = 0.9  # of a GPU's memory; libraries and the allocator take the rest

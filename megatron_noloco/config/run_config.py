@@ -142,7 +142,9 @@ class RunConfig:
             return cls.from_dict(saved)
         except ConfigError:
             known = {name: value for name, value in saved.items() if name in File.model_fields}
-            method = {name: saved["noloco"][name] for name in ("enabled", "method") if name in saved["noloco"]}
+            method = {
+                name: saved["noloco"][name] for name in ("enabled", "method") if name in saved["noloco"]
+            }
             return cls.from_dict({**deepspeed_block.accepted(known), "noloco": method})
 
     def to_dict(self) -> dict[str, Any]:
