@@ -57,6 +57,10 @@ BYTES = {  # each method at its own learning rates; a replica receives as many b
         "DiLoCo int4, Nesterov 0.7 0.9, every 35 steps, 0.028 0.032",
         "DiLoCo int4, Nesterov 0.7 0.9, every 83 steps, 0.028 0.032",
     ),
+    "NoLoCo, int4, Nesterov 0.7 and 0.8": (
+        "NoLoCo int4, Nesterov 0.7 0.8, every 14 steps, 0.02 0.023",
+        "NoLoCo int4, Nesterov 0.7 0.8, every 33 steps, 0.014 0.016",
+    ),
     "SparseLoCo": (
         "SparseLoCo 0.5, every 9 steps, 0.028 0.032",
         "SparseLoCo 0.5, every 17 steps, 0.02 0.023",
@@ -121,7 +125,7 @@ def main() -> None:
     for name, draw in {"bytes": draw_bytes, "replicas": draw_replicas}.items():
         figure, axes = pyplot.subplots(figsize=(6.5, 3.6), layout="constrained")
         draw(axes, runs)
-        axes.legend(frameon=False, title="open circles: one seed")
+        axes.legend(frameon=False, title="open circles: one seed", fontsize="small", title_fontsize="small")
         figure.savefig(folder / f"{name}.png", dpi=120)
 
 
