@@ -40,12 +40,14 @@ class Joined(NamedTuple):
         start: where the training begins or continues.
         membership: in a federation; None where all replicas are one job.
         old_stop_request: the last request to stop a job of this run that came before this one began.
+        training_data: a checksum of the training data, as rank 0 reads them.
     """
 
     transport: Transport
     start: Start
     membership: Membership | None
     old_stop_request: str
+    training_data: int
 
 
 def join_job(prepared: Prepared) -> Joined:
@@ -58,7 +60,9 @@ def join_job(prepared: Prepared) -> Joined:
     config, topology = prepared.config, prepared.topology
     notes = _join_ranks(prepared)
     old_stop_request = stop_request(Path(config.training.output_dir))  # before the job can be asked to stop
-    settings, membership = checkpoint_settings(config, topology, prepared.datasets.checksum), None
+    # It reads an excerpt of the data: one rank of the job does.
+    training_data = of_rank_0(prepared.datasets.checksum if dist.get_rank() == 0 else 0)
+    settings, membership = checkpoint_settings(config, topology, training_data), None
     if taken := of_rank_0(occupy(settings.folder.parent) if dist.get_rank() == 0 else ""):
         raise ValueError(taken)
     start = find_start(settings, topology)
@@ -82,7 +86,8 @@ def join_job(prepared: Prepared) -> Joined:
     else:
         transport = choose_transport(config.noloco.transport, prepared.world)
     start = settle_start(settings, topology, start)
-    return Joined(transport, replace(start, notes=notes + start.notes), membership, old_stop_request)
+    start = replace(start, notes=notes + start.notes)
+    return Joined(transport, start, membership, old_stop_request, training_data)
 
 
 def _join_ranks(prepared: Prepared) -> list[str]:

@@ -47,7 +47,7 @@ def build_monitor(
         writers += _writers(config, at.replica, start)
     metrics = Metrics(at.replica, groups.replica, writers, start.counters)
     metrics.count(_SAMPLES, len(prepared.datasets.train))
-    metrics.count(TRAINING_DATA, prepared.datasets.checksum)
+    metrics.count(TRAINING_DATA, joined.training_data)
     return Monitor(metrics, plan, _throughput(prepared), console, config.noloco.fragments)
 
 
@@ -133,7 +133,7 @@ def _first_lines(prepared: Prepared, joined: Joined) -> Iterator[str]:
     yield f"data: {prepared.datasets.summary}"
     yield f"started by {prepared.world.launcher}; exchanges over {joined.transport.name}"
     yield from joined.start.notes
-    samples, checksum = len(prepared.datasets.train), prepared.datasets.checksum
+    samples, checksum = len(prepared.datasets.train), joined.training_data
     before = int(joined.start.counters.get(_SAMPLES, samples))
     if before != samples:
         yield f"changed: {before:,} training samples in the checkpoint, {samples:,} now, in another order"
