@@ -17,9 +17,8 @@ from megatron_noloco.data.sources import TokenizerChoice
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_noloco.files import writing
 
-_CHARACTERS = (
-    1 << 23
-)  # encoded at once: many texts, also of small files, for many cores; about 0.3 GB of memory
+# Encoded at once: many texts, also of small files, for many cores. It takes about 0.3 GB of memory.
+_CHARACTERS = 1 << 23
 
 Rows = list[list[str]]  # the texts of each record of a batch, one for each key
 

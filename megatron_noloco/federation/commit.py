@@ -123,7 +123,6 @@ class CommittedExchange:
         self._partners = partners
         self._choose = choose
         self._guards = guards
-        self._guard = guards[0]
         self._replica = exchange.place.replica
         self._buffers = Buffers()
         self._vector = torch.empty(0)
@@ -139,12 +138,15 @@ class CommittedExchange:
     def report(self) -> ExchangeReport:
         return self._exchange.report
 
+    @property
+    def _guard(self) -> Guard:
+        return self._guards[self._number % len(self._guards)]
+
     def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
         """Begin as `Exchange.begin` does, with the planned or another partner. A collective of the replica."""
         assert len(group) <= 2, f"a group of {len(group)} cannot commit"
         self._vector, self._mean, self._failure, self._number = vector, None, None, number
         self._prepared = None
-        self._guard = self._guards[number % len(self._guards)]
         place = self._exchange.place
         others = [replica for replica in range(place.replicas) if replica != self._replica]
         seen = [self._partners.standing(number, place.rank_of(other)) for other in others]

@@ -191,7 +191,7 @@ def _check_load(load: str, output_dir: Path) -> None:
     if load in ("auto", "none"):
         return
     jobs = (output_dir, *output_dir.glob("replica_*"))  # the latter in a federation
-    if any(True for job in jobs for _ in continued_from(job / "checkpoints", load)):
+    if any(any(continued_from(job / "checkpoints", load)) for job in jobs):
         return
     try:
         if (wrong := _not_a_step(Path(load))) is not None:
