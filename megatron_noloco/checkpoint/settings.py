@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 TRAINING_DATA = "training_data"  # counter: checksum of the training data
-# Settings that say where data lie, which may change if the data stay the same.
-_PLACES = (
+# Settings that say where data lie or how text is read, which may change if the tokens stay the same.
+_SAME_DATA = (
     "data.text",
     "data.data_path",
     "data.train_data_path",
     "data.valid_data_path",
     "data.sft_data_path",
+    "data.split_special_tokens",
+    "data.prepend_bos",
 )
 # Settings (dotted names, or blocks) that must not change: other weights would be loaded, or samples repeated.
 _FIXED = (
@@ -86,7 +88,7 @@ class CheckpointSettings:
         data = (counters or {}).get(TRAINING_DATA)
         for name, before, after in _differences(self.with_defaults(saved), self.run):
             line = f"{name}: {json.dumps(before)} in the checkpoint, {json.dumps(after)} now"
-            if name in _PLACES and None not in (before, after, data):
+            if name in _SAME_DATA and None not in (before, after, data):
                 if data == self.training_data:
                     allowed.append(line)
                 else:

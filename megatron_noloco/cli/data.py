@@ -4,6 +4,7 @@ import argparse
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,6 +43,15 @@ def add_commands(commands: Commands) -> None:
     preprocess.add_argument(
         "--append-eod", action="store_true", help="end each document with the end-of-document token"
     )
+    preprocess.add_argument(
+        "--prepend-bos", action="store_true", help="begin each document with the tokenizer's BOS"
+    )
+    preprocess.add_argument(
+        "--split-special-tokens",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="whether a special token that a text spells out, such as <|endoftext|>, is text (default: yes)",
+    )
     preprocess.add_argument("--workers", type=at_least_one, help="threads that encode (default: all cores)")
     preprocess.set_defaults(run=_preprocess)
     inspect = add_command(
@@ -62,13 +72,16 @@ def _preprocess(args: argparse.Namespace) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
+    from megatron_noloco.data.datasets import spelled_out
     from megatron_noloco.data.inputs import find_inputs
     from megatron_noloco.data.preprocess import Encoding, Job, check, preprocess
 
     if args.workers is not None:  # tokenizers reads it when it first encodes
         os.environ["RAYON_NUM_THREADS"] = str(args.workers)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # a batch system's notice acts as Ctrl-C
-    tokenizer = _tokenizer(args)
+    tokenizer = replace(
+        _tokenizer(args), split_special_tokens=args.split_special_tokens, prepend_bos=args.prepend_bos
+    )
     encoding = Encoding(tokenizer, tuple(args.json_keys), args.append_eod)
     console = Console(stderr=True, soft_wrap=True, highlight=False)
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
@@ -84,6 +97,7 @@ def _preprocess(args: argparse.Namespace) -> int:
     left_out = [f"{tally.empty} empty documents"] * bool(tally.empty)
     left_out += [f"{tally.not_text} files that are not UTF-8 text"] * bool(tally.not_text)
     notes = f"; left out: {', '.join(left_out)}" if left_out else ""
+    notes += spelled_out(tally.special_tokens, args.split_special_tokens)
     say(f"{tally.documents} documents, {tally.tokens} tokens{notes}")
     say(*(str(job.output(key)) for key in args.json_keys))
     return 0
@@ -94,6 +108,8 @@ def _tokenizer(args: argparse.Namespace) -> "TokenizerChoice":
 
     if args.tokenizer_type == "byte" and args.tokenizer_model is not None:
         raise ValueError("--tokenizer-model needs --tokenizer-type HuggingFaceTokenizer")
+    if args.tokenizer_type == "byte" and getattr(args, "prepend_bos", False):
+        raise ValueError("--prepend-bos: the byte tokenizer has no BOS; leave it out")
     if args.tokenizer_type != "byte" and args.tokenizer_model is None:
         raise ValueError(
             f"--tokenizer-type {args.tokenizer_type} needs --tokenizer-model, a folder with its files"

@@ -51,6 +51,16 @@ class DataConfig(Block):
     tokenizer_model: FilePath | None = field(
         None, "Folder of a Hugging Face fast tokenizer (with a tokenizer.json); null for bytes."
     )
+    split_special_tokens: bool = field(
+        True,
+        "Whether a special token that a text spells out, such as <|endoftext|>, is text; false: it is the token. "
+        "In a chat template's text it is the token anyway.",
+    )
+    prepend_bos: bool = field(
+        False,
+        "Whether each document begins with the tokenizer's BOS, which the exported tokenizer then adds; of a "
+        "dataset in data_path: whether it was made with --prepend-bos.",
+    )
     split: str = field(
         "949,50,1", "Weights of the train, validation and test parts, Megatron's way; left-out ones are zero."
     )
@@ -100,7 +110,9 @@ class DataConfig(Block):
 
     @property
     def tokenizer(self) -> TokenizerChoice:
-        return TokenizerChoice(self.tokenizer_type, self.tokenizer_model)
+        return TokenizerChoice(
+            self.tokenizer_type, self.tokenizer_model, self.split_special_tokens, self.prepend_bos
+        )
 
 
 def check_data(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[str]:
@@ -118,6 +130,8 @@ def check_data(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[str]:
         yield 'data.tokenizer_model needs data.tokenizer_type "HuggingFaceTokenizer"'
     elif data.tokenizer_type != "byte" and data.tokenizer_model is None:
         yield f'data.tokenizer_type "{data.tokenizer_type}" needs data.tokenizer_model, a folder with its files'
+    if data.tokenizer_type == "byte" and data.prepend_bos:
+        yield "data.prepend_bos: the byte tokenizer has no BOS; leave it out"
     if not evaluation.iters:
         return
     if data.train_data_path is not None and data.valid_data_path is None:

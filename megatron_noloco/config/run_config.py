@@ -296,13 +296,19 @@ def _check_rounds(noloco: TrainerSettings, training: TrainingConfig, replicas: i
 
 
 def in_words_of_today(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON of a saved run with the names of today, without settings that had the only value left."""
+    """Return the JSON of a saved run with the names of today, without settings that had the only value left.
+
+    A setting whose default is another way than that of the version that saved gets the value of that way.
+    """
     given = saved.get("noloco", {}).items()
     noloco = {name: value for name, value in given if (name, value) not in _REMOVED}
     federation = dict(saved.get("federation") or {})
     if "local_steps" in federation:  # up to version 0.2.0
         federation["skip_local_steps"] = federation.pop("local_steps") == "auto"
-    return saved | {"noloco": noloco, "federation": federation}
+    data = dict(saved.get("data") or {})
+    # Up to version 0.2.0 they were tokens; bytes spell out none.
+    data.setdefault("split_special_tokens", data.get("tokenizer_type", "byte") == "byte")
+    return saved | {"noloco": noloco, "federation": federation, "data": data}
 
 
 def _check_zero(stage: int, parallel: ParallelConfig) -> Iterator[str]:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import astuple, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO, NamedTuple, NoReturn
 
 import numpy as np
 
@@ -39,7 +39,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokens of three splits; an end-of-document token follows each document."""
+    """Tokens of three splits; an end-of-document token follows each document, and BOS precedes it if asked for."""
 
     name: str
     files: int
@@ -47,6 +47,7 @@ class Corpus:
     train: np.ndarray
     validation: np.ndarray
     test: np.ndarray
+    special_tokens: int  # that the texts spell out
     left_out: str  # how many files are not read, "; left out: ..."; "" where all are
 
 
@@ -78,8 +79,8 @@ def load_corpus(text: str, split: Split, tokenizer: Tokenizer) -> Corpus:
                 f"data.split: a share of {share:.4g} leaves the {split_name} split of {name} empty "
                 f"({len(documents)} files, {megabytes:.3g} MB); raise its weight or add text"
             )
-    train, validation, test = (_tokenize(part, tokenizer) for part in parts)
-    return Corpus(name, len(documents), megabytes, train, validation, test, _left_out(others))
+    (train, validation, test), special = zip(*(_tokenize(part, tokenizer) for part in parts), strict=True)
+    return Corpus(name, len(documents), megabytes, train, validation, test, sum(special), _left_out(others))
 
 
 def _left_out(files: list[Path]) -> str:
@@ -268,27 +269,40 @@ def read_piece(file: IO[bytes]) -> bytes:
     return file.read(PIECE_BYTES) + file.readline()
 
 
-def _tokenize(texts: list[bytes], tokenizer: Tokenizer) -> np.ndarray:
-    """Return the tokens of all texts, an end-of-document token after each, shape [tokens]."""
+def _tokenize(texts: list[bytes], tokenizer: Tokenizer) -> tuple[np.ndarray, int]:
+    """Return the tokens of all texts, an end-of-document token after each, shape [tokens].
+
+    The second value is the number of special tokens that the texts spell out.
+    """
     if not isinstance(tokenizer, ByteTokenizer):
-        end = np.array([tokenizer.end_of_document])
-        parts = [np.empty(0, dtype=np.int32)]
-        pieces = ((piece, last) for text in texts for piece, last in _pieces(text))
+        begin, end = np.array(tokenizer.before_document, dtype=int), np.array([tokenizer.end_of_document])
+        parts, special = [np.empty(0, dtype=np.int32)], 0
+        pieces = (piece for text in texts for piece in _pieces(text))
         while batch := list(islice(pieces, _BATCH_PIECES)):
-            encoded = tokenizer.encode_batch([piece.decode() for piece, _ in batch])
-            for ids, (_, last) in zip(encoded, batch, strict=True):
-                parts += [ids, end] if last else [ids]
-        return np.concatenate(parts, dtype=np.int32)
+            decoded = [piece.text.decode() for piece in batch]
+            special += sum(map(tokenizer.count_special, decoded))
+            for ids, piece in zip(tokenizer.encode_batch(decoded), batch, strict=True):
+                parts += [*[begin] * piece.first, ids, *[end] * piece.last]
+        return np.concatenate(parts, dtype=np.int32), special
     tokens = np.full(sum(map(len, texts)) + len(texts), tokenizer.end_of_document, dtype=np.uint16)
     offset = 0
     for text in texts:
         tokens[offset : offset + len(text)] = np.frombuffer(text, dtype=np.uint8)
         offset += len(text) + 1
-    return tokens
+    return tokens, 0
 
 
-def _pieces(text: bytes) -> Iterator[tuple[bytes, bool]]:
-    """Yield a text in the same pieces as preprocessing, each with whether it is the last."""
-    file = io.BytesIO(text)
+class _Piece(NamedTuple):
+    """A part of a text, and whether it is the first and the last."""
+
+    text: bytes
+    first: bool
+    last: bool
+
+
+def _pieces(text: bytes) -> Iterator[_Piece]:
+    """Yield a text in the same pieces as preprocessing."""
+    file, start = io.BytesIO(text), 0
     while piece := read_piece(file):
-        yield piece, file.tell() == len(text)
+        yield _Piece(piece, start == 0, file.tell() == len(text))
+        start = file.tell()

@@ -112,6 +112,7 @@ def build_datasets(source: Source, tokenizer: Tokenizer, needs: Needs) -> Datase
         summary = (
             f"{corpus.name}, {corpus.files} files, {corpus.megabytes:.1f} MB, {len(corpus.train)} training and "
             f"{len(corpus.validation)} validation tokens{corpus.left_out}"
+            f"{spelled_out(corpus.special_tokens, tokenizer.splits_special_tokens)}"
         )
     elif isinstance(source, RecordSource):
         records = load_records(source.path, tokenizer)
@@ -123,12 +124,14 @@ def build_datasets(source: Source, tokenizer: Tokenizer, needs: Needs) -> Datase
         summary = (
             f"{source.path}, {len(records)} records ({cut} longer than a sample), {len(training[0].dataset)} "
             f"training samples with {len(training[0].dataset.tokens)} tokens in answers"
+            f"{_spelled_out_in(records, tokenizer)}"
         )
     else:
         open_indexed = cache(IndexedTokens)  # both splits are often of one dataset, whose index may be long
         training = _indexed_training(source, needs, open_indexed)
         validation = _indexed_validation(source, needs, open_indexed) if needs.evaluates else []
         summary = f"{_summary(training, 'training')}; {_summary(validation, 'validation')}"
+        summary += "".join(_check_beginnings(source, open_indexed, tokenizer))
     datasets = Datasets(training, validation, summary, needs.vocab_size)
     for part in training + validation:
         _check_tokens(part.dataset, needs.vocab_size)
@@ -168,6 +171,25 @@ def whole_dataset(data: str, tokenizer: Tokenizer, needs: Needs) -> TokenDataset
     return dataset
 
 
+def spelled_out(special_tokens: int, as_text: bool) -> str:
+    """Return the end of a summary that says how special tokens in a text are read; "" where there are none."""
+    if not special_tokens:
+        return ""
+    if as_text:
+        return f"; special tokens spelled out: {special_tokens}, read as text"
+    return f"; special tokens spelled out: {special_tokens}, read as these tokens, not as text"
+
+
+def _spelled_out_in(records: list[Record], tokenizer: Tokenizer) -> str:
+    as_tokens = sum(
+        record.spelled_out
+        for record in records
+        if record.from_template or not tokenizer.splits_special_tokens
+    )
+    as_text = sum(record.spelled_out for record in records) - as_tokens
+    return spelled_out(as_text, True) + spelled_out(as_tokens, False)
+
+
 def _corpus_part(corpus: Corpus, split: int, needs: Needs) -> Part:
     tokens, name = (
         (corpus.train, corpus.validation)[split],
@@ -205,6 +227,27 @@ def _indexed_validation(source: IndexedSource, needs: Needs, open_indexed: _Open
         Part(TokenDataset(indexed.part(*bounds), needs.seq_length, name, needs.documents), weight)
         for indexed, bounds, name, weight in _split_of_blend(source, _VALIDATION, open_indexed)
     ]
+
+
+def _check_beginnings(
+    source: IndexedSource, open_indexed: _OpenIndexed, tokenizer: Tokenizer
+) -> Iterator[str]:
+    """Yield the end of a summary that names each training dataset with a BOS that nobody asks for.
+
+    Raises ValueError for a dataset that lacks a BOS that the run's documents are to begin with.
+    """
+    for prefix, _ in source.train.parts:
+        first = int(open_indexed(prefix).tokens[0])
+        if tokenizer.before_document not in ((), (first,)):
+            raise ValueError(
+                f"data.prepend_bos: {prefix} does not begin with BOS (token {tokenizer.beginning_of_document}); "
+                "preprocess it with --prepend-bos, or leave data.prepend_bos out"
+            )
+        if first in {tokenizer.beginning_of_document} - {
+            *tokenizer.before_document,
+            tokenizer.end_of_document,
+        }:
+            yield f"; {prefix} begins with BOS; set data.prepend_bos if it was made so, and an export adds it, too"
 
 
 def _split_of_blend(

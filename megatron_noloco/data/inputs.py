@@ -53,8 +53,13 @@ class Batch:
     read_bytes: int  # bytes of the input on disk since the batch before
 
     @property
+    def begins_document(self) -> bool:
+        """Whether the first record begins a document: it is no further piece of a long text."""
+        return self.input.kind != "text" or self.first == 1
+
+    @property
     def holds_whole_documents(self) -> bool:
-        return self.input.kind != "text" or (self.first == 1 and self.ends_document)
+        return self.begins_document and self.ends_document
 
     def texts(self, keys: tuple[str, ...]) -> list[list[str]]:
         """Return the texts of each record in the order of `keys`, "" for null, without blank lines.

@@ -52,6 +52,7 @@ class Tally:
     documents: int = 0
     tokens: int = 0
     empty: int = 0
+    special_tokens: int = 0  # that the texts spell out
     not_text: int = 0  # files found in folders and left out, since they are not UTF-8
 
 
@@ -91,6 +92,7 @@ def preprocess(job: Job, advance: Callable[[int], None]) -> Tally:
         for group in _groups(job):
             for column, writer in enumerate(writers.values()):
                 for batch, rows, sequences in _encode(group, column, job.encoding, tokenizer):
+                    tally.special_tokens += sum(tokenizer.count_special(row[column]) for row in rows)
                     tally.empty += len(rows) - len(sequences)
                     for number, sequence in enumerate(sequences, 1):
                         ends = batch.ends_document or number < len(sequences)
@@ -140,6 +142,10 @@ def _encode(
         sequences = list(islice(encoded, len(rows)))
         if batch.holds_whole_documents:
             sequences = [tokens for tokens in sequences if len(tokens)]
+        if tokenizer.before_document:
+            for index in range(0 if batch.begins_document else 1, len(sequences)):
+                tokens = sequences[index]
+                sequences[index] = np.insert(tokens, 0, tokenizer.before_document)
         if encoding.append_eod:
             for index in range(len(sequences) if batch.ends_document else len(sequences) - 1):
                 tokens = sequences[index]

@@ -22,6 +22,8 @@ class Record(NamedTuple):
 
     tokens: np.ndarray  # shape [tokens]
     answer: np.ndarray  # whether each token belongs to an answer, bool [tokens]
+    spelled_out: int = 0  # special tokens that its texts spell out
+    from_template: bool = False  # whether these are read as the tokens in any case
 
 
 class _Text(NamedTuple):
@@ -29,7 +31,10 @@ class _Text(NamedTuple):
 
     text: str
     answers: list[tuple[int, int]]  # first character of each answer, and the one after its last
-    append_end: bool  # whether an end-of-document token is appended, as a part of the answer
+    from_template: (
+        bool  # which ends an answer; otherwise an end-of-document token is appended, as a part of it
+    )
+    spelled_out: int = 0  # special tokens in the texts that were given
 
 
 def record_files(path: str) -> list[Path]:
@@ -53,15 +58,28 @@ def load_records(path: str, tokenizer: Tokenizer) -> list[Record]:
     texts = (text for file in record_files(path) for text in _read(file, tokenizer))
     records = []
     while batch := list(islice(texts, _BATCH_RECORDS)):
-        encoded = tokenizer.encode_with_starts([text.text for text in batch])
-        for text, (tokens, starts) in zip(batch, encoded, strict=True):
-            answer = np.zeros(len(tokens), dtype=bool)
-            for first, stop in text.answers:
-                answer |= (starts >= first) & (starts < stop)
-            if text.append_end:
-                tokens, answer = np.append(tokens, tokenizer.end_of_document), np.append(answer, True)
-            records.append(Record(tokens, answer))
+        encoded = {
+            kind: iter(
+                tokenizer.encode_with_starts(
+                    [text.text for text in batch if text.from_template == kind], kind
+                )
+            )
+            for kind in (False, True)
+        }
+        records += [_record(text, *next(encoded[text.from_template]), tokenizer) for text in batch]
     return records
+
+
+def _record(text: _Text, tokens: np.ndarray, starts: np.ndarray, tokenizer: Tokenizer) -> Record:
+    answer = np.zeros(len(tokens), dtype=bool)
+    for first, stop in text.answers:
+        answer |= (starts >= first) & (starts < stop)
+    if not text.from_template:
+        tokens, answer = np.append(tokens, tokenizer.end_of_document), np.append(answer, True)
+    begin = tokenizer.before_document
+    if tuple(tokens[: len(begin)]) != begin:  # a template may write it itself
+        tokens, answer = np.insert(tokens, 0, begin), np.insert(answer, 0, [False] * len(begin))
+    return Record(tokens, answer, text.spelled_out, text.from_template)
 
 
 def _read(file: Path, tokenizer: Tokenizer) -> Iterator[_Text]:
@@ -69,11 +87,21 @@ def _read(file: Path, tokenizer: Tokenizer) -> Iterator[_Text]:
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
-                    text = _text_of(parse_json(line), tokenizer)
+                    record = parse_json(line)
+                    text = _text_of(record, tokenizer)
                     text.text.encode()  # fails for half a surrogate pair, which no tokenizer takes
-                    yield text
+                    yield text._replace(spelled_out=sum(map(tokenizer.count_special, _strings(record))))
                 except ValueError as error:
                     raise ValueError(f"{file}, line {number}: {error}") from None
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """Yield each text in a part of a record."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for held in value.values() if isinstance(value, dict) else value:
+            yield from _strings(held)
 
 
 def _text_of(record: Any, tokenizer: Tokenizer) -> _Text:
@@ -83,7 +111,7 @@ def _text_of(record: Any, tokenizer: Tokenizer) -> _Text:
                 return _conversation(messages, record.get("tools"), tokenizer)
             raise ValueError('each of messages must be an object with "role" and "content"')
         case {"prompt": str(prompt), "completion": str(completion)}:
-            return _Text(prompt + completion, [(len(prompt), len(prompt + completion))], True)
+            return _Text(prompt + completion, [(len(prompt), len(prompt + completion))], False)
     raise ValueError(
         'must be an object with "messages", a list, or with "prompt" and "completion", both text'
     )
@@ -123,7 +151,7 @@ def _conversation(messages: list[dict[str, Any]], tools: Any, tokenizer: Tokeniz
             answers.append((len(before), len(through)))
     if not answers:
         raise ValueError('no message has the role "assistant": there is nothing to learn')
-    return _Text(whole, answers, False)
+    return _Text(whole, answers, True)
 
 
 class RecordDataset:
@@ -148,7 +176,8 @@ class RecordDataset:
         self.seq_length, self.name, self.packed, self.padding = seq_length, name, packed, padding
         self.cut = sum(len(record.tokens) > seq_length + 1 for record in records)
         fitting = [
-            Record(record.tokens[: seq_length + 1], record.answer[: seq_length + 1]) for record in records
+            record._replace(tokens=record.tokens[: seq_length + 1], answer=record.answer[: seq_length + 1])
+            for record in records
         ]
         self._records = [record for record in fitting if record.answer[1:].any()]
         if not self._records:

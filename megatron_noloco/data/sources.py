@@ -96,7 +96,9 @@ class DocumentBorders:
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """A tokenizer by name: "byte", or a Hugging Face fast tokenizer with its folder."""
+    """A tokenizer by name, "byte" or a Hugging Face fast tokenizer with its folder, and how it reads text."""
 
     tokenizer_type: str = "byte"
     tokenizer_model: str | None = None
+    split_special_tokens: bool = True  # a special token that a text spells out is text
+    prepend_bos: bool = False  # each document begins with BOS

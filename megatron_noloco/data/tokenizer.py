@@ -1,10 +1,16 @@
-"""Tokenizers: UTF-8 bytes, or a Hugging Face fast tokenizer from its files."""
+"""Tokenizers: UTF-8 bytes, or a Hugging Face fast tokenizer from its files.
+
+A special token that a text spells out, such as <|endoftext|>, is text, unless the choice of the tokenizer says
+otherwise. In the text of a chat template it is always the token.
+"""
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +23,9 @@ BYTES = 256
 END_OF_DOCUMENT = "<|endoftext|>"  # name of the token in an export; in a text it is encoded as bytes
 _COMMON_END_TEXTS = ("<|endoftext|>", "</s>", "<|end_of_text|>")  # if no file names the token
 _FILES = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")  # beside tokenizer.json
+# Keys of tokenizer_config.json for other classes than the export's, or that add tokens at the ends of a text.
+_OF_OTHER_CLASSES = ("add_bos_token", "add_eos_token", "add_prefix_space", "auto_map", "legacy", "use_fast")
+_MORE_TEMPLATES = "additional_chat_templates"  # a folder beside tokenizer.json
 
 
 class Tokenizer(Protocol):
@@ -48,6 +57,21 @@ class Tokenizer(Protocol):
         """Hex SHA-256 of the chat template; "" where there is none."""
         ...
 
+    @property
+    def before_document(self) -> tuple[int, ...]:
+        """Tokens with which each document begins in training: BOS where the choice says so, or none."""
+        ...
+
+    @property
+    def splits_special_tokens(self) -> bool:
+        """Whether a special token that a text spells out is text; in a template's text it never is."""
+        ...
+
+    @property
+    def special_tokens(self) -> dict[str, int]:
+        """The special tokens that a text can spell out, with their ids."""
+        ...
+
     def encode(self, text: str) -> np.ndarray:
         """Return the tokens of `text`, shape [tokens]; nothing is added at either end."""
         ...
@@ -56,8 +80,18 @@ class Tokenizer(Protocol):
         """Return the tokens of each text; faster than `encode` for each."""
         ...
 
-    def encode_with_starts(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Return of each text its tokens, and the character at which each token begins, both shape [tokens]."""
+    def encode_with_starts(
+        self, texts: list[str], from_template: bool = False
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Return of each text its tokens, and the character at which each token begins, both shape [tokens].
+
+        Args:
+            from_template: whether special tokens that the texts spell out are these tokens in any case.
+        """
+        ...
+
+    def count_special(self, text: str) -> int:
+        """Return how many special tokens `text` spells out."""
         ...
 
     def render(
@@ -76,7 +110,11 @@ class Tokenizer(Protocol):
     def decode(self, ids: np.ndarray | Sequence[int]) -> str: ...
 
     def save(self, folder: Path, max_length: int) -> None:
-        """Write the files that `AutoTokenizer.from_pretrained` reads."""
+        """Write the files that `AutoTokenizer.from_pretrained` reads: it adds a BOS if training does."""
+        ...
+
+    def copy_to(self, folder: Path) -> None:
+        """Copy the tokenizer's files, from which it can be built again; nothing where it needs none."""
         ...
 
 
@@ -88,7 +126,7 @@ def build_tokenizer(choice: TokenizerChoice) -> Tokenizer:
         raise ValueError(
             f"tokenizer_type {choice.tokenizer_type} needs tokenizer_model: a folder with a tokenizer.json"
         )
-    return FastTokenizer(Path(choice.tokenizer_model))
+    return FastTokenizer(Path(choice.tokenizer_model), choice.split_special_tokens, choice.prepend_bos)
 
 
 class ByteTokenizer:
@@ -97,6 +135,9 @@ class ByteTokenizer:
     end_of_document = BYTES
     end_of_answer = None
     beginning_of_document = None
+    before_document = ()
+    splits_special_tokens = True
+    special_tokens: dict[str, int] = {}  # noqa: RUF012 (read only)
     vocab_size = BYTES + 1
     digest = hashlib.sha256(b"UTF-8 bytes, 256 ends a document").hexdigest()
     template_digest = ""
@@ -108,11 +149,16 @@ class ByteTokenizer:
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
         return [self.encode(text) for text in texts]
 
-    def encode_with_starts(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+    def encode_with_starts(
+        self, texts: list[str], from_template: bool = False
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
         return [
             (self.encode(text), np.repeat(np.arange(len(text)), [len(c.encode("utf-8")) for c in text]))
             for text in texts
         ]
+
+    def count_special(self, text: str) -> int:
+        return 0
 
     def render(
         self, messages: list[dict[str, Any]], tools: Any = None, add_generation_prompt: bool = False
@@ -144,9 +190,11 @@ class ByteTokenizer:
         PreTrainedTokenizerFast(
             tokenizer_object=tokenizer,
             eos_token=END_OF_DOCUMENT,
-            bos_token=END_OF_DOCUMENT,
             model_max_length=max_length,
         ).save_pretrained(folder)
+
+    def copy_to(self, folder: Path) -> None:
+        pass
 
 
 def _printable(byte: int) -> str:
@@ -167,8 +215,13 @@ class FastTokenizer:
     Only chat templates need transformers.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Load a tokenizer.json, or the one in a folder; raises ValueError where there is none."""
+    def __init__(self, path: Path, split_special_tokens: bool = True, prepend_bos: bool = False) -> None:
+        """Load a tokenizer.json, or the one in a folder; raises ValueError where there is none.
+
+        Args:
+            split_special_tokens: whether a special token that a text spells out is text.
+            prepend_bos: whether each document begins with the tokenizer's BOS.
+        """
         try:
             from tokenizers import Tokenizer
         except ImportError:
@@ -195,6 +248,15 @@ class FastTokenizer:
         self.end_of_document = vocabulary[self._end_text]
         beginning = self._named("bos_token")
         self.beginning_of_document = None if beginning is None else vocabulary.get(beginning)
+        self.before_document: tuple[int, ...] = ()
+        if prepend_bos:
+            if self.beginning_of_document is None:
+                raise ValueError(
+                    f"prepend_bos: tokenizer_model {path} has no BOS; name one as bos_token in its "
+                    "tokenizer_config.json, or leave prepend_bos out"
+                )
+            self.before_document = (self.beginning_of_document,)
+        self.splits_special_tokens = split_special_tokens
         self._dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.int32
 
     @cached_property
@@ -219,9 +281,9 @@ class FastTokenizer:
     @property
     def _template(self) -> Any:
         """The chat template, or named templates, as transformers finds them; None where there is none."""
-        file = self.folder / "chat_template.jinja"
-        if file.is_file():
-            return file.read_text()
+        files = [*(self.folder / _MORE_TEMPLATES).glob("*.jinja"), self.folder / "chat_template.jinja"]
+        if texts := {file.name: file.read_text() for file in files if file.is_file()}:
+            return texts
         return _read_json(self.folder / "tokenizer_config.json").get("chat_template")
 
     @property
@@ -239,18 +301,26 @@ class FastTokenizer:
         except ValueError:  # no template, or one that takes no such messages
             return None
         _, found, end = text.rpartition(answer)
-        tokens = self.encode(end).tolist() if found else []
-        known = self._tokenizer.get_added_tokens_decoder()
-        return next((token for token in tokens if token in known and known[token].special), None)
+        tokens = self.encode_with_starts([end], from_template=True)[0][0].tolist() if found else []
+        return next((token for token in tokens if token in self.special_tokens.values()), None)
+
+    @cached_property
+    def special_tokens(self) -> dict[str, int]:
+        added = self._tokenizer.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items() if token.special}
 
     def encode(self, text: str) -> np.ndarray:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        self._tokenizer.encode_special_tokens = self.splits_special_tokens
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(encoding.ids, dtype=self._dtype) for encoding in encodings]
 
-    def encode_with_starts(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+    def encode_with_starts(
+        self, texts: list[str], from_template: bool = False
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        self._tokenizer.encode_special_tokens = self.splits_special_tokens and not from_template
         return [
             (
                 np.array(encoding.ids, dtype=self._dtype),
@@ -258,6 +328,17 @@ class FastTokenizer:
             )
             for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False)
         ]
+
+    def count_special(self, text: str) -> int:
+        return sum(1 for _ in self._spelled_out.finditer(text)) if self.special_tokens else 0
+
+    @cached_property
+    def _spelled_out(self) -> re.Pattern[str]:
+        """Matches each special token in a text; of several at one place the longest."""
+        longest_first = sorted(self.special_tokens, key=lambda token: (token[:1], -len(token)))
+        # By their first character: with hundreds of tokens in one alternation the search took 100 times as long.
+        groups = groupby(longest_first, key=lambda token: token[:1])
+        return re.compile("|".join(f"(?:{'|'.join(map(re.escape, tokens))})" for _, tokens in groups))
 
     def render(
         self, messages: list[dict[str, Any]], tools: Any = None, add_generation_prompt: bool = False
@@ -288,17 +369,42 @@ class FastTokenizer:
         return self._tokenizer.decode(np.asarray(ids, dtype=np.int64).tolist(), skip_special_tokens=True)
 
     def save(self, folder: Path, max_length: int) -> None:
-        shutil.copyfile(self._file, folder / "tokenizer.json")
-        for name in _FILES:
-            if (self.folder / name).is_file():
-                shutil.copyfile(self.folder / name, folder / name)
+        self.copy_to(folder)
+        self._with_beginning().save(str(folder / "tokenizer.json"))
+        given = _read_json(folder / "tokenizer_config.json")
         settings = {
+            # The defaults of this class remove spaces, and give inputs that no model here takes.
+            "clean_up_tokenization_spaces": False,
+            "model_input_names": ["input_ids", "attention_mask"],
+            **{name: value for name, value in given.items() if name not in _OF_OTHER_CLASSES},
+            # Other classes may build a tokenizer of their own from the vocabulary in tokenizer.json.
             "tokenizer_class": "PreTrainedTokenizerFast",
-            **_read_json(folder / "tokenizer_config.json"),
             "eos_token": self._end_text,
             "model_max_length": max_length,
         }
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
+
+    def copy_to(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(self._file, folder / "tokenizer.json")
+        for name in _FILES:
+            if (self.folder / name).is_file():
+                shutil.copyfile(self.folder / name, folder / name)
+        if (self.folder / _MORE_TEMPLATES).is_dir():
+            shutil.copytree(self.folder / _MORE_TEMPLATES, folder / _MORE_TEMPLATES, dirs_exist_ok=True)
+
+    def _with_beginning(self) -> Any:
+        """Return the tokenizer without truncation and padding; it adds what documents begin with in training."""
+        from tokenizers import Tokenizer, processors
+
+        whole = Tokenizer.from_str(self._tokenizer.to_str())
+        if self.before_document:
+            (number,) = self.before_document
+            token = whole.id_to_token(number)
+            whole.post_processor = processors.TemplateProcessing(
+                single=[token, "$A"], special_tokens=[(token, number)]
+            )
+        return whole
 
     def _named(self, role: str) -> str | None:
         """Return the text of the token that a file beside tokenizer.json names, such as "bos_token"; else None."""

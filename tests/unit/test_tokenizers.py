@@ -7,7 +7,20 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from megatron_noloco.data.tokenizer import ByteTokenizer, FastTokenizer
+from megatron_noloco.cli.main import main
+from megatron_noloco.data.datasets import Datasets, Needs, build_datasets
+from megatron_noloco.data.indexed import IndexedTokens
+from megatron_noloco.data.records import load_records
+from megatron_noloco.data.sources import (
+    Blend,
+    IndexedSource,
+    RecordSource,
+    Source,
+    Split,
+    TextSource,
+    TokenizerChoice,
+)
+from megatron_noloco.data.tokenizer import ByteTokenizer, FastTokenizer, build_tokenizer
 
 TEXT = ["The fox went, the fox came again.", "def fox(the):\n    return the + 1\n"]
 
@@ -81,3 +94,120 @@ class TestDigest:
         assert before.template_digest == ByteTokenizer().template_digest == ""
         assert len(after.template_digest) == len(after.digest) == 64
         assert before.digest == after.digest
+
+
+SPELLED = "Say </s> to end, </s> and <|im_end|> too.\n"
+BOS, END, IM_END = 0, 1, 2
+HALVES = Split(0.5, 0.5, 0)
+
+
+def datasets_of(source: Source, tokenizer: Path, **choice: bool) -> Datasets:
+    chosen = TokenizerChoice("HuggingFaceTokenizer", str(tokenizer), **choice)
+    return build_datasets(source, build_tokenizer(chosen), Needs(vocab_size=300, seq_length=8))
+
+
+def preprocessed(tmp_path: Path, text: Path, *options: str) -> IndexedTokens:
+    tokenizer = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path / "tok")]
+    prefix = ["--output-prefix", str(tmp_path / f"out{len(options)}"), "--append-eod"]
+    assert main(["data", "preprocess", "--input", str(text), *tokenizer, *prefix, *options]) == 0
+    return IndexedTokens(f"{prefix[1]}_text_document")
+
+
+class TestSpecialTokens:
+    @pytest.mark.parametrize("split", [True, False])
+    def test_those_that_a_text_spells_out_are_text_unless_asked(self, tmp_path: Path, split: bool) -> None:
+        text = tmp_path / "text.txt"
+        text.write_text(SPELLED * 4)
+        source = TextSource(str(text), HALVES)
+        datasets = datasets_of(source, write_tokenizer(tmp_path / "tok"), split_special_tokens=split)
+        tokens = datasets.train.tokens.tolist()
+        assert tokens.count(END) == (1 if split else 5)
+        assert FastTokenizer(tmp_path / "tok").decode([*filter(END.__ne__, tokens)]) == (
+            SPELLED * 2 if split else "Say  to end,  and  too.\n" * 2
+        )
+        how = "read as text" if split else "read as these tokens, not as text"
+        assert datasets.summary.endswith(f"; special tokens spelled out: 12, {how}")
+
+    def test_preprocessing_has_the_same_option_and_count(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        write_tokenizer(tmp_path / "tok")
+        file = tmp_path / "text.jsonl"
+        file.write_text(json.dumps({"text": SPELLED}) + "\n")
+        as_text = preprocessed(tmp_path, file).tokens.tolist()
+        assert "special tokens spelled out: 3, read as text" in capsys.readouterr().out
+        as_tokens = preprocessed(tmp_path, file, "--no-split-special-tokens").tokens.tolist()
+        assert "special tokens spelled out: 3, read as these tokens" in capsys.readouterr().out
+        assert [as_text.count(END), as_tokens.count(END)] == [1, 3]
+
+    def test_a_template_writes_tokens_and_those_in_messages_are_counted(self, tmp_path: Path) -> None:
+        template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+        write_tokenizer(tmp_path / "tok", chat_template=template)
+        chat = [{"role": "user", "content": "Say <|im_end|>"}, {"role": "assistant", "content": "No"}]
+        lines = [{"messages": chat}, {"prompt": "Say </s>", "completion": " No"}]
+        file = tmp_path / "chat.jsonl"
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        records = load_records(str(file), FastTokenizer(tmp_path / "tok"))
+        assert [record.tokens.tolist().count(IM_END) for record in records] == [3, 0]
+        assert [record.tokens.tolist().count(END) for record in records] == [0, 1]
+        summary = datasets_of(RecordSource(str(file), HALVES, packed=True), tmp_path / "tok").summary
+        assert summary.endswith(
+            "; special tokens spelled out: 1, read as text"
+            "; special tokens spelled out: 1, read as these tokens, not as text"
+        )
+
+
+class TestBeginningOfDocument:
+    def test_each_document_of_text_begins_with_it_if_asked(self, tmp_path: Path) -> None:
+        write_tokenizer(tmp_path / "tok")
+        for number in range(3):
+            (tmp_path / "text").mkdir(exist_ok=True)
+            (tmp_path / "text" / f"{number}.txt").write_text(TEXT[0] * 4)
+        source = TextSource(str(tmp_path / "text"), HALVES)
+        plain = datasets_of(source, tmp_path / "tok").train.tokens
+        tokens = datasets_of(source, tmp_path / "tok", prepend_bos=True).train.tokens
+        assert tokens[tokens != BOS].tolist() == plain.tolist()
+        begins = (tokens == BOS).nonzero()[0].tolist()
+        assert begins == [0, *((tokens == END).nonzero()[0] + 1).tolist()[:-1]]
+
+    def test_a_long_text_is_preprocessed_in_pieces_of_which_the_first_begins(self, tmp_path: Path) -> None:
+        write_tokenizer(tmp_path / "tok")
+        file = tmp_path / "long.txt"
+        file.write_text("the fox\n" * (1 << 17))
+        indexed = preprocessed(tmp_path, file, "--prepend-bos")
+        assert len(indexed.lengths) > 1
+        assert (indexed.tokens == BOS).nonzero()[0].tolist() == [0]
+
+    def test_records_begin_with_it_unless_the_template_writes_it(self, tmp_path: Path) -> None:
+        template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+        write_tokenizer(tmp_path / "tok", chat_template=template)
+        chat = [{"role": "user", "content": "the"}, {"role": "assistant", "content": "fox"}]
+        lines = [{"messages": chat}, {"prompt": "the ", "completion": "fox"}]
+        file = tmp_path / "chat.jsonl"
+        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        plain, begun = (
+            load_records(str(file), FastTokenizer(tmp_path / "tok", prepend_bos=prepend))
+            for prepend in (False, True)
+        )
+        assert begun[0].tokens.tolist() == plain[0].tokens.tolist()
+        assert begun[1].tokens.tolist() == [BOS, *plain[1].tokens]
+        assert begun[1].answer.tolist() == [False, *plain[1].answer]
+
+    def test_a_dataset_that_was_made_otherwise_is_refused_or_reported(self, tmp_path: Path) -> None:
+        write_tokenizer(tmp_path / "tok")
+        file = tmp_path / "text.txt"
+        file.write_text(TEXT[0])
+        prefixes = [preprocessed(tmp_path, file, *options).prefix for options in ([], ["--prepend-bos"])]
+        without, begun = (
+            IndexedSource(Blend.parse(prefix), Blend.parse(prefix), None) for prefix in prefixes
+        )
+        with pytest.raises(ValueError, match=r"data.prepend_bos: .* does not begin with BOS \(token 0\)"):
+            datasets_of(without, tmp_path / "tok", prepend_bos=True)
+        assert "begins with BOS" not in datasets_of(begun, tmp_path / "tok", prepend_bos=True).summary
+        summary = datasets_of(begun, tmp_path / "tok").summary
+        assert f"{prefixes[1]} begins with BOS; set data.prepend_bos" in summary
+
+    def test_a_tokenizer_without_it_is_refused(self, tmp_path: Path) -> None:
+        folder = write_tokenizer(tmp_path / "tok", bos_token=None)
+        with pytest.raises(ValueError, match=f"prepend_bos: tokenizer_model {folder} has no BOS; name one"):
+            FastTokenizer(folder, prepend_bos=True)
