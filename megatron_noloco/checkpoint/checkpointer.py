@@ -160,6 +160,7 @@ class Checkpointer:
             layout=layout,
             engine=numbers,
             counters=counters,
+            tokenizer=self.settings.tokenizer,
         )
 
 

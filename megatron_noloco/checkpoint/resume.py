@@ -94,7 +94,10 @@ def settle_start(settings: CheckpointSettings, topology: Topology, found: Start)
     lines = [
         f"continuing from {found.folder}: step {saved.step}, {saved.consumed_samples} samples consumed",
         *found.notes,
-        *(f"changed: {line}" for line in settings.changes(saved.config, saved.counters, own)),
+        *(
+            f"changed: {line}"
+            for line in settings.changes(saved.config, saved.counters, own, saved.tokenizer)
+        ),
         *describe_replicas(saved.topology, topology),
     ]
     obsolete = catalog.steps(settings.folder)

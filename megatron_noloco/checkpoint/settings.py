@@ -2,11 +2,13 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 TRAINING_DATA = "training_data"  # counter: checksum of the training data
+TOKENS, TEMPLATE = "digest", "template_digest"  # of a tokenizer, by which another one is told
+_TOKENIZER = "data.tokenizer_model"
 # Settings that say where data lie or how text is read, which may change if the tokens stay the same.
 _SAME_DATA = (
     "data.text",
@@ -59,6 +61,7 @@ class CheckpointSettings:
         async_save: whether training continues while a copy of the state is being written.
         load: "auto" (the newest intact checkpoint in `folder`), "none", or a step folder.
         training_data: a checksum of the training data, the counter TRAINING_DATA of checkpoints; None: not known.
+        tokenizer: the digests of the run's tokenizer (TOKENS) and of its chat template (TEMPLATE); empty: unknown.
     """
 
     folder: Path
@@ -68,13 +71,23 @@ class CheckpointSettings:
     async_save: bool
     load: str
     training_data: int | None = None
+    tokenizer: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Where the run keeps a copy of its tokenizer."""
+        return tokenizer_folder(self.folder.parent)
 
     @property
     def seed(self) -> int:
         return int(self.run["training"]["seed"])
 
     def changes(
-        self, saved: dict[str, Any], counters: Mapping[str, float] | None = None, own: bool = True
+        self,
+        saved: dict[str, Any],
+        counters: Mapping[str, float] | None = None,
+        own: bool = True,
+        tokenizer: Mapping[str, str] | None = None,
     ) -> list[str]:
         """Return a line for each setting that differs from the JSON `saved` of a run.
 
@@ -83,12 +96,24 @@ class CheckpointSettings:
         Args:
             counters: those of the checkpoint.
             own: whether it is a checkpoint of this run.
+            tokenizer: the digests of the checkpoint's.
         """
         refused, allowed = [], []
+        tokenizer = tokenizer or {}
+        told = TOKENS in tokenizer and TOKENS in self.tokenizer
+        if told and tokenizer[TOKENS] != self.tokenizer[TOKENS]:
+            place = self.run["data"]["tokenizer_model"]
+            refused.append(
+                f"{_TOKENIZER}: {place} reads texts as other tokens than the checkpoint's tokenizer"
+            )
+        elif told and tokenizer[TEMPLATE] != self.tokenizer[TEMPLATE]:
+            allowed.append(f"{_TOKENIZER}: another chat template than the checkpoint's")
         data = (counters or {}).get(TRAINING_DATA)
         for name, before, after in _differences(self.with_defaults(saved), self.run):
             line = f"{name}: {json.dumps(before)} in the checkpoint, {json.dumps(after)} now"
-            if name in _SAME_DATA and None not in (before, after, data):
+            if name == _TOKENIZER and told and None not in (before, after):
+                allowed.append(line)  # the same tokens, or refused above
+            elif name in _SAME_DATA and None not in (before, after, data):
                 if data == self.training_data:
                     allowed.append(line)
                 else:
@@ -106,6 +131,11 @@ class CheckpointSettings:
                 )
             raise ValueError("\n".join(f"{line}; {remedy}" for line in refused))
         return allowed
+
+
+def tokenizer_folder(job_folder: Path) -> Path:
+    """Return where a run, or a job of a federation, keeps a copy of its tokenizer."""
+    return job_folder / "tokenizer"
 
 
 def _is_in(name: str, names: tuple[str, ...]) -> bool:

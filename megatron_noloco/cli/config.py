@@ -53,13 +53,15 @@ def _check(path: str, world_size: int | None) -> None:
     topology = None if world_size is None else config.topology(world_size)
 
     with importing():  # torch: only for a sound config
+        from megatron_noloco.data.auto_tokenizer import check_folder
         from megatron_noloco.preflight.fit import shortage_of_all
         from megatron_noloco.training.prepare import check_start
 
     architecture = config.architecture() if config.model.vocab_size is not None else None
     problem = None
     try:
-        architecture = check_start(config)[1]
+        tokenizer, architecture = check_start(config)
+        check_folder(tokenizer)
         say(f"{path}: ok")
     except ValueError as error:
         problem = error

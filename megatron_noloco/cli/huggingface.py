@@ -46,6 +46,7 @@ def add_commands(commands: Commands) -> None:
     largest = "largest weight file (default: 500MB)"
     export.add_argument("--max-shard-size", type=size, default=_SHARD_BYTES, help=largest)
     export.set_defaults(run=_export)
+    _add_tokenizer(export)
 
     import_ = add_command(
         commands,
@@ -77,6 +78,7 @@ def add_commands(commands: Commands) -> None:
     )
     generate.add_argument("--seed", type=seed, default=0)
     generate.set_defaults(run=_generate)
+    _add_tokenizer(generate)
 
     evaluate = add_command(
         commands,
@@ -94,13 +96,23 @@ def add_commands(commands: Commands) -> None:
     )
     evaluate.add_argument("--seq-length", type=at_least_one, help="tokens in a sample (default: the model's)")
     evaluate.set_defaults(run=_evaluate)
+    _add_tokenizer(evaluate)
+
+
+def _add_tokenizer(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="FOLDER",
+        help="of a checkpoint's run (default: the run's copy, or the folder that its config names)",
+    )
 
 
 def _export(args: argparse.Namespace) -> int:
     from megatron_noloco.huggingface.export import TOLERANCE, check_export, export
     from megatron_noloco.huggingface.source import open_source
 
-    source = open_source(args.checkpoint, args.combine)
+    source = open_source(args.checkpoint, args.combine, args.tokenizer)
     output = Path(args.output)
     export(source, output, args.dtype, args.max_shard_size)
     say(*source.losses_report())
@@ -132,27 +144,42 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from megatron_noloco.huggingface.export import export
+    from megatron_noloco.huggingface.export import check_tokens, export
     from megatron_noloco.huggingface.source import is_hugging_face, open_source
     from megatron_noloco.huggingface.whole_model import generate
 
     options = (args.prompt, args.tokens, args.temperature, args.seed)
     if is_hugging_face(args.model):
+        _refuse_tokenizer(args)
         generate(args.model[0], *options)
         return 0
+    source = open_source(args.model, "mean", args.tokenizer)
     with tempfile.TemporaryDirectory() as folder:
-        export(open_source(args.model, "mean"), Path(folder) / "model", "float32", _SHARD_BYTES)
-        generate(Path(folder) / "model", *options)
+        exported = Path(folder) / "model"
+        export(source, exported, "float32", _SHARD_BYTES)
+        check_tokens(source, exported)
+        generate(exported, *options)
     return 0
 
 
 def _evaluate(args: argparse.Namespace) -> int:
     from megatron_noloco.huggingface.evaluate import evaluate, open_weights
+    from megatron_noloco.huggingface.source import is_hugging_face
 
-    weights = open_weights(args.model, args.data, args.seq_length)
+    if is_hugging_face(args.model):
+        _refuse_tokenizer(args)
+    weights = open_weights(args.model, args.data, args.seq_length, args.tokenizer)
     for result in evaluate(weights, args.samples):
         say(
             f"{result.model} on {result.dataset}: loss {result.loss:.4f} nats per token, "
             f"perplexity {result.perplexity:.4f} ({result.tokens} tokens)"
         )
     return 0
+
+
+def _refuse_tokenizer(args: argparse.Namespace) -> None:
+    """Raise ValueError where a Hugging Face folder is to be read with another tokenizer than its own."""
+    if args.tokenizer is not None:
+        raise ValueError(
+            f"--tokenizer: {args.model[0]} is a Hugging Face folder, which has its own; leave it out"
+        )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from megatron_noloco.data.auto_tokenizer import check_folder
 from megatron_noloco.data.corpus import check_outside
 from megatron_noloco.data.indexed import IndexedWriter
 from megatron_noloco.data.inputs import Batch, Input, read_batches
@@ -72,7 +73,7 @@ def check(job: Job) -> None:
         raise ValueError(f"--json-keys: {text} is plain text, which has no keys; give one key, or JSON lines")
     for folder in {item.folder for item in job.inputs if item.folder is not None}:
         check_outside(job.prefix, "--output-prefix", folder, "--input")
-    build_tokenizer(job.encoding.tokenizer)
+    check_folder(build_tokenizer(job.encoding.tokenizer))
 
 
 def preprocess(job: Job, advance: Callable[[int], None]) -> Tally:

@@ -8,7 +8,8 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
@@ -117,6 +118,10 @@ class Tokenizer(Protocol):
         """Copy the tokenizer's files, from which it can be built again; nothing where it needs none."""
         ...
 
+    def kept_in(self, folder: Path) -> bool:
+        """Return whether `folder` has a copy of this tokenizer; always where it needs none."""
+        ...
+
 
 def build_tokenizer(choice: TokenizerChoice) -> Tokenizer:
     """Build the tokenizer of a run; raises ValueError when its files are missing or broken."""
@@ -127,6 +132,29 @@ def build_tokenizer(choice: TokenizerChoice) -> Tokenizer:
             f"tokenizer_type {choice.tokenizer_type} needs tokenizer_model: a folder with a tokenizer.json"
         )
     return FastTokenizer(Path(choice.tokenizer_model), choice.split_special_tokens, choice.prepend_bos)
+
+
+def find_tokenizer(choice: TokenizerChoice, places: Iterable[Path], digest: str) -> Tokenizer:
+    """Build a saved run's tokenizer from the first of `places`, or from its own, that has the run's tokens.
+
+    Raises ValueError where none has.
+
+    Args:
+        digest: of the run's tokenizer; "": not known, so that the first place with a tokenizer is taken.
+    """
+    if choice.tokenizer_model is None:
+        return build_tokenizer(choice)
+    problems = []
+    for place in (*places, Path(choice.tokenizer_model)):
+        try:
+            found = build_tokenizer(replace(choice, tokenizer_model=str(place)))
+        except ValueError as error:
+            problems.append(str(error))
+            continue
+        if digest in ("", found.digest):
+            return found
+        problems.append(f"{place}: reads other tokens than the run")
+    raise ValueError(f"the run's tokenizer is not found (give --tokenizer FOLDER): {'; '.join(problems)}")
 
 
 class ByteTokenizer:
@@ -196,6 +224,9 @@ class ByteTokenizer:
     def copy_to(self, folder: Path) -> None:
         pass
 
+    def kept_in(self, folder: Path) -> bool:
+        return True
+
 
 def _printable(byte: int) -> str:
     """Return the character for a byte in GPT-2's byte-level alphabet.
@@ -261,22 +292,34 @@ class FastTokenizer:
 
     @cached_property
     def digest(self) -> str:
-        content = json.loads(self._tokenizer.to_str())
-        for name in ("version", "decoder"):  # decide no token; truncation and the like are taken out already
-            del content[name]
-        model = content["model"]
-        if "merges" in model:  # before tokenizers 0.20 a text: "a b"
-            model["merges"] = [
-                merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]
-            ]
-        ends = [self.beginning_of_document, self.end_of_document]
-        text = json.dumps([_without_defaults(content), ends], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+        return _sha256([self._content, self.beginning_of_document, self.end_of_document])
 
     @cached_property
     def template_digest(self) -> str:
-        template = self._template
-        return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest() if template else ""
+        return _sha256(self._template) if self._template else ""
+
+    def extends(self, other: "FastTokenizer") -> bool:
+        """Return whether this tokenizer has the ids and rules of the other, with or without further tokens."""
+        return other.vocabulary.items() <= self.vocabulary.items() and self._rules == other._rules
+
+    @property
+    def _content(self) -> dict[str, Any]:
+        """What of a tokenizer.json decides tokens, without the differences between its versions."""
+        content = json.loads(self._tokenizer.to_str())
+        # The decoder decides no token; truncation, padding and the like are taken out already.
+        content = {name: content[name] for name in ("normalizer", "pre_tokenizer", "model", "added_tokens")}
+        if "merges" in content["model"]:  # before tokenizers 0.20 a text: "a b"
+            merges = content["model"]["merges"]
+            content["model"]["merges"] = [m.split(" ") if isinstance(m, str) else m for m in merges]
+        return _without_defaults(content)
+
+    @property
+    def _rules(self) -> dict[str, Any]:
+        """The content without the vocabulary; with it where it has the scores of tokens."""
+        content = {name: held for name, held in self._content.items() if name != "added_tokens"}
+        if isinstance(content["model"].get("vocab"), dict):
+            del content["model"]["vocab"]
+        return content
 
     @property
     def _template(self) -> Any:
@@ -393,6 +436,13 @@ class FastTokenizer:
         if (self.folder / _MORE_TEMPLATES).is_dir():
             shutil.copytree(self.folder / _MORE_TEMPLATES, folder / _MORE_TEMPLATES, dirs_exist_ok=True)
 
+    def kept_in(self, folder: Path) -> bool:
+        try:
+            other = FastTokenizer(folder)
+        except ValueError:
+            return False
+        return (other.digest, other.template_digest) == (self.digest, self.template_digest)
+
     def _with_beginning(self) -> Any:
         """Return the tokenizer without truncation and padding; it adds what documents begin with in training."""
         from tokenizers import Tokenizer, processors
@@ -424,6 +474,10 @@ class FastTokenizer:
             f"tokenizer_model {self.folder}: no end-of-document token; name it as eos_token in "
             "tokenizer_config.json"
         )
+
+
+def _sha256(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _without_defaults(content: Any) -> Any:

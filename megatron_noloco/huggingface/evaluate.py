@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
+from megatron_noloco.data.auto_tokenizer import check_folder, folder_adds_bos
 from megatron_noloco.data.datasets import Needs, validation_datasets, whole_dataset
 from megatron_noloco.data.microbatches import VALIDATION_SEED, gather
 from megatron_noloco.data.samples import SampleDataset
@@ -77,13 +78,16 @@ def _mean_loss(model: WholeModel, dataset: SampleDataset, ids: np.ndarray) -> tu
     return total / tokens, tokens
 
 
-def open_weights(paths: Sequence[Path], data: str | None, seq_length: int | None) -> WeightSets:
+def open_weights(
+    paths: Sequence[Path], data: str | None, seq_length: int | None, tokenizer_place: Path | None = None
+) -> WeightSets:
     """Prepare the evaluation of a Hugging Face folder or of a checkpoint.
 
     Args:
         paths: one Hugging Face folder, or the paths of a checkpoint (see `find_ensemble`).
         data: a text file, a folder of text, or a dataset's prefix; None: the run's own validation split.
         seq_length: tokens in a sample; None: the model's.
+        tokenizer_place: see `open_source`.
 
     Raises ValueError when the model, or the data to evaluate it on, is missing.
     """
@@ -92,7 +96,7 @@ def open_weights(paths: Sequence[Path], data: str | None, seq_length: int | None
         if data is None:
             raise ValueError(f"{first}: a Hugging Face folder has no validation split; give --data")
         return _open_hugging_face(first, data, seq_length)
-    source = open_source(paths, "mean")
+    source = open_source(paths, "mean", tokenizer_place)
     architecture = replace(source.architecture, seq_length=seq_length or source.architecture.seq_length)
     names = [f"replica {replica}" for replica in source.replicas]
     sets = [[replica] for replica in source.replicas]
@@ -122,7 +126,9 @@ def _open_hugging_face(folder: Path, data: str, seq_length: int | None) -> Weigh
         architecture, seq_length=seq_length or min(architecture.seq_length, _MAX_SEQ_LENGTH)
     )
     needs = Needs(architecture.vocab_size, architecture.seq_length)
-    dataset = whole_dataset(data, FastTokenizer(folder), needs)
+    tokenizer = FastTokenizer(folder, prepend_bos=folder_adds_bos(folder))
+    check_folder(tokenizer)
+    dataset = whole_dataset(data, tokenizer, needs)
 
     @contextmanager
     def open_sets() -> Iterator[list[Read]]:

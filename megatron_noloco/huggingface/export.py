@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_noloco.data.auto_tokenizer import export_problem
 from megatron_noloco.data.sources import RecordSource
 from megatron_noloco.files import naming_file, write_tensors, writing
 from megatron_noloco.huggingface.source import ModelSource
@@ -37,14 +38,16 @@ def export(source: ModelSource, output: Path, dtype: str, max_shard_bytes: int) 
     mark = output / UNFINISHED
     with writing(output, "--output"):
         output.mkdir(parents=True, exist_ok=True)
-        mark.write_text("the logits of this model have not been compared with the trainer's\n")
+        mark.write_text("the tokens and logits of this model have not been compared with the trainer's\n")
         for path in set(output.iterdir()) - {mark}:  # the folder itself may be a link, or the root of a disk
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-    architecture, end = source.architecture, source.tokenizer.end_of_document
-    _write_json(output / "config.json", family_of(architecture).hf_config(architecture, dtype, end))
-    _write_json(output / "generation_config.json", {"bos_token_id": end, "eos_token_id": _ends(source)})
+    architecture, tokenizer = source.architecture, source.tokenizer
+    begin = {"bos_token_id": tokenizer.beginning_of_document}
+    config = family_of(architecture).hf_config(architecture, dtype)
+    _write_json(output / "config.json", config | begin | {"eos_token_id": tokenizer.end_of_document})
+    _write_json(output / "generation_config.json", begin | {"eos_token_id": _ends(source)})
     with naming_file(output):
-        source.tokenizer.save(output, architecture.seq_length)
+        tokenizer.save(output, architecture.seq_length)
     _write_weights(source, output, DTYPES[dtype], max_shard_bytes)
     _write_text(output / "README.md", _model_card(source))
 
@@ -160,12 +163,13 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def check_export(source: ModelSource, output: Path) -> float:
-    """Compare the logits of the export under transformers with those of the trainer's own forward pass.
+    """Compare the export under transformers with the trainer: the tokens of texts, and the logits of tokens.
 
     Returns the largest difference on the same tokens, both models in fp32, and removes the mark of an unfinished
     export if it is below TOLERANCE. The trainer's model is loaded from the checkpoint, not from the export, and
-    rounded like the export.
+    rounded like the export. Raises ValueError where a text has other tokens.
     """
+    check_tokens(source, output)
     architecture = source.architecture
     length = 64 + (architecture.sliding_window or 0)  # longer than the window, so that a wrong window shows
     tokens = torch.randint(
@@ -179,6 +183,12 @@ def check_export(source: ModelSource, output: Path) -> float:
     if difference < TOLERANCE:
         (output / UNFINISHED).unlink()
     return difference
+
+
+def check_tokens(source: ModelSource, output: Path) -> None:
+    """Raise ValueError where the exported tokenizer reads a text as other tokens than training does."""
+    if problem := export_problem(source.tokenizer, output):
+        raise ValueError(problem)
 
 
 @torch.no_grad()

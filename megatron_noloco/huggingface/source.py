@@ -11,8 +11,9 @@ from megatron_noloco.checkpoint import catalog
 from megatron_noloco.checkpoint.catalog import Manifest, verify
 from megatron_noloco.checkpoint.ensemble import Ensemble, find_ensemble
 from megatron_noloco.checkpoint.reader import CheckpointReader
+from megatron_noloco.checkpoint.settings import TOKENS, tokenizer_folder
 from megatron_noloco.config import RunConfig
-from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
+from megatron_noloco.data.tokenizer import Tokenizer, find_tokenizer
 from megatron_noloco.model.architecture import Architecture
 
 
@@ -23,11 +24,15 @@ class ModelSource:
     saved: Ensemble
     config: RunConfig
     replicas: list[int]
+    tokenizer_place: Path | None = None  # where the run's tokenizer is, if the user says so
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The run's tokenizer; raises ValueError when its files are gone."""
-        return build_tokenizer(self.config.tokenizer)
+        """The run's tokenizer: at a given place, the run's copy, or its own; raises ValueError where none is."""
+        run_folders = [step.absolute().parents[1] for step in self.saved.folders.values()]
+        places = [self.tokenizer_place] if self.tokenizer_place else map(tokenizer_folder, run_folders)
+        manifest = self.saved.manifests[0]
+        return find_tokenizer(self.config.tokenizer, places, manifest.tokenizer.get(TOKENS, ""))
 
     @property
     def architecture(self) -> Architecture:
@@ -67,17 +72,18 @@ def is_hugging_face(paths: Sequence[Path]) -> bool:
     return True
 
 
-def open_source(paths: Sequence[Path], combine: str) -> ModelSource:
+def open_source(paths: Sequence[Path], combine: str, tokenizer: Path | None = None) -> ModelSource:
     """Find a checkpoint, verify its weights, and choose replicas.
 
     Raises ValueError when the checkpoint is incomplete or damaged, or has no replica as `combine` requires.
 
     Args:
         paths: of the checkpoint, see `find_ensemble`.
+        tokenizer: the folder of the run's tokenizer; None: the run's copy, or where its config says.
         combine: "mean" of all replicas, the "best" one by validation loss, or "replica=K".
     """
     saved = find_ensemble(paths)
-    source = ModelSource(saved, RunConfig.of_checkpoint(saved.manifests[0].config), saved.replicas)
+    source = ModelSource(saved, RunConfig.of_checkpoint(saved.manifests[0].config), saved.replicas, tokenizer)
     source = replace(source, replicas=_choose(source, combine))
     with ThreadPoolExecutor() as pool:
         list(pool.map(lambda manifest: _verify_weights(saved, manifest), saved.manifests))

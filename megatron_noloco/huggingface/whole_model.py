@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron_noloco.data.auto_tokenizer import adds_bos, load_auto
 from megatron_noloco.job.activity import line_of
 from megatron_noloco.job.join import join
 from megatron_noloco.job.launcher import read_world
@@ -72,12 +73,13 @@ def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: i
     logging.set_verbosity_error()  # warnings would interrupt the text
     torch.manual_seed(seed)
     tokenizer, model = _load(folder)
-    if not prompt and tokenizer.eos_token is None:
+    if not prompt and tokenizer.eos_token is None and not adds_bos(tokenizer):
         raise ValueError(f'--prompt "": {folder} has no end-of-document token to begin after; give a text')
-    # Without a prompt, start after the end of a document.
-    inputs = tokenizer(prompt or tokenizer.eos_token, return_tensors="pt", add_special_tokens=False)
+    # Without a prompt, start at the beginning of a document: with its BOS, or after the end of another.
+    begin = [tokenizer.bos_token_id] if adds_bos(tokenizer) else [tokenizer.eos_token_id] * (not prompt)
+    inputs = torch.tensor([[*begin, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]])
     context = getattr(model.config, "max_position_embeddings", None)  # some models of transformers have none
-    prompted = inputs["input_ids"].size(1)
+    prompted = inputs.size(1)
     room = tokens if context is None else context - prompted
     if room <= 0:
         raise ValueError(
@@ -88,8 +90,8 @@ def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: i
     )
     try:
         said = model.eval().generate(
-            inputs["input_ids"],
-            attention_mask=inputs["attention_mask"],
+            inputs,
+            attention_mask=torch.ones_like(inputs),
             max_new_tokens=min(tokens, room),
             pad_token_id=tokenizer.eos_token_id,
             streamer=TextStreamer(tokenizer, skip_special_tokens=True),
@@ -110,10 +112,10 @@ def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: i
 
 def _load(folder: Path) -> tuple[Any, Any]:
     """Return tokenizer and model; raises ValueError, in one line, where transformers cannot load them."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        tokenizer = load_auto(folder)
         # Without these options wrong shapes are a traceback, and missing tensors are drawn at random.
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True

@@ -51,7 +51,9 @@ def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
     commit = membership.commit(config.training.seed) if membership else None
     outer = build_outer(config, engine.weights, transport, place, commit)
     engine.pipeline.between_microbatches = outer.progress
-    checkpointer = Checkpointer(checkpoint_settings(config, topology), engine, outer, plan)
+    checkpointer = Checkpointer(
+        checkpoint_settings(config, topology, prepared.tokenizer), engine, outer, plan
+    )
     if start.folder is not None:
         restore(start.folder, start.manifests, engine, outer, checkpointer.settings)
 

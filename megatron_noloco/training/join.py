@@ -1,6 +1,7 @@
 """Joins this rank to the others: the job, the transport between replicas, and the step where all start."""
 
 import os
+import shutil
 import socket
 import sys
 from dataclasses import replace
@@ -11,11 +12,13 @@ import torch
 import torch.distributed as dist
 
 from megatron_noloco.checkpoint.resume import Start, find_start, settle_start
-from megatron_noloco.checkpoint.settings import CheckpointSettings
+from megatron_noloco.checkpoint.settings import TEMPLATE, TOKENS, CheckpointSettings
 from megatron_noloco.config import ConfigError, RunConfig
 from megatron_noloco.config.run_config import in_words_of_today
+from megatron_noloco.data.auto_tokenizer import folder_problem
+from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.federation.join import Membership, join_federation
-from megatron_noloco.job.agreement import of_rank_0
+from megatron_noloco.job.agreement import of_all_ranks, of_rank_0
 from megatron_noloco.job.join import (
     check_gpus,
     choose_transport,
@@ -62,7 +65,8 @@ def join_job(prepared: Prepared) -> Joined:
     old_stop_request = stop_request(Path(config.training.output_dir))  # before the job can be asked to stop
     # It reads an excerpt of the data: one rank of the job does.
     training_data = of_rank_0(prepared.datasets.checksum if dist.get_rank() == 0 else 0)
-    settings, membership = checkpoint_settings(config, topology, training_data), None
+    settings, membership = checkpoint_settings(config, topology, prepared.tokenizer, training_data), None
+    notes += _check_tokenizers(prepared, settings)
     if taken := of_rank_0(occupy(settings.folder.parent) if dist.get_rank() == 0 else ""):
         raise ValueError(taken)
     start = find_start(settings, topology)
@@ -86,6 +90,8 @@ def join_job(prepared: Prepared) -> Joined:
     else:
         transport = choose_transport(config.noloco.transport, prepared.world)
     start = settle_start(settings, topology, start)
+    if dist.get_rank() == 0:
+        _keep(prepared.tokenizer, settings)
     start = replace(start, notes=notes + start.notes)
     return Joined(transport, start, membership, old_stop_request, training_data)
 
@@ -120,8 +126,42 @@ def _warn_of_shortage(prepared: Prepared, ranks: int, sharing: int) -> None:
             sys.stderr.write(f"{socket.gethostname()}: {short}\n")
 
 
+def _check_tokenizers(prepared: Prepared, settings: CheckpointSettings) -> list[str]:
+    """Return notes about the tokenizer for the user; a collective.
+
+    Raises ValueError where the ranks have different ones, or AutoTokenizer would read other tokens.
+    """
+    if len({tuple(digests.items()) for digests in of_all_ranks(settings.tokenizer)}) > 1:
+        raise ValueError(
+            "data.tokenizer_model: the hosts of this job have different tokenizers, or chat templates, in "
+            f"{prepared.config.tokenizer.tokenizer_model}; give each the same"
+        )
+    # It imports transformers: one rank of the job does.
+    if problem := of_rank_0(folder_problem(prepared.tokenizer) if dist.get_rank() == 0 else ""):
+        raise ValueError(problem)
+    place = prepared.config.tokenizer.tokenizer_model
+    if place is None or Path(place).exists():
+        return []
+    return [f"data.tokenizer_model: {place} is not there; using the copy in {settings.folder.parent}"]
+
+
+def _keep(tokenizer: Tokenizer, settings: CheckpointSettings) -> None:
+    """Keep a copy of the tokenizer beside the checkpoints, if it has files and they are not there yet."""
+    folder = settings.tokenizer_folder
+    if tokenizer.kept_in(folder):
+        return
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    tokenizer.copy_to(partial)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+
+
 def checkpoint_settings(
-    config: RunConfig, topology: Topology, training_data: int | None = None
+    config: RunConfig,
+    topology: Topology,
+    tokenizer: Tokenizer | None = None,
+    training_data: int | None = None,
 ) -> CheckpointSettings:
     """Return what the run wants of its checkpoints; a job of a federation keeps them in its replica's folder."""
     checkpoint, training = config.checkpoint, config.training
@@ -134,6 +174,7 @@ def checkpoint_settings(
         async_save=checkpoint.async_save,
         load=checkpoint.load,
         training_data=training_data,
+        tokenizer={TOKENS: tokenizer.digest, TEMPLATE: tokenizer.template_digest} if tokenizer else {},
     )
 
 

@@ -3,7 +3,7 @@
 import socket
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from megatron_noloco.checkpoint.catalog import (
     step_of,
     steps,
 )
+from megatron_noloco.checkpoint.settings import tokenizer_folder
 from megatron_noloco.config import ConfigError, RunConfig
 from megatron_noloco.data.corpus import STANDARD_LIBRARY, check_outside, check_text, find_text
 from megatron_noloco.data.datasets import Datasets, Needs, build_datasets
@@ -39,6 +40,7 @@ class Prepared:
     """Everything about a run that one process can know alone."""
 
     config: RunConfig
+    tokenizer: Tokenizer
     world: World
     topology: Topology
     architecture: Architecture
@@ -81,7 +83,7 @@ def prepare(config: RunConfig, environ: Mapping[str, str], replica: int | None =
         ValidationSource(part.dataset, config.micro_batch_size, count, part.weight, at_once)
         for part in datasets.validation
     ]
-    return Prepared(config, world, topology, architecture, datasets, plan, validation)
+    return Prepared(config, tokenizer, world, topology, architecture, datasets, plan, validation)
 
 
 def _topology(config: RunConfig, world: World, slot: int) -> Topology:
@@ -126,7 +128,7 @@ def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
     _check_writable(Path(config.training.output_dir))
     if config.federation.slots is not None:
         network_of(config.federation, config.noloco, alike(config))
-    tokenizer = build_tokenizer(config.tokenizer)
+    tokenizer = _tokenizer(config)
     architecture = config.architecture(tokenizer.vocab_size)
     if config.training.pretrained is not None:
         folder = Path(config.training.pretrained)
@@ -135,6 +137,19 @@ def check_start(config: RunConfig) -> tuple[Tokenizer, Architecture]:
     _check_source(config.source, Path(config.training.output_dir))
     _check_load(config.checkpoint.load, Path(config.training.output_dir))
     return tokenizer, architecture
+
+
+def _tokenizer(config: RunConfig) -> Tokenizer:
+    """Build the tokenizer; where its files are gone, from the copy that a run with checkpoints keeps of it."""
+    output, choice = Path(config.training.output_dir), config.tokenizer
+    if (
+        choice.tokenizer_model
+        and not Path(choice.tokenizer_model).exists()
+        and config.checkpoint.load != "none"
+    ):
+        copies = filter(Path.is_dir, map(tokenizer_folder, (output, *sorted(output.glob("replica_*")))))
+        choice = replace(choice, tokenizer_model=str(next(copies, choice.tokenizer_model)))
+    return build_tokenizer(choice)
 
 
 def _check_machine(config: RunConfig) -> None:

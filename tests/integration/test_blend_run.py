@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_noloco.checkpoint import catalog
 from megatron_noloco.data.indexed import IndexedWriter
 from megatron_noloco.data.tokenizer import FastTokenizer
 from tests.harness import run_command, run_ranks
@@ -89,7 +90,10 @@ def test_evaluation_is_per_dataset_and_in_the_blends_proportions(run: Path) -> N
         assert row["validation/replica_losses"][replica] == pytest.approx(expected, rel=1e-6)
 
 
-def test_evaluate_finds_what_the_run_logged(run: Path) -> None:
+def test_evaluate_finds_what_the_run_logged_with_the_runs_copy_of_the_tokenizer(run: Path) -> None:
+    (manifest, *_) = catalog.read_manifests(catalog.step_folder(run / "checkpoints", STEPS))
+    assert manifest.tokenizer["digest"] == FastTokenizer(run / "tokenizer").digest
+    (run.parent / "tokenizer.json").unlink(missing_ok=True)  # the original
     (run / "config.json").write_text("{}")  # a run's own, say: it does not make a Hugging Face folder
     lines = run_command("evaluate", str(run), "--samples", "8")
     found = [float(line.split("loss ")[1].split()[0]) for line in lines]

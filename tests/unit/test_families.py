@@ -61,7 +61,7 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Family:
 
 
 def test_one_file_is_enough_to_convert(toy: Family) -> None:
-    assert architecture_of(toy.hf_config(TOY, "float32", 29)) == replace(TOY, padded_vocab_size=30)
+    assert architecture_of(toy.hf_config(TOY, "float32")) == replace(TOY, padded_vocab_size=30)
     assert table_of(TOY).parameter_count == table_of(SMALL).parameter_count + 2 * 48
     bias = table_of(TOY).find("decoder.layers.1.self_attention.linear_qkv.bias")
     full = torch.arange(48.0)

@@ -91,7 +91,7 @@ def exported(weights: dict[str, Tensor], model: Architecture) -> dict[str, Tenso
 
 
 def hf_config(model: Architecture) -> dict[str, Any]:
-    return FAMILIES[model.family].hf_config(model, "bfloat16", 256)
+    return FAMILIES[model.family].hf_config(model, "bfloat16")
 
 
 def write_folder(folder: Path, model: Architecture) -> Path:

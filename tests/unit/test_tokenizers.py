@@ -1,13 +1,17 @@
 """What decides the tokens of a text is known of a tokenizer, and the same wherever the tokenizer is read."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from megatron_noloco.checkpoint.settings import TEMPLATE, TOKENS, CheckpointSettings
 from megatron_noloco.cli.main import main
+from megatron_noloco.config import RunConfig
+from megatron_noloco.data.auto_tokenizer import check_folder, export_problem, folder_adds_bos, folder_problem
 from megatron_noloco.data.datasets import Datasets, Needs, build_datasets
 from megatron_noloco.data.indexed import IndexedTokens
 from megatron_noloco.data.records import load_records
@@ -20,7 +24,10 @@ from megatron_noloco.data.sources import (
     TextSource,
     TokenizerChoice,
 )
-from megatron_noloco.data.tokenizer import ByteTokenizer, FastTokenizer, build_tokenizer
+from megatron_noloco.data.tokenizer import ByteTokenizer, FastTokenizer, build_tokenizer, find_tokenizer
+from megatron_noloco.plans.topology import Topology
+from megatron_noloco.training.join import _keep, checkpoint_settings
+from megatron_noloco.training.prepare import _tokenizer
 
 TEXT = ["The fox went, the fox came again.", "def fox(the):\n    return the + 1\n"]
 
@@ -211,3 +218,161 @@ class TestBeginningOfDocument:
         folder = write_tokenizer(tmp_path / "tok", bos_token=None)
         with pytest.raises(ValueError, match=f"prepend_bos: tokenizer_model {folder} has no BOS; name one"):
             FastTokenizer(folder, prepend_bos=True)
+
+
+def write_spaced_tokenizer(folder: Path, **config: Any) -> Path:
+    """Write a tokenizer.json that begins each piece of text with a space, as those of Llama 2 do."""
+    characters = ["<unk>", "<s>", "</s>", *dict.fromkeys("▁" + "".join(TEXT).replace(" ", "▁"))]
+    vocabulary = {token: number for number, token in enumerate(characters)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    begin, spaces = normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")
+    tokenizer.normalizer = normalizers.Sequence([begin, spaces])
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    folder.mkdir(parents=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", **config}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+class TestAutoTokenizer:
+    """The tokens of training, and of transformers."""
+
+    def test_a_class_that_ignores_the_rules_of_the_file_is_found_and_both_remedies_help(
+        self, tmp_path: Path
+    ) -> None:
+        from transformers import AutoTokenizer
+
+        folder = write_spaced_tokenizer(tmp_path / "tok", tokenizer_class="LlamaTokenizer", legacy=False)
+        with pytest.raises(ValueError, match=r"tok: its tokenizer.json reads '.*' as \[.*\], AutoTok"):
+            check_folder(FastTokenizer(folder))
+        AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "theirs")
+        check_folder(FastTokenizer(tmp_path / "theirs"))
+        change(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast")
+        check_folder(FastTokenizer(folder))
+
+    def test_a_token_that_only_the_config_names_is_found(self, tmp_path: Path) -> None:
+        assert folder_problem(FastTokenizer(write_tokenizer(tmp_path / "tok"))) == ""
+        more = FastTokenizer(write_tokenizer(tmp_path / "more", pad_token="[PAD]"))
+        assert "reads '[PAD]the' as" in folder_problem(more)
+
+    @pytest.mark.parametrize("begins", [False, True])
+    @pytest.mark.parametrize("spaced", [False, True])
+    def test_an_export_reads_as_training_and_adds_bos_if_training_does(
+        self, tmp_path: Path, begins: bool, spaced: bool
+    ) -> None:
+        """Whatever class and whatever additions the files of the tokenizer say."""
+        write = write_spaced_tokenizer if spaced else write_tokenizer
+        folder = write(tmp_path / "tok", add_bos_token=not begins, tokenizer_class="LlamaTokenizer")
+        change(folder / "tokenizer.json", truncation={
+            "direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0
+        })  # fmt: skip
+        tokenizer = FastTokenizer(folder, prepend_bos=begins)
+        tokenizer.save(tmp_path / "export", max_length=64)
+        assert export_problem(tokenizer, tmp_path / "export") == ""
+        assert folder_adds_bos(tmp_path / "export") == begins
+        other = FastTokenizer(folder, prepend_bos=not begins)
+        assert "training reads 'Byte by byte" in export_problem(other, tmp_path / "export")
+
+    def test_bytes_are_exported_without_bos(self, tmp_path: Path) -> None:
+        ByteTokenizer().save(tmp_path, max_length=64)
+        assert export_problem(ByteTokenizer(), tmp_path) == ""
+        assert not folder_adds_bos(tmp_path)
+
+
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+    "model": {
+        "num_layers": 2,
+        "hidden_size": 16,
+        "ffn_hidden_size": 16,
+        "num_attention_heads": 2,
+        "seq_length": 16,
+    },
+    "noloco": {"local_steps": 2},
+    "training": {"train_iters": 2},
+}
+
+
+def run_with(tokenizer: Path, output: Path, **data: Any) -> RunConfig:
+    raw = {
+        "text": "text",
+        "tokenizer_type": "HuggingFaceTokenizer",
+        "tokenizer_model": str(tokenizer),
+        **data,
+    }
+    return RunConfig.from_dict(
+        {**CONFIG, "data": raw, "training": {**CONFIG["training"], "output_dir": str(output)}}
+    )
+
+
+def settings_of(run: RunConfig, tokenizer: Path, data: int = 7) -> CheckpointSettings:
+    return checkpoint_settings(run, Topology(), FastTokenizer(tokenizer), data)
+
+
+class TestCopy:
+    """A run keeps its tokenizer, and continues with one that reads the same tokens, wherever it lies."""
+
+    def test_it_is_used_where_the_original_is_gone(self, tmp_path: Path) -> None:
+        original = write_tokenizer(tmp_path / "tok", chat_template="{{ messages }}")
+        run = run_with(original, tmp_path / "run")
+        settings = settings_of(run, original)
+        settings.tokenizer_folder.parent.mkdir()
+        _keep(FastTokenizer(original), settings)
+        shutil.rmtree(original)
+        after = _tokenizer(run)
+        assert {TOKENS: after.digest, TEMPLATE: after.template_digest} == settings.tokenizer
+        _keep(after, settings)  # its own copy
+        assert FastTokenizer(settings.tokenizer_folder).digest == after.digest
+
+    def test_another_tokenizer_takes_its_place(self, tmp_path: Path) -> None:
+        original, other = write_tokenizer(tmp_path / "tok"), write_tokenizer(tmp_path / "other", pieces=21)
+        settings = settings_of(run_with(original, tmp_path / "run"), original)
+        settings.tokenizer_folder.parent.mkdir()
+        for folder in (original, other):
+            _keep(FastTokenizer(folder), settings)
+            assert FastTokenizer(settings.tokenizer_folder).digest == FastTokenizer(folder).digest
+
+    def test_a_saved_run_takes_the_place_that_has_its_tokens(self, tmp_path: Path) -> None:
+        right, wrong = write_tokenizer(tmp_path / "right"), write_tokenizer(tmp_path / "wrong", pieces=21)
+        choice = TokenizerChoice("HuggingFaceTokenizer", str(wrong))
+        digest = FastTokenizer(right).digest
+        assert find_tokenizer(choice, [tmp_path / "none", right], digest).digest == digest
+        with pytest.raises(
+            ValueError, match=f"--tokenizer FOLDER.* {wrong}: reads other tokens than the run"
+        ):
+            find_tokenizer(choice, [], digest)
+
+    def test_a_resume_compares_tokens_not_paths(self, tmp_path: Path) -> None:
+        first, same = write_tokenizer(tmp_path / "first"), write_tokenizer(tmp_path / "same")
+        saved = settings_of(run_with(first, tmp_path / "run"), first)
+        moved = settings_of(run_with(same, tmp_path / "run"), same)
+        (line,) = moved.changes(saved.run, {}, tokenizer=saved.tokenizer)
+        assert line.startswith("data.tokenizer_model:")
+        write_tokenizer(same, pieces=21)
+        changed = settings_of(run_with(same, tmp_path / "run"), same)
+        with pytest.raises(ValueError, match=f"tokenizer_model: {same} reads texts as other tokens"):
+            changed.changes(moved.run, {}, tokenizer=saved.tokenizer)
+        assert {*saved.tokenizer} == {TOKENS, TEMPLATE}
+
+    def test_without_digests_another_path_is_refused_as_before(self, tmp_path: Path) -> None:
+        first, same = write_tokenizer(tmp_path / "first"), write_tokenizer(tmp_path / "same")
+        saved, moved = (settings_of(run_with(folder, tmp_path / "run"), folder) for folder in (first, same))
+        with pytest.raises(ValueError, match=r"data.tokenizer_model: .* cannot change it"):
+            moved.changes(saved.run, {})
+
+    @pytest.mark.parametrize("data", [7, 8])
+    def test_a_checkpoint_of_before_read_special_tokens_as_tokens(self, tmp_path: Path, data: int) -> None:
+        """Its data stay as they were: where they hold none the setting may change, otherwise it must not."""
+        folder = write_tokenizer(tmp_path / "tok")
+        now = settings_of(run_with(folder, tmp_path / "run"), folder, data)
+        saved = json.loads(json.dumps(now.run))
+        del saved["data"]["split_special_tokens"]
+        counters = {"training_data": 7.0}
+        if data == 7:
+            (line,) = now.changes(saved, counters)
+            assert line == "data.split_special_tokens: false in the checkpoint, true now"
+        else:
+            with pytest.raises(ValueError, match="true now, with other contents; a resume cannot change it"):
+                now.changes(saved, counters)

@@ -134,10 +134,8 @@ class Family:
 
     # Hugging Face
 
-    def hf_config(
-        self, architecture: Architecture, dtype: str, end_of_document: int | None
-    ) -> dict[str, Any]:
-        """Return the content of Hugging Face's `config.json`."""
+    def hf_config(self, architecture: Architecture, dtype: str) -> dict[str, Any]:
+        """Return the content of Hugging Face's `config.json`, without the ids of BOS and EOS."""
         a, scaling = architecture, self.hf_scaling(architecture)
         return {
             "architectures": [self.hf_class],
@@ -151,8 +149,6 @@ class Family:
             "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": a.rotary_base},
             "tie_word_embeddings": a.tied_embeddings,
             "initializer_range": a.init_method_std,
-            "bos_token_id": end_of_document,
-            "eos_token_id": end_of_document,
             "dtype": dtype,
             "torch_dtype": dtype,  # the name before transformers 4.56
             **self.own_keys(architecture),

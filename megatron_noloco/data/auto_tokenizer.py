@@ -1,0 +1,111 @@
+"""Compare the tokens of training with those of transformers' AutoTokenizer, on texts in which tokenizers differ.
+
+AutoTokenizer does not always read tokenizer.json as it is. It builds the classes of some families from the
+vocabulary alone, with rules of their own, and adds tokens that only tokenizer_config.json names.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from megatron_noloco.data.tokenizer import FastTokenizer, Tokenizer
+
+# Spaces at the ends and in rows, lines, digits, signs, two forms of accents, a ligature, scripts, emoji, NUL.
+_TEXTS = (
+    "Byte by byte, \n\té 中",
+    "the",
+    " the  end ",
+    "   def f(x):\n\n\treturn x\n",
+    "\n the\r\n",
+    "3.14 and 1234567, (don't) -> 'IT'!",
+    "e\u0301 ﬁ İ ß \u00a0½",
+    "日本語 한국어 עברית 👩‍👩‍👧",
+    "a\u0000b\u200bc",
+)
+
+
+def sample_texts(special_tokens: Any) -> list[str]:
+    """Return the texts of a comparison, in which each special token stands next to letters, spaces and lines."""
+    with_special = (
+        form.format(token) for token in special_tokens for form in ("{}the", "the {} end", "the{}\n")
+    )
+    return [*_TEXTS, *with_special]
+
+
+def folder_problem(tokenizer: Tokenizer) -> str:
+    """Return a line that says where AutoTokenizer reads the files of a run's tokenizer otherwise; "" if nowhere.
+
+    Files that AutoTokenizer does not load, such as a tokenizer.json without others, say nothing else.
+    """
+    if not isinstance(tokenizer, FastTokenizer) or find_spec("transformers") is None:
+        return ""
+    folder = tokenizer.folder
+    try:
+        theirs = load_auto(folder)
+    except Exception:  # it raises anything for files that it does not expect
+        return ""
+    found = _first_difference(tokenizer, theirs, with_ends=False)
+    if found is None:
+        return ""
+    text, ours, other = found
+    return (
+        f"tokenizer_model {folder}: its tokenizer.json reads {text!r} as {ours}, AutoTokenizer as {other}; "
+        'to train with the first, set tokenizer_class in its tokenizer_config.json to "PreTrainedTokenizerFast"; '
+        f'with the second, give what AutoTokenizer.from_pretrained("{folder}").save_pretrained(...) writes'
+    )
+
+
+def check_folder(tokenizer: Tokenizer) -> None:
+    """Raise ValueError, with the line of `folder_problem`, where there is one."""
+    if problem := folder_problem(tokenizer):
+        raise ValueError(problem)
+
+
+def folder_adds_bos(folder: Path) -> bool:
+    """Return whether AutoTokenizer puts a BOS before a text; not where it cannot load the folder."""
+    try:
+        return adds_bos(load_auto(folder))
+    except Exception:  # it raises anything for files that it does not expect
+        return False
+
+
+def export_problem(tokenizer: Tokenizer, folder: Path) -> str:
+    """Return a line that says which text an export's AutoTokenizer reads otherwise than training; "" if none.
+
+    What training puts before each document counts, too.
+    """
+    found = _first_difference(tokenizer, load_auto(folder), with_ends=True)
+    if found is None:
+        return ""
+    text, ours, other = found
+    return f"{folder}: training reads {text!r} as {ours}, the exported tokenizer as {other}"
+
+
+def adds_bos(theirs: Any) -> bool:
+    """Return whether an AutoTokenizer puts its BOS before a text."""
+    return theirs.bos_token_id is not None and theirs("the").input_ids[:1] == [theirs.bos_token_id]
+
+
+def load_auto(folder: Path) -> Any:
+    """Return what AutoTokenizer loads from a folder; raises anything where it cannot."""
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # it warns of classes that it takes in place of another
+    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+
+
+def _first_difference(
+    ours: Tokenizer, theirs: Any, with_ends: bool
+) -> tuple[str, list[int], list[int]] | None:
+    """Return the first text that has other tokens, with both lists; special tokens in it are these tokens."""
+    for text in sample_texts(
+        [*ours.special_tokens, *theirs.all_special_tokens] if ours.special_tokens else ()
+    ):
+        tokens = ours.encode_with_starts([text], from_template=True)[0][0].tolist()
+        if with_ends:
+            tokens = [*ours.before_document, *tokens]
+        other = list(theirs(text, add_special_tokens=with_ends).input_ids)
+        if tokens != other:
+            return text, tokens, other
+    return None
