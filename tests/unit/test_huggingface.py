@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from tokenizers.processors import TemplateProcessing
 from torch import Tensor
 
 from megatron_noloco.cli.main import main
@@ -515,6 +516,30 @@ def test_import_takes_the_tokenizer_of_the_model(tmp_path: Path) -> None:
         "tokenizer_type": "HuggingFaceTokenizer",
         "tokenizer_model": str(folder),
     }
+
+
+@pytest.mark.parametrize("given", [{}, {"prepend_bos": False}])
+def test_import_begins_documents_as_the_tokenizer_of_the_model_does(
+    tmp_path: Path, given: dict[str, Any]
+) -> None:
+    folder = write_folder(tmp_path / "llama", make_model())
+    add_a_tokenizer_of_words(folder, **{"</s>": 2, "<s>": 3})
+    tokenizer = FastTokenizer(folder)._tokenizer
+    tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 3)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    named = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    code, output = import_folder(folder, {"data": CONFIG["data"] | given})
+    assert (code, json.loads(output.read_text())["data"]["prepend_bos"]) == (0, not given)
+
+
+def test_a_folder_has_its_own_tokenizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_folder(tmp_path / "llama", make_model())
+    for command in (["generate", "--prompt", "a"], ["evaluate", "--data", "text"]):
+        code = main([command[0], str(folder), *command[1:], "--tokenizer", str(folder)])
+        assert_one_line(
+            code, capsys, ("--tokenizer: ", "is a Hugging Face folder, which has its own; leave it out")
+        )
 
 
 def test_import_refuses_another_tokenizer_that_the_config_names(

@@ -89,6 +89,15 @@ class TestDigest:
         digests = [FastTokenizer(folder).digest for folder in folders] + [ByteTokenizer().digest]
         assert len({*digests}) == len(digests)
 
+    def test_one_vocabulary_with_other_merges_or_rules_is_another_tokenizer(self, tmp_path: Path) -> None:
+        ours, merged, normalized = (write_tokenizer(tmp_path / name) for name in "abc")
+        model = json.loads((merged / "tokenizer.json").read_text())["model"]
+        change(merged / "tokenizer.json", model=model | {"merges": model["merges"][::-1]})
+        change(normalized / "tokenizer.json", normalizer={"type": "NFC"})
+        same, *others = (FastTokenizer(folder) for folder in (ours, merged, normalized))
+        assert same.extends(FastTokenizer(ours))
+        assert all(other.vocabulary == same.vocabulary and not other.extends(same) for other in others)
+
     @pytest.mark.parametrize("in_own_file", [False, True])
     def test_a_template_has_one_of_its_own(self, tmp_path: Path, in_own_file: bool) -> None:
         plain, chat = write_tokenizer(tmp_path / "plain"), write_tokenizer(tmp_path / "chat")
