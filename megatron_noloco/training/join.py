@@ -142,7 +142,7 @@ def _check_tokenizers(prepared: Prepared, settings: CheckpointSettings) -> list[
     place = prepared.config.tokenizer.tokenizer_model
     if place is None or Path(place).exists():
         return []
-    return [f"data.tokenizer_model: {place} is not there; using the copy in {settings.folder.parent}"]
+    return [f"data.tokenizer_model: {place} is not there; using the copy, {settings.tokenizer_folder}"]
 
 
 def _keep(tokenizer: Tokenizer, settings: CheckpointSettings) -> None:

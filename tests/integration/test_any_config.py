@@ -238,6 +238,7 @@ def drawn_run(seed: int, folder: Path, data: list[dict[str, Any]]) -> tuple[Run,
     run.change({"model": {"z_loss_coeff": random.choice([0.0, 1e-3])}})
     if run.raw["parallel"]["pipeline_model_parallel_size"] > 1:
         run.change(random.choice([{}, uneven(random, run.raw["parallel"])]))
+    run.change({"data": {"split_special_tokens": random.choice([True, False])}})
     RunConfig.from_dict(run.raw).topology(ranks)
     return run, ranks
 
