@@ -8,7 +8,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from megatron_noloco.data.tokenizer import FastTokenizer, Tokenizer
+from megatron_noloco.data.fast_tokenizer import FastTokenizer
+from megatron_noloco.data.tokenizer import Tokenizer
 
 # Spaces at the ends and in rows, lines, digits, signs, two forms of accents, a ligature, scripts, emoji, NUL.
 _TEXTS = (

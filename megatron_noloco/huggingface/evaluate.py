@@ -15,9 +15,9 @@ from torch import Tensor
 
 from megatron_noloco.data.auto_tokenizer import check_folder, folder_adds_bos
 from megatron_noloco.data.datasets import Needs, validation_datasets, whole_dataset
+from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.microbatches import VALIDATION_SEED, gather
 from megatron_noloco.data.samples import SampleDataset
-from megatron_noloco.data.tokenizer import FastTokenizer
 from megatron_noloco.huggingface.pretrained import PretrainedWeights, read_architecture
 from megatron_noloco.huggingface.source import is_hugging_face, open_source
 from megatron_noloco.huggingface.whole_model import WholeModel

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.auto_tokenizer import folder_adds_bos, sample_texts
-from megatron_noloco.data.tokenizer import ByteTokenizer, FastTokenizer, Tokenizer, build_tokenizer
+from megatron_noloco.data.fast_tokenizer import FastTokenizer
+from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import architecture_of, families_with, family_of, table_of
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megatron_noloco.checkpoint import catalog
+from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.indexed import IndexedWriter
-from megatron_noloco.data.tokenizer import FastTokenizer
 from tests.harness import run_command, run_ranks
 from tests.integration.tiny import run_whole
 from tests.unit.test_preprocess import make_tokenizer

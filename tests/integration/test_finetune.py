@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from megatron_noloco.cli.main import main
-from megatron_noloco.data.tokenizer import FastTokenizer
+from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from tests.harness import run_command, run_ranks
 from tests.integration.tiny import metrics, run_whole, tiny, write_config
 from tests.unit.test_records import CHAT, TEMPLATE, stopping_tokenizer

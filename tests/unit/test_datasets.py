@@ -20,11 +20,12 @@ from megatron_noloco.data import corpus as corpus_module
 from megatron_noloco.data import datasets as datasets_module
 from megatron_noloco.data.corpus import load_corpus
 from megatron_noloco.data.datasets import Datasets, Needs, build_datasets, split_bounds, whole_dataset
+from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.indexed import IndexedWriter
 from megatron_noloco.data.microbatches import MicrobatchSource, Reader, StepLoader, ValidationSource
 from megatron_noloco.data.samples import JoinedDataset, TokenDataset
 from megatron_noloco.data.sources import Split, TokenizerChoice
-from megatron_noloco.data.tokenizer import FastTokenizer, build_tokenizer
+from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.monitor.metrics import unrecorded
 from megatron_noloco.plans.routing import Routing
 from megatron_noloco.plans.samples import BatchPlan, BlendedOrder, SampleOrder

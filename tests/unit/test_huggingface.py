@@ -18,7 +18,8 @@ from torch import Tensor
 
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
-from megatron_noloco.data.tokenizer import ByteTokenizer, FastTokenizer
+from megatron_noloco.data.fast_tokenizer import FastTokenizer
+from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.huggingface import export
 from megatron_noloco.huggingface.export import assign_to_files
 from megatron_noloco.huggingface.pretrained import (

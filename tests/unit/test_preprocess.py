@@ -18,11 +18,12 @@ from pyarrow import parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_noloco.data import corpus, preprocess
+from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.indexed import IndexedTokens, IndexedWriter
 from megatron_noloco.data.inputs import find_inputs, read_batches
 from megatron_noloco.data.preprocess import Encoding, Job, Tally
 from megatron_noloco.data.sources import TokenizerChoice
-from megatron_noloco.data.tokenizer import ByteTokenizer, FastTokenizer, build_tokenizer
+from megatron_noloco.data.tokenizer import ByteTokenizer, build_tokenizer
 from tests.harness import full_disk
 
 ROOT = Path(__file__).parents[2]

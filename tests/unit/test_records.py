@@ -13,10 +13,11 @@ from tokenizers import processors
 
 from megatron_noloco.cli.main import main
 from megatron_noloco.data.datasets import Needs, build_datasets, validation_datasets
+from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.records import Record, RecordDataset, load_records, pack
 from megatron_noloco.data.samples import IGNORED
 from megatron_noloco.data.sources import RecordSource, Split
-from megatron_noloco.data.tokenizer import ByteTokenizer, FastTokenizer, Tokenizer
+from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
 from tests.unit.test_preprocess import make_tokenizer
 
 # Answers end with a token of their own, which is of the answer, and so is the newline after it.

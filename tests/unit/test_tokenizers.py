@@ -13,6 +13,7 @@ from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.auto_tokenizer import check_folder, export_problem, folder_adds_bos, folder_problem
 from megatron_noloco.data.datasets import Datasets, Needs, build_datasets
+from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.indexed import IndexedTokens
 from megatron_noloco.data.records import load_records
 from megatron_noloco.data.sources import (
@@ -24,7 +25,7 @@ from megatron_noloco.data.sources import (
     TextSource,
     TokenizerChoice,
 )
-from megatron_noloco.data.tokenizer import ByteTokenizer, FastTokenizer, build_tokenizer, find_tokenizer
+from megatron_noloco.data.tokenizer import ByteTokenizer, build_tokenizer, find_tokenizer
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.training.join import _keep, checkpoint_settings
 from megatron_noloco.training.prepare import _tokenizer
