@@ -1,4 +1,4 @@
-"""Checkpoints that earlier releases wrote: this version continues the runs as those releases did, and exports them.
+"""Checkpoints of earlier releases: this version continues the runs as those releases did, and exports them.
 
 `recorded/checkpoint-*.tar.xz` hold a config, its text and the checkpoint after step 4 of 8: two replicas of 2,000
 weights, with a round under way (overlap). `LOSSES` are those of steps 5 to 8 of replica 0 as the releases went on.
