@@ -121,13 +121,13 @@ def _open_hugging_face(folder: Path, data: str, seq_length: int | None) -> Weigh
     architecture = replace(
         architecture, seq_length=seq_length or min(architecture.seq_length, _MAX_SEQ_LENGTH)
     )
+    weights = PretrainedWeights(folder, architecture)
     needs = Needs(architecture.vocab_size, architecture.seq_length)
     dataset = whole_dataset(data, FastTokenizer(folder), needs)
 
     @contextmanager
     def open_sets() -> Iterator[list[Read]]:
-        with PretrainedWeights(folder, architecture) as weights:
-            weights.check()
+        with weights:
             yield [weights]
 
     return WeightSets(architecture, [dataset], [str(folder)], open_sets)
