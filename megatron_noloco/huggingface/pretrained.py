@@ -138,6 +138,17 @@ def read_architecture(folder: Path) -> Architecture:
         raise ValueError(f"{folder / 'config.json'}: {error}") from None
 
 
+def config_for_any_version(folder: Path) -> dict[str, Any]:
+    """Return the keys of config.json, those of the model in the forms of transformers 4 and 5.
+
+    Version 4 would take the defaults for keys that only 5 reads, such as the base in `rope_parameters`.
+    """
+    architecture = read_architecture(folder)
+    ours = family_of(architecture).hf_config(architecture, "float32", None)
+    others = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype")
+    return _config_of(folder) | {key: value for key, value in ours.items() if key not in others}
+
+
 def _config_of(folder: Path) -> dict[str, Any]:
     return read_object(folder / "config.json", "give the folder of a Hugging Face model")
 

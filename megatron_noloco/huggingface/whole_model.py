@@ -9,7 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_noloco.huggingface.pretrained import PretrainedWeights, read_architecture
+from megatron_noloco.huggingface.pretrained import (
+    PretrainedWeights,
+    config_for_any_version,
+    read_architecture,
+)
 from megatron_noloco.job.activity import line_of
 from megatron_noloco.job.join import join
 from megatron_noloco.job.launcher import read_world
@@ -122,7 +126,7 @@ def _load(folder: Path) -> tuple[Any, Any]:
         # Without the last two options wrong shapes are a traceback, and missing tensors are drawn at random.
         loaded: Any = getattr(transformers, family_of(architecture).hf_class).from_pretrained(
             None,
-            config=transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False),
+            config=transformers.AutoConfig.for_model(**config_for_any_version(folder)),
             state_dict=tensors,
             output_loading_info=True,
             ignore_mismatched_sizes=True,

@@ -23,6 +23,7 @@ from megatron_noloco.huggingface.export import assign_to_files
 from megatron_noloco.huggingface.pretrained import (
     check_fits,
     check_tokenizer,
+    config_for_any_version,
     model_fields,
     read_architecture,
 )
@@ -313,6 +314,17 @@ def test_keys_that_are_missing_or_make_no_difference(
         assert theirs.moe_intermediate_size == found.ffn_hidden_size
     elif family != "llama":
         assert set(theirs.layer_types) == {"full_attention"}
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_generate_computes_the_same_with_any_version_of_transformers(model: str, tmp_path: Path) -> None:
+    """Version 4 reads another key for the base, so a folder that 5 wrote would be computed with the default."""
+    transformers = pytest.importorskip("transformers")
+    architecture = replace(make_model(multiple=1, model=model), rotary_base=1234.0)
+    transformers.AutoConfig.for_model(**hf_config(architecture)).save_pretrained(tmp_path)
+    found, expected = config_for_any_version(tmp_path), hf_config(architecture)
+    del expected["torch_dtype"]  # transformers 5 writes `dtype`
+    assert {key: found[key] for key in expected} == expected
 
 
 # What is refused: one line, exit code 2
