@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron_noloco.data.chat import render_conversation
 from megatron_noloco.data.corpus import files_below
 from megatron_noloco.data.inputs import parse_json
 from megatron_noloco.data.samples import IGNORED, Sample, check_index
@@ -79,51 +80,12 @@ def _read(file: Path, tokenizer: Tokenizer) -> Iterator[_Text]:
 def _text_of(record: Any, tokenizer: Tokenizer) -> _Text:
     match record:
         case {"messages": [_, *_] as messages}:
-            if all(isinstance(message, dict) and "role" in message for message in messages):
-                return _conversation(messages, record.get("tools"), tokenizer)
-            raise ValueError('each of messages must be an object with "role" and "content"')
+            return _Text(*render_conversation(messages, record.get("tools"), tokenizer), False)
         case {"prompt": str(prompt), "completion": str(completion)}:
             return _Text(prompt + completion, [(len(prompt), len(prompt + completion))], True)
     raise ValueError(
         'must be an object with "messages", a list, or with "prompt" and "completion", both text'
     )
-
-
-def _conversation(messages: list[dict[str, Any]], tools: Any, tokenizer: Tokenizer) -> _Text:
-    """Render a conversation and find its answers.
-
-    An answer is what the template adds to the messages before it, which are rendered with a generation prompt.
-    """
-    for number, message in enumerate(messages, 1):
-        if all(value is None for key, value in message.items() if key not in ("role", "name")):
-            raise ValueError(f'message {number} has no "content"')
-    if messages[0]["role"] == "assistant":
-        raise ValueError(
-            'message 1 has the role "assistant": an answer needs a message before it, such as one of "user"'
-        )
-    whole = tokenizer.render(messages, tools)
-    answers = []
-    for place, message in enumerate(messages):
-        if message["role"] == "assistant":
-            before = tokenizer.render(messages[:place], tools, add_generation_prompt=True)
-            through = tokenizer.render(messages[: place + 1], tools)
-            if not (through.startswith(before) and whole.startswith(through)):
-                unasked = tokenizer.render(messages[:place], tools)
-                if through.startswith(unasked) and whole.startswith(through):
-                    raise ValueError(
-                        "the chat template asks for an answer with other words than message "
-                        f"{place + 1} begins with, so the answer cannot be found; use a template with the same "
-                        "words in both"
-                    )
-                raise ValueError(
-                    f"the chat template renders messages 1 to {place + 1} differently when others follow, so the "
-                    f"answer in message {place + 1} cannot be found; split the conversation there, or use a "
-                    "template that renders a message regardless of later ones"
-                )
-            answers.append((len(before), len(through)))
-    if not answers:
-        raise ValueError('no message has the role "assistant": there is nothing to learn')
-    return _Text(whole, answers, False)
 
 
 class RecordDataset:

@@ -5,7 +5,7 @@ import shutil
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
@@ -44,8 +44,16 @@ class Tokenizer(Protocol):
         """Return of each text its tokens, and the character at which each token begins, both shape [tokens]."""
         ...
 
+    def chat_template(self, tools: Any = None) -> str:
+        """Return the chat template for conversations with these tools; raises ValueError where there is none."""
+        ...
+
     def render(
-        self, messages: list[dict[str, Any]], tools: Any = None, add_generation_prompt: bool = False
+        self,
+        messages: list[dict[str, Any]],
+        tools: Any = None,
+        add_generation_prompt: bool = False,
+        template: str | None = None,
     ) -> str:
         """Return the text of a conversation in the tokenizer's chat template.
 
@@ -54,6 +62,7 @@ class Tokenizer(Protocol):
         Args:
             tools: the tools that the assistant may call, in the form that the template takes.
             add_generation_prompt: whether to append the beginning of an answer.
+            template: another chat template; None: that of the tokenizer.
         """
         ...
 
@@ -95,12 +104,19 @@ class ByteTokenizer:
             for text in texts
         ]
 
-    def render(
-        self, messages: list[dict[str, Any]], tools: Any = None, add_generation_prompt: bool = False
-    ) -> str:
+    def chat_template(self, tools: Any = None) -> NoReturn:
         raise ValueError(
             "the byte tokenizer has no chat template; give prompt and completion, or a tokenizer_model"
         )
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Any = None,
+        add_generation_prompt: bool = False,
+        template: str | None = None,
+    ) -> NoReturn:
+        self.chat_template(tools)
 
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
         """Return the text of `ids`, without end-of-document tokens.
@@ -211,17 +227,29 @@ class FastTokenizer:
             for encoding in self._tokenizer.encode_batch(texts, add_special_tokens=False)
         ]
 
-    def render(
-        self, messages: list[dict[str, Any]], tools: Any = None, add_generation_prompt: bool = False
-    ) -> str:
+    def chat_template(self, tools: Any = None) -> str:
         if not self._with_template.chat_template:
             raise ValueError(
                 f"tokenizer_model {self.folder} has no chat template (a chat_template.jinja, or chat_template in "
                 "tokenizer_config.json)"
             )
+        return self._with_template.get_chat_template(tools=tools)
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Any = None,
+        add_generation_prompt: bool = False,
+        template: str | None = None,
+    ) -> str:
+        chosen = template or self.chat_template(tools)
         try:
             return self._with_template.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False
+                messages,
+                tools=tools,
+                chat_template=chosen,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
             )
         except Exception as error:  # templates raise anything for messages that they do not expect
             raise ValueError(f"the chat template refuses the messages: {line_of(error)}") from None

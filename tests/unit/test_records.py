@@ -133,12 +133,18 @@ class TestRecords:
             ),
             (
                 {"messages": [*CHAT[:2], {"role": "assistant", "content": 3}]},
-                "the chat template refuses the messages",
+                'message 3: "content" must be text or a list of parts, not 3$',
+            ),
+            (
+                {"messages": [CHAT[1], {**CHAT[2], "role": "refused"}, CHAT[2]]},
+                "the chat template refuses the mess",
             ),
         ],
     )
     def test_what_is_no_record_is_named_in_one_line(self, record: Any, line: str, tmp_path: Path) -> None:
-        strict = TEMPLATE.replace("{{ message['content'] }}", "{{ message['content'] + '' }}")
+        strict = (
+            "{% for message in messages if message.role == 'refused' %}{{ 1 + '' }}{% endfor %}" + TEMPLATE
+        )
         tokenizer = FastTokenizer(chat_tokenizer(tmp_path / "strict", strict))
         path = write(tmp_path / "a.jsonl", {"prompt": "", "completion": "a"}, record)
         with pytest.raises(ValueError, match=rf"a.jsonl, line 2: {line}") as caught:
@@ -170,7 +176,8 @@ class TestRecords:
             "{{ message['content'] }}", "{{ message['content'] or message['tool_calls'] }}"
         )
         tokenizer = FastTokenizer(chat_tokenizer(tmp_path / "calls", calls))
-        messages = [*CHAT[:2], {"role": "assistant", "content": None, "tool_calls": ["f"]}]
+        call = {"function": {"name": "f"}}
+        messages = [*CHAT[:2], {"role": "assistant", "content": None, "tool_calls": [call]}]
         (record,) = load_records(write(tmp_path / "a.jsonl", {"messages": messages}), tokenizer)
         assert "f" in answers(record, tokenizer)
 
