@@ -2,11 +2,10 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-TRAINING_DATA = "training_data"  # counter: checksum of the training data
 # Settings that say where data lie, which may change if the data stay the same.
 _PLACES = (
     "data.text",
@@ -56,7 +55,7 @@ class CheckpointSettings:
         keep_last: number of complete checkpoints that are kept.
         async_save: whether training continues while a copy of the state is being written.
         load: "auto" (the newest intact checkpoint in `folder`), "none", or a step folder.
-        training_data: a checksum of the training data, the counter TRAINING_DATA of checkpoints; None: not known.
+        training_data: checksums of the training data by the counter of a checkpoint that has them, newest first.
     """
 
     folder: Path
@@ -65,7 +64,7 @@ class CheckpointSettings:
     keep_last: int
     async_save: bool
     load: str
-    training_data: int | None = None
+    training_data: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def seed(self) -> int:
@@ -83,11 +82,11 @@ class CheckpointSettings:
             own: whether it is a checkpoint of this run.
         """
         refused, allowed = [], []
-        data = (counters or {}).get(TRAINING_DATA)
+        same = same_data(self.training_data, counters or {})
         for name, before, after in _differences(self.with_defaults(saved), self.run):
             line = f"{name}: {json.dumps(before)} in the checkpoint, {json.dumps(after)} now"
-            if name in _PLACES and None not in (before, after, data):
-                if data == self.training_data:
+            if name in _PLACES and None not in (before, after, same):
+                if same:
                     allowed.append(line)
                 else:
                     refused.append(f"{line}, with other contents")
@@ -104,6 +103,11 @@ class CheckpointSettings:
                 )
             raise ValueError("\n".join(f"{line}; {remedy}" for line in refused))
         return allowed
+
+
+def same_data(training_data: Mapping[str, int], counters: Mapping[str, float]) -> bool | None:
+    """Return whether the training data of these checksums are those of a checkpoint; None: it does not say."""
+    return next((counters[name] == value for name, value in training_data.items() if name in counters), None)
 
 
 def _is_in(name: str, names: tuple[str, ...]) -> bool:

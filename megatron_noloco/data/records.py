@@ -121,6 +121,12 @@ class RecordDataset:
         self._samples = pack(lengths, seq_length) if packed else [[place] for place in range(len(lengths))]
         self.tokens = np.concatenate([record.tokens[1:][record.answer[1:]] for record in self._records])
 
+    @property
+    def contents(self) -> tuple[np.ndarray, ...]:
+        """All that samples are made of: the tokens of all records, which of them are answers, and each length."""
+        tokens, answers = map(np.concatenate, zip(*self._records, strict=True))
+        return tokens, answers, np.array([len(record.tokens) for record in self._records])
+
     def __len__(self) -> int:
         return len(self._samples)
 

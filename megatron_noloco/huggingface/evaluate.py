@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from megatron_noloco.data.datasets import Needs, validation_datasets, whole_dataset
+from megatron_noloco.data.datasets import validation_datasets, whole_dataset
 from megatron_noloco.data.microbatches import VALIDATION_SEED, gather
 from megatron_noloco.data.samples import SampleDataset
+from megatron_noloco.data.sources import Needs
 from megatron_noloco.data.tokenizer import FastTokenizer
 from megatron_noloco.huggingface.pretrained import PretrainedWeights, read_architecture
 from megatron_noloco.huggingface.source import is_hugging_face, open_source

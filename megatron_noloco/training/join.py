@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,14 +41,14 @@ class Joined(NamedTuple):
         start: where the training begins or continues.
         membership: in a federation; None where all replicas are one job.
         old_stop_request: the last request to stop a job of this run that came before this one began.
-        training_data: a checksum of the training data, as rank 0 reads them.
+        training_data: checksums of the training data, as rank 0 reads them, by their counter.
     """
 
     transport: Transport
     start: Start
     membership: Membership | None
     old_stop_request: str
-    training_data: int
+    training_data: dict[str, int]
 
 
 def join_job(prepared: Prepared) -> Joined:
@@ -61,7 +62,7 @@ def join_job(prepared: Prepared) -> Joined:
     notes = _join_ranks(prepared)
     old_stop_request = stop_request(Path(config.training.output_dir))  # before the job can be asked to stop
     # It reads an excerpt of the data: one rank of the job does.
-    training_data = of_rank_0(prepared.datasets.checksum if dist.get_rank() == 0 else 0)
+    training_data = of_rank_0(prepared.datasets.checksums if dist.get_rank() == 0 else {})
     settings, membership = checkpoint_settings(config, topology, training_data), None
     if taken := of_rank_0(occupy(settings.folder.parent) if dist.get_rank() == 0 else ""):
         raise ValueError(taken)
@@ -121,7 +122,7 @@ def _warn_of_shortage(prepared: Prepared, ranks: int, sharing: int) -> None:
 
 
 def checkpoint_settings(
-    config: RunConfig, topology: Topology, training_data: int | None = None
+    config: RunConfig, topology: Topology, training_data: Mapping[str, int] | None = None
 ) -> CheckpointSettings:
     """Return what the run wants of its checkpoints; a job of a federation keeps them in its replica's folder."""
     checkpoint, training = config.checkpoint, config.training
@@ -133,7 +134,7 @@ def checkpoint_settings(
         keep_last=checkpoint.keep_last,
         async_save=checkpoint.async_save,
         load=checkpoint.load,
-        training_data=training_data,
+        training_data=training_data or {},
     )
 
 

@@ -12,10 +12,10 @@ from tokenizers import Tokenizer as Tokenizers
 from tokenizers import processors
 
 from megatron_noloco.cli.main import main
-from megatron_noloco.data.datasets import Needs, build_datasets, validation_datasets
+from megatron_noloco.data.datasets import build_datasets, validation_datasets
 from megatron_noloco.data.records import Record, RecordDataset, load_records, pack
 from megatron_noloco.data.samples import IGNORED
-from megatron_noloco.data.sources import RecordSource, Split
+from megatron_noloco.data.sources import Needs, RecordSource, Split
 from megatron_noloco.data.tokenizer import ByteTokenizer, FastTokenizer, Tokenizer
 from tests.unit.test_preprocess import make_tokenizer
 
@@ -268,6 +268,28 @@ def test_splits_are_whole_records_in_their_order(tmp_path: Path) -> None:
     assert len(validation) == 2
     with pytest.raises(ValueError, match=r"leaves the validation split of .* empty \(10 records\)"):
         build_datasets(source(path, "999,1"), BYTES, needs)
+
+
+@pytest.mark.parametrize("changed", ["prompt", "completion"])
+def test_the_checksum_is_of_prompts_and_answers(changed: str, tmp_path: Path) -> None:
+    records = [{"prompt": f"question {n}", "completion": f"answer {n}"} for n in range(9)]
+    others = [{**record, changed: record[changed].replace("e", "f")} for record in records]
+    needs = Needs(257, 32, evaluates=False)
+    one, same, other = (
+        build_datasets(source(write(tmp_path / f"{name}.jsonl", *given)), BYTES, needs).checksums
+        for name, given in (("one", records), ("same", records), ("other", others))
+    )
+    assert one == same
+    differ = {name for name in one if one[name] != other[name]}
+    assert differ == ({"training_data_2"} if changed == "prompt" else set(one)), "0.2 saw answers only"
+
+
+def test_the_checksum_is_of_which_tokens_have_a_loss(tmp_path: Path) -> None:
+    first, second = (
+        RecordDataset([record(9, answered=answered)], 8, "the data", True, END).contents
+        for answered in (2, 3)
+    )
+    assert [np.array_equal(a, b) for a, b in zip(first, second, strict=True)] == [True, False, True]
 
 
 def test_config_check_looks_for_the_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
