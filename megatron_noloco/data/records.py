@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron_noloco.data.chat import render_conversation
 from megatron_noloco.data.corpus import files_below
-from megatron_noloco.data.inputs import parse_json
+from megatron_noloco.data.inputs import opened, parse_json, plain_name
 from megatron_noloco.data.samples import IGNORED, Sample, check_index
 from megatron_noloco.data.tokenizer import Tokenizer
 
@@ -34,11 +34,13 @@ class _Text(NamedTuple):
 
 
 def record_files(path: str) -> list[Path]:
-    """Return the file, or all .jsonl files below the folder; raises ValueError when there are none."""
+    """Return the file, or all .jsonl files below the folder, compressed or not; raises ValueError without any."""
     given = Path(path)
     if not given.exists():
         raise ValueError(f"data.sft_data_path: no file or folder at {given} (looked from cwd {Path.cwd()})")
-    files = [file for file in files_below(given) if file.suffix == ".jsonl"] if given.is_dir() else [given]
+    files = [given]
+    if given.is_dir():
+        files = [file for file in files_below(given) if plain_name(file).endswith(".jsonl")]
     if not files:
         raise ValueError(f"data.sft_data_path: no .jsonl file in {given}")
     return files
@@ -66,7 +68,7 @@ def load_records(path: str, tokenizer: Tokenizer) -> list[Record]:
 
 
 def _read(file: Path, tokenizer: Tokenizer) -> Iterator[_Text]:
-    with file.open("rb") as lines:
+    with opened(file) as (_, lines):
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:

@@ -299,7 +299,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_bytes())
     except ValueError:
         content = None
     if not isinstance(content, dict):

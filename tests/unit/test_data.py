@@ -197,7 +197,7 @@ class TestCorpus:
         )
 
     def test_folder_without_text(self, tmp_path: Path) -> None:
-        (tmp_path / "noise.bin").write_bytes(b"\xff\xfe")
+        (tmp_path / "noise.bin").write_bytes(b"\xff\xff")
         for path in (tmp_path, tmp_path / "noise.bin"):
             with pytest.raises(ValueError, match=r"data\.text: no UTF-8 text in .*python-stdlib"):
                 load(str(path), SPLIT)
