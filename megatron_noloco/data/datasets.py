@@ -35,6 +35,7 @@ _TRAINING, _VALIDATION = range(2)
 # Tokens of a large dataset that are checked and counted at the start; a smaller one is read whole. A sample of the
 # rest is checked when it is read.
 _EXCERPT_TOKENS = 1 << 24
+_FINGERPRINT_TOKENS = 1 << 16
 _COUNTED_TOKENS = 1 << 20  # counted at once: bincount widens each token to 8 bytes
 _OpenIndexed = Callable[[str], IndexedTokens]
 
@@ -80,19 +81,14 @@ class Datasets:
         weights = [part.weight for part in self.training]
         reordered = slots_of(weights) != slots_at(weights, BLEND_RESOLUTION)
         return {
-            "training_data_2": self._checksum(lambda dataset: dataset.contents),
-            "training_data": self._checksum(lambda dataset: (dataset.tokens,), int(reordered)),
+            "training_data_2": _checksum(self.training),
+            "training_data": _checksum(self.training, lambda data: (data.tokens,), start=int(reordered)),
         }
 
-    def _checksum(
-        self, contents: Callable[[TokenDataset | RecordDataset], tuple[np.ndarray, ...]], checksum: int = 0
-    ) -> int:
-        for part in self.training:
-            size = f"{len(part.dataset)} {len(part.dataset.tokens)} {part.weight}"
-            checksum = zlib.crc32(size.encode(), checksum)
-            for array in contents(part.dataset):
-                checksum = zlib.crc32(np.ascontiguousarray(_excerpt(array)).data, checksum)
-        return checksum
+    @cached_property
+    def fingerprint(self) -> int:
+        """A checksum of a small part of all data, which all ranks of a job must have alike."""
+        return _checksum(self.training + self.validation, most=_FINGERPRINT_TOKENS)
 
     @cached_property
     def unigram_entropy(self) -> float:
@@ -276,12 +272,29 @@ def _check_tokens(dataset: TokenDataset | RecordDataset, vocab_size: int) -> Non
         )
 
 
-def _excerpt(array: np.ndarray) -> np.ndarray:
-    """Return up to `_EXCERPT_TOKENS` elements, evenly spread over the array in 16 stretches."""
-    if len(array) <= _EXCERPT_TOKENS:
+def _checksum(
+    parts: list[Part],
+    contents: Callable[[TokenDataset | RecordDataset], tuple[np.ndarray, ...]] = lambda data: data.contents,
+    start: int = 0,
+    most: int | None = None,
+) -> int:
+    """Return a checksum of the sizes and weights of datasets, and of excerpts of their contents."""
+    checksum = start
+    for part in parts:
+        size = f"{len(part.dataset)} {len(part.dataset.tokens)} {part.weight}"
+        checksum = zlib.crc32(size.encode(), checksum)
+        for array in contents(part.dataset):
+            checksum = zlib.crc32(np.ascontiguousarray(_excerpt(array, most)).data, checksum)
+    return checksum
+
+
+def _excerpt(array: np.ndarray, most: int | None = None) -> np.ndarray:
+    """Return up to `most` elements (None: `_EXCERPT_TOKENS`), evenly spread over the array in 16 stretches."""
+    most = most or _EXCERPT_TOKENS
+    if len(array) <= most:
         return array
-    starts = np.linspace(0, len(array) - _EXCERPT_TOKENS // 16, 16).astype(int)
-    return np.concatenate([array[start : start + _EXCERPT_TOKENS // 16] for start in starts])
+    starts = np.linspace(0, len(array) - most // 16, 16).astype(int)
+    return np.concatenate([array[start : start + most // 16] for start in starts])
 
 
 def _shares(parts: list[Part], vocab_size: int, pseudocount: int) -> np.ndarray:
