@@ -9,6 +9,7 @@ from megatron_noloco.data.tokenizer import Tokenizer
 
 _KEYS = ("role", "content", "name", "tool_call_id", "weight")  # others must occur in the chat template
 _NOT_RENDERED = ("role", "name", "tool_call_id")  # templates may leave them out, or write other words
+_NOTHING: tuple[object, ...] = ("", [], {})  # values that datasets write where a message has no such key
 _OF_CALLS = ("name", "arguments")
 _CLOCK = "strftime_now"  # the only way to a date that transformers gives to templates
 _CLOCK_THAT_STANDS = '{% macro strftime_now(format) %}{{ format | replace("%", "DAY") }}{% endmacro %}'
@@ -49,7 +50,7 @@ def render_conversation(
 def _check_tools(tools: Any, template: str) -> None:
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ValueError('"tools" must be a list of objects')
-    if not _mentions(template, "tools"):
+    if tools and not _mentions(template, "tools"):
         raise ValueError('there are "tools", which the chat template does not read')
 
 
@@ -64,8 +65,8 @@ def _read(number: int, message: Any, template: str) -> dict[str, Any]:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ValueError('each of messages must be an object with "role" and "content"')
     message = {key: value for key, value in message.items() if value is not None}
-    for key in message:
-        if key not in _KEYS and not _mentions(template, key):
+    for key, value in message.items():
+        if key not in _KEYS and value not in _NOTHING and not _mentions(template, key):
             raise ValueError(
                 f'message {number} has the key "{key}", which the chat template does not read; there may be '
                 f"{', '.join(_KEYS)}, and what the template reads"

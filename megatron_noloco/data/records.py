@@ -15,6 +15,7 @@ from megatron_noloco.data.inputs import opened, parse_json, plain_name
 from megatron_noloco.data.samples import IGNORED, Sample, check_index
 from megatron_noloco.data.tokenizer import Tokenizer
 
+_UNREAD = ("functions", "documents", "chat_template_kwargs")  # beside messages, in other programs
 _BATCH_RECORDS = 1000  # encoded at once
 
 
@@ -82,6 +83,9 @@ def _read(file: Path, tokenizer: Tokenizer) -> Iterator[_Text]:
 def _text_of(record: Any, tokenizer: Tokenizer) -> _Text:
     match record:
         case {"messages": [_, *_] as messages}:
+            for key in _UNREAD:
+                if record.get(key):
+                    raise ValueError(f'"{key}" is not given to the chat template; messages and "tools" are')
             return _Text(*render_conversation(messages, record.get("tools"), tokenizer), False)
         case {"prompt": str(prompt), "completion": str(completion)}:
             return _Text(prompt + completion, [(len(prompt), len(prompt + completion))], True)

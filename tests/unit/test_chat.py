@@ -48,6 +48,14 @@ def test_parts_are_the_text_that_they_make_up(tmp_path: Path) -> None:
     assert one.answer.tolist() == other.answer.tolist()
 
 
+def test_keys_that_hold_nothing_are_passed_over(tmp_path: Path) -> None:
+    nothing = {"name": None, "tool_calls": [], "thoughts": "", "function_call": {}, "audio": None}
+    one, other = load(
+        tmp_path, TEMPLATE, [ASKED, ANSWER], [{**ASKED, **nothing}, {**ANSWER, **nothing}], tools=[]
+    )
+    assert one.tokens.tolist() == other.tokens.tolist()
+
+
 def test_an_answer_of_weight_0_is_read_without_a_loss(tmp_path: Path) -> None:
     weighted = [
         {**message, "weight": 0} if message["content"] == "three four" else message for message in CHAT
@@ -94,7 +102,9 @@ def test_what_no_message_may_hold_is_named_in_one_line(message: Any, line: str, 
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("tools", "line"), [("[]", "must be a list of objects"), ([{}], "does not read")])
+@pytest.mark.parametrize(
+    ("tools", "line"), [("[]", "must be a list of objects"), ([{"name": "f"}], "does not read")]
+)
 def test_tools_that_would_be_left_out_are_refused(tools: Any, line: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f'line 1: .*"tools".* {line}'):
         load(tmp_path, TEMPLATE, [ASKED, ANSWER], tools=tools)

@@ -122,6 +122,10 @@ class TestRecords:
         [
             ({"text": "a"}, 'must be an object with "messages", a list, or with "prompt" and "completion"'),
             ([1], "must be an object"),
+            (
+                {"messages": CHAT, "functions": [{"name": "f"}]},
+                '"functions" is not given to the chat template',
+            ),
             ({"messages": ["hello"]}, 'each of messages must be an object with "role" and "content"'),
             ({"prompt": "\ud800", "completion": "a"}, "'utf-8' codec can't encode character"),
             ({"messages": CHAT[:2]}, 'no message has the role "assistant": there is nothing to learn'),
