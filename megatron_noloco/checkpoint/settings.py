@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-TRAINING_DATA = "training_data"  # counter: checksum of the training data
 TOKENS, TEMPLATE = "digest", "template_digest"  # of a tokenizer, by which another one is told
 _TOKENIZER = "data.tokenizer_model"
 # Settings that say where data lie or how text is read, which may change if the tokens stay the same.
@@ -60,7 +59,7 @@ class CheckpointSettings:
         keep_last: number of complete checkpoints that are kept.
         async_save: whether training continues while a copy of the state is being written.
         load: "auto" (the newest intact checkpoint in `folder`), "none", or a step folder.
-        training_data: a checksum of the training data, the counter TRAINING_DATA of checkpoints; None: not known.
+        training_data: checksums of the training data by the counter of a checkpoint that has them, newest first.
         tokenizer: the digests of the run's tokenizer (TOKENS) and of its chat template (TEMPLATE); empty: unknown.
     """
 
@@ -70,7 +69,7 @@ class CheckpointSettings:
     keep_last: int
     async_save: bool
     load: str
-    training_data: int | None = None
+    training_data: Mapping[str, int] = field(default_factory=dict)
     tokenizer: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -108,13 +107,13 @@ class CheckpointSettings:
             )
         elif told and tokenizer[TEMPLATE] != self.tokenizer[TEMPLATE]:
             allowed.append(f"{_TOKENIZER}: another chat template than the checkpoint's")
-        data = (counters or {}).get(TRAINING_DATA)
+        same = same_data(self.training_data, counters or {})
         for name, before, after in _differences(self.with_defaults(saved), self.run):
             line = f"{name}: {json.dumps(before)} in the checkpoint, {json.dumps(after)} now"
             if name == _TOKENIZER and told and None not in (before, after):
                 allowed.append(line)  # the same tokens, or refused above
-            elif name in _SAME_DATA and None not in (before, after, data):
-                if data == self.training_data:
+            elif name in _SAME_DATA and None not in (before, after, same):
+                if same:
                     allowed.append(line)
                 else:
                     refused.append(f"{line}, with other contents")
@@ -136,6 +135,11 @@ class CheckpointSettings:
 def tokenizer_folder(job_folder: Path) -> Path:
     """Return where a run, or a job of a federation, keeps a copy of its tokenizer."""
     return job_folder / "tokenizer"
+
+
+def same_data(training_data: Mapping[str, int], counters: Mapping[str, float]) -> bool | None:
+    """Return whether the training data of these checksums are those of a checkpoint; None: it does not say."""
+    return next((counters[name] == value for name, value in training_data.items() if name in counters), None)
 
 
 def _is_in(name: str, names: tuple[str, ...]) -> bool:

@@ -85,6 +85,7 @@ def _run(prepared: "Prepared", progress: str) -> int:
         joined = join_job(prepared)
 
     with importing():  # Megatron-core and DeepSpeed, which takes seconds: only for a run that can start
+        from megatron_noloco.data.samples import VocabularyError
         from megatron_noloco.federation.keeping_up import NotFiniteError, UntrainedError
         from megatron_noloco.outer import PartnerTimeoutError
         from megatron_noloco.training.build import build
@@ -95,5 +96,7 @@ def _run(prepared: "Prepared", progress: str) -> int:
         return 0 if run.train() else FAILURE
     except (PartnerTimeoutError, UntrainedError, NotFiniteError) as error:
         raise StoppedError(str(error)) from None
+    except VocabularyError:  # of a large dataset each sample is checked when it is read
+        raise
     except (ValueError, OSError) as error:  # input was checked before: this needs a traceback
         raise UnexpectedError from error

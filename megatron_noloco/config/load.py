@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron_noloco.config.run_config import RunConfig
 from megatron_noloco.config.wording import ConfigError, shown
+from megatron_noloco.data.encodings import check_utf_8, without_mark
 
 _COMMENTS = ("//", "/*", "#")
 _MOST_DIGITS = 20
@@ -33,13 +34,17 @@ def load_config(path: str | Path) -> RunConfig:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        written = path.read_bytes()
+        check_utf_8(written)
+        text = without_mark(written).decode()
     except OSError as error:
         raise ConfigError([f"cannot be read: {error.strerror}"]) from None
     except UnicodeDecodeError as error:
         raise ConfigError(
             [f"is not UTF-8 text: byte {error.start} is {error.object[error.start]:#04x}"]
         ) from None
+    except ValueError as error:
+        raise ConfigError([f"is {error}"]) from None
     try:
         content = json.loads(text, object_pairs_hook=_Object, parse_int=_whole)
     except json.JSONDecodeError as error:

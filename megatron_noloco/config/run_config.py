@@ -40,8 +40,8 @@ BLOCKS: dict[str, type[Block]] = {
     "tensorboard": TensorBoardConfig,
     "wandb": WandbConfig,
 }
-# Settings of the method that saved runs may have, each with the only value that is left.
-_REMOVED = (("grouping", "replica"),)
+# Settings that runs of earlier releases have saved, by block, each with the only value that is left.
+_REMOVED = {"noloco": {"grouping": "replica"}, "checkpoint": {"fewer_replicas": "drop"}}
 
 
 def _default(block: type[Block]) -> Any:
@@ -300,15 +300,17 @@ def in_words_of_today(saved: dict[str, Any]) -> dict[str, Any]:
 
     A setting whose default is another way than that of the version that saved gets the value of that way.
     """
-    given = saved.get("noloco", {}).items()
-    noloco = {name: value for name, value in given if (name, value) not in _REMOVED}
+    blocks = {
+        block: {name: value for name, value in saved.get(block, {}).items() if removed.get(name) != value}
+        for block, removed in _REMOVED.items()
+    }
     federation = dict(saved.get("federation") or {})
     if "local_steps" in federation:  # up to version 0.2.0
         federation["skip_local_steps"] = federation.pop("local_steps") == "auto"
     data = dict(saved.get("data") or {})
     # Up to version 0.2.0 they were tokens; bytes spell out none.
     data.setdefault("split_special_tokens", data.get("tokenizer_type", "byte") == "byte")
-    return saved | {"noloco": noloco, "federation": federation, "data": data}
+    return saved | blocks | {"federation": federation, "data": data}
 
 
 def _check_zero(stage: int, parallel: ParallelConfig) -> Iterator[str]:

@@ -15,6 +15,7 @@ from typing import IO, NamedTuple, NoReturn
 
 import numpy as np
 
+from megatron_noloco.data.encodings import check_utf_8, without_mark
 from megatron_noloco.data.sources import Split
 from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
 
@@ -69,7 +70,9 @@ def load_corpus(text: str, split: Split, tokenizer: Tokenizer) -> Corpus:
         name, paths = f"{text} {platform.python_version()}", standard_library_files()
     else:
         paths, others = text_files(path)
-    documents = [Document(path.relative_to(folder).as_posix(), path.read_bytes()) for path in paths]
+    documents = [
+        Document(path.relative_to(folder).as_posix(), without_mark(path.read_bytes())) for path in paths
+    ]
     megabytes = sum(len(document.text) for document in documents) / 1e6
     by_file = len(documents) >= _SPLIT_BY_FILE_FROM
     parts = _split_by_file(documents, split) if by_file else _split_by_position(documents, split)
@@ -218,13 +221,18 @@ def _begins_as_text(path: Path) -> bool:
 def _is_text(content: bytes, final: bool) -> bool:
     """Return whether the content is UTF-8 text and not empty; unless `final`, it may end within a character."""
     try:
-        codecs.getincrementaldecoder("utf-8")().decode(content, final)
-    except UnicodeDecodeError:
+        check_utf_8(content)
+        return codecs.getincrementaldecoder("utf-8-sig")().decode(content, final) != ""
+    except ValueError:
         return False
-    return len(content) > 0
 
 
 def _no_text_error(path: Path) -> ValueError:
+    if path.is_file():
+        try:
+            check_utf_8(path.read_bytes())
+        except ValueError as error:
+            return ValueError(f"data.text: {path}: {error}; {_ADVICE}")
     return ValueError(f"data.text: no UTF-8 text in {path}; {_ADVICE}")
 
 

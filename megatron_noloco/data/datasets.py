@@ -13,37 +13,31 @@ import numpy as np
 from megatron_noloco.data.corpus import Corpus, load_corpus
 from megatron_noloco.data.indexed import IndexedTokens
 from megatron_noloco.data.records import Record, RecordDataset, load_records
-from megatron_noloco.data.samples import JoinedDataset, SampleDataset, ShuffledDataset, TokenDataset
-from megatron_noloco.data.sources import (
-    DocumentBorders,
-    IndexedSource,
-    RecordSource,
-    Source,
-    Split,
-    TextSource,
+from megatron_noloco.data.samples import (
+    JoinedDataset,
+    SampleDataset,
+    ShuffledDataset,
+    TokenDataset,
+    check_vocabulary,
 )
+from megatron_noloco.data.sources import IndexedSource, Needs, RecordSource, Source, Split, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer
-from megatron_noloco.plans.samples import BlendedOrder, SampleOrder
+from megatron_noloco.plans.samples import (
+    BLEND_RESOLUTION,
+    BlendedOrder,
+    SampleOrder,
+    slots_at,
+    slots_of,
+)
 
 _SPLIT_NAMES = ("training", "validation")
 _TRAINING, _VALIDATION = range(2)
-_EXCERPT_TOKENS = (
-    1 << 24
-)  # tokens of a large dataset that are checked and counted; a smaller one is read whole
+# Tokens of a large dataset that are checked and counted at the start; a smaller one is read whole. A sample of the
+# rest is checked when it is read.
+_EXCERPT_TOKENS = 1 << 24
+_FINGERPRINT_TOKENS = 1 << 16
 _COUNTED_TOKENS = 1 << 20  # counted at once: bincount widens each token to 8 bytes
 _OpenIndexed = Callable[[str], IndexedTokens]
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What a run requires of its datasets; `vocab_size`, `seq_length` and `documents` are enough to evaluate."""
-
-    vocab_size: int  # of the model, without padding; it may be more than the tokenizer's
-    seq_length: int
-    global_batch: int = 1  # training samples that a local step of all replicas consumes
-    seed: int = 0  # shuffles the sequences of an indexed dataset (see `ShuffledDataset`)
-    evaluates: bool = True  # whether validation datasets are built
-    documents: DocumentBorders | None = None  # None: documents are not separated
 
 
 @dataclass(frozen=True)
@@ -78,14 +72,23 @@ class Datasets:
         return BlendedOrder(sizes, tuple(part.weight for part in self.training), seed)
 
     @cached_property
-    def checksum(self) -> int:
-        """A checksum of the training data, wherever they lie; of a large dataset it reads an excerpt."""
-        checksum = 0
-        for part in self.training:
-            size = f"{len(part.dataset)} {len(part.dataset.tokens)} {part.weight}"
-            checksum = zlib.crc32(size.encode(), checksum)
-            checksum = zlib.crc32(np.ascontiguousarray(_excerpt(part.dataset)).data, checksum)
-        return checksum
+    def checksums(self) -> dict[str, int]:
+        """Checksums of the training data, wherever they lie, by the name of a checkpoint's counter; newest first.
+
+        The first is of all that samples are made of. The second, of 0.2 and before, is of the tokens that have a
+        loss; it is another one where the blend is read in another order since. Of large arrays they read excerpts.
+        """
+        weights = [part.weight for part in self.training]
+        reordered = slots_of(weights) != slots_at(weights, BLEND_RESOLUTION)
+        return {
+            "training_data_2": _checksum(self.training),
+            "training_data": _checksum(self.training, lambda data: (data.tokens,), start=int(reordered)),
+        }
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """A checksum of a small part of all data, which all ranks of a job must have alike."""
+        return _checksum(self.training + self.validation, most=_FINGERPRINT_TOKENS)
 
     @cached_property
     def unigram_entropy(self) -> float:
@@ -166,7 +169,7 @@ def whole_dataset(data: str, tokenizer: Tokenizer, needs: Needs) -> TokenDataset
         tokens = IndexedTokens(data).tokens if indexed else load_corpus(data, Split(1, 0, 0), tokenizer).train
     except ValueError as error:
         raise ValueError(f"--data: {str(error).removeprefix('data.text: ')}") from None
-    dataset = TokenDataset(tokens, needs.seq_length, data, needs.documents)
+    dataset = TokenDataset(tokens, needs, data)
     _check_tokens(dataset, needs.vocab_size)
     return dataset
 
@@ -195,7 +198,7 @@ def _corpus_part(corpus: Corpus, split: int, needs: Needs) -> Part:
         (corpus.train, corpus.validation)[split],
         f"the {_SPLIT_NAMES[split]} split of {corpus.name}",
     )
-    return Part(TokenDataset(tokens, needs.seq_length, name, needs.documents), 1.0)
+    return Part(TokenDataset(tokens, needs, name), 1.0)
 
 
 def _record_part(
@@ -216,15 +219,14 @@ def _indexed_training(source: IndexedSource, needs: Needs, open_indexed: _OpenIn
     parts = []
     for indexed, (first, stop), name, weight in _split_of_blend(source, _TRAINING, open_indexed):
         tokens, offsets = indexed.part(first, stop), indexed.offsets[first : stop + 1]
-        dataset = ShuffledDataset(tokens, offsets, needs.seq_length, name, needs.seed, needs.documents)
-        parts.append(Part(dataset, weight))
+        parts.append(Part(ShuffledDataset(tokens, offsets, needs, name), weight))
     return parts
 
 
 def _indexed_validation(source: IndexedSource, needs: Needs, open_indexed: _OpenIndexed) -> list[Part]:
     """Return the validation parts, not shuffled, so that every run is evaluated on the same samples."""
     return [
-        Part(TokenDataset(indexed.part(*bounds), needs.seq_length, name, needs.documents), weight)
+        Part(TokenDataset(indexed.part(*bounds), needs, name), weight)
         for indexed, bounds, name, weight in _split_of_blend(source, _VALIDATION, open_indexed)
     ]
 
@@ -300,13 +302,8 @@ def _summary(parts: list[Part], split_name: str) -> str:
 
 def _check_tokens(dataset: TokenDataset | RecordDataset, vocab_size: int) -> None:
     """Raise ValueError for a token outside the vocabulary, or where documents are separated but none ends."""
-    tokens = _excerpt(dataset)
-    largest = int(tokens.max())
-    if largest >= vocab_size:
-        raise ValueError(
-            f"{dataset.name} holds token {largest}, the vocabulary has {vocab_size}: it was made with another "
-            "tokenizer (data.tokenizer_type, data.tokenizer_model)"
-        )
+    tokens = _excerpt(dataset.contents[0])
+    check_vocabulary(tokens, vocab_size, dataset.name)
     documents = None if isinstance(dataset, RecordDataset) else dataset.documents
     if documents is None or not (documents.reset_attention_mask or documents.eod_mask_loss):
         return
@@ -318,13 +315,29 @@ def _check_tokens(dataset: TokenDataset | RecordDataset, vocab_size: int) -> Non
         )
 
 
-def _excerpt(dataset: TokenDataset | RecordDataset) -> np.ndarray:
-    """Return up to `_EXCERPT_TOKENS` tokens, evenly spread over the dataset in 16 stretches."""
-    tokens = dataset.tokens
-    if len(tokens) <= _EXCERPT_TOKENS:
-        return tokens
-    starts = np.linspace(0, len(tokens) - _EXCERPT_TOKENS // 16, 16).astype(int)
-    return np.concatenate([tokens[start : start + _EXCERPT_TOKENS // 16] for start in starts])
+def _checksum(
+    parts: list[Part],
+    contents: Callable[[TokenDataset | RecordDataset], tuple[np.ndarray, ...]] = lambda data: data.contents,
+    start: int = 0,
+    most: int | None = None,
+) -> int:
+    """Return a checksum of the sizes and weights of datasets, and of excerpts of their contents."""
+    checksum = start
+    for part in parts:
+        size = f"{len(part.dataset)} {len(part.dataset.tokens)} {part.weight}"
+        checksum = zlib.crc32(size.encode(), checksum)
+        for array in contents(part.dataset):
+            checksum = zlib.crc32(np.ascontiguousarray(_excerpt(array, most)).data, checksum)
+    return checksum
+
+
+def _excerpt(array: np.ndarray, most: int | None = None) -> np.ndarray:
+    """Return up to `most` elements (None: `_EXCERPT_TOKENS`), evenly spread over the array in 16 stretches."""
+    most = most or _EXCERPT_TOKENS
+    if len(array) <= most:
+        return array
+    starts = np.linspace(0, len(array) - most // 16, 16).astype(int)
+    return np.concatenate([array[start : start + most // 16] for start in starts])
 
 
 def _shares(parts: list[Part], vocab_size: int, pseudocount: int) -> np.ndarray:
@@ -335,7 +348,7 @@ def _shares(parts: list[Part], vocab_size: int, pseudocount: int) -> np.ndarray:
     """
     shares = np.zeros(vocab_size)
     for part in parts:
-        tokens = _excerpt(part.dataset)
+        tokens = _excerpt(part.dataset.tokens)
         counts = np.full(vocab_size, pseudocount)
         for start in range(0, len(tokens), _COUNTED_TOKENS):
             counts += np.bincount(tokens[start : start + _COUNTED_TOKENS], minlength=vocab_size)

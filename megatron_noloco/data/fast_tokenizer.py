@@ -164,17 +164,29 @@ class FastTokenizer:
         groups = groupby(longest_first, key=lambda token: token[:1])
         return re.compile("|".join(f"(?:{'|'.join(map(re.escape, tokens))})" for _, tokens in groups))
 
-    def render(
-        self, messages: list[dict[str, Any]], tools: Any = None, add_generation_prompt: bool = False
-    ) -> str:
+    def chat_template(self, tools: Any = None) -> str:
         if not self._with_template.chat_template:
             raise ValueError(
                 f"tokenizer_model {self.folder} has no chat template (a chat_template.jinja, or chat_template in "
                 "tokenizer_config.json)"
             )
+        return self._with_template.get_chat_template(tools=tools)
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Any = None,
+        add_generation_prompt: bool = False,
+        template: str | None = None,
+    ) -> str:
+        chosen = template or self.chat_template(tools)
         try:
             return self._with_template.apply_chat_template(
-                messages, tools=tools, add_generation_prompt=add_generation_prompt, tokenize=False
+                messages,
+                tools=tools,
+                chat_template=chosen,
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
             )
         except Exception as error:  # templates raise anything for messages that they do not expect
             raise ValueError(f"the chat template refuses the messages: {line_of(error)}") from None
@@ -277,7 +289,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        content = json.loads(path.read_text())
+        content = json.loads(path.read_bytes())
     except ValueError:
         content = None
     if not isinstance(content, dict):

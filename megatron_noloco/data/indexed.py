@@ -88,7 +88,8 @@ class IndexedTokens:
             )
         if not tokens:
             raise ValueError(f"{bin_path}: holds no tokens ({sequences} sequences)")
-        if not np.array_equal(index.pointers, self.offsets[:-1] * self.dtype.itemsize):
+        ordered = np.array_equal(index.pointers, self.offsets[:-1] * self.dtype.itemsize)
+        if not ordered or int(self.lengths.min()) < 0:
             raise ValueError(f"{idx_path}: its sequences do not lie one after the other")
         bounds = self.document_bounds
         if bounds[:1] != 0 or bounds[-1:] != sequences or (np.diff(bounds) < 0).any():
@@ -206,7 +207,7 @@ def report(indexed: IndexedTokens, tokenizer: Tokenizer, samples: int) -> Iterat
 
 def _preview(tokens: np.ndarray, tokenizer: Tokenizer) -> str:
     """Return the tokens' text, or their ids where the tokenizer does not have them all."""
-    if int(tokens.max(initial=0)) >= tokenizer.vocab_size:
+    if int(tokens.max(initial=0)) >= tokenizer.vocab_size or int(tokens.min(initial=0)) < 0:
         ids = " ".join(map(str, tokens[:12]))
         return f"tokens {ids} ... (not of this tokenizer: --tokenizer-type, --tokenizer-model)"
     return repr(tokenizer.decode(tokens))

@@ -4,8 +4,10 @@ import codecs
 import io
 import json
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any, Literal
@@ -18,6 +20,7 @@ from megatron_noloco.data.corpus import (
     files_below,
     read_piece,
 )
+from megatron_noloco.data.encodings import check_utf_8, without_mark
 
 _PARQUET_ROWS = 256  # in a batch: the size of a row is known only after reading it
 
@@ -31,7 +34,7 @@ class Input:
 
     @property
     def kind(self) -> Literal["text", "jsonl", "parquet"]:
-        name = self.path.name.removesuffix(".gz").removesuffix(".zst").lower()
+        name = plain_name(self.path)
         if name.endswith(PARQUET):
             return "parquet"
         return "jsonl" if name.endswith(JSON_LINES) else "text"
@@ -84,17 +87,27 @@ class Batch:
         return rows
 
 
+def plain_name(path: Path) -> str:
+    """Return the name of a file in small letters, without the suffix of a compression."""
+    name = path.name.lower()
+    return next((name.removesuffix(suffix) for suffix in COMPRESSIONS if name.endswith(suffix)), name)
+
+
 def parse_json(line: bytes) -> Any:
     """Parse one line of a file of JSON lines; raises ValueError."""
+    check_utf_8(line)
     try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, or nested too deeply
-        raise ValueError(f"not JSON ({error})") from None
+        return json.loads(without_mark(line).decode())
+    except json.JSONDecodeError as error:
+        reason = f"{error.msg}, column {error.pos + 1}"
+    except (ValueError, RecursionError) as error:  # not UTF-8, or nested too deeply
+        reason = str(error)
+    raise ValueError(f"not JSON ({reason}); each line must hold one whole JSON object")
 
 
 def _text(fields: Any, key: str) -> str:
     if not isinstance(fields, dict):
-        raise ValueError("not a JSON object")
+        raise ValueError("not a JSON object; each line must hold one")
     if key not in fields:
         raise ValueError(f"no key {key!r}; there are {', '.join(fields)} (--json-keys)")
     text = fields[key]
@@ -139,17 +152,24 @@ def read_batches(item: Input, columns: list[str]) -> Iterator[Batch]:
         yield from _read_parquet(item, columns)
         return
     read = _read_lines if item.kind == "jsonl" else _read_text
+    with opened(item.path) as (raw, file):
+        yield from read(item, raw, file)
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+    """Open a file, and what it holds before compression; raises ValueError where it cannot be decompressed."""
     try:
-        with item.path.open("rb") as raw:
-            yield from read(item, raw, _decompressed(item.path, raw))
+        with path.open("rb") as raw:
+            yield raw, _decompressed(path, raw)
     except OSError as error:
-        if item.path.suffix not in COMPRESSIONS:
+        if path.suffix.lower() not in COMPRESSIONS:
             raise
-        raise ValueError(f"{item.path}: cannot be decompressed ({error})") from None
+        raise ValueError(f"{path}: cannot be decompressed ({error})") from None
 
 
 def _decompressed(path: Path, raw: IO[bytes]) -> IO[bytes]:
-    compression = COMPRESSIONS.get(path.suffix)
+    compression = COMPRESSIONS.get(path.suffix.lower())
     if compression is None:
         return raw
     return io.BufferedReader(_pyarrow(path).CompressedInputStream(raw, compression), PIECE_BYTES)
@@ -181,7 +201,11 @@ def _read_text(item: Input, raw: IO[bytes], file: IO[bytes]) -> Iterator[Batch]:
     if item.folder is not None and not _is_text(item):
         yield Batch(item, 1, [], True, item.bytes)
         return
-    number, before, piece = 1, 0, read_piece(file)
+    number, before, piece = 1, 0, without_mark(read_piece(file))
+    try:
+        check_utf_8(piece)
+    except ValueError as error:
+        raise ValueError(f"{item.path}: {error}") from None
     while piece or number == 1:
         following = read_piece(file)
         place = raw.tell()
@@ -191,11 +215,13 @@ def _read_text(item: Input, raw: IO[bytes], file: IO[bytes]) -> Iterator[Batch]:
 
 def _is_text(item: Input) -> bool:
     """Return whether a whole file is UTF-8 text."""
-    with item.path.open("rb") as raw:
-        pieces = iter(partial(_decompressed(item.path, raw).read, PIECE_BYTES), b"")
+    with opened(item.path) as (_, file):
+        pieces = iter(partial(file.read, PIECE_BYTES), b"")
         try:
-            return all(True for _ in codecs.iterdecode(pieces, "utf-8"))
-        except UnicodeDecodeError:
+            first = next(pieces, b"")
+            check_utf_8(first)
+            return all(True for _ in codecs.iterdecode(chain([first], pieces), "utf-8"))
+        except ValueError:
             return False
 
 

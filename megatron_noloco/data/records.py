@@ -9,11 +9,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from megatron_noloco.data.chat import render_conversation
 from megatron_noloco.data.corpus import files_below
-from megatron_noloco.data.inputs import parse_json
+from megatron_noloco.data.inputs import opened, parse_json, plain_name
 from megatron_noloco.data.samples import IGNORED, Sample, check_index
 from megatron_noloco.data.tokenizer import Tokenizer
 
+_UNREAD = ("functions", "documents", "chat_template_kwargs")  # beside messages, in other programs
 _BATCH_RECORDS = 1000  # encoded at once
 
 
@@ -31,18 +33,18 @@ class _Text(NamedTuple):
 
     text: str
     answers: list[tuple[int, int]]  # first character of each answer, and the one after its last
-    from_template: (
-        bool  # which ends an answer; otherwise an end-of-document token is appended, as a part of it
-    )
+    from_template: bool  # which ends an answer; otherwise an end-of-document token does, as a part of it
     spelled_out: int = 0  # special tokens in the texts that were given
 
 
 def record_files(path: str) -> list[Path]:
-    """Return the file, or all .jsonl files below the folder; raises ValueError when there are none."""
+    """Return the file, or all .jsonl files below the folder, compressed or not; raises ValueError without any."""
     given = Path(path)
     if not given.exists():
         raise ValueError(f"data.sft_data_path: no file or folder at {given} (looked from cwd {Path.cwd()})")
-    files = [file for file in files_below(given) if file.suffix == ".jsonl"] if given.is_dir() else [given]
+    files = [given]
+    if given.is_dir():
+        files = [file for file in files_below(given) if plain_name(file).endswith(".jsonl")]
     if not files:
         raise ValueError(f"data.sft_data_path: no .jsonl file in {given}")
     return files
@@ -83,7 +85,7 @@ def _record(text: _Text, tokens: np.ndarray, starts: np.ndarray, tokenizer: Toke
 
 
 def _read(file: Path, tokenizer: Tokenizer) -> Iterator[_Text]:
-    with file.open("rb") as lines:
+    with opened(file) as (_, lines):
         for number, line in enumerate(lines, 1):
             if line.strip():
                 try:
@@ -107,51 +109,15 @@ def _strings(value: Any) -> Iterator[str]:
 def _text_of(record: Any, tokenizer: Tokenizer) -> _Text:
     match record:
         case {"messages": [_, *_] as messages}:
-            if all(isinstance(message, dict) and "role" in message for message in messages):
-                return _conversation(messages, record.get("tools"), tokenizer)
-            raise ValueError('each of messages must be an object with "role" and "content"')
+            for key in _UNREAD:
+                if record.get(key):
+                    raise ValueError(f'"{key}" is not given to the chat template; messages and "tools" are')
+            return _Text(*render_conversation(messages, record.get("tools"), tokenizer), True)
         case {"prompt": str(prompt), "completion": str(completion)}:
             return _Text(prompt + completion, [(len(prompt), len(prompt + completion))], False)
     raise ValueError(
         'must be an object with "messages", a list, or with "prompt" and "completion", both text'
     )
-
-
-def _conversation(messages: list[dict[str, Any]], tools: Any, tokenizer: Tokenizer) -> _Text:
-    """Render a conversation and find its answers.
-
-    An answer is what the template adds to the messages before it, which are rendered with a generation prompt.
-    """
-    for number, message in enumerate(messages, 1):
-        if all(value is None for key, value in message.items() if key not in ("role", "name")):
-            raise ValueError(f'message {number} has no "content"')
-    if messages[0]["role"] == "assistant":
-        raise ValueError(
-            'message 1 has the role "assistant": an answer needs a message before it, such as one of "user"'
-        )
-    whole = tokenizer.render(messages, tools)
-    answers = []
-    for place, message in enumerate(messages):
-        if message["role"] == "assistant":
-            before = tokenizer.render(messages[:place], tools, add_generation_prompt=True)
-            through = tokenizer.render(messages[: place + 1], tools)
-            if not (through.startswith(before) and whole.startswith(through)):
-                unasked = tokenizer.render(messages[:place], tools)
-                if through.startswith(unasked) and whole.startswith(through):
-                    raise ValueError(
-                        "the chat template asks for an answer with other words than message "
-                        f"{place + 1} begins with, so the answer cannot be found; use a template with the same "
-                        "words in both"
-                    )
-                raise ValueError(
-                    f"the chat template renders messages 1 to {place + 1} differently when others follow, so the "
-                    f"answer in message {place + 1} cannot be found; split the conversation there, or use a "
-                    "template that renders a message regardless of later ones"
-                )
-            answers.append((len(before), len(through)))
-    if not answers:
-        raise ValueError('no message has the role "assistant": there is nothing to learn')
-    return _Text(whole, answers, True)
 
 
 class RecordDataset:
@@ -187,6 +153,13 @@ class RecordDataset:
         lengths = [len(record.tokens) - 1 for record in self._records]  # the last token is a label only
         self._samples = pack(lengths, seq_length) if packed else [[place] for place in range(len(lengths))]
         self.tokens = np.concatenate([record.tokens[1:][record.answer[1:]] for record in self._records])
+
+    @property
+    def contents(self) -> tuple[np.ndarray, ...]:
+        """All that samples are made of: the tokens of all records, which of them are answers, and each length."""
+        tokens = np.concatenate([record.tokens for record in self._records])
+        answers = np.concatenate([record.answer for record in self._records])
+        return tokens, answers, np.array([len(record.tokens) for record in self._records])
 
     def __len__(self) -> int:
         return len(self._samples)

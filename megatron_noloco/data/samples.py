@@ -18,13 +18,17 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from megatron_noloco.data.sources import DocumentBorders
+from megatron_noloco.data.sources import Needs
 from megatron_noloco.plans.draws import Shuffle, Stream
 
 IGNORED = -100  # label without a loss, as in torch and transformers
 
 _BLOCK = 64  # sequences; one offset is kept for each block: 1/8 byte of memory per sequence
 _BATCH_BLOCKS = 1 << 14  # blocks whose lengths are added up at once
+
+
+class VocabularyError(ValueError):
+    """Tokens that the model does not have."""
 
 
 class Sample(NamedTuple):
@@ -53,36 +57,32 @@ class TokenDataset:
     token but the first is a label once; a rest shorter than a sample is left out.
     """
 
-    def __init__(
-        self,
-        tokens: np.ndarray,
-        seq_length: int,
-        name: str = "dataset",
-        documents: DocumentBorders | None = None,
-    ) -> None:
-        """Raises ValueError when there are fewer than S + 1 tokens.
-
-        Args:
-            documents: how documents are separated; None: they are not.
-        """
-        if seq_length < 1:
-            raise ValueError(f"seq_length must be at least 1, not {seq_length}")
-        if len(tokens) < seq_length + 1:
+    def __init__(self, tokens: np.ndarray, needs: Needs, name: str = "dataset") -> None:
+        """Raises ValueError when there are fewer than S + 1 tokens."""
+        self.seq_length, self.vocab_size, self.documents = needs.seq_length, needs.vocab_size, needs.documents
+        if self.seq_length < 1:
+            raise ValueError(f"seq_length must be at least 1, not {self.seq_length}")
+        if len(tokens) < self.seq_length + 1:
             raise ValueError(
                 f"corpus too small: {name} has {len(tokens)} tokens, one sample needs "
-                f"seq_length + 1 = {seq_length + 1}"
+                f"seq_length + 1 = {self.seq_length + 1}"
             )
         self.tokens = tokens
-        self.seq_length = seq_length
         self.name = name
-        self.documents = documents
+
+    @property
+    def contents(self) -> tuple[np.ndarray, ...]:
+        """All that samples are made of: first the tokens."""
+        return (self.tokens,)
 
     def __len__(self) -> int:
         return (len(self.tokens) - 1) // self.seq_length
 
     def __getitem__(self, index: int) -> Sample:
+        """Return a sample; raises VocabularyError for tokens that no check at the start has read."""
         check_index(self, index)
         read, lasts = self._read(index * self.seq_length)
+        check_vocabulary(read, self.vocab_size, f"sample {index} of {self.name}")
         tokens, labels = read[:-1], read[1:]
         if self.documents is None:
             return Sample(tokens, labels, None)
@@ -101,20 +101,12 @@ class TokenDataset:
 
 
 class ShuffledDataset(TokenDataset):
-    """Samples of sequences that are laid end to end in an order drawn from `seed`.
+    """Samples of sequences that are laid end to end in an order drawn from the seed.
 
     There are as many as in a TokenDataset of the same tokens, and each token is a label at most once.
     """
 
-    def __init__(
-        self,
-        tokens: np.ndarray,
-        offsets: np.ndarray,
-        seq_length: int,
-        name: str,
-        seed: int,
-        documents: DocumentBorders | None = None,
-    ) -> None:
+    def __init__(self, tokens: np.ndarray, offsets: np.ndarray, needs: Needs, name: str) -> None:
         """Raises ValueError where there is no whole sample.
 
         Args:
@@ -122,9 +114,13 @@ class ShuffledDataset(TokenDataset):
             offsets: where each sequence begins, and where the last one ends, shape [sequences + 1]; the first
                 token has offset `offsets[0]`.
         """
-        super().__init__(tokens, seq_length, name, documents)
+        super().__init__(tokens, needs, name)
         self._offsets = offsets
-        self._order = Shuffle(len(offsets) - 1, seed, Stream.DOCUMENTS)
+        self._order = Shuffle(len(offsets) - 1, needs.seed, Stream.DOCUMENTS)
+
+    @property
+    def contents(self) -> tuple[np.ndarray, ...]:
+        return self.tokens, self._offsets
 
     def _read(self, start: int) -> tuple[np.ndarray, list[int]]:
         stop = start + self.seq_length + 1
@@ -182,3 +178,13 @@ def check_index(dataset: SampleDataset, index: int) -> None:
     """Raise IndexError for an index outside the dataset; negative ones do not count from the end."""
     if not 0 <= index < len(dataset):
         raise IndexError(f"sample {index} is outside {dataset.name}, which has {len(dataset)}")
+
+
+def check_vocabulary(tokens: np.ndarray, vocab_size: int, name: str) -> None:
+    """Raise VocabularyError for a token outside the vocabulary. `name` says what holds the tokens."""
+    smallest, largest = int(tokens.min()), int(tokens.max())
+    if smallest < 0 or largest >= vocab_size:
+        raise VocabularyError(
+            f"{name} holds token {smallest if smallest < 0 else largest}, the vocabulary has {vocab_size} (from 0 "
+            "on): it is damaged, or was made with another tokenizer (data.tokenizer_type, data.tokenizer_model)"
+        )

@@ -4,6 +4,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megatron_noloco.plans.samples import slots_of
+
 
 @dataclass(frozen=True)
 class Split:
@@ -53,7 +55,9 @@ class Blend:
                 "must be one prefix, or weights > 0 and prefixes in turn, like "
                 f'["0.3", "prefixA", "0.7", "prefixB"], got {paths!r}'
             )
-        return cls(tuple((p, weight / sum(weights)) for p, weight in zip(prefixes, weights, strict=True)))
+        shares = [weight / sum(weights) for weight in weights]
+        slots_of(shares)  # raises where these cannot be met
+        return cls(tuple(zip(prefixes, shares, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,18 @@ class DocumentBorders:
     end_of_document: int  # the token that ends each document
     reset_attention_mask: bool = False  # documents do not attend to each other
     eod_mask_loss: bool = False  # the token after an end has no loss
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a run requires of its datasets; `vocab_size`, `seq_length` and `documents` are enough to evaluate."""
+
+    vocab_size: int  # of the model, without padding; it may be more than the tokenizer's
+    seq_length: int
+    global_batch: int = 1  # training samples that a local step of all replicas consumes
+    seed: int = 0  # shuffles the sequences of an indexed dataset (see `ShuffledDataset`)
+    evaluates: bool = True  # whether validation datasets are built
+    documents: DocumentBorders | None = None  # None: documents are not separated
 
 
 @dataclass(frozen=True)

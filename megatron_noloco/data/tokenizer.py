@@ -8,7 +8,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 
@@ -85,8 +85,16 @@ class Tokenizer(Protocol):
         """Return how many special tokens `text` spells out."""
         ...
 
+    def chat_template(self, tools: Any = None) -> str:
+        """Return the chat template for conversations with these tools; raises ValueError where there is none."""
+        ...
+
     def render(
-        self, messages: list[dict[str, Any]], tools: Any = None, add_generation_prompt: bool = False
+        self,
+        messages: list[dict[str, Any]],
+        tools: Any = None,
+        add_generation_prompt: bool = False,
+        template: str | None = None,
     ) -> str:
         """Return the text of a conversation in the tokenizer's chat template.
 
@@ -95,6 +103,7 @@ class Tokenizer(Protocol):
         Args:
             tools: the tools that the assistant may call, in the form that the template takes.
             add_generation_prompt: whether to append the beginning of an answer.
+            template: another chat template; None: that of the tokenizer.
         """
         ...
 
@@ -178,12 +187,19 @@ class ByteTokenizer:
     def count_special(self, text: str) -> int:
         return 0
 
-    def render(
-        self, messages: list[dict[str, Any]], tools: Any = None, add_generation_prompt: bool = False
-    ) -> str:
+    def chat_template(self, tools: Any = None) -> NoReturn:
         raise ValueError(
             "the byte tokenizer has no chat template; give prompt and completion, or a tokenizer_model"
         )
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Any = None,
+        add_generation_prompt: bool = False,
+        template: str | None = None,
+    ) -> NoReturn:
+        self.chat_template(tools)
 
     def decode(self, ids: np.ndarray | Sequence[int]) -> str:
         """Return the text of `ids`, without end-of-document tokens.

@@ -14,10 +14,11 @@ import numpy as np
 from torch import Tensor
 
 from megatron_noloco.data.auto_tokenizer import check_folder, folder_adds_bos
-from megatron_noloco.data.datasets import Needs, validation_datasets, whole_dataset
+from megatron_noloco.data.datasets import validation_datasets, whole_dataset
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.microbatches import VALIDATION_SEED, gather
 from megatron_noloco.data.samples import SampleDataset
+from megatron_noloco.data.sources import Needs
 from megatron_noloco.huggingface.pretrained import PretrainedWeights, read_architecture
 from megatron_noloco.huggingface.source import is_hugging_face, open_source
 from megatron_noloco.huggingface.whole_model import WholeModel
@@ -125,6 +126,7 @@ def _open_hugging_face(folder: Path, data: str, seq_length: int | None) -> Weigh
     architecture = replace(
         architecture, seq_length=seq_length or min(architecture.seq_length, _MAX_SEQ_LENGTH)
     )
+    weights = PretrainedWeights(folder, architecture)
     needs = Needs(architecture.vocab_size, architecture.seq_length)
     tokenizer = FastTokenizer(folder, prepend_bos=folder_adds_bos(folder))
     check_folder(tokenizer)
@@ -132,8 +134,7 @@ def _open_hugging_face(folder: Path, data: str, seq_length: int | None) -> Weigh
 
     @contextmanager
     def open_sets() -> Iterator[list[Read]]:
-        with PretrainedWeights(folder, architecture) as weights:
-            weights.check()
+        with weights:
             yield [weights]
 
     return WeightSets(architecture, [dataset], [str(folder)], open_sets)

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron_noloco.data.auto_tokenizer import export_problem
 from megatron_noloco.data.sources import RecordSource
 from megatron_noloco.files import naming_file, write_tensors, writing
+from megatron_noloco.huggingface.pretrained import PretrainedWeights, read_architecture
 from megatron_noloco.huggingface.source import ModelSource
 from megatron_noloco.huggingface.whole_model import WholeModel
 from megatron_noloco.model.families import Parameter, family_of, table_of
@@ -167,9 +168,11 @@ def check_export(source: ModelSource, output: Path) -> float:
 
     Returns the largest difference on the same tokens, both models in fp32, and removes the mark of an unfinished
     export if it is below TOLERANCE. The trainer's model is loaded from the checkpoint, not from the export, and
-    rounded like the export. Raises ValueError where a text has other tokens.
+    rounded like the export. Raises ValueError where a text has other tokens, or the export cannot be imported
+    again.
     """
     check_tokens(source, output)
+    PretrainedWeights(output, read_architecture(output)).close()
     architecture = source.architecture
     length = 64 + (architecture.sliding_window or 0)  # longer than the window, so that a wrong window shows
     tokens = torch.randint(

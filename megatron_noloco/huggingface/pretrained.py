@@ -1,20 +1,29 @@
 """Start a run from a Hugging Face folder: read its architecture, weights and tokenizer, and write a config."""
 
-import json
-from contextlib import ExitStack
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
+import torch
 from torch import Tensor
 
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.auto_tokenizer import folder_adds_bos, sample_texts
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer, build_tokenizer
+from megatron_noloco.huggingface.weight_files import WeightFiles, read_object
 from megatron_noloco.model.architecture import Architecture
-from megatron_noloco.model.families import architecture_of, families_with, family_of, table_of
+from megatron_noloco.model.families import (
+    HEAD,
+    Index,
+    Stored,
+    architecture_of,
+    families_with,
+    family_of,
+    stored_tensors,
+    table_of,
+)
 
 
 def import_folder(folder: Path, template: dict[str, Any]) -> dict[str, Any]:
@@ -23,7 +32,7 @@ def import_folder(folder: Path, template: dict[str, Any]) -> dict[str, Any]:
     No weights are copied. Raises ValueError, in one line, when no run can start from the folder.
     """
     before, architecture = RunConfig.from_dict(template), read_architecture(folder)
-    dropout = _read_config(folder).get("attention_dropout")
+    dropout = _config_of(folder).get("attention_dropout")
     template_model = {
         name: value
         for name, value in template["model"].items()
@@ -40,8 +49,7 @@ def import_folder(folder: Path, template: dict[str, Any]) -> dict[str, Any]:
     data = _with_tokenizer_of(folder, template["data"])
     raw = {**template, "model": model, "training": training, "data": data}
     run = RunConfig.from_dict(raw)
-    with PretrainedWeights(folder, architecture) as weights:
-        weights.check()
+    PretrainedWeights(folder, architecture).close()
     check_tokenizer(folder, build_tokenizer(run.tokenizer), architecture.vocab_size)
     return raw
 
@@ -56,8 +64,7 @@ def check_fits(folder: Path, architecture: Architecture) -> None:
     ]
     if lines:
         raise ValueError("\n".join(lines))
-    with PretrainedWeights(folder, architecture) as weights:
-        weights.check()
+    PretrainedWeights(folder, architecture).close()
 
 
 def model_fields(architecture: Architecture) -> dict[str, Any]:
@@ -127,100 +134,115 @@ def _same_tokens(theirs: FastTokenizer, ours: Tokenizer) -> bool:
 
 def read_architecture(folder: Path) -> Architecture:
     """Return the model that config.json describes; raises ValueError, in one line, where it is not supported."""
-    theirs = _read_config(folder)
+    theirs = _config_of(folder)
     try:
         return architecture_of(theirs)
     except ValueError as error:
         raise ValueError(f"{folder / 'config.json'}: {error}") from None
 
 
+def config_for_any_version(folder: Path) -> dict[str, Any]:
+    """Return the keys of config.json, those of the model in the forms of transformers 4 and 5.
+
+    Version 4 would take the defaults for keys that only 5 reads, such as the base in `rope_parameters`.
+    """
+    architecture = read_architecture(folder)
+    ours = family_of(architecture).hf_config(architecture, "float32")
+    others = ("dtype", "torch_dtype")
+    return _config_of(folder) | {key: value for key, value in ours.items() if key not in others}
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    return read_object(folder / "config.json", "give the folder of a Hugging Face model")
+
+
 class PretrainedWeights:
-    """Reads the weights of a Hugging Face folder as parameters of an architecture; a context manager."""
+    """The weights of a Hugging Face folder as parameters of an architecture; a context manager.
+
+    Every tensor of the folder is accounted for: it is one of the model's, or several of them stacked, or the same
+    once more. So a run, `import`, `evaluate` and `generate` read the whole folder, and the same from it.
+    """
 
     def __init__(self, folder: Path, architecture: Architecture) -> None:
-        """Raises ValueError when there are no weights, or one of their files is missing."""
+        """Open the files; only their headers are read, and tensors that are there twice.
+
+        Raises ValueError, in one line, unless all tensors of the model are there, and nothing else, with the right
+        shapes, in floating-point numbers.
+        """
         self.folder = folder
-        self._table = table_of(architecture)
-        self._file_names = _find_tensors(folder)
-        self._stack = ExitStack()
-        self._open: dict[str, Any] = {}
+        self._architecture, self._table = architecture, table_of(architecture)
+        self._files = WeightFiles(folder)
+        # Of each of the table's tensors: the stored tensor that holds it, and where in that
+        self._places: dict[str, tuple[str, Index]] = {}
+        self._account()
 
     def __enter__(self) -> "PretrainedWeights":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        self.close()
+
+    def close(self) -> None:
+        self._files.close()
 
     def __call__(self, name: str) -> Tensor:
-        """Return the full parameter of that name in the unsplit model, in the folder's precision.
+        """Return the full parameter of that name in the unsplit model, in the folder's precision."""
+        return self._table.find(name).from_hf(self._read)
 
-        Raises ValueError when a tensor is missing or cannot be read.
-        """
-        return self._table.find(name).from_hf(lambda tensor: self._file_of(tensor).get_tensor(tensor))
+    def hf_tensors(self) -> dict[str, Tensor]:
+        """Return all tensors under the names of the table, which every version of transformers loads."""
+        return {name: self._read(name) for name in self._places}
 
-    def check(self) -> None:
-        """Raise ValueError unless all tensors are there, with the right shapes, in floating-point numbers.
+    def _read(self, name: str) -> Tensor:
+        stored, index = self._places[name]
+        return self._files.slice(stored)[index]
 
-        Only the headers of the files are read.
-        """
-        for parameter in self._table:
-            for name, shape in parameter.hf_shapes.items():
-                header = self._file_of(name).get_slice(name)
-                where, dtype, found = f"{self._path(name)}: {name}", header.get_dtype(), header.get_shape()
-                if dtype not in ("F32", "BF16", "F16"):
-                    raise ValueError(f"{where} is {dtype}; weights must be F32, BF16 or F16, not quantized")
-                if found != list(shape):
-                    raise ValueError(f"{where} is {found}, not {list(shape)}")
+    def _account(self) -> None:
+        """Find the place of every tensor of the table; raises ValueError."""
+        known, unknown = stored_tensors(self._architecture), []
+        for name in self._files.names:
+            if name in known:
+                self._add(name, known[name])
+            else:
+                unknown.append(name)
+        needed = [name for parameter in self._table for name in parameter.hf]
+        missing = [name for name in needed if name not in self._places]
+        problems = [f"no tensor {_some(missing)}"] if missing else []
+        if missing == [HEAD]:
+            problems.append(
+                "tie_word_embeddings is false in config.json, and must be true if the embedding is the head"
+            )
+        if unknown:
+            family, layers = self._architecture.family, self._architecture.num_layers
+            problems.append(
+                f"tensors that the {family} of {layers} layers in config.json does not have: {_some(unknown)}"
+            )
+            if not missing:
+                problems.append(
+                    "if they are of no use, AutoModelForCausalLM.from_pretrained(folder).save_pretrained(other) "
+                    "leaves them out"
+                )
+        if problems:
+            raise ValueError(f"{self.folder}: {'; '.join(problems)}")
 
-    def _file_of(self, name: str) -> Any:
-        """Return the open file that holds a tensor."""
-        if name not in self._file_names:
-            raise ValueError(f"{self.folder}: no tensor {name}")
-        path = self._path(name)
-        try:
-            if path.name not in self._open:
-                self._open[path.name] = self._stack.enter_context(safe_open(path, framework="pt"))
-            self._open[path.name].get_slice(name)  # fails where the index names the wrong file
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{path}: {error}") from None
-        return self._open[path.name]
-
-    def _path(self, name: str) -> Path:
-        return self.folder / self._file_names[name]
-
-
-def _find_tensors(folder: Path) -> dict[str, str]:
-    """Return the file name of each tensor, from the index or the single file."""
-    index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-    if index.exists():
-        where = _read_object(index, "weights must be safetensors").get("weight_map")
-        if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
-            raise ValueError(f"{index}: no weight_map, an object of file names")
-        missing = sorted({file for file in where.values() if not (folder / file).exists()})
-        if missing:
-            raise ValueError(f"{folder / missing[0]}: missing, though {index.name} lists it")
-        return where
-    if not single.exists():
-        raise ValueError(f"{single}: missing; weights must be safetensors")
-    try:
-        with safe_open(single, framework="pt") as file:
-            return dict.fromkeys(file.keys(), single.name)
-    except (OSError, SafetensorError) as error:
-        raise ValueError(f"{single}: {error}") from None
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    return _read_object(folder / "config.json", "give the folder of a Hugging Face model")
+    def _add(self, name: str, stored: Stored) -> None:
+        """Check a tensor's header, and note where the tensors of the table are in it; raises ValueError."""
+        header = self._files.slice(name)
+        where, dtype, found = f"{self._files.path(name)}: {name}", header.get_dtype(), header.get_shape()
+        if dtype not in ("F32", "BF16", "F16"):
+            raise ValueError(f"{where} is {dtype}; weights must be F32, BF16 or F16, not quantized")
+        if found != list(stored.shape):
+            raise ValueError(f"{where} is {found}, not {list(stored.shape)}")
+        for part, index in stored.parts.items():
+            other, at = self._places.setdefault(part, (name, index))
+            if other != name and not torch.equal(header[index].float(), self._files.slice(other)[at].float()):
+                why = "; set tie_word_embeddings to false in config.json if the head has weights of its own"
+                raise ValueError(
+                    f"{where} differs from {other}, but the two are the same tensor of this model"
+                    f"{why if HEAD in (name, other) else ''}"
+                )
 
 
-def _read_object(path: Path, advice: str) -> dict[str, Any]:
-    """Return the JSON object in a file; raises ValueError."""
-    try:
-        content = json.loads(path.read_text())
-    except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; {advice}") from None
-    except ValueError:
-        content = None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path}: not a JSON object; {advice}")
-    return content
+def _some(names: Sequence[str]) -> str:
+    """Return up to three of the names, and how many there are besides."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -10,11 +10,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron_noloco.data.auto_tokenizer import adds_bos, load_auto
+from megatron_noloco.huggingface.pretrained import (
+    PretrainedWeights,
+    config_for_any_version,
+    read_architecture,
+)
 from megatron_noloco.job.activity import line_of
 from megatron_noloco.job.join import join
 from megatron_noloco.job.launcher import read_world
 from megatron_noloco.job.start_up import before_engines
 from megatron_noloco.model.architecture import Architecture, Compute
+from megatron_noloco.model.families import family_of
 from megatron_noloco.plans.topology import Topology
 
 
@@ -78,9 +84,9 @@ def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: i
     # Without a prompt, start at the beginning of a document: with its BOS, or after the end of another.
     begin = [tokenizer.bos_token_id] if adds_bos(tokenizer) else [tokenizer.eos_token_id] * (not prompt)
     inputs = torch.tensor([[*begin, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]])
-    context = getattr(model.config, "max_position_embeddings", None)  # some models of transformers have none
+    context = model.config.max_position_embeddings
     prompted = inputs.size(1)
-    room = tokens if context is None else context - prompted
+    room = context - prompted
     if room <= 0:
         raise ValueError(
             f"--prompt: {prompted} tokens, which leave no room in the model's context of {context} tokens"
@@ -111,15 +117,25 @@ def generate(folder: Path, prompt: str, tokens: int, temperature: float, seed: i
 
 
 def _load(folder: Path) -> tuple[Any, Any]:
-    """Return tokenizer and model; raises ValueError, in one line, where transformers cannot load them."""
-    from transformers import AutoModelForCausalLM
+    """Return tokenizer and model, with the weights that `evaluate` reads; raises ValueError, in one line."""
+    import transformers
 
+    architecture = read_architecture(folder)
+    with PretrainedWeights(folder, architecture) as weights:
+        tensors = weights.hf_tensors()
     try:
         tokenizer = load_auto(folder)
-        # Without these options wrong shapes are a traceback, and missing tensors are drawn at random.
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True
+        # Without the last two options wrong shapes are a traceback, and missing tensors are drawn at random.
+        loaded: Any = getattr(transformers, family_of(architecture).hf_class).from_pretrained(
+            None,
+            config=transformers.AutoConfig.for_model(**config_for_any_version(folder)),
+            state_dict=tensors,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
+        model, info = loaded
+        if (folder / "generation_config.json").exists():
+            model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     except Exception as error:  # transformers raises anything for files that it does not expect
         if "trust_remote_code" in str(error):
             raise ValueError(
@@ -128,7 +144,6 @@ def _load(folder: Path) -> tuple[Any, Any]:
             ) from None
         reason = f"{type(error).__name__}: {line_of(error)}"
         raise ValueError(f"{folder}: transformers cannot load it ({reason})") from None
-    model, info = loaded
     if wrong := {*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])}:
-        raise ValueError(f"{folder}: no tensor {min(wrong)} of the shape that config.json says")
+        raise ValueError(f"{folder}: transformers finds no tensor {min(wrong)} of the shape that it needs")
     return tokenizer, model

@@ -1,6 +1,7 @@
 """Which samples a microbatch holds: a pure function of the seed and of how many were consumed before it."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -8,7 +9,9 @@ import numpy as np
 
 from megatron_noloco.plans.draws import Shuffle, Stream
 
-_BLEND_RESOLUTION = 10_000
+BLEND_RESOLUTION = 10_000  # places in the cycle of a blend, about
+_FINER = (100_000, 1_000_000)  # where shares of such a cycle are not exact enough
+_BLEND_ERROR = 1e-4  # the largest difference between a weight and its share
 
 
 @dataclass(frozen=True)
@@ -57,19 +60,17 @@ class BlendedOrder:
 
     @cached_property
     def slots(self) -> tuple[int, ...]:
-        """Places of each part in a cycle: its weight to 1/10000, and at least one."""
-        slots = [max(1, round(weight * _BLEND_RESOLUTION)) for weight in self.weights]
-        return tuple(slot // math.gcd(*slots) for slot in slots)
+        """Places of each part in a cycle."""
+        return slots_of(self.weights)
 
     @cached_property
     def _cycle(self) -> tuple[np.ndarray, np.ndarray]:
         """The part at each place of the cycle, and how many places before it that part has."""
-        shares = [slots / sum(self.slots) for slots in self.slots]
-        taken = [0] * len(shares)
+        shares = np.array(self.slots) / sum(self.slots)
+        taken = np.zeros(len(shares), dtype=np.int64)
         turns, before = (np.empty(sum(self.slots), dtype=np.int64) for _ in range(2))
         for place in range(len(turns)):
-            behind = [share * (place + 1) - had for share, had in zip(shares, taken, strict=True)]
-            turn = behind.index(max(behind))
+            turn = int((shares * (place + 1) - taken).argmax())  # the first of those that are furthest behind
             turns[place], before[place] = turn, taken[turn]
             taken[turn] += 1
         return turns, before
@@ -88,6 +89,30 @@ class BlendedOrder:
                 ids[chosen] = base + SampleOrder(size, self.seed, part).ids(start, int(chosen.sum()))
             base += size
         return ids
+
+
+def slots_of(weights: Sequence[float]) -> tuple[int, ...]:
+    """Return the places of each part in a cycle: its weight to 1/10000, and at least one.
+
+    Raises ValueError where so many weights are so small that a cycle of a million places cannot have them.
+    """
+    for resolution in (BLEND_RESOLUTION, *_FINER):
+        slots = slots_at(weights, resolution)
+        shares = [slot / sum(slots) for slot in slots]
+        errors = [abs(share - weight) for share, weight in zip(shares, weights, strict=True)]
+        if max(errors) <= _BLEND_ERROR:
+            return slots
+    place = errors.index(max(errors))
+    raise ValueError(
+        f"has weights too small for 1/10000: the share {weights[place]:.5f} would be {shares[place]:.5f}, since "
+        f"each part has at least 1/{resolution:,}; leave out the smallest, or raise them"
+    )
+
+
+def slots_at(weights: Sequence[float], resolution: int) -> tuple[int, ...]:
+    """Return the places of each part in a cycle of about `resolution`, without what they have in common."""
+    slots = [max(1, round(weight * resolution)) for weight in weights]
+    return tuple(slot // math.gcd(*slots) for slot in slots)
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ def build(prepared: Prepared, joined: Joined, progress: str = "auto") -> Run:
     outer = build_outer(config, engine.weights, transport, place, commit)
     engine.pipeline.between_microbatches = outer.progress
     checkpointer = Checkpointer(
-        checkpoint_settings(config, topology, prepared.tokenizer), engine, outer, plan
+        checkpoint_settings(config, topology, tokenizer=prepared.tokenizer), engine, outer, plan
     )
     if start.folder is not None:
         restore(start.folder, start.manifests, engine, outer, checkpointer.settings)

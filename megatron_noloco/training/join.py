@@ -4,6 +4,7 @@ import os
 import shutil
 import socket
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from megatron_noloco.checkpoint.settings import TEMPLATE, TOKENS, CheckpointSett
 from megatron_noloco.config import ConfigError, RunConfig
 from megatron_noloco.config.run_config import in_words_of_today
 from megatron_noloco.data.auto_tokenizer import folder_problem
+from megatron_noloco.data.datasets import Datasets
 from megatron_noloco.data.tokenizer import Tokenizer
 from megatron_noloco.federation.join import Membership, join_federation
 from megatron_noloco.job.agreement import of_all_ranks, of_rank_0
@@ -43,14 +45,14 @@ class Joined(NamedTuple):
         start: where the training begins or continues.
         membership: in a federation; None where all replicas are one job.
         old_stop_request: the last request to stop a job of this run that came before this one began.
-        training_data: a checksum of the training data, as rank 0 reads them.
+        training_data: checksums of the training data, as rank 0 reads them, by their counter.
     """
 
     transport: Transport
     start: Start
     membership: Membership | None
     old_stop_request: str
-    training_data: int
+    training_data: dict[str, int]
 
 
 def join_job(prepared: Prepared) -> Joined:
@@ -63,9 +65,10 @@ def join_job(prepared: Prepared) -> Joined:
     config, topology = prepared.config, prepared.topology
     notes = _join_ranks(prepared)
     old_stop_request = stop_request(Path(config.training.output_dir))  # before the job can be asked to stop
+    check_same_data(prepared.datasets)
     # It reads an excerpt of the data: one rank of the job does.
-    training_data = of_rank_0(prepared.datasets.checksum if dist.get_rank() == 0 else 0)
-    settings, membership = checkpoint_settings(config, topology, prepared.tokenizer, training_data), None
+    training_data = of_rank_0(prepared.datasets.checksums if dist.get_rank() == 0 else {})
+    settings, membership = checkpoint_settings(config, topology, training_data, prepared.tokenizer), None
     notes += _check_tokenizers(prepared, settings)
     if taken := of_rank_0(occupy(settings.folder.parent) if dist.get_rank() == 0 else ""):
         raise ValueError(taken)
@@ -116,6 +119,21 @@ def _join_ranks(prepared: Prepared) -> list[str]:
     return []
 
 
+def check_same_data(datasets: Datasets) -> None:
+    """Raise ValueError on all ranks of the job where one reads other data than rank 0.
+
+    Ranks divide the samples of a step by their numbers alone, and a last stage reads the labels of tokens that
+    another rank has read.
+    """
+    found = of_all_ranks(datasets.fingerprint)
+    others = [rank for rank, fingerprint in enumerate(found) if fingerprint != found[0]]
+    if others:
+        raise ValueError(
+            f"rank {others[0]} reads other data than rank 0 ({len(others)} of {len(found)} ranks do): files "
+            "of the data or of the tokenizer differ between hosts; make them the same"
+        )
+
+
 def _warn_of_shortage(prepared: Prepared, ranks: int, sharing: int) -> None:
     """Warn, once for each host, of memory that will not suffice: the system would kill a process silently."""
     if prepared.world.local_rank == 0:
@@ -160,8 +178,8 @@ def _keep(tokenizer: Tokenizer, settings: CheckpointSettings) -> None:
 def checkpoint_settings(
     config: RunConfig,
     topology: Topology,
+    training_data: Mapping[str, int] | None = None,
     tokenizer: Tokenizer | None = None,
-    training_data: int | None = None,
 ) -> CheckpointSettings:
     """Return what the run wants of its checkpoints; a job of a federation keeps them in its replica's folder."""
     checkpoint, training = config.checkpoint, config.training
@@ -173,7 +191,7 @@ def checkpoint_settings(
         keep_last=checkpoint.keep_last,
         async_save=checkpoint.async_save,
         load=checkpoint.load,
-        training_data=training_data,
+        training_data=training_data or {},
         tokenizer={TOKENS: tokenizer.digest, TEMPLATE: tokenizer.template_digest} if tokenizer else {},
     )
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_noloco import __version__
 from megatron_noloco.checkpoint.resume import Start
-from megatron_noloco.checkpoint.settings import TRAINING_DATA
+from megatron_noloco.checkpoint.settings import same_data
 from megatron_noloco.config import RunConfig, describe
 from megatron_noloco.files import write_text
 from megatron_noloco.model.families import table_of, training_flops
@@ -47,7 +47,8 @@ def build_monitor(
         writers += _writers(config, at.replica, start)
     metrics = Metrics(at.replica, groups.replica, writers, start.counters)
     metrics.count(_SAMPLES, len(prepared.datasets.train))
-    metrics.count(TRAINING_DATA, joined.training_data)
+    for name, checksum in joined.training_data.items():
+        metrics.count(name, checksum)
     return Monitor(metrics, plan, _throughput(prepared), console, config.noloco.fragments)
 
 
@@ -133,9 +134,9 @@ def _first_lines(prepared: Prepared, joined: Joined) -> Iterator[str]:
     yield f"data: {prepared.datasets.summary}"
     yield f"started by {prepared.world.launcher}; exchanges over {joined.transport.name}"
     yield from joined.start.notes
-    samples, checksum = len(prepared.datasets.train), joined.training_data
+    samples = len(prepared.datasets.train)
     before = int(joined.start.counters.get(_SAMPLES, samples))
     if before != samples:
         yield f"changed: {before:,} training samples in the checkpoint, {samples:,} now, in another order"
-    elif joined.start.counters.get(TRAINING_DATA, checksum) != checksum:
-        yield "changed: the training data have other contents than those of the checkpoint, of the same size"
+    elif same_data(joined.training_data, joined.start.counters) is False:
+        yield "changed: the training data have other contents than those of the checkpoint, or another order"

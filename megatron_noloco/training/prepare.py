@@ -20,11 +20,11 @@ from megatron_noloco.checkpoint.catalog import (
 from megatron_noloco.checkpoint.settings import tokenizer_folder
 from megatron_noloco.config import ConfigError, RunConfig
 from megatron_noloco.data.corpus import STANDARD_LIBRARY, check_outside, check_text, find_text
-from megatron_noloco.data.datasets import Datasets, Needs, build_datasets
+from megatron_noloco.data.datasets import Datasets, build_datasets
 from megatron_noloco.data.indexed import IndexedTokens
 from megatron_noloco.data.microbatches import ValidationSource
 from megatron_noloco.data.records import record_files
-from megatron_noloco.data.sources import RecordSource, Source, TextSource
+from megatron_noloco.data.sources import Needs, RecordSource, Source, TextSource
 from megatron_noloco.data.tokenizer import Tokenizer, build_tokenizer
 from megatron_noloco.federation.join import network_of
 from megatron_noloco.huggingface.pretrained import check_fits, check_tokenizer

@@ -9,10 +9,18 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron_noloco.cli.main import main
-from tests.harness import run_mpi, run_torchrun
+from megatron_noloco.data import datasets
+from megatron_noloco.data.datasets import build_datasets
+from megatron_noloco.data.indexed import IndexedWriter
+from megatron_noloco.data.sources import Needs, Split, TextSource
+from megatron_noloco.data.tokenizer import ByteTokenizer
+from megatron_noloco.training.join import check_same_data
+from tests.harness import call, run_mpi, run_ranks, run_torchrun
+from tests.integration.tiny import already_joined
 
 USAGE_ERROR = 2
 LATE = "tests.integration.late_first_rank"
@@ -143,6 +151,44 @@ def test_a_check_leaves_nothing_behind(folder: Path, capfd: pytest.CaptureFixtur
     )
     assert "parameters: " in capfd.readouterr().out
     assert sorted(path.name for path in folder.iterdir()) == ["config.json", "text.txt"]
+
+
+def test_a_token_that_only_the_run_reads_ends_it_with_one_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a large dataset the start checks an excerpt, here pairs of tokens far apart."""
+    monkeypatch.setattr(datasets, "_EXCERPT_TOKENS", 32)
+    writer = IndexedWriter(folder / "large", vocab_size=1 << 20)
+    for number in range(40):
+        writer.add(np.full(50, -1 if number == 20 else number), ends_document=True)
+    writer.finish()
+    data = {"text": None, "data_path": str(folder / "large"), "split": "1,0,0"}
+    changes = {"data": data, "parallel": {"replicas": 1}, "evaluation": {"iters": 0}}
+    config = config_with(
+        folder, {**changes, "training": {"train_iters": 100, "output_dir": str(folder / "run")}}
+    )
+    exit_code, _, stderr = call("train", config, meanwhile=already_joined)
+    assert exit_code == USAGE_ERROR, stderr
+    assert stderr.splitlines()[-1].startswith("sample ")
+    assert "holds token -1, the vocabulary has 257" in stderr.splitlines()[-1]
+    assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize("split", ["8,2,0", "2,8,0"], ids=["training", "validation"])
+def test_ranks_that_read_other_data_are_named(split: str, tmp_path: Path) -> None:
+    """As on hosts of which one has another state of the same folder."""
+    for rank, text in enumerate((TEXT, TEXT, TEXT[:-1] + "!" if split[0] == "2" else "!" + TEXT[1:])):
+        (tmp_path / f"{rank}.txt").write_text(text)
+    lines = run_ranks(3, read_own_data, tmp_path, split)
+    assert lines == [lines[0]] * 3
+    assert lines[0].startswith("rank 2 reads other data than rank 0 (1 of 3 ranks do)")
+
+
+def read_own_data(rank: int, world_size: int, folder: Path, split: str) -> str:
+    source, needs = TextSource(str(folder / f"{rank}.txt"), Split.parse(split)), Needs(257, 16)
+    with pytest.raises(ValueError) as refused:
+        check_same_data(build_datasets(source, ByteTokenizer(), needs))
+    return str(refused.value)
 
 
 @pytest.mark.parametrize(

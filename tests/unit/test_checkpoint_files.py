@@ -450,6 +450,8 @@ def test_what_would_load_other_weights_or_mix_up_the_data_is_refused(
 @pytest.mark.parametrize(
     ("edits", "counters", "moved"),
     [
+        ({"text": "elsewhere"}, {"training_data_2": 8.0, "training_data": 0.0}, True),
+        ({"text": "elsewhere"}, {"training_data_2": 0.0, "training_data": 7.0}, False),
         ({"text": "elsewhere"}, {"training_data": 7.0}, True),
         ({"text": "elsewhere"}, {"training_data": 8.0}, False),
         ({"text": "elsewhere"}, {}, False),
@@ -461,7 +463,7 @@ def test_data_elsewhere_are_accepted_if_they_are_the_same(
     edits: dict[str, Any], counters: dict[str, float], moved: bool
 ) -> None:
     run = RunConfig.from_dict({**CONFIG, "data": {**CONFIG["data"], **edits}})
-    settings = checkpoint_settings(run, Topology(), training_data=7)
+    settings = checkpoint_settings(run, Topology(), {"training_data_2": 8, "training_data": 7})
     saved = RunConfig.from_dict(CONFIG).to_dict()
     if moved:
         line = 'data.text: "somewhere" in the checkpoint, "elsewhere" now'

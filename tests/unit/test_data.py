@@ -25,7 +25,7 @@ from megatron_noloco.data.corpus import (
 )
 from megatron_noloco.data.microbatches import MicrobatchSource, ValidationSource
 from megatron_noloco.data.samples import TokenDataset
-from megatron_noloco.data.sources import Blend, Split
+from megatron_noloco.data.sources import Blend, Needs, Split
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.plans.samples import BatchPlan, SampleOrder
 
@@ -197,7 +197,7 @@ class TestCorpus:
         )
 
     def test_folder_without_text(self, tmp_path: Path) -> None:
-        (tmp_path / "noise.bin").write_bytes(b"\xff\xfe")
+        (tmp_path / "noise.bin").write_bytes(b"\xff\xff")
         for path in (tmp_path, tmp_path / "noise.bin"):
             with pytest.raises(ValueError, match=r"data\.text: no UTF-8 text in .*python-stdlib"):
                 load(str(path), SPLIT)
@@ -256,7 +256,7 @@ class TestMicrobatches:
     plan = BatchPlan(replicas=3, dp=2, microbatches=2, micro_batch_size=2)
 
     def source(self) -> MicrobatchSource:
-        dataset = TokenDataset(np.arange(30 * 4 + 1, dtype=np.uint16), seq_length=4)
+        dataset = TokenDataset(np.arange(30 * 4 + 1, dtype=np.uint16), Needs(121, 4))
         return MicrobatchSource(dataset, SampleOrder(len(dataset), seed=1), self.plan)
 
     def test_labels_are_the_next_tokens(self) -> None:
@@ -292,7 +292,7 @@ class TestMicrobatches:
             assert sorted(first_tokens[epoch * 30 : (epoch + 1) * 30]) == list(range(0, 120, 4))
 
     def test_validation_is_fixed_and_without_repetition(self) -> None:
-        dataset = TokenDataset(np.arange(30 * 4 + 1, dtype=np.uint16), seq_length=4)
+        dataset = TokenDataset(np.arange(30 * 4 + 1, dtype=np.uint16), Needs(121, 4))
         source, other = ValidationSource(dataset, 3, count=10), ValidationSource(dataset, 1, count=12)
         seen = torch.cat([source.microbatch(index)[0] for index in range(len(source))])
         assert sorted(seen[:, 0].tolist()) == list(range(0, 120, 4))
@@ -301,7 +301,7 @@ class TestMicrobatches:
             source.microbatch(10)
 
     def test_validation_split_too_small(self) -> None:
-        dataset = TokenDataset(np.arange(30 * 4 + 1, dtype=np.uint16), seq_length=4)
+        dataset = TokenDataset(np.arange(30 * 4 + 1, dtype=np.uint16), Needs(121, 4))
         with pytest.raises(
             ValueError, match=r"corpus too small: .* 30 samples .* 11 microbatches of 3 need 33"
         ):

@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import threading
+import zlib
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,16 @@ from megatron_noloco.config import RunConfig
 from megatron_noloco.data import corpus as corpus_module
 from megatron_noloco.data import datasets as datasets_module
 from megatron_noloco.data.corpus import load_corpus
-from megatron_noloco.data.datasets import Datasets, Needs, build_datasets, split_bounds, whole_dataset
+from megatron_noloco.data.datasets import Datasets, build_datasets, split_bounds, whole_dataset
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.indexed import IndexedWriter
 from megatron_noloco.data.microbatches import MicrobatchSource, Reader, StepLoader, ValidationSource
 from megatron_noloco.data.samples import JoinedDataset, TokenDataset
-from megatron_noloco.data.sources import Split, TokenizerChoice
+from megatron_noloco.data.sources import Blend, Needs, Split, TokenizerChoice
 from megatron_noloco.data.tokenizer import build_tokenizer
 from megatron_noloco.monitor.metrics import unrecorded
 from megatron_noloco.plans.routing import Routing
-from megatron_noloco.plans.samples import BatchPlan, BlendedOrder, SampleOrder
+from megatron_noloco.plans.samples import BatchPlan, BlendedOrder, SampleOrder, slots_of
 from megatron_noloco.plans.topology import Position, Topology
 from megatron_noloco.training.prepare import prepare
 from tests.unit.test_preprocess import make_tokenizer
@@ -82,11 +83,22 @@ class TestIndexed:
         for suffix in (".bin", ".idx"):
             shutil.copyfile(folder / f"a{suffix}", tmp_path / f"moved{suffix}")
         moved = str(tmp_path / "moved")
-        assert build(data_path="a").checksum == build(data_path=moved).checksum
+        assert build(data_path="a").checksums == build(data_path=moved).checksums
         blends: list[list[Any]] = [[0.3, "a", 0.7, "b"], [0.4, "a", 0.6, "b"], [0.3, "b", 0.7, "a"]]
-        others = [build(data_path=paths).checksum for paths in ("b", *blends)]
-        assert len({build(data_path="a").checksum, *others}) == 5
-        assert build(data_path=[0.3, moved, 0.7, "b"]).checksum == others[1]
+        built = [build(data_path=paths).checksums for paths in ("a", "b", *blends)]
+        for name in built[0]:
+            assert len({checksums[name] for checksums in built}) == 5
+        assert build(data_path=[0.3, moved, 0.7, "b"]).checksums == built[2]
+
+    def test_the_checksum_depends_on_where_documents_begin(self, tmp_path: Path) -> None:
+        for name, cut in (("one", 10), ("other", 11)):
+            writer = IndexedWriter(tmp_path / name, vocab_size=257)
+            for piece in np.split(np.arange(40), [cut]):
+                writer.add(piece, ends_document=True)
+            writer.finish()
+        options: dict[str, Any] = {"split": "1,0,0", "evaluates": False}
+        one, other = (build(data_path=str(tmp_path / name), **options).checksums for name in ("one", "other"))
+        assert {name for name in one if one[name] == other[name]} == {"training_data"}, "that of 0.2"
 
     def test_paths_per_split(self) -> None:
         built = build(train_data_path=["a"], valid_data_path="b")
@@ -156,6 +168,23 @@ class TestIndexed:
         with pytest.raises(ValueError, match=line) as caught:
             build(**options, **data)
         assert "\n" not in str(caught.value)
+
+    @pytest.mark.parametrize("split", ["8,2,0", "1,1,0"])
+    def test_a_negative_token_is_one_line(
+        self, split: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        prefix = str(tmp_path / "negative")
+        writer = IndexedWriter(tmp_path / "negative", vocab_size=1 << 20)
+        for number in range(40):
+            writer.add(np.where(np.arange(10) == 3, -1 if number == 30 else 3, 5), ends_document=True)
+        writer.finish()
+        line = "negative holds token -1, the vocabulary has 257 .from 0 on.: it is damaged, or"
+        with pytest.raises(ValueError, match=line):
+            build(data_path=prefix, split=split)
+        with pytest.raises(ValueError, match=line):
+            whole_dataset(prefix, build_tokenizer(TokenizerChoice("byte")), Needs(257, SEQ))
+        assert main(["data", "inspect", prefix, "--samples", "40"]) == 0
+        assert "document 30: tokens 5 5 5 -1 5" in capsys.readouterr().out
 
     def test_large_datasets_are_looked_at_in_part(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(datasets_module, "_EXCERPT_TOKENS", 160)
@@ -371,6 +400,26 @@ class TestBlendedOrder:
         pieces = [order.ids(a, b - a) for a, b in pairwise(cuts)]
         assert np.array_equal(np.concatenate(pieces), order.ids(cuts[0], cuts[-1] - cuts[0]))
 
+    def test_the_order_of_a_blend_stays_as_it_is(self) -> None:
+        """Resumes depend on it: recorded with version 0.2."""
+        weights = (0.123456, 0.3, 0.5 - 0.123456, 0.0769, 0.1231)
+        ids = BlendedOrder((70, 50, 300, 20, 90), weights, seed=4).ids(12_345, 20_000)
+        assert zlib.crc32(ids.astype("<i8").tobytes()) == 3608469349
+
+    def test_many_small_weights_are_exact_to_1_in_10000_or_refused(self) -> None:
+        small = 300
+        ids = BlendedOrder((1000,) * (small + 1), (0.997, *[1e-5] * small), 1).ids(0, 100_000)
+        assert abs((ids < 1000).mean() - 0.997) <= 1e-4
+        line = r"^has weights too small for 1/10000: the share 1.00000 would be 0.99970, since each part"
+        with pytest.raises(ValueError, match=line):
+            Blend.parse([item for n in range(small + 1) for item in (1e-9 if n else 1.0, f"prefix{n}")])
+
+    @given(weights=st.lists(st.floats(1e-6, 1), min_size=1, max_size=80))
+    def test_shares_are_exact_to_1_in_10000(self, weights: list[float]) -> None:
+        slots = slots_of([weight / sum(weights) for weight in weights])
+        for slot, weight in zip(slots, weights, strict=True):
+            assert abs(slot / sum(slots) - weight / sum(weights)) <= 1e-4
+
     def test_small_weights_and_equal_parts(self) -> None:
         order = BlendedOrder((7, 7), (0.99999, 0.00001), seed=1)
         assert order.slots == (10_000, 1)
@@ -423,7 +472,7 @@ class TestStepLoader:
     routing = Routing(3, 2, seed=1, interval="microbatch")
 
     def source(self) -> MicrobatchSource:
-        dataset = TokenDataset(np.arange(30 * 4 + 1), seq_length=4)
+        dataset = TokenDataset(np.arange(30 * 4 + 1), Needs(121, 4))
         return MicrobatchSource(dataset, SampleOrder(len(dataset), seed=1), self.plan)
 
     def loader(self, source: MicrobatchSource, stage: int, record: Any = unrecorded) -> StepLoader:
@@ -504,7 +553,7 @@ class TestStepLoader:
 )
 def test_validation_takes_what_fills_the_pipeline(count: int | None, multiple: int, taken: int) -> None:
     """31 samples are 10 microbatches of 3; a pipeline with virtual stages takes 4 at once, or 8."""
-    dataset = TokenDataset(np.arange(31 * 4 + 1), seq_length=4)
+    dataset = TokenDataset(np.arange(31 * 4 + 1), Needs(125, 4))
     source = ValidationSource(dataset, 3, count, multiple_of=multiple)
     seen = torch.cat([source.microbatch(index)[0] for index in range(len(source))])
     assert len(source) == taken

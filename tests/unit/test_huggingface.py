@@ -25,6 +25,7 @@ from megatron_noloco.huggingface.export import assign_to_files
 from megatron_noloco.huggingface.pretrained import (
     check_fits,
     check_tokenizer,
+    config_for_any_version,
     model_fields,
     read_architecture,
 )
@@ -159,11 +160,15 @@ LLAMA3 = {
     [
         ({"rope_scaling": {"rope_type": "default"}}, 10000.0, None),
         ({"rope_scaling": None, "rope_parameters": None, "rope_theta": 5e5}, 5e5, None),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}, 5e5, None),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "rope_theta": None}, 5e5, None),
         ({"rope_scaling": LLAMA3, "rope_parameters": None, "rope_theta": 5e5}, 5e5, 8.0),
-        ({"rope_scaling": {**LLAMA3, "type": "llama3", "rope_type": None}, "rope_theta": 5e5}, 5e5, 8.0),
+        ({"rope_scaling": {**LLAMA3, "type": "llama3", "rope_type": None}}, 10000.0, 8.0),
         ({"rope_parameters": {**LLAMA3, "rope_theta": 5e5, "factor": 32}, "rope_theta": None}, 5e5, 32.0),
-        ({"rope_scaling": LLAMA3, "rope_parameters": {"rope_theta": 1.0}, "rope_theta": 5e5}, 5e5, 8.0),
+        (
+            {"rope_scaling": LLAMA3, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}, "rope_theta": 5e5},
+            5e5,
+            8.0,
+        ),
     ],
     ids=range(7),
 )
@@ -313,6 +318,17 @@ def test_keys_that_are_missing_or_make_no_difference(
         assert set(theirs.layer_types) == {"full_attention"}
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_generate_computes_the_same_with_any_version_of_transformers(model: str, tmp_path: Path) -> None:
+    """Version 4 reads another key for the base, so a folder that 5 wrote would be computed with the default."""
+    transformers = pytest.importorskip("transformers")
+    architecture = replace(make_model(multiple=1, model=model), rotary_base=1234.0)
+    transformers.AutoConfig.for_model(**hf_config(architecture)).save_pretrained(tmp_path)
+    found, expected = config_for_any_version(tmp_path), hf_config(architecture)
+    del expected["torch_dtype"]  # transformers 5 writes `dtype`
+    assert {key: found[key] for key in expected} == expected
+
+
 # What is refused: one line, exit code 2
 
 CONFIG: dict[str, Any] = {
@@ -390,6 +406,27 @@ NOT_READ: list[tuple[str, dict[str, Any], str]] = [
     ("llama", {"rope_scaling": SHORT}, "original_max_position_embeddings 32; Megatron-core computes"),
     ("llama", {"rope_scaling": "llama3"}, "rope_scaling is 'llama3'; it must be an object"),
     ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
+    (
+        "llama",
+        {"rope_theta": 5e5},
+        "rope_theta is 500000.0 and rope_theta of rope_parameters is 10000.0; they",
+    ),
+    (
+        "llama",
+        {"rope_scaling": LLAMA3, "rope_theta": None},
+        "rope_parameters is not read beside rope_scaling",
+    ),
+    (
+        "llama 3.1",
+        {"rope_scaling": LLAMA3},
+        "factor of rope_scaling is 8.0 and of rope_parameters 32.0; they must be the same",
+    ),
+    ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false'; it must be true or false"),
+    ("llama", {"quantization_config": {"bits": 4}}, "weights must not be quantized"),
+    ("llama", {"is_causal": False}, "is_causal is false"),
+    ("llama", {"pruned_heads": {"0": [1]}}, "pruned_heads is {'0': [1]}; all layers must have all heads"),
+    ("llama", {"transformers_weights": "other.safetensors"}, "weights are read from model*.safetensors"),
+    ("llama", {"auto_map": {"AutoModelForCausalLM": "modeling.Mine"}}, "auto_map names Python code"),
     ("qwen2", {"rope_scaling": LLAMA3}, "rope_scaling is of type 'llama3'; this family has only \"yarn\""),
     ("qwen2", WINDOWS, "max_window_layers 1 of 2 layers"),
     ("qwen2", WINDOWS | {"max_window_layers": "all"}, "max_window_layers 'all' of 2"),
@@ -406,6 +443,8 @@ NOT_READ: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise is 0.1"),
     ("mixtral", {"num_experts_per_tok": 1}, "num_experts_per_tok is 1; it must be at least 2"),
     ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob is false"),
+    ("qwen3_moe", {"norm_topk_prob": "false"}, "norm_topk_prob is 'false'; it must be true or false"),
+    ("qwen3_moe", {"num_experts": 7}, "num_local_experts is 5 and num_experts is 7; they must be the same"),
     ("qwen3_moe", {"mlp_only_layers": [1]}, "mlp_only_layers is [1]; every layer must have experts"),
     ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step is 2; every layer must have experts"),
     ("qwen3_moe", WINDOWS | {"max_window_layers": 2}, "use_sliding_window is True"),
@@ -417,6 +456,30 @@ def test_a_config_that_no_family_has(family: str, keys: dict[str, Any], line: st
     with pytest.raises(ValueError, match=re.escape(line)) as caught:
         architecture_of(hf_config(make_model(model=family)) | keys)
     assert "\n" not in str(caught.value)
+
+
+# Keys that transformers reads, and that change no logit in evaluation
+HARMLESS = {"attention_dropout", "initializer_range", "output_router_logits", "pad_token_id"}
+HARMLESS |= {"router_aux_loss_coef"}
+# Where `use_sliding_window` is false, and every layer has experts
+UNUSED = {
+    "qwen2": {"sliding_window"},
+    "qwen3": {"sliding_window"},
+    "qwen3_moe": {"sliding_window", "intermediate_size"},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_key_that_transformers_computes_with_is_read(family: str) -> None:
+    """So nonsense in it is refused: no key is taken on trust, in the installed version of transformers."""
+    module = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
+    pattern = r"config\.([a-z]\w*)|getattr\((?:self\.)?config, \"(\w+)\""
+    found = re.findall(pattern, Path(module.__file__).read_text())
+    keys = {key for pair in found for key in pair if key} - HARMLESS - UNUSED.get(family, set())
+    assert "hidden_size" in keys
+    for key in sorted(keys):
+        with pytest.raises(ValueError, match="nonsense"):
+            architecture_of(hf_config(make_model(model=family)) | {key: "nonsense"})
 
 
 # What is changed in the folder of a Llama, what the one line says; a row for each rule

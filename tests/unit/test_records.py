@@ -12,11 +12,11 @@ from tokenizers import Tokenizer as Tokenizers
 from tokenizers import processors
 
 from megatron_noloco.cli.main import main
-from megatron_noloco.data.datasets import Needs, build_datasets, validation_datasets
+from megatron_noloco.data.datasets import build_datasets, validation_datasets
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.records import Record, RecordDataset, load_records, pack
 from megatron_noloco.data.samples import IGNORED
-from megatron_noloco.data.sources import RecordSource, Split
+from megatron_noloco.data.sources import Needs, RecordSource, Split
 from megatron_noloco.data.tokenizer import ByteTokenizer, Tokenizer
 from tests.unit.test_preprocess import make_tokenizer
 
@@ -123,6 +123,10 @@ class TestRecords:
         [
             ({"text": "a"}, 'must be an object with "messages", a list, or with "prompt" and "completion"'),
             ([1], "must be an object"),
+            (
+                {"messages": CHAT, "functions": [{"name": "f"}]},
+                '"functions" is not given to the chat template',
+            ),
             ({"messages": ["hello"]}, 'each of messages must be an object with "role" and "content"'),
             ({"prompt": "\ud800", "completion": "a"}, "'utf-8' codec can't encode character"),
             ({"messages": CHAT[:2]}, 'no message has the role "assistant": there is nothing to learn'),
@@ -134,12 +138,18 @@ class TestRecords:
             ),
             (
                 {"messages": [*CHAT[:2], {"role": "assistant", "content": 3}]},
-                "the chat template refuses the messages",
+                'message 3: "content" must be text or a list of parts, not 3$',
+            ),
+            (
+                {"messages": [CHAT[1], {**CHAT[2], "role": "refused"}, CHAT[2]]},
+                "the chat template refuses the mess",
             ),
         ],
     )
     def test_what_is_no_record_is_named_in_one_line(self, record: Any, line: str, tmp_path: Path) -> None:
-        strict = TEMPLATE.replace("{{ message['content'] }}", "{{ message['content'] + '' }}")
+        strict = (
+            "{% for message in messages if message.role == 'refused' %}{{ 1 + '' }}{% endfor %}" + TEMPLATE
+        )
         tokenizer = FastTokenizer(chat_tokenizer(tmp_path / "strict", strict))
         path = write(tmp_path / "a.jsonl", {"prompt": "", "completion": "a"}, record)
         with pytest.raises(ValueError, match=rf"a.jsonl, line 2: {line}") as caught:
@@ -171,7 +181,8 @@ class TestRecords:
             "{{ message['content'] }}", "{{ message['content'] or message['tool_calls'] }}"
         )
         tokenizer = FastTokenizer(chat_tokenizer(tmp_path / "calls", calls))
-        messages = [*CHAT[:2], {"role": "assistant", "content": None, "tool_calls": ["f"]}]
+        call = {"function": {"name": "f"}}
+        messages = [*CHAT[:2], {"role": "assistant", "content": None, "tool_calls": [call]}]
         (record,) = load_records(write(tmp_path / "a.jsonl", {"messages": messages}), tokenizer)
         assert "f" in answers(record, tokenizer)
 
@@ -262,6 +273,28 @@ def test_splits_are_whole_records_in_their_order(tmp_path: Path) -> None:
     assert len(validation) == 2
     with pytest.raises(ValueError, match=r"leaves the validation split of .* empty \(10 records\)"):
         build_datasets(source(path, "999,1"), BYTES, needs)
+
+
+@pytest.mark.parametrize("changed", ["prompt", "completion"])
+def test_the_checksum_is_of_prompts_and_answers(changed: str, tmp_path: Path) -> None:
+    records = [{"prompt": f"question {n}", "completion": f"answer {n}"} for n in range(9)]
+    others = [{**record, changed: record[changed].replace("e", "f")} for record in records]
+    needs = Needs(257, 32, evaluates=False)
+    one, same, other = (
+        build_datasets(source(write(tmp_path / f"{name}.jsonl", *given)), BYTES, needs).checksums
+        for name, given in (("one", records), ("same", records), ("other", others))
+    )
+    assert one == same
+    differ = {name for name in one if one[name] != other[name]}
+    assert differ == ({"training_data_2"} if changed == "prompt" else set(one)), "0.2 saw answers only"
+
+
+def test_the_checksum_is_of_which_tokens_have_a_loss(tmp_path: Path) -> None:
+    first, second = (
+        RecordDataset([record(9, answered=answered)], 8, "the data", True, END).contents
+        for answered in (2, 3)
+    )
+    assert [np.array_equal(a, b) for a, b in zip(first, second, strict=True)] == [True, False, True]
 
 
 def test_config_check_looks_for_the_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,17 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_noloco.data import samples as samples_module
-from megatron_noloco.data.datasets import Needs, build_datasets
+from megatron_noloco.data.datasets import build_datasets
 from megatron_noloco.data.indexed import IndexedWriter
-from megatron_noloco.data.microbatches import ValidationSource
-from megatron_noloco.data.samples import IGNORED, ShuffledDataset, TokenDataset
-from megatron_noloco.data.sources import Blend, DocumentBorders, IndexedSource
+from megatron_noloco.data.microbatches import ValidationSource, gather
+from megatron_noloco.data.samples import IGNORED, ShuffledDataset, TokenDataset, VocabularyError
+from megatron_noloco.data.sources import Blend, DocumentBorders, IndexedSource, Needs
 from megatron_noloco.data.tokenizer import ByteTokenizer
 from megatron_noloco.model.layers import document_mask
 from megatron_noloco.plans.draws import Shuffle, Stream
 from tests.harness import REPOSITORY
 
 SEQ = 8
+NEEDS = Needs(vocab_size=10_000, seq_length=SEQ)
 END = 9
 TOKENS = np.array([1, 2, END, 3, END, END, 4, 5, 6])  # documents of 3, 2, 1 and more than 2 tokens
 BOTH = DocumentBorders(END, reset_attention_mask=True, eod_mask_loss=True)
@@ -31,7 +33,7 @@ BOTH = DocumentBorders(END, reset_attention_mask=True, eod_mask_loss=True)
 
 @pytest.mark.parametrize(("tokens", "count"), [(9, 1), (16, 1), (17, 2), (100, 12)])
 def test_samples_share_one_token(tokens: int, count: int) -> None:
-    made = TokenDataset(np.arange(tokens, dtype=np.uint16), SEQ, "the data")
+    made = TokenDataset(np.arange(tokens, dtype=np.uint16), NEEDS, "the data")
     assert len(made) == count
     for index in range(count):
         sample = made[index]
@@ -46,13 +48,29 @@ def test_samples_share_one_token(tokens: int, count: int) -> None:
 
 def test_less_than_a_sample() -> None:
     with pytest.raises(ValueError, match=r"corpus too small: .* 8 tokens, one sample needs .* 9"):
-        TokenDataset(np.arange(8, dtype=np.uint16), SEQ)
+        TokenDataset(np.arange(8, dtype=np.uint16), NEEDS)
+
+
+@pytest.mark.parametrize("token", [-1, 10_000])
+def test_a_token_outside_the_vocabulary_is_found_when_its_sample_is_read(token: int) -> None:
+    tokens = np.arange(100)
+    tokens[50] = token
+    datasets = [
+        TokenDataset(tokens, NEEDS, "the data"),
+        ShuffledDataset(tokens, np.array([0, 100]), NEEDS, "the data"),
+    ]
+    for made in datasets:
+        assert made[5].tokens[0] == 40
+        with pytest.raises(
+            VocabularyError, match=f"^sample 6 of the data holds token {token}, the vocabulary has"
+        ):
+            gather(made, np.array([0, 6]))
 
 
 def dataset(lengths: list[int], seed: int = 7, before: int = 0) -> ShuffledDataset:
     """Sequences whose tokens are all different; `before`: where in its file the first one begins."""
     offsets = before + np.cumsum([0, *lengths])
-    return ShuffledDataset(np.arange(sum(lengths)), offsets, SEQ, "the data", seed)
+    return ShuffledDataset(np.arange(sum(lengths)), offsets, replace(NEEDS, seed=seed), "the data")
 
 
 def samples(made: TokenDataset) -> list[list[int]]:
@@ -79,7 +97,7 @@ def test_samples_are_those_of_the_shuffled_sequences(
         patch.setattr(samples_module, "_BLOCK", block)
         patch.setattr(samples_module, "_BATCH_BLOCKS", 2)
         found = samples(dataset(lengths, seed, before))
-    assert found == samples(TokenDataset(laid_end_to_end(lengths, seed), SEQ))
+    assert found == samples(TokenDataset(laid_end_to_end(lengths, seed), NEEDS))
 
 
 @settings(max_examples=30)
@@ -118,7 +136,7 @@ def test_reading_imports_no_engine() -> None:
 
 
 def test_the_token_after_an_end_begins_a_document_and_has_no_loss() -> None:
-    tokens, labels, documents = TokenDataset(TOKENS, 8, documents=BOTH)[0]
+    tokens, labels, documents = TokenDataset(TOKENS, replace(NEEDS, documents=BOTH))[0]
     assert tokens.tolist() == TOKENS[:8].tolist()
     assert labels.tolist() == [2, END, IGNORED, END, IGNORED, IGNORED, 5, 6]
     assert documents is not None
@@ -126,18 +144,17 @@ def test_the_token_after_an_end_begins_a_document_and_has_no_loss() -> None:
 
 
 def test_each_is_done_without_the_other() -> None:
-    _, labels, documents = TokenDataset(TOKENS, 8, documents=DocumentBorders(END, eod_mask_loss=True))[0]
+    masked, apart = DocumentBorders(END, eod_mask_loss=True), DocumentBorders(END, reset_attention_mask=True)
+    _, labels, documents = TokenDataset(TOKENS, replace(NEEDS, documents=masked))[0]
     assert IGNORED in labels
     assert documents is None
-    _, labels, documents = TokenDataset(TOKENS, 8, documents=DocumentBorders(END, reset_attention_mask=True))[
-        0
-    ]
+    _, labels, documents = TokenDataset(TOKENS, replace(NEEDS, documents=apart))[0]
     assert IGNORED not in labels
     assert documents is not None
 
 
 def test_in_shuffled_sequences_and_in_microbatches() -> None:
-    dataset = ShuffledDataset(TOKENS, np.array([0, 3, 5, 6, 9]), 4, "the data", 0, BOTH)
+    dataset = ShuffledDataset(TOKENS, np.array([0, 3, 5, 6, 9]), Needs(10, 4, documents=BOTH), "the data")
     microbatch = ValidationSource(dataset, 2, count=1).microbatch(0)
     assert microbatch.documents is not None
     ends = (microbatch.tokens == END) | (microbatch.tokens == 6)  # which ends the last sequence without END
@@ -153,14 +170,8 @@ def test_pieces_of_a_long_document_are_told_apart_once_they_are_shuffled(
     """None of them ends with the token."""
     order = Shuffle(len(lengths), seed, Stream.DOCUMENTS).at(np.arange(len(lengths)))
     lasts = np.cumsum(np.array(lengths)[order])[np.array(lengths)[order] > 0] - 1
-    made = ShuffledDataset(
-        np.arange(sum(lengths)),
-        np.cumsum([0, *lengths]),
-        SEQ,
-        "the data",
-        seed,
-        DocumentBorders(-1, True, True),
-    )
+    needs = replace(NEEDS, seed=seed, documents=DocumentBorders(-1, True, True))
+    made = ShuffledDataset(np.arange(sum(lengths)), np.cumsum([0, *lengths]), needs, "the data")
     for index in range(len(made)):
         _, labels, documents = made[index]
         expected = np.isin(np.arange(index * SEQ, (index + 1) * SEQ), lasts)

@@ -12,13 +12,14 @@ from megatron_noloco.checkpoint.settings import TEMPLATE, TOKENS, CheckpointSett
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
 from megatron_noloco.data.auto_tokenizer import check_folder, export_problem, folder_adds_bos, folder_problem
-from megatron_noloco.data.datasets import Datasets, Needs, build_datasets
+from megatron_noloco.data.datasets import Datasets, build_datasets
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.indexed import IndexedTokens
 from megatron_noloco.data.records import load_records
 from megatron_noloco.data.sources import (
     Blend,
     IndexedSource,
+    Needs,
     RecordSource,
     Source,
     Split,
@@ -318,7 +319,7 @@ def run_with(tokenizer: Path, output: Path, **data: Any) -> RunConfig:
 
 
 def settings_of(run: RunConfig, tokenizer: Path, data: int = 7) -> CheckpointSettings:
-    return checkpoint_settings(run, Topology(), FastTokenizer(tokenizer), data)
+    return checkpoint_settings(run, Topology(), {"training_data": data}, FastTokenizer(tokenizer))
 
 
 class TestCopy:

@@ -9,10 +9,10 @@ from functools import lru_cache
 from typing import Any
 
 from megatron_noloco.model.architecture import Architecture
-from megatron_noloco.model.families.llama import Family, Llama
+from megatron_noloco.model.families.llama import EMBEDDING, HEAD, Family, Llama
 from megatron_noloco.model.families.mistral import Mistral, Mixtral
 from megatron_noloco.model.families.qwen import Qwen2, Qwen3, Qwen3Moe
-from megatron_noloco.model.families.table import Parameter, Rows, Table
+from megatron_noloco.model.families.table import Index, Parameter, Rows, Stored, Table
 
 FAMILIES: dict[str, Family] = {
     family.name: family for family in (Llama(), Qwen2(), Qwen3(), Qwen3Moe(), Mistral(), Mixtral())
@@ -20,13 +20,17 @@ FAMILIES: dict[str, Family] = {
 
 __all__ = [
     "FAMILIES",
+    "HEAD",
     "Family",
+    "Index",
     "Parameter",
     "Rows",
+    "Stored",
     "Table",
     "architecture_of",
     "families_with",
     "family_of",
+    "stored_tensors",
     "table_of",
     "training_flops",
 ]
@@ -50,6 +54,24 @@ def table_of(architecture: Architecture) -> Table:
 @lru_cache(maxsize=8)
 def _table(family: Family, architecture: Architecture) -> Table:
     return Table(tuple(family.rows(architecture)), architecture.num_layers)
+
+
+def stored_tensors(architecture: Architecture) -> dict[str, Stored]:
+    """Return what a Hugging Face folder of a model may hold, by every name under which transformers loads it.
+
+    The names of the table; those without "model.", as of a model without a head; those of transformers 5. A head
+    that is tied is another name of the embedding.
+    """
+    family = family_of(architecture)
+    shapes = {name: shape for row in table_of(architecture) for name, shape in row.hf_shapes.items()}
+    known = {name: Stored(shape, {name: ()}) for name, shape in shapes.items()}
+    for name, stack in family.hf_stacks(architecture).items():
+        known |= {name.replace("{layer}", str(n)): stack.at(n) for n in range(architecture.num_layers)}
+    if architecture.tied_embeddings:
+        known[HEAD] = known[EMBEDDING]
+    for old, new in family.hf_renamed.items():
+        known |= {name.replace(old, new): stored for name, stored in known.items()}
+    return known | {name.removeprefix("model."): stored for name, stored in known.items()}
 
 
 def architecture_of(hf_config: Mapping[str, Any]) -> Architecture:

@@ -37,6 +37,14 @@ def number(theirs: Keys, key: str, default: float | None = None) -> float:
     return float(value)
 
 
+def flag(theirs: Keys, key: str, default: bool = False) -> bool:
+    """Return true or false; null counts as absent."""
+    value = default if theirs.get(key) is None else theirs[key]
+    if type(value) is not bool:
+        raise ValueError(f"{key} is {value!r}; it must be true or false")
+    return value
+
+
 def _value(theirs: Keys, key: str, default: float | None) -> Any:
     value = default if theirs.get(key) is None else theirs[key]
     if value is None:
@@ -49,6 +57,20 @@ def refuse_flags(theirs: Keys, keys: Sequence[str], reason: str) -> None:
     for key in keys:
         if theirs.get(key):
             raise ValueError(f"{key} is {theirs[key]!r}; {reason}")
+
+
+def refuse_other_models(theirs: Keys, hf_class: str) -> None:
+    """Refuse keys with which another model than that of transformers' class is computed, or other weights."""
+    if "AutoModelForCausalLM" in str(theirs.get("auto_map")):
+        raise ValueError(
+            "auto_map names Python code of the model's own, which is not run; remove it if the model is a "
+            f"{hf_class} of transformers"
+        )
+    refuse_flags(theirs, ("quantization_config", "compression_config"), "weights must not be quantized")
+    refuse_flags(theirs, ("pruned_heads",), "all layers must have all heads")
+    refuse_flags(theirs, ("transformers_weights",), "weights are read from model*.safetensors")
+    if not flag(theirs, "is_causal", default=True):
+        raise ValueError("is_causal is false; a token must attend to those before it only")
 
 
 def refuse_layer_types(theirs: Keys, only: str) -> None:
@@ -64,15 +86,46 @@ def refuse_layer_types(theirs: Keys, only: str) -> None:
 # Rotary embeddings
 
 
+def refuse_two_rotations(theirs: Keys) -> None:
+    """Refuse a file that describes the rotary embeddings twice, and differently; `theirs` has no defaults.
+
+    Beside `rope_scaling` no version of transformers reads `rope_parameters`. Without `rope_scaling` version 4
+    reads `rope_theta`, and version 5 prefers that of `rope_parameters`.
+    """
+    scaling, parameters = (theirs.get(key) or {} for key in ("rope_scaling", "rope_parameters"))
+    for key, rope in (("rope_scaling", scaling), ("rope_parameters", parameters)):
+        if not isinstance(rope, Mapping):
+            raise ValueError(f"{key} is {rope!r}; it must be an object")
+    places = {"": theirs, "of rope_scaling ": scaling, "of rope_parameters ": parameters}
+    bases = {
+        where: keys["rope_theta"] for where, keys in places.items() if keys.get("rope_theta") is not None
+    }
+    if any(base != next(iter(bases.values())) for base in bases.values()):
+        said = " and ".join(f"rope_theta {where}is {base!r}" for where, base in bases.items())
+        raise ValueError(f"{said}; they must be the same")
+    if not scaling or not parameters:
+        return
+    if list(bases) == ["of rope_parameters "]:
+        raise ValueError(
+            "rope_theta of rope_parameters is not read beside rope_scaling; give rope_theta as a key of its own"
+        )
+    ours, others = ({**rope, "rope_type": _rope_type(rope)} for rope in (scaling, parameters))
+    if others["rope_type"] != "default":
+        different = [key for key in ours.keys() & others.keys() if ours[key] != others[key]]
+        if different:
+            key = min(different)
+            raise ValueError(
+                f"{key} of rope_scaling is {ours[key]!r} and of rope_parameters {others[key]!r}; "
+                "they must be the same"
+            )
+
+
 def rotary(theirs: Keys) -> Keys:
     """Return the parameters of the rotary embeddings, with `rope_type` and `rope_theta` filled in.
 
     transformers 5 writes them as `rope_parameters`; earlier versions write `rope_scaling`, and the base as a key
-    of its own. If a file has both, every version reads `rope_scaling`, and the base from the file if it has none.
+    of its own. A file may have both, see `refuse_two_rotations`.
     """
-    for key in ("rope_scaling", "rope_parameters"):
-        if not isinstance(theirs.get(key) or {}, Mapping):
-            raise ValueError(f"{key} is {theirs[key]!r}; it must be an object")
     rope = theirs.get("rope_scaling") or theirs.get("rope_parameters") or {}
     nested = [key for key, value in rope.items() if isinstance(value, Mapping)]
     if nested:
@@ -82,9 +135,13 @@ def rotary(theirs: Keys) -> Keys:
         raise ValueError(f"partial_rotary_factor is {partial!r}; heads must be rotated whole")
     return {
         **rope,
-        "rope_type": rope.get("rope_type") or rope.get("type") or "default",
+        "rope_type": _rope_type(rope),
         "rope_theta": number(rope, "rope_theta", number(theirs, "rope_theta", 10000.0)),
     }
+
+
+def _rope_type(rope: Keys) -> Any:
+    return rope.get("rope_type") or rope.get("type") or "default"
 
 
 def scaling(theirs: Keys, rope_types: Sequence[str]) -> dict[str, Any]:

@@ -12,8 +12,9 @@ from typing import Any, ClassVar
 
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import hf_keys
-from megatron_noloco.model.families.table import Parameter, Rows
+from megatron_noloco.model.families.table import Parameter, Rows, Stored
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"  # Hugging Face's names
 OURS, THEIRS = "decoder.layers.{layer}.", "model.layers.{layer}."
 
 
@@ -36,6 +37,9 @@ class Family:
         "seq_length": "max_position_embeddings",
         "vocab_size": "vocab_size",
     }
+    hf_renamed: ClassVar[
+        Mapping[str, str]
+    ] = {}  # parts of tensors' names, and what transformers 5 calls them
 
     # Parameters
 
@@ -48,14 +52,14 @@ class Family:
             "embedding.word_embeddings.weight",
             (a.padded_vocab_size, a.hidden_size),
             tp_dim=0,
-            hf=("model.embed_tokens.weight",),
+            hf=(EMBEDDING,),
             rows=vocabulary,
         )
         output = Parameter(
             "output_layer.weight",
             (a.padded_vocab_size, a.hidden_size),
             tp_dim=0,
-            hf=() if a.tied_embeddings else ("lm_head.weight",),
+            hf=() if a.tied_embeddings else (HEAD,),
             rows=vocabulary,
             same_as=embedding.name if a.tied_embeddings else None,
         )
@@ -158,6 +162,10 @@ class Family:
         """Return the keys of Hugging Face's config that only this family has."""
         return {}
 
+    def hf_stacks(self, architecture: Architecture) -> dict[str, Stored]:
+        """Return by name the tensors in which transformers 5 stacks several of a layer's (`{layer}` in names)."""
+        return {}
+
     def hf_scaling(self, architecture: Architecture) -> dict[str, Any]:
         """Return the keys of Hugging Face's config for scaled rotary embeddings; empty if they are not scaled."""
         a = architecture
@@ -177,6 +185,8 @@ class Family:
         theirs = {**self.hf_defaults, **hf_config}
         if theirs.get("hidden_act", "silu") != "silu":
             raise ValueError(f'hidden_act is {theirs["hidden_act"]!r}; only "silu" is supported')
+        hf_keys.refuse_other_models(theirs, self.hf_class)
+        hf_keys.refuse_two_rotations(hf_config)
         own = self.own_values(theirs)
         heads, hidden = (hf_keys.size(theirs, key) for key in ("num_attention_heads", "hidden_size"))
         defaults = {"num_query_groups": heads, "kv_channels": hidden // heads}
@@ -187,7 +197,7 @@ class Family:
             padded_vocab_size=sizes["vocab_size"],
             rotary_base=hf_keys.rotary(theirs)["rope_theta"],
             norm_epsilon=hf_keys.number(theirs, "rms_norm_eps", 1e-6),
-            tied_embeddings=bool(theirs.get("tie_word_embeddings", False)),
+            tied_embeddings=hf_keys.flag(theirs, "tie_word_embeddings"),
             init_method_std=hf_keys.number(theirs, "initializer_range", 0.02),
             **hf_keys.scaling(theirs, self.rope_types),
             **own,

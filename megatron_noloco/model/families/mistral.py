@@ -45,9 +45,9 @@ class Mixtral(Mixture, Mistral):
         "sliding_window": None,
         "rope_theta": 1e6,
         "rms_norm_eps": 1e-5,
-        "num_local_experts": 8,
         "num_experts_per_tok": 2,
     }
+    hf_renamed: ClassVar = {".block_sparse_moe.": ".mlp."}
     hf_router = THEIRS + "block_sparse_moe.gate.weight"
     hf_expert = THEIRS + "block_sparse_moe.experts.{expert}.{part}.weight"
     hf_parts = ("w1", "w3", "w2")

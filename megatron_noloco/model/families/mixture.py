@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 from megatron_noloco.model.architecture import Architecture
 from megatron_noloco.model.families import hf_keys
 from megatron_noloco.model.families.llama import OURS, Family, gated_mlp
-from megatron_noloco.model.families.table import Parameter
+from megatron_noloco.model.families.table import Index, Parameter, Stored
 
 
 class Mixture(Family):
@@ -35,11 +35,37 @@ class Mixture(Family):
         )
         rows = [norm, router]
         for expert in range(experts):
-            names = [
-                self.hf_expert.replace("{expert}", str(expert)).replace("{part}", p) for p in self.hf_parts
-            ]
+            names = self._hf_names(expert)
             rows += gated_mlp(architecture, f"{OURS}mlp.experts.local_experts.{expert}.", names)
         return rows
+
+    def _hf_names(self, expert: int) -> list[str]:
+        """Return Hugging Face's names of an expert's gate, up and down."""
+        return [self.hf_expert.replace("{expert}", str(expert)).replace("{part}", p) for p in self.hf_parts]
+
+    def hf_stacks(self, architecture: Architecture) -> dict[str, Stored]:
+        """Return the two tensors that hold all experts of a layer, as transformers 5 computes with them.
+
+        Gate and up are [experts, 2 * ffn, hidden], down is [experts, hidden, ffn]. `save_pretrained` writes them
+        with `save_original_format=False`.
+        """
+        hidden, ffn, experts = (
+            architecture.hidden_size,
+            architecture.ffn_hidden_size,
+            architecture.num_moe_experts,
+        )
+        assert experts is not None
+        gate_up: dict[str, Index] = {}
+        down: dict[str, Index] = {}
+        for expert in range(experts):
+            gate_name, up_name, down_name = self._hf_names(expert)
+            gate_up |= {gate_name: (expert, slice(0, ffn)), up_name: (expert, slice(ffn, 2 * ffn))}
+            down[down_name] = (expert,)
+        prefix = self.hf_expert.partition("{expert}")[0]
+        return {
+            prefix + "gate_up_proj": Stored((experts, 2 * ffn, hidden), gate_up),
+            prefix + "down_proj": Stored((experts, hidden, ffn), down),
+        }
 
     def core_config(self, architecture: Architecture) -> dict[str, Any]:
         return super().core_config(architecture) | {
@@ -55,8 +81,12 @@ class Mixture(Family):
         }
 
     def own_values(self, theirs: hf_keys.Keys) -> dict[str, Any]:
-        count = next((key for key in self.hf_counts if theirs.get(key) is not None), self.hf_counts[0])
-        experts, chosen = hf_keys.size(theirs, count), hf_keys.size(theirs, "num_experts_per_tok")
+        counts = {key: hf_keys.size(theirs, key) for key in self.hf_counts if theirs.get(key) is not None}
+        if len(set(counts.values())) > 1:
+            said = " and ".join(f"{key} is {value}" for key, value in counts.items())
+            raise ValueError(f"{said}; they must be the same")
+        experts = next(iter(counts.values()), self.own_fields["num_moe_experts"])
+        chosen = hf_keys.size(theirs, "num_experts_per_tok")
         if chosen < 2:
             raise ValueError(f"num_experts_per_tok is {chosen}; it must be at least 2")
         return super().own_values(theirs) | {"num_moe_experts": experts, "moe_router_topk": chosen}

@@ -86,7 +86,6 @@ class Qwen3Moe(Mixture, Qwen3):
         "num_key_value_heads": 4,
         "max_position_embeddings": 32768,
         "moe_intermediate_size": 768,
-        "num_experts": 128,
         "num_experts_per_tok": 8,
     }
     # `intermediate_size` is the width of layers without experts, of which there are none here.
@@ -101,7 +100,7 @@ class Qwen3Moe(Mixture, Qwen3):
         return super().own_keys(architecture) | every_layer | {"norm_topk_prob": True}
 
     def own_values(self, theirs: hf_keys.Keys) -> dict[str, Any]:
-        if not theirs.get("norm_topk_prob"):
+        if not hf_keys.flag(theirs, "norm_topk_prob"):
             raise ValueError(
                 "norm_topk_prob is false; the probabilities of the chosen experts must add up to 1"
             )

@@ -1,0 +1,183 @@
+"""Conversations for fine-tuning: what their messages may hold, and what a chat template must make of them."""
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from megatron_noloco.data.tokenizer import Tokenizer
+
+_KEYS = ("role", "content", "name", "tool_call_id", "weight")  # others must occur in the chat template
+_NOT_RENDERED = ("role", "name", "tool_call_id")  # templates may leave them out, or write other words
+_NOTHING: tuple[object, ...] = ("", [], {})  # values that datasets write where a message has no such key
+_OF_CALLS = ("name", "arguments")
+_CLOCK = "strftime_now"  # the only way to a date that transformers gives to templates
+_CLOCK_THAT_STANDS = '{% macro strftime_now(format) %}{{ format | replace("%", "DAY") }}{% endmacro %}'
+
+
+def render_conversation(
+    messages: list[Any], tools: Any, tokenizer: Tokenizer
+) -> tuple[str, list[tuple[int, int]]]:
+    """Return a conversation as the chat template renders it, and where its answers lie in this text.
+
+    An answer is what the template adds to the messages before it, which are rendered with a generation prompt. Of
+    each the first character is returned, and the one after its last; an answer of weight 0 is left out.
+    Raises ValueError for a message that holds anything unknown, and for a template that does not render all of it.
+    """
+    template = tokenizer.chat_template(tools)
+    if tools is not None:
+        _check_tools(tools, template)
+    given = [_read(number, message, template) for number, message in enumerate(messages, 1)]
+    learnt = [_has_loss(number, message) for number, message in enumerate(given, 1)]
+    if not any(learnt):
+        some = any(message["role"] == "assistant" for message in given)
+        reason = "each answer has weight 0" if some else 'no message has the role "assistant"'
+        raise ValueError(f"{reason}: there is nothing to learn")
+    if given[0]["role"] == "assistant":
+        raise ValueError(
+            'message 1 has the role "assistant": an answer needs a message before it, such as one of "user"'
+        )
+    shown = [{key: value for key, value in message.items() if key != "weight"} for message in given]
+    whole = tokenizer.render(shown, tools)
+    places = [place for place, has_loss in enumerate(learnt) if has_loss]
+    answers = [_find_answer(place, whole, shown, tools, tokenizer) for place in places]
+    _check_rendered(whole, shown)
+    if _CLOCK in template:
+        _check_clock(template, shown, tools, tokenizer)
+    return whole, answers
+
+
+def _check_tools(tools: Any, template: str) -> None:
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ValueError('"tools" must be a list of objects')
+    if tools and not _mentions(template, "tools"):
+        raise ValueError('there are "tools", which the chat template does not read')
+
+
+# Messages
+
+
+def _read(number: int, message: Any, template: str) -> dict[str, Any]:
+    """Return a message, its parts joined, without keys that are null.
+
+    Raises ValueError for what a message may not hold.
+    """
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ValueError('each of messages must be an object with "role" and "content"')
+    message = {key: value for key, value in message.items() if value is not None}
+    for key, value in message.items():
+        if key not in _KEYS and value not in _NOTHING and not _mentions(template, key):
+            raise ValueError(
+                f'message {number} has the key "{key}", which the chat template does not read; there may be '
+                f"{', '.join(_KEYS)}, and what the template reads"
+            )
+    content = message.get("content")
+    if isinstance(content, list):
+        message["content"] = "".join(_text_of(number, part) for part in content)
+    elif content is not None and not isinstance(content, str):
+        raise ValueError(
+            f'message {number}: "content" must be text or a list of parts, not {json.dumps(content)[:40]}'
+        )
+    if content in (None, []) and not any(value for key, value in message.items() if key not in _KEYS):
+        raise ValueError(f'message {number} has no "content"')
+    return message
+
+
+def _mentions(template: str, key: str) -> bool:
+    return re.search(rf"\b{re.escape(key)}\b", template) is not None
+
+
+def _text_of(number: int, part: Any) -> str:
+    match part:
+        case {"type": "text", "text": str(text), **others} if not any(others.values()):
+            return text
+    raise ValueError(
+        f'message {number}: a part of "content" must be {{"type": "text", "text": "..."}}, not '
+        f"{json.dumps(part)[:60]}"
+    )
+
+
+def _has_loss(number: int, message: dict[str, Any]) -> bool:
+    """Return whether a message is an answer that is learnt; raises ValueError for another weight than 0 or 1."""
+    is_answer = message["role"] == "assistant"
+    weight = message.get("weight", int(is_answer))
+    if weight not in (0, 1):
+        raise ValueError(f'message {number}: "weight" must be 0 or 1, not {json.dumps(weight)[:40]}')
+    if weight and not is_answer:
+        raise ValueError(
+            f'message {number}: "weight" 1 on the role "{message["role"]}", but only answers (the role '
+            '"assistant") have a loss'
+        )
+    return bool(weight)
+
+
+# Rendering
+
+
+def _find_answer(
+    place: int, whole: str, messages: list[dict[str, Any]], tools: Any, tokenizer: Tokenizer
+) -> tuple[int, int]:
+    before = tokenizer.render(messages[:place], tools, add_generation_prompt=True)
+    through = tokenizer.render(messages[: place + 1], tools)
+    if through.startswith(before) and whole.startswith(through):
+        return len(before), len(through)
+    unasked = tokenizer.render(messages[:place], tools)
+    if through.startswith(unasked) and whole.startswith(through):
+        raise ValueError(
+            f"the chat template asks for an answer with other words than message {place + 1} begins with, so the "
+            "answer cannot be found; use a template with the same words in both"
+        )
+    raise ValueError(
+        f"the chat template renders messages 1 to {place + 1} differently when others follow, so the answer in "
+        f"message {place + 1} cannot be found; split the conversation there, or use a template that renders a "
+        "message regardless of later ones"
+    )
+
+
+def _check_rendered(whole: str, messages: list[dict[str, Any]]) -> None:
+    """Raise ValueError where a text of a message is not in the rendering, as often as in all messages together.
+
+    Spaces do not count, since templates trim. Some write the content of tools as JSON, where it is escaped.
+    """
+    rendered = _without_spaces(whole)
+    texts = [
+        (number, key, text) for number, message in enumerate(messages, 1) for key, text in _texts_of(message)
+    ]
+    given = [_without_spaces(text) for _, _, text in texts]
+    for plain, (number, key, text) in zip(given, texts, strict=True):
+        forms = {plain}
+        if key == "content":
+            forms.add(_without_spaces(json.dumps(text, ensure_ascii=False)[1:-1]))
+        if plain and sum(map(rendered.count, forms)) < sum(other.count(plain) for other in given):
+            advice = "give them as an object" if key == "arguments" else "leave it out of the data"
+            raise ValueError(
+                f'the chat template leaves out or changes the text of "{key}" in message {number} (role '
+                f'"{messages[number - 1]["role"]}"); use a template that writes it as it is, or {advice}'
+            )
+
+
+def _texts_of(message: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the key and the text of what a template must write, tool calls as their names and arguments."""
+    for key, value in message.items():
+        if isinstance(value, str) and key not in _NOT_RENDERED:
+            yield key, value
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else []:
+        match call:
+            case {"function": dict(function)} | dict(function):
+                yield from ((key, function[key]) for key in _OF_CALLS if isinstance(function.get(key), str))
+
+
+def _without_spaces(text: str) -> str:
+    return "".join(text.split())
+
+
+def _check_clock(template: str, messages: list[dict[str, Any]], tools: Any, tokenizer: Tokenizer) -> None:
+    """Raise ValueError where a conversation reads differently on another day."""
+    clocks = [_CLOCK_THAT_STANDS.replace("DAY", day) for day in "12"]
+    one, other = (tokenizer.render(messages, tools, template=clock + template) for clock in clocks)
+    if one != other:
+        raise ValueError(
+            f"the chat template writes the present date ({_CLOCK}), so a resume would read other data; put a date "
+            'in its place, such as "01 Jan 2025"'
+        )

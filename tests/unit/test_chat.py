@@ -1,0 +1,161 @@
+"""Conversations: what messages may hold, what has a loss, and what a chat template must write of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_noloco.data.fast_tokenizer import FastTokenizer
+from megatron_noloco.data.records import Record, load_records
+from tests.unit.test_records import CHAT, TEMPLATE, answers, chat_tokenizer, write
+
+ASKED, ANSWER = {"role": "user", "content": "two"}, {"role": "assistant", "content": "three four"}
+CALLS = TEMPLATE.replace(
+    "{{ message['content'] }}",
+    "{{ message.content | tojson if message.role == 'tool' else message.content }}"
+    "{% for call in message.tool_calls %}{{ call.function.name }}{{ call.function.arguments | tojson }}"
+    "{% endfor %}",
+)
+DATED = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y') }}{% endif %}" + TEMPLATE
+
+
+def called(arguments: Any) -> list[dict[str, Any]]:
+    """A conversation in which the assistant calls a tool, whose answer holds quotes and a new line."""
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    return [
+        ASKED,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "name": "weather", "tool_call_id": "1", "content": '{"sky":\n "blue"}'},
+        ANSWER,
+    ]
+
+
+def load(folder: Path, template: str, *conversations: Any, **others: Any) -> list[Record]:
+    tokenizer = FastTokenizer(chat_tokenizer(folder / "tokenizer", template))
+    path = write(folder / "a.jsonl", *({"messages": messages, **others} for messages in conversations))
+    return load_records(path, tokenizer)
+
+
+def parts(*texts: str) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": text, "image_url": None} for text in texts]
+
+
+def test_parts_are_the_text_that_they_make_up(tmp_path: Path) -> None:
+    in_parts = [{**ASKED, "content": parts("t", "wo")}, {**ANSWER, "content": parts("three four")}]
+    one, other = load(tmp_path, TEMPLATE, [ASKED, ANSWER], in_parts)
+    assert one.tokens.tolist() == other.tokens.tolist()
+    assert one.answer.tolist() == other.answer.tolist()
+
+
+def test_keys_that_hold_nothing_are_passed_over(tmp_path: Path) -> None:
+    nothing = {"name": None, "tool_calls": [], "thoughts": "", "function_call": {}, "audio": None}
+    one, other = load(
+        tmp_path, TEMPLATE, [ASKED, ANSWER], [{**ASKED, **nothing}, {**ANSWER, **nothing}], tools=[]
+    )
+    assert one.tokens.tolist() == other.tokens.tolist()
+
+
+def test_an_answer_of_weight_0_is_read_without_a_loss(tmp_path: Path) -> None:
+    weighted = [
+        {**message, "weight": 0} if message["content"] == "three four" else message for message in CHAT
+    ]
+    weighted[-1] = {**weighted[-1], "weight": 1}
+    one, other = load(tmp_path, TEMPLATE, CHAT, weighted)
+    assert one.tokens.tolist() == other.tokens.tolist()
+    assert answers(other, FastTokenizer(tmp_path / "tokenizer")) == "six\n"
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        (
+            {"role": "assistant", "text": "a"},
+            'message 2 has the key "text", which the chat template does not read',
+        ),
+        (
+            {**ANSWER, "thoughts": "a"},
+            'message 2 has the key "thoughts", which .* there may be role, content, ',
+        ),
+        (
+            {**ANSWER, "tool_calls": [1]},
+            'message 2 has the key "tool_calls", which the chat template does not',
+        ),
+        ({"role": "assistant", "text": None}, 'message 2 has no "content"$'),
+        ({"role": "assistant", "content": []}, 'message 2 has no "content"$'),
+        (
+            {"role": "assistant", "content": {"a": 1}},
+            'message 2: "content" must be text or a list of parts, not {"a"',
+        ),
+        (
+            {"role": "assistant", "content": [*parts("a"), {"type": "image_url", "image_url": "b"}]},
+            r'message 2: a part of "content" must be {"type": "text", "text": "..."}, not {"type": "image_url", ',
+        ),
+        ({**ANSWER, "weight": 0.5}, 'message 2: "weight" must be 0 or 1, not 0.5$'),
+        ({**ASKED, "weight": 1}, 'message 2: "weight" 1 on the role "user", but only answers'),
+        ({**ANSWER, "weight": 0}, "each answer has weight 0: there is nothing to learn$"),
+    ],
+)
+def test_what_no_message_may_hold_is_named_in_one_line(message: Any, line: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f"a.jsonl, line 2: {line}") as caught:
+        load(tmp_path, TEMPLATE, [ASKED, ANSWER], [ASKED, message])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("tools", "line"), [("[]", "must be a list of objects"), ([{"name": "f"}], "does not read")]
+)
+def test_tools_that_would_be_left_out_are_refused(tools: Any, line: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=f'line 1: .*"tools".* {line}'):
+        load(tmp_path, TEMPLATE, [ASKED, ANSWER], tools=tools)
+
+
+@pytest.mark.parametrize(
+    ("written", "messages", "left_out"),
+    [
+        (
+            "message['content'] if message.role != 'system'",
+            CHAT,
+            'in message 1 .role "system".; use a template',
+        ),
+        (
+            "message['content'] if message.role != 'user'",
+            [{**ASKED, "content": "three four"}, ANSWER],
+            "in message 1",
+        ),
+        (
+            "message['content'].split('</think>')[-1]",
+            [ASKED, {**ANSWER, "content": "a</think>b"}],
+            "in message 2",
+        ),
+        ("message.content | upper", [ASKED, ANSWER], "in message 1"),
+    ],
+)
+def test_a_template_must_write_each_text(written: str, messages: Any, left_out: str, tmp_path: Path) -> None:
+    template = TEMPLATE.replace("message['content']", written)
+    with pytest.raises(
+        ValueError, match=f'the chat template leaves out or changes the text of "content" {left_out}'
+    ):
+        load(tmp_path, template, messages)
+
+
+def test_a_template_may_trim_and_write_the_answers_of_tools_as_json(tmp_path: Path) -> None:
+    trimming = TEMPLATE.replace("message['content']", "message['content'] | trim")
+    load(tmp_path, trimming, [{**ASKED, "content": " two\n"}, {**ANSWER, "content": "\n"}])
+    (record,) = load(tmp_path, CALLS, called({"city": "Köln"}))
+    assert '{"city": "Köln"}' in answers(record, FastTokenizer(tmp_path / "tokenizer"))
+
+
+def test_arguments_of_tool_calls_are_not_escaped_twice(tmp_path: Path) -> None:
+    line = '"arguments" in message 2 .role "assistant".; .*or give them as an object$'
+    with pytest.raises(ValueError, match=line):
+        load(tmp_path, CALLS, called(json.dumps({"city": "Köln"})))
+
+
+def test_a_template_with_a_clock_is_refused_if_it_is_read(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"line 1: the chat template writes the present date \(strftime_now\)"
+    ):
+        load(tmp_path, DATED, [ASKED, ANSWER])
+    fixed = "{% set date = strftime_now('%Y') if date_is_asked else '2025' %}{{ date }}" + TEMPLATE
+    assert len(load(tmp_path, fixed, [ASKED, ANSWER])) == 1

@@ -1,0 +1,121 @@
+"""Files as other programs write them: byte order marks, UTF-16, suffixes in capitals, JSON over several lines."""
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_noloco.cli.main import main
+from megatron_noloco.config import load_config
+from megatron_noloco.data.corpus import load_corpus
+from megatron_noloco.data.records import load_records
+from megatron_noloco.data.sources import Split
+from megatron_noloco.data.tokenizer import ByteTokenizer
+from tests.unit.test_preprocess import TEXTS, documents, expected, run, write_jsonl, zstd
+
+BYTES = ByteTokenizer()
+RECORD = json.dumps({"prompt": "a", "completion": "b"})
+CONFIG = json.dumps(
+    {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW"},
+        "model": {
+            "num_layers": 1,
+            "hidden_size": 8,
+            "ffn_hidden_size": 8,
+            "num_attention_heads": 2,
+            "seq_length": 8,
+        },
+        "data": {"text": "a.txt", "split": "1,0,0"},
+        "training": {"train_iters": 1},
+        "noloco": {"enabled": False},
+        "evaluation": {"iters": 0},
+    }
+)
+UTF_16 = ["utf-16", "utf-16-le", "utf-16-be", "utf-32"]
+
+
+def written(path: Path, text: str, encoding: str) -> Path:
+    path.write_bytes(text.encode(encoding))
+    return path
+
+
+def read_text(path: Path) -> str:
+    return BYTES.decode(load_corpus(str(path), Split(1, 0, 0), BYTES).train)
+
+
+def test_a_byte_order_mark_is_no_part_of_what_is_read(tmp_path: Path) -> None:
+    text = written(tmp_path / "a.txt", "Größe\n", "utf-8-sig")
+    assert read_text(text) == "Größe\n"
+    lines = written(tmp_path / "a.jsonl", json.dumps({"text": "Größe\n"}), "utf-8-sig")
+    for number, path in enumerate((text, lines)):
+        assert documents(run(tmp_path / str(number), [path])) == expected(["Größe\n"])
+    (record,) = load_records(str(written(tmp_path / "r.jsonl", RECORD, "utf-8-sig")), BYTES)
+    assert BYTES.decode(record.tokens) == "ab"
+    assert load_config(written(tmp_path / "run.json", CONFIG, "utf-8-sig")).data.text == "a.txt"
+
+
+@pytest.mark.parametrize("encoding", UTF_16)
+def test_another_encoding_is_named_in_one_line(
+    encoding: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = f"not UTF-8 text: it begins as {encoding[:6].upper()}.* does .iconv -f "
+    text = written(tmp_path / "a.txt", "Text\n", encoding)
+    with pytest.raises(ValueError, match=f"^data.text: {text}: {line}"):
+        read_text(text)
+    with pytest.raises(ValueError, match=f"^{text}: {line}"):
+        run(tmp_path, [text])
+    records = written(tmp_path / "a.jsonl", RECORD + "\n", encoding)
+    with pytest.raises(ValueError, match=f"a.jsonl, line 1: {line}"):
+        load_records(str(records), BYTES)
+    with pytest.raises(ValueError, match=f"a.jsonl, line 1: {line}"):
+        run(tmp_path, [records])
+    assert main(["config", "--check", str(written(tmp_path / "run.json", CONFIG, encoding))]) == 2
+    assert f"run.json: is not UTF-8 text: it begins as {encoding[:6].upper()}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("encoding", UTF_16)
+def test_in_a_folder_another_encoding_is_left_out_and_counted(encoding: str, tmp_path: Path) -> None:
+    written(tmp_path / "a.txt", "Text\n", "utf-8")
+    written(tmp_path / "b.txt", "Text\n", encoding)
+    corpus = load_corpus(str(tmp_path), Split(1, 0, 0), BYTES)
+    assert corpus.files == 1
+    assert "1 files that are not UTF-8 text" in corpus.left_out
+
+
+@pytest.mark.parametrize("name", ["a.JSONL", "a.jsonl.GZ", "a.Jsonl.Zst"])
+def test_suffixes_in_capitals(name: str, tmp_path: Path) -> None:
+    lines = write_jsonl(tmp_path / "source", TEXTS).read_bytes()
+    records = (RECORD + "\n").encode()
+    for folder, content in (("texts", lines), ("records", records)):
+        (tmp_path / folder).mkdir()
+        packed = {".gz": gzip.compress, ".zst": zstd}.get(Path(name).suffix.lower(), bytes)(content)
+        (tmp_path / folder / name).write_bytes(packed)
+    assert documents(run(tmp_path, [tmp_path / "texts" / name])) == expected(TEXTS)
+    for path in (tmp_path / "records", tmp_path / "records" / name):
+        (record,) = load_records(str(path), BYTES)
+        assert BYTES.decode(record.tokens) == "ab"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        (
+            json.dumps([{"text": "a"}], indent=1),
+            r"line 1: not JSON \(.*, column 3\); each line must hold one whole",
+        ),
+        (
+            json.dumps({"text": "a"}, indent=1),
+            r"line 1: not JSON \(.*, column 3\); each line must hold one whole",
+        ),
+        (json.dumps([{"text": "a"}]), "line 1: not a JSON object; each line must hold one$"),
+        (
+            '{"text": "a"} {"text": "b"}',
+            r"line 1: not JSON \(Extra data, column 15\); each line must hold one whole",
+        ),
+    ],
+)
+def test_json_that_is_no_json_lines(text: str, line: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=line):
+        run(tmp_path, [written(tmp_path / "a.json", text, "utf-8")])
