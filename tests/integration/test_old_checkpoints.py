@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_noloco.cli.main import main
-from tests.harness import run_ranks
+from tests.harness import call, run_ranks
 from tests.integration.tiny import metrics, run_whole
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -37,7 +36,7 @@ def test_a_run_of_an_earlier_release_goes_on_as_it_would_have(
 def test_a_checkpoint_of_an_earlier_release_is_exported(release: str, tmp_path: Path) -> None:
     config, folder = unpack(release, tmp_path), tmp_path / "exported"
     step = config.parent / f"run-{release}" / "checkpoints" / "step_00000004"
-    assert main(["export", str(step), "--output", str(folder)]) == 0
+    assert call("export", str(step), "--output", str(folder))[0] == 0
     assert json.loads((folder / "config.json").read_text())["hidden_size"] == 4
 
 
