@@ -73,11 +73,6 @@ class CheckpointSettings:
     tokenizer: dict[str, str] = field(default_factory=dict)
 
     @property
-    def tokenizer_folder(self) -> Path:
-        """Where the run keeps a copy of its tokenizer."""
-        return tokenizer_folder(self.folder.parent)
-
-    @property
     def seed(self) -> int:
         return int(self.run["training"]["seed"])
 

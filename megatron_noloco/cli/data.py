@@ -108,8 +108,6 @@ def _tokenizer(args: argparse.Namespace) -> "TokenizerChoice":
 
     if args.tokenizer_type == "byte" and args.tokenizer_model is not None:
         raise ValueError("--tokenizer-model needs --tokenizer-type HuggingFaceTokenizer")
-    if args.tokenizer_type == "byte" and getattr(args, "prepend_bos", False):
-        raise ValueError("--prepend-bos: the byte tokenizer has no BOS; leave it out")
     if args.tokenizer_type != "byte" and args.tokenizer_model is None:
         raise ValueError(
             f"--tokenizer-type {args.tokenizer_type} needs --tokenizer-model, a folder with its files"

@@ -144,7 +144,8 @@ def _import(args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from megatron_noloco.huggingface.export import check_tokens, export
+    from megatron_noloco.data.auto_tokenizer import check_exported
+    from megatron_noloco.huggingface.export import export
     from megatron_noloco.huggingface.source import is_hugging_face, open_source
     from megatron_noloco.huggingface.whole_model import generate
 
@@ -157,7 +158,7 @@ def _generate(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         exported = Path(folder) / "model"
         export(source, exported, "float32", _SHARD_BYTES)
-        check_tokens(source, exported)
+        check_exported(source.tokenizer, exported)
         generate(exported, *options)
     return 0
 

@@ -130,8 +130,6 @@ def check_data(data: DataConfig, evaluation: EvaluationConfig) -> Iterator[str]:
         yield 'data.tokenizer_model needs data.tokenizer_type "HuggingFaceTokenizer"'
     elif data.tokenizer_type != "byte" and data.tokenizer_model is None:
         yield f'data.tokenizer_type "{data.tokenizer_type}" needs data.tokenizer_model, a folder with its files'
-    if data.tokenizer_type == "byte" and data.prepend_bos:
-        yield "data.prepend_bos: the byte tokenizer has no BOS; leave it out"
     if not evaluation.iters:
         return
     if data.train_data_path is not None and data.valid_data_path is None:

@@ -70,16 +70,14 @@ def folder_adds_bos(folder: Path) -> bool:
         return False
 
 
-def export_problem(tokenizer: Tokenizer, folder: Path) -> str:
-    """Return a line that says which text an export's AutoTokenizer reads otherwise than training; "" if none.
+def check_exported(tokenizer: Tokenizer, folder: Path) -> None:
+    """Raise ValueError where an export's AutoTokenizer reads a text as other tokens than training.
 
     What training puts before each document counts, too.
     """
-    found = _first_difference(tokenizer, load_auto(folder), with_ends=True)
-    if found is None:
-        return ""
-    text, ours, other = found
-    return f"{folder}: training reads {text!r} as {ours}, the exported tokenizer as {other}"
+    if found := _first_difference(tokenizer, load_auto(folder), with_ends=True):
+        text, ours, other = found
+        raise ValueError(f"{folder}: training reads {text!r} as {ours}, the exported tokenizer as {other}")
 
 
 def adds_bos(theirs: Any) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import astuple, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, NamedTuple, NoReturn
+from typing import IO, NoReturn
 
 import numpy as np
 
@@ -284,13 +284,14 @@ def _tokenize(texts: list[bytes], tokenizer: Tokenizer) -> tuple[np.ndarray, int
     """
     if not isinstance(tokenizer, ByteTokenizer):
         begin, end = np.array(tokenizer.before_document, dtype=int), np.array([tokenizer.end_of_document])
-        parts, special = [np.empty(0, dtype=np.int32)], 0
-        pieces = (piece for text in texts for piece in _pieces(text))
+        parts, special, begins = [np.empty(0, dtype=np.int32)], 0, True
+        pieces = ((piece, last) for text in texts for piece, last in _pieces(text))
         while batch := list(islice(pieces, _BATCH_PIECES)):
-            decoded = [piece.text.decode() for piece in batch]
+            decoded = [piece.decode() for piece, _ in batch]
             special += sum(map(tokenizer.count_special, decoded))
-            for ids, piece in zip(tokenizer.encode_batch(decoded), batch, strict=True):
-                parts += [*[begin] * piece.first, ids, *[end] * piece.last]
+            for ids, (_, last) in zip(tokenizer.encode_batch(decoded), batch, strict=True):
+                parts += [*[begin] * begins, ids, *[end] * last]
+                begins = last
         return np.concatenate(parts, dtype=np.int32), special
     tokens = np.full(sum(map(len, texts)) + len(texts), tokenizer.end_of_document, dtype=np.uint16)
     offset = 0
@@ -300,17 +301,8 @@ def _tokenize(texts: list[bytes], tokenizer: Tokenizer) -> tuple[np.ndarray, int
     return tokens, 0
 
 
-class _Piece(NamedTuple):
-    """A part of a text, and whether it is the first and the last."""
-
-    text: bytes
-    first: bool
-    last: bool
-
-
-def _pieces(text: bytes) -> Iterator[_Piece]:
-    """Yield a text in the same pieces as preprocessing."""
-    file, start = io.BytesIO(text), 0
+def _pieces(text: bytes) -> Iterator[tuple[bytes, bool]]:
+    """Yield a text in the same pieces as preprocessing, each with whether it is the last."""
+    file = io.BytesIO(text)
     while piece := read_piece(file):
-        yield _Piece(piece, start == 0, file.tell() == len(text))
-        start = file.tell()
+        yield piece, file.tell() == len(text)

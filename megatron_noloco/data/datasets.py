@@ -127,7 +127,7 @@ def build_datasets(source: Source, tokenizer: Tokenizer, needs: Needs) -> Datase
         summary = (
             f"{source.path}, {len(records)} records ({cut} longer than a sample), {len(training[0].dataset)} "
             f"training samples with {len(training[0].dataset.tokens)} tokens in answers"
-            f"{_spelled_out_in(records, tokenizer)}"
+            f"{_spelled_out_in(records, as_text=True)}{_spelled_out_in(records, as_text=False)}"
         )
     else:
         open_indexed = cache(IndexedTokens)  # both splits are often of one dataset, whose index may be long
@@ -178,19 +178,12 @@ def spelled_out(special_tokens: int, as_text: bool) -> str:
     """Return the end of a summary that says how special tokens in a text are read; "" where there are none."""
     if not special_tokens:
         return ""
-    if as_text:
-        return f"; special tokens spelled out: {special_tokens}, read as text"
-    return f"; special tokens spelled out: {special_tokens}, read as these tokens, not as text"
+    how = "text" if as_text else "these tokens, not as text"
+    return f"; special tokens spelled out: {special_tokens}, read as {how}"
 
 
-def _spelled_out_in(records: list[Record], tokenizer: Tokenizer) -> str:
-    as_tokens = sum(
-        record.spelled_out
-        for record in records
-        if record.from_template or not tokenizer.splits_special_tokens
-    )
-    as_text = sum(record.spelled_out for record in records) - as_tokens
-    return spelled_out(as_text, True) + spelled_out(as_tokens, False)
+def _spelled_out_in(records: list[Record], as_text: bool) -> str:
+    return spelled_out(sum(record.spelled_out for record in records if record.as_text == as_text), as_text)
 
 
 def _corpus_part(corpus: Corpus, split: int, needs: Needs) -> Part:
@@ -238,17 +231,15 @@ def _check_beginnings(
 
     Raises ValueError for a dataset that lacks a BOS that the run's documents are to begin with.
     """
+    bos = tokenizer.beginning_of_document
     for prefix, _ in source.train.parts:
-        first = int(open_indexed(prefix).tokens[0])
-        if tokenizer.before_document not in ((), (first,)):
+        begins = open_indexed(prefix).tokens[0] == bos
+        if tokenizer.before_document and not begins:
             raise ValueError(
-                f"data.prepend_bos: {prefix} does not begin with BOS (token {tokenizer.beginning_of_document}); "
-                "preprocess it with --prepend-bos, or leave data.prepend_bos out"
+                f"data.prepend_bos: {prefix} does not begin with BOS (token {bos}); preprocess it with "
+                "--prepend-bos, or leave data.prepend_bos out"
             )
-        if first in {tokenizer.beginning_of_document} - {
-            *tokenizer.before_document,
-            tokenizer.end_of_document,
-        }:
+        if begins and not tokenizer.before_document and bos != tokenizer.end_of_document:
             yield f"; {prefix} begins with BOS; set data.prepend_bos if it was made so, and an export adds it, too"
 
 

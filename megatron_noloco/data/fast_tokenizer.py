@@ -106,7 +106,7 @@ class FastTokenizer:
     def _template(self) -> Any:
         """The chat template, or named templates, as transformers finds them; None where there is none."""
         files = [*(self.folder / _MORE_TEMPLATES).glob("*.jinja"), self.folder / "chat_template.jinja"]
-        if texts := {file.name: file.read_text() for file in files if file.is_file()}:
+        if texts := {file.name: file.read_text("utf-8") for file in files if file.is_file()}:
             return texts
         return _read_json(self.folder / "tokenizer_config.json").get("chat_template")
 
@@ -205,7 +205,7 @@ class FastTokenizer:
         return self._tokenizer.decode(np.asarray(ids, dtype=np.int64).tolist(), skip_special_tokens=True)
 
     def save(self, folder: Path, max_length: int) -> None:
-        self.copy_to(folder)
+        self._copy_to(folder)
         self._with_beginning().save(str(folder / "tokenizer.json"))
         given = _read_json(folder / "tokenizer_config.json")
         settings = {
@@ -220,7 +220,20 @@ class FastTokenizer:
         }
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
-    def copy_to(self, folder: Path) -> None:
+    def keep_in(self, folder: Path) -> None:
+        try:
+            kept = FastTokenizer(folder)
+            if (kept.digest, kept.template_digest) == (self.digest, self.template_digest):
+                return
+        except ValueError:  # none, or a broken one
+            pass
+        partial = folder.with_name(f".{folder.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        self._copy_to(partial)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+
+    def _copy_to(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(self._file, folder / "tokenizer.json")
         for name in _FILES:
@@ -228,13 +241,6 @@ class FastTokenizer:
                 shutil.copyfile(self.folder / name, folder / name)
         if (self.folder / _MORE_TEMPLATES).is_dir():
             shutil.copytree(self.folder / _MORE_TEMPLATES, folder / _MORE_TEMPLATES, dirs_exist_ok=True)
-
-    def kept_in(self, folder: Path) -> bool:
-        try:
-            other = FastTokenizer(folder)
-        except ValueError:
-            return False
-        return (other.digest, other.template_digest) == (self.digest, self.template_digest)
 
     def _with_beginning(self) -> Any:
         """Return the tokenizer without truncation and padding; it adds what documents begin with in training."""

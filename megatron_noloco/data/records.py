@@ -3,7 +3,7 @@
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ class Record(NamedTuple):
     tokens: np.ndarray  # shape [tokens]
     answer: np.ndarray  # whether each token belongs to an answer, bool [tokens]
     spelled_out: int = 0  # special tokens that its texts spell out
-    from_template: bool = False  # whether these are read as the tokens in any case
+    as_text: bool = True  # whether these are read as text
 
 
 class _Text(NamedTuple):
@@ -60,15 +60,10 @@ def load_records(path: str, tokenizer: Tokenizer) -> list[Record]:
     texts = (text for file in record_files(path) for text in _read(file, tokenizer))
     records = []
     while batch := list(islice(texts, _BATCH_RECORDS)):
-        encoded = {
-            kind: iter(
-                tokenizer.encode_with_starts(
-                    [text.text for text in batch if text.from_template == kind], kind
-                )
-            )
-            for kind in (False, True)
-        }
-        records += [_record(text, *next(encoded[text.from_template]), tokenizer) for text in batch]
+        for from_template, group in groupby(batch, key=lambda text: text.from_template):
+            alike = list(group)
+            encoded = tokenizer.encode_with_starts([text.text for text in alike], from_template)
+            records += [_record(text, *own, tokenizer) for text, own in zip(alike, encoded, strict=True)]
     return records
 
 
@@ -81,7 +76,8 @@ def _record(text: _Text, tokens: np.ndarray, starts: np.ndarray, tokenizer: Toke
     begin = tokenizer.before_document
     if tuple(tokens[: len(begin)]) != begin:  # a template may write it itself
         tokens, answer = np.insert(tokens, 0, begin), np.insert(answer, 0, [False] * len(begin))
-    return Record(tokens, answer, text.spelled_out, text.from_template)
+    as_text = tokenizer.splits_special_tokens and not text.from_template
+    return Record(tokens, answer, text.spelled_out, as_text)
 
 
 def _read(file: Path, tokenizer: Tokenizer) -> Iterator[_Text]:

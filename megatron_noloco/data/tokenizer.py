@@ -113,18 +113,16 @@ class Tokenizer(Protocol):
         """Write the files that `AutoTokenizer.from_pretrained` reads: it adds a BOS if training does."""
         ...
 
-    def copy_to(self, folder: Path) -> None:
-        """Copy the tokenizer's files, from which it can be built again; nothing where it needs none."""
-        ...
-
-    def kept_in(self, folder: Path) -> bool:
-        """Return whether `folder` has a copy of this tokenizer; always where it needs none."""
+    def keep_in(self, folder: Path) -> None:
+        """Copy the files, if it has some, from which the tokenizer can be built again, unless they are there."""
         ...
 
 
 def build_tokenizer(choice: TokenizerChoice) -> Tokenizer:
-    """Build the tokenizer of a run; raises ValueError when its files are missing or broken."""
+    """Build the tokenizer of a run; raises ValueError when its files are missing or broken, or it lacks a BOS."""
     if choice.tokenizer_type == "byte":
+        if choice.prepend_bos:
+            raise ValueError("prepend_bos: the byte tokenizer has no BOS; leave prepend_bos out")
         return ByteTokenizer()
     if choice.tokenizer_model is None:
         raise ValueError(
@@ -227,11 +225,8 @@ class ByteTokenizer:
             model_max_length=max_length,
         ).save_pretrained(folder)
 
-    def copy_to(self, folder: Path) -> None:
+    def keep_in(self, folder: Path) -> None:
         pass
-
-    def kept_in(self, folder: Path) -> bool:
-        return True
 
 
 def _printable(byte: int) -> str:

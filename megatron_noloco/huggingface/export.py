@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_noloco.data.auto_tokenizer import export_problem
+from megatron_noloco.data.auto_tokenizer import check_exported
 from megatron_noloco.data.sources import RecordSource
 from megatron_noloco.files import naming_file, write_tensors, writing
 from megatron_noloco.huggingface.pretrained import PretrainedWeights, read_architecture
@@ -171,7 +171,7 @@ def check_export(source: ModelSource, output: Path) -> float:
     rounded like the export. Raises ValueError where a text has other tokens, or the export cannot be imported
     again.
     """
-    check_tokens(source, output)
+    check_exported(source.tokenizer, output)
     PretrainedWeights(output, read_architecture(output)).close()
     architecture = source.architecture
     length = 64 + (architecture.sliding_window or 0)  # longer than the window, so that a wrong window shows
@@ -186,12 +186,6 @@ def check_export(source: ModelSource, output: Path) -> float:
     if difference < TOLERANCE:
         (output / UNFINISHED).unlink()
     return difference
-
-
-def check_tokens(source: ModelSource, output: Path) -> None:
-    """Raise ValueError where the exported tokenizer reads a text as other tokens than training does."""
-    if problem := export_problem(source.tokenizer, output):
-        raise ValueError(problem)
 
 
 @torch.no_grad()

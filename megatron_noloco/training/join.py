@@ -1,7 +1,6 @@
 """Joins this rank to the others: the job, the transport between replicas, and the step where all start."""
 
 import os
-import shutil
 import socket
 import sys
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_noloco.checkpoint.resume import Start, find_start, settle_start
-from megatron_noloco.checkpoint.settings import TEMPLATE, TOKENS, CheckpointSettings
+from megatron_noloco.checkpoint.settings import TEMPLATE, TOKENS, CheckpointSettings, tokenizer_folder
 from megatron_noloco.config import ConfigError, RunConfig
 from megatron_noloco.config.run_config import in_words_of_today
 from megatron_noloco.data.auto_tokenizer import folder_problem
@@ -69,7 +68,8 @@ def join_job(prepared: Prepared) -> Joined:
     # It reads an excerpt of the data: one rank of the job does.
     training_data = of_rank_0(prepared.datasets.checksums if dist.get_rank() == 0 else {})
     settings, membership = checkpoint_settings(config, topology, training_data, prepared.tokenizer), None
-    notes += _check_tokenizers(prepared, settings)
+    tokenizer_copy = tokenizer_folder(settings.folder.parent)
+    notes += _check_tokenizer(prepared, tokenizer_copy)
     if taken := of_rank_0(occupy(settings.folder.parent) if dist.get_rank() == 0 else ""):
         raise ValueError(taken)
     start = find_start(settings, topology)
@@ -94,7 +94,7 @@ def join_job(prepared: Prepared) -> Joined:
         transport = choose_transport(config.noloco.transport, prepared.world)
     start = settle_start(settings, topology, start)
     if dist.get_rank() == 0:
-        _keep(prepared.tokenizer, settings)
+        prepared.tokenizer.keep_in(tokenizer_copy)
     start = replace(start, notes=notes + start.notes)
     return Joined(transport, start, membership, old_stop_request, training_data)
 
@@ -144,35 +144,18 @@ def _warn_of_shortage(prepared: Prepared, ranks: int, sharing: int) -> None:
             sys.stderr.write(f"{socket.gethostname()}: {short}\n")
 
 
-def _check_tokenizers(prepared: Prepared, settings: CheckpointSettings) -> list[str]:
+def _check_tokenizer(prepared: Prepared, copy: Path) -> list[str]:
     """Return notes about the tokenizer for the user; a collective.
 
-    Raises ValueError where the ranks have different ones, or AutoTokenizer would read other tokens.
+    Raises ValueError, on all ranks, where AutoTokenizer would read other tokens.
     """
-    if len({tuple(digests.items()) for digests in of_all_ranks(settings.tokenizer)}) > 1:
-        raise ValueError(
-            "data.tokenizer_model: the hosts of this job have different tokenizers, or chat templates, in "
-            f"{prepared.config.tokenizer.tokenizer_model}; give each the same"
-        )
     # It imports transformers: one rank of the job does.
     if problem := of_rank_0(folder_problem(prepared.tokenizer) if dist.get_rank() == 0 else ""):
         raise ValueError(problem)
     place = prepared.config.tokenizer.tokenizer_model
     if place is None or Path(place).exists():
         return []
-    return [f"data.tokenizer_model: {place} is not there; using the copy, {settings.tokenizer_folder}"]
-
-
-def _keep(tokenizer: Tokenizer, settings: CheckpointSettings) -> None:
-    """Keep a copy of the tokenizer beside the checkpoints, if it has files and they are not there yet."""
-    folder = settings.tokenizer_folder
-    if tokenizer.kept_in(folder):
-        return
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    tokenizer.copy_to(partial)
-    shutil.rmtree(folder, ignore_errors=True)
-    partial.rename(folder)
+    return [f"data.tokenizer_model: {place} is not there; using the copy, {copy}"]
 
 
 def checkpoint_settings(

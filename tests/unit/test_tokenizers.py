@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from megatron_noloco.checkpoint.settings import TEMPLATE, TOKENS, CheckpointSettings
+from megatron_noloco.checkpoint.settings import TEMPLATE, TOKENS, CheckpointSettings, tokenizer_folder
 from megatron_noloco.cli.main import main
 from megatron_noloco.config import RunConfig
-from megatron_noloco.data.auto_tokenizer import check_folder, export_problem, folder_adds_bos, folder_problem
+from megatron_noloco.data.auto_tokenizer import check_exported, check_folder, folder_adds_bos, folder_problem
 from megatron_noloco.data.datasets import Datasets, build_datasets
 from megatron_noloco.data.fast_tokenizer import FastTokenizer
 from megatron_noloco.data.indexed import IndexedTokens
@@ -28,7 +28,7 @@ from megatron_noloco.data.sources import (
 )
 from megatron_noloco.data.tokenizer import ByteTokenizer, build_tokenizer, find_tokenizer
 from megatron_noloco.plans.topology import Topology
-from megatron_noloco.training.join import _keep, checkpoint_settings
+from megatron_noloco.training.join import checkpoint_settings
 from megatron_noloco.training.prepare import _tokenizer
 
 TEXT = ["The fox went, the fox came again.", "def fox(the):\n    return the + 1\n"]
@@ -229,6 +229,8 @@ class TestBeginningOfDocument:
         folder = write_tokenizer(tmp_path / "tok", bos_token=None)
         with pytest.raises(ValueError, match=f"prepend_bos: tokenizer_model {folder} has no BOS; name one"):
             FastTokenizer(folder, prepend_bos=True)
+        with pytest.raises(ValueError, match="prepend_bos: the byte tokenizer has no BOS"):
+            build_tokenizer(TokenizerChoice("byte", prepend_bos=True))
 
 
 def write_spaced_tokenizer(folder: Path, **config: Any) -> Path:
@@ -280,14 +282,15 @@ class TestAutoTokenizer:
         })  # fmt: skip
         tokenizer = FastTokenizer(folder, prepend_bos=begins)
         tokenizer.save(tmp_path / "export", max_length=64)
-        assert export_problem(tokenizer, tmp_path / "export") == ""
+        check_exported(tokenizer, tmp_path / "export")
         assert folder_adds_bos(tmp_path / "export") == begins
         other = FastTokenizer(folder, prepend_bos=not begins)
-        assert "training reads 'Byte by byte" in export_problem(other, tmp_path / "export")
+        with pytest.raises(ValueError, match="training reads 'Byte by byte"):
+            check_exported(other, tmp_path / "export")
 
     def test_bytes_are_exported_without_bos(self, tmp_path: Path) -> None:
         ByteTokenizer().save(tmp_path, max_length=64)
-        assert export_problem(ByteTokenizer(), tmp_path) == ""
+        check_exported(ByteTokenizer(), tmp_path)
         assert not folder_adds_bos(tmp_path)
 
 
@@ -328,22 +331,19 @@ class TestCopy:
     def test_it_is_used_where_the_original_is_gone(self, tmp_path: Path) -> None:
         original = write_tokenizer(tmp_path / "tok", chat_template="{{ messages }}")
         run = run_with(original, tmp_path / "run")
-        settings = settings_of(run, original)
-        settings.tokenizer_folder.parent.mkdir()
-        _keep(FastTokenizer(original), settings)
+        settings, copy = settings_of(run, original), tokenizer_folder(tmp_path / "run")
+        FastTokenizer(original).keep_in(copy)
         shutil.rmtree(original)
         after = _tokenizer(run)
         assert {TOKENS: after.digest, TEMPLATE: after.template_digest} == settings.tokenizer
-        _keep(after, settings)  # its own copy
-        assert FastTokenizer(settings.tokenizer_folder).digest == after.digest
+        after.keep_in(copy)  # which is its own place
+        assert FastTokenizer(copy).digest == after.digest
 
     def test_another_tokenizer_takes_its_place(self, tmp_path: Path) -> None:
         original, other = write_tokenizer(tmp_path / "tok"), write_tokenizer(tmp_path / "other", pieces=21)
-        settings = settings_of(run_with(original, tmp_path / "run"), original)
-        settings.tokenizer_folder.parent.mkdir()
         for folder in (original, other):
-            _keep(FastTokenizer(folder), settings)
-            assert FastTokenizer(settings.tokenizer_folder).digest == FastTokenizer(folder).digest
+            FastTokenizer(folder).keep_in(tmp_path / "copy")
+            assert FastTokenizer(tmp_path / "copy").digest == FastTokenizer(folder).digest
 
     def test_a_saved_run_takes_the_place_that_has_its_tokens(self, tmp_path: Path) -> None:
         right, wrong = write_tokenizer(tmp_path / "right"), write_tokenizer(tmp_path / "wrong", pieces=21)
