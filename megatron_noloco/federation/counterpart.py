@@ -12,6 +12,7 @@ from megatron_noloco.federation.outbox import Outbox
 from megatron_noloco.federation.rendezvous import Address
 
 _SILENCE_SECONDS = 10.0  # after which a rank counts as absent
+_LONGEST_SILENCE = 60  # ticks of half a second
 
 
 class WithdrawnError(ConnectionError):
@@ -85,6 +86,8 @@ class Counterpart:
         unconfirmed: our messages that it has asked for and not confirmed, by its ticket.
         paths, its_paths: how many paths this rank has taken to it, and it to this rank.
         counted: the latest meeting with it that counts here; -1: none.
+        silent_ticks: for how many ticks of the protocol it has said nothing.
+        longest_silence: of those that ended, in ticks.
     """
 
     rank: int
@@ -102,6 +105,13 @@ class Counterpart:
     paths: int = 0
     its_paths: int = 0
     counted: int = -1
+    silent_ticks: int = 0
+    longest_silence: int = 0
+
+    def note_sign_of_life(self) -> None:
+        """Note that a frame of it has come."""
+        self.longest_silence = min(_LONGEST_SILENCE, max(self.longest_silence, self.silent_ticks))
+        self.silent_ticks = 0
 
     def update(self, **changes: Any) -> None:
         """Replace some of `seen`."""

@@ -82,20 +82,19 @@ class Membership:
         gave = not nobody_asks and self.handover.give(copy)
         return self.keeping_up.next_step(done, due), gave
 
-    def average(
-        self, outer: OuterOptimizer, stopped: Callable[[], bool] = lambda: False
-    ) -> list[ExchangeReport]:
+    def average(self, outer: OuterOptimizer) -> list[ExchangeReport]:
         """Make all replicas that come to their end equal to their mean; see `TreeMean`. A collective.
 
-        Averages nothing, and returns no reports, where it is `stopped` while it waits for the others.
+        Averages nothing, and returns no reports, where this job is asked to stop meanwhile.
         """
         self.handover.ended()
-        members = self.keeping_up.members_at_end(stopped)
+        members = self.keeping_up.members_at_end(self.transport.partners.stopped)
         if members is None:
             return []
         at_end = self.keeping_up.is_at_its_end
         mean = TreeMean(self.transport, Channel.FINAL, self.noloco.deadline_seconds, at_end)
-        return outer.settle(mean, [members], FINAL)
+        reports = outer.settle(mean, [members], FINAL)
+        return [] if mean.stopped else reports
 
     def mean_model(self, outer: Rounds) -> MeanModel:
         """Return what evaluates the mean of those that are there."""
@@ -114,7 +113,8 @@ class Membership:
         self.transport.close()
 
     def wait_for_start(self, continues: bool) -> bool:
-        """Wait for `start_with` jobs, `deadline_seconds` at most; return whether they came. A collective.
+        """Wait for `start_with` jobs, `deadline_seconds` at most; return whether they came, or this job is to
+        stop. A collective.
 
         A job that finds others past their first round waits for no more. One that continues from a checkpoint
         waits for half a minute at most, in which others that are started again with it may come.
@@ -133,6 +133,7 @@ def join_federation(
     place: Place,
     alike: Mapping[str, Any],
     steps: int | None = None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Membership:
     """Connect this rank to its counterparts in the other jobs. A collective of the job, which is one replica.
 
@@ -141,6 +142,7 @@ def join_federation(
         place: of this rank; its replica is the job's slot.
         alike: what all jobs must have alike besides the settings, such as the model; anything that JSON can hold.
         steps: local steps of the whole training, the last of which is never left out; None: not known.
+        stopped: see `FederationTransport`.
 
     Raises ValueError for a rendezvous or a key file that is none, and where it cannot listen; OSError where its
     address cannot be announced.
@@ -152,9 +154,9 @@ def join_federation(
         federation.rounds_behind * noloco.fragments,
     )
     if not dist.is_initialized():
-        transport = FederationTransport(place, network, patience)
+        transport = FederationTransport(place, network, patience, stopped=stopped)
     else:
-        transport = FederationTransport(place, network, patience, agreement_of_replica())
+        transport = FederationTransport(place, network, patience, agreement_of_replica(), stopped)
         addresses = of_all_ranks((place.rank, transport.address))
         # Others that find one rank learn from it where all ranks of its replica are.
         transport.service.learn(dict(addresses))

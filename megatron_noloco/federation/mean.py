@@ -62,6 +62,7 @@ class TreeMean:
     Attributes:
         report: `group` has the replicas in the mean, `missed` names the members that are not. The deviation is
             that of this replica from the mean.
+        stopped: whether there is no mean, since this job is to stop.
     """
 
     rounding = None
@@ -75,7 +76,7 @@ class TreeMean:
     ) -> None:
         self._transport, self._place = transport, transport.place
         self._channel, self._deadline_seconds, self._may_come = channel, deadline_seconds, may_come
-        self._vector, self._what, self._tag = torch.empty(0), "", 0
+        self._vector, self._what, self._tag, self.stopped = torch.empty(0), "", 0, False
         self.report = ExchangeReport(())
 
     def begin(self, vector: Tensor, group: Group, number: int, what: str, exact: Ranges = ()) -> None:
@@ -87,7 +88,10 @@ class TreeMean:
         return iter(())
 
     def finish(self) -> Iterator[MeanPiece]:
-        """Yield the mean, whole. A collective of the replica. Raises nothing where others are lost."""
+        """Yield the mean, whole; the own vector where this job is to stop. A collective of the replica.
+
+        Raises nothing where others are lost.
+        """
         members, own, partners = self.report.group, self._place.replica, self._transport.partners
         reachable = partners.agree([partners.reachable(self._place.rank_of(slot)) for slot in members])
         hidden = {slot for slot, vote in zip(members, reachable, strict=True) if not vote}
@@ -112,8 +116,13 @@ class TreeMean:
             total, included = memory
         else:  # in new memory: the parent may still ask for the sum
             total = total / included.sum()
-        for child in children:
-            self._move(child, (total, included), (), self._deadline_seconds)
+        self.stopped = not self._agreed(came or not partners.stopped())
+        if not self.stopped:
+            for child in children:
+                self._move(child, (total, included), (), self._deadline_seconds)
+        else:  # a part of the sums may be missing
+            total, included = self._vector, torch.zeros_like(included)
+            included[own] = 1
         self._end(total, included)
         yield MeanPiece(0, len(total), total)
 
@@ -157,6 +166,7 @@ class TreeMean:
         while True:
             # Before the look: a rank that has sent everything goes on at once.
             may_come = self._may_come(rank) and time.monotonic() < until
+            may_come = may_come and not self._transport.partners.stopped()
             try:
                 if awaited is None and may_come:
                     awaited = self._transport.post(messages[0], [], tag)

@@ -34,6 +34,8 @@ from megatron_noloco.transport.protocol import EXCHANGE_TAGS
 
 _MOST_WANTS = 1024  # of one rank, for messages that are not posted yet; further ones are dropped
 _MOST_WARNINGS = 1000  # others may cause them
+_SILENT_TICKS = 20  # 10 seconds, after which nothing is waited for any more
+_STOP_TICKS = 2  # a round that is almost over may end before
 _HANDOVERS = range(HANDOVER_TAG, LARGEST + 1)  # their tags
 TAKES_OVER = "takes over a state"
 _ALL_TAGS = range(LARGEST + 1)
@@ -53,6 +55,7 @@ class FederationProtocol:
         directory: the addresses of all ranks.
         paths: to the counterparts.
         when_asked: called with rank, tag and `chosen` of each ASK; answers with `offer`, now or later.
+        stopped: whether this job was asked to stop.
     """
 
     def __init__(
@@ -68,6 +71,8 @@ class FederationProtocol:
         self.when_asked: Callable[[int, int, bool], None] = lambda rank, tag, _: self.offer(
             rank, tag, b"", []
         )
+        self.stopped: Callable[[], bool] = lambda: False
+        self._stopped_ticks = 0
         self.paths = Paths(
             member.rank, self.counterparts, self.directory, relays, sealing, self.lost, self.send_hello
         )
@@ -241,6 +246,24 @@ class FederationProtocol:
             self.cancel(counterpart, _before(self._open_from(counterpart.rank)))
         self.send_hello()
 
+    def tick(self) -> None:
+        """Fail what is under way with those that have fallen silent; with all, where this job is to stop.
+
+        Called after each HELLO that is due. Silence is counted in these calls, not in seconds: a process that was
+        stopped itself has heard from nobody meanwhile. A chunk may take longer than a HELLO over a slow link, so
+        one that has been silent before, and came back, is waited for twice as long.
+        """
+        self._stopped_ticks += self.stopped()
+        for rank, counterpart in self.counterparts.items():
+            counterpart.silent_ticks += counterpart.outbox.link is not None
+            why = ""
+            if self._stopped_ticks >= _STOP_TICKS:
+                why = "is not waited for: this job was asked to stop"
+            elif counterpart.silent_ticks > max(_SILENT_TICKS, 2 * counterpart.longest_silence):
+                why = "has fallen silent"
+            if why:
+                self.cancel(counterpart, failure=ConnectionError(f"rank {rank} {why}"))
+
     # Handovers, see `handover`
 
     def ask(self, rank: int, tag: int, chosen: bool = False) -> None:
@@ -311,6 +334,7 @@ class FederationProtocol:
                 return "cannot be decrypted"
             data = opened
         counterpart.update(heard=time.monotonic(), connected=counterpart.outbox.link is not None)
+        counterpart.note_sign_of_life()
         return self._actions[frame.kind](counterpart, frame, data)
 
     def _answer(self, frame: Frame, link: Link, latest: int = 0) -> None:

@@ -153,6 +153,10 @@ class FederationPartners:
         """Record how many seconds a successful exchange waited for its partner."""
         self._waits.append(seconds)
 
+    def stopped(self) -> bool:
+        """Return whether this job was asked to stop, as far as this rank knows: it then waits for nobody."""
+        return self._protocol.stopped()
+
     def standing(self, number: int, rank: int) -> tuple[Standing, str]:
         """Return how available a counterpart is for an exchange, and why if it is not."""
         self._service.check()
@@ -243,6 +247,7 @@ class FederationTransport:
     Args:
         place: of this rank; its replica is the slot.
         agree: None for a replica of one rank.
+        stopped: returns whether this job was asked to stop, as far as this rank knows; from several threads.
 
     Attributes:
         address: where the others reach it.
@@ -255,7 +260,12 @@ class FederationTransport:
     connects_lazily = False  # connections are opened as soon as an address is known
 
     def __init__(
-        self, place: Place, network: Network, patience: Patience, agree: Agree | None = None
+        self,
+        place: Place,
+        network: Network,
+        patience: Patience,
+        agree: Agree | None = None,
+        stopped: Callable[[], bool] = lambda: False,
     ) -> None:
         self.place = place
         self.rank = place.rank
@@ -272,6 +282,7 @@ class FederationTransport:
         )
         self._protocol = self.service.protocol
         self.partners = FederationPartners(self.service, patience, agree)
+        self._protocol.stopped = stopped
         try:
             self.address = self._announce(network, at, member.epoch)
         except BaseException:
@@ -325,7 +336,7 @@ class FederationTransport:
         return {rank: seen.exchange for rank, seen in self.seen().items() if seen.present}
 
     def wait_for(self, others: int, seconds: float, trained: bool = False) -> bool:
-        """Wait until this many counterparts are there; returns False when time is up.
+        """Wait until this many counterparts are there, or this job is to stop; returns False when time is up.
 
         Those count that are connected, and those that announced themselves but cannot connect to this one, as
         both only connect to others.
@@ -334,7 +345,7 @@ class FederationTransport:
             trained: whether one that is past its first exchange ends the wait as well.
         """
         deadline = time.monotonic() + seconds
-        while (there := self._there()) < others:
+        while (there := self._there()) < others and not self.partners.stopped():
             if trained and any(begun > 0 for begun in self.begun().values()):
                 return True
             if time.monotonic() > deadline:

@@ -27,6 +27,7 @@ from megatron_noloco.job.join import (
 )
 from megatron_noloco.job.launcher import local_device
 from megatron_noloco.job.run_folder import occupy, stop_request
+from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.fit import shortage
 from megatron_noloco.training.prepare import Prepared, alike
@@ -41,20 +42,25 @@ class Joined(NamedTuple):
         transport: for exchanges between replicas.
         start: where the training begins or continues.
         membership: in a federation; None where all replicas are one job.
-        old_stop_request: the last request to stop a job of this run that came before this one began.
+        stopping: whether this job is to stop.
         training_data: checksums of the training data, as rank 0 reads them, by their counter.
     """
 
     transport: Transport
     start: Start
     membership: Membership | None
-    old_stop_request: str
+    stopping: Stopping
     training_data: dict[str, int]
+
+
+class StoppedAtStartError(Exception):
+    """The job was asked to stop before its first local step. The message says by what."""
 
 
 def join_job(prepared: Prepared) -> Joined:
     """Join the job, open the transport, find where to start.
 
+    Raises StoppedAtStartError, on all ranks, where a job of a federation was asked to stop while it waited.
     Raises ValueError when the other ranks or the transport cannot be reached, or the checkpoint to continue from
     does not fit, OSError when it cannot be read. Other ranks may then wait for this one: see
     `job.leaving.abandon_job`.
@@ -69,9 +75,14 @@ def join_job(prepared: Prepared) -> Joined:
     if taken := of_rank_0(occupy(settings.folder.parent) if dist.get_rank() == 0 else ""):
         raise ValueError(taken)
     start = find_start(settings, topology)
+    # From here on no signal ends this process at once: what follows must look.
+    limit_minutes, output_dir = config.training.exit_duration_minutes, Path(config.training.output_dir)
+    stopping = Stopping(limit_minutes, output_dir, old_stop_request)
     if topology.slots:
         steps, place = config.training.train_iters, topology.place(dist.get_rank())
-        membership = join_federation(config.federation, config.noloco, place, alike(config), steps)
+        membership = join_federation(
+            config.federation, config.noloco, place, alike(config), steps, stopping.is_requested
+        )
         transport: Transport = membership.transport
         if not membership.wait_for_start(continues=start.folder is not None):
             notes.append("fewer replicas than federation.start_with are there; starting without")
@@ -86,11 +97,15 @@ def join_job(prepared: Prepared) -> Joined:
             margin,
             config.noloco.deadline_seconds,
         )
+        if any(of_all_ranks(stopping.is_requested())):
+            membership.leave()
+            stopping.close(start.step)
+            raise StoppedAtStartError(stopping.reason)
     else:
         transport = choose_transport(config.noloco.transport, prepared.world)
     start = settle_start(settings, topology, start)
     start = replace(start, notes=notes + start.notes)
-    return Joined(transport, start, membership, old_stop_request, training_data)
+    return Joined(transport, start, membership, stopping, training_data)
 
 
 def _join_ranks(prepared: Prepared) -> list[str]:

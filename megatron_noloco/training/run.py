@@ -135,17 +135,20 @@ class Run:
                     return False
                 self.monitor.averaged(reports)
         if before < done or any(len(report.group) > 1 for report in reports):
-            self._after_round(before, done)
+            return self._after_round(before, done)
         return True
 
-    def _after_round(self, before: int, done: int) -> None:
+    def _after_round(self, before: int, done: int) -> bool:
+        """Write, evaluate and save, as far as due; return False where it was asked to stop in an evaluation."""
+        evaluated = True
         with now.doing(f"writing, evaluating or saving after local step {done}"):
             if self.schedule.logs(before, done):
                 self.monitor.log(done)
             if self.schedule.evaluates_after(before, done):
-                self._evaluate(done)
+                evaluated = self._evaluate(done)
             if self.schedule.saves(before, done):
                 self._save(done)
+        return evaluated
 
     def _next_step(self, done: int) -> int:
         """Return the index of the next local step, from 0. In a federation some may be left out.
@@ -184,10 +187,13 @@ class Run:
             for report in reports:
                 self.delay.after_round(report)
 
-    def _evaluate(self, done: int) -> None:
+    def _evaluate(self, done: int) -> bool:
+        """Return False where it was asked to stop meanwhile."""
         started = time.perf_counter()
         evaluation = self.evaluator.evaluate(done)
-        self.monitor.evaluation(done, evaluation, time.perf_counter() - started)
+        if evaluation is not None:
+            self.monitor.evaluation(done, evaluation, time.perf_counter() - started)
+        return evaluation is not None
 
     def _leave(self, done: int) -> None:
         """Log and save what is not saved yet, because the run was asked to stop."""

@@ -26,7 +26,7 @@ from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings
 from megatron_noloco.transport.protocol import Message
 from tests.harness import free_port
-from tests.unit.federated import PATIENCE, RUN, SECONDS, Wire, connected, members, until
+from tests.unit.federated import PATIENCE, RUN, SECONDS, Wire, ask_to_stop, connected, members, until
 
 ELEMENTS = 1000
 
@@ -127,6 +127,20 @@ def test_one_that_was_asked_to_stop_waits_no_longer(tmp_path: Path) -> None:
     with connected(tmp_path, 2) as ranks:
         asked = iter([False, False, True])
         assert keeping_up(ranks[0]).members_at_end(lambda: next(asked)) is None
+
+
+def test_one_that_is_to_stop_while_sums_travel_keeps_its_weights(tmp_path: Path) -> None:
+    """Its children are at their end, too, and send nothing."""
+    weights = vectors(3)
+    with connected(tmp_path, 3) as ranks, ThreadPoolExecutor(1) as pool:
+        for rank in ranks:
+            rank.partners.leave_out(FINAL - 1)
+        until(lambda: all([*rank.begun().values()] == [FINAL - 1] * 2 for rank in ranks))
+        ending = pool.submit(final, ranks[0], weights[0], (0, 1, 2))
+        ask_to_stop(ranks[0])
+        found, report = ending.result(SECONDS / 2)
+    assert torch.equal(found, weights[0])
+    assert report.group == (0,)
 
 
 def test_one_that_has_left_is_not_waited_for(tmp_path: Path) -> None:
@@ -232,7 +246,10 @@ class Late:
     """A transport where only one slot is in time; chunks of the others come later, into the memory given them."""
 
     def __init__(self, place: Place, in_time: int) -> None:
-        self.place, self.partners = place, Mock(agree=lambda votes: votes, reachable=lambda rank: True)
+        self.place, self.partners = (
+            place,
+            Mock(agree=lambda votes: votes, reachable=lambda rank: True, stopped=lambda: False),
+        )
         self._in_time, self._given_up = in_time, list[Tensor]()
         self.sent: list[tuple[Tensor, Tensor]] = []  # what was posted, and how it was then
 

@@ -107,6 +107,33 @@ def test_a_chunk_is_taken_only_if_it_is_the_next_of_what_was_asked_for(wrong: di
     assert rank.buffer.tolist() == [1] * CHUNK + [2] * CHUNK
 
 
+def silence(rank: Rank, ticks: int) -> None:
+    for _ in range(ticks):
+        rank.protocol.tick()
+        assert rank.transfers.completed() == []
+
+
+def test_nothing_is_waited_for_from_a_rank_that_has_fallen_silent() -> None:
+    """It may be stopped, or a wall may have swallowed its connection: no socket says so."""
+    rank = Rank()
+    silence(rank, 20)
+    rank.chunk(0)  # a sign of life
+    assert len(rank.transfers.completed()) == 1
+    silence(rank, 20)
+    rank.take(rank.link, Frame(Kind.HELLO, RUN, 1, 0, THEIRS))
+    silence(rank, 40)  # twice as long as it was silent before: a chunk may take longer than a HELLO
+    rank.protocol.tick()
+    assert rank.failure() == "rank 1 has fallen silent"
+
+
+def test_a_job_that_is_to_stop_waits_for_nobody() -> None:
+    rank = Rank()
+    rank.protocol.stopped = lambda: True
+    silence(rank, 1)  # a round that is almost over may end
+    rank.protocol.tick()
+    assert rank.failure() == "rank 1 is not waited for: this job was asked to stop"
+
+
 def test_a_rank_that_was_started_anew_has_nothing_of_its_earlier_process() -> None:
     """Its new connection is used at once, though the old one seems to stand."""
     rank, link, reports = Rank(), Sent(), list[ConnectionError | None]()
