@@ -19,7 +19,7 @@ from megatron_noloco.attach.checks import (
     statement_of,
     tensor_of,
 )
-from megatron_noloco.attach.inner import OwnPart, Several
+from megatron_noloco.attach.inner import OwnPart, Several, check_modes, check_no_weights
 from megatron_noloco.attach.torch_module import trained_by_torch
 from megatron_noloco.attach.trained import Stateful, Trained, this_rank, topology_of
 from megatron_noloco.job.activity import now
@@ -56,6 +56,7 @@ class Attached:
             federation it jumps ahead, without steps of this loop, when the job has fallen
             `FederationSettings.rounds_behind` rounds behind, or is slow (`FederationSettings.skip_local_steps`).
         outer: the outer optimizer of this rank.
+        when_loaded: called before weights are loaded into the model; by default it refuses them with ValueError.
     """
 
     def __init__(
@@ -65,17 +66,18 @@ class Attached:
         first_weights: bytes,
         state: dict[str, Tensor] | None,
         membership: "Membership | None" = None,
-        inner: Stateful | None = None,
+        inner: Several | None = None,
     ) -> None:
         self.outer = outer
+        self.when_loaded = _refuse_load
         self.done = 0
         self._trained = trained
         self._first_weights = first_weights
         self._membership, self._inner = membership, inner
         self._health = None if membership is None else membership.health(outer.weights)
-        self._compared = False
+        self._compared = self._checked = False
         self._until_closed = ExitStack()
-        self._until_closed.enter_context(trained.while_attached())
+        self._until_closed.enter_context(trained.while_attached(lambda: self.when_loaded()))
         _ATTACHED.add(self)
         self._steps = 0 if trained.steps is None else trained.steps()
         if state is not None:
@@ -105,6 +107,7 @@ class Attached:
         settings = self.outer.settings
         if fragment_after(self.done, settings.local_steps, settings.fragments) is not None:
             self._trained.check_all()
+            self._check_optimizers()
         if self._health is not None:
             self._health.after_step(self.done, ())
         reports = []
@@ -121,6 +124,13 @@ class Attached:
         from megatron_noloco.attach.takeover import copy_state
 
         return copy_state(self.outer, self.done, self._inner)
+
+    def _check_optimizers(self) -> None:
+        """Raise ValueError before the first round as `check_no_weights` does."""
+        if self._inner is not None and not self._checked:
+            self._checked = True
+            for optimizer in self._inner.optimizers():
+                check_no_weights(optimizer)
 
     def _compare(self, reports: list[RoundReport]) -> None:
         """Warn where the first round with a partner finds equal weights."""
@@ -152,7 +162,8 @@ class Attached:
         In one job all replicas then have the mean to rounding, in a federation the same bits. A job of a
         federation waits for the others that are there, as long as they train; one that does not begin a round for
         `NolocoSettings.deadline_seconds` is left out. The reports have the replicas averaged, and how far apart
-        they were. With a delay, rounds under way are merged before.
+        they were. With a delay, rounds under way are merged before. Where this job is asked to stop meanwhile
+        (`stopped` of `attach`), the weights stay its own, and there are no reports.
         """
         self._trained.check_all()
         self.outer.finish()
@@ -160,14 +171,16 @@ class Attached:
             return self._membership.average(self.outer)
         return self.outer.average_all(self.done)
 
-    def close(self) -> None:
+    def close(self, at_once: bool = False) -> None:
         """Send what partners still need, and detach. Call it at the end, or before the process leaves otherwise.
 
-        With a delay, the rounds under way are merged, except while an exception is handled; a job of a federation
-        then does not wait for them.
+        With a delay, the rounds under way are merged, except `at_once`, or while an exception is handled; a job of
+        a federation then does not wait for them. A second call does nothing.
         """
+        if self not in _ATTACHED:
+            return
         _ATTACHED.discard(self)
-        raising = sys.exception() is not None
+        raising = at_once or sys.exception() is not None
         with self._until_closed:
             if self._membership is not None:
                 self._until_closed.callback(self._membership.leave)
@@ -199,6 +212,7 @@ def attach(
     transport: Transport | None = None,
     state: dict[str, Tensor] | None = None,
     inner: Stateful | Sequence[Stateful] | None = None,
+    stopped: Callable[[], bool] | None = None,
 ) -> Attached:
     """Add rounds between replicas to a loop. Call it last before the loop, after a checkpoint is loaded.
 
@@ -220,16 +234,23 @@ def attach(
         inner: the inner optimizer, with DeepSpeed `engine.optimizer`; or several objects with `state_dict` and
             `load_state_dict`, such as optimizer and schedule, the same in all jobs. Their state is given to jobs
             of the federation that begin later, and taken over with the weights.
+        stopped: in a federation: returns whether this job was asked to stop, for example the `is_set` of a
+            `threading.Event` that a handler of SIGTERM sets. It is called often, also from other threads. Once it
+            returns True, nothing waits for other jobs for more than two seconds: neither `attach` nor `average`,
+            and `step` skips the round. To save and to end is left to the loop.
 
     Raises ValueError for an argument that does not fit, where gradients are not reduced over the ranks of one
     replica, where ranks of this job have different settings, or its replicas different weights, for settings with
-    which the replicas drift apart, and for a state of other weights. Jobs of a federation whose first weights,
-    settings or sizes differ refuse each other: with a line on stderr where they have a list of addresses. In a
-    shared folder they do not see each other; one that is alone for ten seconds says so on stderr, and that the
-    folder has addresses of another run.
+    which the replicas drift apart, for a state of other weights, and for an optimizer in `inner` that keeps
+    weights of its own (some of these are noticed by `step`, before the first round). Jobs of a federation whose
+    first weights, settings or sizes differ refuse each other: with a line on stderr where they have a list of
+    addresses. In a shared folder they do not see each other; one that is alone for ten seconds says so on stderr,
+    and that the folder has addresses of another run.
     """
     settings = NolocoSettings() if settings is None else settings
     check_arguments(settings, replicas, federation, slot, seed, transport)
+    if replicas is not None and stopped is not None:
+        raise ValueError("attach: stopped is for a federation; leave it out with replicas")
     seed, slot = int(seed), int(slot or 0)  # JSON takes no numbers of numpy
     trained = _trained_by(engine)
     own_inner = None if inner is None else own_state(inner)
@@ -251,13 +272,19 @@ def attach(
     if federation is None:
         transport = TorchTransport() if transport is None else transport
         outer = OuterOptimizer(trained.weights, transport, place, settings, seed)
-        return Attached(trained, outer, first_weights, state)
+        return Attached(trained, outer, first_weights, state, inner=own_inner)
 
     from megatron_noloco.attach.takeover import take_state
     from megatron_noloco.federation.join import join_federation
 
     of_ranks = [[one.lengths, one.first_weights.hex()] for one in statements]
-    membership = join_federation(federation, settings, place, {"seed": seed, "ranks": of_ranks})
+    membership = join_federation(
+        federation,
+        settings,
+        place,
+        {"seed": seed, "ranks": of_ranks},
+        stopped=stopped or (lambda: False),
+    )
     try:
         commit = membership.commit(seed)
         outer = OuterOptimizer(trained.weights, membership.transport, place, settings, seed, commit)
@@ -297,8 +324,11 @@ def _trained_by(engine: Any) -> Trained:
     )
 
 
-def own_state(inner: Stateful | Sequence[Stateful]) -> Stateful:
-    """Return what has this rank's state of an optimizer, or of several parts. Raises ValueError for a model."""
+def own_state(inner: Stateful | Sequence[Stateful]) -> Several:
+    """Return what has this rank's state of an optimizer, or of several parts.
+
+    Raises ValueError for a model, and as `check_modes` does.
+    """
     return Several([_own_state(part) for part in (inner if isinstance(inner, Sequence) else [inner])])
 
 
@@ -306,6 +336,7 @@ def _own_state(part: Stateful) -> Stateful:
     """DeepSpeed's ZeRO cannot load what its `state_dict` returns, and that of Megatron-core lacks the moments."""
     if isinstance(part, nn.Module):
         raise ValueError(f"attach: inner is a {type(part).__name__}; give its optimizer")
+    check_modes(part)
     packages = {cls.__module__.partition(".")[0] for cls in type(part).__mro__}
     if "deepspeed" in packages:
         from megatron_noloco.attach.deepspeed_engine import state_of_optimizer
@@ -317,6 +348,12 @@ def _own_state(part: Stateful) -> Stateful:
         optimizers = list(optimizers_in(part))
         return OwnPart(optimizers) if optimizers else part  # a schedule
     return part
+
+
+def _refuse_load() -> None:
+    raise ValueError(
+        "load_state_dict of a model that is attached: the next round would undo it; load first, attach last"
+    )
 
 
 def _addresses(weights: Weights) -> set[int]:

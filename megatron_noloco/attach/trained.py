@@ -31,7 +31,7 @@ class Trained:
             where it is one replica.
         steps: returns how many steps the optimizer has taken; None where each call of `Attached.step` follows one.
         check_all: raises ValueError where the loop trains more than `weights`.
-        while_attached: a context that refuses what would change the weights between rounds.
+        while_attached: a context in which its argument is called where weights are about to be loaded.
     """
 
     weights: Weights
@@ -39,7 +39,7 @@ class Trained:
     remedy: tuple[str, str]
     steps: Callable[[], int] | None = None
     check_all: Callable[[], None] = lambda: None
-    while_attached: Callable[[], AbstractContextManager[None]] = nullcontext
+    while_attached: Callable[[Callable[[], None]], AbstractContextManager[None]] = lambda _: nullcontext()
 
 
 def check_reduced_over(trained: Trained, topology: Topology, rank: int) -> None:

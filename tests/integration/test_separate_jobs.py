@@ -597,6 +597,15 @@ def test_one_replica_has_no_rounds() -> None:
     assert reports == []
 
 
+class TwoModes(torch.optim.SGD):
+    """As schedule-free optimizers."""
+
+    def train(self) -> None: ...
+
+    def eval(self) -> None: ...
+
+
+TWO_MODES = TwoModes([torch.zeros(2)])
 CONVOLUTION: Any = nn.Conv2d(3, 2, 4)
 SAVED = {name: torch.zeros(2) for name in ("slow_weights", "local_steps_done", "first_weights")}
 ELSEWHERE = FederationSettings(slots=2, rendezvous="file:///nowhere", encryption="none")
@@ -620,6 +629,8 @@ SLOT: dict[str, Any] = {"federation": ELSEWHERE, "slot": 0}
         (None, SLOT | {"federation": FederationSettings()}, "attach: federation.slots is missing"),
         (None, SLOT | {"transport": "mpi"}, "attach: a federation has a transport of its own"),
         (None, SLOT | {"settings": DELAY_CHOSEN}, 'attach: overlap.delay_steps "auto" is the trainer\'s'),
+        (None, {"replicas": 2, "stopped": bool}, "attach: stopped is for a federation; leave it out with"),
+        (None, SLOT | {"inner": TWO_MODES}, "attach: TwoModes has other weights to train than to evaluate"),
         (None, SLOT | {"state": {}}, "attach: state has no slow_weights"),
         (None, SLOT | {"state": SAVED}, "attach: the state is of 2 weights, this rank has 6"),
         (torch.optim.SGD([torch.zeros(2)]), SLOT, "attach: a SGD is none of DeepSpeed's engine"),
