@@ -268,6 +268,18 @@ def waits_for(path: Path) -> None:
     ReplicaEngine.train_batch = train_batch  # type: ignore[method-assign]
 
 
+def test_a_job_that_is_stopped_while_it_waits_for_others_has_nothing_to_save(
+    tmp_path: Path, text: str
+) -> None:
+    with Federation(tmp_path, changes(text, 2, federation={"start_with": 2})) as federation:
+        federation.start(0)
+        while not list((tmp_path / "rendezvous").rglob("*")):
+            time.sleep(0.05)
+        federation.signal(0, signal.SIGTERM)
+        assert federation.exit_codes(0) == [0]
+        assert "stopped before the first local step (SIGTERM)" in federation.log(0)
+
+
 def test_replicas_that_finish_at_different_times_end_as_one_model(tmp_path: Path, text: str) -> None:
     """Three of four slots. One waits for another one, is stopped, and comes back.
 
