@@ -114,7 +114,6 @@ class NolocoCallback(TrainerCallback):
                     "NolocoCallback"
                 )
             saved = torch.load(file, map_location="cpu", weights_only=True)
-        self._trains, self._model = True, ref(self._trainer.model)
         self._noloco = attach(
             self._trainer.model_wrapped,
             self._settings,
@@ -126,6 +125,7 @@ class NolocoCallback(TrainerCallback):
             stopped=self._ends_early,
         )
         self._noloco.when_loaded = self._when_loaded
+        self._trains, self._model = True, ref(self._trainer.model)
         if saved is not None and not state.global_step:
             self._catch_up(args, state, control)  # of the failed training; the schedule is new
         state.global_step = self.noloco.done  # that of another job, if its state was taken over
@@ -198,9 +198,8 @@ class NolocoCallback(TrainerCallback):
         return self._failed or due or (control.should_training_stop and state.global_step < state.max_steps)
 
     def _when_loaded(self) -> None:
-        self._loaded = (
-            True  # by a `train` that resumes, after one that has failed; else the next step says so
-        )
+        """Note a load: by a `train` that resumes after one that has failed; else the next step refuses it."""
+        self._loaded = True
 
     def _left_over(self) -> dict[str, Tensor] | None:
         """Leave a training that has failed; return its state if the model still has its weights."""

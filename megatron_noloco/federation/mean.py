@@ -165,8 +165,8 @@ class TreeMean:
         awaited = None
         while True:
             # Before the look: a rank that has sent everything goes on at once.
-            may_come = self._may_come(rank) and time.monotonic() < until
-            may_come = may_come and not self._transport.partners.stopped()
+            goes_on = time.monotonic() < until and not self._transport.partners.stopped()
+            may_come = goes_on and self._may_come(rank)
             try:
                 if awaited is None and may_come:
                     awaited = self._transport.post(messages[0], [], tag)
