@@ -187,8 +187,7 @@ def resolve(values: dict[str, Any], dp_size: int, train_iters: int) -> tuple[dic
     optimizer, scheduler = values["optimizer"], values.get("scheduler")
     problems += optimizer_block.check_kernel(optimizer["params"])
     if scheduler is not None:
-        problems += optimizer_block.check_one_rate(optimizer, scheduler["type"])
-        problems += optimizer_block.check_warm_up(scheduler["type"], scheduler["params"])
+        problems += optimizer_block.check_schedule(optimizer, scheduler)
     zero = values.setdefault("zero_optimization", {})
     zero["stage"] = zero.get("stage") or 1  # why not 0: `deepspeed_settings` in engine/
     if values.get("bf16", {}).get("enabled") and values.get("fp16", {}).get("enabled"):

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import ValidationError, create_model
 
-from megatron_noloco.config import data_block, deepspeed_block, model_block, parallel_block
+from megatron_noloco.config import data_block, deepspeed_block, model_block, optimizer_block, parallel_block
 from megatron_noloco.config.blocks import (
     Block,
     CheckpointConfig,
@@ -304,7 +304,7 @@ def in_words_of_today(saved: dict[str, Any]) -> dict[str, Any]:
     federation = dict(saved.get("federation") or {})
     if "local_steps" in federation:  # up to version 0.2.0
         federation["skip_local_steps"] = federation.pop("local_steps") == "auto"
-    return saved | blocks | {"federation": federation}
+    return saved | blocks | {"federation": federation} | optimizer_block.with_peak(saved)
 
 
 def _check_zero(stage: int, parallel: ParallelConfig) -> Iterator[str]:

@@ -385,7 +385,10 @@ def test_command_line(
     assert (code, err) == (2, f"{path}: no data\n{path}: no folder\n")
     assert out.startswith("parallel: 4 replicas"), "what the file says is still worth knowing"
     path.write_text(json.dumps(edited({"parallel.replicas": "auto"})))
-    assert run("--check", str(path)) == (0, f"{path}: ok\n", "")
+    code, out, err = run("--check", str(path))
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{path}: ok\nrates: lr 0.001 in every local step\nparallel.replicas is")
+    assert run("--world-size", "8") == (2, "", "config: --world-size goes together with --check FILE\n")
     path.write_text("{")
     code, out, err = run("--check", str(path))
     assert (code, out, err.count("\n")) == (2, "", 1)

@@ -134,9 +134,20 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"optimizer": {"type": "Muon", "params": {"nesterov": True}}}, "optimizer.params.nesterov is not a"),
     (
-        {"optimizer": {"type": "Muon", "params": {"adam_lr": 0.001}}, "scheduler": {"type": "WarmupLR"}},
-        "scheduler.type WarmupLR sets one learning rate for all weights, but optimizer.params.muon_lr 0.02 is not "
-        "adam_lr 0.001; use WarmupCosineLR or WSD",
+        {
+            "optimizer": {"type": "Muon", "params": {"adam_lr": 0.001}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01}},
+        },
+        "scheduler.params.warmup_max_lr 0.01 would be the peak of all weights, but optimizer.params.muon_lr 0.02 "
+        "is not adam_lr 0.001; leave it out: WarmupLR then takes both from the optimizer",
+    ),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.002}}},
+        "scheduler.params.warmup_min_lr 0.002 is more than the peak, optimizer.params.lr 0.001; lower it",
+    ),
+    (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_min_lr": 0.002, "warmup_max_lr": 1e-4}}},
+        "scheduler.params.warmup_min_lr 0.002 is more than the peak, warmup_max_lr 0.0001; lower it",
     ),
     (
         {"scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 10, "warmup_num_steps": 11}}},
