@@ -38,13 +38,13 @@ class AdamParams(OptimizerParams):
     torch_adam: bool | None = field(
         None, "Whether torch's kernel is used; null: only where DeepSpeed's cannot be had."
     )
-    fused: bool | None = field(None, "With torch_adam: torch's fused kernel.")
+    fused: bool | None = field(None, "With torch_adam true: whether torch's kernel is its fused one.")
 
 
 class MuonParams(OptimizerParams):
     """Muon for the linear maps of the layers, AdamW for all other weights."""
 
-    lr: Size | None = field(None, "Stands for both rates.")
+    lr: Size | None = field(None, "Stands for each of both rates that is not given.")
     muon_lr: Size = field(0.02, "Peak learning rate of Muon.")
     adam_lr: Size = field(3e-4, "Peak learning rate of AdamW, which all other weights have.")
     momentum: Momentum = field(0.95, "Nesterov momentum of Muon.")
@@ -168,16 +168,22 @@ def complete(values: dict[str, Any], train_iters: int) -> None:
         values["zero_allow_untested_optimizer"] = True  # as DeepSpeed calls all but Adam and Lion
 
 
-def check_kernel(params: Mapping[str, Any]) -> Iterator[Problem]:
-    """Refuse what torch's SGD refuses, and torch's fused kernel where DeepSpeed's is asked for."""
+def check_optimizer(optimizer: Mapping[str, Any]) -> Iterator[Problem]:
+    """Refuse what torch's SGD refuses, and what has no effect beside the rest of the block as it was given."""
+    kind = str(optimizer["type"]).lower()
+    params = {name: value for name, value in optimizer.get("params", {}).items() if value is not None}
     if params.get("nesterov") and not params.get("momentum"):
-        yield Problem(("optimizer",), "optimizer.params.nesterov needs a momentum > 0")
-    if params.get("fused") and params.get("torch_adam") is False:
-        yield Problem(
-            ("optimizer",),
-            "optimizer.params.fused is of torch's kernel, and torch_adam false asks for DeepSpeed's; "
-            "leave one of them out",
-        )
+        yield _of_params("nesterov needs a momentum > 0")
+    if "fused" in params and not params.get("torch_adam"):
+        yield _of_params("fused is of torch's kernel; give torch_adam true, too, or leave it out")
+    if kind == "adamw" and params.get("adam_w_mode") is False:
+        yield _of_params("adam_w_mode false has no effect on AdamW; use type Adam, or leave it out")
+    if kind == "muon" and params.keys() >= {"lr", "muon_lr", "adam_lr"}:
+        yield _of_params(f"lr {params['lr']:g} has no effect beside muon_lr and adam_lr; leave it out")
+
+
+def _of_params(text: str) -> Problem:
+    return Problem(("optimizer",), f"optimizer.params.{text}")
 
 
 def rates_of(optimizer: Mapping[str, Any]) -> dict[str, float]:

@@ -122,13 +122,10 @@ def deepspeed_settings(ds_config: Mapping[str, Any]) -> dict[str, Any]:
     settings["zero_optimization"] = {"stage": 1, **settings.get("zero_optimization", {})}
     optimizer = settings["optimizer"]
     parameters = dict(optimizer["params"])
-    if optimizer["type"].lower() in ("adam", "adamw"):
-        if "torch_adam" not in parameters:
-            parameters["torch_adam"] = not fused_adam_loads()
-            if parameters["torch_adam"] and torch.cuda.is_available():
-                parameters.setdefault("fused", True)
-        if not parameters["torch_adam"]:
-            parameters.pop("fused", None)  # of torch's kernel
+    if optimizer["type"].lower() in ("adam", "adamw") and "torch_adam" not in parameters:
+        parameters["torch_adam"] = not fused_adam_loads()
+        if parameters["torch_adam"] and torch.cuda.is_available():
+            parameters["fused"] = True
     settings["optimizer"] = {**optimizer, "params": parameters}
     return settings
 

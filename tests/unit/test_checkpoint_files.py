@@ -539,7 +539,8 @@ def test_fields_that_are_newer_than_the_checkpoint_had_their_defaults() -> None:
 
 
 def test_a_setting_of_a_federation_that_had_another_name_is_read() -> None:
-    run = RunConfig.from_dict(CONFIG)
+    jobs = {"slots": 4, "rendezvous": "file://there", "encryption": "none"}
+    run = RunConfig.from_dict({**CONFIG, "noloco": {}, "parallel": {}, "federation": jobs})
     now, saved = checkpoint_settings(run, Topology()), run.to_dict()
     federation = {key: value for key, value in saved["federation"].items() if key != "skip_local_steps"}
     assert now.changes(saved | {"federation": federation | {"local_steps": "auto"}}) == []

@@ -123,6 +123,21 @@ RULES: list[tuple[dict[str, Any], str]] = [
         {"zero_optimization.stage": 2},
         "zero_optimization.stage 2 needs parallel.pipeline_model_parallel_size 1, not",
     ),
+    ({"fp16": {"loss_scale": 128}}, "fp16.enabled is missing: without it the run is not fp16"),
+    (
+        {"fp16": {"enabled": True, "loss_scale": 128, "hysteresis": 4}},
+        "fp16.hysteresis has no effect beside the static fp16.loss_scale 128; leave one of them out",
+    ),
+    (
+        {"evaluation": {"iters": 0, "interval": 5}},
+        "evaluation.interval 5 has no effect with evaluation.iters 0",
+    ),
+    (
+        {"evaluation": {"iters": 0, "full": True}},
+        "evaluation.full true has no effect with evaluation.iters 0",
+    ),
+    ({"wandb": {"project": "p"}}, "wandb.project has no effect without wandb.enabled, which is missing"),
+    ({"federation": {"listen": "off"}}, "federation.slots is missing: the most replicas there can be"),
     ({"bf16.enabled": True, **FP16}, "bf16 and fp16 are both enabled"),
     (FP16, "fp16 with a dynamic loss scale does not go together with routing"),
     ({"fp16": {"enabled": True, "loss_scale": 0}, "parallel.replicas": "auto"}, "dynamic loss scale"),
@@ -130,7 +145,19 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"optimizer": {"type": "SGD", "params": {"nesterov": True}}}, "optimizer.params.nesterov needs a"),
     (
         {"optimizer": {"type": "AdamW", "params": {"torch_adam": False, "fused": True}}},
-        "optimizer.params.fused is of torch's kernel, and torch_adam false asks for DeepSpeed's",
+        "optimizer.params.fused is of torch's kernel; give torch_adam true, too, or leave it out",
+    ),
+    (
+        {"optimizer": {"type": "Adam", "params": {"fused": True}}},
+        "optimizer.params.fused is of torch's kernel; give torch_adam true",
+    ),
+    (
+        {"optimizer": {"type": "AdamW", "params": {"adam_w_mode": False}}},
+        "optimizer.params.adam_w_mode false has no effect on AdamW; use type Adam",
+    ),
+    (
+        {"optimizer": {"type": "Muon", "params": {"lr": 0.1, "muon_lr": 0.02, "adam_lr": 0.001}}},
+        "optimizer.params.lr 0.1 has no effect beside muon_lr and adam_lr; leave it out",
     ),
     ({"optimizer": {"type": "Muon", "params": {"nesterov": True}}}, "optimizer.params.nesterov is not a"),
     (
