@@ -55,8 +55,10 @@ def main() -> int:
     if not clone.exists():
         _prepare(clone, options.venv)
     commands = to_run(rows())[bool(options.venv) :]  # the first makes the environment
-    planned = [command for command in commands if re.fullmatch(options.only, command)]
-    for number, command in enumerate(planned):
+    planned = {
+        command: number for number, command in enumerate(commands) if re.fullmatch(options.only, command)
+    }
+    for command, number in planned.items():
         if found.get(command, {}).get("exit_code") != 0:
             begin = time.monotonic()
             code = _run(command, clone, output / f"{number:02}.log", options.limit)
