@@ -298,13 +298,12 @@ def _check_rounds(noloco: TrainerSettings, training: TrainingConfig, replicas: i
 
 
 def _check_without_effect(evaluation: EvaluationConfig, wandb: WandbConfig) -> Iterator[str]:
-    """Yield settings of what is switched off."""
-    for name in ("interval", "full"):
-        if not evaluation.iters and (value := getattr(evaluation, name)):
-            yield (
-                f"evaluation.{name} {str(value).lower()} has no effect with evaluation.iters 0, which switches "
-                "evaluation off; leave one of them out"
-            )
+    """Yield settings that have no effect, and read as if they had."""
+    if evaluation.full and not evaluation.iters:
+        yield (
+            "evaluation.full true has no effect with evaluation.iters 0, which switches evaluation off; leave one "
+            "of them out"
+        )
     if (given := sorted(wandb.model_fields_set)) and "enabled" not in given:
         yield f"wandb.{given[0]} has no effect without wandb.enabled, which is missing; set it to true or false"
 

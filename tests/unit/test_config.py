@@ -261,7 +261,7 @@ def test_a_checkpoint_of_an_earlier_version_is_read() -> None:
     saved["zero_optimization"]["stage3_max_live_parameters"] = 5
     saved["bf16"]["immediate_grad_update"] = True
     saved["fp16"] = {"loss_scale": 128, "hysteresis": 4}
-    saved["evaluation"] |= {"iters": 0, "interval": 5}
+    saved["evaluation"] |= {"iters": 0, "full": True}
     found = RunConfig.of_checkpoint(saved)
     assert (found.model, found.precision) == (now.model, "bf16")
     assert RunConfig.of_checkpoint(now.to_dict()) == now

@@ -129,10 +129,6 @@ RULES: list[tuple[dict[str, Any], str]] = [
         "fp16.hysteresis has no effect beside the static fp16.loss_scale 128; leave one of them out",
     ),
     (
-        {"evaluation": {"iters": 0, "interval": 5}},
-        "evaluation.interval 5 has no effect with evaluation.iters 0",
-    ),
-    (
         {"evaluation": {"iters": 0, "full": True}},
         "evaluation.full true has no effect with evaluation.iters 0",
     ),
