@@ -170,16 +170,13 @@ def complete(values: dict[str, Any], train_iters: int) -> None:
 
 def check_optimizer(optimizer: Mapping[str, Any]) -> Iterator[Problem]:
     """Refuse what torch's SGD refuses, and what has no effect beside the rest of the block as it was given."""
-    kind = str(optimizer["type"]).lower()
     params = {name: value for name, value in optimizer.get("params", {}).items() if value is not None}
     if params.get("nesterov") and not params.get("momentum"):
         yield _of_params("nesterov needs a momentum > 0")
     if "fused" in params and not params.get("torch_adam"):
         yield _of_params("fused is of torch's kernel; give torch_adam true, too, or leave it out")
-    if kind == "adamw" and params.get("adam_w_mode") is False:
+    if str(optimizer["type"]).lower() == "adamw" and params.get("adam_w_mode") is False:
         yield _of_params("adam_w_mode false has no effect on AdamW; use type Adam, or leave it out")
-    if kind == "muon" and params.keys() >= {"lr", "muon_lr", "adam_lr"}:
-        yield _of_params(f"lr {params['lr']:g} has no effect beside muon_lr and adam_lr; leave it out")
 
 
 def _of_params(text: str) -> Problem:

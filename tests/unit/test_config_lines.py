@@ -151,10 +151,6 @@ RULES: list[tuple[dict[str, Any], str]] = [
         {"optimizer": {"type": "AdamW", "params": {"adam_w_mode": False}}},
         "optimizer.params.adam_w_mode false has no effect on AdamW; use type Adam",
     ),
-    (
-        {"optimizer": {"type": "Muon", "params": {"lr": 0.1, "muon_lr": 0.02, "adam_lr": 0.001}}},
-        "optimizer.params.lr 0.1 has no effect beside muon_lr and adam_lr; leave it out",
-    ),
     ({"optimizer": {"type": "Muon", "params": {"nesterov": True}}}, "optimizer.params.nesterov is not a"),
     (
         {
