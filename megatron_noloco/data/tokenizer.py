@@ -1,5 +1,6 @@
 """Tokenizers: UTF-8 bytes, or a Hugging Face fast tokenizer from its files."""
 
+import hashlib
 import json
 import shutil
 from collections.abc import Sequence
@@ -30,6 +31,21 @@ class Tokenizer(Protocol):
     @property
     def end_of_answer(self) -> int | None:
         """The first special token after an answer in the chat template; None where there is none."""
+        ...
+
+    @property
+    def beginning_of_document(self) -> int | None:
+        """The token that the tokenizer names for the beginning of a text (BOS); None where there is none."""
+        ...
+
+    @property
+    def digest(self) -> str:
+        """Hex SHA-256 of all that decides which tokens a text gets, with the tokens of begin and end."""
+        ...
+
+    @property
+    def template_digest(self) -> str:
+        """Hex SHA-256 of the chat template; "" where there is none."""
         ...
 
     def encode(self, text: str) -> np.ndarray:
@@ -89,7 +105,10 @@ class ByteTokenizer:
 
     end_of_document = BYTES
     end_of_answer = None
+    beginning_of_document = None
     vocab_size = BYTES + 1
+    digest = hashlib.sha256(b"UTF-8 bytes, 256 ends a document").hexdigest()
+    template_digest = ""
 
     def encode(self, text: str) -> np.ndarray:
         """Return the tokens of `text`, uint16, shape [bytes]; no end-of-document token is added."""
@@ -190,7 +209,36 @@ class FastTokenizer:
         self.vocab_size = max(vocabulary.values()) + 1  # ids may have gaps
         self._end_text = self._find_end_text(vocabulary)
         self.end_of_document = vocabulary[self._end_text]
+        beginning = self._named("bos_token")
+        self.beginning_of_document = None if beginning is None else vocabulary.get(beginning)
         self._dtype = np.uint16 if self.vocab_size <= 1 << 16 else np.int32
+
+    @cached_property
+    def digest(self) -> str:
+        content = json.loads(self._tokenizer.to_str())
+        for name in ("version", "decoder"):  # decide no token; truncation and the like are taken out already
+            del content[name]
+        model = content["model"]
+        if "merges" in model:  # before tokenizers 0.20 a text: "a b"
+            model["merges"] = [
+                merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]
+            ]
+        ends = [self.beginning_of_document, self.end_of_document]
+        text = json.dumps([_without_defaults(content), ends], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @cached_property
+    def template_digest(self) -> str:
+        template = self._template
+        return hashlib.sha256(json.dumps(template, sort_keys=True).encode()).hexdigest() if template else ""
+
+    @property
+    def _template(self) -> Any:
+        """The chat template, or named templates, as transformers finds them; None where there is none."""
+        file = self.folder / "chat_template.jinja"
+        if file.is_file():
+            return file.read_text()
+        return _read_json(self.folder / "tokenizer_config.json").get("chat_template")
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -280,18 +328,35 @@ class FastTokenizer:
         }
         (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 
+    def _named(self, role: str) -> str | None:
+        """Return the text of the token that a file beside tokenizer.json names, such as "bos_token"; else None."""
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            token = _read_json(self.folder / name).get(role)
+            text = token.get("content") if isinstance(token, dict) else token
+            if isinstance(text, str):
+                return text
+        return None
+
     def _find_end_text(self, vocabulary: dict[str, int]) -> str:
         """Return the text of the end-of-document token: the one that a file names, else a common one."""
-        names = ("tokenizer_config.json", "special_tokens_map.json")
-        tokens = [_read_json(self.folder / name).get("eos_token") for name in names]
-        texts = [token.get("content") if isinstance(token, dict) else token for token in tokens]
-        for text in (*texts, *_COMMON_END_TEXTS):
-            if isinstance(text, str) and text in vocabulary:
+        for text in (self._named("eos_token"), *_COMMON_END_TEXTS):
+            if text in vocabulary:
                 return text
         raise ValueError(
             f"tokenizer_model {self.folder}: no end-of-document token; name it as eos_token in "
             "tokenizer_config.json"
         )
+
+
+def _without_defaults(content: Any) -> Any:
+    """Return a part of a tokenizer.json without what is null or false, which other versions do not write."""
+    if isinstance(content, dict):
+        return {
+            key: _without_defaults(held)
+            for key, held in content.items()
+            if held is not None and held is not False
+        }
+    return [_without_defaults(held) for held in content] if isinstance(content, list) else content
 
 
 def _read_json(path: Path) -> dict[str, Any]:
