@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from megatron_noloco.federation.commit import CommittedExchange, committing
 from megatron_noloco.federation.evaluation import MeanOfThoseThere
-from megatron_noloco.federation.frames import run_number
 from megatron_noloco.federation.handover import Handover, Snapshot
 from megatron_noloco.federation.keeping_up import FINAL, Health, KeepingUp
 from megatron_noloco.federation.keys import Keys
+from megatron_noloco.federation.likeness import digests_of, run_number
 from megatron_noloco.federation.mean import TreeMean
 from megatron_noloco.federation.rendezvous import rendezvous_of
 from megatron_noloco.federation.service import ServiceFailedError
@@ -167,11 +167,21 @@ def join_federation(
 def network_of(federation: FederationSettings, noloco: NolocoSettings, alike: Mapping[str, Any]) -> Network:
     """Return how this job's ranks reach the others; opens nothing. Raises ValueError as `join_federation` does."""
     assert federation.rendezvous is not None
-    run = run_number({"noloco": shared(noloco), **alike})
-    rendezvous = rendezvous_of(federation.rendezvous, run)
+    compared = {"noloco": shared(noloco), **alike}
+    run, digests = run_number(compared), digests_of(compared)
+    rendezvous = rendezvous_of(federation.rendezvous, run, digests)
     keys = None
     if federation.encryption == "curve":
         assert federation.key_file is not None
         keys = Keys.read(Path(federation.key_file))
     listen = None if federation.listen == "off" else federation.listen or rendezvous.listen
-    return Network(rendezvous, run, listen, keys, reachable_address, federation.advertise, federation.relay)
+    return Network(
+        rendezvous,
+        run,
+        listen,
+        keys,
+        reachable_address,
+        federation.advertise,
+        federation.relay,
+        digests=digests,
+    )

@@ -19,14 +19,17 @@ from megatron_noloco.federation.frames import (
     HANDOVER_TAG,
     LARGEST,
     SIZE,
+    VERSION,
     Frame,
     Kind,
     Member,
     Receive,
     Send,
+    another_version,
     read,
 )
 from megatron_noloco.federation.keys import Sealing
+from megatron_noloco.federation.likeness import differences, pack
 from megatron_noloco.federation.links import Link
 from megatron_noloco.federation.paths import CONNECTION_LOST, Paths
 from megatron_noloco.federation.rendezvous import Directory
@@ -286,8 +289,7 @@ class FederationProtocol:
 
     def take(self, link: Link, parts: Sequence[Any]) -> None:
         """Act on the parts of a message that came over a link."""
-        header = parts[0].bytes if len(parts[0]) == SIZE else b""
-        reason = self._take(link, header, parts[1:])
+        reason = self._take(link, bytes(parts[0].buffer[: SIZE + 1]), parts[1:])
         if reason:
             self.dropped[reason] += 1
 
@@ -295,11 +297,12 @@ class FederationProtocol:
         """Act on a frame; returns why it is dropped, or an empty string."""
         frame = read(header)
         if frame is None:
-            return "no frame"
+            return self._refuse_version(link, header)
+        if frame.kind == Kind.REFUSAL:
+            return self._take_refusal(link, frame, parts)
         if frame.run != self.member.run:
-            other = "its job has another seed, model, layout or method, or other first weights"
-            self.warn(f"rank {frame.sender} is refused: {other}")
-            self._answer(frame, link)
+            if _is_question(frame):
+                self._refuse(link, frame.sender, asks=True)
             return "another run"
         if frame.sender >= self.member.ranks:
             self.warn(
@@ -338,14 +341,43 @@ class FederationProtocol:
         return self._actions[frame.kind](counterpart, frame, data)
 
     def _answer(self, frame: Frame, link: Link, latest: int = 0) -> None:
-        """Tell the sender of a frame that is dropped why: another run, fewer slots, or its `latest` process.
-
-        Nothing is answered to an answer. Of another run it learns nothing but that.
-        """
-        asks = frame.kind == Kind.HELLO or (frame.kind == Kind.ADDRESSES and frame.number)
-        if asks and not frame.relayed:
+        """Tell the sender of a frame that is dropped why: fewer slots, or its `latest` process."""
+        if _is_question(frame):
             header, data = self.directory.latest(frame.sender, latest)
-            link.send(header._replace(run=header.run if header.run == frame.run else 0).pack(), data)
+            link.send(header.pack(), data)
+
+    def _refuse(self, link: Link, rank: int, asks: bool) -> None:
+        """Send what this job compares; with `asks` the other side answers with what it does."""
+        data = np.frombuffer(pack(self.member.digests), np.uint8)
+        link.send(self.member.frame(Kind.REFUSAL, rank, data, number=asks)._replace(run=0).pack(), data)
+
+    def _take_refusal(self, link: Link, frame: Frame, parts: Sequence[Any]) -> str:
+        """Say what another job has that this one has not."""
+        data = np.frombuffer(parts[0].buffer if len(parts) == 1 else b"", np.uint8)
+        if not frame.announces(data):
+            return "wrong chunk"
+        try:
+            names = differences(self.member.digests, data.tobytes())
+        except (ValueError, RecursionError):
+            return "no digests"
+        self.warn(f"rank {frame.sender} is refused: its job differs from this one in {names or 'its run'}")
+        if frame.number:
+            self._refuse(link, frame.sender, asks=False)
+        return ""
+
+    def _refuse_version(self, link: Link, header: bytes) -> str:
+        """Name the version of a frame that is none in this one, and tell the other side this one."""
+        found = another_version(header)
+        if found is None:
+            return "no frame"
+        version, refuses = found
+        self.warn(
+            f"another job{f' at {link.endpoint}' * bool(link.endpoint)} speaks version {version} of the protocol, "
+            f"this job version {VERSION}: install the same megatron_noloco for both"
+        )
+        if not refuses:
+            self._refuse(link, ANYONE, asks=False)
+        return "another version"
 
     def _admit(self, counterpart: Counterpart, frame: Frame, link: Link) -> bool:
         """Whether a frame is from the counterpart's latest process and, if it answers us, meant for this process.
@@ -363,6 +395,7 @@ class FederationProtocol:
         return frame.epoch == counterpart.seen.epoch
 
     def _take_hello(self, counterpart: Counterpart, hello: Frame, _: np.ndarray) -> str:
+        goes_on = hello.number - 1 > counterpart.seen.begun
         counterpart.update(begun=hello.number - 1, open_from=hello.offset)
         counts = ConnectionError(f"rank {counterpart.rank} has used the mean, and this rank missed its token")
         self.cancel(counterpart, _before(min(hello.tag, hello.offset)), counts)
@@ -371,7 +404,7 @@ class FederationProtocol:
         if counterpart.its_paths < hello.length:  # what was under way is void there, so it is here
             counterpart.its_paths = hello.length
             self.cancel(counterpart, failure=ConnectionError(f"rank {counterpart.rank} {CONNECTION_LOST}"))
-        if counterpart.seen.begun >= 0:  # it trains, and takes nothing over any more
+        if goes_on:  # it trains, and takes nothing over any more
             counterpart.update(takes_over=False)
             trains = ConnectionError(f"rank {counterpart.rank} trains")
             self._cancel_sends(counterpart, _HANDOVERS, trains)
@@ -431,6 +464,12 @@ class FederationProtocol:
             return "wrong chunk"
         counterpart.offer = frame.tag, data.tobytes()
         return ""
+
+
+def _is_question(frame: Frame) -> bool:
+    """Whether a frame that is dropped is answered; an answer is not."""
+    asks = frame.kind == Kind.HELLO or (frame.kind == Kind.ADDRESSES and frame.number > 0)
+    return asks and not frame.relayed
 
 
 def _before(meeting: int) -> range:

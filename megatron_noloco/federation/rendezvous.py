@@ -11,13 +11,14 @@ import re
 import socket
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from megatron_noloco.federation.frames import ANYONE, LARGEST, Frame, Kind, Member
+from megatron_noloco.federation.frames import ANYONE, LARGEST, VERSION, Frame, Kind, Member
+from megatron_noloco.federation.likeness import differences
 from megatron_noloco.files import write_text
 
 _ENTRY = struct.Struct("!IQ32sBB")  # rank, epoch, key, whether it relays, length of the endpoint that follows
@@ -237,16 +238,18 @@ class SharedFolder:
     """A folder with a file for each rank, named after the rank and its run; files of other runs are ignored.
 
     Attributes:
+        digests: of what the jobs of the run have alike; see `likeness`.
         listen: where ranks listen by default; see `Network`.
     """
 
     folder: Path
     run: int
+    digests: Mapping[str, str] = field(default_factory=dict)
     listen = "tcp://*:0"
 
     def publish(self, rank: int, address: Address) -> None:
         """Write the file of a rank, over that of an earlier process. Raises OSError."""
-        content = asdict(address) | {"key": address.key.hex()}
+        content = asdict(address) | {"key": address.key.hex(), "version": VERSION, "alike": self.digests}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             write_text(self.folder / f"rank_{rank:05d}{self._ending}", json.dumps(content) + "\n")
@@ -270,14 +273,26 @@ class SharedFolder:
         return Found(found, (), "; ".join(unreadable))
 
     def other_runs(self) -> str:
-        """Return a line on addresses of other runs; "" where there are none."""
-        names = (path.name for path in self.folder.glob("rank_*.json"))
-        if all(name.endswith(self._ending) for name in names):
+        """Return a line on the newest address of other runs; "" where there is none."""
+        others = [path for path in self.folder.glob("rank_*.json") if not path.name.endswith(self._ending)]
+        if not others:
             return ""
+        newest = max(others, key=lambda path: path.stat().st_mtime)
         return (
-            f"no other job of this run is found, and {self.folder} has addresses of another run: its seed, model, "
-            "layout, method or first weights differ, or the files are old"
+            f"no other job of this run is found, and {self.folder} has addresses of another run: "
+            f"{self._difference(newest)}, or {newest.name} is old"
         )
+
+    def _difference(self, path: Path) -> str:
+        """Say what the job that has written a file has otherwise than this one."""
+        try:
+            content = json.loads(path.read_text())
+            version, alike = content["version"], json.dumps(content["alike"]).encode()
+            if version == VERSION and (names := differences(self.digests, alike)):
+                return f"its job differs from this one in {names}"
+        except (ValueError, KeyError, TypeError, RecursionError):
+            pass
+        return "its job speaks another version of the protocol: install the same megatron_noloco for both"
 
     @property
     def _ending(self) -> str:
@@ -329,7 +344,7 @@ class Seeds:
 Rendezvous = SharedFolder | Seeds
 
 
-def rendezvous_of(text: str, run: int) -> Rendezvous:
+def rendezvous_of(text: str, run: int, digests: Mapping[str, str]) -> Rendezvous:
     """Make a rendezvous from the config: "file:///a/folder" (or "file://from/here") or "tcp://host:port,host:port".
 
     "~" is the home folder. Raises ValueError for any other text.
@@ -337,7 +352,7 @@ def rendezvous_of(text: str, run: int) -> Rendezvous:
     if text.startswith(_FOLDER) and text != _FOLDER:
         folder = Path(text.removeprefix(_FOLDER))
         try:
-            return SharedFolder(folder.expanduser(), run)
+            return SharedFolder(folder.expanduser(), run, digests)
         except RuntimeError:
             home = f'there is no home folder of "{folder.parts[0]}"'
             raise ValueError(f'federation.rendezvous: "{text}": {home}') from None

@@ -6,8 +6,8 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
@@ -55,7 +55,7 @@ class Network:
     """How a rank reaches the others, and how they reach it.
 
     Attributes:
-        run: the number of the run; see `Member`.
+        run, digests: see `Member`.
         listen: where the first rank of a replica listens, its other ranks at the ports that follow; port 0: any.
             None: no other job can connect to this one.
         keys: None: nothing is authenticated or encrypted.
@@ -76,6 +76,7 @@ class Network:
     advertise: str | None = None
     relays: bool = False
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    digests: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.listen is not None and not can_listen(self.listen):
@@ -273,7 +274,7 @@ class FederationTransport:
         self._network = network
         self.chunk_bytes = network.chunk_bytes
         self._others = [place.rank_of(slot) for slot in range(place.replicas) if slot != place.replica]
-        member = Member(self.rank, network.run, time.time_ns(), self.world_size)
+        member = Member(self.rank, network.run, time.time_ns(), self.world_size, network.digests)
         network.check_ports(place.ranks_per_replica)
         at = self.rank % place.ranks_per_replica
         listen = None if network.listen is None else listen_at(network.listen, at)

@@ -30,7 +30,7 @@ from megatron_noloco.job.run_folder import occupy, stop_request
 from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.fit import shortage
-from megatron_noloco.training.prepare import Prepared, alike
+from megatron_noloco.training.prepare import Prepared, first_weights
 from megatron_noloco.training.takeover import SavedState, take_over_checkpoint
 from megatron_noloco.transport.protocol import Transport
 
@@ -80,8 +80,10 @@ def join_job(prepared: Prepared) -> Joined:
     stopping = Stopping(limit_minutes, output_dir, old_stop_request)
     if topology.slots:
         steps, place = config.training.train_iters, topology.place(dist.get_rank())
+        digest = of_rank_0(first_weights(config, prepared.architecture) if dist.get_rank() == 0 else None)
+        alike = prepared.alike | {"pretrained weights": digest}
         membership = join_federation(
-            config.federation, config.noloco, place, alike(config), steps, stopping.is_requested
+            config.federation, config.noloco, place, alike, steps, stopping.is_requested
         )
         transport: Transport = membership.transport
         if not membership.wait_for_start(continues=start.folder is not None):

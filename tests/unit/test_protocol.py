@@ -18,6 +18,7 @@ from megatron_noloco.federation.frames import (
     checksum_of,
     read,
 )
+from megatron_noloco.federation.likeness import digests_of, run_number
 from megatron_noloco.federation.links import Link
 from megatron_noloco.federation.protocol import FederationProtocol
 from megatron_noloco.federation.rendezvous import Address
@@ -220,13 +221,72 @@ def test_no_process_is_later_than_the_last_number() -> None:
         (Frame(Kind.HELLO, RUN + 1, 1, 0, THEIRS, relayed=True), 0),
     ],
 )
-def test_a_rank_of_another_run_learns_that_and_nothing_else(frame: Frame, answers: int) -> None:
+def test_a_rank_of_another_run_learns_what_is_compared_and_nothing_else(frame: Frame, answers: int) -> None:
     rank, link = Rank(), Sent()
     rank.take(link, frame)
     assert [(answer.kind, answer.run, answer.number) for answer in link.frames] == (
-        [(Kind.ADDRESSES, 0, 0)] * answers
+        [(Kind.REFUSAL, 0, 1)] * answers
     )
-    assert link.data == [b""] * answers
+    assert link.data == [b"{}"] * answers
+
+
+class Between(Link):
+    """A connection to another protocol, which takes what is sent at once."""
+
+    def __init__(self) -> None:
+        self.endpoint, self.up = "", True
+        self.sent = 0
+        self.back: tuple[FederationProtocol, Link] | None = None
+
+    def send(self, *parts: Any) -> bool:
+        assert self.back is not None
+        self.sent += 1
+        protocol, link = self.back
+        protocol.take(link, [zmq.Frame(bytes(part)) for part in parts])
+        return True
+
+
+def connected(*protocols: FederationProtocol) -> list[Between]:
+    """Return the links of two protocols to each other."""
+    links = [Between(), Between()]
+    for link, back, protocol in zip(links, links[::-1], protocols[::-1], strict=True):
+        link.back = protocol, back
+    return links
+
+
+def test_two_jobs_that_differ_both_say_in_what(capfd: pytest.CaptureFixture[str]) -> None:
+    alike = [{"model": {"num_layers": layers, "hidden_size": 8}, "seed": 1} for layers in (2, 3)]
+    protocols = [
+        FederationProtocol(Member(rank, run_number(values), OWN, 2, digests_of(values)), [1 - rank])
+        for rank, values in enumerate(alike)
+    ]
+    links = connected(*protocols)
+    links[0].send(protocols[0].member.frame(Kind.HELLO, 1).pack())
+    assert capfd.readouterr().err.splitlines() == [
+        f"rank {rank}: rank {1 - rank} is refused: its job differs from this one in model.num_layers"
+        for rank in range(2)
+    ]
+    assert [link.sent for link in links] == [2, 1], "the answer to an answer is not answered"
+
+
+def test_a_job_that_speaks_another_version_is_named_on_both_sides(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its header may have any length. The answer to it is not answered."""
+    rank, link = Rank(), Sent()
+    for header in (
+        b"nlco\x07\x00",
+        Frame(Kind.HELLO, RUN, 1, 0, THEIRS).pack().replace(b"nlco\x06", b"nlco\x05"),
+    ):
+        rank.protocol.take(link, [zmq.Frame(header)])
+    assert [frame.kind for frame in link.frames] == [Kind.REFUSAL] * 2
+    answer = link.frames[0].pack()
+    rank.protocol.take(link, [zmq.Frame(answer.replace(b"nlco\x06", b"nlco\x09")), zmq.Frame(b"{}")])
+    assert len(link.frames) == 2
+    found = capfd.readouterr().err.splitlines()
+    for version in (7, 5, 9):
+        assert (
+            f"rank 0: another job speaks version {version} of the protocol, this job version 6: install the same "
+            "megatron_noloco for both"
+        ) in found
 
 
 def test_a_rank_of_a_job_with_more_slots_is_told(capfd: pytest.CaptureFixture[str]) -> None:

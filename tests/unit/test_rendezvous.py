@@ -92,6 +92,12 @@ def test_a_rank_that_is_not_alone_looks_seldom(tmp_path: Path, monkeypatch: pyte
         assert 5 <= len(looks) - before <= 20
 
 
+@pytest.mark.parametrize("content", ["{}", '{"version": 5, "alike": {}}', '{"version": 6, "alike": [', "3"])
+def test_a_file_of_another_version_in_the_folder_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "rank_00001_0000000000000009.json").write_text(content)
+    assert "its job speaks another version of the protocol" in SharedFolder(tmp_path, RUN).other_runs()
+
+
 def test_a_folder_that_cannot_be_written_is_named() -> None:
     line = "federation.rendezvous: cannot write in /proc/x: No such file or directory"
     with pytest.raises(OSError, match=f"^{line}$"):
@@ -117,21 +123,27 @@ def test_of_two_runs_with_one_seed_both_are_told() -> None:
     seed = f"127.0.0.1:{free_port()}"
     with redirect_stderr(io.StringIO()) as output, ExitStack() as stack:
         for slot, run, listen in ((0, RUN, f"tcp://{seed}"), (1, RUN + 1, LOCAL)):
-            network = Network(Seeds.of(seed), run, listen)
+            network = Network(Seeds.of(seed), run, listen, digests={"tokenizer": str(run), "model": "1"})
             stack.enter_context(closing(FederationTransport(Place(slot, 2), network, PATIENCE)))
-        until(lambda: "rank 0: rank 1 is refused: " in output.getvalue())
-        until(lambda: "rank 1: rank 0 is refused: " in output.getvalue())
+        for rank in range(2):
+            line = f"rank {rank}: rank {1 - rank} is refused: its job differs from this one in tokenizer\n"
+            until(lambda line=line: line in output.getvalue())  # type: ignore[misc]
 
 
 def test_of_two_runs_in_one_folder_both_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_noloco.federation.transport._LOOK_SECONDS", 0.01)
     line = f"no other job of this run is found, and {tmp_path} has addresses of another run: "
-    with redirect_stderr(io.StringIO()) as output, transport(tmp_path, 0), ExitStack() as stack:
-        assert SharedFolder(tmp_path, RUN).other_runs() == ""
-        stack.enter_context(transport(tmp_path, 1, run=RUN + 1))
+    with redirect_stderr(io.StringIO()) as output, ExitStack() as stack:
+        for slot, run in enumerate((RUN, RUN + 1)):
+            assert slot or SharedFolder(tmp_path, RUN).other_runs() == ""
+            digests = {"tokenizer": str(run), "model": "1"}
+            network = Network(SharedFolder(tmp_path, run, digests), run, LOCAL, digests=digests)
+            stack.enter_context(closing(FederationTransport(Place(slot, 2), network, PATIENCE)))
         until(
             lambda: all(
-                f"rank {rank}: federation.rendezvous: {line}" in output.getvalue() for rank in range(2)
+                f"rank {rank}: federation.rendezvous: {line}its job differs from this one in tokenizer, or rank_"
+                in output.getvalue()
+                for rank in range(2)
             )
         )
 
@@ -165,14 +177,14 @@ def test_where_a_rank_listens_and_is_reached() -> None:
 )
 def test_a_rendezvous_is_refused_in_one_line(text: str, problem: str) -> None:
     with pytest.raises(ValueError) as refused:
-        _ = rendezvous_of(text, RUN).listen
+        _ = rendezvous_of(text, RUN, {}).listen
     assert re.match(re.escape(problem).replace(r"\.\*", ".*"), str(refused.value))
     assert "\n" not in str(refused.value)
 
 
 def test_a_tilde_is_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert rendezvous_of("file://~/a", RUN) == SharedFolder(tmp_path / "a", RUN)
+    assert rendezvous_of("file://~/a", RUN, {}) == SharedFolder(tmp_path / "a", RUN)
 
 
 @pytest.mark.parametrize(
