@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +181,7 @@ def network_of(federation: FederationSettings, noloco: NolocoSettings, alike: Ma
         run,
         listen,
         keys,
-        reachable_address,
+        partial(reachable_address, rendezvous.hosts),
         federation.advertise,
         federation.relay,
         digests=digests,

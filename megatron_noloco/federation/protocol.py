@@ -32,7 +32,7 @@ from megatron_noloco.federation.keys import Sealing
 from megatron_noloco.federation.likeness import differences, pack
 from megatron_noloco.federation.links import Link
 from megatron_noloco.federation.paths import CONNECTION_LOST, Paths
-from megatron_noloco.federation.rendezvous import Directory
+from megatron_noloco.federation.rendezvous import ADVERTISE, Directory, host_of
 from megatron_noloco.transport.protocol import EXCHANGE_TAGS
 
 _MOST_WANTS = 1024  # of one rank, for messages that are not posted yet; further ones are dropped
@@ -124,6 +124,23 @@ class FederationProtocol:
                 f"another process of this rank, at {rival.endpoint}, counts for the others: is --replica that of "
                 "another job? End one of the two; if this one is right, start it again"
             )
+
+    def name_namesakes(self) -> None:
+        """Name the ranks that announce this host's address, where nobody answers, and were never heard of."""
+        own = self.directory.addresses.get(self.member.rank)
+        for counterpart in self.counterparts.values():
+            linked = counterpart.direct is not None and counterpart.direct.up
+            if own and counterpart.address and not linked and not counterpart.seen.epoch:
+                host = host_of(counterpart.address.endpoint)
+                if host and host == host_of(own.endpoint):
+                    self._name_namesake(counterpart.rank, "does not answer there")
+
+    def _name_namesake(self, rank: int, what: str) -> None:
+        address = self.directory.addresses.get(rank)
+        self.warn(
+            f"rank {rank} announces this host's address{f', {address.endpoint}' if address else ''}, and {what}: "
+            f"if it is on another host, {ADVERTISE}"
+        )
 
     # Messages that this rank posts
 
@@ -313,6 +330,8 @@ class FederationProtocol:
         if len(parts) != (frame.kind in (Kind.DATA, Kind.ADDRESSES, Kind.OFFER)):
             return "wrong parts"
         if frame.receiver not in (self.member.rank, ANYONE):
+            if (frame.sender, frame.epoch) == (self.member.rank, self.member.epoch):
+                self._name_namesake(frame.receiver, "this rank itself answers there")
             return self.paths.pass_on(frame, header, parts)
         data = np.frombuffer(parts[0].buffer if parts else b"", np.uint8)
         if frame.kind == Kind.ADDRESSES:

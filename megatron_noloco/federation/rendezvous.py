@@ -26,6 +26,7 @@ _LONGEST_ENDPOINT = 255  # bytes
 _LISTENING = re.compile(r"tcp://(?:\*|[A-Za-z0-9][A-Za-z0-9_.-]*):([0-9]{1,5})")
 _ENDPOINT = re.compile(r"tcp://[A-Za-z0-9][A-Za-z0-9_.-]*:([0-9]{1,5})")  # ZeroMQ raises for others
 PLACES = "with a HOST that is a name or an IPv4 address (IPv6 is not supported), and a PORT from 1 to 65535"
+ADVERTISE = "set federation.advertise of each job to an address at which the others reach it"
 _EPOCHS = 2**30  # nanoseconds: a second
 _FOLDER, _SEEDS = "file://", "tcp://"
 # One look in ten is taken although others are there, so that two halves find each other again; and looks up names
@@ -97,6 +98,11 @@ def look_up(endpoints: Iterable[str], tell: Callable[[str], object]) -> Iterator
             tell(f"{host}: {error.strerror}")
         except UnicodeError as error:  # Python's, for a part of a name that is longer than 63 characters
             tell(f"{host}: {error}")
+
+
+def host_of(endpoint: str) -> str:
+    """Return the host of an endpoint; "" for none."""
+    return _split(endpoint)[0]
 
 
 def _split(endpoint: str) -> tuple[str, str]:
@@ -240,12 +246,14 @@ class SharedFolder:
     Attributes:
         digests: of what the jobs of the run have alike; see `likeness`.
         listen: where ranks listen by default; see `Network`.
+        hosts: that all ranks can reach; see `job.join.reachable_address`.
     """
 
     folder: Path
     run: int
     digests: Mapping[str, str] = field(default_factory=dict)
     listen = "tcp://*:0"
+    hosts = ()
 
     def publish(self, rank: int, address: Address) -> None:
         """Write the file of a rank, over that of an earlier process. Raises OSError."""
@@ -315,6 +323,10 @@ class Seeds:
                 raise ValueError(f'federation.rendezvous: "{entry.strip()}" is not HOST:PORT, {PLACES}')
             places.append((host, int(port)))
         return cls(places)
+
+    @property
+    def hosts(self) -> list[str]:
+        return [host for host, _ in self._places]
 
     @property
     def listen(self) -> str:

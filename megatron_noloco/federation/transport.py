@@ -19,11 +19,13 @@ from megatron_noloco.federation.frames import ANYONE, DTYPE_CODES, LARGEST, Memb
 from megatron_noloco.federation.keys import Keys
 from megatron_noloco.federation.protocol import TAKES_OVER
 from megatron_noloco.federation.rendezvous import (
+    ADVERTISE,
     PLACES,
     SELDOM,
     Address,
     Rendezvous,
     can_listen,
+    host_of,
     is_endpoint,
     listen_at,
     reachable,
@@ -299,6 +301,11 @@ class FederationTransport:
         endpoint = reachable(self.service.endpoint, network.host)
         if network.advertise is not None:
             endpoint = listen_at(network.advertise, at)
+        elif host_of(endpoint) == (name := socket.gethostname()):
+            self._protocol.warn(
+                f"no address of this host is known, as it has no default route, so others look for {name}: where "
+                f"they do not know that name, {ADVERTISE}"
+            )
         key = self.service.sealing.public if self.service.sealing else bytes(32)
         address = Address(endpoint, epoch, key, network.relays)
         self.service.do(self._protocol.directory.announce, address)
@@ -379,8 +386,10 @@ class FederationTransport:
                         self.service.ask(endpoint)
                     if found.missing:
                         raise OSError(found.missing)
-                if alone and look == SELDOM - 1 and (line := rendezvous.other_runs()):
-                    self._protocol.warn(f"federation.rendezvous: {line}")
+                if alone and look == SELDOM - 1:
+                    if line := rendezvous.other_runs():
+                        self._protocol.warn(f"federation.rendezvous: {line}")
+                    self.service.do(self._protocol.name_namesakes)
             except OSError as error:  # known addresses stay in use
                 self._protocol.warn(f"federation.rendezvous: {error}")
             except ServiceFailedError:  # the main thread learns of it, too
