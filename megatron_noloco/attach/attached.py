@@ -63,7 +63,7 @@ class Attached:
         self,
         trained: Trained,
         outer: OuterOptimizer,
-        first_weights: bytes,
+        first: dict[str, bytes],
         state: dict[str, Tensor] | None,
         membership: "Membership | None" = None,
         inner: Several | None = None,
@@ -72,7 +72,7 @@ class Attached:
         self.when_loaded = _refuse_load
         self.done = 0
         self._trained = trained
-        self._first_weights = first_weights
+        self._first = first
         self._membership, self._inner = membership, inner
         self._health = None if membership is None else membership.health(outer.weights)
         self._compared = self._checked = False
@@ -123,7 +123,7 @@ class Attached:
     def _copy(self) -> "Callable[[], Snapshot]":
         from megatron_noloco.attach.takeover import copy_state
 
-        return copy_state(self.outer, self.done, self._inner)
+        return copy_state(self.outer, self.done, self._inner, self._trained.modules)
 
     def _check_optimizers(self) -> None:
         """Raise ValueError before the first round as `check_no_weights` does."""
@@ -152,7 +152,8 @@ class Attached:
         """
         return self.outer.state() | {
             "local_steps_done": torch.tensor(self.done),
-            "first_weights": tensor_of(self._first_weights),
+            "first_weights": tensor_of(self._first["weights"]),
+            "first_buffers": tensor_of(self._first["buffers"]),
             "weights": tensor_of(digest_of(self.outer.weights)),
         }
 
@@ -242,10 +243,10 @@ def attach(
     Raises ValueError for an argument that does not fit, where gradients are not reduced over the ranks of one
     replica, where ranks of this job have different settings, or its replicas different weights, for settings with
     which the replicas drift apart, for a state of other weights, and for an optimizer in `inner` that keeps
-    weights of its own (some of these are noticed by `step`, before the first round). Jobs of a federation whose
-    first weights, settings or sizes differ refuse each other: with a line on stderr where they have a list of
-    addresses. In a shared folder they do not see each other; one that is alone for ten seconds says so on stderr,
-    and that the folder has addresses of another run.
+    weights of its own (some of these are noticed by `step`, before the first round). Jobs of a federation refuse
+    each other where settings, sizes, names and shapes of weights, first weights, frozen weights or first buffers
+    differ: a line on the stderr of both says which. In a shared folder they do not see each other; a job that is
+    alone for ten seconds says on stderr in what the newest job there differs.
     """
     settings = NolocoSettings() if settings is None else settings
     check_arguments(settings, replicas, federation, slot, seed, transport)
@@ -268,22 +269,19 @@ def attach(
     problem = groups_problem(settings, place.replicas)
     statements = of_all_ranks(statement_of(trained, topology, rank, alike, state, problem))
     check_statements(statements, rank, topology)
-    first_weights = statements[rank].first_weights
+    first = statements[rank].first
     if federation is None:
         transport = TorchTransport() if transport is None else transport
         outer = OuterOptimizer(trained.weights, transport, place, settings, seed)
-        return Attached(trained, outer, first_weights, state, inner=own_inner)
+        return Attached(trained, outer, first, state, inner=own_inner)
 
-    from megatron_noloco.attach.takeover import take_state
+    from megatron_noloco.attach.takeover import StateLoader, take_state
     from megatron_noloco.federation.join import join_federation
 
-    of_ranks = [[one.lengths, one.first_weights.hex()] for one in statements]
+    compared: dict[str, Any] = {name: [one.first[name].hex() for one in statements] for name in first}
+    compared |= {"seed": seed, "ranks": [one.lengths for one in statements]}
     membership = join_federation(
-        federation,
-        settings,
-        place,
-        {"seed": seed, "ranks": of_ranks},
-        stopped=stopped or (lambda: False),
+        federation, settings, place, compared, stopped=stopped or (lambda: False)
     )
     try:
         commit = membership.commit(seed)
@@ -295,8 +293,9 @@ def attach(
         if state is None:
             least = federation.rounds_behind * settings.local_steps + 1
             seconds = settings.deadline_seconds
-            state = take_state(membership.handover, outer, least, seconds, own_inner)
-        return Attached(trained, outer, first_weights, state, membership, own_inner)
+            loader = StateLoader(outer, own_inner, trained.modules)
+            state = take_state(membership.handover, loader, least, seconds)
+        return Attached(trained, outer, first, state, membership, own_inner)
     except BaseException:
         membership.leave()  # or others would wait for this process, whose port would stay taken
         raise

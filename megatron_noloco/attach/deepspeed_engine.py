@@ -38,6 +38,7 @@ def trained_by_deepspeed(engine: Any) -> Trained:
         ("give deepspeed.initialize mpu=ReplicaGroups({replicas})", "give deepspeed.initialize no mpu"),
         lambda: int(engine.global_steps),
         while_attached=partial(noticing_loads, engine.module),
+        modules=[engine.module],
     )
 
 

@@ -53,6 +53,7 @@ def trained_by_torch(module: nn.Module) -> Trained:
         remedies,
         check_all=partial(_check_no_others, module, {id(parameter) for parameter in trained.values()}),
         while_attached=partial(noticing_loads, module),
+        modules=[module.module if isinstance(module, DistributedDataParallel) else module],
     )
 
 

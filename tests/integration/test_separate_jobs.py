@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from megatron_noloco.attach import Attached, ReplicaGroups, attach
 from megatron_noloco.federation.keeping_up import NotFiniteError
+from megatron_noloco.federation.likeness import differences, pack
 from megatron_noloco.federation.transport import Network, Patience
 from megatron_noloco.job import leaving
 from megatron_noloco.job.agreement import of_all_ranks
@@ -421,6 +422,44 @@ def test_jobs_with_other_first_weights_sizes_seeds_or_settings_are_no_federation
     of_numpy: Any = {"slot": np.int64(1), "seed": np.int64(0)}
     assert federation_of(of_job(1, 0), paper(local_steps=np.int64(K)), **of_numpy) == found[0]
     assert len(set(found)) == len(found)
+
+
+class Partly(nn.Module):
+    """A model that is trained in part, with a buffer."""
+
+    def __init__(self, frozen: float = 1.0, buffer: float = 1.0, name: str = "trained") -> None:
+        super().__init__()
+        self.base = nn.Parameter(torch.full((2,), frozen), requires_grad=False)
+        self.register_parameter(name, nn.Parameter(torch.zeros(2, 3)))
+        self.register_buffer("scale", torch.full((2,), buffer), persistent=False)
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [
+        (Partly(frozen=2.0), "frozen weights"),
+        (Partly(buffer=2.0), "buffers"),
+        (Partly(name="other"), "names and shapes"),
+    ],
+)
+def test_jobs_differ_in_what_a_model_has_beside_its_trained_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, other: nn.Module, named: str
+) -> None:
+    """As attach compares it; wrappers make no difference."""
+
+    def reached(place: Place, network: Network, patience: Patience) -> NoReturn:
+        raise Reached(network)
+
+    def network_of(model: nn.Module) -> Network:
+        with pytest.raises(Reached) as caught:
+            attach(model, SETTINGS, **federation(tmp_path, 0, 2))
+        network: Network = caught.value.args[0]
+        return network
+
+    monkeypatch.setattr("megatron_noloco.federation.join.FederationTransport", reached)
+    first, second = network_of(Partly()), network_of(other)
+    assert differences(first.digests, pack(second.digests)) == named
+    assert first.run == network_of(torch.compile(Partly())).run != second.run  # type: ignore[arg-type]
 
 
 def refusal(call: Callable[[], object]) -> str:
