@@ -54,7 +54,10 @@ class Attached:
     Attributes:
         done: local steps of the training so far. Use it for the learning rate, and for the end of the loop. In a
             federation it jumps ahead, without steps of this loop, when the job has fallen
-            `FederationSettings.rounds_behind` rounds behind, or is slow (`FederationSettings.skip_local_steps`).
+            `FederationSettings.rounds_behind` rounds behind and has taken over the state of another one, or is
+            slow (`FederationSettings.skip_local_steps`).
+        taken: the local steps of the state of `inner` that was taken over last, after `attach`; -1: none was. A
+            schedule in it is advanced up to there.
         outer: the outer optimizer of this rank.
         when_loaded: called before weights are loaded into the model; by default it refuses them with ValueError.
     """
@@ -70,7 +73,8 @@ class Attached:
     ) -> None:
         self.outer = outer
         self.when_loaded = _refuse_load
-        self.done = 0
+        self.done, self.taken = 0, -1
+        self._rounds = self._rounds_met = 0
         self._trained = trained
         self._first = first
         self._membership, self._inner = membership, inner
@@ -81,10 +85,13 @@ class Attached:
         _ATTACHED.add(self)
         self._steps = 0 if trained.steps is None else trained.steps()
         if state is not None:
-            self.done = int(state["local_steps_done"])
-            outer.restore(state)
+            self._continue_from(state)
         if membership is not None:
             membership.keeping_up.start(self.done)
+
+    def _continue_from(self, state: dict[str, Tensor]) -> None:
+        self.done = int(state["local_steps_done"])
+        self.outer.restore(state)
 
     def step(self) -> list[RoundReport]:
         """Count a local step, and run the round that is due, if any. Call it after each step of the optimizer.
@@ -116,7 +123,7 @@ class Attached:
                 reports = self.outer.after_local_step(self.done)
         self._compare(reports)
         if self._membership is not None:
-            self.done, _ = self._membership.between_steps(self.done, self._copy)
+            self.done = self._membership.between_steps(self.done, self._copy, self._take_over).step
         now.part(f"local step {self.done + 1}")
         return reports
 
@@ -124,6 +131,21 @@ class Attached:
         from megatron_noloco.attach.takeover import copy_state
 
         return copy_state(self.outer, self.done, self._inner, self._trained.modules)
+
+    def _take_over(self, least: int) -> int | None:
+        from megatron_noloco.attach.takeover import StateLoader, take_state
+
+        assert self._membership is not None
+        self.outer.wait()
+        seconds = self.outer.settings.deadline_seconds
+        loader = StateLoader(self.outer, self._inner, self._trained.modules)
+        state = take_state(self._membership.handover, loader, least, seconds)
+        if state is None:
+            return None
+        self._continue_from(state)
+        if loader.state["inner"] is not None:
+            self.taken = self.done
+        return self.done
 
     def _check_optimizers(self) -> None:
         """Raise ValueError before the first round as `check_no_weights` does."""
@@ -133,8 +155,10 @@ class Attached:
                 check_no_weights(optimizer)
 
     def _compare(self, reports: list[RoundReport]) -> None:
-        """Warn where the first round with a partner finds equal weights."""
+        """Count rounds, and warn where the first round with a partner finds equal weights."""
         spreads = [report.spread for report in reports if len(report.exchange.group) > 1]
+        self._rounds += len(reports)
+        self._rounds_met += len(spreads)
         if spreads and not self._compared:
             self._compared = True
             if spreads[0] == 0:
@@ -162,14 +186,20 @@ class Attached:
 
         In one job all replicas then have the mean to rounding, in a federation the same bits. A job of a
         federation waits for the others that are there, as long as they train; one that does not begin a round for
-        `NolocoSettings.deadline_seconds` is left out. The reports have the replicas averaged, and how far apart
-        they were. With a delay, rounds under way are merged before. Where this job is asked to stop meanwhile
-        (`stopped` of `attach`), the weights stay its own, and there are no reports.
+        `NolocoSettings.deadline_seconds` is left out. So are the weights of one that ended more than
+        `FederationSettings.rounds_behind` rounds before the furthest; it gets the mean of the others. A warning
+        names those that are left out. The reports have the replicas averaged, and how far apart they were. With a
+        delay, rounds under way are merged before. Where this job is asked to stop meanwhile (`stopped` of
+        `attach`), the weights stay its own, and there are no reports.
         """
         self._trained.check_all()
         self.outer.finish()
         if self._membership is not None:
-            return self._membership.average(self.outer)
+            reports = self._membership.average(self.outer, self.done)
+            for report in reports:
+                if report.missed:
+                    warnings.warn(f"the mean is that of {report.group}: {report.missed}", stacklevel=2)
+            return reports
         return self.outer.average_all(self.done)
 
     def close(self, at_once: bool = False) -> None:
@@ -185,6 +215,12 @@ class Attached:
         with self._until_closed:
             if self._membership is not None:
                 self._until_closed.callback(self._membership.leave)
+            if self._membership is not None and self._rounds and not self._rounds_met:
+                warnings.warn(
+                    f"none of the {self._rounds} rounds of this job took place: it met no other replica, and "
+                    "trained alone; lines on stderr say why",
+                    stacklevel=2,
+                )
             if not raising:
                 self.outer.finish()
             elif self._membership is None:  # else all ranks of the replica would have to come here

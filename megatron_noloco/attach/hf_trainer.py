@@ -247,7 +247,8 @@ class NolocoCallback(TrainerCallback):
         schedule = _schedule_of(self._trainer)
         while state.global_step < self.noloco.done:
             state.global_step += 1
-            schedule.step()
+            if state.global_step > self.noloco.taken:  # else the schedule that was taken over has this step
+                schedule.step()
             DefaultFlowCallback().on_step_end(args, state, control)
 
 

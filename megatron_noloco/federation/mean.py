@@ -11,7 +11,7 @@ Slots that no other can connect to are leaves: they are not connected to each ot
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 
 import torch
 from torch import Tensor
@@ -58,9 +58,10 @@ class TreeMean:
         deadline_seconds: for a child; for the parent as many times more as the tree may have levels.
         may_come: whether a rank that is waited for may still do its part; one that has lost its connection is
             waited for, too, as long as this is so.
+        left_out: why slots are not in the mean, by slot. Members among them get the mean, and add nothing to it.
 
     Attributes:
-        report: `group` has the replicas in the mean, `missed` names the members that are not. The deviation is
+        report: `group` has the replicas in the mean, `missed` names others, and why they are not. The deviation is
             that of this replica from the mean.
         stopped: whether there is no mean, since this job is to stop.
     """
@@ -73,9 +74,11 @@ class TreeMean:
         channel: Channel,
         deadline_seconds: float,
         may_come: Callable[[int], bool],
+        left_out: Mapping[int, str] | None = None,
     ) -> None:
         self._transport, self._place = transport, transport.place
         self._channel, self._deadline_seconds, self._may_come = channel, deadline_seconds, may_come
+        self._left_out = left_out or {}
         self._vector, self._what, self._tag, self.stopped = torch.empty(0), "", 0, False
         self.report = ExchangeReport(())
 
@@ -98,11 +101,14 @@ class TreeMean:
         parents = {slot: parent_of(slot, {*members}, hidden) for slot in members}
         children, parent = [slot for slot in members if parents[slot] == own], parents[own]
         total, included = self._vector.clone(), torch.zeros(MOST_SLOTS, dtype=torch.uint8)
-        included[own] = 1
+        if own in self._left_out:
+            total.zero_()
+        else:
+            included[own] = 1
         memory = torch.empty_like(total), torch.empty_like(included)
         for child in children:
             came = self._move(child, (), memory, self._deadline_seconds)
-            if self._agreed(came and self._is_sound(memory[0] / memory[1].sum())):
+            if self._agreed(came and (not memory[1].any() or self._is_sound(memory[0] / memory[1].sum()))):
                 total += memory[0]
                 included |= memory[1]
             else:  # a late chunk still arrives where the last one was
@@ -111,28 +117,28 @@ class TreeMean:
         if parent is not None:
             levels = 1 + math.log2(self._place.replicas)  # each of which may wait for its own children
             came = self._move(parent, (total, included), memory, levels * self._deadline_seconds)
-            came = self._agreed(came and self._is_sound(memory[0]))
+            came = self._agreed(came and bool(memory[1].any()) and self._is_sound(memory[0]))
         if came:
             total, included = memory
-        else:  # in new memory: the parent may still ask for the sum
+        elif included.any():  # in new memory: the parent may still ask for the sum
             total = total / included.sum()
         self.stopped = not self._agreed(came or not partners.stopped())
+        if self.stopped or not included.any():  # a part of the sums may be missing; or this replica is alone
+            total, included = self._vector.clone(), torch.zeros_like(included)
+            included[own] = 1
         if not self.stopped:
             for child in children:
                 self._move(child, (total, included), (), self._deadline_seconds)
-        else:  # a part of the sums may be missing
-            total, included = self._vector, torch.zeros_like(included)
-            included[own] = 1
         self._end(total, included)
         yield MeanPiece(0, len(total), total)
 
     def _end(self, mean: Tensor, included: Tensor) -> None:
         """Complete the report."""
         report = self.report
-        missing = [slot for slot in report.group if not included[slot]]
-        if missing:
-            named = f"replica{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-            report.missed = f"without {named}: lost, or not finite"
+        why = {**dict.fromkeys(report.group, "was lost, or is not finite"), **self._left_out}
+        report.missed = "; ".join(
+            f"without replica {slot}: {text}" for slot, text in sorted(why.items()) if not included[slot]
+        )
         report.group = tuple(included.nonzero().flatten().tolist())
         report.seconds = time.perf_counter() - report.started
         report.compared_elements = len(mean)

@@ -57,7 +57,7 @@ def build_final_average(
     if not config.noloco.final_average or isinstance(outer, NoRounds):
         return None
     if membership is not None:
-        return lambda done: membership.average(outer)
+        return lambda done: membership.average(outer, done)
     return outer.average_all
 
 

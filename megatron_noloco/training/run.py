@@ -20,6 +20,7 @@ from megatron_noloco.monitor.monitor import Monitor
 from megatron_noloco.outer import ExchangeReport, Rounds
 from megatron_noloco.training.evaluate import Evaluator
 from megatron_noloco.training.rounds import DelayChoice, FinalAverage
+from megatron_noloco.training.takeover import take_over_between_steps
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,8 @@ class Run:
             self.membership.leave()
         saved = not self.checkpointer.last_save_failed
         unsaved = self.stopping.close(done, saved)
-        self.monitor.summary(done, self.stopping.reason if stopped else None, unsaved)
+        reason, federated = self.stopping.reason if stopped else None, self.membership is not None
+        self.monitor.summary(done, reason, unsaved, federated)
         return saved
 
     def _loop(self) -> tuple[int, bool]:
@@ -102,6 +104,9 @@ class Run:
                     self._leave(done)
                 return done, True
             before, step = done, self._next_step(done)
+            if step >= self.schedule.steps:  # the state of a replica at its end was taken over
+                done = step
+                break
             done = step + 1
             started = time.perf_counter()
             with now.doing(f"computing local step {done}"):
@@ -133,7 +138,7 @@ class Run:
                 if self.membership is not None and not reports:
                     self._leave(done)
                     return False
-                self.monitor.averaged(reports)
+                self.monitor.averaged(reports, federated=self.membership is not None)
         if before < done or any(len(report.group) > 1 for report in reports):
             return self._after_round(before, done)
         return True
@@ -158,14 +163,24 @@ class Run:
         if self.membership is None:
             return done
         started = time.perf_counter()
-        step, gave = self.membership.between_steps(done, lambda: self._copy(done))
+        step, gave, took = self.membership.between_steps(done, lambda: self._copy(done), self._take_over)
         if gave:
             self.monitor.gave(done, time.perf_counter() - started)
         if step > done:
-            self.engine.skip(step - done)
+            if not took:
+                self.engine.skip(step - done)
             notable = step - done >= self.membership.keeping_up.local_steps
             self.monitor.skipped(done, step, notable)
         return step
+
+    def _take_over(self, least: int) -> int | None:
+        """Go on with the state of another replica; return its local steps, or None where there is none to take."""
+        assert self.membership is not None
+        with now.doing("taking over the state of another replica"):
+            seconds = self.membership.noloco.deadline_seconds
+            return take_over_between_steps(
+                self.membership.handover, self.checkpointer, least, seconds, self.monitor.say
+            )
 
     def _copy(self, done: int) -> Callable[[], Snapshot]:
         made = self.checkpointer.copy(done, self.monitor.metrics.counters)

@@ -208,7 +208,7 @@ def test_the_state_is_written_before_the_trainer_deletes_the_checkpoint_before(t
 def test_a_job_that_fell_behind_goes_on_where_the_others_are(tmp_path: Path) -> None:
     loop = Loop(tmp_path, 0)
     callback: Any = NolocoCallback(loop, **federation(tmp_path, 0, 2))  # type: ignore[arg-type]
-    callback._noloco = SimpleNamespace(step=lambda: [], done=7, state_dict=dict)
+    callback._noloco = SimpleNamespace(step=lambda: [], done=7, taken=-1, state_dict=dict)
     loop.state.global_step, loop.control.should_log = 4, False
     callback.on_step_end(loop.args, loop.state, loop.control)
     assert loop.state.global_step == 7
@@ -217,6 +217,10 @@ def test_a_job_that_fell_behind_goes_on_where_the_others_are(tmp_path: Path) -> 
     assert loop.control.should_save, "due at step 5"
     assert loop.control.should_log, "due at step 6"
     assert not loop.control.should_evaluate, "due at steps 4, which was not left out, and 8"
+    callback._noloco.done, callback._noloco.taken = 9, 8
+    callback.on_step_end(loop.args, loop.state, loop.control)
+    lr = pytest.approx(0.1 * 0.9**4)
+    assert loop.optimizer.param_groups[0]["lr"] == lr, "a schedule that was taken over has step 8 already"
     callback._noloco.done = 12
     callback.on_step_end(loop.args, loop.state, loop.control)
     assert loop.control.should_training_stop

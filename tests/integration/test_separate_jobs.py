@@ -8,6 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any, NoReturn
@@ -26,11 +27,12 @@ from megatron_noloco.federation.likeness import differences, pack
 from megatron_noloco.federation.transport import Network, Patience
 from megatron_noloco.job import leaving
 from megatron_noloco.job.agreement import of_all_ranks
-from megatron_noloco.outer import PartnerLostError
+from megatron_noloco.outer import PartnerLostError, RoundReport
 from megatron_noloco.plans.topology import Place
 from megatron_noloco.settings import FederationSettings, NolocoSettings, OverlapSettings
 from tests.harness import run_ranks
 from tests.integration.jobs import SECONDS, by_the_equations, federation, paper, run_jobs, wait_for
+from tests.unit.federated import until
 
 SEED, K, STEPS = 5, 2, 12
 SETTINGS = paper(local_steps=K)
@@ -460,6 +462,59 @@ def test_jobs_differ_in_what_a_model_has_beside_its_trained_weights(
     first, second = network_of(Partly()), network_of(other)
     assert differences(first.digests, pack(second.digests)) == named
     assert first.run == network_of(torch.compile(Partly())).run != second.run  # type: ignore[arg-type]
+
+
+def test_a_job_that_slept_takes_over_a_state_before_it_exchanges(tmp_path: Path) -> None:
+    """While it sleeps, the other one goes on. Its threads answer, as those of a job that hangs do."""
+    loops, at, awake = [of_job(slot, 0) for slot in range(2)], dict[int, Tensor](), threading.Event()
+    settings = paper(local_steps=K, deadline_seconds=0.5)
+    changes = {"rounds_behind": 3, "shortest_deadline_seconds": 0.1}
+
+    def made(slot: int) -> Attached:
+        return attach(
+            loops[slot].model,
+            settings,
+            inner=loops[slot].optimizer,
+            **federation(tmp_path, slot, 2, **changes),
+        )
+
+    def trains(noloco: Attached) -> None:
+        while not awake.is_set():
+            loops[0].step(noloco.done)
+            noloco.step()
+            at[noloco.done] = loops[0].weights()
+
+    with ThreadPoolExecutor(2) as pool:
+        other, own = pool.map(made, range(2))
+        running = pool.submit(trains, other)
+        try:
+            reports: list[RoundReport] = []
+            while own.done < 2 * K:
+                loops[1].step(own.done)
+                reports += own.step()
+            assert [report.exchange.group for report in reports] == [(0, 1)] * 2
+            until(lambda: other.done > 10 * K)
+            reports.clear()
+            while own.taken < 0:
+                loops[1].step(own.done)
+                reports += own.step()
+            assert own.done == own.taken > 10 * K
+            assert torch.equal(loops[1].weights(), at[own.done])
+            assert [report.exchange.group for report in reports] == [(1,)] * len(reports)
+        finally:
+            awake.set()
+        running.result(SECONDS)
+        for noloco in (other, own):
+            noloco.close()
+
+
+def test_a_job_that_met_no_other_says_so_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_noloco.federation.join.FIRST_SECONDS", 0.0)
+    loop = of_job(0, 0)
+    noloco = attach(loop.model, SETTINGS, **federation(tmp_path, 0, 2, start_with=1))
+    train(loop, noloco, 3 * K)
+    with pytest.warns(UserWarning, match="^none of the 3 rounds of this job took place: it met no other"):
+        noloco.close()
 
 
 def refusal(call: Callable[[], object]) -> str:

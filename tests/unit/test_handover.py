@@ -185,7 +185,7 @@ def test_the_ranks_of_a_giver_give_their_states_of_one_step(tmp_path: Path) -> N
 
     def loop(giver: Membership) -> None:
         for done in itertools.count():
-            giver.between_steps(done, live(done))
+            giver.between_steps(done, live(done), lambda _: pytest.fail("took"))
             time.sleep(1e-3)
             if giver.transport.partners.agree([not ends.is_set()]) == [0]:
                 return
