@@ -17,6 +17,7 @@ from megatron_noloco.config import ConfigError, RunConfig
 from megatron_noloco.config.run_config import in_words_of_today
 from megatron_noloco.data.datasets import Datasets
 from megatron_noloco.federation.join import Membership, join_federation
+from megatron_noloco.federation.likeness import differences, digests_of, pack
 from megatron_noloco.job.agreement import of_all_ranks, of_rank_0
 from megatron_noloco.job.join import (
     check_gpus,
@@ -30,6 +31,7 @@ from megatron_noloco.job.run_folder import occupy, stop_request
 from megatron_noloco.job.stopping import Stopping
 from megatron_noloco.plans.topology import Topology
 from megatron_noloco.preflight.fit import shortage
+from megatron_noloco.settings import shared
 from megatron_noloco.training.prepare import Prepared, first_weights
 from megatron_noloco.training.takeover import SavedState, take_over_checkpoint
 from megatron_noloco.transport.protocol import Transport
@@ -67,6 +69,7 @@ def join_job(prepared: Prepared) -> Joined:
     """
     config, topology = prepared.config, prepared.topology
     notes = _join_ranks(prepared)
+    check_ranks(prepared)
     old_stop_request = stop_request(Path(config.training.output_dir))  # before the job can be asked to stop
     check_same_data(prepared.datasets)
     # It reads an excerpt of the data: one rank of the job does.
@@ -108,6 +111,16 @@ def join_job(prepared: Prepared) -> Joined:
     start = settle_start(settings, topology, start)
     start = replace(start, notes=notes + start.notes)
     return Joined(transport, start, membership, stopping, training_data)
+
+
+def check_ranks(prepared: Prepared) -> None:
+    """Raise ValueError on all ranks of the job unless they have read the same config and tokenizer."""
+    told = of_all_ranks(digests_of({"noloco": shared(prepared.config.noloco), **prepared.alike}))
+    for rank, digests in enumerate(told):
+        if names := differences(told[0], pack(digests)):
+            raise ValueError(
+                f"rank {rank} differs from rank 0 in {names}: all ranks of a job need the same config and files"
+            )
 
 
 def _join_ranks(prepared: Prepared) -> list[str]:
