@@ -316,9 +316,7 @@ def attach(
 
     compared: dict[str, Any] = {name: [one.first[name].hex() for one in statements] for name in first}
     compared |= {"seed": seed, "ranks": [one.lengths for one in statements]}
-    membership = join_federation(
-        federation, settings, place, compared, stopped=stopped or (lambda: False)
-    )
+    membership = join_federation(federation, settings, place, compared, stopped=stopped or (lambda: False))
     try:
         commit = membership.commit(seed)
         outer = OuterOptimizer(trained.weights, membership.transport, place, settings, seed, commit)

@@ -15,7 +15,6 @@ from megatron_noloco.checkpoint.resume import Start, find_start, settle_start
 from megatron_noloco.checkpoint.settings import CheckpointSettings
 from megatron_noloco.config import ConfigError, RunConfig
 from megatron_noloco.config.run_config import in_words_of_today
-from megatron_noloco.data.datasets import Datasets
 from megatron_noloco.federation.join import Membership, join_federation
 from megatron_noloco.federation.likeness import differences, digests_of, pack
 from megatron_noloco.job.agreement import of_all_ranks, of_rank_0
@@ -71,7 +70,6 @@ def join_job(prepared: Prepared) -> Joined:
     notes = _join_ranks(prepared)
     check_ranks(prepared)
     old_stop_request = stop_request(Path(config.training.output_dir))  # before the job can be asked to stop
-    check_same_data(prepared.datasets)
     # It reads an excerpt of the data: one rank of the job does.
     training_data = of_rank_0(prepared.datasets.checksums if dist.get_rank() == 0 else {})
     settings, membership = checkpoint_settings(config, topology, training_data), None
@@ -114,8 +112,17 @@ def join_job(prepared: Prepared) -> Joined:
 
 
 def check_ranks(prepared: Prepared) -> None:
-    """Raise ValueError on all ranks of the job unless they have read the same config and tokenizer."""
-    told = of_all_ranks(digests_of({"noloco": shared(prepared.config.noloco), **prepared.alike}))
+    """Raise ValueError on all ranks of the job unless they have read the same config, tokenizer and data.
+
+    Ranks divide the samples of a step by their numbers alone, and a last stage reads the labels of tokens that
+    another rank has read.
+    """
+    compared = {
+        "noloco": shared(prepared.config.noloco),
+        **prepared.alike,
+        "data": prepared.datasets.fingerprint,
+    }
+    told = of_all_ranks(digests_of(compared))
     for rank, digests in enumerate(told):
         if names := differences(told[0], pack(digests)):
             raise ValueError(
@@ -141,21 +148,6 @@ def _join_ranks(prepared: Prepared) -> list[str]:
     if not cuda and neighbours > cores:
         return [f"this host has more ranks ({neighbours}) than cores ({cores}): they compute in turn"]
     return []
-
-
-def check_same_data(datasets: Datasets) -> None:
-    """Raise ValueError on all ranks of the job where one reads other data than rank 0.
-
-    Ranks divide the samples of a step by their numbers alone, and a last stage reads the labels of tokens that
-    another rank has read.
-    """
-    found = of_all_ranks(datasets.fingerprint)
-    others = [rank for rank, fingerprint in enumerate(found) if fingerprint != found[0]]
-    if others:
-        raise ValueError(
-            f"rank {others[0]} reads other data than rank 0 ({len(others)} of {len(found)} ranks do): files "
-            "of the data or of the tokenizer differ between hosts; make them the same"
-        )
 
 
 def _warn_of_shortage(prepared: Prepared, ranks: int, sharing: int) -> None:

@@ -207,17 +207,23 @@ def test_a_folder_that_was_set_aside_is_named_as_such_also_where_its_step_is_the
         save(tmp_path, 5)
 
 
-def test_ranks_that_read_other_files_on_their_hosts_do_not_begin(monkeypatch: pytest.MonkeyPatch) -> None:
-    def rank(tokenizer: str) -> Any:
+@pytest.mark.parametrize("changed", ["tokenizer", "data"])
+def test_ranks_that_read_other_files_on_their_hosts_do_not_begin(
+    changed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rank(**read: str) -> Any:
+        files = {"tokenizer": "a", "data": "a"} | read
         return SimpleNamespace(
-            config=SimpleNamespace(noloco=NolocoSettings()), alike={"tokenizer": tokenizer}
+            config=SimpleNamespace(noloco=NolocoSettings()),
+            alike={"tokenizer": files["tokenizer"]},
+            datasets=SimpleNamespace(fingerprint=files["data"]),
         )
 
     told: list[dict[str, str]] = []
     monkeypatch.setattr(join, "of_all_ranks", lambda own: told.append(own) or told)
-    check_ranks(rank("a"))
-    check_ranks(rank("a"))
+    check_ranks(rank())
+    check_ranks(rank())
     with pytest.raises(
-        ValueError, match=r"^rank 2 differs from rank 0 in tokenizer: all ranks of a job need"
+        ValueError, match=rf"^rank 2 differs from rank 0 in {changed}: all ranks of a job need"
     ):
-        check_ranks(rank("b"))
+        check_ranks(rank(**{changed: "b"}))
